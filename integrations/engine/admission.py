@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from memsaver.errors import MemsaverError, OutOfDeviceMemoryError
 
@@ -25,12 +26,15 @@ __all__ = [
     "Admission",
     "ClientGoneError",
     "RequestAbortedError",
+    "SharedQuery",
     "Sleeper",
-    "retrieve",
 ]
 
 EVERYTHING = frozenset(RELEASE_ORDER)
 
+Result = TypeVar("Result")
+
+_QUERY_SECONDS = 5.0
 _POLL_SECONDS = 1.0
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 1.0
 
@@ -185,7 +189,7 @@ class Admission:
                 if waiter is self._waiters[0] and (self._polling is None or self._polling.done()):
                     # Not awaited: the later requests would be admitted before this one.
                     self._polling = asyncio.ensure_future(self.refresh())
-                    self._polling.add_done_callback(retrieve)
+                    self._polling.add_done_callback(_retrieve)
         finally:
             self._waiters.remove(waiter)
 
@@ -231,7 +235,7 @@ class Admission:
         if self._waking is None or self._waking.done():
             self._waking_tags = tags
             self._waking = asyncio.ensure_future(self._resume(tags))
-            self._waking.add_done_callback(retrieve)
+            self._waking.add_done_callback(_retrieve)
         has_all = tags <= self._waking_tags
         await asyncio.shield(self._waking)
         return has_all
@@ -253,7 +257,33 @@ async def _check_client(is_gone: Callable[[], Awaitable[bool]] | None) -> None:
         raise ClientGoneError("the client disconnected while its request waited for the engine")
 
 
-def retrieve(task: asyncio.Future[Any]) -> None:
+def _retrieve(task: asyncio.Future[Any]) -> None:
     """Retrieve a task's exception, even if every request that waited for it was cancelled."""
     if not task.cancelled():
         task.exception()
+
+
+class SharedQuery(Generic[Result]):
+    """A query of an engine's memory, whose answer all waiting requests share. None cancels it.
+
+    Args:
+        send: sends the query, and returns the answer.
+        logger: logs failures.
+    """
+
+    def __init__(self, send: Callable[[], Awaitable[Result]], logger: logging.Logger) -> None:
+        self._send, self._logger = send, logger
+        self._last: asyncio.Future[Result] | None = None
+
+    async def answer(self) -> Result | None:
+        """Return the answer; None if it takes more than 5 s or the query fails."""
+        if self._last is None or self._last.done():
+            self._last = asyncio.ensure_future(self._send())
+            self._last.add_done_callback(_retrieve)
+        query = self._last
+        await asyncio.wait([query], timeout=_QUERY_SECONDS)
+        error = query.exception() if query.done() else f"no answer in {_QUERY_SECONDS:g} s"
+        if error is not None:
+            self._logger.warning("the engine did not report its memory: %s", error)
+            return None
+        return query.result()

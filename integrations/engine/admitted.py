@@ -93,8 +93,8 @@ async def generation(
     """Admit a generation, send it, and yield its outputs.
 
     Args:
-        admission: the engine's.
-        all_held: the engine's.
+        admission: the engine's policy for requests to a sleeping engine.
+        all_held: the engine's held requests.
         what: the request's operation, for the error message.
         request: the generation.
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from .loops import is_in_loop
+
 __all__ = ["run"]
 
 _Result = TypeVar("_Result")
@@ -18,18 +20,10 @@ def run(work: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
     The calling thread runs it, unless it has a running event loop, as in a notebook: then another
     thread runs it. Does not change the thread's current event loop, as `asyncio.run` does.
     """
-    if not _is_in_loop():
+    if not is_in_loop():
         return _run(work)
     with ThreadPoolExecutor(1, thread_name_prefix="memsaver") as pool:
         return pool.submit(_run, work).result()
-
-
-def _is_in_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 def _run(work: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:

@@ -5,29 +5,45 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TypeVar
 
 from memsaver._runtime.interrupts import signals_deferred
-from memsaver._runtime.latches import Latch
 from memsaver.errors import InvalidStateError
 
-__all__ = ["LoopThread", "check_outside_loop"]
+__all__ = ["LoopThread", "check_outside_loop", "is_in_loop", "settle"]
 
 Result = TypeVar("Result")
 
 _SECONDS = 10.0
 
 
-def check_outside_loop() -> None:
-    """Raise `InvalidStateError` if the calling thread runs an event loop, which cannot wait."""
+def is_in_loop() -> bool:
+    """Return whether the calling thread runs an event loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
+        return False
+    return True
+
+
+def check_outside_loop() -> None:
+    """Raise `InvalidStateError` if the calling thread runs an event loop, which cannot wait."""
+    if is_in_loop():
+        raise InvalidStateError(
+            "the controller cannot wait inside an event loop: call it with "
+            "`await asyncio.to_thread(...)`"
+        )
+
+
+def settle(done: Future[Result], work: Callable[[], Result]) -> None:
+    """Run `work`, unless `done` is cancelled, for the thread that waits for its result."""
+    if not done.set_running_or_notify_cancel():
         return
-    raise InvalidStateError(
-        "the controller cannot wait inside an event loop: call it with "
-        "`await asyncio.to_thread(...)`"
-    )
+    try:
+        done.set_result(work())
+    except BaseException as error:
+        done.set_exception(error)
 
 
 class LoopThread:
@@ -35,6 +51,7 @@ class LoopThread:
 
     Attributes:
         loop: the event loop.
+        thread_id: the thread's native id.
     """
 
     def __init__(self) -> None:
@@ -42,6 +59,7 @@ class LoopThread:
         self._thread = threading.Thread(target=self._run, name="memsaver-engine-loop", daemon=True)
         with signals_deferred():
             self._thread.start()
+        self.thread_id = self._thread.native_id or 0
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
@@ -52,23 +70,9 @@ class LoopThread:
 
         Exceptions propagate.
         """
-        results: list[Result] = []
-        errors: list[BaseException] = []
-        done = Latch()
-
-        def call() -> None:
-            try:
-                results.append(work())
-            except BaseException as error:
-                errors.append(error)
-            finally:
-                done.open()
-
-        self.loop.call_soon_threadsafe(call)
-        done.wait(None)
-        if errors:
-            raise errors.pop()
-        return results[0]
+        done: Future[Result] = Future()
+        self.loop.call_soon_threadsafe(settle, done, work)
+        return done.result()
 
     def close(self) -> None:
         """Cancel the loop's tasks, and end the thread. Waits at most 10 s. Idempotent."""

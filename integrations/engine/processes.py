@@ -1,21 +1,26 @@
-"""Ends the processes of an engine, with all processes that they started."""
+"""The processes of an engine: the thread that starts them, and their end."""
 
 from __future__ import annotations
 
 import contextlib
 import glob
+import multiprocessing
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from memsaver._runtime.interrupts import signals_deferred
 from memsaver._runtime.latches import Latch
+from memsaver._runtime.timeouts import seconds_until
 
-__all__ = ["Descendant", "Parent", "descendants_of", "kill"]
+from .loops import settle
+
+__all__ = ["Descendant", "Parent", "Processes", "death_among", "descendants_of", "kill"]
 
 Result = TypeVar("Result")
 
@@ -60,27 +65,17 @@ class Parent:
         """
         if threading.current_thread() is threading.main_thread():
             return work()
-        results: list[Result] = []
-        errors: list[BaseException] = []
-        done = Latch()
+        done: Future[Result] = Future()
 
         def live() -> None:
-            try:
-                results.append(work())
-            except BaseException as error:
-                errors.append(error)
-            finally:
-                done.open()
-            if results:
+            settle(done, work)
+            if done.exception() is None:
                 self._ended.wait(None)
 
         with signals_deferred():
             self._thread = threading.Thread(target=live, name="memsaver-engine-parent", daemon=True)
             self._thread.start()
-        done.wait(None)
-        if errors:
-            raise errors.pop()
-        return results[0]
+        return done.result()
 
     def end(self) -> None:
         """End the thread; with it, Linux ends the processes that are left."""
@@ -89,14 +84,59 @@ class Parent:
             self._thread.join(_SECONDS)
 
 
+class Processes:
+    """The processes of multiprocessing that a thread of this process starts from now on.
+
+    Args:
+        thread_id: the thread's native id.
+    """
+
+    def __init__(self, thread_id: int) -> None:
+        self._thread_id = thread_id
+        self._found: list[Any] = []
+        self._descendants: set[Descendant] = set()
+        self._before = self._children()
+
+    def _children(self) -> list[Any]:
+        # Linux knows which thread started a process. Others may start some at the same time.
+        pids = _children_of(f"/proc/self/task/{self._thread_id}/children")
+        return [child for child in multiprocessing.active_children() if child.pid in pids]
+
+    def record(self) -> None:
+        """Record the processes, and those that they have started, to end them even if they die."""
+        self._found = [child for child in self._children() if child not in self._before]
+        for child in self._found:
+            self._descendants.update(descendants_of(child.pid))
+
+    def end(self) -> None:
+        """End the recorded processes, and all that they started. Idempotent."""
+        kill(self._found, self._descendants)
+
+
+def death_among(processes: Iterable[Any]) -> str:
+    """Describe the first of an engine's processes that has ended; "" if none has."""
+    for process in processes:
+        if not process.is_alive():
+            return f"its process {process.pid} ended with status {process.exitcode}"
+    return ""
+
+
 def descendants_of(pid: int) -> list[Descendant]:
     """Return the descendants of a process."""
     found: list[Descendant] = []
     for path in glob.glob(f"/proc/{pid}/task/*/children"):
-        with contextlib.suppress(OSError), open(path) as file:
-            for child in map(int, file.read().split()):
-                found += [Descendant(child, _state_of(child)[1]), *descendants_of(child)]
+        for child in _children_of(path):
+            found += [Descendant(child, _state_of(child)[1]), *descendants_of(child)]
     return found
+
+
+def _children_of(path: str) -> list[int]:
+    """Return the children of a thread, by the path of their list; [] if the thread has ended."""
+    try:
+        with open(path) as file:
+            return [int(text) for text in file.read().split()]
+    except OSError:
+        return []
 
 
 def kill(processes: Sequence[Any], started: Iterable[Descendant] = ()) -> None:
@@ -118,7 +158,7 @@ def kill(processes: Sequence[Any], started: Iterable[Descendant] = ()) -> None:
                 os.kill(one.pid, signal.SIGKILL)
     deadline = time.monotonic() + _SECONDS
     for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
+        process.join(seconds_until(deadline))
     while any(one.runs for one in others) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from memsaver._runtime.latches import Gate
-from memsaver._runtime.timeouts import check_timeout
+from memsaver._runtime.timeouts import check_timeout, seconds_until
 from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
 
 from .errors import EngineError, EngineTimeoutError
@@ -181,19 +181,21 @@ class EngineController:
         deadline = time.monotonic() + timeout
         with self._turn_before(deadline):
             self._settle(deadline)
-            going = [tag for tag in wanted if tag not in self._knowledge.everywhere]
-            skipped = tuple(tag for tag in wanted if tag not in going)
-            if not going:
+            to_release = [tag for tag in wanted if tag not in self._knowledge.everywhere]
+            skipped = tuple(tag for tag in wanted if tag not in to_release)
+            if not to_release:
                 return SleepReport((), skipped)
             steps: list[Step] = []
 
             def hurry() -> None:
                 if abort:
-                    steps.append(timed("abort", lambda: self._engine.abort(_left(deadline))))
+                    steps.append(
+                        timed("abort", lambda: self._engine.abort(seconds_until(deadline)))
+                    )
 
-            with self._requests.none(wait_idle or abort, hurry, lambda: _left(deadline)):
+            with self._requests.none(wait_idle or abort, hurry, lambda: seconds_until(deadline)):
                 self._drain(wait_idle or abort, flush, deadline, steps)
-                steps.append(self._request("release", going, deadline))
+                steps.append(self._request("release", to_release, deadline))
             return SleepReport(tuple(steps), skipped)
 
     def wake_up(self, tags: Tags = None, *, timeout: float = 60.0) -> SleepReport:
@@ -218,11 +220,11 @@ class EngineController:
         deadline = time.monotonic() + timeout
         with self._turn_before(deadline):
             self._settle(deadline)
-            coming = [tag for tag in wanted if tag in self._knowledge.anywhere]
-            skipped = tuple(tag for tag in wanted if tag not in coming)
-            if not coming:
+            to_resume = [tag for tag in wanted if tag in self._knowledge.anywhere]
+            skipped = tuple(tag for tag in wanted if tag not in to_resume)
+            if not to_resume:
                 return SleepReport((), skipped)
-            return SleepReport((self._request("resume", coming, deadline),), skipped)
+            return SleepReport((self._request("resume", to_resume, deadline),), skipped)
 
     @contextlib.contextmanager
     def asleep(self, tags: Tags = None, **options: Any) -> Iterator[SleepReport]:
@@ -266,7 +268,7 @@ class EngineController:
             is_idle = self._is_idle(deadline)
             while not is_idle:
                 if wait:
-                    time.sleep(min(_POLL_SECONDS, _left(deadline)))
+                    time.sleep(min(_POLL_SECONDS, seconds_until(deadline)))
                 if not wait or time.monotonic() >= deadline:
                     raise busy()
                 try:
@@ -282,11 +284,11 @@ class EngineController:
 
     def _is_idle(self, deadline: float) -> bool:
         if not self.guarded:
-            return self._engine.flush(_left(deadline))
+            return self._engine.flush(seconds_until(deadline))
         return all([state.idle for state in self._states(deadline)])
 
     def _flush(self, deadline: float) -> None:
-        if not self._engine.flush(_left(deadline)):
+        if not self._engine.flush(seconds_until(deadline)):
             raise busy()
 
     # --- the engine -------------------------------------------------------------------------------
@@ -294,7 +296,7 @@ class EngineController:
     def _turn_before(self, deadline: float) -> contextlib.AbstractContextManager[None]:
         """Prevent other threads from changing the state during the block."""
         return self._turn.passed(
-            _left(deadline),
+            seconds_until(deadline),
             lambda: EngineTimeoutError(
                 "another thread's sleep or wake-up by this controller did not end in time; "
                 "nothing was done"
@@ -309,7 +311,7 @@ class EngineController:
                 unknown afterwards.
         """
         for _ in range(_MOST_QUERIES):
-            states = self._engine.states(min(self._timeout, _left(deadline)))
+            states = self._engine.states(min(self._timeout, seconds_until(deadline)))
             if not states:
                 self._knowledge.learn(states)  # raises if the engine was replaced
             if self._knowledge.fits(states):
@@ -328,7 +330,7 @@ class EngineController:
         self._knowledge.doubt()
         started = time.monotonic()
         try:
-            answers = call(tags, _left(deadline))
+            answers = call(tags, seconds_until(deadline))
         except BaseException as error:
             self._after_failure(error, deadline)
             raise
@@ -375,7 +377,3 @@ class EngineController:
                 "the engine's released tags are unknown since its last failure, because it lacks "
                 "memsaver's plugin: restart it"
             )
-
-
-def _left(deadline: float) -> float:
-    return max(0.001, deadline - time.monotonic())

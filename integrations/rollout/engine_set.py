@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from memsaver._runtime.interrupts import signals_deferred
 from memsaver.errors import ConfigError, MemsaverError
 
-from ..engine.errors import EngineTimeoutError
+from ..engine.errors import EngineError, EngineTimeoutError
 from ..engine.interface import Backend, Broadcast, JoinRequest, PauseMode, WeightLoad
 from ..engine.weights.checks import RankCheck, is_good, unknown_to_all
 from .errors import WeightMismatchError
@@ -116,7 +116,9 @@ class _Backends:
         return self
 
     def check(self, operation: str) -> None:
-        self._each(lambda backend, _: backend.control.check(operation), END_SECONDS)
+        # The query of an engine's state has a timeout of its own.
+        timeout = max(one.timeout for one in self._engines)
+        self._each(lambda backend, _: backend.control.check(operation), timeout)
 
     def begin_update(self, timeout: float) -> None:
         self._each(lambda backend, _: backend.begin_update(timeout), timeout)
@@ -151,7 +153,7 @@ class _Backends:
         ]
 
     def load_weights(self, load: WeightLoad) -> list[RankCheck]:
-        """See `Backend`. Without checks of one engine there are none, unless another one failed."""
+        """See `Backend`. Returns [] if an engine cannot verify and no other engine failed."""
 
         def receive(backend: Backend, first: int) -> list[RankCheck]:
             try:
@@ -200,8 +202,8 @@ class _Backends:
             timeout: seconds that the call may take.
 
         Raises:
-            MemsaverError: the error of the first engine that failed, with the names and the reasons
-                of all engines that did.
+            MemsaverError: the error of the first engine that failed, or an `EngineError` with that
+                error as its cause. Its message has the names and reasons of all failed engines.
         """
         results: list[list[Result]] = [[] for _ in self._engines]
         calls, first = [], 0
@@ -234,9 +236,12 @@ class _Backends:
                 failed[number] = EngineTimeoutError("the engine did not answer in time")
         return failed
 
-    def _error(self, failed: dict[int, Exception]) -> Exception:
-        error = next(iter(failed.values()))
-        if isinstance(error, MemsaverError):
-            reasons = [f"{self._name(number)}: {one}" for number, one in failed.items()]
-            error.message = "; ".join(reasons)
-        return error
+    def _error(self, failed: dict[int, Exception]) -> MemsaverError:
+        reasons = [f"{self._name(number)}: {one}" for number, one in failed.items()]
+        first = next(iter(failed.values()))
+        if not isinstance(first, MemsaverError):
+            error: MemsaverError = EngineError("; ".join(reasons))
+            error.__cause__ = first
+            return error
+        first.message = "; ".join(reasons)
+        return first

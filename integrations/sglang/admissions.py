@@ -28,9 +28,9 @@ from typing import Any
 from memsaver.errors import MemsaverError
 
 from ..engine import admitted
-from ..engine.admission import EVERYTHING, Admission, retrieve
-from ..engine.errors import EngineAsleepError, EngineError
-from ..engine.messages import Answer, error_of
+from ..engine.admission import EVERYTHING, Admission, SharedQuery
+from ..engine.errors import EngineAsleepError
+from ..engine.messages import Answer, SchedulerState, error_of
 from ..engine.refusals import asleep_in, refused
 from ..engine.tags import GRAPH, WEIGHTS
 from . import settings
@@ -46,7 +46,6 @@ __all__ = [
     "generate",
 ]
 
-QUERY_SECONDS = 5.0
 _ATTRIBUTE = "_memsaver_admission"  # of a tokenizer manager
 _HELD = "_memsaver_held"  # of a tokenizer manager: its `HeldRequests`
 _WEIGHTS = frozenset({WEIGHTS})
@@ -75,24 +74,14 @@ class _Schedulers:
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
-        self._query: asyncio.Future[Any] | None = None  # the last one
+        # After a cancelled query, SGLang 0.5.12 waits without end in all later ones.
+        self._query = SharedQuery(self._states, _logger)
+
+    async def _states(self) -> list[SchedulerState]:
+        return states_of(await self._manager.get_internal_state())
 
     async def released(self) -> frozenset[str] | None:
-        # All requests wait for the same query, and none cancels it: after a cancelled query, SGLang
-        # 0.5.12 waits without end in all later ones.
-        if self._query is None or self._query.done():
-            self._query = asyncio.ensure_future(self._manager.get_internal_state())
-            self._query.add_done_callback(retrieve)
-        query = self._query
-        await asyncio.wait([query], timeout=QUERY_SECONDS)
-        if not query.done():
-            _logger.warning("the schedulers did not report their memory in %g s", QUERY_SECONDS)
-            return None
-        try:
-            states = states_of(query.result())
-        except EngineError as error:
-            _logger.warning("the schedulers did not report their memory: %r", error)
-            return None
+        states = await self._query.answer()
         return _asleep(tag for state in states for tag in state.released) if states else None
 
     async def resume(self, tags: Collection[str]) -> frozenset[str]:

@@ -13,8 +13,8 @@ from typing import Any
 from memsaver._runtime.timeouts import check_timeout
 from memsaver.errors import ConfigError
 
+from ..engine.backend import ranks_in
 from ..engine.errors import EngineError
-from ..engine.fields import is_whole
 from ..engine.interface import PauseMode, Request, Sample
 from . import versions
 from .engines import LocalEngine, ServedEngine, connect
@@ -63,34 +63,22 @@ class SGLangBackend(WeightCalls):
         end: Callable[[], None] | None = None,
     ) -> None:
         check_timeout(timeout)
-        self.link, self._end = link, end
         arguments = link.arguments(timeout)
-        self._has_tokenizer = not arguments.get("skip_tokenizer_init")
         outer = _outer_sizes(arguments)
-        self.tp_size = _ranks(arguments, "tp_size") * math.prod(outer.values())
-        self.other_ranks = ", ".join(f"{name}={size}" for name, size in outer.items() if size > 1)
+        super().__init__(link, arguments, outer, end)
+        self.tp_size = ranks_in(arguments, "tp_size") * math.prod(outer.values())
         _check_version(arguments.get("version"))
         self.selects = versions.selects_models(arguments.get("version"))
         self.control = SleepController(link, timeout=timeout)
 
-    def generate(self, requests: Sequence[Request], timeout: float) -> list[Sample]:
-        """See `Backend`."""
-        if not requests:
-            return []
+    def _samples(self, requests: Sequence[Request], timeout: float) -> list[Sample]:
         payload = payload_of(requests)
-        if "text" in payload and not self._has_tokenizer:
-            raise ConfigError(
-                "the engine has no tokenizer for texts: pass token ids, or start the engine with "
-                "skip_tokenizer_init=False"
-            )
-        with self.control.request():
-            try:
-                outputs = self.link.generated(payload, timeout)
-            except BaseException:
-                with contextlib.suppress(EngineError):
-                    self.link.abort_requests(payload["rid"], _ABORT_SECONDS)
-                raise
-        return samples_of(outputs)
+        try:
+            return samples_of(self.link.generated(payload, timeout))
+        except BaseException:
+            with contextlib.suppress(EngineError):
+                self.link.abort_requests(payload["rid"], _ABORT_SECONDS)
+            raise
 
     def pause_generation(self, mode: PauseMode, timeout: float) -> None:
         """See `Backend`."""
@@ -102,35 +90,13 @@ class SGLangBackend(WeightCalls):
         """See `Backend`."""
         self._do("continue_generation", {}, timeout)
 
-    def death(self) -> str:
-        """See `Backend`."""
-        return self.link.death() if isinstance(self.link, LocalEngine) else ""
-
-    def close(self) -> None:
-        """See `Backend`."""
-        end, self._end = self._end, None
-        if end is not None:
-            end()
-
-
-def _ranks(server_args: Mapping[str, Any], name: str) -> int:
-    """Return a number of ranks from the engine's arguments; 1 if it is missing."""
-    value = server_args.get(name)
-    if value is None:
-        return 1
-    if not is_whole(value) or value < 0:
-        raise EngineError(
-            f"the engine reports {name}={str(value)[:80]!r}, which is not a number of ranks"
-        )
-    return int(value) or 1
-
 
 def _outer_sizes(server_args: Mapping[str, Any]) -> dict[str, int]:
     """Return the numbers of replicas and of pipeline stages that have ranks of their own."""
-    replicas = _ranks(server_args, "dp_size")
+    replicas = ranks_in(server_args, "dp_size")
     if server_args.get("enable_dp_attention"):
         replicas = 1  # they use the ranks of the tensor-parallel group
-    return {"dp_size": replicas, "pp_size": _ranks(server_args, "pp_size")}
+    return {"dp_size": replicas, "pp_size": ranks_in(server_args, "pp_size")}
 
 
 def _check_version(version: str | None) -> None:

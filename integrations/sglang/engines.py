@@ -7,23 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
-from memsaver._runtime.timeouts import check_timeout
-from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
+from memsaver.errors import ConfigError, InvalidStateError
 
-from ..engine.errors import EngineDiedError, EngineError, EngineTimeoutError
+from ..engine.local_calls import check_call, result_of
 from ..engine.messages import Answer, SchedulerState
+from ..engine.processes import death_among
 from .protocol import FORGIVING, states_of
 from .replies import Reply, UnknownRequestError
 from .served import ServedEngine
 
 __all__ = ["LocalEngine", "ServedEngine", "connect"]
-
-_POLL_SECONDS = 0.05
 
 # The classes of SGLang's requests, by the methods that accept them.
 _REQUESTS = {
@@ -115,9 +114,9 @@ class LocalEngine:
             from sglang.version import __version__ as version
         except ImportError:
             version = None
-        given = self._engine.tokenizer_manager.server_args
+        server_args = self._engine.tokenizer_manager.server_args
         names = ("tp_size", "pp_size", "dp_size", "enable_dp_attention", "skip_tokenizer_init")
-        return {**{name: getattr(given, name, None) for name in names}, "version": version}
+        return {**{name: getattr(server_args, name, None) for name in names}, "version": version}
 
     def generated(self, payload: Mapping[str, Any], timeout: float) -> Any:
         """Return the outputs for the fields of a `GenerateReqInput` with several prompts."""
@@ -204,61 +203,36 @@ class LocalEngine:
             EngineError: the coroutine raised. memsaver's own errors are raised unchanged.
             InvalidStateError: the calling thread runs an event loop.
         """
-        check_timeout(timeout)
         loop: asyncio.AbstractEventLoop = self._engine.loop
-        if _is_in_event_loop():
-            raise InvalidStateError(
-                "the controller cannot wait inside an event loop: call it with "
-                "`await asyncio.to_thread(...)`"
-            )
-        if loop.is_closed():
-            raise EngineError("the engine was shut down")
-        if ended := self.death():
-            raise EngineDiedError(f"the engine is dead: {ended}")
+        check_call(timeout, self.death(), loop)
         future = asyncio.run_coroutine_threadsafe(work(), loop)
-        self._drive(loop, future, time.monotonic() + timeout)
-        if not future.done():
-            future.cancel()
-            if ended := self.death():
-                raise EngineDiedError(f"the engine died before it answered {what}: {ended}")
-            raise EngineTimeoutError(
-                f"the engine did not answer {what} within {timeout:.3g} s; it may be dead or busy"
-            )
-        try:
-            return future.result()
-        except MemsaverError:
-            raise
-        except Exception as error:
-            kind = EngineDiedError if self.death() else EngineError
-            raise kind(
-                f"the engine failed during {what}: {type(error).__name__}: {error}"
-            ) from error
+        drive = functools.partial(self._drive, loop, future, time.monotonic() + timeout)
+        return result_of(future, what, timeout, self.death, wait=drive)
 
     def _drive(
         self,
         loop: asyncio.AbstractEventLoop,
         future: concurrent.futures.Future[Any],
         deadline: float,
+        seconds: float,
     ) -> None:
-        """Wait until `future`, which runs on `loop`, is done, or until `deadline`.
+        """Run `loop` until `future` is done, until `deadline` or until an engine's process ends.
 
-        Also returns if one of the engine's processes ends. Another thread may begin or stop driving
-        the loop at any time.
+        Waits for `seconds` if another thread drives the loop, which may begin or stop at any time.
         """
 
         async def watch() -> None:
             answer = asyncio.wrap_future(future)
             while not (answer.done() or self.death()) and time.monotonic() < deadline:
-                await asyncio.wait([answer], timeout=min(_POLL_SECONDS, _left(deadline)))
+                await asyncio.wait([answer], timeout=seconds)
             if answer.done() and not answer.cancelled():
                 answer.exception()  # otherwise asyncio logs that it was never retrieved
 
-        while not (future.done() or loop.is_closed()) and time.monotonic() < deadline:
-            if self.death():
-                return
-            if loop.is_running() or not self._driving.acquire(blocking=False):
-                concurrent.futures.wait([future], min(_POLL_SECONDS, _left(deadline)))
-                continue
+        if loop.is_closed():
+            future.cancel()
+        elif loop.is_running() or not self._driving.acquire(blocking=False):
+            concurrent.futures.wait([future], seconds)
+        else:
             watching = watch()
             try:
                 loop.run_until_complete(watching)
@@ -271,19 +245,4 @@ class LocalEngine:
     def death(self) -> str:
         """Describe an engine process that has ended; "" if none is known to have ended."""
         watchdog = getattr(self._engine.tokenizer_manager, "_subprocess_watchdog", None)
-        for process in getattr(watchdog, "_processes", ()):
-            if not process.is_alive():
-                return f"its process {process.pid} ended with status {process.exitcode}"
-        return ""
-
-
-def _is_in_event_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
-
-
-def _left(deadline: float) -> float:
-    return max(0.0, deadline - time.monotonic())
+        return death_among(getattr(watchdog, "_processes", ()))

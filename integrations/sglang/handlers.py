@@ -210,7 +210,7 @@ def run(original: Callable[..., Any], updater: Any, request: Any, tags: Sequence
     even if its handler raises before it. The handler's exceptions propagate.
     """
     saver = _NoSaver()
-    theirs, updater.memory_saver_adapter = updater.memory_saver_adapter, saver
+    adapter, updater.memory_saver_adapter = updater.memory_saver_adapter, saver
     try:
         original(updater, request_for(request, tags))
     except Exception:
@@ -219,7 +219,7 @@ def run(original: Callable[..., Any], updater: Any, request: Any, tags: Sequence
             Group(updater.tp_cpu_group).barrier()
         raise
     finally:
-        updater.memory_saver_adapter = theirs
+        updater.memory_saver_adapter = adapter
 
 
 def is_running(updater: Any) -> bool:

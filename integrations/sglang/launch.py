@@ -7,22 +7,19 @@ import atexit
 import contextlib
 import functools
 import multiprocessing
-import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
-from memsaver._runtime.interrupts import signals_deferred
-from memsaver._runtime.latches import Latch
-from memsaver._runtime.timeouts import check_timeout
+from memsaver._runtime.timeouts import check_timeout, seconds_until
 from memsaver.errors import ConfigError, NotLoadedError
 
-from ..engine.errors import EngineError, EngineTimeoutError
-from ..engine.placement import VISIBLE, Placement
-from ..engine.processes import Descendant, Parent, descendants_of, kill
+from ..engine.placement import Placement
+from ..engine.processes import Parent, Processes
+from ..engine.starting import LEAST_SECONDS, environment, started
 from .backend import SGLangBackend
 from .engines import LocalEngine
 from .placement import place, sizes_of
@@ -32,10 +29,6 @@ __all__ = ["launch", "launch_node", "place", "sizes_of"]
 _TAKEN = (signal.SIGQUIT, signal.SIGTERM)
 _TASK_SECONDS = 2.0  # for cancelled tasks to end
 
-# The variables of the ranks' own group, which an engine's processes would mistake for their own.
-_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_TORCHRUN_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
-
 # GPUs that are shared with a trainer do not all have the same free memory.
 _DEFAULT_ENVIRONMENT = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
 # SGLang reads these variables again later in this process, so they stay.
@@ -43,6 +36,8 @@ _KEPT_PREFIXES = ("SGLANG_", "PROMETHEUS_")
 
 # Makes the start of a node return when its schedulers are ready, instead of at their end.
 _NODE = {"SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0"}
+
+_LOG = ' (log_level="info")'
 
 _DEFAULT_ARGUMENTS = {"skip_tokenizer_init": True, "enable_memory_saver": True}
 
@@ -77,11 +72,13 @@ def launch(
             f"tp_size={arguments['tp_size']}, but the mesh's tensor-parallel groups have "
             f"{tp_size} ranks"
         )
-    with _starting(placement, tp_size, arguments, timeout) as (engine, signals, parent, deadline):
-        end = functools.partial(_end, engine, signals, parent, _started_by(engine))
+    starting = _starting(placement, tp_size, arguments, timeout)
+    with starting as (deadline, engine, signals, parent, processes):
+        end = functools.partial(_end, engine, signals, parent, processes)
         try:
-            signals.take(engine, _left(deadline))
-            return SGLangBackend(LocalEngine(engine), _left(deadline), end)
+            signals.take(engine, seconds_until(deadline, LEAST_SECONDS))
+            seconds = seconds_until(deadline, LEAST_SECONDS)
+            return SGLangBackend(LocalEngine(engine), seconds, end)
         except BaseException:
             end()
             raise
@@ -104,14 +101,13 @@ def launch_node(
     Raises:
         NotLoadedError, ConfigError, EngineError, EngineTimeoutError: see `launch`.
     """
-    before = set(multiprocessing.active_children())
-    with _starting(placement, tp_size, arguments, timeout, _NODE) as (engine, signals, parent, _):
+    starting = _starting(placement, tp_size, arguments, timeout, _NODE)
+    with starting as (_, engine, signals, parent, processes):
         atexit.unregister(engine.shutdown)
         signals.ignore()
-        own = [child for child in multiprocessing.active_children() if child not in before]
 
         def end() -> None:
-            kill(own)
+            processes.end()
             signals.restore()
             parent.end()
 
@@ -125,11 +121,11 @@ def _starting(
     arguments: Mapping[str, Any],
     timeout: float,
     variables: Mapping[str, str] | None = None,
-) -> Iterator[tuple[Any, _Signals, Parent, float]]:
+) -> Iterator[tuple[float, Any, _Signals, Parent, Processes]]:
     """Start an engine for the block, in which the environment is that of its processes.
 
-    Yields the engine, the handlers to restore, the thread that started its processes, and the
-    deadline. Args and errors are those of `launch`.
+    Yields the deadline, the engine, the handlers to restore, the thread that started the engine's
+    processes, and the processes. Args and errors are those of `launch`.
     """
     check_timeout(timeout)
     try:
@@ -140,87 +136,45 @@ def _starting(
     if tp_size is not None:
         full["tp_size"] = tp_size
     full.setdefault("custom_sigquit_handler", engine_failed)
-    with _environment(placement.visible, variables or {}), _start_method():
+    own = environment(placement.visible, _DEFAULT_ENVIRONMENT, variables, _KEPT_PREFIXES)
+    with own, _start_method():
         signals, parent = _Signals(), Parent()
         deadline = time.monotonic() + timeout
+
+        def start() -> tuple[Any, Processes]:
+            thread_id = threading.get_native_id()
+            return started(lambda: sglang.Engine(**full), thread_id, deadline, "SGLang", _LOG)
+
         try:
-            engine = parent.run(lambda: _started(lambda: sglang.Engine(**full), deadline))
+            engine, processes = parent.run(start)
         except BaseException:
             signals.restore()
             raise
-        yield engine, signals, parent, deadline
+        yield deadline, engine, signals, parent, processes
 
 
 def engine_failed(number: int, frame: FrameType | None) -> None:
     """Ignore SIGQUIT, which a dying process of the engine sends: waiting calls detect its death."""
 
 
-def _started(start: Callable[[], Any], deadline: float) -> Any:
-    """Return the result of `start`. If it fails or is late, end the processes that it started."""
-    before = set(multiprocessing.active_children())
-    timeout = _left(deadline)
-    done = Latch()
-
-    def end_new() -> None:
-        kill([child for child in multiprocessing.active_children() if child not in before])
-
-    def watch() -> None:
-        if not done.wait(timeout):
-            end_new()  # SGLang waits for the processes, and notices their end
-
-    try:
-        with signals_deferred():
-            threading.Thread(target=watch, name="memsaver-engine-start", daemon=True).start()
-        return start()
-    except BaseException as error:
-        done.open()
-        end_new()
-        if not isinstance(error, Exception):
-            raise
-        if time.monotonic() >= deadline:
-            raise EngineTimeoutError(f"the engine did not start within {timeout:g} s") from error
-        if isinstance(error, TypeError | ValueError | AssertionError):
-            raise ConfigError(
-                f"SGLang does not start with these arguments: {type(error).__name__}: {error}"
-            ) from error
-        raise EngineError(
-            f"the engine did not start: {type(error).__name__}: {error}; its log has details "
-            '(log_level="info")'
-        ) from error
-    finally:
-        done.open()
-
-
-def _started_by(engine: Any) -> list[Descendant]:
-    """Return the processes that an engine's processes have started."""
-    watchdog = getattr(engine.tokenizer_manager, "_subprocess_watchdog", None)
-    return [one for own in getattr(watchdog, "_processes", ()) for one in descendants_of(own.pid)]
-
-
-def _left(deadline: float) -> float:
-    return max(1.0, deadline - time.monotonic())
-
-
-def _end(engine: Any, signals: _Signals, parent: Parent, started: Sequence[Descendant]) -> None:
+def _end(engine: Any, signals: _Signals, parent: Parent, processes: Processes) -> None:
     """End an engine's processes: `shutdown` would end all children of this process.
 
     Args:
         engine: the `sglang.Engine`.
         signals: this process's handlers, which are restored.
         parent: the thread that started the processes.
-        started: the processes that the engine's processes have started.
+        processes: the processes.
     """
+    atexit.unregister(engine.shutdown)
     watchdog = getattr(engine.tokenizer_manager, "_subprocess_watchdog", None)
-    if watchdog is None:
-        engine.shutdown()
-    else:
-        atexit.unregister(engine.shutdown)
+    if watchdog is not None:
         watchdog.stop()
-        kill(list(watchdog._processes), started)
-        rpc = getattr(engine, "send_to_rpc", None)
-        if rpc is not None:
-            rpc.close(linger=0)
-            engine.send_to_rpc = None
+    processes.end()
+    rpc = getattr(engine, "send_to_rpc", None)
+    if rpc is not None:
+        rpc.close(linger=0)
+        engine.send_to_rpc = None
     loop = engine.loop
     try:
         if not (loop.is_closed() or loop.is_running()):
@@ -284,30 +238,6 @@ class _Deaf:
 
     def running_phase_sigquit_handler(self, *_: Any) -> None:
         """Do nothing."""
-
-
-@contextlib.contextmanager
-def _environment(visible: str | None, variables: Mapping[str, str]) -> Iterator[None]:
-    """Set the environment for an engine's processes in the block, and restore it afterwards."""
-    before = dict(os.environ)
-    for name in before:
-        if name in _TORCHRUN or name.startswith(_TORCHRUN_PREFIXES):
-            del os.environ[name]
-    ours = {name: text for name, text in _DEFAULT_ENVIRONMENT.items() if name not in before}
-    ours.update(variables)
-    if visible is not None:
-        ours[VISIBLE] = visible
-    os.environ.update(ours)
-    try:
-        yield
-    finally:
-        for name in set(os.environ).union(before):
-            if name.startswith(_KEPT_PREFIXES) and name not in ours:
-                continue
-            if name in before:
-                os.environ[name] = before[name]
-            else:
-                del os.environ[name]
 
 
 @contextlib.contextmanager

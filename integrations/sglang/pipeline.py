@@ -6,8 +6,8 @@ not contain the results of later stages. With these hooks, a stage first sends t
 then does the work, in which all stages exchange their results.
 
 The work must not begin while a batch is in the pipeline: a later stage might wait for the batch's
-data, which an earlier stage, waiting for the later one, would not send. Stages decide in the same
-round of their loops, from the same state, so that they decide equally.
+data, which an earlier stage, waiting for the later one, would not send. All stages make this
+decision in the same round of their loops and from the same state, so their decisions are the same.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ def _run(scheduler: Any) -> None:
             if waiting[0].rounds > 0:
                 return
             refusal = EngineBusyError(
-                "the engine has requests in flight, and the stages of its pipeline update their "
-                'weights only without: end the requests first, or pass pause="abort"; nothing was '
-                "loaded"
+                "the engine has requests in flight, but the stages of a pipeline can update their "
+                'weights only while there are none: end the requests first, or pass pause="abort"; '
+                "nothing was loaded"
             )
         one = waiting.pop(0)
         _send(scheduler, one.work(refusal), one.request)

@@ -29,16 +29,16 @@ def sizes_of(arguments: Mapping[str, Any], ranks: int | None) -> Sizes:
     Raises:
         ConfigError: the arguments are not numbers of ranks, or need more ranks.
     """
-    given = {name: arguments.get(name, 1) for name in ("pp_size", "dp_size")}
+    outer = {name: arguments.get(name, 1) for name in ("pp_size", "dp_size")}
     if arguments.get("enable_dp_attention"):
-        given["dp_size"] = 1  # its replicas use the ranks of the tensor-parallel group
-    numbers = {**given, "tp_size": arguments.get("tp_size", 1)}
+        outer["dp_size"] = 1  # its replicas use the ranks of the tensor-parallel group
+    numbers = {**outer, "tp_size": arguments.get("tp_size", 1)}
     invalid = [name for name, one in numbers.items() if not is_whole(one) or one < 1]
-    stages, replicas = (1, 1) if invalid else given.values()
+    stages, replicas = (1, 1) if invalid else outer.values()
     width = arguments.get("tp_size", max(1, (ranks or 1) // (stages * replicas)))
     made = Sizes(width, stages, replicas)
     if invalid or (ranks is not None and made.ranks > ranks):
-        names = [name for name in ("tp_size", *given) if name in arguments]
+        names = [name for name in ("tp_size", *outer) if name in arguments]
         texts = ", ".join(f"{name}={arguments[name]!r}" for name in names)
         rest = f", but the mesh's tensor-parallel groups have {ranks} ranks" if ranks else ""
         raise ConfigError(f"invalid numbers of ranks: {texts}{rest}")

@@ -1,9 +1,9 @@
 """The place of a scheduler process among the ranks of its whole engine.
 
-SGLang numbers ranks in a tensor-parallel group only: the process of each pipeline stage, and of
-each data-parallel replica, takes the payload with its number in the group, and joins a group for
-weights with that number. Here the ranks of an engine are numbered by replica, then by stage, then
-in the tensor-parallel group.
+SGLang numbers ranks only within a tensor-parallel group. A process uses this number to choose its
+payload and to join a group for weights, so processes of different pipeline stages or data-parallel
+replicas would choose the same ones. Here the ranks of an engine are numbered by replica, then by
+stage, then in the tensor-parallel group.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ class Place:
         payloads = getattr(request, "serialized_named_tensors", None)
         if payloads is None or self.size == self.width or len(payloads) != self.size:
             return request
-        mine = copy.copy(request)
-        mine.serialized_named_tensors = list(payloads[self.first : self.first + self.width])
-        return mine
+        own = copy.copy(request)
+        own.serialized_named_tensors = list(payloads[self.first : self.first + self.width])
+        return own
 
     def joining(self, request: Any) -> Any:
-        """Return a request to join a group for weights with a rank that no other process has."""
+        """Return a request to join a group for weights with this process's own rank."""
         if not self.first:
             return request
-        mine = copy.copy(request)
-        mine.rank_offset = request.rank_offset + self.first
-        return mine
+        own = copy.copy(request)
+        own.rank_offset = request.rank_offset + self.first
+        return own
 
 
 def place_of(updater: Any) -> Place:

@@ -44,13 +44,16 @@ def update(name: str) -> Callable[..., Awaitable[Any]]:
         _normalise(obj)
         communicator = getattr(manager, f"{name}_communicator")
         results = None
-        async with manager.is_pause_cond:  # so that generation does not continue meanwhile
+        async with manager.is_pause_cond:  # so that generation stays paused during the update
             if manager.is_pause:
                 results = await communicator(obj)
         if results is None:
             async with manager.model_update_lock.writer_lock:
                 results = await communicator(obj)
         success, message = _merged(results)
+        processor: Any = getattr(manager, "mm_processor", None)
+        if success and obj.flush_cache and hasattr(processor, "clear_preprocess_cache"):
+            processor.clear_preprocess_cache()  # since SGLang 0.5.23
         if success and obj.weight_version is not None:
             manager._update_weight_version_if_provided(obj.weight_version)
         return success, message

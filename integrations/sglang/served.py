@@ -7,44 +7,22 @@ from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
-from memsaver.errors import ConfigError
-
 from ..engine.errors import EngineError
 from ..engine.fields import parsed
-from ..engine.http.client import ANSWER_BYTES, HttpClient
+from ..engine.http import served
 from ..engine.messages import Answer, SchedulerState
 from .protocol import FORGIVING, states_of
 from .replies import Reply, UnknownRequestError
 
-__all__ = ["GENERATION_BYTES", "GENERATION_SECONDS", "ServedEngine"]
-
-GENERATION_BYTES = 1 << 30  # tens of millions of tokens with their log-probabilities
-GENERATION_SECONDS = 3600.0
+__all__ = ["ServedEngine"]
 
 _PATHS = {"check_weights": "weights_checker"}  # of requests whose path differs from the method
 
 
-class ServedEngine:
-    """An SGLang server at a URL. Any thread may call it.
+class ServedEngine(served.ServedEngine):
+    """An SGLang server at a URL. See `integrations.engine.http.served`."""
 
-    Every call has a timeout, which covers the time from the lookup of the host to the last byte of
-    the answer. An answer may have at most 64 MiB, or 1 GiB for a generation. Redirects are errors,
-    and no proxy is used.
-
-    Args:
-        url: the server's address, such as "http://host:30000".
-        api_key: the server's API key; None sends no key.
-
-    Raises:
-        ConfigError: the address or the key is invalid; the message contains neither.
-        NotLoadedError: httpx is not installed.
-    """
-
-    def __init__(self, url: str, api_key: str | None = None) -> None:
-        self._client = HttpClient(url, api_key)
-
-    def __repr__(self) -> str:
-        return f"<memsaver ServedEngine: {self._client.address}>"
+    _GENERATE = "/generate"
 
     def release(self, tags: Sequence[str], timeout: float) -> list[Answer]:
         """See `Engine`."""
@@ -57,7 +35,7 @@ class ServedEngine:
         return []
 
     def _change(self, path: str, tags: Sequence[str], timeout: float) -> None:
-        self.post(path, {"tags": list(tags), "rid": FORGIVING}, timeout)
+        self._client.post(path, {"tags": list(tags), "rid": FORGIVING}, timeout)
 
     def info(self, timeout: float) -> dict[str, Any]:
         """Return the server's own report: its arguments, its version and its schedulers' states.
@@ -66,7 +44,7 @@ class ServedEngine:
             EngineError: the server cannot be reached, or is not an SGLang server.
         """
         source = f"{self._client.address}/server_info"
-        info = parsed(self.get("/server_info", timeout), source)
+        info = parsed(self._client.get("/server_info", timeout), source)
         # No message quotes the answer, because a server's arguments may contain keys.
         if not isinstance(info, dict) or "internal_states" not in info:
             raise EngineError(f"{source} did not answer like an SGLang server: no internal_states")
@@ -79,7 +57,7 @@ class ServedEngine:
     def flush(self, timeout: float) -> bool:
         """See `Engine`."""
         try:
-            self.post("/flush_cache", {}, timeout)
+            self._client.post("/flush_cache", {}, timeout)
         except EngineError as error:
             if error.http_status == HTTPStatus.BAD_REQUEST:
                 return False
@@ -88,7 +66,7 @@ class ServedEngine:
 
     def abort(self, timeout: float) -> None:
         """See `Engine`."""
-        self.post("/abort_request", {"abort_all": True}, timeout)
+        self._client.post("/abort_request", {"abort_all": True}, timeout)
 
     def abort_requests(self, rids: Sequence[str], timeout: float) -> None:
         """Abort as many requests as the time allows, by their ids.
@@ -100,7 +78,7 @@ class ServedEngine:
         for rid in rids:
             if (left := deadline - time.monotonic()) <= 0:
                 return
-            self.post("/abort_request", {"rid": rid}, left)
+            self._client.post("/abort_request", {"rid": rid}, left)
 
     def arguments(self, timeout: float) -> dict[str, Any]:
         """Return the server's arguments and its version.
@@ -113,32 +91,11 @@ class ServedEngine:
             raise EngineError("the server is not an SGLang server: it reports no version of SGLang")
         return info
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate like `sglang.Engine.generate`, with JSON arguments and results, not streamed.
-
-        Args:
-            args: the prompt, unless it is passed by name.
-            kwargs: SGLang's arguments, and `timeout`: seconds for the whole call, by default an
-                hour.
-        """
-        if kwargs.get("stream"):
-            raise ConfigError(
-                "generate does not stream from a server at a URL: send the request to the server "
-                "yourself, or omit stream"
-            )
-        if len(args) > 1:
-            raise ConfigError("for a server at a URL, pass all arguments except the prompt by name")
-        timeout = kwargs.pop("timeout", GENERATION_SECONDS)
-        payload = {name: value for name, value in kwargs.items() if value is not None}
-        prompt = payload.pop("prompt", args[0] if args else None)
-        if prompt is not None:
-            payload["text"] = prompt
-        return self.generated(payload, timeout)
-
     def generated(self, payload: Mapping[str, Any], timeout: float) -> Any:
-        """Return the server's answer to a generation request with these JSON fields."""
-        text = self.post("/generate", payload, timeout, GENERATION_BYTES)
-        return parsed(text, "the server's answer")
+        """See `ServedEngine`. SGLang's name for a prompt is "text"."""
+        names = {"prompt": "text"}
+        fields = {names.get(key, key): one for key, one in payload.items() if one is not None}
+        return super().generated(fields, timeout)
 
     def ask(self, name: str, payload: Mapping[str, Any], timeout: float) -> Reply:
         """Send the SGLang request with this method name, and return the reply.
@@ -160,20 +117,6 @@ class ServedEngine:
             raise failed
         message = self._client.hidden_in(str(fields.get("message", "")))
         return Reply(success is not False, message, fields.get("ranks") or ())
-
-    def get(self, path: str, timeout: float) -> str:
-        """Return the server's answer to a GET. Raises like `post`."""
-        return self._client.get(path, timeout)
-
-    def post(
-        self,
-        path: str,
-        payload: Mapping[str, Any],
-        timeout: float,
-        max_bytes: int = ANSWER_BYTES,
-    ) -> str:
-        """Post JSON, and return the server's answer. See `HttpClient.post`."""
-        return self._client.post(path, payload, timeout, max_bytes)
 
 
 def _fields_in(text: str, *, required: bool) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from typing import Any
 
 from memsaver.errors import ConfigError
 
+from ..engine.backend import EngineBackend
 from ..engine.fields import Fields
 from ..engine.interface import JoinRequest, SharedTensors, WeightLoad
-from ..engine.sleep import EngineController
 from ..engine.weights.checks import RankCheck, is_good, raise_failure
 from .engines import LocalEngine, ServedEngine
 from .protocol import checks_in, text_of
@@ -21,22 +21,16 @@ __all__ = ["WeightCalls", "checks_of"]
 _FORMATS = {"whole": "flattened_bucket", "engine": "direct"}  # SGLang's names for the layouts
 
 
-class WeightCalls:
+class WeightCalls(EngineBackend):
     """The calls of a `Backend` that update weights.
 
+    `other_ranks` receive weights only with memsaver's plugin in the engine.
+
     Attributes:
-        link: the connection with the engine.
-        tp_size: see `Backend`.
-        other_ranks: the engine's argument that adds ranks outside its tensor-parallel group; or "".
-            They receive weights only with memsaver's plugin in the engine.
-        control: see `Backend`.
         selects: whether SGLang's update requests name the models that receive the weights.
     """
 
     link: LocalEngine | ServedEngine
-    tp_size: int
-    other_ranks: str
-    control: EngineController
     selects: bool = False
 
     def begin_update(self, timeout: float) -> None:
@@ -103,11 +97,7 @@ class WeightCalls:
             fields["rid"] = text_of(load.verification)
         tensors = load.tensors
         if isinstance(tensors, SharedTensors):
-            if len(tensors.payloads) != self.tp_size:
-                raise ConfigError(
-                    f"the engine has {self.tp_size} ranks, but there are {len(tensors.payloads)} "
-                    "payloads: there must be one for each rank"
-                )
+            self._check_payloads(tensors)
             fields["serialized_named_tensors"] = list(tensors.payloads)
             fields["load_format"] = _FORMATS[tensors.layout]
             if self.selects and tensors.layout == "engine":

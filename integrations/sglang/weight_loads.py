@@ -173,20 +173,25 @@ def everywhere(kind: str, hook: Callable[..., Any] | None = None) -> Callable[..
     def handle(original: Callable[..., Any], updater: Any, request: Any) -> Any:
         place = place_of(updater)
 
-        def work(refusal: MemsaverError | None = None) -> Any:
+        def handled() -> Any:
+            if hook is None:
+                return original(updater, _joining(place, request))
+            return hook(original, updater, request)
+
+        def work(refusal: MemsaverError | None) -> Any:
             if refusal is not None:
                 return _message(kind)(success=False, message=str(refusal))
-            if hook is None:
-                output = original(updater, _joining(place, request))
-            else:
-                output = hook(original, updater, request)
-            if place.stages == 1:
-                return output
-            mine = {"success": bool(output.success), "message": str(output.message)}
-            bad = [one for one in group_of(updater).gather(mine) if not one["success"]]
+            output = None
+            try:
+                output = handled()
+                result = {"success": bool(output.success), "message": str(output.message)}
+            except Exception as error:  # the other stages wait for this one's result
+                _logger.exception("a request about weights failed")
+                result = {"success": False, "message": f"{type(error).__name__}: {error}"}
+            bad = [one for one in group_of(updater).gather(result) if not one["success"]]
             return _message(kind)(success=False, message=bad[0]["message"]) if bad else output
 
-        return work() if place.stages == 1 else defer(scheduler_of(updater), request, work)
+        return handled() if place.stages == 1 else defer(scheduler_of(updater), request, work)
 
     return handle
 
@@ -216,8 +221,8 @@ def _load_plainly(
         _current.pop()
     success = bool(getattr(output, "success", False))
     message = str(getattr(output, "message", ""))
-    mine = Found(group.rank, success, message, failure, check.unused, check.partial)
-    trouble = verdict([Found.from_fields(row) for row in group.gather(asdict(mine))])
+    result = Found(group.rank, success, message, failure, check.unused, check.partial)
+    trouble = verdict([Found.from_fields(row) for row in group.gather(asdict(result))])
     if output is not None and success and not trouble:
         known |= check.seen
         return output

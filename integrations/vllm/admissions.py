@@ -17,9 +17,7 @@ if another allocator than memsaver has released the memory, the hooks do nothing
 
 from __future__ import annotations
 
-import asyncio
 import copy
-import functools
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable
 from typing import Any
@@ -27,36 +25,31 @@ from typing import Any
 from memsaver.errors import MemsaverError
 
 from ..engine import admitted
-from ..engine.admission import Admission, retrieve
+from ..engine.admission import Admission, SharedQuery
 from ..engine.errors import EngineAsleepError, EngineError
 from ..engine.refusals import asleep_in, refused
 from ..engine.tags import WEIGHTS
 from . import settings
-from .calls import CHANGES, MODEL, Need, check_level, need_of
+from .calls import MODEL, Need
+from .control_hooks import ControlHooks
 from .cores import Memory, alive, error_from, memory_of_async, rpc_on_all_cores
 from .protocol import CORE_CALLS
 
 __all__ = [
+    "Cores",
     "abort",
-    "add_lora",
     "admission_of",
-    "collective_rpc",
+    "control",
     "encode",
-    "forget",
     "generate",
-    "has_learned",
-    "learn_change",
-    "learned",
-    "made",
-    "pin_lora",
+    "get_admission",
     "process_outputs",
-    "release_kv_cache",
-    "sleep",
-    "tags_for_wake",
-    "wake_up",
+    "record_change",
+    "record_managed",
+    "record_memory",
+    "stop_managing",
 ]
 
-QUERY_SECONDS = 5.0
 _ATTRIBUTE = "_memsaver_admission"  # of an engine
 _HELD = "_memsaver_held"  # of an engine: its `HeldRequests`
 _IS_OURS = "_memsaver_is_ours"  # of an engine whose first sleep has shown it
@@ -65,10 +58,10 @@ _logger = logging.getLogger("memsaver.vllm")
 
 def admission_of(engine: Any) -> Admission | None:
     """Return an `AsyncLLM`'s `Admission`; None if memsaver does not manage its memory."""
-    return made(engine, _Cores)
+    return get_admission(engine, _AsyncCores)
 
 
-def made(engine: Any, sleeper: Callable[[Any], Any]) -> Admission | None:
+def get_admission(engine: Any, sleeper: Callable[[Any], Any]) -> Admission | None:
     """Return an engine's `Admission`, which the first call makes; None if it has none."""
     found = vars(engine).get(_ATTRIBUTE, False)
     if found is False:
@@ -78,47 +71,33 @@ def made(engine: Any, sleeper: Callable[[Any], Any]) -> Admission | None:
     return found  # type: ignore[no-any-return]
 
 
-def forget(engine: Any) -> None:
+def stop_managing(engine: Any) -> None:
     """Stop managing an engine whose memory another allocator releases."""
     setattr(engine, _ATTRIBUTE, None)
 
 
-class _Cores:
+class Cores:
     """See `Sleeper`."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._query: asyncio.Future[Memory] | None = None  # the last one
 
-    async def released(self) -> frozenset[str] | None:
-        if self._engine.errored:
-            raise self._engine.dead_error
-        # All requests wait for the same query, and none cancels it.
-        if self._query is None or self._query.done():
-            self._query = asyncio.ensure_future(memory_of_async(self._engine.engine_core))
-            self._query.add_done_callback(retrieve)
-        query = self._query
-        await asyncio.wait([query], timeout=QUERY_SECONDS)
-        if not query.done():
-            _logger.warning("the engine cores did not report their memory in %g s", QUERY_SECONDS)
-            return None
-        try:
-            return learned(self._engine, query.result())
-        except Exception as error:
-            _logger.warning("the engine cores did not report their memory: %r", error)
-            return None
+    async def _wake(self, tags: list[str] | None) -> None:
+        await _checked(self._engine, self._engine.engine_core.wake_up_async(tags))
 
     async def resume(self, tags: Collection[str]) -> frozenset[str]:
+        """See `Sleeper`."""
         engine = self._engine
-        admission = admission_of(engine)
+        admission = vars(engine).get(_ATTRIBUTE)
         before = admission.released if admission is not None else frozenset(tags)
         _logger.info("a request wakes the engine: resuming %s", ", ".join(tags))
         try:
-            await _checked(engine, engine.engine_core.wake_up_async(tags_for_wake(tags, before)))
+            # With data parallelism, the cores' own tags may differ: None resumes all of them.
+            await self._wake(None if before <= set(tags) else list(tags))
         except MemsaverError:
             raise
         except Exception as error:
-            if engine.errored:
+            if getattr(engine, "errored", False):
                 raise
             raise EngineError(str(error)) from error
         if engine.logger_manager is not None:
@@ -126,15 +105,22 @@ class _Cores:
         return before.difference(tags)
 
 
-def tags_for_wake(tags: Collection[str], released: frozenset[str]) -> list[str] | None:
-    """Return the argument of a wake-up. With data parallelism, the cores' own tags may differ."""
-    return None if released <= set(tags) else list(tags)
+class _AsyncCores(Cores):
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        self._query = SharedQuery(lambda: memory_of_async(engine.engine_core), _logger)
+
+    async def released(self) -> frozenset[str] | None:
+        if self._engine.errored:
+            raise self._engine.dead_error
+        memory = await self._query.answer()
+        return None if memory is None else record_memory(self._engine, memory)
 
 
-def learned(engine: Any, memory: Memory) -> frozenset[str]:
+def record_memory(engine: Any, memory: Memory) -> frozenset[str]:
     """Record an engine's lost contents, and return its released tags."""
     if memory.is_others:
-        forget(engine)
+        stop_managing(engine)
         return frozenset()
     admission = vars(engine).get(_ATTRIBUTE)
     if admission is not None:
@@ -156,33 +142,6 @@ async def _checked(engine: Any, work: Awaitable[Any]) -> Any:
         raise found from error
 
 
-# --- sleep and wake-up ----------------------------------------------------------------------------
-
-
-async def sleep(
-    original: Callable[..., Awaitable[Any]], engine: Any, level: int = 1, mode: str = "abort"
-) -> Any:
-    """Wrap `AsyncLLM.sleep`.
-
-    Raises:
-        ConfigError: vLLM has no such level.
-    """
-    check_level(level)
-    return await _changed(engine, lambda: original(engine, level, mode), level=level)
-
-
-async def wake_up(
-    original: Callable[..., Awaitable[Any]], engine: Any, tags: list[str] | None = None
-) -> Any:
-    """Wrap `AsyncLLM.wake_up`."""
-    return await _changed(engine, lambda: original(engine, tags), woken=tags)
-
-
-async def release_kv_cache(original: Callable[..., Awaitable[Any]], engine: Any) -> Any:
-    """Wrap `AsyncLLM.release_kv_cache_memory`."""
-    return await _changed(engine, lambda: original(engine))
-
-
 async def _changed(engine: Any, work: Callable[[], Awaitable[Any]], **change: Any) -> Any:
     admission = admission_of(engine)
     if admission is None:
@@ -194,13 +153,13 @@ async def _changed(engine: Any, work: Callable[[], Awaitable[Any]], **change: An
             if not engine.errored:
                 await admission.refresh()
             raise
-        if not learn_change(engine, admission, **change):
+        if not record_change(engine, admission, **change):
             await admission.refresh()
-            has_learned(engine)
+            record_managed(engine)
     return result
 
 
-def learn_change(
+def record_change(
     engine: Any, admission: Admission, level: int | None = None, woken: Collection[str] | None = ()
 ) -> bool:
     """Record a successful sleep of a level, or wake-up of tags, without a query.
@@ -223,7 +182,7 @@ def learn_change(
     return True
 
 
-def has_learned(engine: Any) -> None:
+def record_managed(engine: Any) -> None:
     """Record that a query has shown whether memsaver manages the engine's memory."""
     setattr(engine, _IS_OURS, True)
 
@@ -345,35 +304,6 @@ def process_outputs(
     return original(processor, [], *args, **named)
 
 
-# --- control requests -----------------------------------------------------------------------------
-
-
-async def add_lora(
-    original: Callable[..., Awaitable[Any]], engine: Any, *args: Any, **named: Any
-) -> Any:
-    """Wrap `AsyncLLM.add_lora`."""
-    return await _call(engine, need_of("add_lora"), lambda: original(engine, *args, **named))
-
-
-async def pin_lora(
-    original: Callable[..., Awaitable[Any]], engine: Any, *args: Any, **named: Any
-) -> Any:
-    """Wrap `AsyncLLM.pin_lora`."""
-    return await _call(engine, need_of("pin_lora"), lambda: original(engine, *args, **named))
-
-
-async def collective_rpc(
-    original: Callable[..., Awaitable[Any]], engine: Any, method: Any, *args: Any, **named: Any
-) -> Any:
-    """Wrap `AsyncLLM.collective_rpc`, which weight updates use as well."""
-    work: Callable[[], Awaitable[Any]] = functools.partial(original, engine, method, *args, **named)
-    if method in CORE_CALLS:  # vLLM returns the first engine core's answer only
-        work = functools.partial(rpc_on_all_cores, engine.engine_core, method, *args, **named)
-    if method in CHANGES:
-        return await _changed(engine, work)
-    return await _call(engine, need_of(method), work)
-
-
 async def _call(engine: Any, need: Need | None, send: Callable[[], Awaitable[Any]]) -> Any:
     admission = admission_of(engine)
     if admission is None or need is None:
@@ -391,3 +321,19 @@ async def _call(engine: Any, need: Need | None, send: Callable[[], Awaitable[Any
     return await admitted.call(
         admission, need.tags, need.what, checked, lambda result: None, reads=need.reads
     )
+
+
+class _AsyncHooks(ControlHooks):
+    def collective_rpc(
+        self, original: Callable[..., Any], engine: Any, method: Any, *args: Any, **named: Any
+    ) -> Any:
+        if method in CORE_CALLS:  # vLLM returns the first engine core's answer only
+            original = _rpc_on_all_cores
+        return super().collective_rpc(original, engine, method, *args, **named)
+
+
+def _rpc_on_all_cores(engine: Any, *args: Any, **named: Any) -> Awaitable[list[Any]]:
+    return rpc_on_all_cores(engine.engine_core, *args, **named)
+
+
+control = _AsyncHooks(_changed, _call)

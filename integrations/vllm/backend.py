@@ -5,15 +5,13 @@ For vLLM 0.26 and newer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from memsaver._runtime.timeouts import check_timeout
-from memsaver.errors import ConfigError
 
-from ..engine.errors import EngineError
-from ..engine.fields import is_whole
+from ..engine.backend import ranks_in
 from ..engine.interface import PauseMode, Request, Sample
 from .engines import connect
 from .link import Link
@@ -65,29 +63,18 @@ class VLLMBackend(WeightCalls):
         level: int = 1,
     ) -> None:
         check_timeout(timeout)
-        self.link, self._end = link, end
         arguments = link.arguments(timeout)
-        self._has_tokenizer = not arguments.get("skip_tokenizer_init")
-        self.tp_size = _ranks(arguments, "tp_size")
-        self.other_ranks = _other_ranks(arguments)
+        groups = {name: ranks_in(arguments, short) for short, name in _GROUPS.items()}
+        super().__init__(link, arguments, groups, end)
+        self.tp_size = ranks_in(arguments, "tp_size")
         version = arguments.get("weight_version")
         self.weight_version = None if version is None else str(version)
         self.control = SleepController(link, level=level, timeout=timeout)
 
-    def generate(self, requests: Sequence[Request], timeout: float) -> list[Sample]:
-        """See `Backend`."""
-        if not requests:
-            return []
-        if not self._has_tokenizer and any(one.text is not None for one in requests):
-            raise ConfigError(
-                "the engine has no tokenizer for texts: pass token ids, or start the engine with "
-                "skip_tokenizer_init=False"
-            )
-        with self.control.request():
-            samples = self.link.samples(requests, timeout)
+    def _samples(self, requests: Sequence[Request], timeout: float) -> list[Sample]:
         return [
             replace(one, weight_version=one.weight_version or self.weight_version)
-            for one in samples
+            for one in super()._samples(requests, timeout)
         ]
 
     def pause_generation(self, mode: PauseMode, timeout: float) -> None:
@@ -97,33 +84,3 @@ class VLLMBackend(WeightCalls):
     def continue_generation(self, timeout: float) -> None:
         """See `Backend`."""
         self.link.unpause(timeout)
-
-    def death(self) -> str:
-        """See `Backend`."""
-        return self.link.death()
-
-    def close(self) -> None:
-        """See `Backend`."""
-        end, self._end = self._end, None
-        if end is not None:
-            end()
-
-
-def _ranks(arguments: Mapping[str, Any], name: str) -> int:
-    """Return a number of ranks from the engine's arguments; 1 if it is missing."""
-    value = arguments.get(name)
-    if value is None:
-        return 1
-    if not is_whole(value) or value < 0:
-        raise EngineError(
-            f"the engine reports {name}={str(value)[:80]!r}, which is not a number of ranks"
-        )
-    return int(value) or 1
-
-
-def _other_ranks(arguments: Mapping[str, Any]) -> str:
-    """See `WeightCalls`."""
-    for name, theirs in _GROUPS.items():
-        if (count := _ranks(arguments, name)) > 1:
-            return f"{theirs}={count}"
-    return ""

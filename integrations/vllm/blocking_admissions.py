@@ -6,65 +6,38 @@ it waits for a wake-up by another thread or process, it queries the engine once 
 
 from __future__ import annotations
 
-import functools
-import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
-
-from memsaver.errors import MemsaverError
 
 from ..engine import blocking
 from ..engine.admission import Admission
-from ..engine.errors import EngineAsleepError, EngineError
+from ..engine.errors import EngineAsleepError
 from ..engine.refusals import asleep_in, refused
-from .admissions import has_learned, learn_change, learned, made, tags_for_wake
-from .calls import CHANGES, MODEL, Need, check_level, need_of
+from .admissions import Cores, get_admission, record_change, record_managed, record_memory
+from .calls import MODEL, Need
+from .control_hooks import ControlHooks
 from .cores import error_from, memory_of
 
-__all__ = [
-    "add_lora",
-    "add_request",
-    "collective_rpc",
-    "pin_lora",
-    "release_kv_cache",
-    "sleep",
-    "wake_up",
-]
+__all__ = ["add_request", "control"]
 
 _TOUCHED = "_memsaver_touched"  # of an engine: the time of the last query
-_logger = logging.getLogger("memsaver.vllm")
 
 
 def admission_of(engine: Any) -> Admission | None:
     """Return an `LLMEngine`'s `Admission`; None if memsaver does not manage its memory."""
-    return made(engine, _Core)
+    return get_admission(engine, _Core)
 
 
-class _Core:
+class _Core(Cores):
     """See `Sleeper`. The calls block the event loop, which runs nothing else."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
 
     async def released(self) -> frozenset[str] | None:
         setattr(self._engine, _TOUCHED, time.monotonic())
-        return learned(self._engine, memory_of(self._engine.engine_core, touch=True))
+        return record_memory(self._engine, memory_of(self._engine.engine_core, touch=True))
 
-    async def resume(self, tags: Collection[str]) -> frozenset[str]:
-        engine = self._engine
-        admission = admission_of(engine)
-        before = admission.released if admission is not None else frozenset(tags)
-        _logger.info("a request wakes the engine: resuming %s", ", ".join(tags))
-        try:
-            _checked(engine, lambda: engine.engine_core.wake_up(tags_for_wake(tags, before)))
-        except MemsaverError:
-            raise
-        except Exception as error:
-            raise EngineError(str(error)) from error
-        if engine.logger_manager is not None:
-            engine.logger_manager.record_sleep_state(0, 0)
-        return before.difference(tags)
+    async def _wake(self, tags: list[str] | None) -> None:
+        _checked(self._engine, lambda: self._engine.engine_core.wake_up(tags))
 
 
 def add_request(original: Callable[..., Any], engine: Any, *args: Any, **named: Any) -> Any:
@@ -73,26 +46,6 @@ def add_request(original: Callable[..., Any], engine: Any, *args: Any, **named: 
     what = "compute embeddings" if type(params).__name__ == "PoolingParams" else "generate"
     _admit(engine, Need(MODEL, what))
     return original(engine, *args, **named)
-
-
-def add_lora(original: Callable[..., Any], engine: Any, *args: Any, **named: Any) -> Any:
-    """Wrap `LLMEngine.add_lora`."""
-    return _call(engine, need_of("add_lora"), lambda: original(engine, *args, **named))
-
-
-def pin_lora(original: Callable[..., Any], engine: Any, *args: Any, **named: Any) -> Any:
-    """Wrap `LLMEngine.pin_lora`."""
-    return _call(engine, need_of("pin_lora"), lambda: original(engine, *args, **named))
-
-
-def collective_rpc(
-    original: Callable[..., Any], engine: Any, method: Any, *args: Any, **named: Any
-) -> Any:
-    """Wrap `LLMEngine.collective_rpc`, which weight updates use as well."""
-    work = functools.partial(original, engine, method, *args, **named)
-    if method in CHANGES:
-        return _changed(engine, work)
-    return _call(engine, need_of(method), work)
 
 
 def _call(engine: Any, need: Need | None, send: Callable[[], Any]) -> Any:
@@ -133,29 +86,6 @@ def _may_be_asleep(engine: Any, admission: Admission) -> bool:
     return bool(admission.released) or bool(after and time.monotonic() > touched + after / 2)
 
 
-# --- sleep and wake-up ----------------------------------------------------------------------------
-
-
-def sleep(original: Callable[..., Any], engine: Any, level: int = 1, mode: str = "abort") -> Any:
-    """Wrap `LLMEngine.sleep`.
-
-    Raises:
-        ConfigError: vLLM has no such level.
-    """
-    check_level(level)
-    return _changed(engine, lambda: original(engine, level, mode), level=level)
-
-
-def wake_up(original: Callable[..., Any], engine: Any, tags: list[str] | None = None) -> Any:
-    """Wrap `LLMEngine.wake_up`."""
-    return _changed(engine, lambda: original(engine, tags), woken=tags)
-
-
-def release_kv_cache(original: Callable[..., Any], engine: Any) -> Any:
-    """Wrap `LLMEngine.release_kv_cache_memory`."""
-    return _changed(engine, lambda: original(engine))
-
-
 def _changed(engine: Any, work: Callable[[], Any], **change: Any) -> Any:
     admission = admission_of(engine)
     if admission is None:
@@ -165,9 +95,9 @@ def _changed(engine: Any, work: Callable[[], Any], **change: Any) -> Any:
     except Exception:
         blocking.run(admission.refresh)
         raise
-    if not learn_change(engine, admission, **change):
+    if not record_change(engine, admission, **change):
         blocking.run(admission.refresh)
-        has_learned(engine)
+        record_managed(engine)
     return result
 
 
@@ -180,3 +110,6 @@ def _checked(engine: Any, work: Callable[[], Any]) -> Any:
         if found is error:
             raise
         raise found from error
+
+
+control = ControlHooks(_changed, _call)

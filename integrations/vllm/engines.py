@@ -9,24 +9,24 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from memsaver._runtime.timeouts import check_timeout
+from memsaver._runtime.timeouts import check_timeout, seconds_until
 from memsaver.errors import ConfigError, MemsaverError
 
 from ..engine import held
-from ..engine.errors import EngineDiedError, EngineTimeoutError
+from ..engine.errors import EngineTimeoutError
 from ..engine.interface import Request, Sample
-from ..engine.loops import check_outside_loop
+from ..engine.local_calls import check_call, result_of
+from ..engine.loops import check_outside_loop, settle
+from ..engine.outputs import request_ids
 from .async_engine import AsyncEngine
 from .link import Link
-from .local import arguments_of, death_of, has_plugin, result_of
-from .samples import prompt_of, sample_of, sampling_of, unique_name
+from .local import ERRORS, Local
+from .samples import prompt_of, sample_of, sampling_of
 from .served import ServedEngine
 
 __all__ = ["AsyncEngine", "LocalEngine", "ServedEngine", "connect"]
 
 Result = TypeVar("Result")
-
-_POLL_SECONDS = 0.05
 
 
 def connect(engine: Any, api_key: str | None = None) -> Link:
@@ -55,7 +55,7 @@ def connect(engine: Any, api_key: str | None = None) -> Link:
     )
 
 
-class LocalEngine(Link):
+class LocalEngine(Local):
     """A `vllm.LLM` of this process. Any thread.
 
     An LLM makes one call at a time, so a call waits for another thread's. During a generation of
@@ -69,7 +69,7 @@ class LocalEngine(Link):
 
     def __init__(self, engine: Any) -> None:
         self._llm = engine
-        self._core = engine.llm_engine
+        self._engine = engine.llm_engine
         self._busy = threading.Lock()  # held during a call, and released by the thread that runs it
         self._generating = threading.Lock()
         self._aborted = False  # whether the generation in progress is to end
@@ -78,15 +78,6 @@ class LocalEngine(Link):
     def engine(self) -> Any:
         """The `vllm.LLM`."""
         return self._llm
-
-    def has_plugin(self, timeout: float) -> bool:
-        """See `Link`."""
-        return has_plugin()
-
-    def rpc(self, method: str, arguments: Sequence[Any], timeout: float) -> list[Any]:
-        """See `Link`."""
-        call = self._core.collective_rpc
-        return list(self.run(method, lambda: call(method, timeout, tuple(arguments)), timeout))
 
     def call(self, name: str, arguments: Mapping[str, Any], timeout: float) -> Any:
         """See `Link`."""
@@ -107,10 +98,6 @@ class LocalEngine(Link):
         with self._no_generation(timeout) if name == "pause" else contextlib.nullcontext():
             return self.run(name, calls[name], timeout)
 
-    def plain_arguments(self, timeout: float) -> dict[str, Any]:
-        """See `Link`."""
-        return arguments_of(self._core.vllm_config)
-
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """See `Engine`. The arguments and results are those of `vllm.LLM.generate`."""
         check_outside_loop()
@@ -122,13 +109,14 @@ class LocalEngine(Link):
         deadline = time.monotonic() + timeout
         with self._no_generation(timeout):
             self._aborted = False
-            name = unique_name()
-            ids = [f"{name}-{number}" for number in range(len(requests))]
+            ids = request_ids(len(requests))
             try:
                 return self._generated(requests, ids, deadline, timeout)
             except BaseException:
                 with contextlib.suppress(MemsaverError):
-                    self.run("an abort", lambda: self._core.abort_request(ids), _left(deadline))
+                    self.run(
+                        "an abort", lambda: self._engine.abort_request(ids), seconds_until(deadline)
+                    )
                 raise
 
     def _generated(
@@ -136,30 +124,28 @@ class LocalEngine(Link):
     ) -> list[Sample]:
         def add() -> None:
             for rid, request in zip(ids, requests, strict=True):
-                self._core.add_request(rid, prompt_of(request), sampling_of(request))
+                self._engine.add_request(rid, prompt_of(request), sampling_of(request))
 
         found: dict[str, Any] = {}
-        self.run("a generation", add, _left(deadline))
+        self.run("a generation", add, seconds_until(deadline))
         while len(found) < len(ids):
             if time.monotonic() >= deadline:
                 raise EngineTimeoutError(f"the engine did not generate within {timeout:.3g} s")
             if self._aborted:
-                self.run("an abort", self._abort, _left(deadline))
-            outputs = self.run("a generation", self._step, _left(deadline))
+                self.run("an abort", self._abort, seconds_until(deadline))
+            outputs = self.run("a generation", self._step, seconds_until(deadline))
             found |= {one.request_id: one for one in outputs if one.finished}
-            if not self._core.output_processor.has_unfinished_requests():
+            if not self._engine.output_processor.has_unfinished_requests():
                 break
         return [sample_of(found.get(rid)) for rid in ids]
 
     def _step(self) -> list[Any]:
-        if not self._core.output_processor.has_unfinished_requests():
+        if not self._engine.output_processor.has_unfinished_requests():
             return []
-        return list(self._core.step())
+        return list(self._engine.step())
 
     def _abort(self) -> None:
-        processor = self._core.output_processor
-        ids = [*processor.request_states, *getattr(processor, "parent_requests", ())]
-        self._core.abort_request(ids, internal=True)
+        self._engine.abort_request(self.unfinished(), internal=True)
 
     @contextlib.contextmanager
     def _no_generation(self, timeout: float) -> Iterator[None]:
@@ -175,20 +161,9 @@ class LocalEngine(Link):
             self._generating.release()
 
     def run(self, what: str, work: Callable[[], Result], timeout: float) -> Result:
-        """Make a call of the engine, and return its result.
-
-        Raises:
-            ConfigError: the timeout is not a positive number.
-            EngineTimeoutError: the call did not return in time.
-            EngineDiedError: one of the engine's processes ended.
-            EngineError: the call raised. memsaver's own errors are raised unchanged.
-            InvalidStateError: the calling thread runs an event loop.
-        """
-        check_timeout(timeout)
-        check_outside_loop()
+        """See `Local`."""
+        check_call(timeout, self.death())
         deadline = time.monotonic() + timeout
-        if ended := self.death():
-            raise EngineDiedError(f"the engine is dead: {ended}")
         if not self._busy.acquire(timeout=timeout):
             raise EngineTimeoutError(
                 f"another thread's call did not end within {timeout:.3g} s; {what} was not made"
@@ -196,37 +171,20 @@ class LocalEngine(Link):
         done: concurrent.futures.Future[Result] = concurrent.futures.Future()
         device = held.device()
 
+        def work_on_device() -> Result:
+            held.use_device(device)
+            return work()
+
         def call() -> None:
-            try:
-                held.use_device(device)
-                done.set_result(work())
-            except BaseException as error:
-                done.set_exception(error)
-            finally:
-                self._busy.release()
+            settle(done, work_on_device)
+            self._busy.release()
 
         if self._is_in_process():
             call()
         else:
             threading.Thread(target=call, name="memsaver-vllm-call", daemon=True).start()
-        while not done.done() and time.monotonic() < deadline and not self.death():
-            concurrent.futures.wait([done], min(_POLL_SECONDS, _left(deadline)))
-        if not done.done():
-            if ended := self.death():
-                raise EngineDiedError(f"the engine died before it answered {what}: {ended}")
-            raise EngineTimeoutError(
-                f"the engine did not answer {what} within {timeout:.3g} s; it may be dead or busy"
-            )
-        return result_of(done, what, self.death)
+        return result_of(done, what, seconds_until(deadline), self.death, kinds=ERRORS)
 
     def _is_in_process(self) -> bool:
-        """Whether the engine core is in this process, with the GPU's context of a thread."""
-        return hasattr(self._core.engine_core, "engine_core")
-
-    def death(self) -> str:
-        """See `Backend`."""
-        return death_of(self._core.engine_core)
-
-
-def _left(deadline: float) -> float:
-    return max(0.001, deadline - time.monotonic())
+        """Return whether the engine core is in this process, and uses the GPU from its threads."""
+        return hasattr(self._engine.engine_core, "engine_core")

@@ -5,7 +5,9 @@ The hooks in vLLM's workers are in `worker`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 from ..engine import hooking
 from . import admissions, blocking_admissions, dead_calls, guard
@@ -18,7 +20,7 @@ _ASYNC = "vllm.v1.engine.async_llm.AsyncLLM"
 _ENGINE = "vllm.v1.engine.llm_engine.LLMEngine"
 _OUTPUTS = "vllm.v1.engine.output_processor.OutputProcessor"
 
-_HOOKS: hooking.Hooks = {
+_HOOKS: dict[str, tuple[str, Callable[..., Any]]] = {
     f"{_CORE}.EngineCore.sleep": ("AROUND", guard.sleep),
     f"{_CORE}.EngineCore.wake_up": ("AFTER", guard.woken),
     f"{_CORE}.EngineCoreProc._handle_client_request": ("AROUND", guard.handle),
@@ -26,24 +28,20 @@ _HOOKS: hooking.Hooks = {
     f"{_CLIENT}.MPClient.shutdown": ("AFTER", dead_calls.shut_down),
     f"{_OUTPUTS}.process_outputs": ("AROUND", admissions.process_outputs),
     f"{_ASYNC}.abort": ("AROUND", admissions.abort),
-    f"{_ASYNC}.add_lora": ("AROUND", admissions.add_lora),
-    f"{_ASYNC}.collective_rpc": ("AROUND", admissions.collective_rpc),
     f"{_ASYNC}.encode": ("AROUND", admissions.encode),
     f"{_ASYNC}.generate": ("AROUND", admissions.generate),
-    f"{_ASYNC}.pin_lora": ("AROUND", admissions.pin_lora),
-    f"{_ASYNC}.sleep": ("AROUND", admissions.sleep),
-    f"{_ASYNC}.wake_up": ("AROUND", admissions.wake_up),
-    f"{_ENGINE}.add_lora": ("AROUND", blocking_admissions.add_lora),
     f"{_ENGINE}.add_request": ("AROUND", blocking_admissions.add_request),
-    f"{_ENGINE}.collective_rpc": ("AROUND", blocking_admissions.collective_rpc),
-    f"{_ENGINE}.pin_lora": ("AROUND", blocking_admissions.pin_lora),
-    f"{_ENGINE}.sleep": ("AROUND", blocking_admissions.sleep),
-    f"{_ENGINE}.wake_up": ("AROUND", blocking_admissions.wake_up),
 }
-_OPTIONAL: hooking.Hooks = {  # since 0.27
-    f"{_ASYNC}.release_kv_cache_memory": ("AROUND", admissions.release_kv_cache),
-    f"{_ENGINE}.release_kv_cache_memory": ("AROUND", blocking_admissions.release_kv_cache),
-}
+_OPTIONAL: dict[str, tuple[str, Callable[..., Any]]] = {}  # since 0.27
+for _engine, _control in ((_ASYNC, admissions.control), (_ENGINE, blocking_admissions.control)):
+    _HOOKS |= {
+        f"{_engine}.add_lora": ("AROUND", _control.lora("add_lora")),
+        f"{_engine}.collective_rpc": ("AROUND", _control.collective_rpc),
+        f"{_engine}.pin_lora": ("AROUND", _control.lora("pin_lora")),
+        f"{_engine}.sleep": ("AROUND", _control.sleep),
+        f"{_engine}.wake_up": ("AROUND", _control.wake_up),
+    }
+    _OPTIONAL[f"{_engine}.release_kv_cache_memory"] = ("AROUND", _control.release_kv_cache)
 
 
 def modules() -> tuple[str, ...]:

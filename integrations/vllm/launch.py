@@ -4,33 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import multiprocessing
-import os
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from memsaver._runtime.interrupts import signals_deferred
-from memsaver._runtime.latches import Latch
-from memsaver._runtime.timeouts import check_timeout
+from memsaver._runtime.timeouts import check_timeout, seconds_until
 from memsaver.errors import ConfigError, NotLoadedError
 
-from ..engine.errors import EngineError, EngineTimeoutError
 from ..engine.fields import is_whole
 from ..engine.loops import LoopThread
-from ..engine.placement import VISIBLE, Gpu, Placement, Sizes, by_host
-from ..engine.processes import Descendant, descendants_of, kill
+from ..engine.placement import Gpu, Placement, Sizes, by_host
+from ..engine.processes import Processes
+from ..engine.starting import LEAST_SECONDS, environment, started
 from .async_engine import AsyncEngine
 from .backend import VLLMBackend
 
 __all__ = ["launch", "launch_node", "place", "sizes_of"]
 
 _TP_SIZE = "tensor_parallel_size"  # the argument for the number of tensor-parallel ranks
-
-# The variables of the ranks' own group, which an engine's processes would mistake for their own.
-_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_TORCHRUN_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
 
 # The trainer has started CUDA in this process, so that vLLM's processes must not be forked.
 _ENVIRONMENT = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
@@ -120,22 +111,20 @@ def launch(
     deadline = time.monotonic() + timeout
     # The thread of the loop also starts the engine's processes, which end with it.
     loop = LoopThread()
-    before = set(multiprocessing.active_children())
 
     def start() -> Any:
-        arguments_of = loop.run(lambda: AsyncEngineArgs(**full))
-        return loop.run(lambda: AsyncLLM.from_engine_args(arguments_of))
+        return loop.run(lambda: AsyncLLM.from_engine_args(AsyncEngineArgs(**full)))
 
     try:
-        with _environment(placement.visible):
-            engine = _started(start, deadline, timeout, before)
+        with environment(placement.visible, _ENVIRONMENT):
+            engine, processes = started(start, loop.thread_id, deadline, "vLLM")
     except BaseException:
         loop.close()
         raise
-    started = [one for child in _new(before) for one in descendants_of(child.pid or 0)]
-    end = functools.partial(_end, engine, loop, _new(before), started)
+    end = functools.partial(_end, engine, loop, processes)
     try:
-        return VLLMBackend(AsyncEngine(engine, loop.loop), _left(deadline), end, level=level)
+        seconds = seconds_until(deadline, LEAST_SECONDS)
+        return VLLMBackend(AsyncEngine(engine, loop.loop), seconds, end, level=level)
     except BaseException:
         end()
         raise
@@ -148,82 +137,11 @@ def launch_node(
     raise ConfigError("the ranks of a vLLM engine must be on one host")
 
 
-def _started(start: Callable[[], Any], deadline: float, timeout: float, before: set[Any]) -> Any:
-    """Return the result of `start`. If it fails or is late, end the processes that it started."""
-    done = Latch()
-
-    def watch() -> None:
-        if not done.wait(_left(deadline)):
-            kill(_new(before))  # vLLM waits for the processes, and notices their end
-
-    try:
-        with signals_deferred():
-            threading.Thread(target=watch, name="memsaver-engine-start", daemon=True).start()
-        return start()
-    except BaseException as error:
-        done.open()
-        kill(_new(before))
-        if not isinstance(error, Exception):
-            raise
-        if time.monotonic() >= deadline:
-            raise EngineTimeoutError(f"the engine did not start within {timeout:g} s") from error
-        if isinstance(error, TypeError | ValueError | AssertionError):
-            raise ConfigError(
-                f"vLLM does not start with these arguments: {type(error).__name__}: {error}"
-            ) from error
-        raise EngineError(
-            f"the engine did not start: {type(error).__name__}: {error}; its log has details"
-        ) from error
-    finally:
-        done.open()
-
-
-def _new(before: set[Any]) -> list[Any]:
-    """Return this process's children that were started since `before`."""
-    return [child for child in multiprocessing.active_children() if child not in before]
-
-
-def _left(deadline: float) -> float:
-    return max(1.0, deadline - time.monotonic())
-
-
-def _end(
-    engine: Any,
-    loop: LoopThread,
-    processes: Sequence[Any],
-    started: Sequence[Descendant],
-) -> None:
-    """End an engine and all of its processes.
-
-    Args:
-        engine: the `AsyncLLM`.
-        loop: the thread of its event loop, which started its processes.
-        processes: its processes.
-        started: the processes that these have started.
-    """
+def _end(engine: Any, loop: LoopThread, processes: Processes) -> None:
+    """End an engine, all of its processes, and the thread of its event loop."""
     try:
         with contextlib.suppress(Exception):  # a dead engine is ended below
             engine.shutdown(timeout=0)
-        kill(processes, started)
+        processes.end()
     finally:
         loop.close()
-
-
-@contextlib.contextmanager
-def _environment(visible: str | None) -> Iterator[None]:
-    """Set the environment for an engine's processes in the block, and restore it afterwards."""
-    before = dict(os.environ)
-    for name in before:
-        if name in _TORCHRUN or name.startswith(_TORCHRUN_PREFIXES):
-            del os.environ[name]
-    os.environ.update({name: text for name, text in _ENVIRONMENT.items() if name not in before})
-    if visible is not None:
-        os.environ[VISIBLE] = visible
-    try:
-        yield
-    finally:
-        for name in set(os.environ).union(before):
-            if name in before:
-                os.environ[name] = before[name]
-            else:
-                del os.environ[name]

@@ -1,19 +1,25 @@
-"""The arguments, the death and the errors of an engine of this process."""
+"""`Local`: the calls to a vLLM engine of this process."""
 
 from __future__ import annotations
 
-import concurrent.futures
+import abc
 import sys
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from memsaver.errors import ConfigError, MemsaverError
 
-from ..engine.errors import EngineDiedError, EngineError
+from ..engine.errors import EngineDiedError
+from ..engine.processes import death_among
+from .link import Link
 
-__all__ = ["MARK", "arguments_of", "death_of", "has_plugin", "result_of"]
+__all__ = ["ERRORS", "MARK", "Local", "arguments_of", "has_plugin"]
 
-Result = TypeVar("Result")
+# memsaver's errors for vLLM's.
+ERRORS: dict[str, type[MemsaverError]] = {
+    "EngineDeadError": EngineDiedError,
+    "VLLMValidationError": ConfigError,
+}
 
 _CORE = "vllm.v1.engine.core"
 MARK = "_memsaver_calls"  # of the engine core's class, if `core_calls` answers its calls
@@ -44,36 +50,50 @@ def arguments_of(config: Any, weight_version: str | None = None) -> dict[str, An
     }
 
 
-def death_of(client: Any) -> str:
-    """Describe the end of the processes of an engine core's client; "" if none is known."""
-    resources = getattr(client, "resources", None)
-    if resources is None:
-        return ""
-    for process in getattr(getattr(resources, "engine_manager", None), "processes", ()):
-        alive = getattr(process, "is_alive", None)
-        if callable(alive) and not alive():
-            return f"its process {process.pid} ended with status {process.exitcode}"
-    return "its engine core ended" if getattr(resources, "engine_dead", False) else ""
+class Local(Link):
+    """A vLLM engine of this process."""
 
+    _engine: Any  # the `AsyncLLM`, or the `LLMEngine` of a `vllm.LLM`
 
-def result_of(
-    done: concurrent.futures.Future[Result], what: str, death: Callable[[], str]
-) -> Result:
-    """Return the result of a call that has ended, with vLLM's errors as memsaver's.
+    @abc.abstractmethod
+    def run(self, what: str, work: Callable[[], Any], timeout: float) -> Any:
+        """Make a call of the engine, and return its result.
 
-    Raises:
-        EngineDiedError: the call raised, and one of the engine's processes ended.
-        EngineError: the call raised.
-        ConfigError: vLLM rejects the call's arguments. memsaver's own errors are raised unchanged.
-    """
-    try:
-        return done.result()
-    except MemsaverError:
-        raise
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-        if (ended := death()) or type(error).__name__ == "EngineDeadError":
-            raise EngineDiedError(f"the engine died during {what}: {ended or text}") from error
-        if type(error).__name__ == "VLLMValidationError":
-            raise ConfigError(f"the engine rejects {what}: {text}") from error
-        raise EngineError(f"the engine failed during {what}: {text}") from error
+        Args:
+            what: a description of the call, for errors.
+            work: makes the call; the work of an `AsyncLLM` is a coroutine.
+            timeout: seconds until the call is cancelled.
+
+        Raises:
+            ConfigError: the timeout is not a positive number, or vLLM rejects the arguments.
+            EngineTimeoutError: the call did not return in time.
+            EngineDiedError: one of the engine's processes ended.
+            EngineError: the call raised. memsaver's own errors are raised unchanged.
+            InvalidStateError: the calling thread runs an event loop.
+        """
+
+    def has_plugin(self, timeout: float) -> bool:
+        """See `Link`."""
+        return has_plugin()
+
+    def rpc(self, method: str, arguments: Sequence[Any], timeout: float) -> list[Any]:
+        """See `Link`."""
+        call = self._engine.collective_rpc
+        return list(self.run(method, lambda: call(method, timeout, tuple(arguments)), timeout))
+
+    def plain_arguments(self, timeout: float) -> dict[str, Any]:
+        """See `Link`."""
+        return arguments_of(self._engine.vllm_config)
+
+    def death(self) -> str:
+        """See `Backend`."""
+        resources = getattr(self._engine.engine_core, "resources", None)
+        processes = getattr(getattr(resources, "engine_manager", None), "processes", ())
+        ended = death_among(one for one in processes if hasattr(one, "is_alive"))
+        is_dead = getattr(resources, "engine_dead", False)
+        return ended or ("its engine core ended" if is_dead else "")
+
+    def unfinished(self) -> list[str]:
+        """Return the ids of the requests in flight."""
+        processor = self._engine.output_processor
+        return [*processor.request_states, *getattr(processor, "parent_requests", ())]

@@ -7,7 +7,6 @@ from typing import Any
 
 __all__ = ["LayerwiseReload", "is_converted"]
 
-_MODULE = "vllm.model_executor.model_loader.reload"
 # The methods whose weights stay as the loader writes them, on CUDA devices.
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 _PLAIN_LAYERS = ("Attention", "MMEncoderAttention")
@@ -53,16 +52,16 @@ class LayerwiseReload:
         """Load tensors. Those of incomplete layers are copied, as their memory is the sender's."""
         tensors = list(named)
         result = self._model.load_weights(iter(tensors))
-        theirs = {t.untyped_storage().data_ptr() for _, t in tensors if t.numel()}
+        storages = {t.untyped_storage().data_ptr() for _, t in tensors if t.numel()}
         for _, info in self._incomplete():
-            for _, given in info.loaded_weights:
-                for name, value in given.arguments.items():
-                    if _is_in(value, theirs):
-                        given.arguments[name] = value.clone()
+            for _, load in info.loaded_weights:
+                for name, value in load.arguments.items():
+                    if _is_in(value, storages):
+                        load.arguments[name] = value.clone()
         return result
 
     def end(self, failed: bool) -> None:
-        """Complete the layers, or give incomplete ones their old weights if the reload failed."""
+        """Complete the layers. If the reload failed, restore the weights of incomplete layers."""
         if failed:
             for _, info in self._incomplete():
                 info.loaded_weights, info.load_numel = [], 0

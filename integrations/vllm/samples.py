@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from memsaver._runtime.redaction import redacted
-from memsaver._runtime.text import plain_text
 from memsaver.errors import ConfigError
 
-from ..engine.errors import EngineError
-from ..engine.fields import encodable, is_whole
 from ..engine.interface import Request, Sample
+from ..engine.outputs import INVALID, format_error, sample
 
 __all__ = [
     "completions_of",
@@ -21,15 +16,9 @@ __all__ = [
     "sample_of",
     "samples_in",
     "sampling_of",
-    "unique_name",
 ]
 
 _MULTIMODAL = "multi_modal_data"
-
-
-def unique_name() -> str:
-    """Return the beginning of the ids of a generation's requests."""
-    return f"memsaver-{uuid.uuid4().hex}"
 
 
 def prompt_of(request: Request) -> dict[str, Any]:
@@ -53,9 +42,9 @@ def sampling_of(request: Request) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    given = {"logprobs": 0, "detokenize": False, **request.sampling_params}
+    parameters = {"logprobs": 0, "detokenize": False, **request.sampling_params}
     try:
-        return SamplingParams(**given, output_kind=RequestOutputKind.FINAL_ONLY)
+        return SamplingParams(**parameters, output_kind=RequestOutputKind.FINAL_ONLY)
     except Exception as error:  # vLLM 0.33's own class is not a ValueError
         raise ConfigError(f"vLLM rejects the sampling_params: {error}") from error
 
@@ -75,15 +64,12 @@ def sample_of(output: Any) -> Sample:
         logprobs = None
         if entries is not None:
             each = zip(entries, tokens, strict=False)
-            logprobs = [_number(entry[token].logprob) for entry, token in each]
+            logprobs = [entry[token].logprob for entry, token in each]
         spans = getattr(one, "weight_versions", None)  # vLLM 0.33
         version = spans[-1].version if spans else None
-        return _checked(tokens, logprobs, one.finish_reason or "abort", version)
-    except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
-        raise EngineError(
-            f"the engine's output does not have vLLM's format ({type(error).__name__}: {error}): "
-            f"{_excerpt(output)}"
-        ) from error
+        return sample(tokens, logprobs, one.finish_reason or "abort", version)
+    except INVALID as error:
+        raise format_error("vLLM", output, error) from error
 
 
 # --- a server's completions -----------------------------------------------------------------------
@@ -127,47 +113,13 @@ def samples_in(answer: Any, count: int) -> list[Sample]:
         if [choice["index"] for choice in choices] != list(range(count)):
             raise ValueError(f"{len(choices)} choices for {count} prompts")
         return [_choice(choice) for choice in choices]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise EngineError(
-            f"the server's answer does not have vLLM's format ({type(error).__name__}: {error}): "
-            f"{_excerpt(answer)}"
-        ) from error
+    except INVALID as error:
+        raise format_error("vLLM", answer, error) from error
 
 
 def _choice(choice: Mapping[str, Any]) -> Sample:
-    tokens = choice["token_ids"] or []
-    if not all(map(is_whole, tokens)):
-        raise TypeError("token_ids must be a list of integers")
-    given = choice.get("logprobs")
-    logprobs = None if given is None else [_number(one) for one in given["token_logprobs"]]
+    found = choice.get("logprobs")
+    logprobs = None if found is None else found["token_logprobs"]
     spans = choice.get("weight_versions")
     version = spans[-1]["version"] if spans else None
-    return _checked(list(tokens), logprobs, choice["finish_reason"] or "abort", version)
-
-
-def _checked(
-    tokens: list[int], logprobs: list[float] | None, finish: str, version: str | None
-) -> Sample:
-    if logprobs is not None and len(logprobs) != len(tokens):
-        if finish != "abort":
-            raise ValueError(f"{len(logprobs)} log-probabilities for {len(tokens)} tokens")
-        both = min(len(logprobs), len(tokens))  # the abort separated the two lists
-        tokens, logprobs = tokens[:both], logprobs[:both]
-    return Sample(
-        tokens,
-        logprobs,
-        encodable(str(finish)),
-        None if version is None else encodable(str(version)),
-    )
-
-
-def _number(value: Any) -> float:
-    if value is None:
-        return math.nan
-    if isinstance(value, float) or is_whole(value):
-        return float(value)
-    raise TypeError(f"a log-probability must be a number, not {type(value).__name__}")
-
-
-def _excerpt(value: Any) -> str:
-    return plain_text(redacted(str(value)))[:200]
+    return sample(choice["token_ids"] or (), logprobs, choice["finish_reason"] or "abort", version)

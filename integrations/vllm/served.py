@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import concurrent.futures
+import time
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlencode
 
-from memsaver.errors import ConfigError
+from memsaver._runtime.timeouts import seconds_until
 
 from ..engine.errors import EngineError
 from ..engine.fields import Fields, parsed
-from ..engine.http.client import HttpClient
+from ..engine.http import served
 from ..engine.interface import Request, Sample
-from .link import GENERATION_SECONDS, Link
+from .link import Link
 from .protocol import ROUTE
 from .samples import completions_of, samples_in
 
 __all__ = ["ServedEngine"]
 
-_GENERATION_BYTES = 1 << 30  # tens of millions of tokens with their log-probabilities
+_POLL_SECONDS = 0.01
 _MOST_THREADS = 64  # generations with different parameters are requests of their own
 
 _PATHS = {
@@ -34,27 +35,10 @@ _PATHS = {
 }
 
 
-class ServedEngine(Link):
-    """A vLLM server at a URL. Any thread may call it.
+class ServedEngine(served.ServedEngine, Link):
+    """A vLLM server at a URL. See `integrations.engine.http.served`."""
 
-    Every call has a timeout, which covers the time from the lookup of the host to the last byte of
-    the answer. An answer may have at most 64 MiB, or 1 GiB for a generation. Redirects are errors,
-    and no proxy is used.
-
-    Args:
-        url: the server's address, such as "http://host:8000".
-        api_key: the server's API key; None sends no key.
-
-    Raises:
-        ConfigError: the address or the key is invalid; the message contains neither.
-        NotLoadedError: httpx is not installed.
-    """
-
-    def __init__(self, url: str, api_key: str | None = None) -> None:
-        self._client = HttpClient(url, api_key)
-
-    def __repr__(self) -> str:
-        return f"<memsaver ServedEngine: {self._client.address}>"
+    _GENERATE = "/v1/completions"
 
     def has_plugin(self, timeout: float) -> bool:
         """See `Link`.
@@ -118,37 +102,32 @@ class ServedEngine(Link):
             "version": version.get("version") if isinstance(version, dict) else None,
         }
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Send a request to /v1/completions, and return the answer's JSON.
-
-        Args:
-            args: the prompt, unless it is passed by name.
-            kwargs: the fields of the request, and `timeout`: seconds for the whole call, by default
-                an hour.
-        """
-        if kwargs.get("stream"):
-            raise ConfigError(
-                "generate does not stream from a server at a URL: send the request to the server "
-                "yourself, or omit stream"
-            )
-        if len(args) > 1:
-            raise ConfigError("for a server at a URL, pass all arguments except the prompt by name")
-        timeout = kwargs.pop("timeout", GENERATION_SECONDS)
-        return self._complete({**({"prompt": args[0]} if args else {}), **kwargs}, timeout)
-
     def samples(self, requests: Sequence[Request], timeout: float) -> list[Sample]:
         """See `Link`. The server aborts the requests if the connection ends."""
         bodies = completions_of(requests)
-        found: dict[int, Sample] = {}
-        with concurrent.futures.ThreadPoolExecutor(min(len(bodies), _MOST_THREADS)) as threads:
-            answers = threads.map(lambda body: self._complete(body[1], timeout), bodies)
-            for (numbers, _), answer in zip(bodies, answers, strict=True):
-                found |= dict(zip(numbers, samples_in(answer, len(numbers)), strict=True))
-        return [found[number] for number in range(len(requests))]
+        deadline = time.monotonic() + timeout
+        client = self._client.separate()
 
-    def _complete(self, body: Mapping[str, Any], timeout: float) -> Any:
-        text = self._client.post("/v1/completions", body, timeout, _GENERATION_BYTES)
-        return parsed(text, "the server's answer")
+        def complete(body: Mapping[str, Any]) -> Any:
+            left = seconds_until(deadline)
+            text = client.post(self._GENERATE, body, left, served.GENERATION_BYTES)
+            return parsed(text, "the server's answer")
+
+        found: dict[int, Sample] = {}
+        calls: dict[concurrent.futures.Future[Any], list[int]] = {}
+        threads = concurrent.futures.ThreadPoolExecutor(min(len(bodies), _MOST_THREADS))
+        try:
+            for numbers, body in bodies:
+                calls[threads.submit(complete, body)] = numbers
+            for call in concurrent.futures.as_completed(calls):
+                numbers = calls[call]
+                found |= dict(zip(numbers, samples_in(call.result(), len(numbers)), strict=True))
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+            while not all(call.done() for call in calls):
+                client.disconnect()
+                time.sleep(_POLL_SECONDS)
+        return [found[number] for number in range(len(requests))]
 
 
 def _word(value: Any) -> Any:

@@ -12,9 +12,9 @@ from typing import Any
 
 from memsaver.errors import ConfigError
 
+from ..engine.backend import EngineBackend
 from ..engine.errors import EngineError
 from ..engine.interface import JoinRequest, SharedTensors, WeightLoad
-from ..engine.sleep import EngineController
 from ..engine.weights.checks import RankCheck, is_good
 from .link import Link
 from .protocol import BEGIN, END, JOIN, LEAVE, LOAD, VERSION, checks_of, fields_of
@@ -22,23 +22,15 @@ from .protocol import BEGIN, END, JOIN, LEAVE, LOAD, VERSION, checks_of, fields_
 __all__ = ["WeightCalls"]
 
 
-class WeightCalls:
-    """The calls of a `Backend` that update weights.
+class WeightCalls(EngineBackend):
+    """The calls of a `Backend` that update weights, which `other_ranks` cannot receive.
 
     Attributes:
-        link: the connection with the engine.
-        tp_size: see `Backend`.
-        other_ranks: the engine's argument that adds ranks outside its tensor-parallel group, which
-            cannot receive weights; or "".
-        control: see `Backend`.
         weight_version: the version of the weights that the engine reports or that this backend has
             loaded; None if it is unknown.
     """
 
     link: Link
-    tp_size: int
-    other_ranks: str
-    control: EngineController
     weight_version: str | None
 
     def begin_update(self, timeout: float) -> None:
@@ -54,11 +46,8 @@ class WeightCalls:
     def load_weights(self, load: WeightLoad) -> list[RankCheck]:
         """See `Backend`."""
         tensors = load.tensors
-        if isinstance(tensors, SharedTensors) and len(tensors.payloads) != self.tp_size:
-            raise ConfigError(
-                f"the engine has {self.tp_size} ranks, but there are {len(tensors.payloads)} "
-                "payloads: there must be one for each rank"
-            )
+        if isinstance(tensors, SharedTensors):
+            self._check_payloads(tensors)
         with self.control.request("update_weights"):
             checks = self._on_all_ranks(LOAD, [fields_of(load)], load.timeout)
         if not is_good(checks):

@@ -1,10 +1,12 @@
-"""Validate timeouts."""
+"""Validate timeouts, and turn deadlines into timeouts."""
 
 from __future__ import annotations
 
+import time
+
 from memsaver.errors import ConfigError
 
-__all__ = ["LONGEST_SECONDS", "check_timeout", "is_timeout"]
+__all__ = ["LONGEST_SECONDS", "check_timeout", "is_timeout", "seconds_until"]
 
 LONGEST_SECONDS = 1e7  # the limit of the system's waits
 
@@ -42,3 +44,8 @@ def is_timeout(timeout: object) -> bool:
         return bool(0 < timeout <= LONGEST_SECONDS)  # type: ignore[operator]
     except Exception:
         return False
+
+
+def seconds_until(deadline: float, least: float = 0.001) -> float:
+    """Return the seconds until a deadline of `time.monotonic`, but not less than `least`."""
+    return max(least, deadline - time.monotonic())

@@ -6,8 +6,11 @@ this module does not need httpx; creating an `HttpClient` does.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import importlib
 import json
+import socket
 import ssl
 import time
 from collections.abc import Mapping
@@ -54,9 +57,22 @@ class HttpClient:
         self._key = secret_of(api_key)
         _import("httpx")
         self._tls = ssl.create_default_context() if url.startswith("https:") else None
+        self._sockets: set[socket.socket] = set()  # of the calls in progress
 
     def __repr__(self) -> str:
         return f"<memsaver HttpClient: {self.address}>"
+
+    def separate(self) -> HttpClient:
+        """Return a client of the same server, for calls that `disconnect` ends without others."""
+        other = copy.copy(self)
+        other._sockets = set()
+        return other
+
+    def disconnect(self) -> None:
+        """End the connections of the calls in progress, which fail. Calls may connect later."""
+        for connection in tuple(self._sockets):
+            with contextlib.suppress(OSError):  # closed already
+                connection.shutdown(socket.SHUT_RDWR)
 
     def get(self, path: str, timeout: float, max_bytes: int = ANSWER_BYTES) -> str:
         """Return the server's answer to a GET. Raises like `post`."""
@@ -159,7 +175,8 @@ class HttpClient:
         except httpx.InvalidURL:
             return EngineError(f"{self.address} is not an address that httpx accepts")
         # `httpx.Client` would log each request, and waiting for a server makes many requests.
-        with DeadlineTransport(time.monotonic() + timeout, self._tls) as transport:
+        deadline = time.monotonic() + timeout
+        with DeadlineTransport(deadline, self._tls, self._sockets) as transport:
             try:
                 response = transport.handle_request(request)
                 try:

@@ -31,11 +31,14 @@ class DeadlineTransport(httpx.BaseTransport):  # type: ignore[misc]  # its base 
     Args:
         deadline: a time of `time.monotonic()`.
         tls: the TLS context, if the server uses https.
+        opened: contains the connection's socket until it is closed.
     """
 
-    def __init__(self, deadline: float, tls: ssl.SSLContext | None) -> None:
+    def __init__(
+        self, deadline: float, tls: ssl.SSLContext | None, opened: set[socket.socket]
+    ) -> None:
         self._pool = httpcore.ConnectionPool(
-            ssl_context=tls, max_keepalive_connections=0, network_backend=_Sockets(deadline)
+            ssl_context=tls, max_keepalive_connections=0, network_backend=_Sockets(deadline, opened)
         )
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
@@ -71,8 +74,8 @@ class _Body(httpx.SyncByteStream):  # type: ignore[misc]  # its base is Any to m
 class _Sockets(httpcore.NetworkBackend):  # type: ignore[misc]  # its base is Any to mypy
     """A backend that connects within the deadline and ignores the timeouts that httpcore passes."""
 
-    def __init__(self, deadline: float) -> None:
-        self._deadline = deadline
+    def __init__(self, deadline: float, opened: set[socket.socket]) -> None:
+        self._deadline, self._opened = deadline, opened
 
     def connect_tcp(
         self,
@@ -92,7 +95,7 @@ class _Sockets(httpcore.NetworkBackend):  # type: ignore[misc]  # its base is An
                 connection.settimeout(_left(self._deadline) / (len(addresses) - number))
                 connection.connect(address)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                return _Stream(connection, self._deadline)
+                return _Stream(connection, self._deadline, self._opened)
             except OSError as error:
                 connection.close()
                 failure = error
@@ -107,8 +110,11 @@ class _Sockets(httpcore.NetworkBackend):  # type: ignore[misc]  # its base is An
 class _Stream(httpcore.NetworkStream):  # type: ignore[misc]  # its base is Any to mypy
     """A connection whose every operation ends at the deadline."""
 
-    def __init__(self, connection: socket.socket, deadline: float) -> None:
-        self._socket, self._deadline = connection, deadline
+    def __init__(
+        self, connection: socket.socket, deadline: float, opened: set[socket.socket]
+    ) -> None:
+        self._socket, self._deadline, self._opened = connection, deadline, opened
+        opened.add(connection)
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         """Return the bytes that arrive first, at most `max_bytes`; b"" at the end."""
@@ -149,10 +155,12 @@ class _Stream(httpcore.NetworkStream):  # type: ignore[misc]  # its base is Any 
             self.close()
             why = getattr(error, "verify_message", "") or error.strerror or type(error).__name__
             raise httpcore.ConnectError(why) from None
-        return _Stream(wrapped, self._deadline)
+        self._opened.discard(self._socket)
+        return _Stream(wrapped, self._deadline, self._opened)
 
     def close(self) -> None:
         """Close the connection."""
+        self._opened.discard(self._socket)
         self._socket.close()
 
     def get_extra_info(self, info: str) -> Any:

@@ -1,7 +1,7 @@
 """Process groups of a trainer and an engine's ranks, outside of torch's table of groups.
 
 SGLang's side of such a group is `init_custom_process_group`, which makes torch build the group over
-a store with the group's name as a prefix. `made` builds the same group over the same prefixes.
+a store with the group's name as a prefix. `create_group` uses the same prefixes.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from memsaver.errors import InvalidStateError
 
 from ..errors import EngineError, EngineTimeoutError
 
-__all__ = ["Receiver", "made"]
+__all__ = ["Receiver", "create_group"]
 
 # NCCL's watchdog ends the process after this timeout, so callers limit their waits themselves.
 _NEVER = timedelta(days=365)
 _POLL_SECONDS = 0.001
 
 
-def made(
+def create_group(
     store: Any,
     name: str,
     backend: str,
@@ -101,7 +101,7 @@ class Receiver:
         wait = timedelta(seconds=timeout)
         store = TCPStore(address, port, size, False, wait, wait_for_workers=False)
         self._backend = backend
-        self._group = made(store, name, backend, rank, size, wait)
+        self._group = create_group(store, name, backend, rank, size, wait)
 
     def device(self, own: Any) -> Any:
         """Return the device for received tensors: `own`, this process's GPU, or the host."""

@@ -109,10 +109,10 @@ class _Comparison(Writes):
         return result
 
     def _compare(self, held: Any, expected: Any, names: list[str]) -> None:
-        for part, theirs in _pieces(held, expected):
-            there = theirs.to(device=part.device, dtype=part.dtype)
+        for part, wanted in _pieces(held, expected):
+            there = wanted.to(device=part.device, dtype=part.dtype)
             differs = _bits(part) != _bits(there)
-            if theirs.dtype != part.dtype and (part.is_floating_point() or part.is_complex()):
+            if wanted.dtype != part.dtype and (part.is_floating_point() or part.is_complex()):
                 differs |= _elements(part).isnan()  # a NaN's payload depends on the cast
             self.differences.add(names, held, differs.any())
 
@@ -159,8 +159,8 @@ class _Replay(Writes):
         """Return the writes whose targets differ from their copies."""
         differences = _Differences()
         for names, held in self._parts:
-            for part, theirs in _pieces(_bytes_of(held), _bytes_of(self._twin(held))):
-                differences.add(names, held, (part != theirs).any())
+            for part, wanted in _pieces(_bytes_of(held), _bytes_of(self._twin(held))):
+                differences.add(names, held, (part != wanted).any())
         return differences
 
     def _twin(self, tensor: Any) -> Any:

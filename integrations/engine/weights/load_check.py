@@ -130,9 +130,9 @@ class LoadCheck:
 
     def _refuse_taken(self, model: Any, named: Named) -> None:
         """Raise if the model keeps using the sender's memory."""
-        theirs = {t.untyped_storage().data_ptr() for _, t in named if t.numel()}
+        storages = {t.untyped_storage().data_ptr() for _, t in named if t.numel()}
         for name, tensor in model.named_parameters():
-            if tensor.numel() and tensor.untyped_storage().data_ptr() in theirs:
+            if tensor.numel() and tensor.untyped_storage().data_ptr() in storages:
                 raise RuntimeError(
                     f"the model's loader keeps a reference to {name}, which is the sender's "
                     "memory: send tensors that the engine may keep"

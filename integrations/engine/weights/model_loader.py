@@ -20,7 +20,7 @@ def replaced_loader(model: Any, run: Callable[[Named, Load], Any]) -> Iterator[N
         run: called with the tensors of a load, and with a function that loads tensors as the model
             does; returns the result of the load. The function may be called several times.
     """
-    theirs = vars(model).get("load_weights")
+    original = vars(model).get("load_weights")
     load = model.load_weights
 
     def replaced(weights: Iterable[tuple[str, Any]], *args: Any, **named: Any) -> Any:
@@ -30,7 +30,7 @@ def replaced_loader(model: Any, run: Callable[[Named, Load], Any]) -> Iterator[N
     try:
         yield
     finally:
-        if theirs is None:
+        if original is None:
             del model.load_weights
         else:
-            model.load_weights = theirs
+            model.load_weights = original

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from memsaver._runtime.timeouts import check_timeout
+from memsaver._runtime.timeouts import check_timeout, seconds_until
 from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
 
 from ...engine.errors import EngineError, EngineTimeoutError
@@ -173,7 +173,7 @@ class WeightGroup:
             if self._backend == "nccl" and isinstance(error, EngineError):
                 error.message += _advice_for_nccl()
             raise
-        if not sending.wait(max(END_SECONDS, deadline - time.monotonic())):
+        if not sending.wait(seconds_until(deadline, END_SECONDS)):
             self._give_up("the engine did not receive all weights")
             raise EngineTimeoutError(f"the engine did not receive all weights within {timeout:g} s")
         if sending.error is not None:
@@ -255,7 +255,7 @@ class WeightGroup:
         making = Aside(sender.connect)
         try:
             backend.join_group(request, self._timeout)
-            if not making.wait(max(END_SECONDS, deadline - time.monotonic())):
+            if not making.wait(seconds_until(deadline, END_SECONDS)):
                 raise EngineTimeoutError(
                     f"the engine's ranks did not join the group within {self._timeout:g} s"
                 )

@@ -19,7 +19,7 @@ from memsaver._runtime.interrupts import signals_deferred
 from memsaver._runtime.latches import Latch
 from memsaver.errors import ConfigError
 
-from ...engine.weights.groups import made
+from ...engine.weights.groups import create_group
 
 __all__ = ["END_SECONDS", "Aside", "FailureNotice", "Sender"]
 
@@ -93,7 +93,7 @@ class Sender:
     def connect(self) -> None:
         """Create the group. With gloo, wait until all ranks have joined."""
         device = _gloo_device(self._address) if self._backend == "gloo" else None
-        self._group = made(
+        self._group = create_group(
             self._client, self._name, self._backend, 0, self._size, self._wait, device
         )
         if self._closed:  # the join was abandoned

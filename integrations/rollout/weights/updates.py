@@ -349,17 +349,17 @@ class _Update:
         backend, options = self._engine.backend, self._options
         assert backend is not None
         tensors = [view for _, _, view in views]
-        coming: SharedTensors | Broadcast
+        source: SharedTensors | Broadcast
         if options.group is None:
             # The engine may have fewer ranks than the trainer.
             payloads, sent = payloads[: backend.tp_size], sent[: backend.tp_size]
-            coming = SharedTensors(tuple(payloads), options.layout)
+            source = SharedTensors(tuple(payloads), options.layout)
         else:
             dtypes = (str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
             shapes = (tuple(tensor.shape) for tensor in tensors)
-            coming = Broadcast(options.group.name, bucket.names, tuple(dtypes), tuple(shapes))
+            source = Broadcast(options.group.name, bucket.names, tuple(dtypes), tuple(shapes))
         load = WeightLoad(
-            coming,
+            source,
             options.timeout,
             flush_cache=last and options.flushes,
             weight_version=options.version if last else None,

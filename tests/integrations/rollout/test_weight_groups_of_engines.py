@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from types import SimpleNamespace
+
 import pytest
 
 pytest.importorskip("torch")
@@ -10,7 +14,8 @@ from weight_engine import Backend
 from weight_ranks import run
 
 from memsaver.errors import ConfigError
-from memsaver.integrations.rollout import EngineSet, RolloutEngine
+from memsaver.integrations.engine.errors import EngineError
+from memsaver.integrations.rollout import EngineSet, RolloutEngine, engine_set
 
 # Rank 0 is a trainer; the others are engines of one rank each.
 SET = """
@@ -222,3 +227,42 @@ def test_a_set_needs_different_engines_of_the_same_ranks():
         with pytest.raises(ConfigError, match="EngineSet"):
             EngineSet(given)
     assert repr(EngineSet([one])) == "<memsaver EngineSet: 1 engines, 1 ranks>"
+
+
+def backends_of(*checks):
+    """Return the backend of a set whose engines run these checks."""
+    engines = [
+        SimpleNamespace(
+            tp_size=1, timeout=60, _engine=SimpleNamespace(control=SimpleNamespace(check=check))
+        )
+        for check in checks
+    ]
+    return engine_set._Backends(engines)
+
+
+def test_a_check_may_take_an_engines_own_timeout(monkeypatch):
+    monkeypatch.setattr(engine_set, "END_SECONDS", 0.01)
+    checked = []
+
+    def check(operation):
+        time.sleep(0.5)  # longer than the wait for an engine after another one's failure
+        checked.append(operation)
+
+    backends_of(check).check("update_weights")
+    assert checked == ["update_weights"]
+
+
+def test_an_error_names_all_engines_that_failed():
+    both = threading.Barrier(2)
+
+    def raising(error):
+        def check(operation):
+            both.wait(30)
+            raise error
+
+        return check
+
+    backend = backends_of(raising(ValueError("a")), raising(EngineError("b")))
+    with pytest.raises(EngineError) as caught:
+        backend.check("update_weights")
+    assert "engine 1 of 2: a" in str(caught.value) and "engine 2 of 2: b" in str(caught.value)

@@ -206,6 +206,25 @@ assert [(one.success, one.message) for one in scheduler.sent] == [
     )
 
 
+@pytest.mark.timeout(120)
+def test_a_stage_that_raises_is_a_failure_of_all_stages(tmp_path):
+    run(
+        """
+def join(updater, request):
+    if RANK == 1:
+        raise RuntimeError("no route to the group")
+    return Output(True, "")
+hook = weight_loads.everywhere("InitWeightsUpdateGroupReqOutput")
+scheduler.updater.init_weights_update_group = lambda request: hook(join, scheduler.updater, request)
+request = types.SimpleNamespace(rank_offset=1, group_name="g", host=None)
+scheduler.step([("init_weights_update_group", request)])
+assert [(one.success, one.message) for one in scheduler.sent] == [
+    (False, "RuntimeError: no route to the group")]
+""",
+        tmp_path,
+    )
+
+
 def test_stages_with_other_loops_refuse():
     scheduler = SimpleNamespace(server_args=SimpleNamespace(disaggregation_mode="prefill"))
     (error,) = [pipeline.defer(scheduler, object(), lambda refusal: refusal)]

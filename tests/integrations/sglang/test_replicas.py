@@ -122,8 +122,8 @@ async def refusing(manager, obj, request=None):
     return False, "dp_size must be 1"
 
 
-def sent(manager, hook):
-    obj = SimpleNamespace(abort_all_requests=False, weight_version="new")
+def sent(manager, hook, flush_cache=False):
+    obj = SimpleNamespace(abort_all_requests=False, weight_version="new", flush_cache=flush_cache)
     return asyncio.run(hook(refusing, manager, obj, None))
 
 
@@ -142,6 +142,16 @@ def test_all_replicas_receive_an_update_and_all_must_succeed():
     assert sent(manager, update) == (True, "a | a") and manager.events == ["sent"]
     join = replicas.join("init_weights_update_group")
     assert sent(Manager(2, GOOD, BAD), join) == (False, "a | b")
+
+
+@pytest.mark.parametrize("flush_cache", [False, True])
+@pytest.mark.parametrize("answer", [GOOD, BAD])
+def test_a_flush_after_an_update_clears_the_processed_images(flush_cache, answer):
+    images = {"a.png": "features of the old weights"}
+    manager = Manager(2, GOOD, answer)
+    manager.mm_processor = SimpleNamespace(clear_preprocess_cache=images.clear)
+    sent(manager, replicas.update("update_weights_from_tensor"), flush_cache)
+    assert bool(images) == (not flush_cache or answer is BAD)
 
 
 @pytest.mark.parametrize("attention", [False, True])

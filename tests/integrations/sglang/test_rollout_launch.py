@@ -219,6 +219,38 @@ def test_an_engine_that_does_not_start_in_time(sglang, surroundings):
     assert time.monotonic() - start < 30 and surroundings() == before
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_processes_of_other_threads_outlive_an_engine_that_they_were_started_with(sglang, fails):
+    """For example workers of a DataLoader, which another thread starts at the same time."""
+    others = []
+    context = multiprocessing.get_context("spawn")
+    ended = threading.Event()
+
+    def start_another():
+        while not sglang.seen:
+            time.sleep(0.01)
+        others.append(context.Process(target=time.sleep, args=(600,)))
+        others[0].start()
+        ended.wait(60)
+
+    sglang.start_seconds, sglang.failures = 1, int(fails)
+    thread = threading.Thread(target=start_another)
+    thread.start()
+    try:
+        if fails:
+            with pytest.raises(EngineError, match="out of memory"):
+                launch(place([None], 0), None, {}, 60)
+        else:
+            launch(place([None], 0), None, {}, 60).close()
+        assert not any(process.is_alive() for process in sglang.seen[0].processes)
+        assert others[0].is_alive()
+    finally:
+        ended.set()
+        thread.join()
+        others[0].kill()
+        others[0].join()
+
+
 def test_an_engine_whose_version_is_not_supported_is_ended(sglang, surroundings, monkeypatch):
     before = surroundings()
     version = types.ModuleType("sglang.version")
@@ -328,11 +360,10 @@ def test_signals_and_the_parent_thread_end_although_the_loop_fails():
 
     calls = []
     loop = types.SimpleNamespace(is_closed=lambda: False, is_running=lambda: False, close=fail)
-    engine = types.SimpleNamespace(
-        tokenizer_manager=None, shutdown=lambda: calls.append("shutdown"), loop=loop
-    )
+    engine = types.SimpleNamespace(tokenizer_manager=None, shutdown=lambda: None, loop=loop)
+    processes = types.SimpleNamespace(end=lambda: calls.append("processes"))
     signals = types.SimpleNamespace(restore=lambda: calls.append("restore"))
     parent = types.SimpleNamespace(end=lambda: calls.append("end"))
     with pytest.raises(RuntimeError, match="the loop failed"):
-        launching._end(engine, signals, parent, [])
-    assert calls == ["shutdown", "restore", "end"]
+        launching._end(engine, signals, parent, processes)
+    assert calls == ["processes", "restore", "end"]

@@ -328,7 +328,7 @@ def test_an_abort_ends_a_request_that_is_held(policy, monkeypatch, when, rid, ab
 
 def test_a_query_without_an_answer_in_time_is_not_cancelled(monkeypatch):
     """SGLang 0.5.12 would wait forever for the answer in each later query."""
-    monkeypatch.setattr(admissions, "QUERY_SECONDS", 0.01)
+    monkeypatch.setattr(admission, "_QUERY_SECONDS", 0.01)
 
     async def test():
         manager = Manager()

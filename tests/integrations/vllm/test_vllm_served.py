@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import textwrap
+import threading
 
 import pytest
+from http_servers import RawServer, response
+
+from memsaver.integrations.engine.errors import EngineError, EngineTimeoutError
+from memsaver.integrations.engine.interface import Request
+from memsaver.integrations.vllm import served
 
 START = """
 import pytest
@@ -111,3 +117,55 @@ def test_prompts_with_images_are_refused(run):
     with pytest.raises(ConfigError, match="tokens or texts"):
         backend_of(server.url).generate([request], 10)
     """)
+
+
+def requests_with_own_seeds(count):
+    return [Request([1], {"max_tokens": 1, "seed": seed}) for seed in range(count)]
+
+
+@pytest.fixture
+def serve(monkeypatch):
+    """Return a function that starts a server, and returns it with an engine at its URL."""
+    pytest.importorskip("httpx")
+    servers = []
+
+    def serve(answer, most_threads):
+        monkeypatch.setattr(served, "_MOST_THREADS", most_threads)
+        servers.append(RawServer(answer))
+        return servers[0], served.ServedEngine(servers[0].url)
+
+    yield serve
+    servers[0].close()
+
+
+def test_a_failed_request_ends_those_in_progress_and_sends_no_others(serve):
+    arrived, ended = threading.Event(), threading.Event()
+
+    def answer(connection):
+        if not arrived.is_set() and len(server.requests) == 2:
+            arrived.set()
+            connection.sendall(response({}, "400 Bad Request"))
+        elif connection.recv(1) == b"":  # the client has disconnected
+            ended.set()
+
+    server, engine = serve(answer, 2)
+    with pytest.raises(EngineError, match="answered 400"):
+        engine.samples(requests_with_own_seeds(8), 60)
+    assert ended.wait(30)
+    assert len(server.requests) < 8
+
+
+def test_all_requests_of_a_call_share_its_timeout(serve):
+    """Each request's answer is slower than its share of the timeout, and faster than all of it."""
+    slow = threading.Event()
+    choice = {"index": 0, "token_ids": [1], "finish_reason": "length"}
+    choice["logprobs"] = {"token_logprobs": [-0.5]}
+
+    def answer(connection):
+        slow.wait(1)
+        connection.sendall(response({"choices": [choice]}))
+
+    server, engine = serve(answer, 1)
+    with pytest.raises(EngineTimeoutError):
+        engine.samples(requests_with_own_seeds(4), 2)
+    assert len(server.requests) < 4

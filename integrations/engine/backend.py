@@ -1,0 +1,90 @@
+"""`EngineBackend`: the parts of a `Backend` that all engines share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from memsaver.errors import ConfigError
+
+from .errors import EngineError
+from .fields import is_whole
+from .interface import Request, Sample, SharedTensors
+from .sleep import EngineController
+
+__all__ = ["EngineBackend", "ranks_in"]
+
+
+class EngineBackend:
+    """See `interface.Backend`.
+
+    Attributes:
+        link: the connection with the engine.
+        other_ranks: the engine's arguments that add ranks outside its tensor-parallel group; or "".
+
+    Args:
+        link: the connection with the engine.
+        arguments: the engine's arguments.
+        other_ranks: the values of the arguments that may add such ranks.
+        end: ends the engine; called once. None if the engine's owner ends the engine.
+    """
+
+    tp_size: int
+    control: EngineController
+
+    def __init__(
+        self,
+        link: Any,
+        arguments: Mapping[str, Any],
+        other_ranks: Mapping[str, int],
+        end: Callable[[], None] | None,
+    ) -> None:
+        self.link, self._end = link, end
+        self._has_tokenizer = not arguments.get("skip_tokenizer_init")
+        self.other_ranks = ", ".join(f"{n}={size}" for n, size in other_ranks.items() if size > 1)
+
+    def generate(self, requests: Sequence[Request], timeout: float) -> list[Sample]:
+        """See `Backend`."""
+        if not requests:
+            return []
+        if not self._has_tokenizer and any(one.text is not None for one in requests):
+            raise ConfigError(
+                "the engine has no tokenizer for texts: pass token ids, or start the engine with "
+                "skip_tokenizer_init=False"
+            )
+        with self.control.request():
+            return self._samples(requests, timeout)
+
+    def _samples(self, requests: Sequence[Request], timeout: float) -> list[Sample]:
+        samples: list[Sample] = self.link.samples(requests, timeout)
+        return samples
+
+    def _check_payloads(self, tensors: SharedTensors) -> None:
+        """Raise `ConfigError` unless there is a payload for each rank."""
+        if len(tensors.payloads) != self.tp_size:
+            raise ConfigError(
+                f"the engine has {self.tp_size} ranks, but there are {len(tensors.payloads)} "
+                "payloads: there must be one for each rank"
+            )
+
+    def death(self) -> str:
+        """See `Backend`."""
+        return str(self.link.death())
+
+    def close(self) -> None:
+        """See `Backend`."""
+        end, self._end = self._end, None
+        if end is not None:
+            end()
+
+
+def ranks_in(arguments: Mapping[str, Any], name: str) -> int:
+    """Return a number of ranks from an engine's arguments; 1 if it is missing."""
+    value = arguments.get(name)
+    if value is None:
+        return 1
+    if not is_whole(value) or value < 0:
+        raise EngineError(
+            f"the engine reports {name}={str(value)[:80]!r}, which is not a number of ranks"
+        )
+    return int(value) or 1
