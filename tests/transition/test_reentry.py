@@ -188,10 +188,10 @@ CASES = {
 
     ended = []
 
-    def made(*_):
+    def create_group(*_):
         return types.SimpleNamespace(shutdown=lambda: ended.append(True))
 
-    module.made = made
+    module.create_group = create_group
 
     def reset():
         global sender

@@ -9,7 +9,7 @@ import pytest
 
 from memsaver.errors import InvalidStateError
 from memsaver.integrations.engine.errors import EngineError
-from memsaver.integrations.engine.weights.groups import Receiver, made
+from memsaver.integrations.engine.weights.groups import Receiver, create_group
 
 torch = pytest.importorskip("torch")
 
@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 def test_a_group_whose_weights_did_not_arrive_is_left():
     store = torch.distributed.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
     with ThreadPoolExecutor(1) as threads:
-        sender = threads.submit(made, store, "g", "gloo", 0, 2, timedelta(seconds=30))
+        sender = threads.submit(create_group, store, "g", "gloo", 0, 2, timedelta(seconds=30))
         receiver = Receiver("g", "127.0.0.1", store.port, "gloo", 1, 2, 30)
         group = sender.result()
     group.broadcast([torch.arange(3.0)], torch.distributed.BroadcastOptions())
