@@ -41,6 +41,7 @@ def test_weights_reach_a_real_engine(scene: str, size: int, tmp_path: Path) -> N
         "one_gpu",
         pytest.param("replicas", marks=pytest.mark.two_gpus),
         pytest.param("stages", marks=pytest.mark.two_gpus),
+        pytest.param("nodes", marks=pytest.mark.two_gpus),
         pytest.param("mesh", marks=pytest.mark.two_gpus),
     ],
 )

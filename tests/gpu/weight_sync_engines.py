@@ -8,11 +8,12 @@ from __future__ import annotations
 import datetime
 import faulthandler
 import functools
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from rollout_child import RANK, SIZE, STUCK_SECONDS, arguments
+from rollout_child import RANK, SIZE, STUCK_SECONDS, arguments, check_sleep
 from weight_sync_child import BUCKET, check_updates, outputs, refused, state
 
 
@@ -112,7 +113,44 @@ def mesh_group(folder: Path, gpus: int) -> None:
     dist.destroy_process_group()
 
 
+def nodes(folder: Path) -> None:
+    """Use an engine on two nodes: the ranks have a GPU and an address each, and share no memory.
+
+    NCCL takes the ranks for different hosts, so their GPUs communicate through sockets.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[RANK]
+    os.environ.update(CUDA_VISIBLE_DEVICES=visible, NCCL_HOSTID=f"node{RANK}")
+    os.environ.update(NCCL_SOCKET_IFNAME="lo", GLOO_SOCKET_IFNAME="lo")
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from memsaver.integrations.engine import placement
+    from memsaver.integrations.rollout import RolloutEngine, WeightMismatchError
+    from memsaver.integrations.rollout.weights import WeightGroup
+
+    address = f"127.0.0.{1 + RANK}"
+    placement.gpu_of_this_process = lambda: placement.Gpu(address, visible, 0)
+    dist = _ranks(1)
+    mesh = init_device_mesh("cpu", (1, SIZE), mesh_dim_names=("dp", "tp"))
+    named = {**arguments(folder), "disable_custom_all_reduce": True}
+    dist.barrier()
+    with RolloutEngine.launch(mesh, **named, timeout=240) as engine:
+        assert engine.tp_size == SIZE
+        first = outputs(engine)
+        check_sleep(engine)
+        check_updates(engine, first, state, verify="full", bucket_bytes=BUCKET)
+        unknown = {**state(1), "no.such": state(1)["model.norm.weight"]}
+        error = refused(WeightMismatchError, engine.update_weights, unknown)
+        assert error.tensors == ("no.such",), error
+        engine.update_weights(state(1), verify="full")
+        assert outputs(engine) == first
+        host = {seed: state(seed, device="cpu") for seed in (1, 2)}
+        with WeightGroup(engine, backend="gloo", timeout=60) as group:
+            check_group(engine, group, first, host)
+    dist.destroy_process_group()
+
+
 SCENES = {
+    "nodes": nodes,
     "replicas": functools.partial(parts, name="dp_size"),
     "stages": functools.partial(parts, name="pp_size"),
     "one_gpu": functools.partial(mesh_group, gpus=1),
