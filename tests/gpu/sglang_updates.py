@@ -33,6 +33,12 @@ def update_from_gpu_tensors(session: Session) -> None:
     updates(session, lambda part: [(name, tensor.cuda()) for name, tensor in part.items()])
 
 
+def update_from_another_gpu(session: Session) -> None:
+    """A trainer on a GPU that the engine does not use can send its GPU tensors."""
+    other = f"cuda:{session.gpus}"
+    updates(session, lambda part: [(name, tensor.to(other)) for name, tensor in part.items()])
+
+
 def update_from_host_tensors(session: Session) -> None:
     """A trainer can send tensors in host memory."""
     updates(session, lambda part: [(name, tensor.clone()) for name, tensor in part.items()])

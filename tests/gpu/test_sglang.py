@@ -119,6 +119,12 @@ def test_asleep_wake_server(children: Children, name: str) -> None:
 
 
 @pytest.mark.two_gpus
+@each(["sglang_updates.update_from_another_gpu"])
+def test_an_update_from_another_gpu(children: Children, name: str) -> None:
+    children.run("no_backup", name)
+
+
+@pytest.mark.two_gpus
 @each(CYCLES + CALLS + ASLEEP)
 def test_tensor_parallel(children: Children, name: str) -> None:
     children.run("backup_tp2", name)

@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from memsaver._runtime.native import _C
+
 from .writes import Load, Named
 
 __all__ = ["replaced_loader"]
@@ -14,6 +16,9 @@ __all__ = ["replaced_loader"]
 @contextlib.contextmanager
 def replaced_loader(model: Any, run: Callable[[Named, Load], Any]) -> Iterator[None]:
     """Replace `model.load_weights` for the block.
+
+    The tensors of a load may lie on a device that this process uses for the first time, and that
+    writes them into the model's memory: it is given access to all tags.
 
     Args:
         model: the model.
@@ -24,7 +29,9 @@ def replaced_loader(model: Any, run: Callable[[Named, Load], Any]) -> Iterator[N
     load = model.load_weights
 
     def replaced(weights: Iterable[tuple[str, Any]], *args: Any, **named: Any) -> Any:
-        return run(list(weights), lambda tensors: load(tensors, *args, **named))
+        given = list(weights)
+        _C.refresh_peers()
+        return run(given, lambda tensors: load(tensors, *args, **named))
 
     model.load_weights = replaced
     try:
