@@ -134,8 +134,8 @@ class EngineWorker(Worker):
         self.engine.llm_engine.engine_core.shutdown()
         return {}
 
-    def generate(self, tokens: int) -> list[list[int]]:
-        """Return `tokens` greedy tokens for each of REQUESTS prompts."""
+    def generate(self, tokens: int, at_once: int = REQUESTS) -> list[list[int]]:
+        """Return `tokens` greedy tokens for each of REQUESTS prompts, `at_once` in a batch."""
         from vllm import SamplingParams
 
         greedy = SamplingParams(
@@ -143,8 +143,18 @@ class EngineWorker(Worker):
         )
         starts = [10 + number * PROMPT for number in range(REQUESTS)]
         prompts = [{"prompt_token_ids": list(range(at, at + PROMPT))} for at in starts]
-        found = self.engine.generate(prompts, greedy, use_tqdm=False)
-        return [list(one.outputs[0].token_ids) for one in found]
+        return [
+            list(one.outputs[0].token_ids)
+            for at in range(0, REQUESTS, at_once)
+            for one in self.engine.generate(prompts[at : at + at_once], greedy, use_tqdm=False)
+        ]
+
+    def _state(self) -> tuple[list[str], list[list[int]]]:
+        """Return checksums of the weights, and the output of one prompt at a time.
+
+        The prompts of a batch may be scheduled differently each time, which changes the arithmetic.
+        """
+        return self._checksums(), self.generate(TOKENS // 8, at_once=1)
 
     def decode(self, times: int) -> dict[str, Any]:
         """Return the tokens per second of `times` batches, after one that does not count."""
@@ -167,7 +177,7 @@ class EngineWorker(Worker):
             self.engine.collective_rpc("bench_change")
             if old == self._checksums():
                 raise RuntimeError("the weights were not changed")
-        before = self._checksums(), self.generate(TOKENS // 8)
+        before = self._state()
         if len({tuple(tokens) for tokens in before[1]}) < REQUESTS // 2:
             raise RuntimeError(f"the prompts have no effect on the output: {before[1]}")
         found = {"sleep": self._ms(lambda: self.engine.sleep(level=1))}
@@ -175,7 +185,7 @@ class EngineWorker(Worker):
         found["resident"] = self._used()
         found["wake_weights"] = self._ms(lambda: self.engine.wake_up(tags=[WEIGHTS]))
         found["wake_kv"] = self._ms(lambda: self.engine.wake_up(tags=[KV_CACHE]))
-        after = self._checksums(), self.generate(TOKENS // 8)
+        after = self._state()
         parts = [
             what
             for what, then, now in zip(("weights", "output"), before, after, strict=True)

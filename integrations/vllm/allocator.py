@@ -13,6 +13,7 @@ from memsaver._runtime.native import _C, Backup
 from memsaver._transitions.parts import names_of
 
 from ..engine import moves
+from ..engine.held import release_cache
 from ..engine.tags import GRAPH, KV_CACHE, WEIGHTS
 from . import steps
 
@@ -176,8 +177,8 @@ class MemsaverAllocator:
             lambda group: moves.pause(group, list(backups), backups),
             undo=lambda group: moves.resume(group, going),
         )
-        gc.collect()
         _release_free_memory()
+        release_cache()
 
     def _pause_again(self, group: Any, tags: Sequence[str]) -> Any:
         return moves.pause(group, tags, {tag: self._saved.get(tag, "host") for tag in tags})
