@@ -57,7 +57,9 @@ typedef enum ms_backup {
                               `poison` as bytes 0xFF */
   MS_BACKUP_HOST = 1,     /* contents are saved in pinned host memory */
   MS_BACKUP_PAGEABLE = 2, /* contents are saved in ordinary host memory, through pinned buffers */
-  MS_BACKUP_DISK = 3 /* contents are saved in a private file in the directory set by disk_dir */
+  MS_BACKUP_DISK = 3, /* contents are saved in a private file in the directory set by disk_dir */
+  MS_BACKUP_PEER = 4  /* contents are saved in the memory of another device (options peer and
+                         peer_margin_bytes), and in pinned host memory if it has no room */
 } ms_backup;
 
 typedef struct ms_error {
@@ -105,6 +107,8 @@ typedef struct ms_change {
     "host memory in use for backups, kept for the next pause until it is trimmed")           \
   X(uint64_t, disk_bytes,                                                                    \
     "file space in use for backups, kept for the next pause until it is trimmed")            \
+  X(uint64_t, peer_bytes,                                                                    \
+    "memory of another device in use for backups, kept for the next pause until trimmed")    \
   X(uint64_t, pauses, "pauses of the tag that succeeded, including swaps that paused it")    \
   X(uint64_t, resumes, "resumes of the tag that succeeded, including swaps that resumed it") \
   X(double, last_pause_seconds, "duration of the last pause, for all tags of its call")      \

@@ -92,7 +92,8 @@ class region(_Section):
         backup: "none" (a pause discards the contents; memory reads as zero after the resume, or as
             NaN with the option `poison`), or the place of the backup: "host" (pinned host memory,
             the fastest), "pageable" (ordinary host memory), "disk" (a private file in the directory
-            of the option `disk_dir`). None keeps the policy of earlier regions of the tag; a new
+            of the option `disk_dir`), "peer" (the memory of another GPU, chosen by the option
+            `peer`, and pinned host memory if it has no room). None keeps the policy of earlier regions of the tag; a new
             tag gets "none", but a pause that would discard 256 MiB or more fails until a call
             has chosen a backup. The policy applies to the whole tag; the last region that sets it
             wins.
