@@ -65,7 +65,12 @@ def test_only_changed_contents_are_copied_again(run):
 
 @pytest.mark.parametrize(
     ("room", "margin", "there"),
-    [("0", "0", 0), ("300 * MIB", "0", 258), ("300 * MIB", "100 * MIB", 66), ("330 * MIB", "0", 322)],
+    [
+        ("0", "0", 0),
+        ("300 * MIB", "0", 258),
+        ("300 * MIB", "100 * MIB", 66),
+        ("330 * MIB", "0", 322),
+    ],
     ids=["full", "part", "margin", "all"],
 )
 def test_contents_without_room_are_saved_on_the_host(run, room, margin, there):
@@ -308,7 +313,8 @@ def test_a_failing_save_changes_nothing(run, call, forever):
 
 
 @pytest.mark.parametrize(
-    ("call", "nth"), [("cuMemcpyDtoDAsync", 1), ("cuMemcpyDtoDAsync", 2), ("cuStreamSynchronize", 1)]
+    ("call", "nth"),
+    [("cuMemcpyDtoDAsync", 1), ("cuMemcpyDtoDAsync", 2), ("cuStreamSynchronize", 1)],
 )
 def test_a_failing_restore_keeps_the_backup(run, call, nth):
     run(f"""
