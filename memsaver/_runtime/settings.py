@@ -92,8 +92,9 @@ def configure(
     """Set options by name; None leaves an option unchanged.
 
     A size is a number of bytes, or text such as "256MiB"; a flag is a bool, or "on" or "off"; a
-    directory is a path, or "" for the default; a device is an ordinal or "auto". Each option has an environment variable (such as
-    MEMSAVER_SHARE_BYTES), which applies until the option is set here.
+    directory is a path, or "" for the default; a device is an ordinal or "auto". Each
+    option has an environment variable (such as MEMSAVER_SHARE_BYTES), which applies until the
+    option is set here.
 
     Args:
         share_bytes: see `Options`, which describes all options.

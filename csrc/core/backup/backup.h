@@ -7,8 +7,8 @@
 // one pinned region, and a tensor, which lies in one range, must be copied in one call. (A range of
 // less than 1 MiB may be split between two chunks if many such ranges share pages; torch's ranges
 // are larger.) In a store on another device, which copies pieces of a tensor separately, longer
-// chunks are cut, so that a part of a tensor may have room there. Chunks keep their contents until other ranges are prepared or release() is called,
-// so unchanged contents need not be saved again.
+// chunks are cut, so that a part of a tensor may have room there. Chunks keep their contents until
+// other ranges are prepared or release() is called, so unchanged contents need not be saved again.
 //
 // After a failed read, check, write or reservation in its backing store, a BackupStore is unsound:
 // its contents can still be read, with the same checks, but the next save uses a new store. A
@@ -62,8 +62,8 @@ class BackupStore {
   };
   // Prepares chunks for `ranges` (sorted, disjoint, inside `spans`; each range stays in one chunk,
   // except on another device) and returns them in address order. Drops chunks of other ranges, and
-  // claims missing ones. Throws like BackingStore::claim before touching any memory. The backup of other ranges may be lost, so
-  // call this only when no earlier backup is needed.
+  // claims missing ones. Throws like BackingStore::claim before touching any memory. The backup of
+  // other ranges may be lost, so call this only when no earlier backup is needed.
   std::vector<Room> prepare(const std::vector<VaReservation>& spans,
                             const std::vector<Range>& ranges);
   // The two steps for a new chunk: populate() for each of its copy chunks, on any thread; then
@@ -123,7 +123,7 @@ class BackupStore {
 
   const Backup kind_;
   const std::unique_ptr<BackingStore> backing_;
-  Chunks chunks_;  // attached
+  Chunks chunks_;             // attached
   uint64_t chunk_bytes_ = 0;  // of those not on another device
   std::atomic<uint64_t> peer_bytes_{0};
   std::atomic<uint64_t> held_bytes_{0};  // including bytes that the backing store could not release

@@ -53,8 +53,8 @@ PeerBackingStore::PeerChunks PeerBackingStore::allocate(Device& neighbour,
       PeerChunk& added = made[chunk.address];
       added.bounds = chunk;
       added.addresses = VaReservation::reserve(bytes, unit);
-      added.mapping = Mapping::map(added.addresses.address(),
-                                   PhysicalMemory::create(neighbour, bytes), access);
+      added.mapping =
+          Mapping::map(added.addresses.address(), PhysicalMemory::create(neighbour, bytes), access);
       spare -= bytes;
     }
   } catch (const Error& error) {

@@ -42,9 +42,10 @@ void* view(const Range& range, State wanted, bool writable) {
   }
   void* const host = pool->backup->view(range.address);
   if (!host) {
-    throw refuse("the backup of tag " + name +
-                 " is not in host memory and cannot be viewed without a copy: resume the tag, or use "
-                 "backup='host' or 'pageable'");
+    throw refuse(
+        "the backup of tag " + name +
+        " is not in host memory and cannot be viewed without a copy: resume the tag, or use "
+        "backup='host' or 'pageable'");
   }
   if (writable) pool->backup->forget(range);
   return host;

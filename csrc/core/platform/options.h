@@ -12,10 +12,10 @@ namespace memsaver {
 
 // The kind of an option's value.
 enum class OptionKind {
-  kSize,  // a number of bytes with an optional suffix KiB, MiB or GiB
-  kFlag,  // on, off, 1, 0, true or false, in upper or lower case
-  kPath,  // an existing directory that can be written to, kept as its absolute path; "": the
-          // default
+  kSize,    // a number of bytes with an optional suffix KiB, MiB or GiB
+  kFlag,    // on, off, 1, 0, true or false, in upper or lower case
+  kPath,    // an existing directory that can be written to, kept as its absolute path; "": the
+            // default
   kDevice,  // the ordinal of a device, or auto
 };
 
