@@ -379,6 +379,21 @@ def test_the_backup_is_released_with_the_tags_memory(run):
     """)
 
 
+def test_a_shortage_on_the_neighbour_names_the_backups(run):
+    run("""
+        scene = Scene([66 * MIB])
+        with memsaver.region("other", backup="none"):
+            others = [Block(scene.sim, 40 * MIB, 5, 1)]
+        memsaver.pause("t"), memsaver.pause("other")
+        memsaver.resume("t")
+        scene.leave_free(MIB)
+        error = fails(OutOfDeviceMemoryError, lambda: memsaver.resume("other"))
+        assert "up to 66 MiB" in str(error) and "trim()" in str(error), error
+        memsaver.trim(wait=True)
+        memsaver.resume("other")
+    """)
+
+
 def test_swapped_tags_on_the_neighbour(run):
     run("""
         scene = Scene([66 * MIB, 3 * MIB])
