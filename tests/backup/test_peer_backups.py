@@ -291,7 +291,7 @@ def test_an_invalid_option_is_refused(text):
 @pytest.mark.parametrize("forever", [False, True], ids=["once", "always"])
 def test_a_failing_save_changes_nothing(run, call, forever):
     run(f"""
-        scene = Scene([258 * MIB, 3 * MIB])
+        scene = Scene([66 * MIB, 3 * MIB])
         pages = scene.sim.tag_bytes(0)
         scene.sim.fail("{call}", 1, 1, {0 if forever else 1})
         try:
@@ -318,7 +318,7 @@ def test_a_failing_save_changes_nothing(run, call, forever):
 )
 def test_a_failing_restore_keeps_the_backup(run, call, nth):
     run(f"""
-        scene = Scene([258 * MIB, 3 * MIB])
+        scene = Scene([66 * MIB, 3 * MIB])
         memsaver.pause("t")
         held = scene.on_neighbour()
         scene.sim.fail("{call}", 1, {nth}, 0)

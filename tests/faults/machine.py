@@ -100,7 +100,9 @@ class Machine:
         """Return device memory in use without backups and the library's own, by the driver."""
         physical = self.sim.counts().physical_bytes
         used = sum(physical[device] - idle for device, idle in self.idle.items())
-        return used - self.memsaver.stats().peer_bytes
+        # The backups of one of the two devices are on the other one.
+        rows = self.memsaver.stats().tags
+        return used - sum(row.peer_bytes for row in rows if 1 - row.device in self.idle)
 
 
 class Group:

@@ -93,4 +93,5 @@ SCENARIOS: dict[str, Make] = {
     "trim": _case(Ask, lambda asked: asked.memsaver.trim(wait=True)),
     "first_device": _case(FirstUse, pausing=False),
     "first_pause": _case(FirstUse, pausing=True),
+    "first_pause_peer": _case(FirstUse, pausing=True, backup="peer"),
 }
