@@ -129,14 +129,14 @@ This page contains all measurements of `benchmarks/results/h200.json`, on {gpu},
 ({versions}).
 `make bench` repeats them on your machine.
 
-In each row, memsaver and the peer alternated in one run, on the same tensors (engines ran one
-after the other, except for SGLang's decoding against an engine without a memory saver). Values are
+In each row, memsaver and the peer alternated in one run, on the same tensors (engines ran one after
+the other, except for SGLang's decoding against an engine without a memory saver). Values are
 medians, with the minimum and maximum of the cycles in parentheses; `ended` means that the peer
-ended before the measurement. `limit` is the time of the driver's bare calls, of a plain copy
-(with pinned memory, or between GPUs), or of direct I/O of the same bytes, in the same run. `ratio` is
-the factor by which memsaver is better; for this ratio, memory below 1 MiB counts as 1 MiB. Absolute times apply to one machine
-only. Without a backup, each resume starts half a second after its pause, when the driver has
-cleared the freed memory; rows with "right after" omit this wait.
+ended before the measurement. `limit` is the time of the driver's bare calls, of a plain copy (with
+pinned memory, or between GPUs), or of direct I/O of the same bytes, in the same run. `ratio` is the
+factor by which memsaver is better; for this ratio, memory below 1 MiB counts as 1 MiB. Absolute
+times apply to one machine only. Without a backup, each resume starts half a second after its pause,
+when the driver has cleared the freed memory; rows with "right after" omit this wait.
 
 `retained backup` is torch_memory_saver's setting `retain_cpu_backup=True`, which keeps a backup's
 pinned host memory for the next pause; by default, each resume releases it. Notes on some rows:
