@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from simulated_driver import Block, Simulator
 
 import memsaver
 from memsaver._runtime.native import _C
 
+CODE = """
+import memsaver
+from memsaver._runtime.native import _C
+from memsaver.errors import *
+from peer_scene import *
+"""
+
 MIB = 1 << 20
 GIB = 1 << 30
 CAPACITY = 80 * GIB
+
+
+def fails(kind: type[Exception], call: Callable[[], object] = lambda: memsaver.pause("t")):
+    """Return the error of a call that must fail, by default a pause."""
+    try:
+        call()
+    except kind as error:
+        return error
+    raise AssertionError("no error")
 
 
 class Scene:
