@@ -18,7 +18,6 @@ __all__ = ["Options", "configure", "options"]
 Size: TypeAlias = int | str
 Flag: TypeAlias = bool | Literal["on", "off"]
 Directory: TypeAlias = str | os.PathLike[str]
-AnyDevice: TypeAlias = int | Literal["auto"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Options:
     fingerprints: bool
     poison: bool
     disk_dir: str
-    peer: AnyDevice
+    peer: int | str
     peer_margin_bytes: int
     top: bool
 
@@ -84,7 +83,7 @@ def configure(
     fingerprints: Flag | None = None,
     poison: Flag | None = None,
     disk_dir: Directory | None = None,
-    peer: AnyDevice | None = None,
+    peer: int | str | None = None,
     peer_margin_bytes: Size | None = None,
     top: Flag | None = None,
     **_unknown: NoReturn,
