@@ -20,6 +20,7 @@ SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Swaps", ("swap_",)),
     ("Without a backup", ("kv_", "discarded_", "many_")),
     ("Backed up to the host", ("backed_", "lora_", "two_gpu_")),
+    ("Backed up to another GPU", ("peer_",)),
     ("Backed up to disk", ("disk_",)),
     ("Host memory", ("host_",)),
     ("SGLang, an 8B model", ("sglang_",)),
@@ -28,7 +29,7 @@ SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Cost of an active region", ("region_", "malloc_")),
     ("Others", ("",)),
 )
-ORDER = (1, 2, 0, 3, 4, 5, 6, 7, 8, 9)
+ORDER = (1, 2, 0, 3, 4, 5, 6, 7, 8, 9, 10)
 
 # The titles of the rows.
 WORDS = {
@@ -50,6 +51,8 @@ WORDS = {
     "lora_pause_ms": "pause of 16 GB, 1 % of the tensors changed, ms",
     "two_gpu_backed_pause_ms": "pause of 16 GB on each of two GPUs, ms",
     "two_gpu_backed_resume_ms": "resume of 16 GB on each of two GPUs, ms",
+    "peer_pause_16GB_ms": "later pauses of 16 GB, all contents changed, ms",
+    "peer_resume_16GB_ms": "resume of 16 GB from the other GPU, ms",
     "disk_pause_rate": "rate of these pauses, % of direct I/O",
     "disk_resume_rate": "rate of these resumes, % of direct I/O",
     "host_overhead_trimmed_MiB": "host memory left after a resume and trim, MiB",
@@ -126,14 +129,14 @@ This page contains all measurements of `benchmarks/results/h200.json`, on {gpu},
 ({versions}).
 `make bench` repeats them on your machine.
 
-In each row, memsaver and the peer alternated in one run, on the same tensors (engines ran one
-after the other, except for SGLang's decoding against an engine without a memory saver). Values are
+In each row, memsaver and the peer alternated in one run, on the same tensors (engines ran one after
+the other, except for SGLang's decoding against an engine without a memory saver). Values are
 medians, with the minimum and maximum of the cycles in parentheses; `ended` means that the peer
-ended before the measurement. `limit` is the time of the driver's bare calls, of a plain pinned
-copy, or of direct I/O of the same bytes, in the same run. `ratio` is the factor by which memsaver
-is better; for this ratio, memory below 1 MiB counts as 1 MiB. Absolute times apply to one machine
-only. Without a backup, each resume starts half a second after its pause, when the driver has
-cleared the freed memory; rows with "right after" omit this wait.
+ended before the measurement. `limit` is the time of the driver's bare calls, of a plain copy (with
+pinned memory, or between GPUs), or of direct I/O of the same bytes, in the same run. `ratio` is the
+factor by which memsaver is better; for this ratio, memory below 1 MiB counts as 1 MiB. Absolute
+times apply to one machine only. Without a backup, each resume starts half a second after its pause,
+when the driver has cleared the freed memory; rows with "right after" omit this wait.
 
 `retained backup` is torch_memory_saver's setting `retain_cpu_backup=True`, which keeps a backup's
 pinned host memory for the next pause; by default, each resume releases it. Notes on some rows:

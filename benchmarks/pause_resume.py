@@ -12,6 +12,8 @@ Measurements
     disk        8 GB with a backup on disk (--disk-dir)
     host        host memory beyond the backed bytes, while paused and after trim
     two_gpu     the decoder on each of two GPUs, backed; left out where there is one
+    neighbour   the decoder on one of two GPUs, with a backup on the other one or on the host; left
+                out with one GPU
     bandwidth   a kernel on memory of a region against the same kernel on plain memory
     hook        a cudaMalloc/cudaFree pair outside any region, preloaded or not (hook_overhead.py)
 
@@ -48,7 +50,7 @@ from pathlib import Path
 import host_memory
 import results
 import runs
-from parts import backed, bandwidth, discarded, disk, hook, host, swap, two_gpu
+from parts import backed, bandwidth, discarded, disk, hook, host, neighbour, swap, two_gpu
 from raw_driver import count_gpus
 
 # The module that measures each name, in the order of measuring; a shared module is called once. The
@@ -60,11 +62,13 @@ PARTS: dict[str, runs.Measure] = {
     "disk": disk.measure,
     "host": host.measure,
     "two_gpu": two_gpu.measure,
+    "neighbour": neighbour.measure,
     "bandwidth": bandwidth.measure,
     "hook": hook.measure,
 }
 WITH_PEER = (*discarded.WORKLOADS, "backed", "swap", "disk", "host")
-IN_HOST_MEMORY = ("backed", "swap", "disk", "host", "two_gpu")
+IN_HOST_MEMORY = ("backed", "swap", "disk", "host", "two_gpu", "neighbour")
+ON_TWO_GPUS = ("two_gpu", "neighbour")
 
 DISK_DIR = Path("/var/tmp")  # /tmp may be in memory
 
@@ -104,9 +108,10 @@ def main() -> int:
     options = parser.parse_args()
     gpus = count_gpus()
     if options.only is None:
-        options.only = [name for name in PARTS if name != "two_gpu" or gpus > 1]
-    elif "two_gpu" in options.only and gpus < 2:
-        parser.error(f"two_gpu needs two GPUs, and there are {gpus}")
+        options.only = [name for name in PARTS if name not in ON_TWO_GPUS or gpus > 1]
+    for name in ON_TWO_GPUS:
+        if name in options.only and gpus < 2:
+            parser.error(f"{name} needs two GPUs, and there are {gpus}")
     return run(options)
 
 

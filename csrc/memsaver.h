@@ -57,7 +57,9 @@ typedef enum ms_backup {
                               `poison` as bytes 0xFF */
   MS_BACKUP_HOST = 1,     /* contents are saved in pinned host memory */
   MS_BACKUP_PAGEABLE = 2, /* contents are saved in ordinary host memory, through pinned buffers */
-  MS_BACKUP_DISK = 3 /* contents are saved in a private file in the directory set by disk_dir */
+  MS_BACKUP_DISK = 3, /* contents are saved in a private file in the directory set by disk_dir */
+  MS_BACKUP_PEER = 4  /* contents are saved in the memory of another device (options peer and
+                         peer_margin_bytes), and in pinned host memory if it has no room */
 } ms_backup;
 
 typedef struct ms_error {
@@ -105,6 +107,8 @@ typedef struct ms_change {
     "host memory in use for backups, kept for the next pause until it is trimmed")           \
   X(uint64_t, disk_bytes,                                                                    \
     "file space in use for backups, kept for the next pause until it is trimmed")            \
+  X(uint64_t, peer_bytes,                                                                    \
+    "memory of another device in use for backups, kept for the next pause until trimmed")    \
   X(uint64_t, pauses, "pauses of the tag that succeeded, including swaps that paused it")    \
   X(uint64_t, resumes, "resumes of the tag that succeeded, including swaps that resumed it") \
   X(double, last_pause_seconds, "duration of the last pause, for all tags of its call")      \
@@ -540,7 +544,8 @@ MS_API ms_status ms_fingerprint(const ms_range* ranges, size_t count, ms_digest*
  * copies the range to or from a device (a block of less than 1 MiB may be in two pieces).
  * `writable` must be 1 if the caller writes to the backup; the resume restores the written bytes.
  * Errors: MS_INVALID_ARGUMENT if `bytes` is 0; MS_INVALID_STATE if the tag is not paused, was
- * paused without a backup or with one on disk, or a part of the range is dead; MS_NOT_OURS. */
+ * paused without a backup or with one on disk or on another device, or a part of the range is dead;
+ * MS_NOT_OURS. */
 MS_API ms_status ms_backup_view(uint64_t address, uint64_t bytes, int writable, void** host,
                                 ms_error* error);
 
@@ -548,8 +553,8 @@ MS_API ms_status ms_backup_view(uint64_t address, uint64_t bytes, int writable, 
  * mapped tag saved. The address is that of ms_backup_view, and the contents are those of the pause.
  * Valid until the tag's next change or trim. `writable` must be 1 if the caller writes to the copy:
  * the next pause then always saves the range. Errors: MS_INVALID_ARGUMENT if `bytes` is 0;
- * MS_INVALID_STATE if the tag is not mapped, was paused without a backup or with one on disk, or
- * the copy was trimmed or belongs to an earlier allocation; MS_NOT_OURS. */
+ * MS_INVALID_STATE if the tag is not mapped, was paused without a backup or with one on disk or on
+ * another device, or the copy was trimmed or belongs to an earlier allocation; MS_NOT_OURS. */
 MS_API ms_status ms_retained_view(uint64_t address, uint64_t bytes, int writable, void** host,
                                   ms_error* error);
 
@@ -563,9 +568,9 @@ MS_API ms_status ms_host_memory(uint64_t* held_bytes, uint64_t* available_bytes,
 MS_API ms_status ms_deferred_releases(uint64_t* objects, uint64_t* device_bytes,
                                       uint64_t* host_bytes, ms_error* error);
 
-/* Releases host memory and disk space of backups, except those of paused tags, and the memory kept
- * for computing fingerprints. Takes a tenth of a second for 8 GiB. Waits for all work on the
- * devices. */
+/* Releases the host memory, disk space and device memory of backups, except those of paused tags,
+ * and the memory kept for computing fingerprints. Takes a tenth of a second for 8 GiB on the host.
+ * Waits for all work on the devices. */
 MS_API ms_status ms_trim(uint64_t* released_bytes, ms_error* error);
 
 /* Like ms_trim, but only for the backups of `tags`; an empty list means every tag's backups.

@@ -30,6 +30,11 @@ _GAUGES: _Figures = [
     ("backup_bytes", "Bytes that the next resume restores.", lambda row: row.backup_bytes),
     ("backup_host_bytes", "Host memory in use for backups.", lambda row: row.host_bytes),
     ("backup_disk_bytes", "File space in use for backups.", lambda row: row.disk_bytes),
+    (
+        "backup_peer_bytes",
+        "Memory of another device in use for backups.",
+        lambda row: row.peer_bytes,
+    ),
 ]
 _COUNTERS: _Figures = [
     ("paused_bytes", "Device memory that pauses released.", lambda row: row.paused_bytes),

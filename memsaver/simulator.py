@@ -50,6 +50,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "sim_violation": (ctypes.c_int, [ctypes.c_uint64, ctypes.c_char_p, ctypes.c_size_t]),
     "sim_clear_violations": (None, []),
     "sim_occupy": (ctypes.c_int, [ctypes.c_int, ctypes.c_uint64]),
+    "sim_peer_access": (None, [ctypes.c_int]),
     "sim_host_limit": (None, [ctypes.c_uint64]),
     "sim_stream_delay": (None, [ctypes.c_uint64]),
     "sim_copy_rate": (None, [ctypes.c_uint64]),

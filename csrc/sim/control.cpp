@@ -100,6 +100,12 @@ int sim_occupy(int device, uint64_t bytes) {
   return 0;
 }
 
+void sim_peer_access(int possible) {
+  if (in_forked_child()) return;
+  Lock lock(state().mutex);
+  state().peer_access = possible != 0;
+}
+
 void sim_host_limit(uint64_t bytes) {
   if (in_forked_child()) return;
   Lock lock(state().mutex);

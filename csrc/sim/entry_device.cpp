@@ -140,7 +140,7 @@ CUresult cuDeviceCanAccessPeer(int* can_access, CUdevice device, CUdevice peer) 
   if (state().device(device) == nullptr || state().device(peer) == nullptr) {
     return CUDA_ERROR_INVALID_DEVICE;
   }
-  *can_access = device == peer ? 0 : 1;
+  *can_access = device != peer && state().peer_access ? 1 : 0;
   return CUDA_SUCCESS;
 }
 

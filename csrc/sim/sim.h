@@ -91,6 +91,8 @@ void sim_clear_violations(void);
 // Sets the device memory used by "another process". A value above the free memory leaves 0 free.
 // Returns 0, or -1 for an unknown device.
 int sim_occupy(int device, uint64_t bytes);
+// With 0, no device can access another (cuDeviceCanAccessPeer); with 1, the default, all can.
+void sim_peer_access(int possible);
 // Limits the sum of pinned and registered host memory (default: no limit); above it cuMemHostAlloc
 // and cuMemHostRegister return CUDA_ERROR_OUT_OF_MEMORY.
 void sim_host_limit(uint64_t bytes);

@@ -46,6 +46,7 @@ struct State {
   bool initialized = false;
   bool settings_read = false;
   bool deinitialized = false;  // sim_deinitialize
+  bool peer_access = true;     // sim_peer_access
   std::string settings_problem;
   std::vector<std::unique_ptr<Device>> devices;
   AddressSpace space;

@@ -42,6 +42,8 @@ class TagStats:
         backup_bytes: bytes that the next resume restores.
         host_bytes: host memory in use for backups, kept for the next pause until it is trimmed.
         disk_bytes: file space in use for backups, kept for the next pause until it is trimmed.
+        peer_bytes: memory of another device in use for backups, kept for the next pause until
+            trimmed.
         pauses: pauses of the tag that succeeded, including swaps that paused it.
         resumes: resumes of the tag that succeeded, including swaps that resumed it.
         last_pause_seconds: duration of the last pause, for all tags of its call.
@@ -77,6 +79,7 @@ class TagStats:
     backup_bytes: int
     host_bytes: int
     disk_bytes: int
+    peer_bytes: int
     pauses: int
     resumes: int
     last_pause_seconds: float
@@ -105,6 +108,7 @@ class TagStats:
             ("paused", self.paused_now_bytes),
             ("of backups in host memory", self.host_bytes),
             ("of backups on disk", self.disk_bytes),
+            ("of backups on another device", self.peer_bytes),
         ):
             if nbytes:
                 sizes.append(f"{size_text(nbytes)} {name}")
@@ -197,6 +201,11 @@ class Stats:
     def disk_bytes(self) -> int:
         """File space in use for all backups."""
         return sum(row.disk_bytes for row in self.tags)
+
+    @property
+    def peer_bytes(self) -> int:
+        """Memory of other devices in use for all backups; `Stats.devices` counts it as used."""
+        return sum(row.peer_bytes for row in self.tags)
 
     def __str__(self) -> str:
         """Return one line for each tag and device; `repr` has all fields."""

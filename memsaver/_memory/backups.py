@@ -80,7 +80,7 @@ def trim(*, wait: Literal[True], tags: str | Sequence[str] = ()) -> int: ...
 
 
 def trim(*, wait: bool = False, tags: str | Sequence[str] = ()) -> Trim | int:
-    """Release the host memory and file space of backups, except those of paused tags.
+    """Release the memory and file space of backups, except those of paused tags.
 
     memsaver keeps this memory for the next pause. The release takes a while, because unpinning
     waits for the devices' work, so it runs in the background. It owns one tag at a time; a call

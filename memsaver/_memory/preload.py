@@ -44,8 +44,9 @@ def preload_env(
         tag: all memory that the child allocates outside `memsaver.disabled()` belongs to this tag,
             as if the whole process were a region. None keeps the value in `env`, if any; without a
             tag, the child enters its own regions.
-        backup: the tag's policy, "none", "host", "pageable" or "disk" (see `memsaver.region`). None
-            keeps the value in `env`; without one, a pause discards the contents.
+        backup: the tag's policy, "none", "host", "pageable", "disk" or "peer" (see
+            `memsaver.region`). None keeps the value in `env`; without one, a pause discards the
+            contents.
         env: the base of the child's environment, by default this process's. It is not changed.
 
     Returns:

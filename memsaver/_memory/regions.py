@@ -92,10 +92,11 @@ class region(_Section):
         backup: "none" (a pause discards the contents; memory reads as zero after the resume, or as
             NaN with the option `poison`), or the place of the backup: "host" (pinned host memory,
             the fastest), "pageable" (ordinary host memory), "disk" (a private file in the directory
-            of the option `disk_dir`). None keeps the policy of earlier regions of the tag; a new
-            tag gets "none", but a pause that would discard 256 MiB or more fails until a call
-            has chosen a backup. The policy applies to the whole tag; the last region that sets it
-            wins.
+            of the option `disk_dir`), "peer" (the memory of another GPU, chosen by the option
+            `peer`, and pinned host memory if it has no room). None keeps the policy of earlier
+            regions of the tag; a new tag gets "none", but a pause that would discard 256 MiB or
+            more fails until a call has chosen a backup. The policy applies to the whole tag; the
+            last region that sets it wins.
         device: the CUDA device, or several, whose allocations the region affects: an index,
             "cuda:1", a `torch.device`, or a sequence of those. None means the current device, or
             any device if torch has no pools (on the simulated driver, or in preload mode without

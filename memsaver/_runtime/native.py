@@ -62,7 +62,7 @@ LIBRARY_DIR = Path(_C.__file__).resolve().parent
 State: TypeAlias = Literal["mapped", "saving", "paused", "restoring"]
 """The state of a tag."""
 
-Backup: TypeAlias = Literal["none", "host", "pageable", "disk"]
+Backup: TypeAlias = Literal["none", "host", "pageable", "disk", "peer"]
 """The place of a paused tag's contents."""
 
 STATES: tuple[State, ...] = get_args(State)  # by ms_state

@@ -35,6 +35,9 @@ class Options:
         fingerprints: whether a pause skips contents that equal their backup.
         poison: whether contents without a backup resume as bytes 0xFF instead of zeros.
         disk_dir: the directory of backups on disk; "" means $TMPDIR, else /var/tmp, else /tmp.
+        peer: the ordinal of the device whose memory backup="peer" uses; "auto": the device with
+            peer access that has most memory free when a device's first such backup is made.
+        peer_margin_bytes: device memory that backup="peer" leaves free on the other device.
         top: whether `memsaver top` of the same user can query this process's statistics.
     """
 
@@ -45,6 +48,8 @@ class Options:
     fingerprints: bool
     poison: bool
     disk_dir: str
+    peer: int | str
+    peer_margin_bytes: int
     top: bool
 
 
@@ -54,6 +59,7 @@ def options() -> Options:
     Raises:
         ConfigError: an environment variable of memsaver has an invalid value.
     """
+    peer = _C.option("peer")
     return Options(
         share_bytes=int(_C.option("share_bytes")),
         slab_bytes=int(_C.option("slab_bytes")),
@@ -62,6 +68,8 @@ def options() -> Options:
         fingerprints=_C.option("fingerprints") == "on",
         poison=_C.option("poison") == "on",
         disk_dir=_C.option("disk_dir"),
+        peer="auto" if peer == "auto" else int(peer),
+        peer_margin_bytes=int(_C.option("peer_margin_bytes")),
         top=_C.option("top") == "on",
     )
 
@@ -75,14 +83,17 @@ def configure(
     fingerprints: Flag | None = None,
     poison: Flag | None = None,
     disk_dir: Directory | None = None,
+    peer: int | str | None = None,
+    peer_margin_bytes: Size | None = None,
     top: Flag | None = None,
     **_unknown: NoReturn,
 ) -> None:
     """Set options by name; None leaves an option unchanged.
 
     A size is a number of bytes, or text such as "256MiB"; a flag is a bool, or "on" or "off"; a
-    directory is a path, or "" for the default. Each option has an environment variable (such as
-    MEMSAVER_SHARE_BYTES), which applies until the option is set here.
+    directory is a path, or "" for the default; a device is an ordinal or "auto". Each
+    option has an environment variable (such as MEMSAVER_SHARE_BYTES), which applies until the
+    option is set here.
 
     Args:
         share_bytes: see `Options`, which describes all options.
@@ -94,6 +105,8 @@ def configure(
         poison: for debugging: code that relies on zeros after a resume, such as SGLang with its KV
             cache, then fails.
         disk_dir: an existing directory that can be written to.
+        peer: a pause fails with `ConfigError` if its device cannot access this one.
+        peer_margin_bytes: contents for which there is no room are saved in pinned host memory.
         top: has an effect only before the process's first tag is created.
 
     Raises:
@@ -114,6 +127,8 @@ def configure(
         "fingerprints": fingerprints,
         "poison": poison,
         "disk_dir": disk_dir,
+        "peer": peer,
+        "peer_margin_bytes": peer_margin_bytes,
         "top": top,
     }
     for name, value in given.items():

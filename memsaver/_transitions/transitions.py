@@ -51,8 +51,8 @@ def pause(
 
     Args:
         tags: the tags; without tags, every tag.
-        backup: "none", "host", "pageable" or "disk" (see `region`), for this call only, instead of
-            the regions' policy.
+        backup: "none", "host", "pageable", "disk" or "peer" (see `region`), for this call only,
+            instead of the regions' policy.
         wait: False returns a `Transition` as soon as the tags are reserved; the rest happens on
             another thread. The memory must not be used after the call.
         progress: `progress(done_bytes, total_bytes)` is called about every 50 ms and at the end, by

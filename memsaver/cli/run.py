@@ -41,9 +41,9 @@ def command(
         str | None,
         typer.Option(
             "--backup",
-            metavar="none|host|pageable|disk",
+            metavar="none|host|pageable|disk|peer",
             help="The tag's backup: a pause discards the contents, or saves them in pinned host "
-            "memory, in ordinary host memory, or in a file.",
+            "memory, in ordinary host memory, in a file, or in another GPU's memory.",
             show_default=False,
         ),
     ] = None,

@@ -313,7 +313,10 @@ def _backup(tag: WatchedTag) -> Iterator[str]:
     if stats.disk_bytes:
         yield "disk"
         yield size_text(stats.disk_bytes)
-    if not stats.host_bytes and not stats.disk_bytes:
+    if stats.peer_bytes:
+        yield "peer"
+        yield size_text(stats.peer_bytes)
+    if not stats.host_bytes and not stats.disk_bytes and not stats.peer_bytes:
         yield str(stats.backup)
 
 

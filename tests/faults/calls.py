@@ -233,13 +233,15 @@ class Ask(Scenario):
 
 
 class FirstUse(Scenario):
-    """A process's first use of a device, or its first pause."""
+    """A process's first use of a device, or its first pause, with its tags' backup or another."""
 
     fresh = True
 
-    def __init__(self, machine: Machine, name: str, pausing: bool) -> None:
+    def __init__(
+        self, machine: Machine, name: str, pausing: bool, backup: str | None = None
+    ) -> None:
         super().__init__(machine, name)
-        self.pausing = pausing
+        self.pausing, self.backup = pausing, backup
 
     def build(self) -> None:
         if self.pausing:
@@ -250,7 +252,7 @@ class FirstUse(Scenario):
 
     def act(self) -> None:
         if self.pausing:
-            self.memsaver.pause(*self.bystander.names)
+            self.memsaver.pause(*self.bystander.names, backup=self.backup)
         else:
             self.memsaver.device_memory(0)
 

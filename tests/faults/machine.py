@@ -93,12 +93,16 @@ class Machine:
         figures["resident_bytes"] = stats.resident_bytes
         figures["host_bytes"] = stats.host_bytes
         figures["disk_bytes"] = stats.disk_bytes
+        figures["peer_bytes"] = stats.peer_bytes
         return figures
 
     def tags_bytes(self) -> int:
-        """Return device memory in use without the library's own, by the driver's count."""
+        """Return device memory in use without backups and the library's own, by the driver."""
         physical = self.sim.counts().physical_bytes
-        return sum(physical[device] - idle for device, idle in self.idle.items())
+        used = sum(physical[device] - idle for device, idle in self.idle.items())
+        # The backups of one of the two devices are on the other one.
+        rows = self.memsaver.stats().tags
+        return used - sum(row.peer_bytes for row in rows if 1 - row.device in self.idle)
 
 
 class Group:

@@ -137,6 +137,7 @@ class Swap(Transitions):
     ) -> None:
         super().__init__(machine, name)
         self.background = background
+        self.devices = 2 if "peer" in (out, into) else 1  # the backups are on the second
         self.out, self.into = self.group("out", out, tags=2), self.group("into", into)
 
     def build(self) -> None:

@@ -27,12 +27,18 @@ _SAVED = {
         *("cuMemcpyDtoHAsync", "cuLaunchKernel", *_STAGED, "pwrite", "pwrite", "fallocate"),
         *("open_unnamed", "sync_file_range"),
     ],
+    "peer": [
+        *("cuMemcpyDtoDAsync", "cuMemcpyDtoDAsync", "cuMemCreate", "cuMemMap", "cuMemSetAccess"),
+        *("cuMemGetInfo", "cuMemAddressReserve", "cuDeviceCanAccessPeer", "cuLaunchKernel"),
+        *("cuEventCreate", "cuEventRecord", "cuEventSynchronize", "cuEventDestroy"),
+    ],
 }
 _RESTORED = {
     "none": [],
     "host": ["cuMemcpyHtoDAsync", "cuMemcpyHtoDAsync", "cuStreamSynchronize"],
     "pageable": ["cuMemcpyHtoDAsync", *_STAGED],
     "disk": ["cuMemcpyHtoDAsync", *_STAGED, "pread", "pread"],
+    "peer": ["cuMemcpyDtoDAsync", "cuMemcpyDtoDAsync", "cuStreamSynchronize"],
 }
 _OUT = ["cuMemUnmap", "cuMemUnmap", "cuMemRelease"]
 _IN = ["cuMemCreate", "cuMemMap", "cuMemSetAccess"]

@@ -85,12 +85,15 @@ def check_statistics(
                 saved = nbytes if tag.paused and tag.kept else 0
                 require(row.backup_bytes == saved, where)
                 require(not tag.paused or tag.owing or row.resident_bytes == 0, where)
-                holds = row.disk_bytes if tag.saved == "disk" else row.host_bytes
+                in_memory = row.host_bytes + row.peer_bytes
+                holds = row.disk_bytes if tag.saved == "disk" else in_memory
                 require(holds >= row.backup_bytes, where)
             require(tag.paused or row.resident_bytes >= nbytes, where)
     for device in range(DEVICES):
         reported = sum(row.resident_bytes for row in found if row.device == device)
-        held = place.held(physical, device)
+        # The backups of one of the two devices are on the other one.
+        backups = sum(row.peer_bytes for row in found if row.device != device)
+        held = place.held(physical, device) - backups
         more = deferred if device in deferring else 0
         holds = reported <= held <= reported + more
         require(holds, f"device {device}: {reported} bytes are reported, the driver counts {held}")

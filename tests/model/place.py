@@ -140,4 +140,5 @@ class Place:
         stats = memsaver.stats()
         figures["host_bytes"] = stats.host_bytes
         figures["disk_bytes"] = stats.disk_bytes
+        figures["peer_bytes"] = stats.peer_bytes
         return figures

@@ -71,7 +71,7 @@ class TransitionRules(Apparatus):
         self.change(drawn)
 
     @precondition(lambda self: not self.flying and self.allocations())
-    @rule(name=names, backup=st.sampled_from(["host", "pageable", "disk"]), chances=mostly)
+    @rule(name=names, backup=st.sampled_from(["host", "pageable", "disk", "peer"]), chances=mostly)
     def relapse(self, name, backup, chances):
         """Write an earlier backup's contents again, after a pause that may have failed."""
         (tag,) = self.named((name,))

@@ -95,7 +95,7 @@ def test_configure_names_the_options(options):
 def test_options_are_those_of_the_core(options):
     table = (ROOT / "csrc/core/platform/options.h").read_text()
     rows = re.findall(r"^  X\((\w+), k(\w+),", table, re.M)
-    kinds = {"Size": "int", "Flag": "bool", "Path": "str"}
+    kinds = {"Size": "int", "Flag": "bool", "Path": "str", "Device": "int | str"}
     assert {field.name: field.type for field in dataclasses.fields(memsaver.Options)} == {
         name: kinds[kind] for name, kind in rows
     }

@@ -72,6 +72,7 @@ class Simulator:
             ("sim_violation", ctypes.c_int, [u64, text, ctypes.c_size_t]),
             ("sim_occupy", ctypes.c_int, [ctypes.c_int, u64]),
             ("sim_host_limit", None, [u64]),
+            ("sim_peer_access", None, [ctypes.c_int]),
             ("sim_stream_delay", None, [u64]),
             ("sim_copy_rate", None, [u64]),
         ):
@@ -112,6 +113,10 @@ class Simulator:
         """Allocate memory as another process."""
         assert self.opened.sim_occupy(device, nbytes) == 0
 
+    def peer_access(self, possible: bool) -> None:
+        """Let all devices access each other's memory, or none."""
+        self.opened.sim_peer_access(int(possible))
+
     def host_limit(self, nbytes: int = (1 << 64) - 1) -> None:
         self.opened.sim_host_limit(nbytes)
 
@@ -135,6 +140,7 @@ class Simulator:
         self.stream_delay(0)
         self.copy_rate(0)
         self.host_limit()
+        self.peer_access(True)
         self.deinitialize(False)
         if self.counts().devices:
             self.occupy(0)

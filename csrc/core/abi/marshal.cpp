@@ -29,7 +29,8 @@ static_assert(MS_MAPPED == static_cast<int>(State::kMapped) &&
 static_assert(MS_BACKUP_NONE == static_cast<int>(Backup::kNone) &&
               MS_BACKUP_HOST == static_cast<int>(Backup::kHost) &&
               MS_BACKUP_PAGEABLE == static_cast<int>(Backup::kPageable) &&
-              MS_BACKUP_DISK == static_cast<int>(Backup::kDisk));
+              MS_BACKUP_DISK == static_cast<int>(Backup::kDisk) &&
+              MS_BACKUP_PEER == static_cast<int>(Backup::kPeer));
 
 static_assert(MS_EVENT_BASELINE == static_cast<int>(Record::Kind::kBaseline) &&
               MS_EVENT_ALLOCATE == static_cast<int>(Record::Kind::kAllocate) &&
@@ -149,9 +150,12 @@ std::optional<Backup> policy_of(int backup) {
       return Backup::kPageable;
     case MS_BACKUP_DISK:
       return Backup::kDisk;
+    case MS_BACKUP_PEER:
+      return Backup::kPeer;
     default:
       throw Error(Status::kInvalidArgument, "there is no backup " + std::to_string(backup) +
-                                                ": none is 0, host is 1, pageable is 2, disk is 3");
+                                                ": none is 0, host is 1, pageable is 2, disk is 3, "
+                                                "peer is 4");
   }
 }
 

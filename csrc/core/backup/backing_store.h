@@ -28,10 +28,11 @@ class BackingStore {
   // Reserves places for the spans. Throws kOutOfHostMemory if addresses run out.
   virtual void cover(const std::vector<VaReservation>& spans) = 0;
 
-  // The next three calls, in this order, create a backup chunk. claim() counts `bytes` against the
-  // host budget before any page is touched (a store on disk claims in populate()). Throws
-  // kOutOfHostMemory.
-  virtual void claim(uint64_t bytes) = 0;
+  // The next three calls, in this order, create backup chunks. claim() counts the chunks against
+  // the host budget before any page is touched (a store on disk claims in populate()); a store on
+  // another device allocates its memory. Throws kOutOfHostMemory; a store on another device also
+  // throws kBadConfig, kDriverFailed. If it throws, nothing is claimed.
+  virtual void claim(const std::vector<Range>& chunks) = 0;
   // Allocates the storage of a part of a chunk, once for each part: memory pages, or blocks of the
   // file. Any thread, several at once. Throws kOutOfHostMemory, kBackupFailed; the caller must then
   // drop the chunk.
@@ -48,8 +49,14 @@ class BackingStore {
   // system cannot free part of a file.
   virtual uint64_t unreturned_bytes() const { return 0; }
 
+  // The bytes of another device's memory that contain a chunk; 0 for a chunk in host memory or a
+  // file.
+  virtual uint64_t peer_bytes(const Range&) const { return 0; }
+  // The address in another device's memory that the device copies from and to, in an attached
+  // chunk. 0 if the place is elsewhere.
+  virtual uint64_t peer(uint64_t) const { return 0; }
   // The address in host memory that devices copy from and to at full speed, in an attached chunk.
-  // Null if bytes must be copied by write() and read().
+  // Null if bytes must be copied by write() and read(), and undefined if peer() is not 0.
   virtual void* direct(uint64_t address) const = 0;
   // The address at which a CPU may read the saved bytes, or null.
   virtual void* view(uint64_t address) const = 0;

@@ -8,6 +8,7 @@
 
 #include "core/backup/file_backing_store.h"
 #include "core/backup/host_backing_store.h"
+#include "core/backup/peer_backing_store.h"
 #include "core/platform/log.h"
 #include "core/platform/options.h"
 #include "core/platform/status.h"
@@ -20,6 +21,10 @@ namespace {
 // chain of kLongBytes is cut at the next block below kSmallBytes.
 constexpr uint64_t kLongBytes = 2 * kCopyChunkBytes;
 constexpr uint64_t kSmallBytes = 1ull << 20;
+
+// The longest chunk on another device: large enough to be allocated and released fast, small enough
+// that little of the free memory there stays unused.
+constexpr uint64_t kPeerChunkBytes = 256ull << 20;
 
 // Returns the chunks for some ranges (see backup.h), in address order.
 std::vector<Range> chunks_for(const std::vector<Range>& ranges) {
@@ -78,6 +83,8 @@ const char* name_of(Backup backup) {
       return "pageable";
     case Backup::kDisk:
       return "disk";
+    case Backup::kPeer:
+      return "peer";
   }
   return "unknown";
 }
@@ -86,6 +93,8 @@ std::unique_ptr<BackupStore> BackupStore::make(Backup kind, const Device& device
   std::unique_ptr<BackingStore> backing;
   if (kind == Backup::kDisk) {
     backing = std::make_unique<FileBackingStore>(path(Option::disk_dir));
+  } else if (kind == Backup::kPeer) {
+    backing = std::make_unique<PeerBackingStore>(device);
   } else {
     const auto memory =
         kind == Backup::kHost ? HostBackingStore::Kind::kPinned : HostBackingStore::Kind::kPageable;
@@ -139,10 +148,12 @@ void BackupStore::check(const Range& range, const char* bytes) const {
 
 void BackupStore::drop(Chunks::iterator chunk) {
   const Range bounds = chunk->second.bounds;
+  const uint64_t peer_bytes = backing_->peer_bytes(bounds);
   chunk->second.kept.clear();  // a failed drop may have released part of the chunk
   watch([&] { backing_->drop(bounds); });
   chunks_.erase(chunk);
-  chunk_bytes_ -= bounds.bytes;
+  peer_bytes_ -= peer_bytes;
+  if (peer_bytes == 0) chunk_bytes_ -= bounds.bytes;
   count();
 }
 
@@ -159,7 +170,8 @@ void BackupStore::try_drop(Chunks::iterator chunk) noexcept try {
 std::vector<BackupStore::Room> BackupStore::prepare(const std::vector<VaReservation>& spans,
                                                     const std::vector<Range>& ranges) {
   backing_->cover(spans);
-  const std::vector<Range> wanted = chunks_for(ranges);
+  std::vector<Range> wanted = chunks_for(ranges);
+  if (kind_ == Backup::kPeer) wanted = cut(wanted, kPeerChunkBytes);
   // Chunks that are no longer needed, or have the wrong bounds, are dropped first, so that old and
   // new chunks are never allocated at the same time.
   auto need = wanted.begin();
@@ -181,12 +193,12 @@ std::vector<BackupStore::Room> BackupStore::prepare(const std::vector<VaReservat
     chunk = next;
   }
   std::vector<Room> room;
-  uint64_t missing = 0;
+  std::vector<Range> missing;
   for (const Range& bounds : wanted) {
     const auto held = around(bounds.address);
     if (held == chunks_.end() || held->first > bounds.address) {
       room.push_back({bounds, true});
-      missing += bounds.bytes;
+      missing.push_back(bounds);
     } else if (room.empty() || room.back().chunk.address != held->first) {
       room.push_back({held->second.bounds, false});
     }
@@ -227,7 +239,9 @@ void BackupStore::attach(const Range& chunk) {
     chunks_.erase(chunk.address);
     throw;
   }
-  chunk_bytes_ += chunk.bytes;
+  const uint64_t peer_bytes = backing_->peer_bytes(chunk);
+  peer_bytes_ += peer_bytes;
+  if (peer_bytes == 0) chunk_bytes_ += chunk.bytes;
   count();
 }
 
@@ -276,13 +290,13 @@ void BackupStore::forget(const Range& range) noexcept {
 }
 
 uint64_t BackupStore::release(const std::vector<Range>& needed) {
-  const uint64_t held = held_bytes_;
+  const uint64_t held = held_bytes_ + peer_bytes_;
   for (auto chunk = chunks_.begin(); chunk != chunks_.end();) {
     const auto next = std::next(chunk);
     if (within(needed, chunk->second.bounds).empty()) try_drop(chunk);
     chunk = next;
   }
-  return held - held_bytes_;
+  return held - held_bytes_ - peer_bytes_;
 }
 
 }  // namespace memsaver

@@ -6,8 +6,9 @@
 // share pages with them. A chunk contains whole ranges, because one device copy must stay within
 // one pinned region, and a tensor, which lies in one range, must be copied in one call. (A range of
 // less than 1 MiB may be split between two chunks if many such ranges share pages; torch's ranges
-// are larger.) Chunks keep their contents until other ranges are prepared or release() is called,
-// so unchanged contents need not be saved again.
+// are larger.) In a store on another device, which copies pieces of a tensor separately, longer
+// chunks are cut, so that a part of a tensor may have room there. Chunks keep their contents until
+// other ranges are prepared or release() is called, so unchanged contents need not be saved again.
 //
 // After a failed read, check, write or reservation in its backing store, a BackupStore is unsound:
 // its contents can still be read, with the same checks, but the next save uses a new store. A
@@ -29,7 +30,7 @@
 namespace memsaver {
 
 // The storage for the contents of a paused tag.
-enum class Backup : int32_t { kNone = 0, kHost = 1, kPageable = 2, kDisk = 3 };
+enum class Backup : int32_t { kNone = 0, kHost = 1, kPageable = 2, kDisk = 3, kPeer = 4 };
 
 const char* name_of(Backup backup);
 
@@ -59,10 +60,10 @@ class BackupStore {
     Range chunk;
     bool fresh;  // must be populated, then attached
   };
-  // Prepares chunks for `ranges` (sorted, disjoint, inside `spans`; each range stays in one chunk)
-  // and returns them in address order. Drops chunks of other ranges, and claims missing ones.
-  // Throws kOutOfHostMemory before touching any memory. The backup of other ranges may be lost, so
-  // call this only when no earlier backup is needed.
+  // Prepares chunks for `ranges` (sorted, disjoint, inside `spans`; each range stays in one chunk,
+  // except on another device) and returns them in address order. Drops chunks of other ranges, and
+  // claims missing ones. Throws like BackingStore::claim before touching any memory. The backup of
+  // other ranges may be lost, so call this only when no earlier backup is needed.
   std::vector<Room> prepare(const std::vector<VaReservation>& spans,
                             const std::vector<Range>& ranges);
   // The two steps for a new chunk: populate() for each of its copy chunks, on any thread; then
@@ -76,7 +77,8 @@ class BackupStore {
   // one part for each copy. Throws kInternal if a range has no chunk.
   std::vector<Range> cut_for_copies(const std::vector<Range>& ranges) const;
   // The places of the saved bytes (backing_store.h), in attached chunks only.
-  bool is_direct() const { return kind_ == Backup::kHost; }
+  bool is_direct() const { return kind_ == Backup::kHost || kind_ == Backup::kPeer; }
+  uint64_t peer(uint64_t address) const { return backing_->peer(address); }
   void* direct(uint64_t address) const { return backing_->direct(address); }
   void* view(uint64_t address) const { return backing_->view(address); }
   void write(uint64_t address, const void* source, uint64_t bytes);
@@ -99,10 +101,11 @@ class BackupStore {
   // Releases the chunks that contain none of `needed` (sorted); returns the number of bytes.
   uint64_t release(const std::vector<Range>& needed);
 
-  // Host memory and disk space in use, in bytes. Space that a file system cannot free counts until
-  // the last chunk is released. Any thread.
+  // Host memory, disk space and memory of another device in use, in bytes. Space that a file system
+  // cannot free counts until the last chunk is released. Any thread.
   uint64_t host_bytes() const { return kind_ == Backup::kDisk ? 0 : held_bytes_.load(); }
   uint64_t disk_bytes() const { return kind_ == Backup::kDisk ? held_bytes_.load() : 0; }
+  uint64_t peer_bytes() const { return peer_bytes_; }
 
  private:
   struct Chunk {
@@ -120,8 +123,9 @@ class BackupStore {
 
   const Backup kind_;
   const std::unique_ptr<BackingStore> backing_;
-  Chunks chunks_;  // attached
-  uint64_t chunk_bytes_ = 0;
+  Chunks chunks_;             // attached
+  uint64_t chunk_bytes_ = 0;  // of those not on another device
+  std::atomic<uint64_t> peer_bytes_{0};
   std::atomic<uint64_t> held_bytes_{0};  // including bytes that the backing store could not release
   std::atomic<bool> sound_{true};
 };

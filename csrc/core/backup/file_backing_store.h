@@ -19,7 +19,8 @@ class FileBackingStore : public BackingStore {
   explicit FileBackingStore(const std::string& directory) : file_(BackupFile::create(directory)) {}
 
   void cover(const std::vector<VaReservation>& spans) override;
-  void claim(uint64_t) override {}  // see populate(): only the file system can reserve its blocks
+  void claim(const std::vector<Range>&) override {
+  }  // see populate(): only the file system can reserve its blocks
   void populate(const Range& part) override;
   void attach(const Range&) override {}
   void drop(const Range& chunk) override;

@@ -103,7 +103,9 @@ char* HostBackingStore::place(uint64_t address) const {
               "no place in host memory for the backup of address " + std::to_string(address));
 }
 
-void HostBackingStore::claim(uint64_t bytes) { claim_.grow(bytes, "a backup"); }
+void HostBackingStore::claim(const std::vector<Range>& chunks) {
+  claim_.grow(total(chunks), "a backup");
+}
 
 void HostBackingStore::populate(const Range& part) {
   {

@@ -27,7 +27,7 @@ class HostBackingStore : public BackingStore {
   ~HostBackingStore() override;
 
   void cover(const std::vector<VaReservation>& spans) override;
-  void claim(uint64_t bytes) override;
+  void claim(const std::vector<Range>& chunks) override;
   void populate(const Range& part) override;
   void attach(const Range& chunk) override;
   void drop(const Range& chunk) override;

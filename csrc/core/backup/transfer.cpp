@@ -137,7 +137,11 @@ void Save::copy(const std::vector<Range>& ranges) {
   CUstream stream = device_.copy_stream(Device::Direction::kToHost);
   for (const Range& range : ranges) {
     store_.forget(range);
-    CU_CHECK(cuMemcpyDtoHAsync, store_.direct(range.address), range.address, range.bytes, stream);
+    if (const CUdeviceptr peer = store_.peer(range.address)) {
+      CU_CHECK(cuMemcpyDtoDAsync, peer, range.address, range.bytes, stream);
+    } else {
+      CU_CHECK(cuMemcpyDtoHAsync, store_.direct(range.address), range.address, range.bytes, stream);
+    }
     unrecorded_bytes_ += range.bytes;
   }
 }
@@ -287,7 +291,11 @@ void Restore::queue(const Range& mapped) {
   CUstream stream = device_.copy_stream(Device::Direction::kToDevice);
   for (const Range& part : store_.cut_for_copies(parts)) {
     queued_ = true;
-    CU_CHECK(cuMemcpyHtoDAsync, part.address, store_.direct(part.address), part.bytes, stream);
+    if (const CUdeviceptr peer = store_.peer(part.address)) {
+      CU_CHECK(cuMemcpyDtoDAsync, part.address, peer, part.bytes, stream);
+    } else {
+      CU_CHECK(cuMemcpyHtoDAsync, part.address, store_.direct(part.address), part.bytes, stream);
+    }
     queued_bytes_ += part.bytes;
   }
 }

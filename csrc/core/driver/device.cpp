@@ -111,6 +111,21 @@ void Device::adopt_thread() const noexcept {
   }
 }
 
+uint64_t Device::probe_free_bytes(int ordinal) {
+  struct Borrowed : Context {
+    explicit Borrowed(CUdevice device) : device(device) {
+      CU_CHECK(cuDevicePrimaryCtxRetain, &context_, device);
+    }
+    ~Borrowed() { driver().cuDevicePrimaryCtxRelease(device); }
+    const CUdevice device;
+  };
+  const Borrowed context(handles()[ordinal]);
+  DeviceScope scope(context);
+  size_t free_bytes = 0, total_bytes = 0;
+  CU_CHECK(cuMemGetInfo, &free_bytes, &total_bytes);
+  return free_bytes;
+}
+
 Device::Memory Device::memory() const {
   DeviceScope scope(*this);
   size_t free_bytes = 0, total_bytes = 0;
@@ -130,6 +145,12 @@ uint64_t Device::active() {
   return mask;
 }
 
+bool Device::can_access(int from, int to) {
+  int accessible = 0;
+  CU_CHECK(cuDeviceCanAccessPeer, &accessible, handles()[from], handles()[to]);
+  return accessible != 0;
+}
+
 std::vector<CUmemAccessDesc> Device::access() const {
   CUmemAccessDesc own{};
   own.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
@@ -139,9 +160,7 @@ std::vector<CUmemAccessDesc> Device::access() const {
   const uint64_t others = active() & ~(1ull << ordinal_);
   for (int other = 0; other < 64 && others >> other != 0; ++other) {
     if ((others >> other & 1) == 0) continue;
-    int reachable = 0;
-    CU_CHECK(cuDeviceCanAccessPeer, &reachable, handles()[other], device_);
-    if (reachable) {
+    if (can_access(other, ordinal_)) {
       access.push_back(own);
       access.back().location.id = other;
     }

@@ -29,6 +29,10 @@ class Device : public Context {
 
   static int count();
 
+  // Returns whether a device can access another device's memory. Ordinals; creates no context.
+  // Throws kDriverFailed.
+  static bool can_access(int from, int to);
+
   // Returns a bit mask of the devices whose primary context is active. Throws kDriverFailed if a
   // device cannot be queried, rather than omit one that may have work in flight.
   static uint64_t active();
@@ -46,6 +50,11 @@ class Device : public Context {
     uint64_t free_bytes, total_bytes;
   };
   Memory memory() const;
+
+  // Returns a device's free bytes. If its primary context is not active, starts the context and
+  // ends it again, so that no memory of a device stays in use only because it was asked. Throws
+  // kDriverFailed.
+  static uint64_t probe_free_bytes(int ordinal);
 
   // Held by a thread that must leave a margin free, from its check to its last allocation, so that
   // the next thread's check sees the allocated memory.

@@ -49,6 +49,7 @@ namespace memsaver {
   X(cuPointerGetAttribute)         \
   X(cuMemcpyDtoHAsync)             \
   X(cuMemcpyHtoDAsync)             \
+  X(cuMemcpyDtoDAsync)             \
   X(cuMemsetD8Async)               \
   X(cuStreamCreate)                \
   X(cuStreamDestroy)               \

@@ -42,9 +42,10 @@ void* view(const Range& range, State wanted, bool writable) {
   }
   void* const host = pool->backup->view(range.address);
   if (!host) {
-    throw refuse("the backup of tag " + name +
-                 " is on disk and cannot be viewed without a copy: resume the tag, or use "
-                 "backup='host' or 'pageable'");
+    throw refuse(
+        "the backup of tag " + name +
+        " is not in host memory and cannot be viewed without a copy: resume the tag, or use "
+        "backup='host' or 'pageable'");
   }
   if (writable) pool->backup->forget(range);
   return host;
@@ -79,7 +80,8 @@ uint64_t trim_backups(const std::vector<std::string>& names) {
       if (!pool.backup) continue;
       DeviceScope scope(pool.heap.device());
       released += pool.backup->release(pool.saved);
-      if (pool.backup->host_bytes() + pool.backup->disk_bytes() > 0) continue;
+      const BackupStore& store = *pool.backup;
+      if (store.host_bytes() + store.disk_bytes() + store.peer_bytes() > 0) continue;
       std::unique_ptr<BackupStore> empty;
       hold.lock();
       pool.backup.swap(empty);

@@ -98,12 +98,13 @@ Tag* process_tag_from_environment() noexcept try {
   const char* backup = std::getenv("MEMSAVER_BACKUP");
   const std::string wanted = backup && *backup ? backup : "none";
   std::optional<Backup> policy;
-  for (const Backup known : {Backup::kNone, Backup::kHost, Backup::kPageable, Backup::kDisk}) {
+  for (const Backup known :
+       {Backup::kNone, Backup::kHost, Backup::kPageable, Backup::kDisk, Backup::kPeer}) {
     if (wanted == name_of(known)) policy = known;
   }
   if (!policy) {
     warn("MEMSAVER_BACKUP=" + quoted(wanted) +
-         " is not a backup (none, host, pageable, disk), so MEMSAVER_TAG has no effect");
+         " is not a backup (none, host, pageable, disk, peer), so MEMSAVER_TAG has no effect");
     return nullptr;
   }
   Registry& registry = Registry::instance();

@@ -119,9 +119,13 @@ Error Registry::shortage(const std::string& what, const Device& device, uint64_t
     // The message then reports 0 free bytes.
   }
   std::string holders;
+  uint64_t peer_bytes = 0;
   {
     std::lock_guard<std::mutex> lock(mutex);
     for (const auto& tag : tags_) {
+      for (const auto& [ordinal, other] : tag->pools) {
+        if (ordinal != device.ordinal() && other.backup) peer_bytes += other.backup->peer_bytes();
+      }
       const auto pool = tag->pools.find(device.ordinal());
       if (pool == tag->pools.end() || pool->second.heap.resident_bytes() == 0) continue;
       holders += (holders.empty() ? "" : ", ") + quoted(tag->name) + " " +
@@ -132,6 +136,10 @@ Error Registry::shortage(const std::string& what, const Device& device, uint64_t
               what + " needs " + format_bytes(needed_bytes) + " on device " +
                   std::to_string(device.ordinal()) + ", where " + format_bytes(free_bytes) +
                   " are free; resident tags: " + (holders.empty() ? "none" : holders) +
+                  (peer_bytes == 0
+                       ? ""
+                       : "; backups of other devices' tags use up to " + format_bytes(peer_bytes) +
+                             " of it, which memsaver.trim() releases for mapped tags") +
                   "; free memory (torch.cuda.empty_cache()) or pause a tag, then call again");
   error.device = device.ordinal();
   error.needed_bytes = needed_bytes;

@@ -39,6 +39,7 @@ std::vector<Usage> usage() {
       row.backup_bytes = total(intersect(pool.saved, pool.heap.live()));
       row.host_bytes = pool.backup ? pool.backup->host_bytes() : 0;
       row.disk_bytes = pool.backup ? pool.backup->disk_bytes() : 0;
+      row.peer_bytes = pool.backup ? pool.backup->peer_bytes() : 0;
       row.last_paused_bytes = pool.paused.last_device_bytes;
       row.last_saved_bytes = pool.paused.last_copied_bytes;
       row.last_resumed_bytes = pool.resumed.last_device_bytes;

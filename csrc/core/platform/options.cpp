@@ -23,7 +23,7 @@ struct Path {
   const Path* before;
 };
 
-// A parsed value: a size or a flag, or a path.
+// A parsed value: a size, a flag or a device, or a path.
 struct Value {
   uint64_t number = 0;
   std::string path;
@@ -56,6 +56,9 @@ std::string takes(const Entry& entry) {
       return "on, off, 1, 0, true or false";
     case OptionKind::kPath:
       return "an existing, writable directory, or an empty text for the default";
+    case OptionKind::kDevice:
+      return "auto, or the ordinal of a device that the process sees, from " +
+             std::to_string(entry.least) + " to " + std::to_string(entry.greatest);
   }
   return "";
 }
@@ -114,6 +117,17 @@ std::string parse_path(const Entry& entry, const std::string& text) {
   return whole.get();
 }
 
+uint64_t parse_device(const Entry& entry, const std::string& text) {
+  if (strcasecmp(text.c_str(), "auto") == 0) return kAnyDevice;
+  if (text.empty() || text.find_first_not_of("0123456789") != std::string::npos) {
+    refuse(entry, text);
+  }
+  errno = 0;
+  const uint64_t ordinal = std::strtoull(text.c_str(), nullptr, 10);
+  if (errno != 0 || ordinal < entry.least || ordinal > entry.greatest) refuse(entry, text);
+  return ordinal;
+}
+
 Value parse(const Entry& entry, const std::string& text) {
   switch (entry.kind) {
     case OptionKind::kSize:
@@ -122,6 +136,8 @@ Value parse(const Entry& entry, const std::string& text) {
       return {parse_flag(entry, text), {}};
     case OptionKind::kPath:
       return {0, parse_path(entry, text)};
+    case OptionKind::kDevice:
+      return {parse_device(entry, text), {}};
   }
   throw Error(Status::kInternal, "an option has an unknown kind");
 }
@@ -180,6 +196,8 @@ uint64_t option(Option which) { return read(which, OptionKind::kSize).number.loa
 
 bool flag(Option which) { return read(which, OptionKind::kFlag).number.load() != 0; }
 
+uint64_t device_option(Option which) { return read(which, OptionKind::kDevice).number.load(); }
+
 std::string path(Option which) { return path_of(read(which, OptionKind::kPath)); }
 
 void check_options() {
@@ -197,6 +215,10 @@ std::string option_text(const std::string& name) {
       return entry.number.load() ? "on" : "off";
     case OptionKind::kPath:
       return path_of(entry);
+    case OptionKind::kDevice: {
+      const uint64_t ordinal = entry.number.load();
+      return ordinal == kAnyDevice ? "auto" : std::to_string(ordinal);
+    }
   }
   return "";
 }

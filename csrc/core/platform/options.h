@@ -12,11 +12,15 @@ namespace memsaver {
 
 // The kind of an option's value.
 enum class OptionKind {
-  kSize,  // a number of bytes with an optional suffix KiB, MiB or GiB
-  kFlag,  // on, off, 1, 0, true or false, in upper or lower case
-  kPath,  // an existing directory that can be written to, kept as its absolute path; "": the
-          // default
+  kSize,    // a number of bytes with an optional suffix KiB, MiB or GiB
+  kFlag,    // on, off, 1, 0, true or false, in upper or lower case
+  kPath,    // an existing directory that can be written to, kept as its absolute path; "": the
+            // default
+  kDevice,  // the ordinal of a device, or auto
 };
+
+// The value auto of an option of kind kDevice.
+constexpr uint64_t kAnyDevice = UINT64_MAX;
 
 // name, kind, environment variable, default, least, greatest, meaning. Sizes are in bytes; a flag
 // is 1 or 0; a path is empty by default and has no bounds.
@@ -39,6 +43,12 @@ enum class OptionKind {
     "0xFF, which are NaN in every float of 16, 32 and 64 bits, instead of zeros")               \
   X(disk_dir, kPath, "MEMSAVER_DISK_DIR", 0, 0, 0,                                              \
     "the directory of the files of backup='disk'; empty: $TMPDIR, else /var/tmp, else /tmp")    \
+  X(peer, kDevice, "MEMSAVER_PEER", kAnyDevice, 0, 63,                                          \
+    "the device whose memory backup='peer' uses; auto: the device with peer access that has "   \
+    "most memory free when a device's first such backup is made")                               \
+  X(peer_margin_bytes, kSize, "MEMSAVER_PEER_MARGIN_BYTES", 1ull << 30, 0, 1ull << 60,          \
+    "device memory that backup='peer' leaves free on the other device; contents for which "     \
+    "there is no room are saved in pinned host memory")                                         \
   X(top, kFlag, "MEMSAVER_TOP", 1, 0, 1,                                                        \
     "`memsaver top` of the same user can query this process's statistics, through a socket "    \
     "that only this user can access; read when the process's first tag is created")
@@ -49,11 +59,13 @@ enum class Option {
 #undef MS_OPTION_NAME
 };
 
-// Return the value of an option of kind kSize (in bytes), kFlag or kPath. Throw kBadConfig if the
-// environment's text is invalid, kInternal for an option of another kind.
+// Return the value of an option of kind kSize (in bytes), kFlag, kPath or kDevice (an ordinal, or
+// kAnyDevice). Throw kBadConfig if the environment's text is invalid, kInternal for an option of
+// another kind.
 uint64_t option(Option which);
 bool flag(Option which);
 std::string path(Option which);
+uint64_t device_option(Option which);
 
 // Reads the environment now, so that an invalid value is reported before any other work. Throws
 // kBadConfig.
@@ -62,8 +74,8 @@ void check_options();
 // Sets an option by name, from the text of its kind. Changes nothing if it throws kBadConfig.
 void set_option(const std::string& name, const std::string& text);
 
-// Returns the value as text for set_option: a size in bytes, "on" or "off", a path. Throws
-// kBadConfig for an unknown name.
+// Returns the value as text for set_option: a size in bytes, "on" or "off", a path,
+// an ordinal or "auto". Throws kBadConfig for an unknown name.
 std::string option_text(const std::string& name);
 
 // Returns the names, for messages.

@@ -20,7 +20,7 @@ const std::string kLong(300, 'x');
 const char* const kTags[] = {"a", "b", "c", "", "\xff", "\xe2\x82", "a\n", kLong.c_str(), nullptr};
 constexpr size_t kPlainTags = 3;  // the first tags, which contain memory
 constexpr int kDevices[] = {0, 1, -1, 2, 63, 64, INT_MAX, INT_MIN};
-constexpr int kBackups[] = {-1, 0, 1, 2, 3, 4, -2, INT_MAX, INT_MIN};
+constexpr int kBackups[] = {-1, 0, 1, 2, 3, 4, 5, -2, INT_MAX, INT_MIN};
 constexpr uint64_t kSizes[] = {1,          512,           513,
                                4096,       1 << 20,       (2 << 20) - 1,
                                2 << 20,    (2 << 20) + 1, 8 << 20,
@@ -68,7 +68,7 @@ class Session {
     return which < std::size(kTags) ? kTags[which] : kTags[which % kPlainTags];
   }
   int device() { return kDevices[in_.below(4) ? in_.below(2) : in_.below(std::size(kDevices))]; }
-  int backup() { return kBackups[in_.below(4) ? in_.below(5) : in_.below(std::size(kBackups))]; }
+  int backup() { return kBackups[in_.below(4) ? in_.below(6) : in_.below(std::size(kBackups))]; }
   uint64_t size() { return in_.below(8) ? kSizes[in_.below(std::size(kSizes))] : in_.word(); }
   // Returns an address: of a live block, inside or next to one, of a freed block, or of nothing.
   char* address();
@@ -359,7 +359,7 @@ void Session::call() {
       done(ms_region_enter(tag(), backup(), error()));
       break;
     case 1:
-      done(ms_region_enter(kTags[in_.below(kPlainTags)], kBackups[in_.below(5)], &error_));
+      done(ms_region_enter(kTags[in_.below(kPlainTags)], kBackups[in_.below(6)], &error_));
       break;
     case 2:
       done(in_.below(4) ? ms_region_exit(error()) : ms_region_limit(in_.word(), error()));
@@ -439,7 +439,7 @@ void Session::clean() {
           "the figures can be queried");
   for (size_t i = 0; i < count; ++i) {
     require(rows[i].state == MS_MAPPED && rows[i].allocations == 0 && rows[i].resident_bytes == 0 &&
-                rows[i].host_bytes == 0 && rows[i].disk_bytes == 0,
+                rows[i].host_bytes == 0 && rows[i].disk_bytes == 0 && rows[i].peer_bytes == 0,
             "nothing is left");
   }
   ms_list_free(rows);

@@ -129,7 +129,7 @@ void Thread::check_states(const Asked& asked) {
 bool Thread::transit(std::vector<size_t> out, std::vector<size_t> into, bool background) {
   Asked asked(world_, std::move(out), std::move(into));
   if (!asked.out.empty()) {
-    if (one_in(4)) asked.backup = static_cast<int>(below(4));
+    if (one_in(4)) asked.backup = static_cast<int>(below(5));
     choose_dead(asked);
   }
   if (!fine(begin(asked), asked.error, "to begin a transition", {MS_INVALID_STATE})) return false;

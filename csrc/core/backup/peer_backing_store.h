@@ -1,0 +1,50 @@
+// peer_backing_store: backups in another device's memory, and in host memory if there is no room.
+#pragma once
+
+#include <map>
+
+#include "core/backup/backing_store.h"
+#include "core/backup/host_backing_store.h"
+#include "core/driver/device.h"
+#include "core/driver/handles.h"
+
+namespace memsaver {
+
+// Each chunk is wholly in memory of the neighbour (neighbour.h), at addresses that both devices can
+// access, or in pinned host memory. A claim decides where a new chunk lies; it stays there until it
+// is dropped. The device copies to and from both kinds of chunks directly.
+class PeerBackingStore : public BackingStore {
+ public:
+  explicit PeerBackingStore(const Device& device)
+      : device_(device), host_(HostBackingStore::Kind::kPinned, device) {}
+
+  void cover(const std::vector<VaReservation>& spans) override { host_.cover(spans); }
+  void claim(const std::vector<Range>& chunks) override;
+  void populate(const Range& part) override;
+  void attach(const Range& chunk) override;
+  void drop(const Range& chunk) override;
+  uint64_t peer_bytes(const Range& chunk) const override;
+  uint64_t peer(uint64_t address) const override;
+  void* direct(uint64_t address) const override { return host_.direct(address); }
+  void* view(uint64_t) const override { return nullptr; }  // a tensor may lie in both memories
+  void write(uint64_t address, const void* source, uint64_t bytes) override;
+  void read(uint64_t address, void* target, uint64_t bytes) override;
+
+ private:
+  struct PeerChunk {
+    Range bounds;
+    VaReservation addresses;
+    Mapping mapping;  // after `addresses`, so that it is destroyed before them
+  };
+  using PeerChunks = std::map<uint64_t, PeerChunk>;  // by the chunk's address
+
+  // Allocates memory of the neighbour for the chunks that fit there. Throws kDriverFailed.
+  static PeerChunks allocate(Device& neighbour, const std::vector<Range>& chunks);
+  const PeerChunk* around(uint64_t address) const;
+
+  const Device& device_;
+  HostBackingStore host_;
+  PeerChunks peer_chunks_;
+};
+
+}  // namespace memsaver
