@@ -37,8 +37,7 @@ def parts(folder: Path, name: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    from memsaver.integrations.rollout import RolloutEngine, WeightMismatchError
-    from memsaver.integrations.rollout.weights import WeightGroup
+    from memsaver.integrations.rollout import RolloutEngine
 
     dist = _ranks(SIZE)
     mesh = init_device_mesh("cuda", (1, SIZE), mesh_dim_names=("dp", "tp"))
@@ -55,18 +54,23 @@ def parts(folder: Path, name: str) -> None:
         check_updates(engine, first, state, verify="full", bucket_bytes=BUCKET)
         check_updates(engine, first, state, verify="sampled")
         check_updates(engine, first, sharded, verify="full")
-        error = refused(
-            WeightMismatchError,
-            engine.update_weights,
-            {**state(1), "no.such": state(1)["model.norm.weight"]},
-        )
-        assert error.tensors == ("no.such",), error
-        engine.update_weights(state(1), verify="full")
-        assert outputs(engine) == first
-        host = {seed: state(seed, device="cpu") for seed in (1, 2)}
-        with WeightGroup(engine, backend="gloo", timeout=60) as group:
-            check_group(engine, group, first, host)
+        check_refusal_and_group(engine, first)
     dist.destroy_process_group()
+
+
+def check_refusal_and_group(engine: Any, first: list[list[int]]) -> None:
+    """Check that an unknown name is refused on all ranks, then updates through a gloo group."""
+    from memsaver.integrations.rollout import WeightMismatchError
+    from memsaver.integrations.rollout.weights import WeightGroup
+
+    unknown = {**state(1), "no.such": state(1)["model.norm.weight"]}
+    error = refused(WeightMismatchError, engine.update_weights, unknown)
+    assert error.tensors == ("no.such",), error
+    engine.update_weights(state(1), verify="full")
+    assert outputs(engine) == first
+    host = {seed: state(seed, device="cpu") for seed in (1, 2)}
+    with WeightGroup(engine, backend="gloo", timeout=60) as group:
+        check_group(engine, group, first, host)
 
 
 def check_group(engine: Any, group: Any, first: list[list[int]], host: dict[int, Any]) -> None:
@@ -124,8 +128,7 @@ def nodes(folder: Path) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     from memsaver.integrations.engine import placement
-    from memsaver.integrations.rollout import RolloutEngine, WeightMismatchError
-    from memsaver.integrations.rollout.weights import WeightGroup
+    from memsaver.integrations.rollout import RolloutEngine
 
     address = f"127.0.0.{1 + RANK}"
     placement.gpu_of_this_process = lambda: placement.Gpu(address, visible, 0)
@@ -138,14 +141,7 @@ def nodes(folder: Path) -> None:
         first = outputs(engine)
         check_sleep(engine)
         check_updates(engine, first, state, verify="full", bucket_bytes=BUCKET)
-        unknown = {**state(1), "no.such": state(1)["model.norm.weight"]}
-        error = refused(WeightMismatchError, engine.update_weights, unknown)
-        assert error.tensors == ("no.such",), error
-        engine.update_weights(state(1), verify="full")
-        assert outputs(engine) == first
-        host = {seed: state(seed, device="cpu") for seed in (1, 2)}
-        with WeightGroup(engine, backend="gloo", timeout=60) as group:
-            check_group(engine, group, first, host)
+        check_refusal_and_group(engine, first)
     dist.destroy_process_group()
 
 
