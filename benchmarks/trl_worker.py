@@ -135,7 +135,7 @@ class GrpoWorker(Worker):
                 for row, response, seconds in rows
             ],
             "calls": self._calls.seconds,
-            "peak_GiB": round(peak / (1 << 30), 3),
+            "peak_MiB": round(peak / (1 << 20), 1),
             "profiles": self._calls.profiles,
         }
 

@@ -38,7 +38,7 @@ class Found:
         steps: for each step, COMPARED and "seconds".
         cycles: for each sleep, its seconds and those of the wake-ups that follow it.
         calls: the name and the seconds of each sleep and wake-up, in order.
-        peak: the peak of the GPU's memory in use, in GiB.
+        peak: the peak of the GPU's memory in use, in MiB.
     """
 
     steps: list[dict[str, Any]]
@@ -110,7 +110,7 @@ def train(name: str, options: argparse.Namespace) -> Found:
     for profile in reply["profiles"]:
         print(f"{name}, {profile}", file=sys.stderr)
     calls = [(str(call), float(seconds)) for call, seconds in reply["calls"]]
-    found = Found(reply["steps"], cycles_of(calls), calls, reply["peak_GiB"])
+    found = Found(reply["steps"], cycles_of(calls), calls, reply["peak_MiB"])
     say(f"{name}: started in {reply['start']} s; cycles {found.cycles}; steps {found.seconds}")
     say(f"{name}: losses {[step['loss'] for step in found.steps]}")
     return found
@@ -122,7 +122,7 @@ def rows(ours: Found, theirs: Found, differing: Sequence[str]) -> Iterator[dict[
         "trl_sleep_wake_seconds": (ours.cycles[:1], theirs.cycles[:1]),
         "trl_sleep_wake_later_seconds": (ours.cycles[1:], theirs.cycles[1:]),
         "trl_step_seconds": (ours.seconds, theirs.seconds),
-        "trl_peak_GiB": ([ours.peak], [theirs.peak]),
+        "trl_peak_MiB": ([ours.peak], [theirs.peak]),
     }
     for metric, (mine, others) in values.items():
         row = results.measurement(metric, mine, PEER, others, bench=BENCH)
