@@ -8,6 +8,7 @@ GRPOConfig has no option.
 from __future__ import annotations
 
 import cProfile
+import functools
 import hashlib
 import importlib
 import io
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import framework_model
+import workloads
 from device_memory import DeviceMemory, Peaks
 from libraries import OURS
 from serve import Worker
@@ -127,6 +129,8 @@ class GrpoWorker(Worker):
             with peaks.stage("train"):
                 trainer.train()
             peak = peaks.stages["train"]
+        if self._calls.profiles and self._name == OURS and not self._cpu:
+            self._calls.profiles += [self._bare_driver(), str(self._memory())]
         rows = zip(self._logs, self._responses, self._seconds, strict=True)
         return {
             "start": round(started, 3),
@@ -211,6 +215,28 @@ class GrpoWorker(Worker):
                     worker._logs.append({key: float(logs[key]) for key in KEPT})
 
         return Record()
+
+    def _memory(self) -> Any:
+        import memsaver
+
+        return memsaver.stats()
+
+    def _bare_driver(self) -> str:
+        """Time the driver's own calls for as many bytes as the sleeping engine has released."""
+        from raw_driver import RawDriver
+
+        driver = RawDriver()
+        total = driver.setup("all", sum(row.allocated_bytes for row in self._memory().tags))
+        calls = (driver.pause, driver.resume)
+        times = [workloads.timed_ms(functools.partial(call, "all")) for call in calls]
+        driver.pause("all")
+        time.sleep(0.5)  # in which the driver clears the memory
+        times.append(workloads.timed_ms(lambda: driver.resume("all")))
+        driver.pause("all")
+        return (
+            f"bare driver, {total} bytes: release {times[0]:.1f} ms, map at once {times[1]:.1f} "
+            f"ms, map after a rest {times[2]:.1f} ms"
+        )
 
     def _synchronize(self) -> None:
         import torch
