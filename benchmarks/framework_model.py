@@ -44,9 +44,10 @@ def tokenizer() -> Any:
 
 
 def prompts(count: int) -> list[str]:
-    """Return prompts of PROMPT words, no two of which begin with the same word."""
-    starts = range(NUMBERS, NUMBERS + count * PROMPT, PROMPT)
-    return [" ".join(f"t{number}" for number in range(at, at + PROMPT)) for at in starts]
+    """Return prompts of PROMPT words; the words repeat after all of them were used."""
+    words = [f"t{number}" for number in range(NUMBERS, SMALL.vocab)]
+    starts = (number * PROMPT % len(words) for number in range(count))
+    return [" ".join(words[at : at + PROMPT]) for at in starts]
 
 
 def reward(tokens: list[int]) -> float:

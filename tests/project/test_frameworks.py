@@ -147,6 +147,14 @@ def test_the_pages_show_the_rows_or_that_nothing_was_measured(benchmark_module, 
     assert pages[tmp_path / "transformers.md"] == "Not measured yet."
 
 
+def test_prompts_have_equal_lengths_and_their_words_repeat(benchmark_module):
+    model = benchmark_module("framework_model")
+    prompts = [prompt.split() for prompt in model.prompts(600)]
+    assert {len(words) for words in prompts} == {model.PROMPT}
+    assert len({words[0] for words in prompts[:400]}) == 400 and prompts[0] in prompts[1:]
+    assert model.reward([2, 4, 5, 7]) == 0.5 and model.reward([]) == 0
+
+
 def test_the_archive_omits_tests_and_sources(benchmark_module):
     is_kept = benchmark_module("framework_wheels").is_kept
     kept = {"trl/__init__.py": True, "trl/tests/a.py": False, "deepspeed/ops/csrc/a.cpp": False}
