@@ -63,8 +63,15 @@ class Part:
     def write(self, out: Any) -> None:
         """Copy the part into the whole tensor `out`, which is contiguous."""
         if self.tensor.numel():
-            into = out[tuple(slice(at, end) for at, end in self.box)]
-            into.view(self.tensor.shape).copy_(self.tensor, non_blocking=out.is_cuda)
+            self._of(out).view(self.tensor.shape).copy_(self.tensor, non_blocking=out.is_cuda)
+
+    def forward(self, whole: Any, out: Any) -> None:
+        """Copy the part from the whole tensor `whole` into the whole tensor `out`."""
+        if self.tensor.numel():
+            self._of(out).copy_(self._of(whole), non_blocking=out.is_cuda)
+
+    def _of(self, whole: Any) -> Any:
+        return whole[tuple(slice(at, end) for at, end in self.box)]
 
 
 def check_cover(name: str, shape: tuple[int, ...], boxes: Sequence[Box | None]) -> None:
