@@ -13,6 +13,7 @@ from memsaver.errors import OutOfDeviceMemoryError
 from ...engine.errors import EngineDiedError
 from ...engine.interface import Layout
 from .buckets import Bucket
+from .parts import copy_box
 from .payloads import Receivers, flattened, listed, opened, shared
 from .sources import Source
 
@@ -95,7 +96,7 @@ class BucketMemory:
                 if source.part is not None:
                     # Other ranks' memory is mapped for this device only, so it must do the copies.
                     for other in self._others:
-                        source.part.forward(view, source.view_of(other[slot.begin :]))
+                        copy_box(source.part.box, view, source.view_of(other[slot.begin :]))
                 views.append((slot.name, slot.begin, view))
         return views
 
