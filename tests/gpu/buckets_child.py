@@ -28,7 +28,7 @@ def main(scene: str) -> None:
     device = torch.device("cuda", RANK if scene == "two_gpus" else 0)
     torch.cuda.set_device(device)
     dist.init_process_group("gloo")
-    before = torch.cuda.memory_allocated()
+    allocated = []
     for step in range(STEPS):
         whole = tensors(step)
         sources = {source.spec.name: source for source in sources_of(parts(whole, device))}
@@ -47,9 +47,10 @@ def main(scene: str) -> None:
             memory.close_others()
             dist.barrier()
             del views
-        print(f"step {step}: {bucket.nbytes >> 20} MiB", flush=True)
-    del sources
-    assert torch.cuda.memory_allocated() == before
+        del sources
+        torch.cuda.ipc_collect()
+        allocated.append(torch.cuda.memory_allocated())
+    assert allocated[1:] == allocated[:-1], allocated
     if scene == "two_gpus":
         assert not torch._C._cuda_hasPrimaryContext(1 - RANK), "a context on the other GPU"
     dist.destroy_process_group()
