@@ -27,9 +27,10 @@ SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("vLLM, an 8B model", ("vllm_",)),
     ("A step of RL, an 8B model", ("rl_",)),
     ("Cost of an active region", ("region_", "malloc_")),
+    ("Training frameworks", ("trl_", "trainer_")),
     ("Others", ("",)),
 )
-ORDER = (1, 2, 0, 3, 4, 5, 6, 7, 8, 9, 10)
+ORDER = (1, 2, 0, 3, 4, 5, 6, 7, 8, 10, 9, 11)
 
 # The titles of the rows.
 WORDS = {
@@ -93,6 +94,14 @@ WORDS = {
     "vllm_wake_kv_ms": "wake the KV cache, ms",
     "vllm_decode_tokens_per_s": "decoding of 8 sequences, tokens/s",
     "vllm_resident_MiB": "memory in use, asleep, MiB",
+    "trl_sleep_wake_seconds": "TRL: the engine's first sleep and wake-up, s",
+    "trl_sleep_wake_later_seconds": "TRL: its later sleeps and wake-ups, s",
+    "trl_step_seconds": "TRL: a training step, s",
+    "trl_peak_MiB": "TRL: peak memory in use, MiB",
+    "trainer_transition_seconds": "transformers: all releases and restores of a step, s",
+    "trainer_step_seconds": "transformers: a training step, s",
+    "trainer_asleep_MiB": "transformers: memory in use between steps, MiB",
+    "trainer_peak_MiB": "transformers: peak memory in use, MiB",
     "rl_transition_seconds": "all transitions of engine and trainer, s",
     "rl_kv_tokens_fraction": "KV tokens beside a trainer, waking in stages",
     "kv_64GiB_pause_ms": "pause 64 GiB, no backup, ms",
