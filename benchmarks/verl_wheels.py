@@ -54,6 +54,17 @@ OMITTED = (
     "tests/",
     "tutorial/",
 )
+
+# Modules of flashinfer that SGLang's modules for images import, beside the fake flashinfer of
+# SGLang's packages. Nothing calls their functions.
+FAKES = {
+    "flashinfer/prefill.py": "cudnn_batch_prefill_with_kv_cache",
+    "flashinfer/autotuner.py": "autotune",
+}
+FAKE = """\
+def {name}(*args, **kwargs):
+    raise RuntimeError("flashinfer is not installed; choose another attention backend")
+"""
 PLATFORMS = (
     *(f"manylinux_2_{minor}_x86_64" for minor in (5, 12, 17, 24, 26, 27, 28, 31, 34, 35)),
     "manylinux2014_x86_64",
@@ -89,6 +100,14 @@ def unpack(wheel: Path, folder: Path) -> None:
                 subprocess.run(("strip", "--strip-unneeded", str(path)), check=True)
 
 
+def write_fakes(folder: Path) -> None:
+    """Write the fake modules of flashinfer."""
+    for place, name in FAKES.items():
+        path = folder / place
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(FAKE.format(name=name))
+
+
 def pack(folder: Path, archive: Path) -> None:
     """Write the folder's contents to a compressed archive, with x86 code prepared for it."""
     compress = "xz --format=xz --threads=2 --x86 --lzma2=preset=9e"
@@ -109,6 +128,7 @@ def main() -> None:
         fetch(wheels)
         for wheel in sorted(wheels.glob("*.whl")):
             unpack(wheel, site)
+        write_fakes(site)
         pack(site, archive)
     print(f"{archive}: {archive.stat().st_size / 2**20:.1f} MiB", file=sys.stderr)
 

@@ -10,6 +10,7 @@ otherwise no row is written.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,6 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--verl-gpus", type=int, default=1, help="GPUs, for FSDP2 and for tensor parallelism")
     add("--verl-fraction", type=float, default=0.5, help="gpu_memory_utilization")
     add("--verl-small", action="store_true", help="a model of 4 layers, to try this out")
+    add("--verl-folder", type=Path, help="folder for models, logs and results, which remain in it")
     add("--verl-cycles", type=int, default=50, help="cycles: steps with one short response each")
 
 
@@ -296,6 +298,11 @@ SCENES = {"steps": steps, "fractions": fractions, "cycles": cycles, "interrupted
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
     """Yield the rows of verl_*."""
-    with tempfile.TemporaryDirectory(prefix="memsaver-verl-") as folder:
+    with contextlib.ExitStack() as stack:
+        folder = options.verl_folder
+        if folder is None:
+            made = tempfile.TemporaryDirectory(prefix="memsaver-verl-")
+            folder = Path(stack.enter_context(made))
+        folder.mkdir(parents=True, exist_ok=True)
         for scene in options.verl_only:
-            yield from SCENES[scene](options, Path(folder), failures)
+            yield from SCENES[scene](options, folder.resolve(), failures)
