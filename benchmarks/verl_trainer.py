@@ -28,6 +28,8 @@ from verl_model import MODEL, PROMPTS
 ROOT = Path(__file__).resolve().parent
 LOG, METRICS, RECORD, RESPONSES = "log.txt", "metrics.jsonl", "record.jsonl", "responses"
 LOG_LINES = 40  # of a trainer that failed
+OBJECTS = 4 << 30  # bytes of Ray's object store
+MICRO = 8  # the maximum number of sequences in a forward pass of the trainer
 END_SECONDS = 30  # limit for a trainer that was asked to end
 
 
@@ -60,6 +62,7 @@ def arguments(settings: Settings, results: Path) -> list[str]:
     """Return the command line of verl's trainer, whose defaults hold for all other settings."""
     model, prompts = settings.folder / MODEL, settings.folder / PROMPTS
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    micro = min(MICRO, settings.prompts * settings.answers // settings.gpus)
     given: dict[str, Any] = {
         "algorithm.adv_estimator": "grpo",
         "data.train_files": prompts,
@@ -75,7 +78,7 @@ def arguments(settings: Settings, results: Path) -> list[str]:
         f"{actor}.strategy": "fsdp2",
         f"{actor}.optim.lr": 1e-5,
         f"{actor}.ppo_mini_batch_size": settings.prompts,
-        f"{actor}.ppo_micro_batch_size_per_gpu": 8,
+        f"{actor}.ppo_micro_batch_size_per_gpu": micro,
         f"{actor}.use_torch_compile": False,
         f"{actor}.fsdp_config.use_torch_compile": False,
         f"{rollout}.name": "sglang",
@@ -84,7 +87,7 @@ def arguments(settings: Settings, results: Path) -> list[str]:
         f"{rollout}.gpu_memory_utilization": settings.fraction,
         f"{rollout}.free_cache_engine": True,
         f"{rollout}.max_num_seqs": 64,
-        f"{rollout}.log_prob_micro_batch_size_per_gpu": 8,
+        f"{rollout}.log_prob_micro_batch_size_per_gpu": micro,
         f"{rollout}.agent.num_workers": 1,
         f"+{rollout}.engine_kwargs.sglang.attention_backend": "triton",
         f"+{rollout}.engine_kwargs.sglang.sampling_backend": "pytorch",
@@ -107,6 +110,7 @@ def arguments(settings: Settings, results: Path) -> list[str]:
         "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
         "ray_kwargs.ray_init.num_cpus": 16,
         "+ray_kwargs.ray_init.include_dashboard": False,
+        "+ray_kwargs.ray_init.object_store_memory": OBJECTS,
         "hydra.run.dir": results / "hydra",
     }
     return [f"{name}={value}" for name, value in given.items()]
