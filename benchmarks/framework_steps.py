@@ -1,4 +1,4 @@
-"""List the calls of RL frameworks to their memory saver and to SGLang, in the order of their sources.
+"""List the calls of RL frameworks to their memory saver and to SGLang, in their sources' order.
 
 Each framework names the repository, the commit and the files that its list follows. The list is one
 round of training; the calls before the first round are listed too.
