@@ -5,6 +5,7 @@ python benchmarks/verl_steps.py [--verl-only steps,cycles,fractions,interrupted]
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import sys
 
@@ -20,8 +21,13 @@ def why_not() -> str:
     return f"not installed: {', '.join(missing)}" if missing else ""
 
 
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = engine_benchmark.parser(__doc__, MEASURES, wait=0.5, touch_gib=0)
+    made.set_defaults(small=True)
+    frameworks_verl.add_options(made)
+    return made
+
+
 if __name__ == "__main__":
-    parser = engine_benchmark.parser(__doc__, MEASURES, wait=0.5, touch_gib=0)
-    parser.set_defaults(small=True)
-    frameworks_verl.add_options(parser)
-    sys.exit(engine_benchmark.run(MEASURES, parser.parse_args(), why_not))
+    sys.exit(engine_benchmark.run(MEASURES, parser().parse_args(), why_not))

@@ -23,7 +23,7 @@ import results
 import runs
 import verl_model
 import verl_reward
-from children import Failed
+from children import Failed, attempt
 from device_memory import DeviceMemory, Peaks
 from engine_process import NOISE_MIB, say, used_mib, wait_until_free
 from libraries import DEFAULT, OURS, PEERS
@@ -260,24 +260,28 @@ def interrupted(
     Both trainers must end, and leave no memory of the GPU in use.
     """
     for how in ("interrupted", "raises"):
-        variables = {verl_reward.FAILURE: "40"} if how == "raises" else {}
-        chosen = settings(options, folder, steps=100, variables=variables)
-        wait_until_free(options.idle_mib)
-        place = Path(tempfile.mkdtemp(prefix=f"{how}-", dir=folder))
-        with Trainer(OURS, chosen, place) as trainer:
-            trainer.wait_for_step(1, START_SECONDS + STEP_SECONDS)
-            if how == "interrupted":
-                time.sleep(0.5)  # within the next step
-                trainer.interrupt()
-            begin = time.monotonic()
-            status = trainer.wait(FREE_SECONDS)
-            say(f"{how}: ended with status {status} after {time.monotonic() - begin:.1f} s")
-            wrong = leftovers(options, trainer)
-            if status == 0:
-                wrong.append("verl ended without an error")
-            say(trainer.log())
-        failures += [f"verl, {how}: {text}" for text in wrong]
+        with attempt(failures):
+            failures += [f"verl, {how}: {text}" for text in end_early(how, options, folder)]
     yield from ()
+
+
+def end_early(how: str, options: argparse.Namespace, folder: Path) -> list[str]:
+    """Interrupt a training in its second step, or let a reward raise; return what is wrong."""
+    variables = {verl_reward.FAILURE: "40"} if how == "raises" else {}
+    chosen = settings(options, folder, steps=100, variables=variables)
+    wait_until_free(options.idle_mib)
+    place = Path(tempfile.mkdtemp(prefix=f"{how}-", dir=folder))
+    with Trainer(OURS, chosen, place) as trainer:
+        trainer.wait_for_step(1, START_SECONDS + STEP_SECONDS)
+        if how == "interrupted":
+            time.sleep(0.5)  # within the next step
+            trainer.interrupt()
+        begin = time.monotonic()
+        status = trainer.wait(FREE_SECONDS)
+        say(f"{how}: ended with status {status} after {time.monotonic() - begin:.1f} s")
+        wrong = leftovers(options, trainer)
+        say(trainer.log())
+    return wrong if status else [*wrong, "verl ended without an error"]
 
 
 def leftovers(options: argparse.Namespace, trainer: Trainer) -> list[str]:
