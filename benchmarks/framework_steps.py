@@ -137,10 +137,11 @@ FRAMEWORKS: dict[str, Framework] = {
             "slime/ray/actor_group.py",
             "slime/ray/rollout.py",
         ),
-        start=(*RELEASE, trainer("exclude"), trainer("pause", tag=None), *SLIME_UPDATE),
+        start=(*RELEASE, trainer("pause", tag=None), *SLIME_UPDATE),
         round=(
             *RELEASE,
             trainer("resume", tag=None),
+            trainer("exclude"),
             trainer("train"),
             trainer("pause", tag=None),
             *SLIME_UPDATE,
