@@ -28,7 +28,8 @@ class Measurement(TypedDict):
 
     bench: str  # the benchmark's name
     # The suffix of the name is the unit: _ms, _ns, _s, _seconds, _MiB, _GiB, _GBps, _tokens,
-    # _tokens_per_s, _requests. Names of fractions contain "fraction"; the unit of all other names is percent.
+    # _tokens_per_s, _requests. Names of fractions contain "fraction"; the unit of all other names
+    # is percent.
     metric: str
     memsaver: float  # the median
     peer: str  # the library or setting that it is compared with

@@ -114,11 +114,13 @@ def test_cycles_measure_the_memory_in_use_asleep(run):
     assert rows["verl_cycles_change_MiB"]["memsaver"] == 0.0
 
 
-def test_the_largest_fraction_is_the_first_that_works(run):
-    status, rows, folder = run("--verl-only=fractions")
+@pytest.mark.parametrize(("fault", "ours"), [("", 0.7), ("crowded", 0.65)])
+def test_the_largest_fraction_is_the_last_that_works(run, fault, ours):
+    given = ("--verl-only=fractions", "--verl-fractions", "0.7", "0.6", "0.65")
+    status, rows, _ = run(*given, fault=fault)
     assert status == 0
-    assert rows["verl_max_fraction"]["memsaver"] == 0.95
-    assert len(list(folder.glob("memsaver-*"))) == 1
+    row = rows["verl_max_fraction"]
+    assert (row["memsaver"], row["peer_value"]) == (ours, 0.7)
 
 
 def test_an_interrupted_trainer_and_one_that_raises_end_with_an_error(run, capsys):
