@@ -130,20 +130,6 @@ def test_an_interrupted_trainer_and_one_that_raises_end_with_an_error(run, capsy
     assert "raises: ended with status 1" in text and "this reward was to fail" in text
 
 
-def test_the_tokenizer_has_what_verl_requires_of_a_qwen3(benchmark_module):
-    pytest.importorskip("transformers")
-    model = benchmark_module("verl_model")
-    tokenizer = model.tokenizer(8192)
-    assert tokenizer.encode("\n", add_special_tokens=False) == [3]
-    assert tokenizer.convert_tokens_to_ids("<|im_end|>") == tokenizer.eos_token_id == 2
-    prompt = model.row(7)["prompt"]
-    ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True)
-    ids = list(ids["input_ids"] if hasattr(ids, "keys") else ids)
-    begin = 4 + 7 * model.PROMPT
-    assert ids == [1, *range(begin, begin + model.PROMPT), 2, 3, 1]
-    assert tokenizer.decode([5, 6]) == "t5 t6"
-
-
 def test_the_reward_is_the_share_of_even_words(benchmark_module, monkeypatch):
     reward = benchmark_module("verl_reward")
     assert reward.compute_score("", "t2 t3 t10 t11", "") == 0.5
