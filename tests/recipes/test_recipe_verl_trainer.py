@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import sys
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ pytestmark = pytest.mark.recipes
 
 @pytest.fixture(autouse=True)
 def verl():
+    needs_sglang()  # first: transformers looks for the packages that it replaces only once
     needs("verl.trainer.main_ppo", "pip install verl")
     needs("hydra", "pip install verl")
 
@@ -53,14 +55,13 @@ def test_verl_accepts_the_tokenizer_of_a_qwen3(benchmark_module):
 
 
 def test_verls_requests_are_recorded(benchmark_module, tmp_path, monkeypatch):
-    needs_sglang()
     watch = benchmark_module("verl_watch")
     monkeypatch.setenv(watch.FILE, str(tmp_path / "record"))
     for name in (watch.SERVER, watch.CLIENT):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(sys, "meta_path", [watch.Finder(), *sys.meta_path])
-    server = pytest.importorskip(watch.SERVER).SGLangHttpServer
-    adapter = pytest.importorskip(watch.CLIENT).AsyncHttpServerAdapter
+    server = importlib.import_module(watch.SERVER).SGLangHttpServer
+    adapter = importlib.import_module(watch.CLIENT).AsyncHttpServerAdapter
 
     async def answer(self, endpoint, payload):
         return payload
