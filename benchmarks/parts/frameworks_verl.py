@@ -57,7 +57,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Training:
-    """A training that has ended: its results, and the peak of the memory in use in GiB."""
+    """A training that has ended: its results, and the peak of the memory in use in MiB."""
 
     found: Found
     peak: float
@@ -106,9 +106,9 @@ def train(name: str, options: argparse.Namespace, chosen: Settings) -> Training:
     found = read(name, place)
     if len(found.metrics) != chosen.steps:
         raise Failed(f"{name}: verl reported {len(found.metrics)} of {chosen.steps} steps")
-    training = Training(found, round(peaks.stages["training"] / (1 << 30), 3))
+    training = Training(found, round(peaks.stages["training"] / (1 << 20), 1))
     say(f"{name}: {time.monotonic() - begin:.0f} s; steps {training.seconds('step')}")
-    say(f"{name}: cycles {found.cycles}; {found.tokens} KV tokens; peak {training.peak} GiB")
+    say(f"{name}: cycles {found.cycles}; {found.tokens} KV tokens; peak {training.peak} MiB")
     return training
 
 
@@ -174,7 +174,7 @@ def rows(
             ours.seconds("update_weights"),
             theirs.seconds("update_weights"),
         ),
-        "peak_GiB": ([ours.peak], [theirs.peak]),
+        "peak_MiB": ([ours.peak], [theirs.peak]),
         "kv_tokens": ([ours.found.tokens], [theirs.found.tokens]),
     }
     for metric, (mine, others) in values.items():

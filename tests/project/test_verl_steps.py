@@ -64,7 +64,7 @@ def test_the_rows_of_a_training(run):
         "verl_sleep_wake_seconds",
         "verl_step_seconds",
         "verl_update_weights_seconds",
-        "verl_peak_GiB",
+        "verl_peak_MiB",
         "verl_kv_tokens",
     }
     cycles = rows["verl_sleep_wake_seconds"]["detail"]
