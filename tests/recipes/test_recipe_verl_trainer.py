@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib
 import json
 import sys
@@ -79,3 +80,11 @@ def test_verls_requests_are_recorded(benchmark_module, tmp_path, monkeypatch):
     monkeypatch.undo()
     for name in (watch.SERVER, watch.CLIENT):
         sys.modules.pop(name, None)
+
+
+def test_the_engines_start_returns_what_is_recorded(benchmark_module):
+    watch = benchmark_module("verl_watch")
+    engine = importlib.import_module(watch.ENGINE)
+    assert isinstance(vars(engine.Engine)["_launch_subprocesses"], classmethod)
+    fields = {field.name for field in dataclasses.fields(engine.SchedulerInitResult)}
+    assert {"scheduler_infos", "all_child_pids"} <= fields
