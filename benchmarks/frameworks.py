@@ -1,6 +1,6 @@
 """Measure training frameworks, unmodified, with memsaver and without it.
 
-    python benchmarks/frameworks.py [--only trl,trainer]
+    python benchmarks/frameworks.py [--only trl,trainer,verl]
 
 Each part trains a small Qwen3 model with random weights in processes of their own, one after the
 other, which use the GPU alone. A tokenizer is made locally; no part needs a network.
@@ -12,6 +12,9 @@ Measurements
     trainer   transformers' Trainer whose optimizer, weights and reference model are in tags:
               seconds of their pauses and resumes, and memory in use. Needs transformers. About
               2 minutes
+    verl      verl's GRPO trainer with an SGLang engine: seconds of its releases, resumes and steps,
+              peak memory and KV tokens; losses, rewards and responses are compared. Needs verl and
+              SGLang. About 8 minutes; see the options of verl
 
 framework_wheels.py prepares the packages for a machine without a network. Progress goes to stderr.
 Prints a table and merges each row into --output as soon as it exists (see results.py).
@@ -27,7 +30,7 @@ from importlib.util import find_spec
 
 import engine_benchmark
 import runs
-from parts import frameworks_trainer, frameworks_trl
+from parts import frameworks_trainer, frameworks_trl, frameworks_verl
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ PARTS: dict[str, Part] = {
     "trainer": Part(
         frameworks_trainer.measure, frameworks_trainer.add_options, ("transformers", "accelerate")
     ),
+    "verl": Part(frameworks_verl.measure, frameworks_verl.add_options, ("verl", "sglang")),
 }
 MEASURES: dict[str, runs.Measure] = {name: part.measure for name, part in PARTS.items()}
 

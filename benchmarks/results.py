@@ -29,6 +29,8 @@ DISTRIBUTIONS = (
     "transformers",
     "accelerate",
     "trl",
+    "verl",
+    "ray",
 )
 
 
@@ -36,8 +38,9 @@ class Measurement(TypedDict):
     """A benchmark's result for one metric against one peer."""
 
     bench: str  # the benchmark's name
-    # The suffix of the name is the unit: _ms, _ns, _s, _seconds, _MiB, _GiB, _GBps, _tokens_per_s,
-    # _requests. Names of fractions contain "fraction"; the unit of all other names is percent.
+    # The suffix of the name is the unit: _ms, _ns, _s, _seconds, _MiB, _GiB, _GBps, _tokens,
+    # _tokens_per_s, _requests. Names of fractions contain "fraction"; the unit of all other names
+    # is percent.
     metric: str
     memsaver: float  # the median
     peer: str  # the library or setting that it is compared with
