@@ -18,10 +18,11 @@ from memsaver._runtime.interrupts import (
 from memsaver._runtime.native import Backup
 from memsaver._runtime.timeouts import check_timeout
 from memsaver.distributed.words import listed
-from memsaver.errors import InvalidStateError, MemsaverError
+from memsaver.errors import InvalidStateError, MemsaverError, OutOfDeviceMemoryError
 
 from .fence import Fence
 from .low_water import LowWater
+from .overlap import Overlap
 from .rollout_engine import RolloutEngine
 from .session_arguments import (
     check_agreed,
@@ -65,6 +66,13 @@ class ColocatedSession:
     a training, it resumes the trainer's memory. A stage with nothing to do is skipped: current
     weights are not sent again.
 
+    **Overlap.** With `overlap=True`, the optimizer's states return while the block of `training()`
+    computes gradients: the step waits for them, and so do the optimizer's `state_dict` and
+    `load_state_dict` (see `Offloaded.resume`). They return before the block if their tag also
+    contains parameters or gradients that were paused, or if there is not room for the whole
+    trainer. They leave while the weights are sent, if an earlier update of the session has shown
+    that there is room for both.
+
     **Ranks.** On several ranks the constructor and all calls are collectives of `group`:
     every rank enters and leaves the same blocks. An invalid argument on one rank raises an error on
     all ranks immediately. Stages end on all ranks together. If a stage fails on a rank, every rank
@@ -79,7 +87,8 @@ class ColocatedSession:
     own error describes the engine. After a failed update the engine's weights are unknown, and no
     block can use the engine until the next rollout has updated them; the trainer's weights are
     intact. After an exception in a rollout's block the engine stays awake until the next block. A
-    call out of order raises `InvalidStateError`, and changes nothing.
+    call out of order raises `InvalidStateError`, and changes nothing. If the states do not return
+    in the background, the step raises the error, or the end of the block if there is no step.
 
     Gradients that exist when a rollout begins are kept with the optimizer, which costs time and
     host memory: call `optimizer.zero_grad()` at the end of a step. One thread at a time may use the
@@ -105,6 +114,8 @@ class ColocatedSession:
         backup: the backup of the trainer's memory: see `offload`. "none" is an error, because the
             contents are needed.
         sleep: False, for comparison runs, skips sleeping and pausing; everything else is unchanged.
+        overlap: whether the optimizer's memory moves while other stages run. Not if the block of
+            `training()` reads the states, or other memory in their tag, before the first step.
         engine_keeps_weights: whether the engine's weights survive its sleep (SGLang's
             `enable_weights_cpu_backup`), so that they are sent only after a `training` block.
         update_options: the options of `RolloutEngine.update_weights`; or a function that returns
@@ -116,8 +127,8 @@ class ColocatedSession:
 
     Raises:
         ConfigError: the model or an optimizer cannot be offloaded, a tag has no backup, an option
-            is invalid, the ranks differ in `sleep`, `engine_keeps_weights` or `tags`, or `group` is
-            not a process group. Raised on all ranks.
+            is invalid, the ranks differ in `sleep`, `overlap`, `engine_keeps_weights` or `tags`, or
+            `group` is not a process group. Raised on all ranks.
         UnknownTagError: no region has ever named one of `tags`.
         InvalidStateError: a handle or the group is closed; or this rank is not in `group`, in which
             case only this rank raises it, and the group's ranks wait for each other until
@@ -137,6 +148,7 @@ class ColocatedSession:
         group: Any = None,
         backup: Backup | None = None,
         sleep: bool = True,
+        overlap: bool = False,
         engine_keeps_weights: bool = False,
         update_options: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
         timeout: float = 600.0,
@@ -167,6 +179,7 @@ class ColocatedSession:
                 undo.callback(self._trainer.undo)  # if another rank fails
                 return {
                     "sleep": str(self._sleeps),
+                    "overlap": str(bool(overlap)),
                     "engine_keeps_weights": str(bool(engine_keeps_weights)),
                     "tags": f"({listed(tags)})",
                 }
@@ -176,6 +189,7 @@ class ColocatedSession:
             layout = layout_beside(everyone)
             self._fence = Fence(layout, timeout)
             undo.pop_all()
+        self._overlap = Overlap(self._trainer, bool(overlap) and self._sleeps)
         self.engine = engine
         self.stages: list[StageReport] = []
         self._state = state if state is not None else model.state_dict
@@ -264,11 +278,16 @@ class ColocatedSession:
             self._sleep()
             if self._sleeps:
                 tags = self._trainer.tags
-                self._stage(Stage.RESUME_TRAINER, lambda: self._trainer.resume(*tags))
+                overlaps = self._all_agree("the optimizer's return", self._overlap.may_return)
+                self._stage(
+                    Stage.RESUME_TRAINER,
+                    self._overlap.resume if overlaps else lambda: self._trainer.resume(*tags),
+                )
             self._is_current = False
             self._phase = Phase.TRAINING
-            with self._block(Stage.TRAIN):
+            with self._block(Stage.TRAIN) as results:
                 yield
+                results.append(self._overlap.finish_resume())
                 self._trainer.synchronize()
 
     def close(self) -> None:
@@ -294,19 +313,52 @@ class ColocatedSession:
     # --- the order --------------------------------------------------------------------------------
 
     def _enter_rollout(self) -> None:
-        trainer = self._trainer
+        trainer, overlap = self._trainer, self._overlap
         self._stage(Stage.SETTLE, trainer.synchronize, trainer.empty_cache)
-        if self._sleeps:
-            self._stage(Stage.PAUSE_OPTIMIZER, lambda: trainer.pause(*trainer.others))
-        if not self._is_current:
+        if not self._is_current and self._all_agree("the optimizer's leave", overlap.may_leave):
+            self._update_beside_pause()
+        else:
             if self._sleeps:
-                self._stage(Stage.RESUME_MODEL, lambda: trainer.resume(trainer.model))
-                self._stage(Stage.WAKE_WEIGHTS, lambda: self._wake(_WEIGHTS))
-            self._stage(Stage.UPDATE, self._update, trainer.empty_cache)
-            self._is_current = True
+                self._stage(Stage.PAUSE_OPTIMIZER, lambda: trainer.pause(*trainer.others))
+            if not self._is_current:
+                overlap.measure(self._update_engine)
         if self._sleeps:
             self._stage(Stage.PAUSE_MODEL, lambda: trainer.pause(trainer.model))
             self._stage(Stage.WAKE_REST, lambda: self._wake(None))
+
+    def _update_beside_pause(self) -> None:
+        """Send the weights while the optimizer's memory leaves, or after it if there is no room."""
+        overlap = self._overlap
+        try:
+            self._stage(Stage.BEGIN_PAUSE, overlap.begin_pause)
+        except BaseException:
+            overlap.undo_pause()
+            raise
+        try:
+            self._update_engine()
+        except OutOfDeviceMemoryError:
+            self._finish_pause()
+            overlap.measure(self._update_engine)
+        else:
+            self._finish_pause()
+
+    def _finish_pause(self) -> None:
+        try:
+            self._stage(Stage.FINISH_PAUSE, self._overlap.finish_pause)
+        except BaseException:
+            self._overlap.undo_pause()
+            raise
+
+    def _update_engine(self) -> bool:
+        """Send the trainer's weights to the engine. Returns whether it has woken the weights."""
+        trainer = self._trainer
+        woken = None
+        if self._sleeps:
+            self._stage(Stage.RESUME_MODEL, lambda: trainer.resume(trainer.model))
+            woken = self._stage(Stage.WAKE_WEIGHTS, lambda: self._wake(_WEIGHTS))
+        self._stage(Stage.UPDATE, self._update, trainer.empty_cache)
+        self._is_current = True
+        return bool(getattr(woken, "changed", ()))
 
     def _sleep(self) -> None:
         if self._sleeps:
@@ -360,6 +412,7 @@ class ColocatedSession:
             yield
         finally:
             if mine:
+                self._overlap.settle()
                 self._phase = Phase.IDLE
                 self._owner.release()
 
@@ -368,8 +421,8 @@ class ColocatedSession:
         stage: Stage,
         action: Callable[[], Any],
         afterwards: Callable[[], object] | None = None,
-    ) -> None:
-        """Run a stage on every rank.
+    ) -> Any:
+        """Run a stage on every rank, and return the result of this rank's part.
 
         Args:
             stage: the stage.
@@ -388,20 +441,23 @@ class ColocatedSession:
         self._conclude(stage, started, seconds, water, result, error, limit)
         if afterwards is not None:
             afterwards()
+        return result
 
     @contextlib.contextmanager
-    def _block(self, stage: Stage) -> Iterator[None]:
-        """Run the block as the caller's stage."""
+    def _block(self, stage: Stage) -> Iterator[list[Any]]:
+        """Run the block as the caller's stage. Yields a list, for the stage's result."""
         started = time.perf_counter()
         error = None
+        results: list[Any] = []
         with LowWater(self._trainer.device) as water:
             try:
-                yield
+                yield results
             except BaseException as raised:
                 error = raised
             seconds = time.perf_counter() - started
         try:
-            self._conclude(stage, started, seconds, water, None, error, self._block_timeout)
+            result = results[0] if results else None
+            self._conclude(stage, started, seconds, water, result, error, self._block_timeout)
         except Exception:  # this rank's own exception takes precedence
             if error is None:
                 raise
@@ -432,6 +488,10 @@ class ColocatedSession:
             self.stages.append(report)
             if self._on_stage is not None:
                 self._on_stage(report)
+
+    def _all_agree(self, what: str, may: Callable[[], bool]) -> bool:
+        """Return whether `may` is true on all ranks. It raises nothing."""
+        return all(self._together.gather(what, may, self._timeout))
 
     def _meet(
         self, what: str, mine: RankStage | None, error: BaseException | None, timeout: float

@@ -14,18 +14,20 @@ class Stage(str, Enum):
 
     # Entering a rollout:
     SETTLE = "settle"  # wait for the trainer's work on all ranks; empty torch's cache
-    PAUSE_OPTIMIZER = "pause_optimizer"  # all of the trainer's memory except the model's
+    PAUSE_OPTIMIZER = "pause_optimizer"  # all of the trainer's memory except the model's, or:
+    BEGIN_PAUSE = "begin_pause"  # the same in the background, if there is room for the update
     RESUME_MODEL = "resume_model"  # if it is paused, for example between two successive rollouts
     WAKE_WEIGHTS = "wake_weights"  # the engine's
     UPDATE = "update"  # from the trainer's model; empty torch's cache
+    FINISH_PAUSE = "finish_pause"  # wait for the pause in the background
     PAUSE_MODEL = "pause_model"  # the trainer's copy
     WAKE_REST = "wake_rest"  # the engine's KV cache and graphs
     # The block, and leaving it:
     GENERATE = "generate"
     SLEEP = "sleep"  # the engine, all of it
     # Training:
-    RESUME_TRAINER = "resume_trainer"  # all of the trainer's tags
-    TRAIN = "train"  # the block
+    RESUME_TRAINER = "resume_trainer"  # all of the trainer's tags; maybe only begin the optimizer's
+    TRAIN = "train"  # the block; then wait for the optimizer's tag
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,9 @@ class StageReport:
         stage: the stage.
         seconds: its duration on this rank, including the wait for the other ranks.
         ranks: the reports of the ranks, in the group's order; () if the stage failed.
-        result: the report of the pause, resume, sleep, wake-up or weight update on this rank; None
-            for other stages.
+        result: the report of the pause, resume, sleep, wake-up or weight update on this rank. For
+            `TRAIN` that of a resume in the background, whose `seconds` the stage may have hidden.
+            None for other stages.
         error: the class and the message of its exception on this rank, or "".
     """
 

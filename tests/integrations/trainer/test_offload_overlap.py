@@ -127,7 +127,7 @@ def test_the_step_raises_the_error_of_a_failed_resume_and_nothing_is_lost(sim, m
             trainer.optimizer.step()
         assert caught.value.tag == offloaded.tag
     assert arrival.done() and offloaded.state == "paused"
-    with pytest.raises(memsaver.InvalidStateError, match="paused: memsaver.resume"):
+    with pytest.raises(memsaver.InvalidStateError, match=r"paused: memsaver\.resume"):
         trainer.optimizer.step()  # the resume's own error is raised once
     offloaded.resume()
     trainer.optimizer.zero_grad()
@@ -148,7 +148,7 @@ def test_an_old_failure_is_not_the_error_of_a_later_pause(sim, make):
     for resume in (offloaded.resume, lambda: memsaver.resume(offloaded.tag)):
         resume()
         offloaded.pause()
-        with pytest.raises(memsaver.InvalidStateError, match="paused: memsaver.resume"):
+        with pytest.raises(memsaver.InvalidStateError, match=r"paused: memsaver\.resume"):
             trainer.optimizer.step()
     offloaded.resume()
 
