@@ -94,20 +94,25 @@ class Overlap:
             update: returns whether it has woken the weights; otherwise the need stays unknown.
         """
         self._need = 0
+        if not self._wanted:
+            update()
+            return
         with LowWater(self._trainer.device) as water:
             at_first = water.free
             has_woken = update()
         if has_woken:
             self._need = at_first - water.free
 
-    def begin_pause(self) -> None:
-        """Begin to pause all of the trainer's memory except the model's."""
+    def begin_pause(self) -> Report:
+        """Resume the model, and begin to pause the rest of the trainer's memory. Collective."""
+        report: Report = self._trainer.resume(self._trainer.model)
         tags = self._trainer.others
         self._left = tuple(tag for tag in tags if memsaver.state(tag) == "mapped")
         self._going = memsaver.pause(*tags, wait=False)
+        return report
 
     def finish_pause(self) -> Report:
-        """Wait until the memory is released.
+        """Wait until that memory is released.
 
         Raises:
             MemsaverError: the pause failed; the memory is mapped.

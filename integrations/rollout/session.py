@@ -315,12 +315,15 @@ class ColocatedSession:
     def _enter_rollout(self) -> None:
         trainer, overlap = self._trainer, self._overlap
         self._stage(Stage.SETTLE, trainer.synchronize, trainer.empty_cache)
-        if not self._is_current and self._all_agree("the optimizer's leave", overlap.may_leave):
-            self._update_beside_pause()
-        else:
-            if self._sleeps:
-                self._stage(Stage.PAUSE_OPTIMIZER, lambda: trainer.pause(*trainer.others))
-            if not self._is_current:
+        overlaps = not self._is_current and self._all_agree("the update's room", overlap.may_leave)
+        if self._sleeps and not overlaps:
+            self._stage(Stage.PAUSE_OPTIMIZER, lambda: trainer.pause(*trainer.others))
+        if not self._is_current:
+            if overlaps:
+                self._update_beside_pause()
+            else:
+                if self._sleeps:
+                    self._stage(Stage.RESUME_MODEL, lambda: trainer.resume(trainer.model))
                 overlap.measure(self._update_engine)
         if self._sleeps:
             self._stage(Stage.PAUSE_MODEL, lambda: trainer.pause(trainer.model))
@@ -328,35 +331,29 @@ class ColocatedSession:
 
     def _update_beside_pause(self) -> None:
         """Send the weights while the optimizer's memory leaves, or after it if there is no room."""
-        overlap = self._overlap
-        try:
-            self._stage(Stage.BEGIN_PAUSE, overlap.begin_pause)
-        except BaseException:
-            overlap.undo_pause()
-            raise
+        self._stage_of_pause(Stage.RESUME_MODEL, self._overlap.begin_pause)
         try:
             self._update_engine()
         except OutOfDeviceMemoryError:
-            self._finish_pause()
-            overlap.measure(self._update_engine)
+            self._stage_of_pause(Stage.PAUSE_OPTIMIZER, self._overlap.finish_pause)
+            self._overlap.measure(self._update_engine)
         else:
-            self._finish_pause()
+            self._stage_of_pause(Stage.PAUSE_OPTIMIZER, self._overlap.finish_pause)
 
-    def _finish_pause(self) -> None:
+    def _stage_of_pause(self, stage: Stage, action: Callable[[], Any]) -> None:
+        """Run a stage after whose failure the optimizer's memory is mapped on all ranks."""
         try:
-            self._stage(Stage.FINISH_PAUSE, self._overlap.finish_pause)
+            self._stage(stage, action)
         except BaseException:
             self._overlap.undo_pause()
             raise
 
     def _update_engine(self) -> bool:
         """Send the trainer's weights to the engine. Returns whether it has woken the weights."""
-        trainer = self._trainer
         woken = None
         if self._sleeps:
-            self._stage(Stage.RESUME_MODEL, lambda: trainer.resume(trainer.model))
             woken = self._stage(Stage.WAKE_WEIGHTS, lambda: self._wake(_WEIGHTS))
-        self._stage(Stage.UPDATE, self._update, trainer.empty_cache)
+        self._stage(Stage.UPDATE, self._update, self._trainer.empty_cache)
         self._is_current = True
         return bool(getattr(woken, "changed", ()))
 

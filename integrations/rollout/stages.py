@@ -14,20 +14,21 @@ class Stage(str, Enum):
 
     # Entering a rollout:
     SETTLE = "settle"  # wait for the trainer's work on all ranks; empty torch's cache
-    PAUSE_OPTIMIZER = "pause_optimizer"  # all of the trainer's memory except the model's, or:
-    BEGIN_PAUSE = "begin_pause"  # the same in the background, if there is room for the update
+    # All of the trainer's memory except the model's. With overlap, the pause begins at the end of
+    # RESUME_MODEL, and this stage comes after UPDATE and waits for its end.
+    PAUSE_OPTIMIZER = "pause_optimizer"
     RESUME_MODEL = "resume_model"  # if it is paused, for example between two successive rollouts
     WAKE_WEIGHTS = "wake_weights"  # the engine's
     UPDATE = "update"  # from the trainer's model; empty torch's cache
-    FINISH_PAUSE = "finish_pause"  # wait for the pause in the background
     PAUSE_MODEL = "pause_model"  # the trainer's copy
     WAKE_REST = "wake_rest"  # the engine's KV cache and graphs
     # The block, and leaving it:
     GENERATE = "generate"
     SLEEP = "sleep"  # the engine, all of it
     # Training:
-    RESUME_TRAINER = "resume_trainer"  # all of the trainer's tags; maybe only begin the optimizer's
-    TRAIN = "train"  # the block; then wait for the optimizer's tag
+    # All of the trainer's tags. With overlap, the resume of the optimizer's tag only begins here.
+    RESUME_TRAINER = "resume_trainer"
+    TRAIN = "train"  # the block, and the end of that resume
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,10 @@ from trainers import Trainer, bytes_of  # noqa: E402
 
 OVERLAPPED = [
     Stage.SETTLE,
-    Stage.BEGIN_PAUSE,
     Stage.RESUME_MODEL,
     Stage.WAKE_WEIGHTS,
     Stage.UPDATE,
-    Stage.FINISH_PAUSE,
+    Stage.PAUSE_OPTIMIZER,
     Stage.PAUSE_MODEL,
     Stage.WAKE_REST,
 ]
@@ -53,7 +52,7 @@ def test_each_stage_waits_for_what_it_needs_and_for_nothing_else(known, sim):
         assert stages_of(session) == OVERLAPPED
         assert paused(known) == {"model", "optimizer"}
     by_stage = {report.stage: report for report in session.stages}
-    assert by_stage[Stage.FINISH_PAUSE].result.changed == (optimizer,)
+    assert by_stage[Stage.PAUSE_OPTIMIZER].result.changed == (optimizer,)
     with session.training():
         assert memsaver.state(known.tags[0]) == "mapped"
         known.train()
@@ -90,7 +89,7 @@ def test_steps_are_bit_equal_with_and_without_overlap(sim, tag, optimizer):
         for step in range(6):
             with scene.session.rollout() as engine:
                 outputs.append((bytes_of(engine.generate(X)), tuple(engine.weights)))
-                assert (Stage.BEGIN_PAUSE in stages_of(scene.session)) == (overlap and step > 1)
+                assert (stages_of(scene.session) == OVERLAPPED) == (overlap and step > 1)
             with scene.session.training():
                 scene.train()
         with scene.session.training():
@@ -133,7 +132,8 @@ def test_an_update_without_room_is_repeated_after_the_pause(known, call):
         expected = sum(float(t.double().sum()) for t in engine._state.values())
         assert float(engine.generate(X)[0]) == pytest.approx(1 + expected, rel=1e-4)
         stages = stages_of(known.session)
-        assert stages.index(Stage.FINISH_PAUSE) < len(stages) - 1 - stages[::-1].index(Stage.UPDATE)
+        assert stages[-4:] == [Stage.WAKE_WEIGHTS, Stage.UPDATE, Stage.PAUSE_MODEL, Stage.WAKE_REST]
+        assert stages.index(Stage.PAUSE_OPTIMIZER) == len(stages) - 5
         assert paused(known) == {"model", "optimizer"}
     with known.session.training():
         known.train()
@@ -166,7 +166,7 @@ def test_a_pause_that_fails_beside_the_update_leaves_the_states_mapped(known, si
         with pytest.raises(memsaver.DriverError, match=call):
             with known.session.rollout():
                 pass
-    assert known.session.stages[-1].stage is Stage.FINISH_PAUSE
+    assert known.session.stages[-1].stage is Stage.PAUSE_OPTIMIZER
     assert not paused(known) & {"model", "optimizer"}
     with known.session.training():
         assert known.trainer.contents() == changed != before
