@@ -86,6 +86,7 @@ GOALS: tuple[tuple[str, Goal | None], ...] = (
     ("vllm_decode_tokens_per_s", Goal(0.99)),
     ("vllm_resident_MiB", Goal(1.0)),
     ("rl_kv_tokens_fraction", Goal(0.97, peer="memsaver, the engine alone on the GPU")),
+    ("rl_step_overhead_seconds", Goal(2.0, peer=PEERS[RETAINED])),
     ("rl_transition_seconds", Goal(5.0, peer=PEERS[DEFAULT])),
 )
 
