@@ -47,10 +47,14 @@ def test_each_stage_waits_for_what_it_needs_and_for_nothing_else(known, sim):
 
     engine.update_weights = updating
     sim.hold_streams(True)  # the pause cannot copy before the update runs
-    with session.rollout():
+    with memsaver.timeline() as recorded, session.rollout():
         assert seen == ["saving"]
         assert stages_of(session) == OVERLAPPED
         assert paused(known) == {"model", "optimizer"}
+    rows = {(row.kind, row.tag): row for row in recorded.transitions}
+    leaving, arriving = rows["pause", optimizer], rows["resume", engine.names["weights"]]
+    assert leaving.begin_seconds < arriving.begin_seconds
+    assert arriving.end_seconds < leaving.end_seconds < rows["pause", known.tags[0]].begin_seconds
     by_stage = {report.stage: report for report in session.stages}
     assert by_stage[Stage.PAUSE_OPTIMIZER].result.changed == (optimizer,)
     with session.training():
