@@ -27,7 +27,8 @@ struct TagSelection {
 
 struct TransitionRequest {
   TagSelection out, into;        // to pause, and to resume
-  std::optional<Backup> policy;  // overrides the policies of the tags of `out`
+  // Overrides the policies of the tags of `out`. kNone in a resume restores nothing.
+  std::optional<Backup> policy;
   // Ranges of `out` that no tensor owns: they are neither saved nor restored, unless
   // Registry::changes is no longer `changes`.
   std::vector<Range> unowned;
