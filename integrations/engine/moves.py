@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 
 import memsaver
@@ -32,13 +32,24 @@ def is_mapped(tags: Sequence[str]) -> bool:
     return any(memsaver.state(name) != "paused" for name in _names(tags))
 
 
-def resume(group: Group, tags: Sequence[str]) -> list[RankReport]:
-    """Resume the tags on every rank; mapped tags stay as they are. Collective."""
+def resume(group: Group, tags: Sequence[str], unrestored: Collection[str] = ()) -> list[RankReport]:
+    """Resume the tags on every rank; mapped tags stay as they are. Collective.
+
+    Args:
+        group: the ranks.
+        tags: the engine's tags.
+        unrestored: those of them whose contents are about to be overwritten. They come last, so
+            that a failure leaves all of them paused with their contents.
+    """
 
     def work() -> Figures | None:
         names = _names(tags)
-        # Without names, memsaver would resume all tags.
-        return _figures([memsaver.resume(*names)], names, tags) if names else None
+        reports = []
+        for restore in (True, False):
+            chosen = [name for name, tag in names.items() if (tag not in unrestored) == restore]
+            if chosen:  # without names, memsaver would resume all tags
+                reports.append(memsaver.resume(*chosen, restore=restore))
+        return _figures(reports, names, tags) if names else None
 
     return group.attempt(work)
 

@@ -118,6 +118,9 @@ class ColocatedSession:
             `training()` reads the states, or other memory in their tag, before the first step.
         engine_keeps_weights: whether the engine's weights survive its sleep (SGLang's
             `enable_weights_cpu_backup`), so that they are sent only after a `training` block.
+        whole_updates: whether each update rewrites all of the engine's weights. The engine then
+            neither saves them in a sleep that an update must follow, nor restores them for an
+            update, even if it could.
         update_options: the options of `RolloutEngine.update_weights`; or a function that returns
             them for each update, such as the new version of the weights.
         timeout: seconds for a stage on each rank. Ranks wait for each other slightly longer,
@@ -127,8 +130,8 @@ class ColocatedSession:
 
     Raises:
         ConfigError: the model or an optimizer cannot be offloaded, a tag has no backup, an option
-            is invalid, the ranks differ in `sleep`, `overlap`, `engine_keeps_weights` or `tags`, or
-            `group` is not a process group. Raised on all ranks.
+            is invalid, the ranks differ in `sleep`, `overlap`, `engine_keeps_weights`,
+            `whole_updates` or `tags`, or `group` is not a process group. Raised on all ranks.
         UnknownTagError: no region has ever named one of `tags`.
         InvalidStateError: a handle or the group is closed; or this rank is not in `group`, in which
             case only this rank raises it, and the group's ranks wait for each other until
@@ -150,6 +153,7 @@ class ColocatedSession:
         sleep: bool = True,
         overlap: bool = False,
         engine_keeps_weights: bool = False,
+        whole_updates: bool = False,
         update_options: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
         timeout: float = 600.0,
         block_timeout: float = 1800.0,
@@ -165,6 +169,7 @@ class ColocatedSession:
             def begin() -> dict[str, str]:
                 self._sleeps = bool(sleep)
                 self._keeps = bool(engine_keeps_weights) or not self._sleeps
+                self._rewrites = bool(whole_updates)
                 check_options(state, model, engine, on_stage, update_options, self._sleeps)
                 check_timeout(block_timeout, "block_timeout")
                 self._trainer = TrainerMemory(
@@ -181,6 +186,7 @@ class ColocatedSession:
                     "sleep": str(self._sleeps),
                     "overlap": str(bool(overlap)),
                     "engine_keeps_weights": str(bool(engine_keeps_weights)),
+                    "whole_updates": str(self._rewrites),
                     "tags": f"({listed(tags)})",
                 }
 
@@ -238,7 +244,7 @@ class ColocatedSession:
                 f"weights are sent again in a rollout, not in {self._phase.value}"
             )
         self._is_current = False
-        self._sleep()
+        self._sleep(keep_weights=not self._rewrites)
         self._enter_rollout()
 
     def weights_changed(self) -> None:
@@ -266,7 +272,7 @@ class ColocatedSession:
             with self._block(Stage.GENERATE):
                 yield self.engine
             self._phase = Phase.MOVING
-            self._sleep()
+            self._sleep(keep_weights=self._keeps or not self._rewrites)
 
     @collective_block
     def training(self) -> Iterator[None]:
@@ -275,7 +281,7 @@ class ColocatedSession:
         Raises: see `rollout`.
         """
         with self._turn("training"):
-            self._sleep()
+            self._sleep(keep_weights=not self._rewrites)
             if self._sleeps:
                 tags = self._trainer.tags
                 overlaps = self._all_agree("the optimizer's return", self._overlap.may_return)
@@ -352,20 +358,20 @@ class ColocatedSession:
         """Send the trainer's weights to the engine. Returns whether it has woken the weights."""
         woken = None
         if self._sleeps:
-            woken = self._stage(Stage.WAKE_WEIGHTS, lambda: self._wake(_WEIGHTS))
+            options = _options(keep_weights=not self._rewrites)
+            woken = self._stage(Stage.WAKE_WEIGHTS, lambda: self._wake(_WEIGHTS, **options))
         self._stage(Stage.UPDATE, self._update, self._trainer.empty_cache)
         self._is_current = True
         return bool(getattr(woken, "changed", ()))
 
-    def _sleep(self) -> None:
+    def _sleep(self, keep_weights: bool) -> None:
         if self._sleeps:
-            self._is_current = self._is_current and self._keeps
-            self._stage(
-                Stage.SLEEP, lambda: self.engine.sleep(wait_idle=True, timeout=self._timeout)
-            )
+            self._is_current = self._is_current and self._keeps and keep_weights
+            options = _options(keep_weights) | {"wait_idle": True, "timeout": self._timeout}
+            self._stage(Stage.SLEEP, lambda: self.engine.sleep(**options))
 
-    def _wake(self, tag: str | None) -> Any:
-        return self.engine.wake_up(tag, timeout=self._timeout)
+    def _wake(self, tag: str | None, **options: Any) -> Any:
+        return self.engine.wake_up(tag, timeout=self._timeout, **options)
 
     def _update(self) -> Any:
         given: list[tuple[Any, dict[str, Any]]] = []
@@ -503,6 +509,11 @@ class ColocatedSession:
                 raise
             raise error from None  # an interrupt or an exit is raised only on its own rank
         return tuple(theirs for theirs, _ in everyones)
+
+
+def _options(keep_weights: bool) -> dict[str, Any]:
+    """Return the option of a sleep or a wake-up, which engines of older programs do not have."""
+    return {} if keep_weights else {"keep_weights": False}
 
 
 def _tag_bytes() -> int:

@@ -29,7 +29,8 @@ class Scene:
         self.trainer = Trainer(options.pop("optimizer", "adamw"))
         self.trainer.step()
         self.trainer.optimizer.zero_grad()
-        self.engine = TagEngine(self.trainer.model, tag("weights"), tag("kv"))
+        kind = options.pop("engine", TagEngine)
+        self.engine = kind(self.trainer.model, tag("weights"), tag("kv"))
         self.tags = tag("model"), tag("optimizer")
         handles = (
             offload(self.trainer.model, tag=self.tags[0]),

@@ -245,6 +245,7 @@ def test_arguments_of_a_session_that_differ_between_ranks_are_an_error_on_all(ru
         for name, *values in (
             ("sleep", True, False),
             ("overlap", True, False),
+            ("whole_updates", False, True),
             ("engine_keeps_weights", False, True),
             ("tags", ("first",), ("first", "second")),
         ):
