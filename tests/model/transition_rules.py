@@ -115,7 +115,7 @@ class TransitionRules(Apparatus):
         """
         return backup != "none" or any(tag.retained for tag in self.named(names))
 
-    def forget(self, kind, names, backup, tags):
+    def lose(self, kind, names, backup, tags):
         """Discard the contents of these tags if a resume does not restore them."""
         if kind == "resume" and not self.restores(names, backup):
             for tag in tags:
@@ -152,7 +152,7 @@ class TransitionRules(Apparatus):
                 saved = backup or tag.policy
                 tag.known = saved if sure and saved != "none" else None
             tag.pause(backup)
-        self.forget(kind, names, backup, changed)
+        self.lose(kind, names, backup, changed)
         self.come_back(changed)
 
     @property
@@ -224,7 +224,7 @@ class TransitionRules(Apparatus):
             if not tag.paused:
                 tag.known = None
             tag.pause(backup)
-        self.forget(do, names, backup, coming)
+        self.lose(do, names, backup, coming)
         for tag in coming:
             if tag.paused:
                 tag.resume(self.fill)
