@@ -26,7 +26,7 @@ struct TagSelection {
 };
 
 struct TransitionRequest {
-  TagSelection out, into;        // to pause, and to resume
+  TagSelection out, into;  // to pause, and to resume
   // Overrides the policies of the tags of `out`. kNone in a resume restores nothing.
   std::optional<Backup> policy;
   // Ranges of `out` that no tensor owns: they are neither saved nor restored, unless
