@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
-from memsaver._inspection.statistics import stats
 from memsaver._runtime.interrupts import (
     collective_block,
     interrupts_deferred,
@@ -21,7 +19,6 @@ from memsaver.distributed.words import listed
 from memsaver.errors import InvalidStateError, MemsaverError, OutOfDeviceMemoryError
 
 from .fence import Fence
-from .low_water import LowWater
 from .overlap import Overlap
 from .rollout_engine import RolloutEngine
 from .session_arguments import (
@@ -31,8 +28,9 @@ from .session_arguments import (
     layout_beside,
     options_of,
 )
-from .stages import RankStage, Stage, StageReport
-from .together import GRACE_SECONDS, Together
+from .stage_runs import StageRuns
+from .stages import Stage, StageReport
+from .together import Together
 from .trainer_memory import TrainerMemory
 
 __all__ = ["ColocatedSession", "Phase"]
@@ -49,7 +47,7 @@ class Phase(str, Enum):
     TRAINING = "training"  # in `with session.training()`
 
 
-class ColocatedSession:
+class ColocatedSession(StageRuns):
     """Runs the steps of a trainer and an engine, which use the same GPU memory in turn.
 
         session = ColocatedSession(engine, model, optimizer)
@@ -385,7 +383,7 @@ class ColocatedSession:
         ((state, options),) = given
         return self.engine.update_weights(state, **options)
 
-    # --- one stage --------------------------------------------------------------------------------
+    # --- a block ----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _turn(self, name: str) -> Iterator[None]:
@@ -419,105 +417,7 @@ class ColocatedSession:
                 self._phase = Phase.IDLE
                 self._owner.release()
 
-    def _stage(
-        self,
-        stage: Stage,
-        action: Callable[[], Any],
-        afterwards: Callable[[], object] | None = None,
-    ) -> Any:
-        """Run a stage on every rank, and return the result of this rank's part.
-
-        Args:
-            stage: the stage.
-            action: this rank's part.
-            afterwards: called after the stage on all ranks; must not fail.
-        """
-        started = time.perf_counter()
-        result, error = None, None
-        with LowWater(self._trainer.device) as water:
-            try:
-                result = action()
-            except BaseException as raised:
-                error = raised
-            seconds = time.perf_counter() - started
-        limit = self._timeout + GRACE_SECONDS
-        self._conclude(stage, started, seconds, water, result, error, limit)
-        if afterwards is not None:
-            afterwards()
-        return result
-
-    @contextlib.contextmanager
-    def _block(self, stage: Stage) -> Iterator[list[Any]]:
-        """Run the block as the caller's stage. Yields a list, for the stage's result."""
-        started = time.perf_counter()
-        error = None
-        results: list[Any] = []
-        with LowWater(self._trainer.device) as water:
-            try:
-                yield results
-            except BaseException as raised:
-                error = raised
-            seconds = time.perf_counter() - started
-        try:
-            result = results[0] if results else None
-            self._conclude(stage, started, seconds, water, result, error, self._block_timeout)
-        except Exception:  # this rank's own exception takes precedence
-            if error is None:
-                raise
-        if error is not None:
-            raise error  # the caller's own exception
-
-    def _conclude(
-        self,
-        stage: Stage,
-        started: float,
-        seconds: float,
-        water: LowWater,
-        result: Any,
-        error: BaseException | None,
-        timeout: float,
-    ) -> None:
-        """Exchange the results with all ranks, and report the stage. Raises if a rank failed."""
-        mine = RankStage(self._rank, seconds, water.peak, water.total, _tag_bytes())
-        ranks: tuple[RankStage, ...] = ()
-        failed = ""
-        try:
-            ranks = self._meet(f"stage {stage.value}", mine, error, timeout)
-        except BaseException as raised:
-            failed = f"{type(raised).__name__}: {raised}"
-            raise
-        finally:
-            report = StageReport(stage, time.perf_counter() - started, ranks, result, failed)
-            self.stages.append(report)
-            if self._on_stage is not None:
-                self._on_stage(report)
-
-    def _all_agree(self, what: str, may: Callable[[], bool]) -> bool:
-        """Return whether `may` is true on all ranks. It raises nothing."""
-        return all(self._together.gather(what, may, self._timeout))
-
-    def _meet(
-        self, what: str, mine: RankStage | None, error: BaseException | None, timeout: float
-    ) -> tuple[Any, ...]:
-        """Return the values of all ranks; raise if a rank has an error."""
-        try:
-            everyones = self._together.gather(what, lambda: (mine, error is not None), timeout)
-            if any(failed for _, failed in everyones):
-                self._fence.wait(what, error)
-        except Exception:
-            if error is None or isinstance(error, Exception):
-                raise
-            raise error from None  # an interrupt or an exit is raised only on its own rank
-        return tuple(theirs for theirs, _ in everyones)
-
 
 def _options(keep_weights: bool) -> dict[str, Any]:
     """Return the option of a sleep or a wake-up, which engines of older programs do not have."""
     return {} if keep_weights else {"keep_weights": False}
-
-
-def _tag_bytes() -> int:
-    try:
-        return stats().resident_bytes
-    except MemsaverError:
-        return 0
