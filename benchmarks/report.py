@@ -91,6 +91,7 @@ GOALS: tuple[tuple[str, Goal | None], ...] = (
     ("trl_sleep_wake_seconds", Goal(3.0)),
     ("trl_sleep_wake_later_seconds", Goal(1.2)),
     ("rl_kv_tokens_fraction", Goal(0.97, peer="memsaver, the engine alone on the GPU")),
+    ("rl_step_overhead_seconds", Goal(2.0, peer=PEERS[RETAINED])),
     ("rl_transition_seconds", Goal(5.0, peer=PEERS[DEFAULT])),
 )
 

@@ -118,12 +118,12 @@ class BucketMemory:
         self._others = []
 
     def settle(self) -> None:
-        """Wait for the queued work."""
+        """Wait for the queued work, but not for a pause's copies on other streams."""
         if self._device.type == "cuda":
             import torch
 
             for device in {self._device, *(other.device for other in self._others)}:
-                torch.cuda.synchronize(device)
+                torch.cuda.current_stream(device).synchronize()
 
     def payload(self, views: list[tuple[str, int, Any]], layout: Layout) -> str:
         """Return the tensors' serialised handles, as text, for the engine's rank on this device.
