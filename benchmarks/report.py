@@ -88,6 +88,8 @@ GOALS: tuple[tuple[str, Goal | None], ...] = (
     ("vllm_wake_kv_ms", Goal(1.0)),
     ("vllm_decode_tokens_per_s", Goal(0.99)),
     ("vllm_resident_MiB", Goal(1.0)),
+    ("trl_sleep_wake_seconds", Goal(3.0)),
+    ("trl_sleep_wake_later_seconds", Goal(1.2)),
     ("rl_kv_tokens_fraction", Goal(0.97, peer="memsaver, the engine alone on the GPU")),
     ("rl_transition_seconds", Goal(5.0, peer=PEERS[DEFAULT])),
 )

@@ -20,7 +20,18 @@ from memsaver._runtime.whole_files import replace_file
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_PATH = ROOT / "benchmarks" / "results" / "h200.json"
-DISTRIBUTIONS = ("memsaver", "torch", "torch_memory_saver", "sglang", "vllm", "verl", "ray")
+DISTRIBUTIONS = (
+    "memsaver",
+    "torch",
+    "torch_memory_saver",
+    "sglang",
+    "vllm",
+    "transformers",
+    "accelerate",
+    "trl",
+    "verl",
+    "ray",
+)
 
 
 class Measurement(TypedDict):
