@@ -95,13 +95,14 @@ class TrainerWorker(Worker):
         return {"buckets": len(self._buckets), "single": len(self.parameters)}
 
     def request(self, number: int, requests: str) -> dict[str, Any]:
-        """Return the serialized weights of a request, whose memory is kept until the next one."""
+        """Return the serialized weights of a request, whose memory is kept until the end.
+
+        The engine replies when its copies are queued, not when they are complete.
+        """
         import torch
         from sglang.srt.utils import MultiprocessingSerializer
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
-        self._alive.clear()
-        torch.cuda.ipc_collect()
         names = self._buckets[number] if requests == BUCKETS else [list(self.parameters)[number]]
         tensors = [(name, self._readable(name)) for name in names]
         if requests == BUCKETS:
