@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 
 import device_memory
 import engine_benchmark
@@ -41,18 +40,6 @@ PARTS: dict[str, runs.Measure] = {"kv": rl_kv.measure, "step": rl_step.measure}
 def run(options: argparse.Namespace) -> int:
     """Run the selected measurements, and return an exit status."""
     return sglang_benchmark.run(PARTS, options, options.peer, device_memory.DeviceMemory)
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    """Return a parser of integers that are at least `least`."""
-
-    def parse(text: str) -> int:
-        number = int(text)
-        if number < least:
-            raise argparse.ArgumentTypeError(f"{least} or more")
-        return number
-
-    return parse
 
 
 def fraction_of(text: str) -> float:
@@ -69,13 +56,13 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add(
         "--steps",
-        type=at_least(1),
+        type=runs.at_least(1),
         default=3,
         help="for each library, after one that does not count",
     )
     add(
         "--states",
-        type=at_least(1),
+        type=runs.at_least(1),
         default=2,
         help="number of optimizer states, each as large as the weights",
     )
@@ -85,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
         default=0.85,
         help="mem_fraction_static of the engines of step",
     )
-    add("--bucket-mib", type=at_least(1), default=512, help="MiB of weights sent together")
+    add("--bucket-mib", type=runs.at_least(1), default=512, help="MiB of weights sent together")
     add(
         "--engine-backup",
         action=argparse.BooleanOptionalAction,

@@ -14,6 +14,7 @@ from typing import Any
 
 import comparison
 import results
+import runs
 from engine_process import START_SECONDS, inherited_without, process, say, wait_until_free
 from libraries import OURS
 from trainer_worker import KEPT, MOVES, RESIDENT
@@ -31,7 +32,12 @@ Found = dict[str, Any]  # the result of TrainerWorker.train
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this part."""
     add = parser.add_argument_group("trainer").add_argument
-    add("--trainer-steps", type=int, default=5, help="steps of training; the first does not count")
+    add(
+        "--trainer-steps",
+        type=runs.at_least(2),
+        default=5,
+        help="steps of training; the first does not count",
+    )
 
 
 def train(name: str, options: argparse.Namespace) -> Found:

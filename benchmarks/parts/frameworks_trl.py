@@ -18,6 +18,7 @@ from typing import Any
 import comparison
 import framework_model
 import results
+import runs
 from children import Failed
 from engine_process import START_SECONDS, process, say, wait_until_free
 from libraries import OURS
@@ -55,7 +56,7 @@ class Found:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this part."""
     add = parser.add_argument_group("trl").add_argument
-    add("--trl-steps", type=int, default=5, help="steps of training")
+    add("--trl-steps", type=runs.at_least(2), default=5, help="steps of training")
     add("--trl-fraction", type=float, default=0.3, help="vllm_gpu_memory_utilization")
     add("--trl-attention", default="TRITON_ATTN", help="vLLM's attention backend")
     add(
