@@ -12,9 +12,10 @@ Measurements
     trainer   transformers' Trainer whose optimizer, weights and reference model are in tags:
               seconds of their pauses and resumes, and memory in use. Needs transformers. About
               2 minutes
-    verl      verl's GRPO trainer with an SGLang engine: seconds of its releases, resumes and steps,
-              peak memory and KV tokens; losses, rewards and responses are compared. Needs verl and
-              SGLang. About 8 minutes; see the options of verl
+    verl      verl's own trainer with SGLang on the same GPUs: seconds of a release with both
+              resumes, of a step and its phases, peak memory, KV tokens; see
+              parts/frameworks_verl.py. Needs verl, Ray and SGLang; verl_wheels.py prepares them.
+              About 6 minutes
 
 framework_wheels.py prepares the packages for a machine without a network. Progress goes to stderr.
 Prints a table and merges each row into --output as soon as it exists (see results.py).
@@ -53,7 +54,7 @@ PARTS: dict[str, Part] = {
     "trainer": Part(
         frameworks_trainer.measure, frameworks_trainer.add_options, ("transformers", "accelerate")
     ),
-    "verl": Part(frameworks_verl.measure, frameworks_verl.add_options, ("verl", "sglang")),
+    "verl": Part(frameworks_verl.measure, frameworks_verl.add_options, ("verl", "sglang", "ray")),
 }
 MEASURES: dict[str, runs.Measure] = {name: part.measure for name, part in PARTS.items()}
 

@@ -41,16 +41,11 @@ def run(benchmark_module, tmp_path, monkeypatch):
 
     def call(*arguments, fault=""):
         monkeypatch.setenv("FAKE_FAULT", fault)
-        steps = benchmark_module("frameworks")
+        frameworks = benchmark_module("frameworks")
         folder = tmp_path / "trainings"
-        given = [
-            "--only=verl",
-            f"--output={tmp_path / 'out'}",
-            f"--verl-folder={folder}",
-            *arguments,
-        ]
-        options = steps.parser().parse_args(given)
-        status = steps.engine_benchmark.run(steps.MEASURES, options, lambda: "")
+        given = ["--only=verl", f"--output={tmp_path / 'out'}", f"--verl-folder={folder}"]
+        options = frameworks.parser().parse_args([*given, *arguments])
+        status = frameworks.engine_benchmark.run(frameworks.MEASURES, options, lambda: "")
         path = tmp_path / "out"
         rows = json.loads(path.read_text()) if path.exists() else []
         return status, {row["metric"]: row for row in rows}, folder

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-import sysconfig
 import textwrap
 
 import pytest
-from repository import TESTS
-
-FIXTURES = TESTS / "fixtures" / "preload"
-LIBRARY = "torch_memory_saver_hook_mode_preload.abi3.so"
-CC = (sysconfig.get_config_var("CC") or "cc").split()
+from dropin_preload import CC, CHILD, FIXTURES, LIBRARIES
 
 
 @pytest.fixture(scope="session")
@@ -27,28 +22,11 @@ def runtime(tmp_path_factory):
     return folder
 
 
-CHILD = """
-from child import Caller
-caller = Caller("caller.so")
-assert caller.lib is not None
-
-def filled(byte, nbytes=3 * MIB):
-    import ctypes
-    pointer = caller.malloc(nbytes)
-    assert pointer, caller.status
-    ctypes.memset(pointer, byte, nbytes)
-    return (ctypes.c_char * nbytes).from_address(pointer)
-
-def has(array, byte):
-    return bytes(array) == bytes([byte]) * len(array)
-"""
-
-
 @pytest.fixture
 def preloaded(run_dropin, dropin_site, runtime):
     """Run code in a child with `LD_PRELOAD` set as a framework sets it itself."""
 
-    def go(code, library=LIBRARY, **options):
+    def go(code, library=LIBRARIES[0], **options):
         options = {"LD_PRELOAD": str(dropin_site / library), "FIXTURES": str(runtime), **options}
         done = run_dropin(CHILD + textwrap.dedent(code), **options)
         assert done.stderr == ""

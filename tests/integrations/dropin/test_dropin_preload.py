@@ -7,12 +7,9 @@ import subprocess
 import zipfile
 
 import pytest
+from dropin_preload import LIBRARIES
 
 from memsaver._runtime.native import LIBRARY_DIR
-
-LIBRARIES = [
-    f"torch_memory_saver_hook_mode_preload{suffix}.abi3.so" for suffix in ("", "_cu12", "_cu13")
-]
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
