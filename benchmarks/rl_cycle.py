@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 
 import device_memory
 import engine_benchmark
@@ -49,18 +48,6 @@ def run(options: argparse.Namespace) -> int:
     return sglang_benchmark.run(PARTS, options, options.peer, device_memory.DeviceMemory)
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """Return a parser of integers that are at least `least`."""
-
-    def parse(text: str) -> int:
-        number = int(text)
-        if number < least:
-            raise argparse.ArgumentTypeError(f"{least} or more")
-        return number
-
-    return parse
-
-
 def fraction_of(text: str) -> float:
     """Parse the value of --fraction."""
     fraction = float(text)
@@ -75,13 +62,13 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add(
         "--steps",
-        type=at_least(1),
+        type=runs.at_least(1),
         default=3,
         help="for each library, after one that does not count",
     )
     add(
         "--states",
-        type=at_least(1),
+        type=runs.at_least(1),
         default=2,
         help="number of optimizer states, each as large as the weights",
     )
@@ -91,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
         default=0.85,
         help="mem_fraction_static of the engines of step",
     )
-    add("--bucket-mib", type=at_least(1), default=512, help="MiB of weights sent together")
+    add("--bucket-mib", type=runs.at_least(1), default=512, help="MiB of weights sent together")
     add(
         "--train-tokens",
         type=at_least(1),
