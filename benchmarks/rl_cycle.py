@@ -81,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
     add("--bucket-mib", type=runs.at_least(1), default=512, help="MiB of weights sent together")
     add(
         "--train-tokens",
-        type=at_least(1),
+        type=runs.at_least(1),
         default=16384,
         help="tokens for which the trainer of overhead computes gradients in a step",
     )
