@@ -67,6 +67,7 @@ WORDS = {
     "sglang_release_weights_first_ms": "first release of 16 GB of weights, backed up, ms",
     "sglang_start_s": "start of the engine, s",
     "rl_kv_tokens_fraction_at_once": "the same waking all at once",
+    "rl_step_overhead_seconds": "what a step takes beyond its training, update and generation, s",
     "rl_peak_GiB": "peak memory in use in a step, GiB",
     "rl_engine_sleep_ms": "pause of the engine's KV cache, weights and graphs, ms",
     "rl_trainer_wake_ms": "resume of the trainer's weights and optimizer, ms",

@@ -50,9 +50,12 @@ def order_after_arrival(tag: str) -> bool:
         if pools is None or simulator.active() or pools.is_capturing():
             arrival.wait()
         else:
+            cuda = pools.torch.cuda
             for row in _C.stats():
-                if row["tag"] == tag and int(row["device"]) >= 0:
-                    arrival.wait_stream(pools.torch.cuda.current_stream(int(row["device"])))
+                device = int(row["device"])
+                if row["tag"] == tag and device >= 0:
+                    with cuda.device(device):  # the default stream is that of the current device
+                        arrival.wait_stream(cuda.current_stream())
     except MemsaverError:
         forget_arrival(tag)
         raise
