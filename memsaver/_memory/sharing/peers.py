@@ -1,0 +1,371 @@
+"""The receiver's connections: one to each process that sent it tensors, with the memory mapped.
+
+One thread for each connection sends and receives all messages, maps and unmaps. Other threads add
+jobs to its queue, and take no lock: a finalizer may run in the middle of a call of the same thread.
+
+An extent is used from the moment a key is in its `users`. A thread first adds its key, then checks
+that the extent is not being unmapped; the connection's thread first marks the extent, then checks
+that it has no users. Each sees the other's step, because Python runs one thread at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import select
+import socket
+import threading
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any
+
+from memsaver._memory.sharing import wire
+from memsaver._runtime.native import _C
+from memsaver.errors import MemsaverError, SharingError
+
+if TYPE_CHECKING:
+    from memsaver._memory.sharing.importing import Place
+
+__all__ = ["Peer", "is_foreign", "peer_at"]
+
+_ANSWER_SECONDS = 60.0  # the longest wait for an exporter, which may be resuming the tag
+_MOST_TOKENS = 2000  # in a message
+
+
+class Extent:
+    """A mapped extent of another process."""
+
+    __slots__ = ("closing", "id", "offset", "span", "users", "wanted")
+
+    def __init__(self, span: Span, offset: int, number: int) -> None:
+        self.span, self.offset, self.id = span, offset, number
+        self.users: set[Hashable] = set()
+        self.closing = False  # it is being unmapped
+        self.wanted = False  # it is released when its last user ends
+
+
+class Span:
+    """The addresses for one span of another process."""
+
+    def __init__(self, ordinal: int, nbytes: int) -> None:
+        self.native = _C.ForeignSpan(ordinal, nbytes)
+        self.nbytes = nbytes
+        self.at: dict[int, Extent] = {}  # by offset
+
+
+class _Request:
+    """The import of one tensor's extents: filled by the connection's thread."""
+
+    def __init__(self, place: Place, ordinal: int) -> None:
+        self.place, self.ordinal = place, ordinal
+        self.over = threading.Event()
+        self.error: BaseException | None = None
+
+
+class Peer:
+    """The connection to one process that exports memory."""
+
+    def __init__(self, endpoint: str, tag: str) -> None:
+        self.endpoint = endpoint
+        self.extents: dict[int, Extent] = {}  # by id
+        self.spans: dict[tuple[int, int], Span] = {}  # by address there, and device here
+        self._jobs: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._is_woken = False
+        self._is_connected = True
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._socket.connect(f"\0{endpoint}")
+            wire.peer_of(self._socket)
+            threading.Thread(target=self._run, name="memsaver-import", daemon=True).start()
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError):
+                raise _gone(tag) from error
+            raise
+
+    def close(self) -> None:
+        self._is_connected = False
+        self._socket.close()
+        os.close(self._wake)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the process at the other end exists, or its memory is mapped."""
+        return self._is_connected or bool(self.extents)
+
+    # --- any thread
+
+    def use(self, place: Place, ordinal: int, key: Hashable) -> tuple[list[Extent], int]:
+        """Map the memory of a sent tensor, and keep it mapped until `end_use`.
+
+        Returns:
+            The extents, and the tensor's address in this process.
+
+        Raises:
+            SharingError: see `importing.rebuild`.
+        """
+        for _ in range(3):
+            extents = self._used(place, key)
+            if extents is not None:
+                self._add("take", place.token)
+                span = extents[0].span
+                return extents, span.native.address + place.address - place.span_address
+            request = _Request(place, ordinal)
+            self._add("import", request)
+            if not request.over.wait(_ANSWER_SECONDS):
+                raise SharingError(
+                    f"a tensor of tag {place.tag!r} cannot be imported: its process did not answer "
+                    f"within {_ANSWER_SECONDS:.0f} s",
+                    tag=place.tag,
+                )
+            if request.error is not None:
+                raise request.error
+        raise SharingError(
+            f"a tensor of tag {place.tag!r} cannot be imported: its memory was released again "
+            "before it could be used; send it again",
+            tag=place.tag,
+        )
+
+    def end_use(self, token: int, key: Hashable, extents: list[Extent]) -> None:
+        """Let the memory of a tensor be unmapped. A finalizer may call it."""
+        for extent in extents:
+            extent.users.discard(key)
+        self._add("drop", (token, extents))
+
+    def _used(self, place: Place, key: Hashable) -> list[Extent] | None:
+        found = [self.extents.get(number) for number in place.ids]
+        extents = [extent for extent in found if extent is not None]
+        for extent in extents:
+            extent.users.add(key)
+        if len(extents) == len(found) and not any(extent.closing for extent in extents):
+            return extents
+        for extent in extents:
+            extent.users.discard(key)
+        return None
+
+    def _add(self, kind: str, value: Any) -> None:
+        self._jobs.put((kind, value))
+        if not self._is_woken:
+            self._is_woken = True
+            with contextlib.suppress(OSError):  # the connection is closed
+                os.eventfd_write(self._wake, 1)
+
+    # --- the connection's thread
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        poll.register(self._socket, select.POLLIN)
+        while True:
+            for file, _ in poll.poll():
+                if file != self._wake:
+                    if not self._hear():
+                        poll.unregister(self._socket)
+                    continue
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._wake)
+                self._is_woken = False
+                self._work()
+
+    def _work(self) -> None:
+        takes: list[int] = []
+        drops: list[int] = []
+        ended: list[Extent] = []
+        while True:
+            try:
+                kind, value = self._jobs.get_nowait()
+            except queue.Empty:
+                break
+            if kind == "import":
+                self._tell(takes, drops)
+                self._import(value)
+            elif kind == "take":
+                takes.append(value)
+            else:
+                drops.append(value[0])
+                ended += value[1]
+        self._tell(takes, drops)
+        self._release([extent for extent in ended if extent.wanted or not self._is_connected])
+
+    def _tell(self, takes: list[int], drops: list[int]) -> None:
+        for name, tokens in (("take", takes), ("drop", drops)):
+            for at in range(0, len(tokens), _MOST_TOKENS):
+                self._send({name: tokens[at : at + _MOST_TOKENS]})
+            tokens.clear()
+
+    def _send(self, message: wire.Message) -> None:
+        with contextlib.suppress(OSError):  # the process has ended: `_hear` notices it
+            wire.send(self._socket, message)
+
+    def _hear(self) -> bool:
+        """Receive a message outside an import. Returns whether the other process exists."""
+        try:
+            message, files = wire.receive(self._socket)
+        except (OSError, ValueError):
+            message, files = {}, []
+        for file in files:
+            os.close(file)
+        if message:
+            self._note(message)
+            return True
+        self._is_connected = False
+        self._release(list(self.extents.values()))
+        return False
+
+    def _note(self, message: wire.Message) -> None:
+        if "release" in message:
+            for extent in list(self.extents.values()):
+                extent.wanted = True
+            self._release(list(self.extents.values()))
+
+    def _release(self, extents: list[Extent]) -> None:
+        """Unmap those extents that no tensor uses, and report it."""
+        by_span: dict[Span, list[Extent]] = {}
+        for extent in dict.fromkeys(extents):
+            extent.closing = True
+            if extent.users or self.extents.get(extent.id) is not extent:
+                extent.closing = bool(self.extents.get(extent.id) is not extent)
+            else:
+                by_span.setdefault(extent.span, []).append(extent)
+        released = []
+        for span, gone in by_span.items():
+            try:
+                span.native.unmap([extent.offset for extent in gone])
+            except MemsaverError:  # the driver refused: they stay, and the next request repeats it
+                for extent in gone:
+                    extent.closing = False
+                continue
+            for extent in gone:
+                del self.extents[extent.id], span.at[extent.offset]
+                released.append(extent.id)
+        for at in range(0, len(released), _MOST_TOKENS):
+            self._send({"released": released[at : at + _MOST_TOKENS]})
+
+    def _import(self, request: _Request) -> None:
+        try:
+            if any(number not in self.extents for number in request.place.ids):
+                self._map(request.place, request.ordinal, *self._received(request.place))
+        except MemsaverError as error:
+            request.error = error
+        except Exception as error:
+            request.error = SharingError(
+                f"a tensor of tag {request.place.tag!r} cannot be imported: {error}",
+                tag=request.place.tag,
+            )
+        finally:
+            request.over.set()
+
+    def _received(self, place: Place) -> tuple[list[list[int]], list[int]]:
+        """Request extents, and return their rows and descriptors."""
+        rows: list[list[int]] = []
+        files: list[int] = []
+        try:
+            wire.send(self._socket, {"import": [[place.address, place.nbytes]]})
+            while True:
+                message, new = wire.receive(self._socket)
+                files += new
+                if not message:
+                    raise _gone(place.tag)
+                if "error" in message:
+                    raise SharingError(str(message["error"]), tag=str(message["tag"]))
+                if "extents" not in message:
+                    self._note(message)
+                    continue
+                rows += message["extents"]
+                if not message["more"]:
+                    return rows, files
+        except BaseException as error:
+            for file in files:
+                os.close(file)
+            if isinstance(error, OSError):
+                raise _gone(place.tag) from error
+            raise
+
+    def _map(self, place: Place, ordinal: int, rows: list[list[int]], files: list[int]) -> None:
+        by_span: dict[tuple[int, int], list[tuple[list[int], int]]] = {}
+        for row, file in zip(rows, files, strict=True):
+            by_span.setdefault((row[2], row[3]), []).append((row, file))
+        refused = [row[4] for row in rows]
+        try:
+            for (address, nbytes), pieces in by_span.items():
+                span = self.spans.get((address, ordinal))
+                if span is None:
+                    span = self.spans[address, ordinal] = Span(ordinal, nbytes)
+                places = [(row[0] - address, row[1], file) for row, file in pieces]
+                self._make_room(span, places)
+                span.native.map(places)
+                for row, _ in pieces:
+                    extent = Extent(span, row[0] - address, row[4])
+                    span.at[extent.offset] = self.extents[extent.id] = extent
+                    refused.remove(extent.id)
+        finally:
+            for file in files:
+                os.close(file)
+            if refused:
+                self._send({"released": refused})
+        if any(number not in self.extents for number in place.ids):
+            raise SharingError(
+                f"a tensor of tag {place.tag!r} cannot be imported: its memory was freed or "
+                "replaced after it was sent; keep the tensor until the other process has it, and "
+                "send it again",
+                tag=place.tag,
+            )
+
+    def _make_room(self, span: Span, places: list[tuple[int, int, int]]) -> None:
+        """Unmap earlier extents that overlap new ones; their memory was freed."""
+        old = [
+            extent
+            for extent in span.at.values()
+            if any(at <= extent.offset < at + nbytes for at, nbytes, _ in places)
+        ]
+        if old:
+            self._release(old)
+
+
+def _gone(tag: str) -> SharingError:
+    return SharingError(
+        f"a tensor of tag {tag!r} cannot be imported: the process that sent it has ended, or is on "
+        "another machine or in another network namespace",
+        tag=tag,
+    )
+
+
+def peer_at(endpoint: str, tag: str) -> Peer:
+    """Return the connection to the process at an endpoint, made if necessary.
+
+    Raises:
+        SharingError: the process has ended, or belongs to another user.
+    """
+    peer = _peers.get(endpoint)
+    if peer is None:
+        for name, other in list(_peers.items()):
+            if not other.is_needed:
+                _peers.pop(name, None)
+        fresh = Peer(endpoint, tag)
+        peer = _peers.setdefault(endpoint, fresh)
+        if peer is not fresh:  # another thread was faster
+            fresh._send({"bye": True})
+    return peer
+
+
+def is_foreign(address: int) -> bool:
+    """Return whether an address lies in memory of another process."""
+    return any(
+        span.native.address <= address < span.native.address + span.nbytes
+        for peer in list(_peers.values())
+        for span in list(peer.spans.values())
+    )
+
+
+_peers: dict[str, Peer] = {}
+
+
+def _forget() -> None:
+    """Close the parent's sockets in a forked child, so that exporters notice the parent's end."""
+    for peer in _peers.values():
+        peer.close()
+    _peers.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
