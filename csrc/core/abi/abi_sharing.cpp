@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "core/abi/marshal.h"
+#include "core/memory/exports.h"
 #include "core/memory/foreign_span.h"
 #include "core/memory/importer.h"
 #include "core/platform/lifecycle.h"
@@ -72,7 +73,7 @@ ms_status ms_importer_export(ms_importer* importer, const ms_range* ranges, size
     require_not_forked();
     require_place(rows);
     Importer& to = *unwrap(importer);
-    std::vector<ExportedExtent> extents = to.export_extents(ranges_of(ranges, count));
+    std::vector<ExportedExtent> extents = export_extents(to, ranges_of(ranges, count));
     try {
       return_extents(extents, rows, row_count);
     } catch (...) {  // no host memory for the list: the process does not get the extents

@@ -7,9 +7,8 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
-#include <optional>
+#include <string>
 
-#include "core/memory/allocation.h"
 #include "core/memory/reservation.h"
 #include "core/platform/options.h"
 #include "core/platform/text.h"
@@ -18,58 +17,6 @@ namespace memsaver {
 namespace {
 
 std::atomic<int> requests{-1};
-
-Pool& pool_of(const Range& range) {
-  Pool* const pool = Registry::owner(range.address);
-  if (!pool) throw Error(Status::kNotOurs, "the address was not allocated by memsaver");
-  return *pool;
-}
-
-Error sharing_error(const Pool& pool, const std::string& reason) {
-  return Error(Status::kSharingFailed, "memory of tag " + quoted(pool.tag.name) +
-                                           " cannot be sent to another process: " + reason)
-      .with_tag(pool.tag.name);
-}
-
-Range span_around(const Heap& heap, uint64_t address) {
-  for (const VaReservation& span : heap.spans()) {
-    if (address - span.address() < span.bytes()) return {span.address(), span.bytes()};
-  }
-  return {};
-}
-
-// Calls `visit(address, mapping)` for each extent under the range. Needs the registry's lock.
-template <typename Visit>
-void visit_extents(const Pool& pool, const Range& range, Visit visit) {
-  const Heap& heap = pool.heap;
-  if (pool.tag.state != State::kMapped) {
-    throw sharing_error(pool, "the tag is paused; resume it first");
-  }
-  const std::optional<Range> block = heap.block_around(range.address);
-  if (!block || range.bytes > block->end() - range.address) {
-    throw sharing_error(pool, "it was freed");
-  }
-  auto extent = heap.extents().upper_bound(range.address);
-  if (extent != heap.extents().begin()) --extent;
-  for (; extent != heap.extents().end() && extent->first < range.end(); ++extent) {
-    if (extent->second.end() <= range.address) continue;
-    if (extent->second.memory().export_id() == 0) {
-      throw sharing_error(pool,
-                          "it was allocated before the tag became shareable; pause and resume the "
-                          "tag once, or create its first tensors with "
-                          "memsaver.region(tag, shareable=True)");
-    }
-    visit(extent->first, extent->second);
-  }
-}
-
-ExportedExtent row_of(const Pool& pool, uint64_t address, const Mapping& extent) {
-  return {{address, extent.bytes()},
-          span_around(pool.heap, address),
-          extent.memory().export_id(),
-          pool.heap.device().ordinal(),
-          {}};
-}
 
 Error shared_error(const std::vector<Tag*>& tags) {
   std::string text;
@@ -99,18 +46,6 @@ Error shared_error(const std::vector<Tag*>& tags) {
 
 }  // namespace
 
-std::vector<ExportedExtent> exportable_extents(const Range& range) {
-  std::vector<ExportedExtent> rows;
-  std::lock_guard<std::mutex> lock(Registry::instance().mutex);
-  const Pool& pool = pool_of(range);
-  visit_extents(pool, range, [&](uint64_t address, const Mapping& extent) {
-    rows.push_back(row_of(pool, address, extent));
-  });
-  return rows;
-}
-
-void make_shareable(Tag& tag) { tag.shareable.store(true); }
-
 std::unique_ptr<Importer> Importer::open(int64_t pid) {
   std::unique_ptr<Importer> made(new Importer(pid));
   std::lock_guard<std::mutex> lock(Registry::instance().mutex);
@@ -126,41 +61,6 @@ Importer::~Importer() {
   registry.changed.notify_all();
 }
 
-std::vector<ExportedExtent> Importer::export_extents(const std::vector<Range>& ranges) {
-  if (ranges.empty()) throw Error(Status::kInvalidArgument, "there is no range to export");
-  Registry& registry = Registry::instance();
-  Pool& pool = pool_of(ranges.front());
-  for (const Range& range : ranges) {
-    if (&pool_of(range) == &pool) continue;
-    throw Error(Status::kInvalidArgument, "the ranges belong to several tags or devices");
-  }
-  Hold hold(std::unique_lock<std::mutex>(registry.mutex), {&pool.tag});
-  std::vector<ExportedExtent> rows;
-  std::vector<const Mapping*> extents;  // unchanged while this thread owns the Hold
-  try {
-    for (const Range& range : ranges) {
-      visit_extents(pool, range, [&](uint64_t address, const Mapping& extent) {
-        const uint64_t id = extent.memory().export_id();
-        if (pieces_.count(id)) return;
-        rows.push_back(row_of(pool, address, extent));
-        extents.push_back(&extent);
-        bytes_[&pool.tag] += 0;
-        pieces_.emplace(id, Piece{&pool.tag, extent.bytes()});
-        bytes_[&pool.tag] += extent.bytes();
-      });
-    }
-    hold.unlock();
-    for (size_t i = 0; i < rows.size(); ++i) {
-      rows[i].descriptor = extents[i]->memory().export_memory();
-    }
-  } catch (...) {
-    hold.lock();
-    for (const ExportedExtent& row : rows) forget(row.id);
-    throw;
-  }
-  return rows;
-}
-
 void Importer::released(const uint64_t* ids, size_t count) noexcept {
   Registry& registry = Registry::instance();
   std::lock_guard<std::mutex> lock(registry.mutex);
@@ -168,7 +68,17 @@ void Importer::released(const uint64_t* ids, size_t count) noexcept {
   registry.changed.notify_all();
 }
 
-// Needs the registry's lock.
+void Importer::add(uint64_t id, Tag& tag, uint64_t bytes) {
+  uint64_t& total = bytes_[&tag];
+  try {
+    pieces_.emplace(id, Piece{&tag, bytes});
+  } catch (...) {
+    if (total == 0) bytes_.erase(&tag);
+    throw;
+  }
+  total += bytes;
+}
+
 void Importer::forget(uint64_t id) noexcept {
   const auto piece = pieces_.find(id);
   if (piece == pieces_.end()) return;

@@ -1,43 +1,21 @@
-// importer: another process that maps memory of this process's tags.
+// importer: the record of another process that maps memory of this process's tags.
 //
-// A shareable tag's memory is exportable: another process can import each of its extents through a
-// file descriptor, and then shares the pages. The descriptors travel outside the core. The core
-// records which process has which extents, so that a tag is not paused while one of them is
-// imported. The driver itself keeps an extent allocated until its last importer has released it.
+// A tag is not paused while a process has imported memory of it. The driver itself keeps imported
+// memory allocated until its last importer has released it.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <string>
 #include <vector>
 
 #include "core/memory/registry.h"
-#include "core/platform/descriptor.h"
-#include "core/platform/range.h"
 
 namespace memsaver {
 
-// An extent of a tag that other processes can import.
-struct ExportedExtent {
-  Range range;
-  Range span;   // the span of the heap that contains the extent
-  uint64_t id;  // unique in this process; new memory at the same addresses has another id
-  int device;
-  Descriptor descriptor;
-};
-
-// Returns the extents under a range of a live allocation, without descriptors, in address order.
-// Does not wait. Errors: kNotOurs; kSharingFailed if the tag is not mapped, the range is outside
-// live allocations, or its memory is not exportable.
-std::vector<ExportedExtent> exportable_extents(const Range& range);
-
-// Marks a tag as shareable: its new memory is exportable. Memory that it already has becomes
-// exportable when a resume replaces it.
-void make_shareable(Tag& tag);
-
-// One process that imports memory. Any thread, but one call at a time.
+// One process that imports memory. Any thread.
 class Importer {
  public:
   static std::unique_ptr<Importer> open(int64_t pid);
@@ -46,18 +24,18 @@ class Importer {
   Importer(const Importer&) = delete;
   Importer& operator=(const Importer&) = delete;
 
-  // Exports the extents under ranges of one tag on one device, except those that the process
-  // already has, and records that it has them. Waits while a transition of the tag is in progress.
-  // Exports all or none. Errors: those of exportable_extents; kInvalidArgument if there is no
-  // range, or ranges of several tags or devices; kDriverFailed; kInvalidState if the wait would
-  // deadlock.
-  std::vector<ExportedExtent> export_extents(const std::vector<Range>& ranges);
+  int64_t pid() const { return pid_; }
 
-  // Records that the process has released these extents. Ignores unknown ids.
+  // Records that the process has released these pieces. Ignores unknown ids.
   void released(const uint64_t* ids, size_t count) noexcept;
 
-  int64_t pid() const { return pid_; }
-  // By tag, the bytes that the process has imported. Needs the registry's lock.
+  // The functions below need the registry's lock.
+
+  bool has(uint64_t id) const { return pieces_.count(id) > 0; }
+  // Records that the process has a piece of a tag. Changes nothing if it throws std::bad_alloc.
+  void add(uint64_t id, Tag& tag, uint64_t bytes);
+  void forget(uint64_t id) noexcept;
+  // Returns the bytes that the process has, by tag.
   const std::map<Tag*, uint64_t>& bytes() const { return bytes_; }
 
  private:
@@ -67,11 +45,9 @@ class Importer {
   };
 
   explicit Importer(int64_t pid) : pid_(pid) {}
-  void forget(uint64_t id) noexcept;
 
   const int64_t pid_;
-  // Both need the registry's lock.
-  std::map<uint64_t, Piece> pieces_;  // by id
+  std::map<uint64_t, Piece> pieces_;  // by the id under which the memory was exported
   std::map<Tag*, uint64_t> bytes_;
 };
 

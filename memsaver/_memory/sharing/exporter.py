@@ -41,6 +41,12 @@ def endpoint() -> str:
     return _servers[os.getpid()].name
 
 
+def wake() -> None:
+    """Let the server compute its next deadline."""
+    for server in list(_servers.values()):
+        os.eventfd_write(server.wake, 1)
+
+
 def held() -> int:
     """Return the number of sent tensors that other processes use."""
     return sum(
@@ -55,6 +61,7 @@ class _Server:
         # Abstract: no file stays behind, and no folder is needed.
         self.name = f"memsaver-share-{os.getpid()}-{secrets.token_hex(16)}"
         self.requests = _C.release_requests()
+        self.wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.importers: dict[int, _Importer] = {}
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -69,6 +76,7 @@ class _Server:
         with contextlib.suppress(OSError):
             self.listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self.listener.close()
+        os.close(self.wake)
 
     def _run(self) -> None:
         from memsaver._memory.sharing import sending
@@ -77,13 +85,15 @@ class _Server:
         listener = self.listener.fileno()
         poll.register(listener, select.POLLIN)
         poll.register(self.requests, select.POLLIN)
+        poll.register(self.wake, select.POLLIN)
         while True:
             left = sending.forget_expired()
             for file, event in poll.poll(None if left is None else int(left * 1000) + 1):
-                if file == self.requests:
+                if file in (self.requests, self.wake):
                     with contextlib.suppress(BlockingIOError):
-                        os.eventfd_read(self.requests)
-                    self._request_release()
+                        os.eventfd_read(file)
+                    if file == self.requests:
+                        self._request_release()
                 elif event & (select.POLLHUP | select.POLLNVAL):
                     return
                 else:

@@ -108,7 +108,7 @@ class _Memory:
     def storage(self, torch: Any) -> Any:
         if _C.driver_info()[2]:
             array = (ctypes.c_char * self.nbytes).from_address(self.address)
-            array._memory = self  # the tensor keeps the array, and the array keeps this object
+            array._memory = self  # type: ignore[attr-defined]  # the tensor keeps the array, and the array keeps this object
             return torch.frombuffer(array, dtype=torch.uint8).untyped_storage()
         device = torch.device("cuda", self.ordinal)
         return torch.as_tensor(self, device=device).untyped_storage()

@@ -16,6 +16,7 @@ import queue
 import select
 import socket
 import threading
+import time
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Peer", "is_foreign", "peer_at"]
 
 _ANSWER_SECONDS = 60.0  # the longest wait for an exporter, which may be resuming the tag
+_LOOK_SECONDS = 1.0  # between two looks whether the connection's thread still runs
 _MOST_TOKENS = 2000  # in a message
 
 
@@ -72,6 +74,8 @@ class Peer:
         self._jobs: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._is_woken = False
         self._is_connected = True
+        self._has_ended = False  # the connection's thread
+        self._was_requested = False  # a release, during an import
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -85,14 +89,10 @@ class Peer:
             raise
 
     def close(self) -> None:
-        self._is_connected = False
+        """Close the connection. Its memory stays mapped."""
+        self._has_ended = True
         self._socket.close()
         os.close(self._wake)
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether the process at the other end exists, or its memory is mapped."""
-        return self._is_connected or bool(self.extents)
 
     # --- any thread
 
@@ -113,12 +113,7 @@ class Peer:
                 return extents, span.native.address + place.address - place.span_address
             request = _Request(place, ordinal)
             self._add("import", request)
-            if not request.over.wait(_ANSWER_SECONDS):
-                raise SharingError(
-                    f"a tensor of tag {place.tag!r} cannot be imported: its process did not answer "
-                    f"within {_ANSWER_SECONDS:.0f} s",
-                    tag=place.tag,
-                )
+            self._await(request)
             if request.error is not None:
                 raise request.error
         raise SharingError(
@@ -126,6 +121,18 @@ class Peer:
             "before it could be used; send it again",
             tag=place.tag,
         )
+
+    def _await(self, request: _Request) -> None:
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while not request.over.wait(_LOOK_SECONDS):
+            if self._has_ended and not request.over.is_set():
+                raise _gone(request.place.tag)
+            if time.monotonic() > deadline:
+                raise SharingError(
+                    f"a tensor of tag {request.place.tag!r} cannot be imported: its process did "
+                    f"not answer within {_ANSWER_SECONDS:.0f} s",
+                    tag=request.place.tag,
+                )
 
     def end_use(self, token: int, key: Hashable, extents: list[Extent]) -> None:
         """Let the memory of a tensor be unmapped. A finalizer may call it."""
@@ -146,10 +153,9 @@ class Peer:
 
     def _add(self, kind: str, value: Any) -> None:
         self._jobs.put((kind, value))
-        if not self._is_woken:
+        if not self._is_woken and not self._has_ended:
             self._is_woken = True
-            with contextlib.suppress(OSError):  # the connection is closed
-                os.eventfd_write(self._wake, 1)
+            os.eventfd_write(self._wake, 1)
 
     # --- the connection's thread
 
@@ -167,6 +173,10 @@ class Peer:
                     os.eventfd_read(self._wake)
                 self._is_woken = False
                 self._work()
+            if not self._is_connected and not self.extents:
+                _peers.pop(self.endpoint, None)
+                self.close()
+                return
 
     def _work(self) -> None:
         takes: list[int] = []
@@ -215,6 +225,7 @@ class Peer:
 
     def _note(self, message: wire.Message) -> None:
         if "release" in message:
+            self._was_requested = True
             for extent in list(self.extents.values()):
                 extent.wanted = True
             self._release(list(self.extents.values()))
@@ -245,6 +256,7 @@ class Peer:
     def _import(self, request: _Request) -> None:
         try:
             if any(number not in self.extents for number in request.place.ids):
+                self._was_requested = False
                 self._map(request.place, request.ordinal, *self._received(request.place))
         except MemsaverError as error:
             request.error = error
@@ -297,6 +309,7 @@ class Peer:
                 span.native.map(places)
                 for row, _ in pieces:
                     extent = Extent(span, row[0] - address, row[4])
+                    extent.wanted = self._was_requested
                     span.at[extent.offset] = self.extents[extent.id] = extent
                     refused.remove(extent.id)
         finally:
@@ -339,9 +352,6 @@ def peer_at(endpoint: str, tag: str) -> Peer:
     """
     peer = _peers.get(endpoint)
     if peer is None:
-        for name, other in list(_peers.items()):
-            if not other.is_needed:
-                _peers.pop(name, None)
         fresh = Peer(endpoint, tag)
         peer = _peers.setdefault(endpoint, fresh)
         if peer is not fresh:  # another thread was faster

@@ -58,7 +58,7 @@ def cover(torch: Any) -> None:
     """
     if not _shareable:
         return
-    reductions = sys.modules.get("torch.multiprocessing.reductions")
+    reductions: Any = sys.modules.get("torch.multiprocessing.reductions")
     if reductions is None or getattr(reductions.reduce_tensor, "is_memsavers", False):
         return
     original = reductions.reduce_tensor
@@ -97,9 +97,10 @@ def reduce(tensor: Any, tag: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
     _, _, span_address, span_bytes, _, device, _ = extents[0]
+    endpoint = exporter.endpoint()
     token = _keep(storage, (tag, device), address, nbytes)
     place = importing.Place(
-        endpoint=exporter.endpoint(),
+        endpoint=endpoint,
         token=token,
         tag=tag,
         span_address=span_address,
@@ -128,8 +129,11 @@ def _keep(storage: Any, pool: tuple[str, int], address: int, nbytes: int) -> int
     known = _token_of.get((storage._cdata, address))
     sent = _in_flight.pop(known, None) if known is not None else None
     token = sent.token if sent is not None else next(_tokens)
+    is_first = not _in_flight
     _in_flight[token] = Sent(token, storage, pool, address, nbytes, until)
     _token_of[storage._cdata, address] = token
+    if is_first:
+        exporter.wake()  # its thread waits for the next deadline
     return token
 
 

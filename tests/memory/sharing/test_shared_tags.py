@@ -20,7 +20,9 @@ def shared(importer, make, name, options):
     mine = make(2 * MIB)
     importer.load("x", mine)
     options(importer_seconds=0.2)
-    return mine, importer
+    both = [mine, importer]
+    yield both
+    both.clear()  # pytest keeps the list
 
 
 CALLS = {
@@ -70,7 +72,9 @@ def test_a_pause_waits_for_work_that_uses_the_tensor(shared, name, options, in_t
     importer.do("from memsaver import simulator; simulator.control().sim_hold_streams(1)")
     copy = (
         "import ctypes\n"
-        "driver = ctypes.CDLL(simulator.control()._name)\n"
+        "driver, context = ctypes.CDLL(simulator.control()._name), ctypes.c_void_p()\n"
+        "driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)\n"
+        "driver.cuCtxSetCurrent(context)\n"
         "driver.cuMemsetD8Async.argtypes = [ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, "
         "ctypes.c_void_p]\n"
         "assert driver.cuMemsetD8Async(x.data_ptr(), 9, 8 << 20, None) == 0\n"
