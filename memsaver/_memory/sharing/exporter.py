@@ -50,7 +50,7 @@ def wake() -> None:
 def held() -> int:
     """Return the number of sent tensors that other processes use."""
     return sum(
-        len(importer.held)
+        len(importer.held) + importer.dropping
         for server in list(_servers.values())
         for importer in list(server.importers.values())
     )
@@ -139,6 +139,7 @@ class _Importer:
                 self.end_of_process = os.pidfd_open(pid)
         self.record = _C.Importer(pid)
         self.held: dict[int, Any] = {}  # the memory that the process uses, by token
+        self.dropping = 0  # entries of `held` that are being removed
 
     def serve(self) -> None:
         try:
@@ -177,8 +178,10 @@ class _Importer:
             sent = sending.take(int(token))
             if sent is not None:
                 self.held[sent.token] = sent
+        self.dropping = len(message.get("drop", ()))
         for token in message.get("drop", ()):
-            self.held.pop(int(token), None)
+            self.held.pop(int(token), None)  # may free memory
+        self.dropping = 0
 
     def _export(self, ranges: list[tuple[int, int]]) -> None:
         """Send the extents under the ranges, and those of other tensors that are on their way."""
