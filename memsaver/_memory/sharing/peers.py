@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Peer", "is_foreign", "peer_at"]
 
 _ANSWER_SECONDS = 60.0  # the longest wait for an exporter, which may be resuming the tag
+_GATHER_SECONDS = 0.003
 _LOOK_SECONDS = 1.0  # between two looks whether the connection's thread still runs
 _MOST_TOKENS = 2000  # in a message
 
@@ -72,7 +73,8 @@ class Peer:
         self.extents: dict[int, Extent] = {}  # by id
         self.spans: dict[tuple[int, int], Span] = {}  # by address there, and device here
         self._jobs: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        self._is_woken = False
+        self._is_woken = False  # the thread will look at the queue
+        self._is_urgent = False  # and without a delay
         self._is_connected = True
         self._has_ended = False  # the connection's thread
         self._was_requested = False  # a release, during an import
@@ -153,7 +155,10 @@ class Peer:
 
     def _add(self, kind: str, value: Any) -> None:
         self._jobs.put((kind, value))
-        if not self._is_woken and not self._has_ended:
+        is_urgent = kind == "import"
+        if is_urgent:
+            self._is_urgent = True
+        if (is_urgent or not self._is_woken) and not self._has_ended:
             self._is_woken = True
             os.eventfd_write(self._wake, 1)
 
@@ -171,7 +176,9 @@ class Peer:
                     continue
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wake)
-                self._is_woken = False
+                if not self._is_urgent:  # more jobs follow: do them together
+                    select.select([self._wake], [], [], _GATHER_SECONDS)
+                self._is_urgent = self._is_woken = False
                 self._work()
             if not self._is_connected and not self.extents:
                 _peers.pop(self.endpoint, None)

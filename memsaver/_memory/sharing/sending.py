@@ -95,7 +95,9 @@ def reduce(tensor: Any, tag: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         raise SharingError(f"a tensor of tag {tag!r} cannot be sent: it has no memory", tag=tag)
     torch = sys.modules["torch"]
     if tensor.is_cuda:
-        torch.cuda.current_stream(tensor.device).synchronize()
+        stream = torch.cuda.current_stream(tensor.device)
+        if not stream.query():
+            stream.synchronize()
     _, _, span_address, span_bytes, _, device, _ = extents[0]
     endpoint = exporter.endpoint()
     token = _keep(storage, (tag, device), address, nbytes)
@@ -144,10 +146,14 @@ def forget_expired() -> float | None:
         The seconds until the next deadline; None if no memory is kept.
     """
     now = time.monotonic()
-    for sent in list(_in_flight.values()):
-        if sent.until > now:
-            return sent.until - now
-        take(sent.token)
+    while _in_flight:
+        try:
+            first = next(iter(_in_flight.values()))
+        except (RuntimeError, StopIteration):  # another thread changed it
+            continue
+        if first.until > now:
+            return first.until - now
+        take(first.token)
     return None
 
 
