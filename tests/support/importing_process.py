@@ -53,9 +53,10 @@ class ImportingProcess:
     """A process that receives tensors under names, and evaluates code with them."""
 
     def __init__(self, **environment: str) -> None:
+        path = [IMPORT_PATH, *filter(None, [os.environ.get("PYTHONPATH")])]
         self.process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM],
-            env={**os.environ, "PYTHONPATH": IMPORT_PATH, **environment},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path), **environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

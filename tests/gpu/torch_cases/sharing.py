@@ -126,12 +126,10 @@ def case_shared_memory_of_a_deleted_tensor(tag: str) -> None:
         other.load_pickle("x", data)
         assert other.ask("int(x[-1])") == last
         other.do("del x; gc.collect()")
-        with raises(ImportFailed):
-            other.load_pickle("x", b"not a pickle")
 
 
 def case_two_gpus_shared(tag: str) -> None:
-    """Tensors of two GPUs arrive on the same GPUs, even if the receiver numbers them differently."""
+    """Tensors of two GPUs arrive on these GPUs, even if the receiver numbers them differently."""
     with memsaver.region(tag, backup="host", device=[0, 1], shareable=True):
         here, there = numbered(64, 1, "cuda:0"), numbered(64, 2, "cuda:1")
     with importing_process(CUDA_VISIBLE_DEVICES="1,0") as other:
