@@ -577,12 +577,14 @@ typedef struct ms_importer ms_importer;
 MS_API ms_status ms_importer_open(int64_t pid, ms_importer** importer, ms_error* error);
 
 /* Exports the extents under ranges of one tag on one device, except those that the process already
- * has, and records that it has them; all or none. The caller closes the descriptors. Waits while a
- * transition of the tag is in progress.
+ * has, at most `most` of them, and records that it has them; all or none. If there are more, the
+ * next call exports them. The caller closes the descriptors. Waits while a transition of the tag is
+ * in progress.
  * Errors: those of ms_exportable; MS_INVALID_ARGUMENT if there is no range, or ranges of several
  * tags or devices; MS_DRIVER_FAILED; MS_INVALID_STATE if the wait would deadlock. */
 MS_API ms_status ms_importer_export(ms_importer* importer, const ms_range* ranges, size_t count,
-                                    ms_exported** rows, size_t* row_count, ms_error* error);
+                                    size_t most, ms_exported** rows, size_t* row_count,
+                                    ms_error* error);
 
 /* Records that the process has released these extents. Unknown ids are ignored. */
 MS_API ms_status ms_importer_released(ms_importer* importer, const uint64_t* ids, size_t count,

@@ -31,13 +31,13 @@ class Importer {
     importer_.reset(opened);
   }
 
-  py::list export_extents(const std::vector<std::pair<uint64_t, uint64_t>>& ranges) {
+  py::list export_extents(const std::vector<std::pair<uint64_t, uint64_t>>& ranges, size_t most) {
     std::vector<ms_range> wanted;
     for (const auto& range : ranges) wanted.push_back({range.first, range.second});
     ms_exported* rows = nullptr;
     size_t count = 0;
     without_gil([&](ms_error* error) {
-      return ms_importer_export(importer_.get(), wanted.data(), wanted.size(), &rows, &count,
+      return ms_importer_export(importer_.get(), wanted.data(), wanted.size(), most, &rows, &count,
                                 error);
     });
     return list_of_extents(rows, count);
@@ -118,7 +118,8 @@ void define_sharing(py::module_& m) {
   });
   py::class_<Importer>(m, "Importer")
       .def(py::init<int64_t>(), py::arg("pid"))
-      .def("export_extents", &Importer::export_extents, py::arg("ranges"))
+      .def("export_extents", &Importer::export_extents, py::arg("ranges"),
+           py::arg("most") = SIZE_MAX)
       .def("released", &Importer::released, py::arg("ids"))
       .def("close", &Importer::close);
   py::class_<ForeignSpan>(m, "ForeignSpan")

@@ -68,12 +68,12 @@ ms_status ms_importer_open(int64_t pid, ms_importer** importer, ms_error* error)
 }
 
 ms_status ms_importer_export(ms_importer* importer, const ms_range* ranges, size_t count,
-                             ms_exported** rows, size_t* row_count, ms_error* error) {
+                             size_t most, ms_exported** rows, size_t* row_count, ms_error* error) {
   return guarded(error, [&] {
     require_not_forked();
     require_place(rows);
     Importer& to = *unwrap(importer);
-    std::vector<ExportedExtent> extents = export_extents(to, ranges_of(ranges, count));
+    std::vector<ExportedExtent> extents = export_extents(to, ranges_of(ranges, count), most);
     try {
       return_extents(extents, rows, row_count);
     } catch (...) {  // no host memory for the list: the process does not get the extents

@@ -76,7 +76,8 @@ std::vector<ExportedExtent> exportable_extents(const Range& range) {
 
 void make_shareable(Tag& tag) noexcept { tag.shareable.store(true); }
 
-std::vector<ExportedExtent> export_extents(Importer& to, const std::vector<Range>& ranges) {
+std::vector<ExportedExtent> export_extents(Importer& to, const std::vector<Range>& ranges,
+                                           size_t most) {
   if (ranges.empty()) throw Error(Status::kInvalidArgument, "there is no range to export");
   Registry& registry = Registry::instance();
   Pool& pool = pool_of(ranges.front());
@@ -91,7 +92,7 @@ std::vector<ExportedExtent> export_extents(Importer& to, const std::vector<Range
     for (const Range& range : ranges) {
       visit_extents(pool, range, [&](uint64_t address, const Mapping& extent) {
         const uint64_t id = extent.memory().export_id();
-        if (to.has(id)) return;
+        if (to.has(id) || rows.size() >= most) return;
         rows.push_back(row_of(pool, address, extent));
         extents.push_back(&extent);
         to.add(id, pool.tag, extent.bytes());

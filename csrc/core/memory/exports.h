@@ -33,9 +33,11 @@ void make_shareable(Tag& tag) noexcept;
 std::vector<ExportedExtent> exportable_extents(const Range& range);
 
 // Exports the extents under ranges of one tag on one device, except those that the process already
-// has, and records that it has them. Waits while a transition of the tag is in progress. Exports
-// all or none. Errors: those of exportable_extents; kInvalidArgument if there is no range, or
-// ranges of several tags or devices; kDriverFailed; kInvalidState if the wait would deadlock.
-std::vector<ExportedExtent> export_extents(Importer& to, const std::vector<Range>& ranges);
+// has, at most `most` of them, and records that it has them. Waits while a transition of the tag is
+// in progress. Exports all or none. Errors: those of exportable_extents; kInvalidArgument if there
+// is no range, or ranges of several tags or devices; kDriverFailed; kInvalidState if the wait would
+// deadlock.
+std::vector<ExportedExtent> export_extents(Importer& to, const std::vector<Range>& ranges,
+                                           size_t most);
 
 }  // namespace memsaver

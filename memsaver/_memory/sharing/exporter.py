@@ -152,7 +152,7 @@ class _Importer:
                 if not message:
                     break
                 self._answer(message)
-        except (OSError, ValueError, TypeError, KeyError):
+        except (OSError, ValueError, TypeError, KeyError, SharingError):
             pass  # a broken connection, or a message of an unknown form
         self._wait_for_the_end()
 
@@ -192,21 +192,26 @@ class _Importer:
             if not sending.is_shareable(tag):
                 raise SharingError(f"a tensor of tag {tag!r} cannot be imported: it was freed")
             try:
-                rows = self.record.export_extents(ranges + sending.ranges_with(tag, device))
+                wanted = ranges + sending.ranges_with(tag, device)
+                rows = self.record.export_extents(wanted, wire.MOST_FILES)
             except MemsaverError:  # another tensor was freed
-                rows = self.record.export_extents(ranges)
+                wanted = ranges
+                rows = self.record.export_extents(wanted, wire.MOST_FILES)
+            while self._send_extents(rows):
+                rows = self.record.export_extents(wanted, wire.MOST_FILES)
         except MemsaverError as error:
             wire.send(self.connection, {"error": str(error), "tag": error.tag})
-            return
-        files = [row[6] for row in rows]
+
+    def _send_extents(self, rows: list[_C.Extent]) -> bool:
+        """Send extents in one message. Returns whether there may be more."""
+        has_more = len(rows) == wire.MOST_FILES
         try:
-            for at in range(0, max(len(rows), 1), wire.MOST_FILES):
-                end = at + wire.MOST_FILES
-                message = {"extents": [row[:5] for row in rows[at:end]], "more": end < len(rows)}
-                wire.send(self.connection, message, files[at:end])
+            message = {"extents": [row[:5] for row in rows], "more": has_more}
+            wire.send(self.connection, message, [row[6] for row in rows])
         finally:
-            for file in files:
-                os.close(file)
+            for row in rows:
+                os.close(row[6])
+        return has_more
 
 
 _servers: dict[int, _Server] = {}  # at most one, by process

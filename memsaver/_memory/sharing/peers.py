@@ -219,7 +219,7 @@ class Peer:
         """Receive a message outside an import. Returns whether the other process exists."""
         try:
             message, files = wire.receive(self._socket)
-        except (OSError, ValueError):
+        except (OSError, ValueError, SharingError):
             message, files = {}, []
         for file in files:
             os.close(file)
@@ -261,47 +261,61 @@ class Peer:
             self._send({"released": released[at : at + _MOST_TOKENS]})
 
     def _import(self, request: _Request) -> None:
+        place = request.place
         try:
-            if any(number not in self.extents for number in request.place.ids):
+            if any(number not in self.extents for number in place.ids):
                 self._was_requested = False
-                self._map(request.place, request.ordinal, *self._received(request.place))
+                wire.send(self._socket, {"import": [[place.address, place.nbytes]]})
+                while self._take_extents(place, request.ordinal):
+                    pass
+                if any(number not in self.extents for number in place.ids):
+                    raise SharingError(
+                        f"a tensor of tag {place.tag!r} cannot be imported: its memory was freed "
+                        "or replaced after it was sent; keep the tensor until the other process "
+                        "has it, and send it again",
+                        tag=place.tag,
+                    )
         except MemsaverError as error:
             request.error = error
+        except OSError as error:
+            request.error = _gone(place.tag)
+            request.error.__cause__ = error
         except Exception as error:
             request.error = SharingError(
-                f"a tensor of tag {request.place.tag!r} cannot be imported: {error}",
-                tag=request.place.tag,
+                f"a tensor of tag {place.tag!r} cannot be imported: {error}", tag=place.tag
             )
         finally:
             request.over.set()
 
-    def _received(self, place: Place) -> tuple[list[list[int]], list[int]]:
-        """Request extents, and return their rows and descriptors."""
-        rows: list[list[int]] = []
-        files: list[int] = []
+    def _take_extents(self, place: Place, ordinal: int) -> bool:
+        """Receive a message of an import, and map its extents. Returns whether another follows.
+
+        Extents that cannot be mapped are released; the rest of the messages is received anyway.
+        """
+        message, files = wire.receive(self._socket)
         try:
-            wire.send(self._socket, {"import": [[place.address, place.nbytes]]})
-            while True:
-                message, new = wire.receive(self._socket)
-                files += new
-                if not message:
-                    raise _gone(place.tag)
-                if "error" in message:
-                    raise SharingError(str(message["error"]), tag=str(message["tag"]))
-                if "extents" not in message:
-                    self._note(message)
-                    continue
-                rows += message["extents"]
-                if not message["more"]:
-                    return rows, files
-        except BaseException as error:
+            if not message:
+                raise _gone(place.tag)
+            if "error" in message:
+                raise SharingError(str(message["error"]), tag=str(message["tag"]))
+            if "extents" not in message:
+                self._note(message)
+                return True
+            try:
+                self._map(ordinal, message["extents"], files)
+            except BaseException:
+                if message["more"]:
+                    with contextlib.suppress(MemsaverError):
+                        while self._take_extents(place, ordinal):
+                            pass
+                raise
+            return bool(message["more"])
+        finally:
             for file in files:
                 os.close(file)
-            if isinstance(error, OSError):
-                raise _gone(place.tag) from error
-            raise
 
-    def _map(self, place: Place, ordinal: int, rows: list[list[int]], files: list[int]) -> None:
+    def _map(self, ordinal: int, rows: list[list[int]], files: list[int]) -> None:
+        """Map the extents of one message, and release those that cannot be mapped."""
         by_span: dict[tuple[int, int], list[tuple[list[int], int]]] = {}
         for row, file in zip(rows, files, strict=True):
             by_span.setdefault((row[2], row[3]), []).append((row, file))
@@ -320,17 +334,8 @@ class Peer:
                     span.at[extent.offset] = self.extents[extent.id] = extent
                     refused.remove(extent.id)
         finally:
-            for file in files:
-                os.close(file)
             if refused:
                 self._send({"released": refused})
-        if any(number not in self.extents for number in place.ids):
-            raise SharingError(
-                f"a tensor of tag {place.tag!r} cannot be imported: its memory was freed or "
-                "replaced after it was sent; keep the tensor until the other process has it, and "
-                "send it again",
-                tag=place.tag,
-            )
 
     def _make_room(self, span: Span, places: list[tuple[int, int, int]]) -> None:
         """Unmap earlier extents that overlap new ones; their memory was freed."""

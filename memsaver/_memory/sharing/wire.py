@@ -63,16 +63,17 @@ def receive(connection: socket.socket) -> tuple[Message, list[int]]:
     An empty message means that the other process has closed the connection.
 
     Raises:
-        OSError: the connection is broken, or a message was too long.
+        OSError: the connection is broken, or a message has an unknown form.
+        SharingError: there are not enough descriptors.
     """
     data, files, flags, _ = socket.recv_fds(
         connection, _MOST_BYTES, MOST_FILES, socket.MSG_CMSG_CLOEXEC
     )
     try:
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-            raise OSError(
-                "a message was cut off; if it carried descriptors, raise the limit of open files "
-                "(ulimit -n)"
+            raise SharingError(
+                "a message about shared memory was cut off: raise the limit of open files "
+                f"(ulimit -n) by {MOST_FILES}"
             )
         message = json.loads(data) if data else {}
         if not isinstance(message, dict):
