@@ -27,10 +27,12 @@ SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("SGLang, an 8B model", ("sglang_",)),
     ("vLLM, an 8B model", ("vllm_",)),
     ("A step of RL, an 8B model", ("rl_",)),
+    ("Steps of verl's GRPO trainer, a 1.4B model", ("verl_",)),
     ("Cost of an active region", ("region_", "malloc_")),
+    ("Training frameworks", ("trl_", "trainer_")),
     ("Others", ("",)),
 )
-ORDER = (1, 2, 0, 3, 4, 5, 6, 7, 8, 9, 10, 11)
+ORDER = (1, 2, 0, 3, 4, 5, 6, 7, 8, 9, 10, 12, 11, 13)
 
 # The titles of the rows.
 WORDS = {
@@ -97,6 +99,27 @@ WORDS = {
     "vllm_wake_kv_ms": "wake the KV cache, ms",
     "vllm_decode_tokens_per_s": "decoding of 8 sequences, tokens/s",
     "vllm_resident_MiB": "memory in use, asleep, MiB",
+    "trl_sleep_wake_seconds": "TRL: the engine's first sleep and wake-up, s",
+    "trl_sleep_wake_later_seconds": "TRL: its later sleeps and wake-ups, s",
+    "trl_step_seconds": "TRL: a training step, s",
+    "trl_peak_MiB": "TRL: peak memory in use, MiB",
+    "trainer_transition_seconds": "transformers: all releases and restores of a step, s",
+    "trainer_step_seconds": "transformers: a training step, s",
+    "trainer_asleep_MiB": "transformers: memory in use between steps, MiB",
+    "trainer_peak_MiB": "transformers: peak memory in use, MiB",
+    "verl_sleep_wake_seconds": "release and both resumes of the engine, s",
+    "verl_step_seconds": "a step, s",
+    "verl_update_weights_seconds": "update of the weights with both resumes, s",
+    "verl_peak_MiB": "peak memory in use, MiB",
+    "verl_kv_tokens": "KV tokens at gpu_memory_utilization 0.5",
+    "verl_max_fraction": "largest gpu_memory_utilization that works",
+    "verl_max_kv_tokens": "KV tokens with it",
+    "verl_cycles_change_MiB": "change of the memory in use asleep, 50 steps, MiB",
+    "verl_tp2_sleep_wake_seconds": "two GPUs: release and both resumes of the engine, s",
+    "verl_tp2_step_seconds": "two GPUs: a step, s",
+    "verl_tp2_update_weights_seconds": "two GPUs: update of the weights with both resumes, s",
+    "verl_tp2_peak_MiB": "two GPUs: peak memory in use on the first, MiB",
+    "verl_tp2_kv_tokens": "two GPUs: KV tokens at gpu_memory_utilization 0.5",
     "rl_transition_seconds": "all transitions of engine and trainer, s",
     "rl_kv_tokens_fraction": "KV tokens beside a trainer, waking in stages",
     "kv_64GiB_pause_ms": "pause 64 GiB, no backup, ms",

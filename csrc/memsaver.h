@@ -394,7 +394,8 @@ typedef struct ms_transition ms_transition;
  * After this call the transition owns the tags, and conflicting calls wait (see "Waiting for a
  * tag"), so the transition must be run or freed.
  *
- * `backup` overrides the policies of the tags of `out` for this call. The bytes of `dead`, which no
+ * `backup` overrides the policies of the tags of `out` for this call. Without `out`, MS_BACKUP_NONE
+ * restores nothing: all bytes read as if they had not been saved. The bytes of `dead`, which no
  * tensor owns, are neither saved nor restored. `changes` is the result of ms_changes from before
  * `dead` was determined: if the counter has changed since, everything is saved (NULL: `dead`
  * is up to date). Bytes that were not saved read as zero after the resume, with option `poison` as

@@ -9,7 +9,7 @@ from faults.calls import Allocate, Ask, Captured, FirstUse, Free, PoolAllocate
 from faults.machine import MIB, Machine
 from faults.scenario import Scenario, require
 from faults.sharing import Share
-from faults.transitions import DiskCached, DiskNamed, Graph, Pause, Resume, Swap
+from faults.transitions import DiskCached, DiskNamed, Graph, Pause, Resume, Swap, Unrestored
 
 __all__ = ["SCENARIOS", "Scenario"]
 
@@ -78,6 +78,7 @@ SCENARIOS: dict[str, Make] = {
     "resume_pageable": _case(Resume, "pageable"),
     "resume_disk": _case(Resume, "disk"),
     "resume_peer": _case(Resume, "peer", devices=2),
+    "resume_unrestored": _case(Unrestored, "host"),
     "resume_two_devices": _case(Resume, "host", devices=2),
     "resume_background": _case(Resume, "host", background=True),
     "resume_graph": _case(Graph, "resume"),
