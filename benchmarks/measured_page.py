@@ -21,6 +21,7 @@ SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Without a backup", ("kv_", "discarded_", "many_")),
     ("Backed up to the host", ("backed_", "lora_", "two_gpu_")),
     ("Backed up to another GPU", ("peer_",)),
+    ("Sent to another process", ("share_", "update_from_region_")),
     ("Backed up to disk", ("disk_",)),
     ("Host memory", ("host_",)),
     ("SGLang, an 8B model", ("sglang_",)),
@@ -31,7 +32,7 @@ SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Training frameworks", ("trl_", "trainer_")),
     ("Others", ("",)),
 )
-ORDER = (1, 2, 0, 3, 4, 5, 6, 7, 8, 9, 11, 10, 12)
+ORDER = (1, 2, 0, 3, 4, 5, 6, 7, 8, 9, 10, 12, 11, 13)
 
 # The titles of the rows.
 WORDS = {
@@ -55,6 +56,9 @@ WORDS = {
     "two_gpu_backed_resume_ms": "resume of 16 GB on each of two GPUs, ms",
     "peer_pause_16GB_ms": "later pauses of 16 GB, all contents changed, ms",
     "peer_resume_16GB_ms": "resume of 16 GB from the other GPU, ms",
+    "share_16GB_ms": "16 GB sent from a region, until another process has read it, ms",
+    "share_195_tensors_ms": "the same for 16 GB in 195 tensors, ms",
+    "update_from_region_ms": "update of an engine's 16 GB of weights from a trainer's region, ms",
     "disk_pause_rate": "rate of these pauses, % of direct I/O",
     "disk_resume_rate": "rate of these resumes, % of direct I/O",
     "host_overhead_trimmed_MiB": "host memory left after a resume and trim, MiB",

@@ -8,6 +8,7 @@ from typing import Any
 from faults.calls import Allocate, Ask, Captured, FirstUse, Free, PoolAllocate
 from faults.machine import MIB, Machine
 from faults.scenario import Scenario, require
+from faults.sharing import Share
 from faults.transitions import DiskCached, DiskNamed, Graph, Pause, Resume, Swap, Unrestored
 
 __all__ = ["SCENARIOS", "Scenario"]
@@ -87,6 +88,7 @@ SCENARIOS: dict[str, Make] = {
     "swap_pageable_disk": _case(Swap, "pageable", "disk"),
     "swap_peer_peer": _case(Swap, "peer", "peer"),
     "swap_background": _case(Swap, "host", "host", background=True),
+    "share": _case(Share),
     "fingerprint": _case(Ask, _fingerprint),
     "backup_view": _case(Ask, _view, paused=True),
     "stats": _case(Ask, lambda asked: asked.memsaver.stats()),
