@@ -111,7 +111,12 @@ class _Memory:
             array._memory = self  # type: ignore[attr-defined]  # the tensor keeps the array, and the array keeps this object
             return torch.frombuffer(array, dtype=torch.uint8).untyped_storage()
         device = torch.device("cuda", self.ordinal)
-        return torch.as_tensor(self, device=device).untyped_storage()
+        storage = torch.as_tensor(self, device=device).untyped_storage()
+        if storage.data_ptr() != self.address:
+            raise SharingError(
+                f"torch copied memory of another process to {device} instead of using it"
+            )
+        return storage
 
 
 def _memory(place: Place) -> _Memory:
