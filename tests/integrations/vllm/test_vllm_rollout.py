@@ -44,7 +44,7 @@ def run(run_vllm):
 
     def run(lines, model="tiny"):
         start = START + ALONE.replace("MODEL", repr(model))
-        run_vllm(f"{start}\n{textwrap.dedent(lines)}\nengine.close()", with_torch=True)
+        run_vllm(f"{start}\n{textwrap.dedent(lines)}\nengine.close()")
 
     return run
 
@@ -137,7 +137,6 @@ def test_a_dead_engine_starts_again_with_the_weights(run_vllm):
     assert generated(engine) == first and holds(engine, 2)
     engine.close()
     """),
-        with_torch=True,
     )
 
 
@@ -153,7 +152,6 @@ def test_wrong_arguments_are_refused_before_a_process_starts(run_vllm):
         RolloutEngine.connect(object(), kind="vllm")
     assert not multiprocessing.active_children()
     """),
-        with_torch=True,
     )
 
 
