@@ -54,7 +54,7 @@ def run_async(run_vllm):
 
     def run(lines, more="", **env):
         code = START + ASYNC.format(more=more and f", {more}") + lines + END
-        # The process has not started a driver; test_vllm_rollout.py spawns engines.
+        # This process has not started a driver; test_vllm_rollout.py also spawns engines.
         return run_vllm(code, VLLM_FAKE_START="fork", **env)
 
     return run
