@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from subprocess import Popen  # not a test's replacement
 from typing import Any
 
 from repository import IMPORT_PATH, SUPPORT
@@ -19,6 +21,9 @@ from repository import IMPORT_PATH, SUPPORT
 from memsaver._runtime.native import LIBRARY_DIR
 
 Process = dict[str, Any]  # see `fork_server.become`
+
+_LIBC = ctypes.CDLL(None)
+_PR_SET_CHILD_SUBREAPER = 36
 
 _server: subprocess.Popen[str] | None = None
 
@@ -133,9 +138,29 @@ def _started(processes: Sequence[Process], timeout: float) -> list[int | None]:
 
 def _forked(processes: Sequence[Process], timeout: float) -> list[int | None]:
     """Return the exit statuses of `fork_server`'s children; None for one that ran too long."""
+    answer: list[int | None] = _answer({"processes": processes, "timeout": timeout})
+    return answer
+
+
+def adopted(process: Process) -> int:
+    """Start a process that has imported torch as a child of this one; return its pid.
+
+    Besides the items for a rank, `process` may have "input", the file to read from, "arguments" for
+    the script, and "session", whether the process leads a session.
+    """
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans below this process become its children
+    try:
+        pid: int = _answer({"adopted": process})
+    finally:
+        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 0)
+    return pid
+
+
+def _answer(request: dict[str, Any]) -> Any:
+    """Send a request to `fork_server`, which is started at the first, and return its answer."""
     global _server
     if _server is None:  # runs until this process ends, which closes its pipe
-        _server = subprocess.Popen(
+        _server = Popen(
             [sys.executable, str(SUPPORT / "fork_server.py")],
             env=_environment(),
             stdin=subprocess.PIPE,
@@ -145,12 +170,10 @@ def _forked(processes: Sequence[Process], timeout: float) -> list[int | None]:
         )
     assert _server.stdin is not None and _server.stdout is not None
     try:
-        request = json.dumps({"processes": processes, "timeout": timeout})
-        print(request, file=_server.stdin, flush=True)
+        print(json.dumps(request), file=_server.stdin, flush=True)
         line = _server.stdout.readline()
         assert line, f"fork_server.py ended with status {_server.wait(10)}; its stderr says why"
-        answer: list[int | None] = json.loads(line)
-        return answer
+        return json.loads(line)
     except BaseException:  # for example a test's timeout: end all of its ranks
         with contextlib.suppress(ProcessLookupError):
             os.killpg(_server.pid, signal.SIGKILL)
