@@ -60,8 +60,11 @@ def for_adoption(process: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
     reading, writing = os.pipe()
     between = os.fork()
     if between == 0:
+        first_parent = os.getpid()
         if os.fork() > 0:
             os._exit(0)
+        while os.getppid() == first_parent:
+            time.sleep(0.0005)
         os.close(reading)
         return {**process, "ready": writing}, ""
     os.close(writing)

@@ -25,7 +25,8 @@ Process = dict[str, Any]  # see `fork_server.become`
 _LIBC = ctypes.CDLL(None)
 _PR_SET_CHILD_SUBREAPER = 36
 
-_server: subprocess.Popen[str] | None = None
+# By LD_LIBRARY_PATH, which the dynamic linker reads only when a process starts.
+_servers: dict[str | None, subprocess.Popen[str]] = {}
 
 
 def run(
@@ -138,7 +139,8 @@ def _started(processes: Sequence[Process], timeout: float) -> list[int | None]:
 
 def _forked(processes: Sequence[Process], timeout: float) -> list[int | None]:
     """Return the exit statuses of `fork_server`'s children; None for one that ran too long."""
-    answer: list[int | None] = _answer({"processes": processes, "timeout": timeout})
+    request = {"processes": processes, "timeout": timeout}
+    answer: list[int | None] = _answer(request, processes[0]["environment"])
     return answer
 
 
@@ -150,33 +152,35 @@ def adopted(process: Process) -> int:
     """
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans below this process become its children
     try:
-        pid: int = _answer({"adopted": process})
+        pid: int = _answer({"adopted": process}, process["environment"])
     finally:
         _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 0)
     return pid
 
 
-def _answer(request: dict[str, Any]) -> Any:
-    """Send a request to `fork_server`, which is started at the first, and return its answer."""
-    global _server
-    if _server is None:  # runs until this process ends, which closes its pipe
-        _server = Popen(
+def _answer(request: dict[str, Any], environment: Mapping[str, str]) -> Any:
+    """Send a request for processes in this environment to `fork_server`; return its answer."""
+    libraries = environment.get("LD_LIBRARY_PATH")
+    if libraries not in _servers:  # runs until this process ends, which closes its pipe
+        linked = {} if libraries is None else {"LD_LIBRARY_PATH": libraries}
+        _servers[libraries] = Popen(
             [sys.executable, str(SUPPORT / "fork_server.py")],
-            env=_environment(),
+            env={k: v for k, v in _environment().items() if k != "LD_LIBRARY_PATH"} | linked,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
-    assert _server.stdin is not None and _server.stdout is not None
+    server = _servers[libraries]
+    assert server.stdin is not None and server.stdout is not None
     try:
-        print(json.dumps(request), file=_server.stdin, flush=True)
-        line = _server.stdout.readline()
-        assert line, f"fork_server.py ended with status {_server.wait(10)}; its stderr says why"
+        print(json.dumps(request), file=server.stdin, flush=True)
+        line = server.stdout.readline()
+        assert line, f"fork_server.py ended with status {server.wait(10)}; its stderr says why"
         return json.loads(line)
     except BaseException:  # for example a test's timeout: end all of its ranks
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(_server.pid, signal.SIGKILL)
-        _server.communicate()
-        _server = None
+            os.killpg(server.pid, signal.SIGKILL)
+        server.communicate()
+        del _servers[libraries]
         raise

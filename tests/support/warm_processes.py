@@ -17,7 +17,7 @@ class WarmPopen(subprocess.Popen[Any]):
     """A `Popen` that runs Python scripts in forks of a process that has imported torch.
 
     It saves the seconds that an import of torch takes. Other commands run as usual, and so do
-    scripts with variables of the dynamic linker, which it reads only when a process starts.
+    scripts with preloaded libraries, which a process gets only at its start.
     """
 
     def _execute_child(self, *given: Any) -> None:
@@ -25,7 +25,7 @@ class WarmPopen(subprocess.Popen[Any]):
         command = list(map(str, call["args"])) if isinstance(call["args"], list) else []
         environment = dict(os.environ if call["env"] is None else call["env"])
         is_script = command[:1] == [sys.executable] and command[1].endswith(".py")
-        if not is_script or not environment.keys().isdisjoint(("LD_PRELOAD", "LD_LIBRARY_PATH")):
+        if not is_script or "LD_PRELOAD" in environment:
             _usual(self, *given)
             return
 
