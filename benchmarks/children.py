@@ -55,6 +55,7 @@ class Child:
         environment: the child's variables, instead of this process's.
         cwd: the child's working directory, instead of this process's.
         tree: whether the child starts processes, which `close` also ends.
+        preload: the path of a library to preload; "" for none.
         settings: further arguments of the worker.
     """
 
@@ -66,14 +67,18 @@ class Child:
         environment: Mapping[str, str] = os.environ,
         cwd: str | None = None,
         tree: bool = False,
+        preload: str = "",
         **settings: Any,
     ) -> None:
         self.name = name
         self._buffer = b""
         self._tree = tree
+        environment = {key: text for key, text in environment.items() if key not in NOT_INHERITED}
+        if preload:
+            environment["LD_PRELOAD"] = preload
         self._process = subprocess.Popen(
             [sys.executable, str(SERVE), worker, name, json.dumps(settings)],
-            env={key: value for key, value in environment.items() if key not in NOT_INHERITED},
+            env=environment,
             cwd=cwd,
             start_new_session=tree,
             stdin=subprocess.PIPE,

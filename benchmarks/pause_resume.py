@@ -14,6 +14,8 @@ Measurements
     two_gpu     the decoder on each of two GPUs, backed; left out where there is one
     neighbour   the decoder on one of two GPUs, with a backup on the other one or on the host; left
                 out with one GPU
+    sharing     16 GB sent to another process from a shareable region, against CUDA IPC; an update
+                of an engine's weights from a region, against a bucket outside of regions
     bandwidth   a kernel on memory of a region against the same kernel on plain memory
     hook        a cudaMalloc/cudaFree pair outside any region, preloaded or not (hook_overhead.py)
 
@@ -50,7 +52,7 @@ from pathlib import Path
 import host_memory
 import results
 import runs
-from parts import backed, bandwidth, discarded, disk, hook, host, neighbour, swap, two_gpu
+from parts import backed, bandwidth, discarded, disk, hook, host, neighbour, sharing, swap, two_gpu
 from raw_driver import count_gpus
 
 # The module that measures each name, in the order of measuring; a shared module is called once. The
@@ -63,6 +65,7 @@ PARTS: dict[str, runs.Measure] = {
     "host": host.measure,
     "two_gpu": two_gpu.measure,
     "neighbour": neighbour.measure,
+    "sharing": sharing.measure,
     "bandwidth": bandwidth.measure,
     "hook": hook.measure,
 }

@@ -1,4 +1,4 @@
-"""Write the tables in README.md, docs/comparison.md and docs/vllm.md from results/h200.json.
+"""Write the tables in README.md and in pages of docs/ from results/h200.json.
 
 usage: readme_table.py     writes them between the markers in these files
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+
+import framework_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "h200.json"
@@ -133,7 +135,12 @@ def vllm_table(rows: list[dict[str, Any]]) -> str:
 
 def pages(rows: list[dict[str, Any]]) -> dict[Path, str]:
     """Return the table of each page."""
-    return {README: table(rows), COMPARISON: table(rows, COMPARED), VLLM: vllm_table(rows)}
+    return {
+        README: table(rows),
+        COMPARISON: table(rows, COMPARED),
+        VLLM: vllm_table(rows),
+        **framework_tables.pages(rows, ROOT / "docs" / "how-to", figure),
+    }
 
 
 def rewritten(page: str, new: str) -> str:

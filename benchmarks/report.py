@@ -54,6 +54,9 @@ GOALS: tuple[tuple[str, Goal | None], ...] = (
     ("backed_changed_resume_ms", Goal(4.5, peer=PEERS[DEFAULT])),
     ("backed_changed_*_rate", Goal(0.97)),
     ("backed_unchanged_pause_ms", Goal(20.0, peer=PEERS[RETAINED])),
+    ("verl_*sleep_wake_seconds", Goal(5.0)),
+    ("verl_*step_seconds", Goal(1.0)),
+    ("verl_*kv_tokens", Goal(1.0)),
     ("swap_16GB_ms", Goal(1.7)),
     ("swap_*_spaced_ms", None),
     ("swap_*_ms", Goal(5.0)),
@@ -85,7 +88,10 @@ GOALS: tuple[tuple[str, Goal | None], ...] = (
     ("vllm_wake_kv_ms", Goal(1.0)),
     ("vllm_decode_tokens_per_s", Goal(0.99)),
     ("vllm_resident_MiB", Goal(1.0)),
+    ("trl_sleep_wake_seconds", Goal(3.0)),
+    ("trl_sleep_wake_later_seconds", Goal(1.2)),
     ("rl_kv_tokens_fraction", Goal(0.97, peer="memsaver, the engine alone on the GPU")),
+    ("rl_step_overhead_seconds", Goal(2.0, peer=PEERS[RETAINED])),
     ("rl_transition_seconds", Goal(5.0, peer=PEERS[DEFAULT])),
 )
 

@@ -20,15 +20,27 @@ from memsaver._runtime.whole_files import replace_file
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_PATH = ROOT / "benchmarks" / "results" / "h200.json"
-DISTRIBUTIONS = ("memsaver", "torch", "torch_memory_saver", "sglang", "vllm")
+DISTRIBUTIONS = (
+    "memsaver",
+    "torch",
+    "torch_memory_saver",
+    "sglang",
+    "vllm",
+    "transformers",
+    "accelerate",
+    "trl",
+    "verl",
+    "ray",
+)
 
 
 class Measurement(TypedDict):
     """A benchmark's result for one metric against one peer."""
 
     bench: str  # the benchmark's name
-    # The suffix of the name is the unit: _ms, _ns, _s, _seconds, _MiB, _GiB, _GBps, _tokens_per_s,
-    # _requests. Names of fractions contain "fraction"; the unit of all other names is percent.
+    # The suffix of the name is the unit: _ms, _ns, _s, _seconds, _MiB, _GiB, _GBps, _tokens,
+    # _tokens_per_s, _requests. Names of fractions contain "fraction"; the unit of all other names
+    # is percent.
     metric: str
     memsaver: float  # the median
     peer: str  # the library or setting that it is compared with

@@ -1,6 +1,6 @@
 """Measure a step of RL on one GPU, whose memory an SGLang engine and a trainer use in turn.
 
-    PYTHONPATH=/parent/of/torch_memory_saver python benchmarks/rl_cycle.py [--only kv,step]
+    PYTHONPATH=/parent/of/torch_memory_saver python benchmarks/rl_cycle.py [--only kv,step,overhead]
 
 Needs SGLang, and memsaver installed so that SGLang finds its plugin. The engine serves a model of
 Qwen3-8B's shape with random weights, 16.4 GB, including CUDA graphs. The trainer runs in the
@@ -15,6 +15,8 @@ Measurements
     step    seconds of each transition of a step, and the peak of memory in use in each stage, for
             memsaver and torch_memory_saver; with the peer's option to retain host memory, only
             the seconds. About 6 minutes, most of them the peer's
+    overhead  seconds that a whole step takes beyond its training, update and generation, without a
+            backup of the engine's weights; the peer retains host memory. About 5 minutes
 
 Each library's engine and trainer run in processes of their own, with the GPU for themselves. If a
 peer ends early, the run continues, and the peer's rows report the failure or contain its earlier
@@ -27,32 +29,23 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 
 import device_memory
 import engine_benchmark
 import runs
 import sglang_benchmark
-from parts import rl_kv, rl_step
+from parts import rl_kv, rl_overhead, rl_step
 
-PARTS: dict[str, runs.Measure] = {"kv": rl_kv.measure, "step": rl_step.measure}
+PARTS: dict[str, runs.Measure] = {
+    "kv": rl_kv.measure,
+    "step": rl_step.measure,
+    "overhead": rl_overhead.measure,
+}
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the selected measurements, and return an exit status."""
     return sglang_benchmark.run(PARTS, options, options.peer, device_memory.DeviceMemory)
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    """Return a parser of integers that are at least `least`."""
-
-    def parse(text: str) -> int:
-        number = int(text)
-        if number < least:
-            raise argparse.ArgumentTypeError(f"{least} or more")
-        return number
-
-    return parse
 
 
 def fraction_of(text: str) -> float:
@@ -69,13 +62,13 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add(
         "--steps",
-        type=at_least(1),
+        type=runs.at_least(1),
         default=3,
         help="for each library, after one that does not count",
     )
     add(
         "--states",
-        type=at_least(1),
+        type=runs.at_least(1),
         default=2,
         help="number of optimizer states, each as large as the weights",
     )
@@ -85,7 +78,13 @@ def parser() -> argparse.ArgumentParser:
         default=0.85,
         help="mem_fraction_static of the engines of step",
     )
-    add("--bucket-mib", type=at_least(1), default=512, help="MiB of weights sent together")
+    add("--bucket-mib", type=runs.at_least(1), default=512, help="MiB of weights sent together")
+    add(
+        "--train-tokens",
+        type=runs.at_least(1),
+        default=16384,
+        help="tokens for which the trainer of overhead computes gradients in a step",
+    )
     add(
         "--engine-backup",
         action=argparse.BooleanOptionalAction,

@@ -132,7 +132,7 @@ class Loop(EngineWorker):
             self._lost = self._held.lost()
         trainer = self._held
         assert trainer is not None
-        self._stage("train", lambda: trainer.train(seed))
+        self._stage("train", lambda: self._train(seed))
         trainer.remember()
         self._stage("optimizer_sleep", trainer.sleep_optimizer)
         self._stage("weights_wake", lambda: self.resume(TAGS if at_once else (GRAPH, WEIGHTS)))
@@ -179,7 +179,7 @@ class Loop(EngineWorker):
         parts = list(buckets(self._held.weights, self._bucket_bytes))
         for number, part in enumerate(parts):
             bucket = FlattenedTensorBucket(named_tensors=part)
-            self._held.synchronise()
+            self._held.finish_writes()
             payload = MultiprocessingSerializer.serialize(
                 {
                     "flattened_tensor": bucket.get_flattened_tensor(),
@@ -197,6 +197,11 @@ class Loop(EngineWorker):
             del bucket
             self._collect()
         let_go(self._device, before)
+
+    def _train(self, seed: int) -> None:
+        """Run the trainer's part of a step."""
+        assert self._held is not None
+        self._held.train(seed)
 
     def _is_want_of_memory(self, error: Exception) -> bool:
         """Return whether an error is a lack of memory: the trainer's, a saver's or the engine's."""

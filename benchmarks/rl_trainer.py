@@ -7,6 +7,7 @@ one step. Importing this module imports torch.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -16,6 +17,8 @@ import workloads
 from engine_model import Shape, checkpoint
 
 WEIGHTS, OPTIMIZER = "trainer_weights", "trainer_optimizer"
+
+BATCH = 2048  # tokens for which a trainer computes gradients at once
 
 
 class Averages(torch.optim.Optimizer):
@@ -55,6 +58,15 @@ class Saver(Protocol):
     def resume(self, *tags: str) -> None:
         """Map memory for the tags again."""
 
+    def begin_resume(self, tag: str) -> None:
+        """Begin to resume the states' tag, if the library can do so in the background."""
+
+    def begin_pause(self, tag: str) -> None:
+        """Begin to pause a tag, if the library can do so in the background."""
+
+    def finish_pause(self) -> None:
+        """Wait for the end of that pause."""
+
 
 class Offloads:
     """memsaver.integrations.trainer."""
@@ -65,6 +77,8 @@ class Offloads:
 
         self._memsaver = memsaver
         self._offload = offload
+        self._states: Any = None
+        self._pause: Any = None
 
     def hold_weights(self, make: Callable[[], Any]) -> Any:
         module = make()
@@ -72,7 +86,7 @@ class Offloads:
         return module
 
     def hold_states(self, optimizer: Any, first_step: Callable[[], None]) -> None:
-        self._offload(optimizer, tag=OPTIMIZER)
+        self._states = self._offload(optimizer, tag=OPTIMIZER)
         first_step()
 
     def pause(self, tag: str) -> None:
@@ -80,6 +94,15 @@ class Offloads:
 
     def resume(self, *tags: str) -> None:
         self._memsaver.resume(*tags)
+
+    def begin_resume(self, tag: str) -> None:
+        self._states.resume(wait=False)
+
+    def begin_pause(self, tag: str) -> None:
+        self._pause = self._memsaver.pause(tag, wait=False)
+
+    def finish_pause(self) -> None:
+        self._pause.wait()
 
 
 class Regions:
@@ -102,6 +125,15 @@ class Regions:
     def resume(self, *tags: str) -> None:
         for tag in tags:
             self._library.resume(tag)
+
+    def begin_resume(self, tag: str) -> None:
+        self._library.resume(tag)
+
+    def begin_pause(self, tag: str) -> None:
+        self._library.pause(tag)
+
+    def finish_pause(self) -> None:
+        pass
 
 
 class Trainer:
@@ -147,6 +179,42 @@ class Trainer:
         self._optimizer.step()
         self._let_gradients_go()
 
+    def learn(self, seed: int, tokens: int) -> float:
+        """Run a step with the gradients of a loss, and return the loss.
+
+        Each matrix multiplies `tokens` random inputs, in batches, as the layers of a model do; the
+        loss is the mean square of the outputs. Only the optimizer's step needs its states.
+        """
+        torch.manual_seed(seed)
+        batches = max(1, tokens // BATCH)
+        total = torch.zeros((), device=self._device)
+        for _ in range(batches):
+            for parameter in self._model.parameters():
+                size = (min(tokens, BATCH), parameter.shape[-1])
+                inputs = torch.randn(size, dtype=parameter.dtype, device=self._device)
+                outputs = inputs @ parameter.T if parameter.dim() > 1 else inputs * parameter
+                loss = outputs.square().mean(dtype=torch.float32) / batches
+                loss.backward()
+                total += loss.detach()
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return float(total)
+
+    def wake_overlapped(self) -> None:
+        """Resume the weights, and begin to resume the states, if the library can."""
+        self._saver.resume(WEIGHTS)
+        self._saver.begin_resume(OPTIMIZER)
+
+    def begin_optimizer_sleep(self) -> None:
+        """Begin `sleep_optimizer`, if the library can do so in the background."""
+        if self._device == "cuda":
+            torch.cuda.empty_cache()
+        self._saver.begin_pause(OPTIMIZER)
+
+    def finish_optimizer_sleep(self) -> None:
+        """Wait for its end."""
+        self._saver.finish_pause()
+
     def sleep_optimizer(self) -> None:
         """Release the optimizer's memory, and the memory of gradients in torch's cache."""
         if self._device == "cuda":
@@ -161,6 +229,10 @@ class Trainer:
         """Resume both tags."""
         self._saver.resume(WEIGHTS, OPTIMIZER)
 
+    def digest(self) -> str:
+        """Return a checksum of all contents."""
+        return hashlib.sha256(workloads.sums(self._tensors()).numpy().tobytes()).hexdigest()
+
     def remember(self) -> None:
         """Record all contents, for `lost`."""
         self._sums = workloads.sums(self._tensors())
@@ -174,6 +246,11 @@ class Trainer:
         """Wait until the device has done this process's work."""
         if self._device == "cuda":
             torch.cuda.synchronize()
+
+    def finish_writes(self) -> None:
+        """Wait for the work on the current stream, such as the copies into a bucket."""
+        if self._device == "cuda":
+            torch.cuda.current_stream().synchronize()
 
     def _make_gradients(self, seed: int) -> None:
         torch.manual_seed(seed)

@@ -58,3 +58,15 @@ def part_names(known: Iterable[str]) -> Callable[[str], list[str]]:
         return chosen
 
     return parse
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return a parser of integers that are at least `least`."""
+
+    def parse(text: str) -> int:
+        number = int(text)
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{least} or more")
+        return number
+
+    return parse

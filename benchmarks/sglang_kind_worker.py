@@ -153,7 +153,8 @@ class KindWorker(Worker):
         found: dict[str, Any] = {
             "model_path": str(self._model(self._seed)),
             "port": _free_port(),
-            "nccl_port": _free_port(),
+            # Replicas must each choose a port of their own.
+            "nccl_port": None if "dp_size" in self._kind.arguments else _free_port(),
             "skip_tokenizer_init": True,
             "attention_backend": "triton",
             "sampling_backend": "pytorch",
@@ -190,9 +191,9 @@ class KindWorker(Worker):
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 
+        # Tensors on the CPU can be opened once, so each process gets its own payload.
         parts = [
-            MultiprocessingSerializer.serialize(list(named.items()))
-            for _ in range(self._kind.arguments.get("tp_size", 1))
+            MultiprocessingSerializer.serialize(list(named.items())) for _ in range(self._kind.gpus)
         ]
         request = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=parts, disable_draft_model=True

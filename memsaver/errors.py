@@ -27,6 +27,8 @@ __all__ = [
     "OutOfDeviceMemoryError",
     "OutOfHostMemoryError",
     "PerformanceWarning",
+    "SharingError",
+    "TagSharedError",
     "UnknownTagError",
     "UsageWarning",
 ]
@@ -118,6 +120,28 @@ class InvalidStateError(MemsaverError):
     _status = "INVALID_STATE"
 
 
+class TagSharedError(InvalidStateError):
+    """A pause, refused because other processes use tensors of the tag that were sent to them.
+
+    Attributes:
+        importers: the id and the imported bytes of each process. A process counts with the whole
+            pieces of memory that contain its tensors.
+    """
+
+    _status = "TAG_SHARED"
+    importers: tuple[tuple[int, int], ...] = ()
+
+
+class SharingError(MemsaverError):
+    """A tensor that cannot be sent to another process, or cannot be received.
+
+    For example: its tag is paused, it was freed, the process that sent it has ended, or the two
+    processes belong to different users.
+    """
+
+    _status = "SHARING_FAILED"
+
+
 class UnknownTagError(MemsaverError, KeyError):
     """No region has ever named the tag. The message lists the known tags."""
 
@@ -173,6 +197,8 @@ _STATUSES: dict[int, tuple[str, type[MemsaverError]]] = {
     9: ("BAD_CONFIG", ConfigError),
     10: ("NOT_OURS", ConfigError),
     11: ("INTERNAL", MemsaverError),
+    12: ("TAG_SHARED", TagSharedError),
+    13: ("SHARING_FAILED", SharingError),
 }
 
 

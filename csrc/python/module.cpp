@@ -18,6 +18,7 @@
 #include "memsaver.h"
 #include "python/calls.h"
 #include "python/reservation.h"
+#include "python/sharing.h"
 #include "python/signals.h"
 #include "python/transition.h"
 
@@ -363,6 +364,7 @@ PYBIND11_MODULE(_C, m) {
     ms_list_free(rows);
     return digests;
   });
+  define_sharing(m);
   m.def("trim", [] {
     uint64_t released = 0;
     without_gil([&](ms_error* error) { return ms_trim(&released, error); });

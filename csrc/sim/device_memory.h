@@ -1,9 +1,10 @@
 // Physical memory of one simulated device.
 //
-// Each device has one memfd. Every allocation gets a file offset that was never used before (the
-// file is sparse and 2^62 bytes long), so new memory reads as zero, nothing fragments, and
-// allocations in sequence are adjacent in the file. Released memory is punched out of the file and
-// returns to the operating system at once.
+// Each device has one memfd, and exportable memory has a file of its own, which other processes can
+// map; its last page states the device and the size. In the device's file every allocation gets a
+// file offset that was never used before (the file is sparse and 2^62 bytes long), so new memory
+// reads as zero, nothing fragments, and allocations in sequence are adjacent in the file. Released
+// memory is punched out of the file and returns to the operating system at once.
 #pragma once
 
 #include <cuda.h>
@@ -22,14 +23,17 @@ class DeviceMemory;
 // owner may be destroyed on any thread, with or without the lock.
 class PhysicalMemory {
  public:
+  // `own_file` is the memory's own file, or -1 for a part of the device's file. `counted` is false
+  // for memory of another process, which that process counts.
   PhysicalMemory(DeviceMemory* device, uint64_t offset, uint64_t size, uint64_t id,
-                 const CUmemAllocationProp& properties);
+                 const CUmemAllocationProp& properties, int own_file = -1, bool counted = true);
   ~PhysicalMemory();
   PhysicalMemory(const PhysicalMemory&) = delete;
   PhysicalMemory& operator=(const PhysicalMemory&) = delete;
 
   int fd() const;
   int ordinal() const;
+  bool exportable() const { return own_file_ >= 0; }
   uint64_t offset() const { return offset_; }
   uint64_t size() const { return size_; }
   // Returns the memory's handle value, which is unique in a process.
@@ -42,6 +46,8 @@ class PhysicalMemory {
   const uint64_t size_;
   const uint64_t id_;
   const CUmemAllocationProp properties_;
+  const int own_file_;
+  const bool counted_;
 };
 
 // Capacity and accounting of a device. create() and occupy() need the caller's lock; the rest does
@@ -58,6 +64,11 @@ class DeviceMemory {
   // Allocates `size` bytes, a multiple of kGranularity. Returns null if that much is not free.
   std::shared_ptr<PhysicalMemory> create(uint64_t size, uint64_t id,
                                          const CUmemAllocationProp& properties);
+  // Returns the memory of a descriptor that another process exported from the device with the same
+  // ordinal. The descriptor stays with the caller. Returns null if it is not such a descriptor.
+  std::shared_ptr<PhysicalMemory> import_file(int descriptor, uint64_t id);
+  // Returns the ordinal of the device whose memory the descriptor is, or -1.
+  static int ordinal_of(int descriptor);
   // Sets the number of bytes used by other processes.
   void occupy(uint64_t bytes) { occupied_ = bytes; }
 
@@ -69,7 +80,7 @@ class DeviceMemory {
 
  private:
   friend class PhysicalMemory;
-  void release(uint64_t offset, uint64_t size);
+  void release(const PhysicalMemory& memory);
 
   const int ordinal_;
   const uint64_t capacity_;

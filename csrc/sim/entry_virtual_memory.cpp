@@ -1,5 +1,8 @@
 // Entry points: reservations, handles, mappings, access.
 #include <cuda.h>
+#include <fcntl.h>
+
+#include <cstdint>
 
 #include "calls.h"
 
@@ -75,6 +78,40 @@ CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
   auto found = state().handles.find(handle);
   if (found == state().handles.end()) return CUDA_ERROR_INVALID_VALUE;
   if (--found->second.references == 0) state().handles.erase(found);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemExportToShareableHandle(void* descriptor, CUmemGenericAllocationHandle handle,
+                                      CUmemAllocationHandleType type, unsigned long long flags) {
+  Call call("cuMemExportToShareableHandle", Needs::kInit);
+  if (call.refused()) return call.status();
+  auto found = state().handles.find(handle);
+  if (descriptor == nullptr || flags != 0 || found == state().handles.end() ||
+      type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR || !found->second.memory->exportable()) {
+    return CUDA_ERROR_INVALID_VALUE;
+  }
+  const int copy = fcntl(found->second.memory->fd(), F_DUPFD_CLOEXEC, 0);
+  if (copy < 0) return CUDA_ERROR_OPERATING_SYSTEM;
+  *static_cast<int*>(descriptor) = copy;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* handle, void* descriptor,
+                                        CUmemAllocationHandleType type) {
+  Call call("cuMemImportFromShareableHandle", Needs::kInit);
+  if (call.refused()) return call.status();
+  if (handle == nullptr || type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) {
+    return CUDA_ERROR_INVALID_VALUE;
+  }
+  const int file = static_cast<int>(reinterpret_cast<intptr_t>(descriptor));
+  State& shared = state();
+  Device* const device = shared.device(DeviceMemory::ordinal_of(file));
+  if (device == nullptr) return CUDA_ERROR_INVALID_VALUE;
+  const CUmemGenericAllocationHandle value = shared.next_handle();
+  auto memory = device->memory.import_file(file, value);
+  if (memory == nullptr) return CUDA_ERROR_OPERATING_SYSTEM;
+  shared.handles[value] = Handle{std::move(memory), 1};
+  *handle = value;
   return CUDA_SUCCESS;
 }
 

@@ -29,6 +29,8 @@ constexpr const char* kCalls[] = {
     "cuMemAddressFree",
     "cuMemCreate",
     "cuMemRelease",
+    "cuMemExportToShareableHandle",
+    "cuMemImportFromShareableHandle",
     "cuMemMap",
     "cuMemUnmap",
     "cuMemSetAccess",

@@ -42,11 +42,29 @@ class Engine(Protocol):
     hooks, a `ConfigError` means that the engine did not receive the call.
     """
 
-    def release(self, tags: Sequence[str], timeout: float) -> list[Answer]:
-        """Release memory. Returns the schedulers' answers; [] if they do not reach the caller."""
+    def release(
+        self, tags: Sequence[str], timeout: float, keep_weights: bool = True
+    ) -> list[Answer]:
+        """Release memory. Returns the schedulers' answers; [] if they do not reach the caller.
 
-    def resume(self, tags: Sequence[str], timeout: float) -> list[Answer]:
-        """Resume memory. Returns answers like `release`."""
+        Args:
+            tags: the tags.
+            timeout: see above.
+            keep_weights: False if the weights' contents are no longer needed, so that the engine
+                need not save them.
+        """
+
+    def resume(
+        self, tags: Sequence[str], timeout: float, keep_weights: bool = True
+    ) -> list[Answer]:
+        """Resume memory. Returns answers like `release`.
+
+        Args:
+            tags: the tags.
+            timeout: see above.
+            keep_weights: False if the weights are about to be overwritten, so that the engine need
+                not restore them.
+        """
 
     def states(self, timeout: float) -> list[SchedulerState]:
         """Return the state of each data-parallel scheduler; [] without memsaver's hooks."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 
 import memsaver
@@ -17,6 +17,7 @@ from memsaver.errors import MemsaverError, NotLoadedError
 
 from .messages import RankReport
 from .ranks import Figures, Group, first_failure
+from .tags import KV_CACHE
 
 __all__ = ["are_memsavers", "is_mapped", "pause", "resume"]
 
@@ -31,13 +32,24 @@ def is_mapped(tags: Sequence[str]) -> bool:
     return any(memsaver.state(name) != "paused" for name in _names(tags))
 
 
-def resume(group: Group, tags: Sequence[str]) -> list[RankReport]:
-    """Resume the tags on every rank; mapped tags stay as they are. Collective."""
+def resume(group: Group, tags: Sequence[str], unrestored: Collection[str] = ()) -> list[RankReport]:
+    """Resume the tags on every rank; mapped tags stay as they are. Collective.
+
+    Args:
+        group: the ranks.
+        tags: the engine's tags.
+        unrestored: those of them whose contents are about to be overwritten. They come last, so
+            that a failure leaves all of them paused with their contents.
+    """
 
     def work() -> Figures | None:
         names = _names(tags)
-        # Without names, memsaver would resume all tags.
-        return _figures([memsaver.resume(*names)], names, tags) if names else None
+        reports = []
+        for restore in (True, False):
+            chosen = [name for name, tag in names.items() if (tag not in unrestored) == restore]
+            if chosen:  # without names, memsaver would resume all tags
+                reports.append(memsaver.resume(*chosen, restore=restore))
+        return _figures(reports, names, tags) if names else None
 
     return group.attempt(work)
 
@@ -54,7 +66,7 @@ def pause(
 
     Runs in two steps: all ranks begin the pause, and run it if no rank has rejected it, so that a
     rejection precedes any loss of contents without a backup. After a rejection no rank has
-    changed; after a later failure some ranks have paused.
+    changed; after a later failure some ranks have paused some tags.
     """
     # An interrupt is raised after the exchange, so that a rank never leaves the others waiting.
     with interrupts_deferred(), ExitStack() as held:
@@ -69,8 +81,7 @@ def pause(
 class _Pause:
     """A pause in two steps, on this rank. Closing `held` cancels a pause that has not run.
 
-    It is one call of memsaver, or, if some tags need another backup than their policy, one for each
-    of these backups.
+    It is one call of memsaver, or several: see `_by_backup`.
     """
 
     def __init__(self, tags: Sequence[str], backups: Mapping[str, Backup], held: ExitStack) -> None:
@@ -101,17 +112,38 @@ class _Pause:
         return _figures(reports, self._names, self._tags)
 
     def _by_backup(self) -> list[tuple[Backup | None, list[str]]]:
-        """Group the names by the backup to pass. Pauses that only discard are the last."""
-        found: dict[Backup | None, list[str]] = {}
-        for name, tag in self._names.items():
-            wanted = self._backups.get(tag)
-            is_usual = wanted is None or wanted == policy_of(name)
-            found.setdefault(None if is_usual else wanted, []).append(name)
-        return sorted(found.items(), key=lambda item: item[0] == "none")
+        """Group the names by the backup to pass, in the order of their pauses.
+
+        A KV cache that is discarded goes first, so that the driver clears its memory while other
+        contents are saved. If that fails, the engine has already flushed the cache. The cache does
+        not go before a first save, which fails most often, for lack of host memory. Other pauses
+        that only discard are the last.
+        """
+        found: dict[tuple[int, Backup | None], list[str]] = {}
+        policies = {name: policy_of(name) for name in self._names}
+        wanted = {
+            name: self._backups.get(tag) or policies[name] for name, tag in self._names.items()
+        }
+        saving = [name for name in wanted if wanted[name] != "none"]
+        kv_first = bool(saving) and all(map(_has_backup, saving))
+        for name, backup in wanted.items():
+            if kv_first and backup == "none" and self._names[name] == KV_CACHE:
+                order = 0
+            else:
+                order = 2 if backup == "none" != policies[name] else 1
+            chosen = None if backup == policies[name] else backup
+            found.setdefault((order, chosen), []).append(name)
+        return [(key[1], names) for key, names in sorted(found.items(), key=lambda one: one[0][0])]
 
     def _give_up(self) -> None:
         for call in self._calls:
             call.abandon(MemsaverError("a rank could not pause"))
+
+
+def _has_backup(name: str) -> bool:
+    """Return whether a tag has room for a backup, from an earlier pause."""
+    rows = memsaver.stats()[name]
+    return any(row.host_bytes or row.disk_bytes or row.peer_bytes for row in rows)
 
 
 def _figures(reports: Sequence[Report], names: Mapping[str, str], tags: Sequence[str]) -> Figures:

@@ -150,6 +150,7 @@ class EngineController:
         wait_idle: bool = False,
         abort: bool = False,
         flush: bool = False,
+        keep_weights: bool = True,
         timeout: float = 60.0,
     ) -> SleepReport:
         """Release the memory of `tags`; None means all tags.
@@ -163,6 +164,9 @@ class EngineController:
             flush: flush the prefix cache even if only other tags are released, for example before
                 new weights. Without the plugin the cache is always flushed, because a flush reveals
                 a busy engine.
+            keep_weights: False if all weights will be loaded again before they are used, so that an
+                engine that keeps weights in a sleep need not save them. SGLang needs the plugin for
+                this, and keeps them beside a draft model.
             timeout: seconds for the whole call, including the wait for another thread's call and
                 the query of the state.
 
@@ -195,10 +199,12 @@ class EngineController:
 
             with self._requests.none(wait_idle or abort, hurry, lambda: seconds_until(deadline)):
                 self._drain(wait_idle or abort, flush, deadline, steps)
-                steps.append(self._request("release", to_release, deadline))
+                steps.append(self._request("release", to_release, deadline, keep_weights))
             return SleepReport(tuple(steps), skipped)
 
-    def wake_up(self, tags: Tags = None, *, timeout: float = 60.0) -> SleepReport:
+    def wake_up(
+        self, tags: Tags = None, *, keep_weights: bool = True, timeout: float = 60.0
+    ) -> SleepReport:
         """Allocate memory for `tags` again; None means all released tags.
 
         Skips tags that are not released. The contents of tags with a backup are restored, weights
@@ -206,6 +212,8 @@ class EngineController:
 
         Args:
             tags: a tag, or several.
+            keep_weights: False if all weights will be loaded again before they are used: they have
+                undefined contents, and SGLang with the plugin copies nothing.
             timeout: seconds for the whole call; see `sleep`.
 
         Raises:
@@ -224,7 +232,8 @@ class EngineController:
             skipped = tuple(tag for tag in wanted if tag not in to_resume)
             if not to_resume:
                 return SleepReport((), skipped)
-            return SleepReport((self._request("resume", to_resume, deadline),), skipped)
+            step = self._request("resume", to_resume, deadline, keep_weights)
+            return SleepReport((step,), skipped)
 
     @contextlib.contextmanager
     def asleep(self, tags: Tags = None, **options: Any) -> Iterator[SleepReport]:
@@ -322,15 +331,18 @@ class EngineController:
             "were late: a scheduler may be slow or hang; query again (`refresh`)"
         )
 
-    def _request(self, operation: str, tags: Sequence[str], deadline: float) -> Step:
+    def _request(
+        self, operation: str, tags: Sequence[str], deadline: float, keep_weights: bool = True
+    ) -> Step:
         """Request a release or a resume, and update the known state."""
+        options = {} if keep_weights or WEIGHTS not in tags else {"keep_weights": False}
         if time.monotonic() >= deadline:
             raise EngineTimeoutError(f"there was no time left for the {operation}")
         call = self._engine.release if operation == "release" else self._engine.resume
         self._knowledge.doubt()
         started = time.monotonic()
         try:
-            answers = call(tags, seconds_until(deadline))
+            answers = call(tags, seconds_until(deadline), **options)
         except BaseException as error:
             self._after_failure(error, deadline)
             raise

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
-from memsaver._inspection.statistics import stats
 from memsaver._runtime.interrupts import (
     collective_block,
     interrupts_deferred,
@@ -18,10 +16,10 @@ from memsaver._runtime.interrupts import (
 from memsaver._runtime.native import Backup
 from memsaver._runtime.timeouts import check_timeout
 from memsaver.distributed.words import listed
-from memsaver.errors import InvalidStateError, MemsaverError
+from memsaver.errors import InvalidStateError, MemsaverError, OutOfDeviceMemoryError
 
 from .fence import Fence
-from .low_water import LowWater
+from .overlap import Overlap
 from .rollout_engine import RolloutEngine
 from .session_arguments import (
     check_agreed,
@@ -30,8 +28,9 @@ from .session_arguments import (
     layout_beside,
     options_of,
 )
-from .stages import RankStage, Stage, StageReport
-from .together import GRACE_SECONDS, Together
+from .stage_runs import StageRuns
+from .stages import Stage, StageReport
+from .together import Together
 from .trainer_memory import TrainerMemory
 
 __all__ = ["ColocatedSession", "Phase"]
@@ -48,7 +47,7 @@ class Phase(str, Enum):
     TRAINING = "training"  # in `with session.training()`
 
 
-class ColocatedSession:
+class ColocatedSession(StageRuns):
     """Runs the steps of a trainer and an engine, which use the same GPU memory in turn.
 
         session = ColocatedSession(engine, model, optimizer)
@@ -65,6 +64,13 @@ class ColocatedSession:
     a training, it resumes the trainer's memory. A stage with nothing to do is skipped: current
     weights are not sent again.
 
+    **Overlap.** With `overlap=True`, the optimizer's states return while the block of `training()`
+    computes gradients: the step waits for them, and so do the optimizer's `state_dict` and
+    `load_state_dict` (see `Offloaded.resume`). They return before the block if their tag also
+    contains parameters or gradients that were paused, or if there is not room for the whole
+    trainer. They leave while the weights are sent, if an earlier update of the session has shown
+    that there is room for both.
+
     **Ranks.** On several ranks the constructor and all calls are collectives of `group`:
     every rank enters and leaves the same blocks. An invalid argument on one rank raises an error on
     all ranks immediately. Stages end on all ranks together. If a stage fails on a rank, every rank
@@ -79,7 +85,8 @@ class ColocatedSession:
     own error describes the engine. After a failed update the engine's weights are unknown, and no
     block can use the engine until the next rollout has updated them; the trainer's weights are
     intact. After an exception in a rollout's block the engine stays awake until the next block. A
-    call out of order raises `InvalidStateError`, and changes nothing.
+    call out of order raises `InvalidStateError`, and changes nothing. If the states do not return
+    in the background, the step raises the error, or the end of the block if there is no step.
 
     Gradients that exist when a rollout begins are kept with the optimizer, which costs time and
     host memory: call `optimizer.zero_grad()` at the end of a step. One thread at a time may use the
@@ -105,8 +112,13 @@ class ColocatedSession:
         backup: the backup of the trainer's memory: see `offload`. "none" is an error, because the
             contents are needed.
         sleep: False, for comparison runs, skips sleeping and pausing; everything else is unchanged.
+        overlap: whether the optimizer's memory moves while other stages run. Not if the block of
+            `training()` reads the states, or other memory in their tag, before the first step.
         engine_keeps_weights: whether the engine's weights survive its sleep (SGLang's
             `enable_weights_cpu_backup`), so that they are sent only after a `training` block.
+        whole_updates: whether each update rewrites all of the engine's weights. The engine then
+            neither saves them in a sleep that an update must follow, nor restores them for an
+            update, even if it could.
         update_options: the options of `RolloutEngine.update_weights`; or a function that returns
             them for each update, such as the new version of the weights.
         timeout: seconds for a stage on each rank. Ranks wait for each other slightly longer,
@@ -116,8 +128,8 @@ class ColocatedSession:
 
     Raises:
         ConfigError: the model or an optimizer cannot be offloaded, a tag has no backup, an option
-            is invalid, the ranks differ in `sleep`, `engine_keeps_weights` or `tags`, or `group` is
-            not a process group. Raised on all ranks.
+            is invalid, the ranks differ in `sleep`, `overlap`, `engine_keeps_weights`,
+            `whole_updates` or `tags`, or `group` is not a process group. Raised on all ranks.
         UnknownTagError: no region has ever named one of `tags`.
         InvalidStateError: a handle or the group is closed; or this rank is not in `group`, in which
             case only this rank raises it, and the group's ranks wait for each other until
@@ -137,7 +149,9 @@ class ColocatedSession:
         group: Any = None,
         backup: Backup | None = None,
         sleep: bool = True,
+        overlap: bool = False,
         engine_keeps_weights: bool = False,
+        whole_updates: bool = False,
         update_options: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
         timeout: float = 600.0,
         block_timeout: float = 1800.0,
@@ -153,6 +167,7 @@ class ColocatedSession:
             def begin() -> dict[str, str]:
                 self._sleeps = bool(sleep)
                 self._keeps = bool(engine_keeps_weights) or not self._sleeps
+                self._rewrites = bool(whole_updates)
                 check_options(state, model, engine, on_stage, update_options, self._sleeps)
                 check_timeout(block_timeout, "block_timeout")
                 self._trainer = TrainerMemory(
@@ -167,7 +182,9 @@ class ColocatedSession:
                 undo.callback(self._trainer.undo)  # if another rank fails
                 return {
                     "sleep": str(self._sleeps),
+                    "overlap": str(bool(overlap)),
                     "engine_keeps_weights": str(bool(engine_keeps_weights)),
+                    "whole_updates": str(self._rewrites),
                     "tags": f"({listed(tags)})",
                 }
 
@@ -176,6 +193,7 @@ class ColocatedSession:
             layout = layout_beside(everyone)
             self._fence = Fence(layout, timeout)
             undo.pop_all()
+        self._overlap = Overlap(self._trainer, bool(overlap) and self._sleeps)
         self.engine = engine
         self.stages: list[StageReport] = []
         self._state = state if state is not None else model.state_dict
@@ -224,7 +242,7 @@ class ColocatedSession:
                 f"weights are sent again in a rollout, not in {self._phase.value}"
             )
         self._is_current = False
-        self._sleep()
+        self._sleep(keep_weights=not self._rewrites)
         self._enter_rollout()
 
     def weights_changed(self) -> None:
@@ -252,7 +270,7 @@ class ColocatedSession:
             with self._block(Stage.GENERATE):
                 yield self.engine
             self._phase = Phase.MOVING
-            self._sleep()
+            self._sleep(keep_weights=self._keeps or not self._rewrites)
 
     @collective_block
     def training(self) -> Iterator[None]:
@@ -261,14 +279,19 @@ class ColocatedSession:
         Raises: see `rollout`.
         """
         with self._turn("training"):
-            self._sleep()
+            self._sleep(keep_weights=not self._rewrites)
             if self._sleeps:
                 tags = self._trainer.tags
-                self._stage(Stage.RESUME_TRAINER, lambda: self._trainer.resume(*tags))
+                overlaps = self._all_agree("the optimizer's return", self._overlap.may_return)
+                self._stage(
+                    Stage.RESUME_TRAINER,
+                    self._overlap.resume if overlaps else lambda: self._trainer.resume(*tags),
+                )
             self._is_current = False
             self._phase = Phase.TRAINING
-            with self._block(Stage.TRAIN):
+            with self._block(Stage.TRAIN) as results:
                 yield
+                results.append(self._overlap.finish_resume())
                 self._trainer.synchronize()
 
     def close(self) -> None:
@@ -294,29 +317,59 @@ class ColocatedSession:
     # --- the order --------------------------------------------------------------------------------
 
     def _enter_rollout(self) -> None:
-        trainer = self._trainer
+        trainer, overlap = self._trainer, self._overlap
         self._stage(Stage.SETTLE, trainer.synchronize, trainer.empty_cache)
-        if self._sleeps:
+        overlaps = not self._is_current and self._all_agree("the update's room", overlap.may_leave)
+        if self._sleeps and not overlaps:
             self._stage(Stage.PAUSE_OPTIMIZER, lambda: trainer.pause(*trainer.others))
         if not self._is_current:
-            if self._sleeps:
-                self._stage(Stage.RESUME_MODEL, lambda: trainer.resume(trainer.model))
-                self._stage(Stage.WAKE_WEIGHTS, lambda: self._wake(_WEIGHTS))
-            self._stage(Stage.UPDATE, self._update, trainer.empty_cache)
-            self._is_current = True
+            if overlaps:
+                self._update_beside_pause()
+            else:
+                if self._sleeps:
+                    self._stage(Stage.RESUME_MODEL, lambda: trainer.resume(trainer.model))
+                overlap.measure(self._update_engine)
         if self._sleeps:
             self._stage(Stage.PAUSE_MODEL, lambda: trainer.pause(trainer.model))
             self._stage(Stage.WAKE_REST, lambda: self._wake(None))
 
-    def _sleep(self) -> None:
-        if self._sleeps:
-            self._is_current = self._is_current and self._keeps
-            self._stage(
-                Stage.SLEEP, lambda: self.engine.sleep(wait_idle=True, timeout=self._timeout)
-            )
+    def _update_beside_pause(self) -> None:
+        """Send the weights while the optimizer's memory leaves, or after it if there is no room."""
+        self._stage_of_pause(Stage.RESUME_MODEL, self._overlap.begin_pause)
+        try:
+            self._update_engine()
+        except OutOfDeviceMemoryError:
+            self._stage_of_pause(Stage.PAUSE_OPTIMIZER, self._overlap.finish_pause)
+            self._overlap.measure(self._update_engine)
+        else:
+            self._stage_of_pause(Stage.PAUSE_OPTIMIZER, self._overlap.finish_pause)
 
-    def _wake(self, tag: str | None) -> Any:
-        return self.engine.wake_up(tag, timeout=self._timeout)
+    def _stage_of_pause(self, stage: Stage, action: Callable[[], Any]) -> None:
+        """Run a stage after whose failure the optimizer's memory is mapped on all ranks."""
+        try:
+            self._stage(stage, action)
+        except BaseException:
+            self._overlap.undo_pause()
+            raise
+
+    def _update_engine(self) -> bool:
+        """Send the trainer's weights to the engine. Returns whether it has woken the weights."""
+        woken = None
+        if self._sleeps:
+            options = _options(keep_weights=not self._rewrites)
+            woken = self._stage(Stage.WAKE_WEIGHTS, lambda: self._wake(_WEIGHTS, **options))
+        self._stage(Stage.UPDATE, self._update, self._trainer.empty_cache)
+        self._is_current = True
+        return bool(getattr(woken, "changed", ()))
+
+    def _sleep(self, keep_weights: bool) -> None:
+        if self._sleeps:
+            self._is_current = self._is_current and self._keeps and keep_weights
+            options = _options(keep_weights) | {"wait_idle": True, "timeout": self._timeout}
+            self._stage(Stage.SLEEP, lambda: self.engine.sleep(**options))
+
+    def _wake(self, tag: str | None, **options: Any) -> Any:
+        return self.engine.wake_up(tag, timeout=self._timeout, **options)
 
     def _update(self) -> Any:
         given: list[tuple[Any, dict[str, Any]]] = []
@@ -330,7 +383,7 @@ class ColocatedSession:
         ((state, options),) = given
         return self.engine.update_weights(state, **options)
 
-    # --- one stage --------------------------------------------------------------------------------
+    # --- a block ----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _turn(self, name: str) -> Iterator[None]:
@@ -360,96 +413,11 @@ class ColocatedSession:
             yield
         finally:
             if mine:
+                self._overlap.settle()
                 self._phase = Phase.IDLE
                 self._owner.release()
 
-    def _stage(
-        self,
-        stage: Stage,
-        action: Callable[[], Any],
-        afterwards: Callable[[], object] | None = None,
-    ) -> None:
-        """Run a stage on every rank.
 
-        Args:
-            stage: the stage.
-            action: this rank's part.
-            afterwards: called after the stage on all ranks; must not fail.
-        """
-        started = time.perf_counter()
-        result, error = None, None
-        with LowWater(self._trainer.device) as water:
-            try:
-                result = action()
-            except BaseException as raised:
-                error = raised
-            seconds = time.perf_counter() - started
-        limit = self._timeout + GRACE_SECONDS
-        self._conclude(stage, started, seconds, water, result, error, limit)
-        if afterwards is not None:
-            afterwards()
-
-    @contextlib.contextmanager
-    def _block(self, stage: Stage) -> Iterator[None]:
-        """Run the block as the caller's stage."""
-        started = time.perf_counter()
-        error = None
-        with LowWater(self._trainer.device) as water:
-            try:
-                yield
-            except BaseException as raised:
-                error = raised
-            seconds = time.perf_counter() - started
-        try:
-            self._conclude(stage, started, seconds, water, None, error, self._block_timeout)
-        except Exception:  # this rank's own exception takes precedence
-            if error is None:
-                raise
-        if error is not None:
-            raise error  # the caller's own exception
-
-    def _conclude(
-        self,
-        stage: Stage,
-        started: float,
-        seconds: float,
-        water: LowWater,
-        result: Any,
-        error: BaseException | None,
-        timeout: float,
-    ) -> None:
-        """Exchange the results with all ranks, and report the stage. Raises if a rank failed."""
-        mine = RankStage(self._rank, seconds, water.peak, water.total, _tag_bytes())
-        ranks: tuple[RankStage, ...] = ()
-        failed = ""
-        try:
-            ranks = self._meet(f"stage {stage.value}", mine, error, timeout)
-        except BaseException as raised:
-            failed = f"{type(raised).__name__}: {raised}"
-            raise
-        finally:
-            report = StageReport(stage, time.perf_counter() - started, ranks, result, failed)
-            self.stages.append(report)
-            if self._on_stage is not None:
-                self._on_stage(report)
-
-    def _meet(
-        self, what: str, mine: RankStage | None, error: BaseException | None, timeout: float
-    ) -> tuple[Any, ...]:
-        """Return the values of all ranks; raise if a rank has an error."""
-        try:
-            everyones = self._together.gather(what, lambda: (mine, error is not None), timeout)
-            if any(failed for _, failed in everyones):
-                self._fence.wait(what, error)
-        except Exception:
-            if error is None or isinstance(error, Exception):
-                raise
-            raise error from None  # an interrupt or an exit is raised only on its own rank
-        return tuple(theirs for theirs, _ in everyones)
-
-
-def _tag_bytes() -> int:
-    try:
-        return stats().resident_bytes
-    except MemsaverError:
-        return 0
+def _options(keep_weights: bool) -> dict[str, Any]:
+    """Return the option of a sleep or a wake-up, which engines of older programs do not have."""
+    return {} if keep_weights else {"keep_weights": False}

@@ -81,6 +81,7 @@ class SharedSleep:
         wait_idle: bool = False,
         abort: bool = False,
         flush: bool = False,
+        keep_weights: bool = True,
         fence: bool = False,
         timeout: float | None = None,
     ) -> SleepReport:
@@ -93,12 +94,16 @@ class SharedSleep:
             wait_idle: wait until no request is in flight, instead of raising.
             abort: abort the requests in flight, and wait for their end.
             flush: flush the prefix cache even if only other tags are released.
+            keep_weights: False if all weights will be sent again before they are used, so that the
+                engine need not save them.
             fence: also wait for the engines of all other groups of the mesh, and raise if one of
                 them failed. The other engines are asleep in this case, and the call can be
                 repeated. All ranks of the mesh make the call.
             timeout: seconds for the whole call; None means the engine's timeout.
         """
         options = {"wait_idle": wait_idle, "abort": abort, "flush": flush}
+        if not keep_weights:
+            options["keep_weights"] = False
         what = f"sleep({_words(tags)})"
         return self._change(
             what,
@@ -111,6 +116,7 @@ class SharedSleep:
         self,
         tags: Tags = None,
         *,
+        keep_weights: bool = True,
         fence: bool = False,
         timeout: float | None = None,
     ) -> SleepReport:
@@ -120,11 +126,13 @@ class SharedSleep:
 
         Args:
             tags: a tag, or several; None means all released tags.
+            keep_weights: False if all weights will be sent again before they are used, so that the
+                engine need not restore them.
             fence: see `sleep`.
             timeout: see `sleep`.
         """
         what = f"wake_up({_words(tags)})"
-        return self._wake_up(what, tags, timeout, what if fence else "")
+        return self._wake_up(what, tags, timeout, what if fence else "", keep_weights)
 
     @collective_block
     def asleep(
@@ -186,10 +194,21 @@ class SharedSleep:
             what, lambda: self._check_call(limit), lambda _: action(), limit
         )
 
-    def _wake_up(self, what: str, tags: Tags, timeout: float | None, fence: str) -> SleepReport:
+    def _wake_up(
+        self,
+        what: str,
+        tags: Tags,
+        timeout: float | None,
+        fence: str,
+        keep_weights: bool = True,
+    ) -> SleepReport:
         """Run `wake_up`, given its description for this engine's ranks and for all ranks."""
+        options = {} if keep_weights else {"keep_weights": False}
         return self._change(
-            what, lambda control, limit: control.wake_up(tags, timeout=limit), timeout, fence
+            what,
+            lambda control, limit: control.wake_up(tags, timeout=limit, **options),
+            timeout,
+            fence,
         )
 
     @signals_deferred()  # between the calls of this engine's ranks and those of all ranks

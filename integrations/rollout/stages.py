@@ -14,7 +14,9 @@ class Stage(str, Enum):
 
     # Entering a rollout:
     SETTLE = "settle"  # wait for the trainer's work on all ranks; empty torch's cache
-    PAUSE_OPTIMIZER = "pause_optimizer"  # all of the trainer's memory except the model's
+    # All of the trainer's memory except the model's. With overlap, the pause begins at the end of
+    # RESUME_MODEL, and this stage comes after UPDATE and waits for its end.
+    PAUSE_OPTIMIZER = "pause_optimizer"
     RESUME_MODEL = "resume_model"  # if it is paused, for example between two successive rollouts
     WAKE_WEIGHTS = "wake_weights"  # the engine's
     UPDATE = "update"  # from the trainer's model; empty torch's cache
@@ -24,8 +26,9 @@ class Stage(str, Enum):
     GENERATE = "generate"
     SLEEP = "sleep"  # the engine, all of it
     # Training:
-    RESUME_TRAINER = "resume_trainer"  # all of the trainer's tags
-    TRAIN = "train"  # the block
+    # All of the trainer's tags. With overlap, the resume of the optimizer's tag only begins here.
+    RESUME_TRAINER = "resume_trainer"
+    TRAIN = "train"  # the block, and the end of that resume
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,9 @@ class StageReport:
         stage: the stage.
         seconds: its duration on this rank, including the wait for the other ranks.
         ranks: the reports of the ranks, in the group's order; () if the stage failed.
-        result: the report of the pause, resume, sleep, wake-up or weight update on this rank; None
-            for other stages.
+        result: the report of the pause, resume, sleep, wake-up or weight update on this rank. For
+            `TRAIN` that of a resume in the background, whose `seconds` the stage may have hidden.
+            None for other stages.
         error: the class and the message of its exception on this rank, or "".
     """
 

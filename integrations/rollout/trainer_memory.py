@@ -49,6 +49,7 @@ class TrainerMemory:
         self._timeout = timeout
         self._handles: list[Offloaded] = []
         self._made: list[Offloaded] = []  # created here, not by the caller
+        self._optimizer: Offloaded | None = None
         self.device = _current_device()
         self.model = ""
         if backup == "none":
@@ -72,7 +73,10 @@ class TrainerMemory:
     ) -> None:
         self.model = self._offloaded(model, backup).tag
         if optimizer is not None:
-            others.insert(0, self._offloaded(optimizer, backup).tag)
+            handle = self._offloaded(optimizer, backup)
+            if handle.tag not in others:
+                self._optimizer = handle
+            others.insert(0, handle.tag)
         if self.model in others:
             raise ConfigError(
                 f"the model shares tag {self.model!r} with memory that is paused before the model: "
@@ -96,6 +100,17 @@ class TrainerMemory:
     def tags(self) -> tuple[str, ...]:
         """All tags, the model's first."""
         return (self.model, *self.others) if self.model else ()
+
+    @property
+    def states(self) -> str:
+        """The optimizer's tag, if its memory is used only by calls that wait for it; or ""."""
+        handle = self._optimizer
+        return handle.tag if handle is not None and handle.may_overlap else ""
+
+    def begin_resume(self) -> memsaver.Transition:
+        """Begin to resume `states` on this rank. See `Offloaded.resume`."""
+        assert self._optimizer is not None  # `states` was not ""
+        return self._optimizer.resume(wait=False)
 
     def check(self) -> None:
         """Check that the trainer's memory is still guarded, and that a pause would save it.

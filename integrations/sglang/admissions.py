@@ -34,7 +34,7 @@ from ..engine.messages import Answer, SchedulerState, error_of
 from ..engine.refusals import asleep_in, refused
 from ..engine.tags import GRAPH, WEIGHTS
 from . import settings
-from .protocol import answers_of, is_health_check, states_of
+from .protocol import REWRITTEN, answers_of, is_health_check, states_of
 
 __all__ = [
     "abort",
@@ -65,8 +65,14 @@ def _made(manager: Any) -> Admission | None:
     arguments = manager.server_args
     if not getattr(arguments, "enable_memory_saver", False):
         return None
-    kept = getattr(arguments, "enable_weights_cpu_backup", False)
-    return Admission(settings.policy(), _Schedulers(manager), () if kept else _WEIGHTS)
+    return Admission(settings.policy(), _Schedulers(manager), _without_backup(manager))
+
+
+def _without_backup(manager: Any, release: Any = None) -> frozenset[str]:
+    """Return the tags whose contents a release, or any release, discards."""
+    kept = getattr(manager.server_args, "enable_weights_cpu_backup", False)
+    is_rewritten = getattr(release, "rid", None) == REWRITTEN
+    return frozenset() if kept and not is_rewritten else frozenset(_WEIGHTS)
 
 
 class _Schedulers:
@@ -123,6 +129,8 @@ async def change(manager: Any, operation: str, communicator: Any, obj: Any) -> l
         answers, error = await _sent(manager, communicator, obj)
     else:
         async with admission.changing():
+            if operation == "release" and not admission.released & _WEIGHTS:
+                admission.without_backup = _without_backup(manager, obj)
             answers, error = await _sent(manager, communicator, obj)
             if answers:
                 admission.learn(_asleep(tag for answer in answers for tag in answer.released))

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..engine.tags import WEIGHTS
 
-__all__ = ["DRAFTER", "drop_copy", "load", "placed"]
+__all__ = ["DRAFTER", "drop_copy", "is_loaded", "load", "placed"]
 
 # A tag for draft models in changed versions of SGLang. memsaver's tag WEIGHTS includes it.
 DRAFTER = "weights_drafter"
@@ -34,6 +34,11 @@ def load(original: Callable[..., Any], runner: Any) -> Any:
         _is_loading.reset(before)
     _kept.append(True)
     return result
+
+
+def is_loaded() -> bool:
+    """Return whether this process has loaded a draft model."""
+    return bool(_kept)
 
 
 def placed(tag: str, keep: bool) -> tuple[str, bool]:

@@ -18,7 +18,7 @@ from memsaver.errors import ConfigError, InvalidStateError
 from ..engine.local_calls import check_call, result_of
 from ..engine.messages import Answer, SchedulerState
 from ..engine.processes import death_among
-from .protocol import FORGIVING, states_of
+from .protocol import FORGIVING, REWRITTEN, states_of
 from .replies import Reply, UnknownRequestError
 from .served import ServedEngine
 
@@ -82,13 +82,24 @@ class LocalEngine:
         """The `sglang.Engine`."""
         return self._engine
 
-    def release(self, tags: Sequence[str], timeout: float) -> list[Answer]:
+    def release(
+        self, tags: Sequence[str], timeout: float, keep_weights: bool = True
+    ) -> list[Answer]:
         """See `Engine`."""
-        return self._submit("release_memory_occupation", {"tags": list(tags)}, timeout) or []
+        return self._change("release_memory_occupation", tags, timeout, keep_weights)
 
-    def resume(self, tags: Sequence[str], timeout: float) -> list[Answer]:
+    def resume(
+        self, tags: Sequence[str], timeout: float, keep_weights: bool = True
+    ) -> list[Answer]:
         """See `Engine`."""
-        return self._submit("resume_memory_occupation", {"tags": list(tags)}, timeout) or []
+        return self._change("resume_memory_occupation", tags, timeout, keep_weights)
+
+    def _change(
+        self, name: str, tags: Sequence[str], timeout: float, keep_weights: bool
+    ) -> list[Answer]:
+        fields = {"tags": list(tags)}
+        rid = FORGIVING if keep_weights else REWRITTEN
+        return self._submit(name, fields, timeout, rid=rid) or []
 
     def states(self, timeout: float) -> list[SchedulerState]:
         """See `Engine`."""
@@ -150,12 +161,14 @@ class LocalEngine:
             result = self._engine.generate(*args, **kwargs)
         return self._stream(iter(result)) if kwargs.get("stream") else result
 
-    def _submit(self, name: str, fields: Mapping[str, Any], timeout: float) -> Any:
+    def _submit(
+        self, name: str, fields: Mapping[str, Any], timeout: float, rid: str | None = None
+    ) -> Any:
         from sglang.srt.managers import io_struct
 
         request = getattr(io_struct, _REQUESTS[name])(**fields)
-        if name.endswith("memory_occupation"):
-            request.rid = FORGIVING
+        if rid is not None:
+            request.rid = rid
         method = getattr(self._engine.tokenizer_manager, name)
 
         async def submit() -> Any:

@@ -154,10 +154,10 @@ def _hooks_of_requests() -> dict[str, tuple[str, Callable[..., Any]]]:
 
 def _hooks_of_updates() -> dict[str, tuple[str, Callable[..., Any]]]:
     """Return the hooks for weight updates."""
-    disk = weight_loads.plain("UpdateWeightFromDiskReqOutput", has_barrier=False)
-    ipc = weight_loads.plain("UpdateWeightsFromIPCReqOutput", has_barrier=True)
-    tensors = weight_loads.plain("UpdateWeightsFromTensorReqOutput", has_barrier=True)
-    broadcast = weight_loads.plain("UpdateWeightsFromDistributedReqOutput", has_barrier=False)
+    disk = weight_loads.plain_load("UpdateWeightFromDiskReqOutput", has_barrier=False)
+    ipc = weight_loads.plain_load("UpdateWeightsFromIPCReqOutput", has_barrier=True)
+    tensors = weight_loads.plain_load("UpdateWeightsFromTensorReqOutput", has_barrier=True)
+    broadcast = weight_loads.plain_load("UpdateWeightsFromDistributedReqOutput", has_barrier=False)
     begin, end = (
         weight_loads.everywhere(kind, weight_loads.plain(kind, has_barrier=True, ends_session=True))
         for kind in ("BeginWeightUpdateReqOutput", "EndWeightUpdateReqOutput")

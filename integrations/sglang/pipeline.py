@@ -20,7 +20,7 @@ from memsaver.errors import ConfigError, MemsaverError
 from ..engine.errors import EngineBusyError
 from ..engine.hooking import INSTALLED
 
-__all__ = ["after_input", "after_send", "defer", "is_installed"]
+__all__ = ["after_input", "after_send", "can_defer", "defer", "is_installed"]
 
 Work = Callable[[MemsaverError | None], Any]
 
@@ -47,7 +47,7 @@ def defer(scheduler: Any, request: Any, work: Work) -> Any:
     Returns:
         The reply of a handler: None, which makes SGLang send none yet.
     """
-    mode = getattr(scheduler.server_args, "disaggregation_mode", "null") or "null"
+    mode = _disaggregation(scheduler)
     if mode != "null":  # whose loops exchange other messages between the stages
         return work(
             ConfigError(
@@ -57,6 +57,15 @@ def defer(scheduler: Any, request: Any, work: Work) -> Any:
         )
     vars(scheduler).setdefault(_WAITING, []).append(_Deferred(request, work))
     return None
+
+
+def can_defer(scheduler: Any) -> bool:
+    """Return whether a scheduler's loop runs deferred work."""
+    return is_installed(scheduler) and _disaggregation(scheduler) == "null"
+
+
+def _disaggregation(scheduler: Any) -> str:
+    return getattr(getattr(scheduler, "server_args", None), "disaggregation_mode", "") or "null"
 
 
 def is_installed(scheduler: Any) -> bool:

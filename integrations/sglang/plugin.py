@@ -11,6 +11,7 @@ order:
 - SGLang's release, resume and weight updates have the hooks of
   `memsaver.integrations.sglang.hooks`. Failed updates do not end the engine (`weight_loads`), and
   neither do requests that need released memory (`guard`).
+- SGLang receives tensors of shareable regions (`shared_tensors`).
 
 The effects begin when SGLang imports the modules concerned. Before the first request for a saver no
 driver is opened and torch is not imported. With `enable_memory_saver=False`, SGLang works as it
@@ -34,7 +35,7 @@ from memsaver._runtime.native import _C
 from memsaver.errors import NotLoadedError
 
 from ..engine.imports import no_longer, when_imported
-from . import hooks, http_answers, settings, versions
+from . import hooks, http_answers, settings, shared_tensors, versions
 from .adapter import MemsaverAdapter
 
 __all__ = ["create", "load_platform", "load_plugin"]
@@ -157,6 +158,7 @@ def _hook_schedulers() -> None:
     for name in hooks.modules():
         when_imported(name, _hook)
     when_imported(_SERVER, _hook_server)
+    when_imported(shared_tensors.MODULE, shared_tensors.install)
     for name in hooks.modules():
         if name in sys.modules and not _is_being_imported(sys.modules[name]):
             _await_no_more(name)

@@ -4,8 +4,9 @@ SGLang's requests and replies have no field for memsaver's messages. The string 
 ignores in update requests and in replies to releases and resumes, carries them as JSON after a
 prefix; the reply's message carries the result of an update. A scheduler's state is a part of the
 server information, under the key "memsaver". The `rid` of a request to release or resume is
-FORGIVING if memsaver's controller sends it, and otherwise STRICT on its way to the schedulers if
-this version of SGLang reports tags that are already in the requested state.
+FORGIVING if memsaver's controller sends it, or REWRITTEN if the weights are about to be rewritten
+as well, and otherwise STRICT on its way to the schedulers if this version of SGLang reports tags
+that are already in the requested state.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ..engine.weights.checks import RankCheck, VerificationRequest
 
 __all__ = [
     "FORGIVING",
+    "REWRITTEN",
     "STRICT",
     "answers_of",
     "checks_in",
@@ -34,6 +36,7 @@ __all__ = [
 
 _PREFIX = "memsaver:"
 FORGIVING, STRICT = f"{_PREFIX}forgiving", f"{_PREFIX}strict"
+REWRITTEN = f"{_PREFIX}rewritten"
 _HEALTH = "HEALTH_CHECK"  # the beginning of a health check's rid
 
 

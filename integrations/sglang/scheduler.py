@@ -45,7 +45,7 @@ from ..engine.ranks import Group, first_failure
 from ..engine.tags import RELEASE_ORDER, RESUME_ORDER, WEIGHTS
 from . import draft_weights, handlers, leftovers, pipeline, settings
 from .places import place_of
-from .protocol import text_of
+from .protocol import REWRITTEN, text_of
 from .updaters import resume_of, scheduler_of, updater_of
 
 __all__ = ["add_state", "release", "resume"]
@@ -109,7 +109,7 @@ def _release(
     if tags:
         ranks = group.attempt(lambda: _prepare_release(original, updater, request, tags))
     if not first_failure(ranks):
-        ranks = moves.pause(group, asked)
+        ranks = moves.pause(group, asked, dict.fromkeys(_rewritten(request), "none"))
     if not first_failure(ranks):
         changed = [tag for tag in asked if tag in tags or _is_moved(tag, ranks)]
         ranks = leftovers.after_release(updater, group, ranks)
@@ -132,6 +132,15 @@ def _release(
     _restore(updater, request, tags)
     lost = _lost(undone)
     return answer.failed(tags, ranks, _what_is_left(lost), lost=lost)
+
+
+def _rewritten(request: Any) -> tuple[str, ...]:
+    """Return the tags whose contents a request declares to be no longer needed.
+
+    Not beside a draft model, which may share the tag, and whose weights are not sent again.
+    """
+    is_rewritten = getattr(request, "rid", None) == REWRITTEN and not draft_weights.is_loaded()
+    return (WEIGHTS,) if is_rewritten else ()
 
 
 def _prepare_release(
@@ -180,7 +189,7 @@ def _resume(
     if first_failure(failed):
         return answer.failed(tags, failed)
     stash = handlers.stash_of(updater)
-    ranks = moves.resume(group, tags)
+    ranks = moves.resume(group, tags, _rewritten(request))
     failed = ranks
     if not first_failure(ranks):
         failed = group.attempt(lambda: handlers.run(original, updater, request, tags))

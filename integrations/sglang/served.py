@@ -11,7 +11,7 @@ from ..engine.errors import EngineError
 from ..engine.fields import parsed
 from ..engine.http import served
 from ..engine.messages import Answer, SchedulerState
-from .protocol import FORGIVING, states_of
+from .protocol import FORGIVING, REWRITTEN, states_of
 from .replies import Reply, UnknownRequestError
 
 __all__ = ["ServedEngine"]
@@ -24,18 +24,23 @@ class ServedEngine(served.ServedEngine):
 
     _GENERATE = "/generate"
 
-    def release(self, tags: Sequence[str], timeout: float) -> list[Answer]:
+    def release(
+        self, tags: Sequence[str], timeout: float, keep_weights: bool = True
+    ) -> list[Answer]:
         """See `Engine`."""
-        self._change("/release_memory_occupation", tags, timeout)
+        self._change("/release_memory_occupation", tags, timeout, keep_weights)
         return []
 
-    def resume(self, tags: Sequence[str], timeout: float) -> list[Answer]:
+    def resume(
+        self, tags: Sequence[str], timeout: float, keep_weights: bool = True
+    ) -> list[Answer]:
         """See `Engine`."""
-        self._change("/resume_memory_occupation", tags, timeout)
+        self._change("/resume_memory_occupation", tags, timeout, keep_weights)
         return []
 
-    def _change(self, path: str, tags: Sequence[str], timeout: float) -> None:
-        self._client.post(path, {"tags": list(tags), "rid": FORGIVING}, timeout)
+    def _change(self, path: str, tags: Sequence[str], timeout: float, keep_weights: bool) -> None:
+        rid = FORGIVING if keep_weights else REWRITTEN
+        self._client.post(path, {"tags": list(tags), "rid": rid}, timeout)
 
     def info(self, timeout: float) -> dict[str, Any]:
         """Return the server's own report: its arguments, its version and its schedulers' states.

@@ -8,7 +8,7 @@ from typing import Any
 from ..engine.messages import Answer
 from . import handlers
 from .admissions import change
-from .protocol import FORGIVING, STRICT
+from .protocol import FORGIVING, REWRITTEN, STRICT
 
 __all__ = ["request_release", "request_resume"]
 
@@ -27,5 +27,5 @@ def request_resume(manager: Any, obj: Any, request: Any = None) -> Awaitable[lis
 
 def _mark(obj: Any) -> None:
     """Make a request strict if SGLang is, unless memsaver's controller sends it."""
-    if handlers.reports_states() and obj.rid != FORGIVING:
+    if handlers.reports_states() and obj.rid not in (FORGIVING, REWRITTEN):
         obj.rid = STRICT

@@ -30,26 +30,36 @@ from ..engine.weights.checks import RankCheck, is_good
 from ..engine.weights.load_check import LoadCheck
 from ..engine.weights.plain_check import Found, Known, PlainCheck, verdict
 from . import settings
-from .pipeline import defer
+from .pipeline import can_defer, defer
 from .places import Place, group_of, place_of
 from .protocol import text_of_checks, verification_of
 from .updaters import SchedulerAsUpdater, scheduler_of
 
-__all__ = ["everywhere", "load_broadcast", "load_given", "load_tensors", "load_through", "plain"]
+__all__ = [
+    "everywhere",
+    "load_broadcast",
+    "load_given",
+    "load_tensors",
+    "load_through",
+    "plain",
+    "plain_load",
+]
 
 _DIRECT = "direct"
+_TENSORS = "UpdateWeightsFromTensorReqOutput"
+_BROADCAST = "UpdateWeightsFromDistributedReqOutput"
 _KNOWN = "_memsaver_known_weights"  # an attribute of a scheduler
 _logger = logging.getLogger("memsaver.sglang")
 
 
 def load_tensors(original: Callable[..., Any], updater: Any, request: Any) -> Any:
     """Wrap `SchedulerWeightUpdaterManager.update_weights_from_tensor`."""
-    return _load(original, updater, request, has_barrier=True)
+    return _load(original, updater, request, _TENSORS, has_barrier=True)
 
 
 def load_broadcast(original: Callable[..., Any], updater: Any, request: Any) -> Any:
     """Wrap `SchedulerWeightUpdaterManager.update_weights_from_distributed`."""
-    return _load(original, updater, request, has_barrier=False)
+    return _load(original, updater, request, _BROADCAST, has_barrier=False)
 
 
 def load_given(
@@ -85,18 +95,21 @@ def load_through(original: Callable[..., Any], runner: Any, *args: Any) -> Any:
     return result
 
 
-def _load(original: Callable[..., Any], updater: Any, request: Any, *, has_barrier: bool) -> Any:
+def _load(
+    original: Callable[..., Any], updater: Any, request: Any, kind: str, *, has_barrier: bool
+) -> Any:
     """Run SGLang's handler with the requested checks. Collective over the group.
 
     Args:
         original: the handler.
         updater: the handler's object.
         request: SGLang's request, which may carry a verification request.
+        kind: the name of the class of the handler's reply, among SGLang's messages.
         has_barrier: whether the handler ends with a barrier of the group, at which the
             other ranks wait for a rank that failed.
     """
     place = place_of(updater)
-    output_of = _output_of(has_barrier)
+    output_of = _message(kind)
     try:
         verification = verification_of(getattr(request, "rid", None))
         if verification is not None:
@@ -105,7 +118,7 @@ def _load(original: Callable[..., Any], updater: Any, request: Any, *, has_barri
         return output_of(success=False, message=str(error))
     request = place.own(request)
     if verification is None:
-        return _load_plainly(original, updater, request, has_barrier, output_of)
+        return plain_load(kind, has_barrier=has_barrier)(original, updater, request)
     check = LoadCheck(verification, place.rank)
 
     def work(refusal: MemsaverError | None = None) -> Any:
@@ -147,7 +160,7 @@ def plain(kind: str, *, has_barrier: bool, ends_session: bool = False) -> Callab
     """Return a hook around an updater's handler, which ignores verification requests.
 
     Args:
-        kind: the name of the class of the handler's reply, among SGLang's messages.
+        kind: see `_load`.
         has_barrier: see `_load`.
         ends_session: whether a failure ends the updater's session (SGLang 0.5.23).
     """
@@ -161,11 +174,31 @@ def plain(kind: str, *, has_barrier: bool, ends_session: bool = False) -> Callab
     return hook
 
 
+def plain_load(kind: str, *, has_barrier: bool) -> Callable[..., Any]:
+    """Return a hook around an updater's handler that loads weights without a verification request.
+
+    A failure in one stage of a pipeline fails the update in all of them. If the stages cannot work
+    at the same time (see `can_defer`), each replies for itself, as in SGLang.
+
+    Args:
+        kind: see `_load`.
+        has_barrier: see `_load`.
+    """
+    own = plain(kind, has_barrier=has_barrier)
+    together = everywhere(kind, own)
+
+    def hook(original: Callable[..., Any], updater: Any, request: Any) -> Any:
+        chosen = together if can_defer(scheduler_of(updater)) else own
+        return chosen(original, updater, request)
+
+    return hook
+
+
 def everywhere(kind: str, hook: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """Return a hook around an updater's handler that has to succeed on all stages of a pipeline.
 
     Args:
-        kind: see `plain`.
+        kind: see `_load`.
         hook: a hook that runs the handler; None runs it with this process's place in a group for
             weights.
     """
@@ -282,11 +315,6 @@ def _flushing_past_waiting(updater: Any) -> Iterator[None]:
         yield
     finally:
         updater.flush_cache = flush
-
-
-def _output_of(tensors: bool) -> Any:
-    source = "Tensor" if tensors else "Distributed"
-    return _message(f"UpdateWeightsFrom{source}ReqOutput")
 
 
 def _message(kind: str) -> Any:

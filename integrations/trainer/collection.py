@@ -17,6 +17,7 @@ from memsaver._transitions import observers
 from memsaver._transitions.handles import state
 from memsaver.errors import ConfigError, MemsaverWarning
 
+from .arrivals import await_arrival, forget_arrival, order_after_arrival
 from .device_storages import DeviceStorages
 from .guards import (
     check_mapped,
@@ -86,6 +87,17 @@ class Collection:
                     outside += storage.nbytes()
             return inside, outside
 
+    def has_only_states(self) -> bool:
+        """Return whether the tag contains optimizers' states, but no parameters or gradients."""
+        import torch
+
+        if self._parameters or not all(
+            isinstance(target, torch.optim.Optimizer) for target in self.targets
+        ):
+            return False
+        gradients = (held for target in self.targets for held in gradients_of(target))
+        return all(tag_of(held.tensor.untyped_storage()) != self.tag for held in gradients)
+
     def devices(self) -> list[int]:
         """Return the indices of the targets' CUDA devices; [] on the simulated driver."""
         found = {storage.device for storage, _ in self._storages(self.targets, gradients=True)}
@@ -152,6 +164,7 @@ class Collection:
                             self._after_step,
                             self._before_load,
                             self._after_load,
+                            self._before_save,
                         )
                     )
                 elif isinstance(target, torch.nn.Module):
@@ -159,6 +172,7 @@ class Collection:
             this = weakref.ref(self)
 
             def before_pause(tag: str) -> None:
+                forget_arrival(tag)
                 collection = this()
                 if collection is not None:
                     collection.gather()
@@ -166,6 +180,7 @@ class Collection:
                     collection._guard_parts()
 
             def after_resume(tag: str) -> None:
+                forget_arrival(tag)
                 collection = this()
                 if collection is not None:
                     collection._leave_parts()
@@ -229,6 +244,10 @@ class Collection:
     def _before_load(self, optimizer: Any) -> None:
         self._check("the optimizer's load_state_dict")
 
+    def _before_save(self, optimizer: Any) -> None:
+        if state(self.tag) != "mapped":
+            order_after_arrival(self.tag)  # a paused optimizer's state_dict names its tensors
+
     def _after_load(self, optimizer: Any) -> None:
         self._seen.pop(id(optimizer), None)
         self._after_step(optimizer)
@@ -241,6 +260,8 @@ class Collection:
         if pools is not None and pools.is_capturing():
             return  # memory that is allocated during a capture belongs to the graph
         try:
+            # Without the lock, which callbacks at the end of the arrival acquire.
+            await_arrival(self.tag)
             with self._lock:
                 self._move([optimizer], gradients=False)
         except RuntimeError as error:  # memsaver's and torch's

@@ -10,6 +10,7 @@ from memsaver._runtime.native import _C, STATES
 from memsaver._transitions.handles import state
 from memsaver.errors import ConfigError, InvalidStateError
 
+from .arrivals import order_after_arrival
 from .holdings import Holding
 from .places import tag_of
 
@@ -30,9 +31,13 @@ _FORWARD = "the model's forward"
 
 
 def check_mapped(tag: str, what: str) -> None:
-    """Raise InvalidStateError, with advice, unless the tag is mapped."""
+    """Raise InvalidStateError, with advice, unless the tag is mapped.
+
+    If the tag is on its way back (`Offloaded.resume(wait=False)`), work that is submitted
+    afterwards waits for it; see `order_after_arrival` for the errors.
+    """
     now = state(tag)
-    if now == "mapped":
+    if now == "mapped" or order_after_arrival(tag):
         return
     if now == "paused":
         advice = f"memsaver.resume({tag!r}) first"
@@ -45,7 +50,7 @@ def check_mapped(tag: str, what: str) -> None:
 
 
 def check_tags_mapped(holdings: Iterable[Holding], what: str) -> None:
-    """Raise InvalidStateError if a tensor is in a tag that is not mapped."""
+    """Call `check_mapped` for each tag that contains one of the tensors."""
     away = {row["tag"] for row in _C.stats() if STATES[int(row["state"])] != "mapped"}
     if not away:
         return
@@ -53,6 +58,7 @@ def check_tags_mapped(holdings: Iterable[Holding], what: str) -> None:
         tag = tag_of(holding.tensor.untyped_storage())
         if tag in away:
             check_mapped(tag, f"{what} ({holding.what})")
+            away.remove(tag)  # on its way back
 
 
 class Guard:
@@ -85,12 +91,18 @@ class _NoGuard:
 
 
 def guard_optimizer(
-    optimizer: Any, before_step: Hook, stepped: Hook, before_load: Hook, loaded: Hook
+    optimizer: Any,
+    before_step: Hook,
+    stepped: Hook,
+    before_load: Hook,
+    loaded: Hook,
+    before_save: Hook,
 ) -> contextlib.ExitStack:
-    """Call hooks, with the optimizer, before and after each step and each `load_state_dict`.
+    """Call hooks, with the optimizer, around each step and `load_state_dict`, and before saving.
 
-    If `before_step` or `before_load` raises, the step or load does not happen. A compiled step is
-    broken into graphs around the hooks. Copies of an optimizer have no hooks.
+    If `before_step`, `before_load` or `before_save` (for `state_dict`) raises, the call does not
+    happen. A compiled step is broken into graphs around the hooks. Copies of an optimizer have no
+    hooks.
 
     Returns:
         A stack that removes the hooks when it is closed.
@@ -104,6 +116,7 @@ def guard_optimizer(
             (optimizer.register_step_post_hook, stepped),
             (optimizer.register_load_state_dict_pre_hook, before_load),
             (optimizer.register_load_state_dict_post_hook, loaded),
+            (optimizer.register_state_dict_pre_hook, before_save),
         ):
             hooks.callback(register(_hooked(hook)).remove)
         return hooks.pop_all()

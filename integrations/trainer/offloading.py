@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import memsaver
 from memsaver._memory.choices import expect_empty
 from memsaver._runtime.blocks import Block
 from memsaver._runtime.interrupts import signals_deferred
 from memsaver._runtime.native import Backup, check_tag, policy_of
+from memsaver._transitions.handles import Transition
 from memsaver._transitions.reports import Report
 from memsaver.errors import ConfigError, InvalidStateError, NotLoadedError
 
+from .arrivals import begin_arrival
 from .collection import Collection
 from .targets import targets_in
 
@@ -73,8 +75,20 @@ class Offloaded:
         """
         return int(self._collection.bytes()[1])
 
-    def pause(self, backup: Backup | None = None) -> Report:
+    @overload
+    def pause(self, backup: Backup | None = None, *, wait: Literal[True] = True) -> Report: ...
+
+    @overload
+    def pause(self, backup: Backup | None = None, *, wait: Literal[False]) -> Transition: ...
+
+    def pause(self, backup: Backup | None = None, *, wait: bool = True) -> Report | Transition:
         """Move new memory into the tag, then call `memsaver.pause` on it.
+
+        Args:
+            backup: see `memsaver.pause`.
+            wait: False returns a `memsaver.Transition` once new memory is in the tag; contents are
+                saved and memory is released on another thread. From then on the hooks reject work
+                on the memory.
 
         Raises:
             InvalidStateError: this handle is closed.
@@ -83,17 +97,43 @@ class Offloaded:
             MemsaverError: see `memsaver.pause`.
         """
         self.check_open()
-        return memsaver.pause(self.tag, backup=backup)
+        return memsaver.pause(self.tag, backup=backup, wait=wait)
 
-    def resume(self) -> Report:
+    @overload
+    def resume(self, *, wait: Literal[True] = True) -> Report: ...
+
+    @overload
+    def resume(self, *, wait: Literal[False]) -> Transition: ...
+
+    def resume(self, *, wait: bool = True) -> Report | Transition:
         """Call `memsaver.resume` on the tag.
+
+        With `wait=False`, forward and backward passes of other memory may begin at once: a hook
+        that finds the tag on its way back lets the work after it wait for the copies, on torch's
+        current streams. Hooks run before an optimizer's `step`, `load_state_dict` and `state_dict`,
+        and before the forward pass and `load_state_dict` of a module. If the resume has failed, the
+        first of these calls raises its error: the tag is paused, with its backup. Other uses of the
+        memory, such as a backward pass that adds to gradients that were paused, and reading
+        `optimizer.state`, must wait for the returned transition.
+
+        Args:
+            wait: False returns a `memsaver.Transition` as soon as the resume has begun.
 
         Raises:
             InvalidStateError: this handle is closed.
             MemsaverError: see `memsaver.resume`; everything stays paused.
         """
         self.check_open()
-        return memsaver.resume(self.tag)
+        return memsaver.resume(self.tag) if wait else begin_arrival(self.tag)
+
+    @property
+    def may_overlap(self) -> bool:
+        """Whether only calls with hooks use the memory, so that other work may run during a resume.
+
+        That is the case for the states of optimizers, without parameters, gradients, modules and
+        other tensors. Regions with the tag's name are not considered.
+        """
+        return self._collection.has_only_states()
 
     def paused(self, backup: Backup | None = None) -> Block[Report]:
         """Call `memsaver.paused` on the tag, for a block or each call of a decorated function.

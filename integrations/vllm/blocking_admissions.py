@@ -6,9 +6,13 @@ it waits for a wake-up by another thread or process, it queries the engine once 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
+
+from memsaver._runtime.interrupts import interrupts_deferred
 
 from ..engine import blocking
 from ..engine.admission import Admission
@@ -90,15 +94,26 @@ def _changed(engine: Any, work: Callable[[], Any], **change: Any) -> Any:
     admission = admission_of(engine)
     if admission is None:
         return work()
-    try:
-        result = _checked(engine, work)
-    except Exception:
-        blocking.run(admission.refresh)
-        raise
-    if not record_change(engine, admission, **change):
-        blocking.run(admission.refresh)
-        record_managed(engine)
+    with _whole(engine):
+        try:
+            result = _checked(engine, work)
+        except Exception:
+            blocking.run(admission.refresh)
+            raise
+        if not record_change(engine, admission, **change):
+            blocking.run(admission.refresh)
+            record_managed(engine)
     return result
+
+
+def _whole(engine: Any) -> AbstractContextManager[object]:
+    """Return a block that no interrupt ends early, if the engine core runs in this process.
+
+    Its executor records a sleep after the memory was released. An interrupt in between would leave
+    an executor that ignores the next wake-up, and released memory that a weight update then uses.
+    """
+    is_here = hasattr(engine.engine_core, "engine_core")
+    return interrupts_deferred() if is_here else contextlib.nullcontext()
 
 
 def _checked(engine: Any, work: Callable[[], Any]) -> Any:

@@ -42,11 +42,14 @@ class Link(abc.ABC):
 
     # --- the engine's memory ----------------------------------------------------------------------
 
-    def release(self, tags: Sequence[str], timeout: float) -> list[Answer]:
+    def release(
+        self, tags: Sequence[str], timeout: float, keep_weights: bool = True
+    ) -> list[Answer]:
         """See `Engine`."""
+        level = self.level if keep_weights else 2
         if self.has_plugin(timeout):
             deadline = time.monotonic() + timeout
-            answers = self._change(RELEASE, [list(tags), self.level], timeout)
+            answers = self._change(RELEASE, [list(tags), level], timeout)
             # As vLLM's own sleep: the front end must forget inputs that the engine core forgets.
             self.call("reset_mm_cache", {}, max(_LEAST_SECONDS, deadline - time.monotonic()))
             return answers
@@ -55,11 +58,13 @@ class Link(abc.ABC):
                 f"without memsaver's plugin, vLLM cannot release {', '.join(tags)} alone: release "
                 "the weights and the KV cache together, or install the plugin"
             )
-        self.call("sleep", {"level": self.level, "mode": "abort"}, timeout)
+        self.call("sleep", {"level": level, "mode": "abort"}, timeout)
         return []
 
-    def resume(self, tags: Sequence[str], timeout: float) -> list[Answer]:
-        """See `Engine`."""
+    def resume(
+        self, tags: Sequence[str], timeout: float, keep_weights: bool = True
+    ) -> list[Answer]:
+        """See `Engine`. Restores what the last release kept."""
         if self.has_plugin(timeout):
             return self._change(RESUME, [list(tags)], timeout)
         wanted = [tag for tag in tags if tag != GRAPH]

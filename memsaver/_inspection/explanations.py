@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memsaver._inspection.statistics import Range
+from memsaver._memory.sharing import sending
 from memsaver._memory.torch_mode import torch_pools
 from memsaver._runtime.native import _C, STATES, State
 from memsaver._runtime.text import size_text
@@ -88,7 +89,12 @@ class Explanation:
         if self.allocation is None or (self.in_segment and self.tensor is None):
             return "it must not be used: look for a tensor that was deleted too early"
         if state == "mapped":
-            return "it may be used; CUDA IPC cannot share it: send other processes a copy"
+            if sending.is_shareable(tag):
+                return "it may be used, and sent to other processes"
+            return (
+                "it may be used; CUDA IPC cannot share it: send other processes a copy, or make "
+                "its region shareable"
+            )
         if state == "paused":
             return (
                 f"nothing may access it before memsaver.resume({tag!r}): no kernel, no copy, "

@@ -1,13 +1,14 @@
 """Pickling, saving and sending tensors of regions.
 
-memsaver registers functions in two of Python's registries and replaces nothing in torch: in
-`copyreg`, for pickles and `torch.save`, and in `multiprocessing.reduction`, for sending to other
-processes. The registries are keyed by exact type; other tensor types (such as DTensor) contain
-registered ones.
+memsaver registers functions in two of Python's registries: in `copyreg`, for pickles and
+`torch.save`, and in `multiprocessing.reduction`, for sending to other processes. The registries are
+keyed by exact type; other tensor types (such as DTensor) contain registered ones. memsaver replaces
+nothing in torch, except for one function if a region is shareable (see `sending.cover`).
 
 - Pickling and saving read the contents, so they fail for a paused tensor.
-- Sending shares the memory itself. CUDA IPC has no handle for memory that can be paused, so sending
-  fails for any tensor of a region. The simulator's tensors behave in the same way.
+- Sending shares the memory itself. CUDA IPC has no handle for memory that can be paused, so
+  memsaver sends tensors of shareable regions itself (`memsaver._memory.sharing`), and sending fails
+  for tensors of any other region. The simulator's tensors behave in the same way.
 
 A library that registers later has priority and may not call these functions. In this case torch's
 own errors appear (`CUDA error: invalid argument`), and `memsaver.explain(tensor)` reports the
@@ -23,8 +24,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from memsaver._memory.sharing import importing, sending
 from memsaver._runtime.native import _C, STATES, State
-from memsaver.errors import ConfigError, InvalidStateError
+from memsaver.errors import ConfigError, InvalidStateError, SharingError
 
 __all__ = ["register"]
 
@@ -54,6 +56,7 @@ def register(torch: Any) -> None:
     for kind in (torch.Tensor, torch.nn.Parameter):
         ForkingPickler.register(kind, _sending.setdefault(kind, _Sending(sent[kind])))
         ways[kind] = _pickling.setdefault(kind, _Pickling(ways.get(kind, _reduced)))
+    sending.cover(torch)
     _registered = True
 
 
@@ -87,23 +90,47 @@ class _Pickling:
 
 
 class _Sending:
-    """Rejects tensors in a region; passes other tensors to the previously registered function."""
+    """Sends tensors of shareable regions, rejects those of other regions, and passes all other
+    tensors to the previously registered function.
+    """
 
     def __init__(self, otherwise: Callable[[Any], Any]) -> None:
         self._otherwise = otherwise
 
     def __call__(self, tensor: Any) -> Any:
-        found = _located(tensor)
-        if found is not None:
-            tag, state = found
-            first = "" if state == "mapped" else f"after memsaver.resume({tag!r}) "
-            raise ConfigError(
-                f"a tensor of tag {tag!r} cannot be sent to another process: its memory can be "
-                f"paused, and CUDA IPC has no handle for such memory; {first}send a copy: "
-                + _copy(),
-                tag=tag,
+        return sent(tensor, self._otherwise)
+
+
+def sent(tensor: Any, otherwise: Callable[[Any], Any]) -> Any:
+    """Reduce a tensor for another process: without a copy if its region is shareable.
+
+    Args:
+        tensor: any tensor.
+        otherwise: reduces tensors that are in no region.
+
+    Raises:
+        ConfigError: the tensor's region is not shareable.
+        SharingError: see `memsaver._memory.sharing.sending.reduce`, or the memory belongs to
+            another process.
+    """
+    found = _located(tensor)
+    if found is None:
+        if importing.is_imported(_address(tensor)):
+            raise SharingError(
+                "a tensor that another process sent cannot be sent on: send a copy, "
+                "tensor.clone(), or let the process that created it send it"
             )
-        return self._otherwise(tensor)
+        return otherwise(tensor)
+    tag, state = found
+    if sending.is_shareable(tag):
+        return sending.reduce(tensor, tag)
+    first = "" if state == "mapped" else f"after memsaver.resume({tag!r}) "
+    raise ConfigError(
+        f"a tensor of tag {tag!r} cannot be sent to another process: its memory can be paused, and "
+        f"CUDA IPC has no handle for such memory; create it with memsaver.region({tag!r}, "
+        f"shareable=True), or {first}send a copy: " + _copy(),
+        tag=tag,
+    )
 
 
 def _copy() -> str:
@@ -117,11 +144,16 @@ def _copy() -> str:
 
 def _located(tensor: Any) -> tuple[str, State] | None:
     """Return the tag and its state for a tensor's memory; None for other memory."""
-    try:
-        address = tensor.untyped_storage().data_ptr()
-    except Exception:
-        return None  # it has no memory of its own: sparse, on the meta device, or a subclass
+    address = _address(tensor)
     if not address or not _C.owns(address):
         return None
     found = _C.locate(address)
     return None if found is None else (found[0], STATES[found[2]])
+
+
+def _address(tensor: Any) -> int:
+    """Return the address of a tensor's memory; 0 if it has none of its own."""
+    try:
+        return int(tensor.untyped_storage().data_ptr())
+    except Exception:
+        return 0  # sparse, on the meta device, or a subclass

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from memsaver._memory.choices import earlier_choice, note_choice
 from memsaver._memory.devices import Devices, indices_of
+from memsaver._memory.sharing import sending
 from memsaver._memory.torch_mode import Route, torch_pools
 from memsaver._runtime.blocks import check_decorated
 from memsaver._runtime.native import _C, Backup, backup_code, check_new_tag, emit_warnings
@@ -101,6 +102,10 @@ class region(_Section):
             "cuda:1", a `torch.device`, or a sequence of those. None means the current device, or
             any device if torch has no pools (on the simulated driver, or in preload mode without
             torch).
+        shareable: True makes the tag's new memory exportable, so that its tensors can be sent to
+            other processes of the same user as any CUDA tensor, without a copy. Applies to the
+            whole tag from now on, and cannot be undone. While another process uses such a tensor,
+            the tag cannot be paused (see `TagSharedError`).
 
     Memory comes from a torch memory pool backed by memsaver's allocator. The pool is closed with
     the region, so `torch.cuda.empty_cache()` releases the memory of deleted tensors. In preload
@@ -113,10 +118,18 @@ class region(_Section):
         NotLoadedError: there is no CUDA driver, or neither torch with CUDA nor preload mode.
     """
 
-    def __init__(self, tag: str, backup: Backup | None = None, device: Devices = None) -> None:
+    def __init__(
+        self,
+        tag: str,
+        backup: Backup | None = None,
+        device: Devices = None,
+        *,
+        shareable: bool = False,
+    ) -> None:
         self.tag = check_new_tag(tag)
         self.backup = backup
         self.device = device
+        self.shareable = shareable
         self._backup_code = backup_code(backup)
         self._what = f"a region of tag {self.tag!r}"
 
@@ -127,6 +140,8 @@ class region(_Section):
         _C.region_enter(self.tag, self._backup_code)
         try:
             note_choice(self.tag, self.backup, earlier)
+            if self.shareable:
+                sending.make_shareable(self.tag)
             if devices:
                 _C.region_limit(sum(1 << device for device in devices))
             return (pools.route(self.tag, devices) if pools else None), devices

@@ -38,6 +38,7 @@ class Options:
         peer: the ordinal of the device whose memory backup="peer" uses; "auto": the device with
             peer access that has most memory free when a device's first such backup is made.
         peer_margin_bytes: device memory that backup="peer" leaves free on the other device.
+        importer_seconds: how long a pause waits for other processes that use its tags' tensors.
         top: whether `memsaver top` of the same user can query this process's statistics.
     """
 
@@ -50,6 +51,7 @@ class Options:
     disk_dir: str
     peer: int | str
     peer_margin_bytes: int
+    importer_seconds: float
     top: bool
 
 
@@ -70,6 +72,7 @@ def options() -> Options:
         disk_dir=_C.option("disk_dir"),
         peer="auto" if peer == "auto" else int(peer),
         peer_margin_bytes=int(_C.option("peer_margin_bytes")),
+        importer_seconds=float(_C.option("importer_seconds")),
         top=_C.option("top") == "on",
     )
 
@@ -85,6 +88,7 @@ def configure(
     disk_dir: Directory | None = None,
     peer: int | str | None = None,
     peer_margin_bytes: Size | None = None,
+    importer_seconds: float | str | None = None,
     top: Flag | None = None,
     **_unknown: NoReturn,
 ) -> None:
@@ -107,6 +111,8 @@ def configure(
         disk_dir: an existing directory that can be written to.
         peer: a pause fails with `ConfigError` if its device cannot access this one.
         peer_margin_bytes: contents for which there is no room are saved in pinned host memory.
+        importer_seconds: a pause that waits longer raises `TagSharedError`; a tensor that was sent
+            and not received for so long may be freed.
         top: has an effect only before the process's first tag is created.
 
     Raises:
@@ -129,6 +135,7 @@ def configure(
         "disk_dir": disk_dir,
         "peer": peer,
         "peer_margin_bytes": peer_margin_bytes,
+        "importer_seconds": importer_seconds,
         "top": top,
     }
     for name, value in given.items():
@@ -136,7 +143,7 @@ def configure(
             _C.configure(name, os.fsencode(_text_of(name, value)))
 
 
-def _text_of(name: str, value: Size | Flag | Directory) -> str:
+def _text_of(name: str, value: Size | Flag | Directory | float) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     text = os.fsdecode(value) if isinstance(value, os.PathLike) else str(value)

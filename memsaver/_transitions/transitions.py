@@ -84,18 +84,26 @@ def pause(
 
 
 @overload
-def resume(*tags: str, wait: Literal[True] = True, progress: Progress = None) -> Report: ...
+def resume(
+    *tags: str, restore: bool = True, wait: Literal[True] = True, progress: Progress = None
+) -> Report: ...
 
 
 @overload
-def resume(*tags: str, wait: Literal[False], progress: Progress = None) -> Transition: ...
+def resume(
+    *tags: str, restore: bool = True, wait: Literal[False], progress: Progress = None
+) -> Transition: ...
 
 
 @overload
-def resume(*tags: str, wait: bool, progress: Progress = None) -> Report | Transition: ...
+def resume(
+    *tags: str, restore: bool = True, wait: bool, progress: Progress = None
+) -> Report | Transition: ...
 
 
-def resume(*tags: str, wait: bool = True, progress: Progress = None) -> Report | Transition:
+def resume(
+    *tags: str, restore: bool = True, wait: bool = True, progress: Progress = None
+) -> Report | Transition:
     """Map memory behind the addresses of `tags` again, and restore the saved contents.
 
     All or nothing: after an error every tag is still paused, with its backup and without device
@@ -104,6 +112,8 @@ def resume(*tags: str, wait: bool = True, progress: Progress = None) -> Report |
 
     Args:
         tags: the tags; without tags, every tag.
+        restore: False copies nothing, for contents that are about to be overwritten: they read like
+            those that a pause did not save.
         wait: False returns a `Transition` as soon as the tags are reserved; the rest happens on
             another thread. The memory may be used on the host after its `wait()`, and by work
             submitted to a stream after its `wait_stream(stream)`.
@@ -117,7 +127,7 @@ def resume(*tags: str, wait: bool = True, progress: Progress = None) -> Report |
         BackupError: the backup could not be read.
         DriverError: a driver call failed.
     """
-    return _transition(resume_call(tags), wait, progress)
+    return _transition(resume_call(tags, restore), wait, progress)
 
 
 @overload
@@ -235,10 +245,10 @@ def pause_call(tags: Sequence[str], backup: Backup | None) -> Call:
     return Call("pause", selected, [], code)
 
 
-def resume_call(tags: Sequence[str]) -> Call:
+def resume_call(tags: Sequence[str], restore: bool = True) -> Call:
     """Check the arguments of `resume`, and return its call. Begins nothing."""
     names = [check_tag(tag) for tag in tags]
-    return Call("resume", [], _selected(names), -1)
+    return Call("resume", [], _selected(names), backup_code(None if restore else "none"))
 
 
 def swap_call(out: str | Sequence[str], into: str | Sequence[str], backup: Backup | None) -> Call:

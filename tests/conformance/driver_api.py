@@ -16,6 +16,7 @@ from ctypes import byref, c_char_p, c_int, c_size_t, c_ulonglong, c_void_p
 from pathlib import Path
 
 from driver_values import (
+    FILE_DESCRIPTOR,
     NON_BLOCKING,
     OLDER,
     OUT_OF_MEMORY,
@@ -135,6 +136,19 @@ class Driver:
 
     def create(self, size: int, device: int | None = None) -> int:
         return self.get("cuMemCreate", ctypes.c_uint64, size, byref(self.properties(device)), 0)
+
+    def create_exportable(self, size: int) -> int:
+        properties = self.properties()
+        properties.handle_types = FILE_DESCRIPTOR
+        return self.get("cuMemCreate", ctypes.c_uint64, size, byref(properties), 0)
+
+    def export(self, handle: int) -> int:
+        """Return a file descriptor of exportable memory."""
+        return self.get("cuMemExportToShareableHandle", c_int, handle, FILE_DESCRIPTOR, 0)
+
+    def import_from(self, file: int) -> int:
+        """Return a handle of the memory behind a descriptor, which stays open."""
+        return self.get("cuMemImportFromShareableHandle", ctypes.c_uint64, file, FILE_DESCRIPTOR)
 
     def try_create(self, size: int) -> int:
         """Return cuMemCreate's code; release the memory if it succeeds."""

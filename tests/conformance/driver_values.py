@@ -41,6 +41,7 @@ NON_BLOCKING = 1
 LEGACY = 1
 PER_THREAD = 2
 READ, READ_WRITE = 1, 3
+FILE_DESCRIPTOR = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
 
 class Location(ctypes.Structure):
@@ -126,6 +127,8 @@ SIGNATURES = {
     "cuMemAddressFree": ("cuMemAddressFree", [_D, _S]),
     "cuMemCreate": ("cuMemCreate", [_P, _S, _P, c_ulonglong]),
     "cuMemRelease": ("cuMemRelease", [_D]),
+    "cuMemExportToShareableHandle": ("cuMemExportToShareableHandle", [_P, _D, _I, c_ulonglong]),
+    "cuMemImportFromShareableHandle": ("cuMemImportFromShareableHandle", [_P, _P, _I]),
     "cuMemMap": ("cuMemMap", [_D, _S, _S, _D, c_ulonglong]),
     "cuMemUnmap": ("cuMemUnmap", [_D, _S]),
     "cuMemSetAccess": ("cuMemSetAccess", [_D, _S, _P, _S]),

@@ -8,7 +8,8 @@ from typing import Any
 from faults.calls import Allocate, Ask, Captured, FirstUse, Free, PoolAllocate
 from faults.machine import MIB, Machine
 from faults.scenario import Scenario, require
-from faults.transitions import DiskCached, DiskNamed, Graph, Pause, Resume, Swap
+from faults.sharing import Share
+from faults.transitions import DiskCached, DiskNamed, Graph, Pause, Resume, Swap, Unrestored
 
 __all__ = ["SCENARIOS", "Scenario"]
 
@@ -77,6 +78,7 @@ SCENARIOS: dict[str, Make] = {
     "resume_pageable": _case(Resume, "pageable"),
     "resume_disk": _case(Resume, "disk"),
     "resume_peer": _case(Resume, "peer", devices=2),
+    "resume_unrestored": _case(Unrestored, "host"),
     "resume_two_devices": _case(Resume, "host", devices=2),
     "resume_background": _case(Resume, "host", background=True),
     "resume_graph": _case(Graph, "resume"),
@@ -86,6 +88,7 @@ SCENARIOS: dict[str, Make] = {
     "swap_pageable_disk": _case(Swap, "pageable", "disk"),
     "swap_peer_peer": _case(Swap, "peer", "peer"),
     "swap_background": _case(Swap, "host", "host", background=True),
+    "share": _case(Share),
     "fingerprint": _case(Ask, _fingerprint),
     "backup_view": _case(Ask, _view, paused=True),
     "stats": _case(Ask, lambda asked: asked.memsaver.stats()),

@@ -127,6 +127,20 @@ class Resume(Pause):
         super().rest()
 
 
+class Unrestored(Resume):
+    """A resume of tags whose contents are about to be overwritten."""
+
+    def act(self) -> None:
+        self.memsaver.resume(*self.going.names, restore=False)
+
+    def check_done(self) -> None:
+        self.check_mapped(self.going, self.going.held(), intact=False)
+        require(self.going.is_zero(), f"{self.going.names} have contents")
+        self.going.fill()
+        self.check_paused(self.staying)
+        self.check_bystander()
+
+
 class Swap(Transitions):
     """A swap of two tags out and one in; only some pages have the right size to be transferred."""
 

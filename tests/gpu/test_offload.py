@@ -1,4 +1,4 @@
-"""Test a trainer's memory in tags on real GPUs: runs each case of offload_cases in a process."""
+"""Test a trainer's memory in tags on real GPUs: runs each case of two files in a process."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 from child_process import run_together
 from torch_environment import torch_environment
 
-CASES = Path(__file__).with_name("offload_cases.py")
-NAMES = [
-    node.name
-    for node in ast.parse(CASES.read_text()).body
+CASES = {
+    node.name: path
+    for path in map(Path(__file__).with_name, ("offload_cases.py", "overlap_cases.py"))
+    for node in ast.parse(path.read_text()).body
     if isinstance(node, ast.FunctionDef) and node.name.startswith("case_")
-]
-ALONE = [name for name in NAMES if name not in {"case_fsdp2", "case_on_the_second_gpu"}]
+}
+ALONE = [name for name in CASES if name not in {"case_fsdp2", "case_on_the_second_gpu"}]
 
 
 def run(name: str, ranks: int = 1, expandable: bool = False) -> None:
@@ -26,7 +26,7 @@ def run(name: str, ranks: int = 1, expandable: bool = False) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
-    command = [sys.executable, str(CASES), name]
+    command = [sys.executable, str(CASES[name]), name]
     each = [{**env, "RANK": str(rank), "WORLD_SIZE": str(ranks)} for rank in range(ranks)]
     said = run_together([(command, environment) for environment in each], timeout=200)
     assert all(text.splitlines()[-1] == "held" for text in said), "\n".join(said)

@@ -102,10 +102,24 @@ class TransitionRules(Apparatus):
         if kind == "pause":
             return partial(memsaver.pause, *names, backup=backup, **named), self.named(names), []
         if kind == "resume":
+            named["restore"] = self.restores(names, backup)
             return partial(memsaver.resume, *names, **named), [], self.named(names)
         out, into = names
         call = partial(memsaver.swap, out=out, into=into, backup=backup, **named)
         return call, self.named(out), self.named(into)
+
+    def restores(self, names, backup):
+        """Return whether a resume with this drawn backup restores contents: not with "none".
+
+        A resume of retained pages always does, because they keep their contents in any case.
+        """
+        return backup != "none" or any(tag.retained for tag in self.named(names))
+
+    def lose(self, kind, names, backup, tags):
+        """Discard the contents of these tags if a resume does not restore them."""
+        if kind == "resume" and not self.restores(names, backup):
+            for tag in tags:
+                tag.saved = "none"
 
     def transition(self, kind, names, backup, thread, faults=()):
         """Run a transition, wait for it, and check that it happened completely or not at all."""
@@ -138,6 +152,7 @@ class TransitionRules(Apparatus):
                 saved = backup or tag.policy
                 tag.known = saved if sure and saved != "none" else None
             tag.pause(backup)
+        self.lose(kind, names, backup, changed)
         self.come_back(changed)
 
     @property
@@ -209,6 +224,7 @@ class TransitionRules(Apparatus):
             if not tag.paused:
                 tag.known = None
             tag.pause(backup)
+        self.lose(do, names, backup, coming)
         for tag in coming:
             if tag.paused:
                 tag.resume(self.fill)

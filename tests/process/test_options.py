@@ -95,7 +95,13 @@ def test_configure_names_the_options(options):
 def test_options_are_those_of_the_core(options):
     table = (ROOT / "csrc/core/platform/options.h").read_text()
     rows = re.findall(r"^  X\((\w+), k(\w+),", table, re.M)
-    kinds = {"Size": "int", "Flag": "bool", "Path": "str", "Device": "int | str"}
+    kinds = {
+        "Size": "int",
+        "Flag": "bool",
+        "Path": "str",
+        "Device": "int | str",
+        "Seconds": "float",
+    }
     assert {field.name: field.type for field in dataclasses.fields(memsaver.Options)} == {
         name: kinds[kind] for name, kind in rows
     }
@@ -214,3 +220,23 @@ def test_nonsense_of_every_kind_in_the_environment(run_python, variable, value):
         ),
         **{variable: value},
     )
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [(0, "0"), (1.5, "1.5"), ("0.001", "0.001"), ("03.50", "3.5"), (3600, "3600")],
+)
+def test_seconds(options, value, text):
+    options(importer_seconds=value)
+    assert _C.option("importer_seconds") == text
+    assert memsaver.options().importer_seconds == float(text)
+
+
+@pytest.mark.parametrize(
+    "value", ["", "-1", "1e3", "1s", ".5", "5.", "1.2345", 3601, "9" * 20, "1.2.3"]
+)
+def test_invalid_seconds(options, value):
+    options(importer_seconds=2)
+    with pytest.raises(ConfigError, match="from 0 to 3600"):
+        memsaver.configure(importer_seconds=value)
+    assert _C.option("importer_seconds") == "2"

@@ -22,6 +22,7 @@ INTO_THE_CORE = {
     "observe/stats": {PUBLIC},
     "abi/marshal": {PUBLIC},
     "abi/abi": {PUBLIC},
+    "abi/abi_sharing": {PUBLIC},
     "abi/abi_transitions": {PUBLIC},
 }
 # Outside the core: memsaver's headers that a folder may include in addition to its own.

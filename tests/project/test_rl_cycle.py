@@ -173,6 +173,26 @@ def test_a_missing_library_is_an_error_at_once(run, benchmark_module, monkeypatc
     assert "NVML, which reports" in capsys.readouterr().err
 
 
+@pytest.mark.long
+def test_the_overhead_of_whole_steps(run, capsys):
+    status, rows, engines = run("--only=overhead", "--train-tokens=32")
+    assert (status, engines) == (0, ["ours", "theirs-retained"]), capsys.readouterr().err
+    ((metric, peer),) = rows
+    assert metric == "rl_step_overhead_seconds" and peer == "torch_memory_saver, retained backup"
+    detail = rows[metric, peer]["detail"]
+    for who in ("memsaver", "peer"):
+        assert len(detail[who]) == len(detail[f"{who}_whole"]) == 2
+        assert set(detail[f"{who}_work"]) == {"train", "update", "generate"}
+        for spent, whole in zip(detail[who], detail[f"{who}_whole"], strict=True):
+            assert 0 < spent < whole
+
+
+@pytest.mark.long
+def test_steps_with_other_contents_have_no_overhead(run, capsys):
+    status, rows, _ = run("--only=overhead", "--train-tokens=32", peer="loses")
+    assert (status, rows) == (1, {}) and "tms-retained, step 1: lost" in capsys.readouterr().err
+
+
 # --- the KV cache ---------------------------------------------------------------------------------
 
 
@@ -450,4 +470,4 @@ def test_invalid_options_are_rejected(benchmark_module, capsys, argument):
     with pytest.raises(SystemExit):
         parser.parse_args([argument])
     assert "argument --" in capsys.readouterr().err
-    assert parser.parse_args([]).only == ["kv", "step"]
+    assert parser.parse_args([]).only == ["kv", "step", "overhead"]

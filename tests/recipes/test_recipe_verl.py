@@ -21,8 +21,8 @@ BOTH = ["kv_cache", "weights"]
 
 @pytest.fixture(scope="module", autouse=True)
 def verl():
+    needs_sglang()  # first: transformers looks for the packages that it replaces only once
     needs("verl.workers.rollout.sglang_rollout", "pip install verl")
-    needs_sglang()
     import verl
 
     if [int(part) for part in verl.__version__.split(".")[:2]] < [0, 9]:

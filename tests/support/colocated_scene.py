@@ -26,10 +26,11 @@ class Scene:
     """A trainer, an engine with the test's own tags, and a session of both."""
 
     def __init__(self, tag, **options) -> None:
-        self.trainer = Trainer()
+        self.trainer = Trainer(options.pop("optimizer", "adamw"))
         self.trainer.step()
         self.trainer.optimizer.zero_grad()
-        self.engine = TagEngine(self.trainer.model, tag("weights"), tag("kv"))
+        kind = options.pop("engine", TagEngine)
+        self.engine = kind(self.trainer.model, tag("weights"), tag("kv"))
         self.tags = tag("model"), tag("optimizer")
         handles = (
             offload(self.trainer.model, tag=self.tags[0]),

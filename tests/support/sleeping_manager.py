@@ -165,6 +165,6 @@ async def update(manager, obj="weights"):
     return await hook(Manager.update_weights_from_tensor, manager, obj)
 
 
-def change(manager, operation, tags=None):
+def change(manager, operation, tags=None, rid=None):
     hook = {"release": tokenizer.request_release, "resume": tokenizer.request_resume}[operation]
-    return hook(manager, types.SimpleNamespace(tags=tags))
+    return hook(manager, types.SimpleNamespace(tags=tags, rid=rid))

@@ -21,7 +21,9 @@ static_assert(MS_OK == static_cast<int>(Status::kOk) &&
               MS_NOT_LOADED == static_cast<int>(Status::kNotLoaded) &&
               MS_BAD_CONFIG == static_cast<int>(Status::kBadConfig) &&
               MS_NOT_OURS == static_cast<int>(Status::kNotOurs) &&
-              MS_INTERNAL == static_cast<int>(Status::kInternal));
+              MS_INTERNAL == static_cast<int>(Status::kInternal) &&
+              MS_TAG_SHARED == static_cast<int>(Status::kTagShared) &&
+              MS_SHARING_FAILED == static_cast<int>(Status::kSharingFailed));
 static_assert(MS_MAPPED == static_cast<int>(State::kMapped) &&
               MS_SAVING == static_cast<int>(State::kSaving) &&
               MS_PAUSED == static_cast<int>(State::kPaused) &&

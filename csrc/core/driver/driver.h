@@ -38,6 +38,8 @@ namespace memsaver {
   X(cuMemAddressFree)              \
   X(cuMemCreate)                   \
   X(cuMemRelease)                  \
+  X(cuMemExportToShareableHandle)   \
+  X(cuMemImportFromShareableHandle) \
   X(cuMemMap)                      \
   X(cuMemUnmap)                    \
   X(cuMemSetAccess)                \

@@ -1,5 +1,6 @@
 #include "core/driver/handles.h"
 
+#include <atomic>
 #include <utility>
 
 #include "core/driver/driver.h"
@@ -55,13 +56,15 @@ uint64_t number(void* object) { return reinterpret_cast<uint64_t>(object); }
 
 }  // namespace
 
-PhysicalMemory PhysicalMemory::create(const Device& device, uint64_t bytes) {
+PhysicalMemory PhysicalMemory::create(const Device& device, uint64_t bytes, bool exportable) {
+  static std::atomic<uint64_t> last_export_id{0};
   DriverObject object(kPhysicalMemory), mapped(kMappedRange);
   CUmemAllocationProp prop{};
   prop.type = CU_MEM_ALLOCATION_TYPE_PINNED;
   prop.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
   prop.location.id = device.ordinal();
   prop.allocFlags.gpuDirectRDMACapable = device.rdma_supported() ? 1 : 0;
+  if (exportable) prop.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
   CUmemGenericAllocationHandle handle = 0;
   const CUresult result = driver().cuMemCreate(&handle, bytes, &prop, 0);
   if (result == CUDA_ERROR_OUT_OF_MEMORY) {
@@ -75,7 +78,25 @@ PhysicalMemory PhysicalMemory::create(const Device& device, uint64_t bytes) {
   }
   check(result, "cuMemCreate");
   object.own(handle, bytes);
-  return PhysicalMemory(std::move(object), std::move(mapped));
+  return PhysicalMemory(std::move(object), std::move(mapped), exportable ? ++last_export_id : 0);
+}
+
+PhysicalMemory PhysicalMemory::import_from(int descriptor, uint64_t bytes) {
+  DriverObject object(kPhysicalMemory), mapped(kMappedRange);
+  CUmemGenericAllocationHandle handle = 0;
+  // The call takes the descriptor itself, not its address.
+  void* const value = reinterpret_cast<void*>(static_cast<intptr_t>(descriptor));
+  CU_CHECK(cuMemImportFromShareableHandle, &handle, value,
+           CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+  object.own(handle, bytes);
+  return PhysicalMemory(std::move(object), std::move(mapped), 0);
+}
+
+Descriptor PhysicalMemory::export_memory() const {
+  int number = -1;
+  CU_CHECK(cuMemExportToShareableHandle, &number, handle(),
+           CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
+  return Descriptor(number);
 }
 
 VaReservation VaReservation::reserve(uint64_t bytes, uint64_t alignment) {
@@ -93,19 +114,31 @@ VaReservation VaReservation::reserve(uint64_t bytes, uint64_t alignment) {
 
 Mapping Mapping::map(uint64_t address, PhysicalMemory&& memory,
                      const std::vector<CUmemAccessDesc>& access) {
+  Mapping mapping = place(address, std::move(memory));
+  try {
+    allow({address, mapping.bytes()}, access);
+  } catch (...) {
+    mapping.memory_.mapped_.release();
+    memory = std::move(mapping.memory_);
+    throw;
+  }
+  return mapping;
+}
+
+Mapping Mapping::place(uint64_t address, PhysicalMemory&& memory) {
   DriverObject& mapped = memory.mapped_;
   if (!mapped.has_room()) mapped = DriverObject(kMappedRange);
   CU_CHECK(cuMemMap, address, memory.bytes(), 0, memory.handle(), 0);
   mapped.own(address, memory.bytes());
-  const CUresult result =
-      driver().cuMemSetAccess(address, memory.bytes(), access.data(), access.size());
-  if (result != CUDA_SUCCESS) mapped.release();
-  check(result, "cuMemSetAccess");
   return Mapping(std::move(memory));
 }
 
+void Mapping::allow(const Range& range, const std::vector<CUmemAccessDesc>& access) {
+  CU_CHECK(cuMemSetAccess, range.address, range.bytes, access.data(), access.size());
+}
+
 void Mapping::share(const std::vector<CUmemAccessDesc>& access) const {
-  CU_CHECK(cuMemSetAccess, address(), bytes(), access.data(), access.size());
+  allow({address(), bytes()}, access);
 }
 
 PhysicalMemory Mapping::unmap() {

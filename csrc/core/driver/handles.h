@@ -14,30 +14,43 @@
 
 #include "core/driver/deferred_release.h"
 #include "core/driver/device.h"
+#include "core/platform/descriptor.h"
+#include "core/platform/range.h"
 
 namespace memsaver {
 
-// Device memory without an address. Fresh memory reads as zero: the driver clears it.
+// Device memory without an address. Fresh memory reads as zero: the driver clears it. Memory that
+// several processes have imported is released with the last of their objects.
 class PhysicalMemory {
  public:
-  // `bytes` must be a multiple of the device's granularity. Throws kOutOfDeviceMemory,
-  // kDriverFailed.
-  static PhysicalMemory create(const Device& device, uint64_t bytes);
+  // `bytes` must be a multiple of the device's granularity. Other processes can import the memory
+  // only if it is `exportable`. Throws kOutOfDeviceMemory, kDriverFailed.
+  static PhysicalMemory create(const Device& device, uint64_t bytes, bool exportable = false);
+  // Imports the memory of a descriptor that another process exported; `bytes` is its whole size.
+  // The descriptor stays with the caller, and may be closed. Throws kDriverFailed.
+  static PhysicalMemory import_from(int descriptor, uint64_t bytes);
 
   PhysicalMemory() = default;
 
   uint64_t bytes() const { return object_.bytes(); }
   CUmemGenericAllocationHandle handle() const { return object_.get(); }
+  // The number under which the memory is exported, unique in this process; 0 if it is not
+  // exportable.
+  uint64_t export_id() const { return export_id_; }
+  // Exports the memory. The descriptor keeps the memory allocated. Throws kDriverFailed,
+  // kOutOfHostMemory.
+  Descriptor export_memory() const;
 
  private:
   friend class Mapping;
-  PhysicalMemory(DriverObject&& object, DriverObject&& mapped)
-      : object_(std::move(object)), mapped_(std::move(mapped)) {}
+  PhysicalMemory(DriverObject&& object, DriverObject&& mapped, uint64_t export_id)
+      : object_(std::move(object)), mapped_(std::move(mapped)), export_id_(export_id) {}
 
   DriverObject object_;
   // The range at which a Mapping maps the memory. It is stored here so that mapping needs no host
   // memory, and after `object_` so that the range is unmapped before the memory is released.
   DriverObject mapped_;
+  uint64_t export_id_ = 0;
 };
 
 // A range of addresses without memory.
@@ -71,6 +84,10 @@ class Mapping {
   // driver refused both to do and to undo. Throws kDriverFailed, kOutOfDeviceMemory.
   static Mapping map(uint64_t address, PhysicalMemory&& memory,
                      const std::vector<CUmemAccessDesc>& access);
+  // The two halves of map(), for several mappings at adjacent addresses: place() gives no device
+  // access, and allow() sets the access to all mappings in a range. Throw as map() does.
+  static Mapping place(uint64_t address, PhysicalMemory&& memory);
+  static void allow(const Range& range, const std::vector<CUmemAccessDesc>& access);
 
   Mapping() = default;
 
@@ -81,6 +98,7 @@ class Mapping {
   uint64_t address() const { return memory_.mapped_.get(); }
   uint64_t bytes() const { return memory_.bytes(); }
   uint64_t end() const { return address() + bytes(); }
+  const PhysicalMemory& memory() const { return memory_; }
 
   // Unmaps the memory and returns it with its contents. The caller has drained the device. Throws
   // kDriverFailed; the mapping is then unchanged.

@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "core/driver/driver.h"
+#include "core/memory/importer.h"
 #include "core/memory/timeline.h"
 #include "core/platform/log.h"
 #include "core/platform/options.h"
@@ -18,7 +19,8 @@ namespace {
 
 // Maps new memory for the ranges. Also throws kOutOfDeviceMemory if less than the option
 // margin_bytes would stay free.
-std::map<uint64_t, Mapping> map_new(Device& device, const std::vector<Range>& ranges) {
+std::map<uint64_t, Mapping> map_new(Device& device, const std::vector<Range>& ranges,
+                                    bool exportable) {
   if (ranges.empty()) return {};
   const uint64_t margin = option(Option::margin_bytes);
   std::unique_lock<std::mutex> room;
@@ -32,7 +34,8 @@ std::map<uint64_t, Mapping> map_new(Device& device, const std::vector<Range>& ra
   std::map<uint64_t, Mapping> mapped;
   for (const Range& range : ranges) {
     Mapping& mapping = mapped[range.address];
-    mapping = Mapping::map(range.address, PhysicalMemory::create(device, range.bytes), access);
+    mapping = Mapping::map(range.address, PhysicalMemory::create(device, range.bytes, exportable),
+                           access);
   }
   return mapped;
 }
@@ -67,6 +70,7 @@ void complete_frees(std::unique_lock<std::mutex>& lock, Pool& pool) {
     if (resident) Device::drain_active();
     lock.lock();
     std::map<uint64_t, Mapping> taken = pool.heap.take_extents(extents);
+    if (!taken.empty() && is_imported({&pool.tag})) request_release();
     lock.unlock();
     const std::optional<Error> failure = unmap_and_release(taken);
     lock.lock();
@@ -174,7 +178,11 @@ void share_with_active_devices() {
 uint64_t allocate(Tag& tag, Device& device, uint64_t bytes) {
   Registry& registry = Registry::instance();
   check_options();
-  const uint64_t slab_bytes = option(Option::slab_bytes);
+  const bool shareable = tag.shareable.load();
+  // An importer's time depends on the number of pieces.
+  const uint64_t slab_bytes =
+      shareable ? std::max(option(Option::slab_bytes), option(Option::share_bytes))
+                : option(Option::slab_bytes);
   const std::string what = "an allocation in tag " + quoted(tag.name);
   if (bytes > device.total_bytes()) throw registry.shortage(what, device, bytes).with_tag(tag.name);
   retry_releases(Retry::kWithoutWaiting);  // their addresses may be those of this allocation
@@ -209,11 +217,11 @@ uint64_t allocate(Tag& tag, Device& device, uint64_t bytes) {
 
   std::map<uint64_t, Mapping> mapped;
   try {
-    mapped = map_new(device, plan.missing);
+    mapped = map_new(device, plan.missing, shareable);
   } catch (const Error& error) {
     if (error.status != Status::kOutOfDeviceMemory) throw;
     try {
-      mapped = map_new(device, plan.least);
+      mapped = map_new(device, plan.least, shareable);
     } catch (const Error& again) {
       if (!again.no_physical_memory) throw;
       const uint64_t margin = option(Option::margin_bytes);

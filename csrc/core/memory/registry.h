@@ -39,6 +39,7 @@ struct TransitionRecord {
 struct Tag;
 struct Claim;    // a thread's right to tags; see reservation.h
 struct Waiting;  // a thread that waits for tags; see reservation.h
+class Importer;  // a process that maps memory of tags; see importer.h
 
 // Bytes moved by a pool's pauses, or by its resumes: the last one, and in total.
 struct TransitionCounters {
@@ -96,6 +97,7 @@ struct Tag {
   double pause_seconds = 0, resume_seconds = 0;  // in total
   uint64_t failures = 0;                         // pauses, resumes and swaps that failed
   std::atomic<bool> accepting{true};  // whether the state is kMapped, for hooks, which take no lock
+  std::atomic<bool> shareable{false};  // new memory is exportable; never reset
 };
 
 class Registry {
@@ -106,6 +108,7 @@ class Registry {
   std::mutex mutex;
   std::condition_variable changed;  // a Hold or a reservation of a tag ended
   Waiting* waiting = nullptr;       // the list of waiting threads; needs the lock
+  std::vector<Importer*> importers;  // needs the lock
 
   // Incremented by every allocation, free and opened region, which invalidate an earlier list of
   // torch's free blocks. Any thread.

@@ -101,6 +101,17 @@ void forget_other_threads() {
   }
 }
 
+// Calls the thread's callback, without the lock. Throws if it ends the wait.
+void call_look(std::unique_lock<std::mutex>& lock, const Waiting& waiting) {
+  lock.unlock();
+  const Look current = look;
+  look = {};  // the callback may itself wait, with another callback
+  const bool goes_on = current.look(current.data) == 0;
+  look = current;
+  lock.lock();
+  if (!goes_on) throw failed_wait(waiting, "the wait for ", " was ended by its caller");
+}
+
 bool wait_until_free(std::unique_lock<std::mutex>& lock, Waiting& waiting,
                      const Deadline& deadline) {
   static const int prepared_for_forks = pthread_atfork(nullptr, nullptr, forget_other_threads);
@@ -120,13 +131,7 @@ bool wait_until_free(std::unique_lock<std::mutex>& lock, Waiting& waiting,
     remove(waiting);
     if (!look.look || Clock::now() < next_look) continue;
     next_look = Clock::now() + kLookEvery;
-    lock.unlock();
-    const Look current = look;
-    look = {};  // the callback may itself wait, with another callback
-    const bool goes_on = current.look(current.data) == 0;
-    look = current;
-    lock.lock();
-    if (!goes_on) throw failed_wait(waiting, "the wait for ", " was ended by its caller");
+    call_look(lock, waiting);
   }
   return true;
 }
@@ -149,6 +154,17 @@ bool wait_for_tags(std::unique_lock<std::mutex>& lock, const std::vector<Tag*>& 
                    const Deadline& deadline) {
   Waiting waiting{this_thread(), &tags, need};
   return wait_until_free(lock, waiting, deadline);
+}
+
+void wait_for_a_change(std::unique_lock<std::mutex>& lock, const std::vector<Tag*>& tags,
+                       Clock::time_point deadline) {
+  const Clock::time_point next_look = Clock::now() + kLookEvery;
+  const bool looks = look.look && next_look < deadline;
+  const std::cv_status woken =
+      Registry::instance().changed.wait_until(lock, looks ? next_look : deadline);
+  if (looks && woken == std::cv_status::timeout) {
+    call_look(lock, {this_thread(), &tags, Need::kTransition});
+  }
 }
 
 WaitsForTransition::WaitsForTransition(const std::vector<Tag*>& tags)

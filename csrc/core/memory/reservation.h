@@ -59,6 +59,12 @@ struct Waiting {
 bool wait_for_tags(std::unique_lock<std::mutex>& lock, const std::vector<Tag*>& tags, Need need,
                    const Deadline& deadline = std::nullopt);
 
+// Waits until another thread changes a tag, a right or an importer, at most until `deadline`. May
+// return early. `lock` is the registry's lock, which is locked on return. Throws kInvalidState,
+// about `tags`, if the thread's callback ended the wait.
+void wait_for_a_change(std::unique_lock<std::mutex>& lock, const std::vector<Tag*>& tags,
+                       std::chrono::steady_clock::time_point deadline);
+
 // Returns whether wait_for_tags would throw because the wait would deadlock. Needs the registry's
 // lock.
 bool would_wait_for_ever(const std::vector<Tag*>& tags, Need need);

@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstdlib>
@@ -23,7 +24,7 @@ struct Path {
   const Path* before;
 };
 
-// A parsed value: a size, a flag or a device, or a path.
+// A parsed value: a path, or a number of any other kind.
 struct Value {
   uint64_t number = 0;
   std::string path;
@@ -47,6 +48,16 @@ Entry table[] = {
 #undef MS_OPTION_ENTRY
 };
 
+// Formats milliseconds as seconds: "2.5".
+std::string format_seconds(uint64_t milliseconds) {
+  std::string text = std::to_string(milliseconds / 1000);
+  const uint64_t rest = milliseconds % 1000;
+  if (rest == 0) return text;
+  text += "." + std::to_string(1000 + rest).substr(1);
+  while (text.back() == '0') text.pop_back();
+  return text;
+}
+
 std::string takes(const Entry& entry) {
   switch (entry.kind) {
     case OptionKind::kSize:
@@ -59,6 +70,9 @@ std::string takes(const Entry& entry) {
     case OptionKind::kDevice:
       return "auto, or the ordinal of a device that the process sees, from " +
              std::to_string(entry.least) + " to " + std::to_string(entry.greatest);
+    case OptionKind::kSeconds:
+      return "a number of seconds with up to three decimals, from " + format_seconds(entry.least) +
+             " to " + format_seconds(entry.greatest);
   }
   return "";
 }
@@ -128,6 +142,19 @@ uint64_t parse_device(const Entry& entry, const std::string& text) {
   return ordinal;
 }
 
+uint64_t parse_seconds(const Entry& entry, const std::string& text) {
+  const size_t point = std::min(text.find('.'), text.size());
+  const std::string whole = text.substr(0, point);
+  std::string part = point < text.size() ? text.substr(point + 1) : "0";
+  const bool has_digits = !whole.empty() && !part.empty() &&
+                          (whole + part).find_first_not_of("0123456789") == std::string::npos;
+  if (!has_digits || whole.size() > 9 || part.size() > 3) refuse(entry, text);
+  part.resize(3, '0');
+  const uint64_t value = std::stoull(whole) * 1000 + std::stoull(part);
+  if (value < entry.least || value > entry.greatest) refuse(entry, text);
+  return value;
+}
+
 Value parse(const Entry& entry, const std::string& text) {
   switch (entry.kind) {
     case OptionKind::kSize:
@@ -138,6 +165,8 @@ Value parse(const Entry& entry, const std::string& text) {
       return {0, parse_path(entry, text)};
     case OptionKind::kDevice:
       return {parse_device(entry, text), {}};
+    case OptionKind::kSeconds:
+      return {parse_seconds(entry, text), {}};
   }
   throw Error(Status::kInternal, "an option has an unknown kind");
 }
@@ -198,6 +227,10 @@ bool flag(Option which) { return read(which, OptionKind::kFlag).number.load() !=
 
 uint64_t device_option(Option which) { return read(which, OptionKind::kDevice).number.load(); }
 
+std::chrono::milliseconds time_option(Option which) {
+  return std::chrono::milliseconds(read(which, OptionKind::kSeconds).number.load());
+}
+
 std::string path(Option which) { return path_of(read(which, OptionKind::kPath)); }
 
 void check_options() {
@@ -219,6 +252,8 @@ std::string option_text(const std::string& name) {
       const uint64_t ordinal = entry.number.load();
       return ordinal == kAnyDevice ? "auto" : std::to_string(ordinal);
     }
+    case OptionKind::kSeconds:
+      return format_seconds(entry.number.load());
   }
   return "";
 }

@@ -4,6 +4,7 @@
 // from configure(). Any thread, at any time; no function takes a lock.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -12,18 +13,19 @@ namespace memsaver {
 
 // The kind of an option's value.
 enum class OptionKind {
-  kSize,    // a number of bytes with an optional suffix KiB, MiB or GiB
-  kFlag,    // on, off, 1, 0, true or false, in upper or lower case
-  kPath,    // an existing directory that can be written to, kept as its absolute path; "": the
-            // default
-  kDevice,  // the ordinal of a device, or auto
+  kSize,     // a number of bytes with an optional suffix KiB, MiB or GiB
+  kFlag,     // on, off, 1, 0, true or false, in upper or lower case
+  kPath,     // an existing directory that can be written to, kept as its absolute path; "": the
+             // default
+  kDevice,   // the ordinal of a device, or auto
+  kSeconds,  // a number of seconds with up to three decimals, kept in milliseconds
 };
 
 // The value auto of an option of kind kDevice.
 constexpr uint64_t kAnyDevice = UINT64_MAX;
 
-// name, kind, environment variable, default, least, greatest, meaning. Sizes are in bytes; a flag
-// is 1 or 0; a path is empty by default and has no bounds.
+// name, kind, environment variable, default, least, greatest, meaning. Sizes are in bytes, times in
+// milliseconds; a flag is 1 or 0; a path is empty by default and has no bounds.
 #define MS_OPTIONS(X)                                                                           \
   X(share_bytes, kSize, "MEMSAVER_SHARE_BYTES", 512ull << 20, 2ull << 20, 1ull << 30,           \
     "from a resume on, adjacent allocations share one piece of physical memory of up to this "  \
@@ -49,6 +51,9 @@ constexpr uint64_t kAnyDevice = UINT64_MAX;
   X(peer_margin_bytes, kSize, "MEMSAVER_PEER_MARGIN_BYTES", 1ull << 30, 0, 1ull << 60,          \
     "device memory that backup='peer' leaves free on the other device; contents for which "     \
     "there is no room are saved in pinned host memory")                                         \
+  X(importer_seconds, kSeconds, "MEMSAVER_IMPORTER_SECONDS", 10000, 0, 3600000,                 \
+    "how long a pause waits for other processes to release tensors of its tags that they "      \
+    "imported, and how long the memory of a tensor that was sent is kept for its receiver")     \
   X(top, kFlag, "MEMSAVER_TOP", 1, 0, 1,                                                        \
     "`memsaver top` of the same user can query this process's statistics, through a socket "    \
     "that only this user can access; read when the process's first tag is created")
@@ -59,13 +64,14 @@ enum class Option {
 #undef MS_OPTION_NAME
 };
 
-// Return the value of an option of kind kSize (in bytes), kFlag, kPath or kDevice (an ordinal, or
-// kAnyDevice). Throw kBadConfig if the environment's text is invalid, kInternal for an option of
-// another kind.
+// Return the value of an option of kind kSize (in bytes), kFlag, kPath, kDevice (an ordinal, or
+// kAnyDevice) or kSeconds. Throw kBadConfig if the environment's text is invalid, kInternal for an
+// option of another kind.
 uint64_t option(Option which);
 bool flag(Option which);
 std::string path(Option which);
 uint64_t device_option(Option which);
+std::chrono::milliseconds time_option(Option which);
 
 // Reads the environment now, so that an invalid value is reported before any other work. Throws
 // kBadConfig.
@@ -75,7 +81,7 @@ void check_options();
 void set_option(const std::string& name, const std::string& text);
 
 // Returns the value as text for set_option: a size in bytes, "on" or "off", a path,
-// an ordinal or "auto". Throws kBadConfig for an unknown name.
+// an ordinal or "auto", or seconds. Throws kBadConfig for an unknown name.
 std::string option_text(const std::string& name);
 
 // Returns the names, for messages.

@@ -24,6 +24,8 @@ enum class Status : int32_t {
   kBadConfig = 9,
   kNotOurs = 10,
   kInternal = 11,
+  kTagShared = 12,
+  kSharingFailed = 13,
 };
 
 // The message states what went wrong, to which tag, how many bytes, and what to do. Copyable.

@@ -61,10 +61,12 @@ PageTransferPlan plan_page_transfers(const std::vector<Leaving*>& out,
     uint64_t address;
   };
   std::vector<Source> sources;
-  std::map<uint64_t, std::set<size_t>> by_bytes;
+  // A page of a shareable tag stays exportable, and other processes must not import another tag's
+  // page, so exportable pages are transferred only between shareable tags, and only those.
+  std::map<uint64_t, std::set<size_t>> by_bytes_of[2];
   for (Leaving* from : out) {
     for (const auto& [address, extent] : from->pool->heap.extents()) {
-      by_bytes[extent.bytes()].insert(sources.size());
+      by_bytes_of[extent.memory().export_id() != 0][extent.bytes()].insert(sources.size());
       sources.push_back({from, address});
     }
   }
@@ -74,6 +76,7 @@ PageTransferPlan plan_page_transfers(const std::vector<Leaving*>& out,
   }
   std::map<size_t, PageTransfer> by_source;
   for (Run& run : runs_of(into)) {
+    auto& by_bytes = by_bytes_of[run.arriving->pool->tag.shareable.load()];
     while (run.range.bytes > 0) {
       auto fitting = by_bytes.upper_bound(run.range.bytes);
       if (fitting != by_bytes.begin()) {

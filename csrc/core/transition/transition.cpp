@@ -8,6 +8,7 @@
 
 #include "core/driver/deferred_release.h"
 #include "core/driver/driver.h"
+#include "core/memory/importer.h"
 #include "core/platform/options.h"
 #include "core/platform/profile.h"
 #include "core/platform/text.h"
@@ -66,6 +67,7 @@ std::unique_ptr<Transition> Transition::begin(const TransitionRequest& request) 
   check_options();
   std::unique_lock<std::mutex> lock(Registry::instance().mutex);
   const SelectedTags tags = select_tags(request);
+  wait_for_importers(lock, tags.all(), tags.out);
   auto hold = std::make_unique<Hold>(std::move(lock), tags.all(), Need::kTransition);
   TransitionPlan plan = plan_transition(request, tags);
   std::vector<Tag*> changing = plan.out_tags;

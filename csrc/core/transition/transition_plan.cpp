@@ -58,8 +58,10 @@ Leaving plan_leaving(Pool& pool, const TransitionRequest& request) {
   return leaving;
 }
 
-Arriving plan_arriving(Pool& pool) {
+Arriving plan_arriving(Pool& pool, bool restores) {
   Arriving arriving(pool);
+  const std::vector<Range> none;
+  const std::vector<Range>& saved = restores ? pool.saved : none;
   // Retained unmapped pages, from a pause that failed and could not be undone.
   std::vector<Range> present;
   for (const UnmappedPage& page : pool.unmapped_pages) {
@@ -68,12 +70,12 @@ Arriving plan_arriving(Pool& pool) {
   for (const auto& [address, extent] : pool.heap.extents()) {
     present.push_back({address, extent.bytes()});
   }
-  const uint64_t shares = pool.saved.empty() ? kDiscardedShares : 1;
+  const uint64_t shares = saved.empty() ? kDiscardedShares : 1;
   arriving.tiles = pool.heap.plan_tiles(option(Option::share_bytes) * shares);
   if (!present.empty()) {
     arriving.tiles = cut(subtract(std::move(arriving.tiles), std::move(present)), kPieceBytes);
   }
-  if (!pool.saved.empty()) arriving.ranges = intersect(pool.saved, pool.heap.live());
+  if (!saved.empty()) arriving.ranges = intersect(saved, pool.heap.live());
   arriving.device_bytes = total(arriving.tiles);
   arriving.poison = flag(Option::poison);
   return arriving;
@@ -127,8 +129,9 @@ TransitionPlan plan_transition(const TransitionRequest& request, const SelectedT
     require_no_open_region(*tag);
     for (auto& [ordinal, pool] : tag->pools) plan.out.push_back(plan_leaving(pool, request));
   }
+  const bool restores = plan.act != Act::kResume || request.policy != Backup::kNone;
   for (Tag* tag : plan.into_tags) {
-    for (auto& [ordinal, pool] : tag->pools) plan.into.push_back(plan_arriving(pool));
+    for (auto& [ordinal, pool] : tag->pools) plan.into.push_back(plan_arriving(pool, restores));
   }
   add_rows(tags.out, State::kPaused, plan.rows);
   add_rows(tags.into, State::kMapped, plan.rows);

@@ -26,8 +26,9 @@ struct TagSelection {
 };
 
 struct TransitionRequest {
-  TagSelection out, into;        // to pause, and to resume
-  std::optional<Backup> policy;  // overrides the policies of the tags of `out`
+  TagSelection out, into;  // to pause, and to resume
+  // Overrides the policies of the tags of `out`. kNone in a resume restores nothing.
+  std::optional<Backup> policy;
   // Ranges of `out` that no tensor owns: they are neither saved nor restored, unless
   // Registry::changes is no longer `changes`.
   std::vector<Range> unowned;

@@ -28,7 +28,9 @@ void UndoJournal::transfer(const PageTransfer& transfer) {
 void UndoJournal::map_new(Arriving& to, const Range& tile) {
   Mapping& target = to.mappings[tile.address];
   moves_.push_back({Origin::kNew, nullptr, 0, tile.bytes, &to, tile.address});
-  target = Mapping::map(tile.address, PhysicalMemory::create(to.device(), tile.bytes), access_);
+  const bool exportable = to.pool->tag.shareable.load();
+  target = Mapping::map(tile.address, PhysicalMemory::create(to.device(), tile.bytes, exportable),
+                        access_);
 }
 
 void UndoJournal::map_again(Arriving& to, UnmappedPage& page) {

@@ -13,15 +13,16 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+from memsaver._runtime.native import _C
 from memsaver.errors import ConfigError
 
 from ..errors import EngineError
 from .writes import Named
 
-__all__ = ["named_tensors", "rebuilt"]
+__all__ = ["DEVICE_ARGUMENT", "index_of", "named_tensors"]
 
 # The position of a CUDA tensor's device in the arguments of torch's function that rebuilds it.
-_DEVICE_ARGUMENT = 6
+DEVICE_ARGUMENT = 6
 
 _ALLOWED = {
     "torch.multiprocessing.reductions": (
@@ -40,6 +41,9 @@ _ALLOWED = {
 def named_tensors(text: str) -> Named:
     """Return the tensors in a text: a list of names and tensors, or views of one piece of memory.
 
+    The tensors may lie on a GPU that this process uses for the first time, and that writes them
+    into the memory of tags: it is given access to all tags.
+
     Raises:
         ConfigError: the tensors' GPU is not visible to this process.
         EngineError: the text is not such a text, or contains anything but tensors.
@@ -48,37 +52,32 @@ def named_tensors(text: str) -> Named:
         value = _Unpickler(io.BytesIO(base64.b64decode(text, validate=True))).load()
         if isinstance(value, dict):
             memory = value["flattened_tensor"]
-            return [
+            named = [
                 (one.name, memory[one.start_idx : one.end_idx].view(one.dtype).view(one.shape))
                 for one in value["metadata"]
             ]
-        return [(str(name), tensor) for name, tensor in value]
+        else:
+            named = [(str(name), tensor) for name, tensor in value]
+        is_on_gpu = any(tensor.is_cuda for _, tensor in named)
     except ConfigError:
         raise
     except Exception as error:
         raise EngineError(
             f"the tensors cannot be opened ({type(error).__name__}: {error})"
         ) from error
+    if is_on_gpu:
+        _C.refresh_peers()
+    return named
 
 
-def rebuilt(rebuild: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Rebuild a tensor with torch's function, if its device is named by its UUID or by a number.
-
-    Raises:
-        ConfigError: the tensor's GPU is not visible to this process.
-    """
+def index_of(uuid: str) -> int | None:
+    """Return this process's number of a GPU, or None if the GPU is not visible to it."""
     import torch
 
-    at = _DEVICE_ARGUMENT
-    if len(arguments) <= at or not isinstance(arguments[at], str):
-        return rebuild(*arguments)
     for index in range(torch.cuda.device_count()):
-        if str(torch.cuda.get_device_properties(index).uuid) == arguments[at]:
-            return rebuild(*arguments[:at], index, *arguments[at + 1 :])
-    raise ConfigError(
-        f"GPU {arguments[at]} of another rank is not visible to this rank, which must use memory "
-        "there: let CUDA_VISIBLE_DEVICES name all GPUs of the group"
-    )
+        if str(torch.cuda.get_device_properties(index).uuid) == uuid:
+            return index
+    return None
 
 
 class _Unpickler(pickle.Unpickler):
@@ -95,4 +94,14 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _rebuild(rebuild: Callable[..., Any], *arguments: Any) -> Any:
-    return rebuilt(rebuild, arguments)
+    """Rebuild a tensor with torch's function, if its GPU is named by its UUID or by a number."""
+    at = DEVICE_ARGUMENT
+    if len(arguments) <= at or not isinstance(arguments[at], str):
+        return rebuild(*arguments)
+    index = index_of(arguments[at])
+    if index is None:
+        raise ConfigError(
+            f"GPU {arguments[at]} of another rank is not visible to this rank, which must use "
+            "memory there: let CUDA_VISIBLE_DEVICES name all GPUs of the group"
+        )
+    return rebuild(*arguments[:at], index, *arguments[at + 1 :])

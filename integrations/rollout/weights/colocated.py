@@ -13,6 +13,7 @@ from memsaver.errors import OutOfDeviceMemoryError
 from ...engine.errors import EngineDiedError
 from ...engine.interface import Layout
 from .buckets import Bucket
+from .parts import copy_box
 from .payloads import Receivers, flattened, listed, opened, shared
 from .sources import Source
 
@@ -93,8 +94,9 @@ class BucketMemory:
                 view = source.view_of(self._memory[slot.begin :])
                 source.write(view)
                 if source.part is not None:
+                    # Other ranks' memory is mapped for this device only, so it must do the copies.
                     for other in self._others:
-                        source.write(source.view_of(other[slot.begin :]))
+                        copy_box(source.part.box, view, source.view_of(other[slot.begin :]))
                 views.append((slot.name, slot.begin, view))
         return views
 
@@ -109,19 +111,19 @@ class BucketMemory:
 
     def open(self, texts: Sequence[str]) -> None:
         """Open the buckets of other ranks, into which this rank writes its parts of tensors."""
-        self._others = [opened(text) for text in texts]
+        self._others = [opened(text, self._device) for text in texts]
 
     def close_others(self) -> None:
         """Close the buckets of other ranks."""
         self._others = []
 
     def settle(self) -> None:
-        """Wait for the queued work."""
+        """Wait for the queued work, but not for a pause's copies on other streams."""
         if self._device.type == "cuda":
             import torch
 
             for device in {self._device, *(other.device for other in self._others)}:
-                torch.cuda.synchronize(device)
+                torch.cuda.current_stream(device).synchronize()
 
     def payload(self, views: list[tuple[str, int, Any]], layout: Layout) -> str:
         """Return the tensors' serialised handles, as text, for the engine's rank on this device.

@@ -10,7 +10,7 @@ from typing import Any
 
 from memsaver.errors import ConfigError
 
-__all__ = ["Box", "Part", "check_cover"]
+__all__ = ["Box", "Part", "check_cover", "copy_box"]
 
 Box = tuple[tuple[int, int], ...]
 
@@ -63,8 +63,14 @@ class Part:
     def write(self, out: Any) -> None:
         """Copy the part into the whole tensor `out`, which is contiguous."""
         if self.tensor.numel():
-            into = out[tuple(slice(at, end) for at, end in self.box)]
+            into = _in(out, self.box)
             into.view(self.tensor.shape).copy_(self.tensor, non_blocking=out.is_cuda)
+
+
+def copy_box(box: Box, whole: Any, out: Any) -> None:
+    """Copy a box of the whole tensor `whole` to the same place in `out`."""
+    if _elements(box):
+        _in(out, box).copy_(_in(whole, box), non_blocking=out.is_cuda)
 
 
 def check_cover(name: str, shape: tuple[int, ...], boxes: Sequence[Box | None]) -> None:
@@ -86,6 +92,10 @@ def check_cover(name: str, shape: tuple[int, ...], boxes: Sequence[Box | None]) 
     covered, total = sum(map(_elements, known)), math.prod(shape)
     if covered != total:
         raise ConfigError(f"the ranks' parts of {name} have {covered} of its {total} elements")
+
+
+def _in(whole: Any, box: Box) -> Any:
+    return whole[tuple(slice(at, end) for at, end in box)]
 
 
 def _elements(box: Box) -> int:

@@ -12,13 +12,15 @@ from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
 
-from ...engine.weights.payloads import rebuilt
+from memsaver.errors import ConfigError
+
+from ...engine.weights.payloads import DEVICE_ARGUMENT, index_of
 from ..pickles import unpack
 
 __all__ = ["Receivers", "flattened", "listed", "opened", "shared"]
 
-# The positions of a CUDA tensor's storage class, device and counter in torch's reductions.
-_STORAGE_ARGUMENT, _DEVICE_ARGUMENT, _COUNTER_ARGUMENT = 4, 6, 11
+# The positions of a CUDA tensor's storage class and counter in torch's reductions.
+_STORAGE_ARGUMENT, _COUNTER_ARGUMENT = 4, 11
 
 
 class Receivers:
@@ -71,39 +73,79 @@ def listed(views: Sequence[tuple[str, int, Any]], receivers: Receivers | None = 
 
 def shared(memory: Any) -> str:
     """Serialise a tensor, for `opened` in another rank of the trainer."""
-    return _serialised(memory, through=rebuilt)
+    return _pickled(_reduced(memory))
 
 
-def opened(text: str) -> Any:
-    """Return the tensor of another rank, in the same memory.
+def opened(text: str, device: Any) -> Any:
+    """Return the tensor of another rank, in the same memory, for copies that run on `device`.
+
+    CUDA maps another process's memory for one device of this process, and a kernel on any other
+    device must not access the mapping, even with peer access between the devices. So memory of
+    another GPU is mapped for `device`, and torch takes it for memory of `device`. Without peer
+    access it is mapped for its own GPU, to which torch copies whole pieces.
+
+    Args:
+        text: see `shared`.
+        device: the device of this rank's own memory; memory of another kind stays as it is.
 
     Raises:
-        ConfigError: the tensor's GPU is not visible to this process.
+        ConfigError: the tensor's GPU is not visible to this process, and cannot be accessed.
     """
-    return unpack(base64.b64decode(text))
+    import torch
+
+    rebuild, arguments = unpack(base64.b64decode(text))
+    at = DEVICE_ARGUMENT
+    if len(arguments) <= at or not isinstance(arguments[at], str):
+        return rebuild(*arguments)
+    owner, index = index_of(arguments[at]), device.index
+    if owner not in (None, index) and not torch.cuda.can_device_access_peer(index, owner):
+        index = owner
+    try:
+        return rebuild(*arguments[:at], index, *arguments[at + 1 :])
+    except RuntimeError as error:
+        if owner is not None:
+            raise
+        raise ConfigError(
+            f"{device} cannot access GPU {arguments[at]} of another rank, which is not visible to "
+            "this rank: let CUDA_VISIBLE_DEVICES name all GPUs of the group"
+        ) from error
 
 
-def _serialised(value: Any, receivers: Receivers | None = None, through: Any = None) -> str:
-    """Serialise tensors; `through`, if given, rebuilds them from a function and its arguments."""
+def _serialised(value: Any, receivers: Receivers | None = None) -> str:
+    """Serialise a value with tensors."""
+
+    def reduced(tensor: Any) -> Any:
+        rebuild, arguments = _reduced(tensor)
+        if tensor.is_cuda and receivers is not None:
+            receivers.add(arguments)
+        return rebuild, arguments
+
+    return _pickled(value, reduced)
+
+
+def _reduced(tensor: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return torch's function that rebuilds a tensor, and its arguments, with the GPU's UUID."""
     import torch
     from torch.multiprocessing import reductions
 
     # SGLang may have replaced torch's function in this process with one for CUDA tensors only.
     reduce = getattr(reductions, "_reduce_tensor_original", reductions.reduce_tensor)
+    rebuild, arguments = reduce(tensor)
+    at = DEVICE_ARGUMENT
+    if tensor.is_cuda and isinstance(arguments[at], int):
+        # The other process may number its devices differently. SGLang accepts names as well.
+        name = str(torch.cuda.get_device_properties(arguments[at]).uuid)
+        arguments = (*arguments[:at], name, *arguments[at + 1 :])
+    return rebuild, arguments
 
-    def reduced(tensor: Any) -> Any:
-        rebuild, arguments = reduce(tensor)
-        at = _DEVICE_ARGUMENT
-        if tensor.is_cuda and receivers is not None:
-            receivers.add(arguments)
-        if tensor.is_cuda and isinstance(arguments[at], int):
-            # The other process may number its devices differently. SGLang accepts names as well.
-            name = str(torch.cuda.get_device_properties(arguments[at]).uuid)
-            arguments = (*arguments[:at], name, *arguments[at + 1 :])
-        return (rebuild, arguments) if through is None else (through, (rebuild, arguments))
+
+def _pickled(value: Any, reduced: Any = None) -> str:
+    """Pickle a value as text; `reduced`, if given, reduces its tensors."""
+    import torch
 
     out = io.BytesIO()
     pickler: Any = ForkingPickler(out)
-    pickler.dispatch_table = {**pickler.dispatch_table, torch.Tensor: reduced}
+    if reduced is not None:
+        pickler.dispatch_table = {**pickler.dispatch_table, torch.Tensor: reduced}
     pickler.dump(value)
     return base64.b64encode(out.getvalue()).decode()

@@ -6,7 +6,7 @@ import subprocess
 import textwrap
 
 import pytest
-from test_dropin_preload import CC, CHILD, LIBRARIES, runtime  # noqa: F401 (a fixture)
+from dropin_preload import CC, CHILD, LIBRARIES
 
 pytestmark = pytest.mark.each_python
 
@@ -34,7 +34,7 @@ ours = lambda array: ctypes.addressof(array) >> 56 == 0
 
 
 @pytest.fixture
-def preloaded(run_dropin, dropin_site, runtime):  # noqa: F811
+def preloaded(run_dropin, dropin_site, runtime):
     """Run code in a child with `LD_PRELOAD` set as a framework sets it."""
 
     def go(code, **options):

@@ -1,12 +1,11 @@
-"""Test loads through a replaced `load_weights` method of a model."""
+"""Test that a GPU that the tensors of a load bring into use may write the model's memory."""
 
+import pytest
 from process_code import code
 
-LOAD = """
+ACCESS = """
 import ctypes
 from types import SimpleNamespace
-
-from memsaver.integrations.engine.weights.model_loader import replaced_loader
 
 driver = sim.opened
 
@@ -28,23 +27,64 @@ with memsaver.region("weights", backup="host"):
 context = ctypes.c_void_p()
 
 
-def sent():
+def use_device_1():
     assert driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 1) == 0
+
+
+def rights():
+    return [access(block, device) for device in (0, 1)]
+
+
+assert rights() == [3, 0]
+"""
+
+LOADER = """
+from memsaver.integrations.engine.weights.model_loader import replaced_loader
+
+
+def sent():
+    use_device_1()
     yield "a", 1
 
 
 def load(tensors):
-    assert [access(block, device) for device in (0, 1)] == [3, 3]
+    assert rights() == [3, 3]
     return tensors
 
 
 model = SimpleNamespace(load_weights=load)
-assert access(block, 1) == 0
 with replaced_loader(model, lambda given, load: load(given)):
     assert model.load_weights(sent()) == [("a", 1)]
-assert model.load_weights is load and block.is_intact()
+assert model.load_weights is load
+"""
+
+PAYLOAD = """
+import base64, pickle
+from torch.multiprocessing import reductions
+from memsaver.integrations.engine.weights.payloads import named_tensors
+
+
+class Tensor:
+    is_cuda = True
+
+    def __reduce__(self):
+        return reductions.rebuild_cuda_tensor, ()
+
+
+def rebuild_cuda_tensor():
+    use_device_1()
+    return Tensor()
+
+
+rebuild_cuda_tensor.__module__ = reductions.__name__
+reductions.rebuild_cuda_tensor = rebuild_cuda_tensor
+named_tensors(base64.b64encode(pickle.dumps([("a", Tensor())])).decode())
+assert rights() == [3, 3]
 """
 
 
-def test_a_device_used_first_by_the_tensors_of_a_load_may_write_the_model(run_python):
-    run_python(code(LOAD), MEMSAVER_SIM_DEVICES=2)
+@pytest.mark.parametrize("load", [LOADER, PAYLOAD])
+def test_a_device_used_first_by_the_tensors_of_a_load_may_write_the_model(run_python, load):
+    if load is PAYLOAD:
+        pytest.importorskip("torch")
+    run_python(code(ACCESS + load + "assert block.is_intact()"), MEMSAVER_SIM_DEVICES=2)

@@ -133,8 +133,10 @@ def test_an_exception_in_a_block_is_the_callers_and_leaves_a_session_to_go_on_wi
 
 
 @pytest.mark.long
-def test_a_step_that_is_interrupted_everywhere_can_be_made_again(run_python):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_that_is_interrupted_everywhere_can_be_made_again(run_python, overlap):
     run_python(
+        f"    overlap = {overlap}"
         """
     import gc, threading
     import memsaver
@@ -146,7 +148,7 @@ def test_a_step_that_is_interrupted_everywhere_can_be_made_again(run_python):
     from memsaver.integrations.rollout import Phase
 
     gc.freeze()  # the simulated driver looks for tensors among all objects
-    scene = tests.Scene(lambda name: name)
+    scene = tests.Scene(lambda name: name, overlap=overlap)
     session = scene.session
     interrupter = Interrupter()
 
@@ -156,7 +158,8 @@ def test_a_step_that_is_interrupted_everywhere_can_be_made_again(run_python):
         with session.training():
             pass
 
-    step()
+    for _ in range(3):
+        step()
     right = scene.trainer.contents()
     for place in interrupter.places(step, every=17):
         assert session.phase is Phase.IDLE, place

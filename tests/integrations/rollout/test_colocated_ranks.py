@@ -125,6 +125,59 @@ def test_steps_of_ranks_are_bit_equal_to_those_without_sleep(run_ranks, size):
     )
 
 
+def test_ranks_overlap_alike_and_share_failures_of_the_background(run_ranks):
+    run_ranks(
+        """
+        expected = Trainer(model=sharded)
+        step(expected)
+        session.close()
+        session = ColocatedSession(
+            engine, trainer.model, trainer.optimizer, overlap=True, timeout=20
+        )
+        optimizer = lambda: str(memsaver.state("optimizer"))
+
+        def cycle(overlaps):
+            rollout()
+            stages = stages_of(session)
+            assert (stages[1] is Stage.RESUME_MODEL) == overlaps, stages
+            training(lambda: step(trainer))
+            step(expected)
+            assert trainer.contents() == expected.contents()
+
+        cycle(False), cycle(False), cycle(True)
+        # No room on one rank: no rank overlaps.
+        if RANK == 0:
+            sim.occupy(memsaver.device_memory(0)[0] - (1 << 29))
+        cycle(False)
+        sim.occupy(0)
+        cycle(True)
+
+        # A pause that fails on one rank: the states are mapped on all ranks.
+        with sim.fault("cuMemUnmap" if RANK == 0 else "cuInit", 1, times=0):
+            error = raised(memsaver.DriverError, rollout)
+        assert list(error.failures) == [0] and "pause_optimizer" in str(error)
+        assert optimizer() == "mapped"
+        # A resume that fails on one rank: the step raises there, the end of the block elsewhere.
+        rollout()
+        begin = session._trainer.begin_resume
+        def failing():
+            if RANK == 1:
+                sim.fail("cuMemCreate", sim.OUT_OF_MEMORY)
+            return begin()
+        session._trainer.begin_resume = failing
+        kind = memsaver.OutOfDeviceMemoryError
+        error = raised(kind, lambda: training(trainer.optimizer.step))
+        assert optimizer() == ["mapped", "paused"][RANK]
+        del session._trainer.begin_resume
+        assert session.stages[-1].stage is Stage.TRAIN and session.stages[-1].error
+        training()
+        assert optimizer() == "mapped"
+        rollout(lambda engine: engine.generate(X))
+        """,
+        2,
+    )
+
+
 def test_an_interrupt_of_a_rank_is_an_error_on_the_others_and_never_dropped(run_ranks):
     run_ranks(
         """
@@ -191,6 +244,8 @@ def test_arguments_of_a_session_that_differ_between_ranks_are_an_error_on_all(ru
         engine = Collective(trainer.model, "other weights", "other kv_cache")
         for name, *values in (
             ("sleep", True, False),
+            ("overlap", True, False),
+            ("whole_updates", False, True),
             ("engine_keeps_weights", False, True),
             ("tags", ("first",), ("first", "second")),
         ):

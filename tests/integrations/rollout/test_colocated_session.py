@@ -177,6 +177,39 @@ def test_weights_that_the_engine_has_are_not_sent_again(sim, tag):
     assert scene.engine.heard.count("update_weights") == 2
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_weights_that_an_update_rewrites_are_neither_saved_nor_restored(sim, tag, keeps, whole):
+    class Keeping(TagEngine):
+        def sleep(self, tags=None, *, keep_weights=True, **options):
+            backup = None if keep_weights else "none"
+            memsaver.pause(self.names["weights"], backup=backup)
+            return super().sleep(tags, **options)
+
+        def wake_up(self, tags=None, *, keep_weights=True, **options):
+            if not keep_weights:
+                memsaver.resume(self.names["weights"], restore=False)
+            return super().wake_up(tags, **options)
+
+    scene = Scene(tag, engine_keeps_weights=keeps, whole_updates=whole, engine=Keeping)
+    weights, session = scene.engine.names["weights"], scene.session
+    with memsaver.region(weights, backup="host"):
+        pass
+    for _ in range(3):
+        with session.rollout() as engine:
+            first = bytes_of(engine.generate(X))
+        with session.rollout() as engine:  # such as an evaluation
+            assert bytes_of(engine.generate(X)) == first
+        with session.training():
+            scene.train()
+    (row,) = memsaver.stats()[weights]
+    # The engine is awake at first. Kept weights are restored for the three evaluations only.
+    times = {(False, False): 5, (True, False): 5, (False, True): 0, (True, True): 3}
+    assert row.restored_bytes == times[keeps, whole] * row.last_restored_bytes
+    assert bool(row.saved_bytes) == bool(row.restored_bytes) == bool(times[keeps, whole])
+    assert scene.engine.heard.count("update_weights") == (3 if keeps else 6)
+
+
 def test_a_second_rollout_sends_weights_that_the_sleep_has_lost(scene):
     with scene.session.rollout() as engine:
         first = engine.generate(X)

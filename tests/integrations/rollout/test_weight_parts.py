@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import pickle
+from types import SimpleNamespace
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -11,7 +15,11 @@ from weight_ranks import run  # noqa: E402
 
 from memsaver.errors import ConfigError  # noqa: E402
 from memsaver.integrations.rollout.weights import Part, megatron_parts  # noqa: E402
+from memsaver.integrations.rollout.weights.buckets import buckets_of  # noqa: E402
+from memsaver.integrations.rollout.weights.colocated import BucketMemory  # noqa: E402
 from memsaver.integrations.rollout.weights.parts import check_cover  # noqa: E402
+from memsaver.integrations.rollout.weights.payloads import opened  # noqa: E402
+from memsaver.integrations.rollout.weights.sources import sources_of  # noqa: E402
 
 
 def checkpoint(heads, groups, vocabulary, hidden=8, head=4, mlp=12, biases=False):
@@ -208,9 +216,9 @@ def test_parts_of_three_ranks_use_a_text_for_each_receiver(tmp_path):
 from memsaver.integrations.rollout.weights import Part, colocated
 made, opened = [], []
 for name, calls in (("shared", made), ("opened", opened)):
-    def noted(given, own=getattr(colocated, name), calls=calls):
+    def noted(*given, own=getattr(colocated, name), calls=calls):
         calls.append(name)
-        return own(given)
+        return own(*given)
     patch.setattr(colocated, name, noted)
 mesh = init_device_mesh("cpu", (1, 3), mesh_dim_names=("dp", "tp"))
 layout = layout_of(mesh)
@@ -233,3 +241,63 @@ assert len(made) == len(opened) == 2 * 2, (made, opened)
         3,
         tmp_path,
     )
+
+
+def rebuild(can_map, *arguments):
+    """Return the number of the GPU for which CUDA maps the memory."""
+    if not can_map:
+        raise RuntimeError("CUDA error: peer access is not supported between these two devices")
+    return arguments[5]
+
+
+@pytest.mark.parametrize(
+    ("visible", "own", "has_access", "expected"),
+    [
+        (["a", "b"], 0, True, 0),
+        (["b", "a"], 1, True, 1),
+        (["a", "b"], 1, True, 1),
+        (["a", "b"], 0, False, 1),
+        (["a"], 0, True, 0),
+        (["a"], 0, False, ConfigError),
+    ],
+)
+def test_memory_of_another_gpu_is_mapped_for_the_gpu_that_writes_it(
+    visible, own, has_access, expected, monkeypatch
+):
+    """A kernel must not access memory that is mapped for another GPU of the process."""
+    named = [SimpleNamespace(uuid=uuid) for uuid in visible]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", named.__getitem__)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: has_access)
+    arguments = (has_access or "b" in visible, *range(1, 6), "b", *range(7, 14))
+    text = base64.b64encode(pickle.dumps((rebuild, arguments))).decode()
+    if expected is ConfigError:
+        with pytest.raises(ConfigError, match="cuda:0 cannot access GPU b of another rank"):
+            opened(text, torch.device("cuda", own))
+    else:
+        assert opened(text, torch.device("cuda", own)) == expected
+
+
+def test_parts_are_read_once_and_copied_from_the_ranks_own_bucket():
+    """The GPU of a rank's bucket copies into other buckets, so a part may be on another device."""
+
+    class Read(torch.Tensor):
+        count = 0
+
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            Read.count += function is torch.Tensor.copy_
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    tensor = torch.arange(6.0).view(3, 2).as_subclass(Read)
+    (source,) = sources_of({"w": Part(tensor, (3, 4), (0, 2))})
+    (bucket,) = buckets_of([("w", 48)], 48)
+    others = [torch.zeros(48, dtype=torch.uint8) for _ in range(2)]
+    with BucketMemory(48, "cpu", True) as memory:
+        memory._others = others
+        ((_, _, view),) = memory.write(bucket, {"w": source})
+        assert torch.equal(view[:, 2:], tensor)
+    for other in others:
+        found = other.view(torch.float32).view(3, 4)
+        assert torch.equal(found[:, 2:], tensor) and not found[:, :2].any()
+    assert Read.count == 1

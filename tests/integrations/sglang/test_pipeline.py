@@ -95,14 +95,14 @@ assert _update_ranks(scheduler.updater) == 1
 Scheduler._memsaver_hooks = frozenset(("process_input_requests", "_pp_send_pyobj_to_next_stage"))
 assert _update_ranks(scheduler.updater) == 2
 
-def update(named, damage=0.0, requests=1):
+def update(named, damage=0.0, is_verified=True):
     # Each stage has its own payload: the stage's rank is the index.
     texts = [None, None]
     text = payload(named)
     mine = payload.kept
     dist.all_gather_object(texts, text)
-    wanted = verification(named)
-    request = Request(text_of(wanted), texts, load_format="flattened_bucket")
+    rid = text_of(verification(named)) if is_verified else None
+    request = Request(rid, texts, load_format="flattened_bucket")
     if damage and RANK == 1:
         mine.view(-1)[0] += 1
     return [("update_weights_from_tensor", request)], mine
@@ -178,6 +178,24 @@ assert not output.success and check.failure.kind == "EngineBusyError", check
 assert 'pause="abort"' in check.failure.message
 like = checkpoint()["embed.weight"].to(torch.bfloat16)
 assert RANK == 1 or torch.equal(scheduler.model.embed.data[:14], like)
+""",
+        tmp_path,
+    )
+
+
+@pytest.mark.timeout(120)
+def test_an_update_without_verification_fails_if_a_later_stage_fails(tmp_path):
+    run(
+        """
+named = weights()
+requests, kept = update(named, is_verified=False)
+scheduler.step(requests)
+(output,) = scheduler.sent
+assert output.success, output.message
+requests, kept = update({**named, "layers.1.q.weight": torch.zeros(3, 3)}, is_verified=False)
+scheduler.step(requests)
+assert [one.success for one in scheduler.sent] == [True, False]
+assert "exceeds dimension size" in scheduler.sent[1].message, scheduler.sent[1]
 """,
         tmp_path,
     )

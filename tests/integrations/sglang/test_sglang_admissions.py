@@ -25,6 +25,7 @@ from memsaver.integrations.engine.errors import EngineAsleepError
 from memsaver.integrations.engine.messages import Failure
 from memsaver.integrations.engine.refusals import asleep_text
 from memsaver.integrations.sglang import admissions
+from memsaver.integrations.sglang.protocol import REWRITTEN
 
 
 @pytest.fixture(autouse=True)
@@ -433,6 +434,22 @@ def test_weights_without_a_backup_are_not_woken_for_a_generation(policy):
         with pytest.raises(EngineAsleepError, match="weights has no backup"):
             await outputs(manager, GenerateReqInput("a"))
         assert (await update(manager))[0] is True
+
+    run(test())
+
+
+def test_weights_that_were_to_be_rewritten_are_not_woken_for_a_generation(policy):
+    policy("wake")
+
+    async def test():
+        manager = Manager()
+        await change(manager, "release", rid=REWRITTEN)
+        await change(manager, "release")  # of a sleeping engine
+        with pytest.raises(EngineAsleepError, match="weights has no backup"):
+            await outputs(manager, GenerateReqInput("a"))
+        await change(manager, "resume")
+        await change(manager, "release")
+        assert await outputs(manager, GenerateReqInput("a"))
 
     run(test())
 

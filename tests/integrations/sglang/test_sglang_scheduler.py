@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
 import rank_processes
 import scheduler_calls
 import sglang_stand_in as stand_in
+from looks import held
 from scheduler_calls import ask, states
 
 import memsaver
@@ -127,6 +129,31 @@ def test_a_release_that_fails_leaves_everything_mapped(engine, sim, call):
     assert ask(engine, "release").failure is None
     ask(engine, "resume")
     assert engine.model.is_intact()
+
+
+def test_the_kv_cache_goes_before_other_contents_are_saved_again(engine, sim, wait_until):
+    with sim.fault("cuMemcpyDtoHAsync"):  # a first save keeps the cache if it fails
+        assert ask(engine, "release").lost == () and engine.kv.is_intact()
+    ask(engine, "release")
+    ask(engine, "resume")
+    engine.model.fill(8)
+    answers = []
+    release = threading.Thread(target=lambda: answers.append(ask(engine, "release")))
+    with held(sim):
+        release.start()
+        wait_until(lambda: states()["kv_cache"] == "paused")
+        assert states()["weights"] == states()["cuda_graph"] == "saving"
+        assert sim.tag_bytes() == 6 * MIB
+    release.join()
+    assert answers[0].failure is None and set(states().values()) == {"paused"}
+    ask(engine, "resume")
+    # If the rest cannot be saved, the cache has its memory again.
+    with sim.fault("cuMemcpyDtoHAsync"):
+        engine.model.fill(9)
+        answer = ask(engine, "release")
+    assert isinstance(error_of([answer]), memsaver.DriverError) and answer.lost == ("kv_cache",)
+    assert set(states().values()) == {"mapped"} and engine.kv.is_zero()
+    assert engine.model.is_intact() and engine.graph.is_intact()
 
 
 def test_a_failure_of_sglangs_own_part_is_undone(engine):

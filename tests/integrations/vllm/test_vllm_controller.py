@@ -149,7 +149,7 @@ rpc(vllm_calls.connect)
 assert rpc(vllm_calls.is_registered) == [True]
 for level in (1, 2):
     control = SleepController(backend.link, level=level)
-    control.sleep("weights")
+    control.sleep("weights", keep_weights=False)
     assert rpc(vllm_calls.is_registered) == [True]
     control.sleep("kv_cache")
     assert rpc(vllm_calls.is_registered) == [False]

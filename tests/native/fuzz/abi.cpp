@@ -9,6 +9,7 @@
 
 #include "input.h"
 #include "memsaver.h"
+#include "shares.h"
 #include "sim/sim.h"
 
 namespace {
@@ -27,9 +28,10 @@ constexpr uint64_t kSizes[] = {1,          512,           513,
                                16 << 20,   48 << 20,      1ull << 36,
                                1ull << 63, UINT64_MAX,    UINT64_MAX - 511,
                                0};
-const char* const kOptions[] = {
-    "share_bytes",  "slab_bytes", "margin_bytes", "host_bytes", "poison",
-    "fingerprints", "disk_dir",   "Poison",       "",           nullptr};
+const char* const kOptions[] = {"share_bytes",      "slab_bytes", "margin_bytes",
+                                "host_bytes",       "poison",     "fingerprints",
+                                "disk_dir",         "Poison",     "",
+                                "importer_seconds", nullptr};
 const char* const kValues[] = {"2MiB",  "0",    "1GiB", "18446744073709551615", "4096KiB", "on",
                                "FALSE", "-1",   " 1",   "/nowhere/at/all",      "",        "\xff",
                                "8MiB",  nullptr};
@@ -85,10 +87,11 @@ class Session {
   std::vector<char*> freed_;
   std::vector<void*> bound_;
   uint64_t recorded_ = 0;
+  fuzz::Shares shares_;
 };
 
 bool Session::done(ms_status status) {
-  require(status >= MS_OK && status <= MS_INTERNAL, "a status is one of ms_status");
+  require(status >= MS_OK && status <= MS_SHARING_FAILED, "a status is one of ms_status");
   if (status == MS_INTERNAL) std::fprintf(stderr, "%s\n", error_.message);
   require(status != MS_INTERNAL, "no call reports an internal error");
   if (status == MS_OK || error_.status == MS_OK) return status == MS_OK;
@@ -401,20 +404,29 @@ void Session::call() {
       configure();
       break;
     case 14: {
-      static constexpr const char* kCalls[] = {"cuMemCreate", "cuMemMap", "cuMemHostRegister",
-                                               "cuMemHostAlloc"};
+      static constexpr const char* kCalls[] = {"cuMemCreate",
+                                               "cuMemMap",
+                                               "cuMemHostRegister",
+                                               "cuMemHostAlloc",
+                                               "cuMemExportToShareableHandle",
+                                               "cuMemImportFromShareableHandle"};
       sim_fail(kCalls[in_.below(std::size(kCalls))], 1 + in_.below(8), 2, 1);
       break;
     }
     default:
-      ask();
+      if (in_.below(3) == 0) {
+        done(shares_.act(in_, tag(), ranges(), device(), size(), error()));
+      } else {
+        ask();
+      }
   }
 }
 
 void Session::reset() {
   static constexpr const char* kDefaults[][2] = {
-      {"share_bytes", "16MiB"}, {"slab_bytes", "4MiB"}, {"margin_bytes", "0"}, {"host_bytes", "0"},
-      {"fingerprints", "on"},   {"poison", "off"},      {"disk_dir", ""}};
+      {"share_bytes", "16MiB"}, {"slab_bytes", "4MiB"},   {"margin_bytes", "0"},
+      {"host_bytes", "0"},      {"fingerprints", "on"},   {"poison", "off"},
+      {"disk_dir", ""},         {"importer_seconds", "0"}};
   for (const auto& [name, value] : kDefaults)
     require(ms_configure(name, value, nullptr) == MS_OK, name);
 }
@@ -422,6 +434,7 @@ void Session::reset() {
 // Checks that, after any calls, all memory can be freed and resumed, and that nothing is left.
 void Session::clean() {
   sim_clear_faults();
+  shares_.clear();
   reset();
   ms_timeline_stop(nullptr);
   while (ms_region_depth() > 0) ms_region_exit(nullptr);

@@ -100,7 +100,7 @@ class Server:
             release = path.startswith("/release")
             kind = ReleaseMemoryOccupationReqInput if release else ResumeMemoryOccupationReqInput
             try:
-                await getattr(manager, path[1:])(kind(tags=body["tags"]), None)
+                await getattr(manager, path[1:])(kind(tags=body["tags"], rid=body.get("rid")), None)
             except Exception as error:
                 if not self.swallow_errors:
                     return 400, json.dumps({"error": {"message": str(error)}})

@@ -1,0 +1,75 @@
+"""Define the tables of measurements in the pages of training frameworks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+BENCH = "frameworks"
+
+# For each page, in docs/how-to, the metrics and titles of its rows.
+PAGES: dict[str, tuple[tuple[str, str], ...]] = {
+    "trl.md": (
+        ("trl_sleep_wake_seconds", "first sleep and wake-up of the engine, s"),
+        ("trl_sleep_wake_later_seconds", "later sleeps and wake-ups, s"),
+        ("trl_step_seconds", "a training step, s"),
+        ("trl_peak_MiB", "peak memory in use, MiB"),
+    ),
+    "verl.md": (
+        ("verl_sleep_wake_seconds", "release and both resumes of the engine, s"),
+        ("verl_update_weights_seconds", "update of the weights with both resumes, s"),
+        ("verl_step_seconds", "a step, s"),
+        ("verl_peak_MiB", "peak memory in use, MiB"),
+        ("verl_kv_tokens", "KV tokens at gpu_memory_utilization 0.5"),
+        ("verl_max_fraction", "largest gpu_memory_utilization that works"),
+        ("verl_max_kv_tokens", "KV tokens with it"),
+        ("verl_cycles_change_MiB", "change of the memory in use asleep, 50 steps, MiB"),
+        ("verl_tp2_sleep_wake_seconds", "two GPUs: release and both resumes of the engine, s"),
+        ("verl_tp2_update_weights_seconds", "two GPUs: update with both resumes, s"),
+        ("verl_tp2_step_seconds", "two GPUs: a step, s"),
+        ("verl_tp2_peak_MiB", "two GPUs: peak memory in use on the first, MiB"),
+        ("verl_tp2_kv_tokens", "two GPUs: KV tokens at gpu_memory_utilization 0.5"),
+    ),
+    "transformers.md": (
+        ("trainer_transition_seconds", "all releases and restores of a step, s"),
+        ("trainer_step_seconds", "a training step with the reference's wake-up, s"),
+        ("trainer_asleep_MiB", "memory in use between steps, MiB"),
+        ("trainer_peak_MiB", "peak memory in use, MiB"),
+    ),
+}
+
+
+def pages(
+    rows: Sequence[Mapping[str, Any]], how_to: Path, figure: Callable[[float], str]
+) -> dict[Path, str]:
+    """Return the table of each page as Markdown, or that nothing was measured.
+
+    Args:
+        rows: the rows of the results.
+        how_to: the folder of the pages.
+        figure: formats a value.
+    """
+    by_metric = {row["metric"]: row for row in rows if row["bench"] == BENCH}
+    made = {}
+    for page, lines in PAGES.items():
+        shown = [(by_metric[metric], words) for metric, words in lines if metric in by_metric]
+        made[how_to / page] = table(shown, figure) if shown else "Not measured yet."
+    return made
+
+
+def table(shown: Sequence[tuple[Mapping[str, Any], str]], figure: Callable[[float], str]) -> str:
+    """Return rows with their titles as Markdown."""
+    first, _ = shown[0]
+    versions = ", ".join(f"{name} {text}" for name, text in first["versions"].items())
+    lines = [
+        f"Medians on one {first['gpu']}, {first['date']} ({versions}).",
+        "A factor above 1 means that memsaver is better.",
+        "",
+        "| | memsaver | compared with | its value | factor |",
+        "|---|--:|---|--:|--:|",
+    ]
+    for row, words in shown:
+        ours, theirs = figure(row["memsaver"]), figure(row["peer_value"])
+        lines.append(f"| {words} | {ours} | {row['peer']} | {theirs} | {row['ratio']:.2f} |")
+    return "\n".join(lines)

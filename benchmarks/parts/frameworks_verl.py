@@ -1,0 +1,322 @@
+"""Measure steps of verl's GRPO trainer with an SGLang engine on the same GPUs.
+
+verl releases the engine's memory after each generation, and resumes the weights and the KV cache
+around the update of the weights. The same training runs with memsaver and with torch_memory_saver,
+one after the other. If the losses, rewards or responses differ, the peer trains once more: two runs
+of it that differ as well show that the training is not deterministic, and the figures are used;
+otherwise no row is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import comparison
+import results
+import runs
+import verl_model
+import verl_reward
+from children import Failed, attempt
+from device_memory import DeviceMemory, Peaks
+from engine_process import NOISE_MIB, say, used_mib, wait_until_free
+from libraries import DEFAULT, OURS, PEERS
+from verl_trainer import Found, Settings, Trainer, read
+
+BENCH = "frameworks"
+PEER = PEERS[DEFAULT]
+START_SECONDS = 180  # limit for the start of Ray, the trainer and the engine
+STEP_SECONDS = 20
+FREE_SECONDS = 60  # limit for the memory of an ended trainer to become free
+FLAT_MIB = 64  # by which the memory in use may change in cycles of sleep and wake-up
+WARM = 5  # cycles after which the memory must be flat
+COMPARED = ("actor/pg_loss", "actor/grad_norm", "critic/score/mean")
+FRACTIONS = (0.6, 0.65, 0.7, 0.75)  # of the GPU's memory, to try in this order
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this part."""
+    add = parser.add_argument_group("verl").add_argument
+    chosen = runs.part_names(SCENES)
+    add("--verl-only", type=chosen, default=["steps"], help=",".join(SCENES))
+    add("--verl-steps", type=runs.at_least(2), default=5, help="steps of training")
+    add(
+        "--verl-gpus",
+        type=runs.at_least(1),
+        default=1,
+        help="GPUs, for FSDP2 and for tensor parallelism",
+    )
+    add("--verl-fraction", type=float, default=0.5, help="gpu_memory_utilization")
+    text = "fractions: gpu_memory_utilization to try, up to the first that fails"
+    add("--verl-fractions", type=float, nargs="+", default=FRACTIONS, help=text)
+    add("--verl-small", action="store_true", help="a model of 4 layers, to try this out")
+    add("--verl-folder", type=Path, help="folder for models, logs and results, which remain in it")
+    add(
+        "--verl-cycles",
+        type=runs.at_least(WARM + 2),
+        default=50,
+        help="cycles: steps with a few short responses",
+    )
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training that has ended: its results, and the peak of the memory in use in MiB."""
+
+    found: Found
+    peak: float
+
+    def seconds(self, phase: str) -> list[float]:
+        """Return verl's own seconds of a phase, without the first step, which compiles kernels."""
+        return [step[f"timing_s/{phase}"] for step in self.found.metrics[1:]]
+
+    @property
+    def phases(self) -> dict[str, list[float]]:
+        """Return the seconds of all phases of all steps."""
+        names = sorted(
+            {name for step in self.found.metrics for name in step if "timing_s/" in name}
+        )
+        return {
+            name.removeprefix("timing_s/"): [
+                round(step.get(name, 0.0), 4) for step in self.found.metrics
+            ]
+            for name in names
+        }
+
+
+def settings(options: argparse.Namespace, folder: Path, **changed: Any) -> Settings:
+    """Return the settings of a training, and write its model and its prompts."""
+    given = {
+        "steps": options.verl_steps,
+        "gpus": options.verl_gpus,
+        "fraction": options.verl_fraction,
+    }
+    made = Settings(folder, **(given | changed))
+    verl_model.save(folder, small=options.verl_small, prompts=made.prompts)
+    return made
+
+
+def train(name: str, options: argparse.Namespace, chosen: Settings) -> Training:
+    """Train once with a memory saver. Raises Failed."""
+    wait_until_free(options.idle_mib)
+    say(f"{name}: training with verl, gpu_memory_utilization={chosen.fraction}")
+    begin = time.monotonic()
+    peaks = Peaks(DeviceMemory().used)
+    place = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=chosen.folder))
+    with peaks.stage("training"), Trainer(name, chosen, place) as trainer:
+        status = trainer.wait(START_SECONDS + STEP_SECONDS * chosen.steps)
+        if status != 0:
+            raise Failed(f"{name}: verl ended with status {status}; {trainer.log()}")
+    found = read(name, place)
+    if len(found.metrics) != chosen.steps:
+        raise Failed(f"{name}: verl reported {len(found.metrics)} of {chosen.steps} steps")
+    training = Training(found, round(peaks.stages["training"] / (1 << 20), 1))
+    say(f"{name}: {time.monotonic() - begin:.0f} s; steps {training.seconds('step')}")
+    say(f"{name}: cycles {found.cycles}; {found.tokens} KV tokens; peak {training.peak} MiB")
+    return training
+
+
+def differences(one: Found, other: Found) -> list[str]:
+    """Return the figures that differ between two trainings, as "step 2: name 1.0, 1.1"."""
+    found = []
+    for number, (mine, others) in enumerate(zip(one.metrics, other.metrics, strict=True), 1):
+        for key in COMPARED:
+            if mine[key] != others[key]:
+                found.append(f"step {number}: {key} {mine[key]}, {others[key]}")
+        if one.responses[number - 1] != other.responses[number - 1]:
+            found.append(f"step {number}: responses")
+    return found
+
+
+def steps(
+    options: argparse.Namespace, folder: Path, failures: list[str]
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a training of a few steps."""
+    chosen = settings(options, folder)
+    ours = train(OURS, options, chosen)
+    if not options.peer:
+        comparison.show("verl_sleep_wake_seconds", ours.found.cycles)
+        comparison.show("verl_step_seconds", ours.seconds("step"))
+        return
+    theirs = train(DEFAULT, options, chosen)
+    differing = differences(ours.found, theirs.found)
+    again: list[str] = []
+    if differing:
+        say(f"the trainings differ: {differing}; {PEER} trains once more")
+        again = differences(theirs.found, train(DEFAULT, options, chosen).found)
+        if not again:
+            failures.append(f"verl: two runs of the peer agree, memsaver differs: {differing}")
+            return
+    yield from rows(ours, theirs, prefix(options), differing, again)
+
+
+def prefix(options: argparse.Namespace) -> str:
+    """Return the beginning of the metrics' names."""
+    return f"verl_tp{options.verl_gpus}_" if options.verl_gpus > 1 else "verl_"
+
+
+def rows(
+    ours: Training,
+    theirs: Training,
+    start: str,
+    differing: Sequence[str],
+    again: Sequence[str],
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of two trainings.
+
+    Args:
+        ours: the training with memsaver.
+        theirs: the training with the peer.
+        start: the beginning of the metrics' names.
+        differing: the differences between the two.
+        again: the differences between two trainings with the peer, if `differing` is not empty.
+    """
+    values: Mapping[str, tuple[Sequence[float], Sequence[float]]] = {
+        "sleep_wake_seconds": (ours.found.cycles, theirs.found.cycles),
+        "step_seconds": (ours.seconds("step"), theirs.seconds("step")),
+        "update_weights_seconds": (
+            ours.seconds("update_weights"),
+            theirs.seconds("update_weights"),
+        ),
+        "peak_MiB": ([ours.peak], [theirs.peak]),
+        "kv_tokens": ([ours.found.tokens], [theirs.found.tokens]),
+    }
+    for metric, (mine, others) in values.items():
+        row = results.measurement(
+            start + metric,
+            mine,
+            PEER,
+            others,
+            bench=BENCH,
+            higher_is_better=metric == "kv_tokens",
+        )
+        if metric == "step_seconds":
+            row["detail"] |= {
+                "memsaver_phases": ours.phases,
+                "peer_phases": theirs.phases,
+                "compared": {key: [step[key] for step in ours.found.metrics] for key in COMPARED},
+                "differences": list(differing),
+                "differences_of_the_peer": list(again),
+            }
+        yield row
+
+
+def fractions(
+    options: argparse.Namespace, folder: Path, failures: list[str]
+) -> Iterator[dict[str, Any]]:
+    """Yield the row of the largest gpu_memory_utilization with which two steps succeed."""
+    largest: dict[str, tuple[float, int]] = {}
+    for name in (OURS, DEFAULT) if options.peer else (OURS,):
+        for fraction in sorted(options.verl_fractions):
+            chosen = settings(options, folder, steps=2, fraction=fraction)
+            try:
+                training = train(name, options, chosen)
+            except Failed as error:
+                say(f"{name}: {fraction} does not work: {error}")
+                break
+            largest[name] = fraction, training.found.tokens
+        if name not in largest:
+            failures.append(f"{name}: verl does not train with {min(options.verl_fractions)}")
+    if len(largest) == 2:
+        for place, metric in enumerate(("max_fraction", "max_kv_tokens")):
+            yield results.measurement(
+                prefix(options) + metric,
+                [largest[OURS][place]],
+                PEER,
+                [largest[DEFAULT][place]],
+                bench=BENCH,
+                higher_is_better=True,
+            )
+
+
+def cycles(
+    options: argparse.Namespace, folder: Path, failures: list[str]
+) -> Iterator[dict[str, Any]]:
+    """Yield the row of the change of the memory in use while the engine sleeps, in many cycles."""
+    changes: dict[str, list[float]] = {}
+    for name in (OURS, DEFAULT) if options.peer else (OURS,):
+        chosen = settings(
+            options, folder, steps=options.verl_cycles, prompts=2, answers=2, tokens=16
+        )
+        used = train(name, options, chosen).found.sleeping[WARM:]
+        bytes_used = [number for number in used if number is not None]
+        if not bytes_used:
+            raise Failed("NVML did not report the memory in use")
+        changes[name] = [(max(bytes_used) - min(bytes_used)) / (1 << 20)]
+        say(f"{name}: memory in use asleep changed by {changes[name][0]:.0f} MiB")
+    if changes[OURS][0] > FLAT_MIB:
+        failures.append(f"verl: the memory in use asleep changed by {changes[OURS][0]:.0f} MiB")
+    if DEFAULT in changes:
+        yield results.measurement(
+            prefix(options) + "cycles_change_MiB",
+            changes[OURS],
+            PEER,
+            changes[DEFAULT],
+            bench=BENCH,
+        )
+
+
+def interrupted(
+    options: argparse.Namespace, folder: Path, failures: list[str]
+) -> Iterator[dict[str, Any]]:
+    """Interrupt a training in a step, and let a step of another one raise; yield no row.
+
+    Both trainers must end, and leave no memory of the GPU in use.
+    """
+    for how in ("interrupted", "raises"):
+        with attempt(failures):
+            failures += [f"verl, {how}: {text}" for text in end_early(how, options, folder)]
+    yield from ()
+
+
+def end_early(how: str, options: argparse.Namespace, folder: Path) -> list[str]:
+    """Interrupt a training in its second step, or let a reward raise; return what is wrong."""
+    variables = {verl_reward.FAILURE: "40"} if how == "raises" else {}
+    chosen = settings(options, folder, steps=100, variables=variables)
+    wait_until_free(options.idle_mib)
+    place = Path(tempfile.mkdtemp(prefix=f"{how}-", dir=folder))
+    with Trainer(OURS, chosen, place) as trainer:
+        trainer.wait_for_step(1, START_SECONDS + STEP_SECONDS)
+        if how == "interrupted":
+            time.sleep(0.5)  # within the next step
+            trainer.interrupt()
+        begin = time.monotonic()
+        status = trainer.wait(FREE_SECONDS)
+        say(f"{how}: ended with status {status} after {time.monotonic() - begin:.1f} s")
+        wrong = leftovers(options, trainer)
+        say(trainer.log())
+    return wrong if status else [*wrong, "verl ended without an error"]
+
+
+def leftovers(options: argparse.Namespace, trainer: Trainer) -> list[str]:
+    """Wait for the end of a trainer's processes; return those that run, and memory in use."""
+    end = time.monotonic() + FREE_SECONDS
+    while True:
+        used, left = used_mib() - options.idle_mib, trainer.left()
+        if used <= NOISE_MIB and not left:
+            say(f"no process is left, and {used:.0f} MiB more than at first are in use")
+            return []
+        if time.monotonic() > end:
+            return [f"{used:.0f} MiB of the GPU are in use, and the processes {left} run"]
+        time.sleep(0.5)
+
+
+SCENES = {"steps": steps, "fractions": fractions, "cycles": cycles, "interrupted": interrupted}
+
+
+def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of verl_*."""
+    with contextlib.ExitStack() as stack:
+        folder = options.verl_folder
+        if folder is None:
+            made = tempfile.TemporaryDirectory(prefix="memsaver-verl-")
+            folder = Path(stack.enter_context(made))
+        folder.mkdir(parents=True, exist_ok=True)
+        for scene in options.verl_only:
+            yield from SCENES[scene](options, folder.resolve(), failures)

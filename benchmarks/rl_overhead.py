@@ -1,0 +1,67 @@
+"""Run whole steps of RL, as a training loop does, and their work alone.
+
+A whole step has the stages of rl_engine.py and waits for nothing between them. With a library that
+can, the optimizer's states return while the trainer computes gradients, and leave while the weights
+are sent. The trainer's gradients are those of a loss (`rl_trainer.Trainer.learn`).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rl_engine import WORK, Loop
+from sglang_engine import GRAPH, KV_CACHE, TAGS, WEIGHTS
+
+
+class Steps(Loop):
+    """Runs whole steps.
+
+    Args:
+        name: the memory saver of both.
+        learned: tokens for which the trainer computes gradients in a step.
+        options: see `Loop`.
+    """
+
+    def __init__(self, name: str, learned: int, **options: Any) -> None:
+        super().__init__(name, **options)
+        self._learned = learned
+        self._loss = 0.0
+
+    def apart(self, seed: int) -> dict[str, Any]:
+        """Run a step with the device idle between its stages; return the seconds of its work."""
+        found = self.step(seed)
+        work = {stage: found["seconds"].get(stage, 0.0) for stage in WORK}
+        return {"work": work, "loss": self._loss, "lost": found["lost"]}
+
+    def whole(self, seed: int) -> dict[str, Any]:
+        """Run a whole step; return its seconds, its loss, and a checksum of the new weights."""
+        trainer = self._held
+        assert trainer is not None  # `apart` was called before
+        self.rest()
+        trainer.synchronise()
+        begin = time.perf_counter()
+        self.release(TAGS)
+        trainer.wake_overlapped()
+        loss = trainer.learn(seed, self._learned)
+        trainer.begin_optimizer_sleep()
+        self.resume((GRAPH, WEIGHTS))
+        self.update_in_buckets()
+        trainer.finish_optimizer_sleep()
+        trainer.sleep_weights()
+        self.resume((KV_CACHE,))
+        self.rollout()
+        seconds = time.perf_counter() - begin
+        return {"seconds": round(seconds, 4), "loss": loss, "weights": self.checksum()[0]}
+
+    def contents(self) -> dict[str, Any]:
+        """Wake the trainer, and return a checksum of all of its memory. Ends the steps."""
+        trainer = self._held
+        assert trainer is not None
+        self.release(TAGS)
+        trainer.wake()
+        return {"digest": trainer.digest()}
+
+    def _train(self, seed: int) -> None:
+        assert self._held is not None
+        self._loss = self._held.learn(seed, self._learned)

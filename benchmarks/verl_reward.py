@@ -1,0 +1,23 @@
+"""The reward of the measured verl trainer, which loads this file: even words of a response."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+FAILURE = "VERL_REWARD_FAILS_AFTER"  # a number of rewards, after which computing one raises
+
+_given = 0
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any
+) -> float:
+    """Return the share of words "t0", "t2", ... among the words of a response."""
+    global _given
+    _given += 1
+    if _given > int(os.environ.get(FAILURE, _given)):
+        raise RuntimeError(f"{FAILURE}={os.environ[FAILURE]}: this reward was to fail")
+    words = solution_str.split()
+    even = sum(word[-1] in "02468" for word in words)
+    return even / len(words) if words else 0.0

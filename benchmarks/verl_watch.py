@@ -1,0 +1,137 @@
+"""Record verl's memory requests to its SGLang server, and the tokens of the server's KV cache.
+
+verl imports this module in each of its processes, if VERL_USE_EXTERNAL_MODULES names it. Calls are
+measured, not changed. Each appends one line of JSON to the file that FILE names: its name, its
+tags, its seconds, and the memory in use afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.abc
+import importlib.util
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from device_memory import DeviceMemory
+
+FILE = "VERL_WATCH_FILE"  # the variable with the path of the record
+SLEEP, RESUME, STARTED = "sleep", "resume", "started"
+SERVER = "verl.workers.rollout.sglang_rollout.async_sglang_server"
+CLIENT = "verl.workers.rollout.sglang_rollout.http_server_engine"
+ENGINE = "sglang.srt.entrypoints.engine"
+
+# Parts of the paths of the savers' libraries.
+LIBRARIES = {"memsaver": "/memsaver/_C.", "torch_memory_saver": "torch_memory_saver_hook"}
+
+
+def record(**line: Any) -> None:
+    """Append a line to the file; lines of several processes do not mix."""
+    text = json.dumps({"at": time.time(), **line}) + "\n"
+    descriptor = os.open(os.environ[FILE], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        os.write(descriptor, text.encode())
+    finally:
+        os.close(descriptor)
+
+
+def used_bytes() -> int | None:
+    """Return the bytes in use on the first visible GPU; None without NVML."""
+    try:
+        return DeviceMemory().used()
+    except RuntimeError:
+        return None
+
+
+def loaded(pids: Sequence[int]) -> list[str]:
+    """Return the names of the savers whose libraries one of the processes has mapped."""
+    maps = []
+    for pid in pids:
+        with contextlib.suppress(OSError):  # the process has ended
+            maps.append(Path(f"/proc/{pid}/maps").read_text(errors="replace"))
+    return [name for name, part in LIBRARIES.items() if any(part in text for text in maps)]
+
+
+def timed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the coroutine function with a record of each call that succeeds."""
+
+    @functools.wraps(method)
+    async def call(*args: Any, **keywords: Any) -> Any:
+        begin = time.perf_counter()
+        result = await method(*args, **keywords)
+        seconds = time.perf_counter() - begin
+        record(call=name, tags=keywords.get("tags"), seconds=seconds, used=used_bytes())
+        return result
+
+    return call
+
+
+def watch_server(module: ModuleType) -> None:
+    """Measure the release of both tags, which verl requests after each generation."""
+    module.SGLangHttpServer.sleep = timed(SLEEP, module.SGLangHttpServer.sleep)
+
+
+def watch_client(module: ModuleType) -> None:
+    """Measure the two resumes, which verl requests before and after it sends weights."""
+    adapter = module.AsyncHttpServerAdapter
+    adapter.resume_memory_occupation = timed(RESUME, adapter.resume_memory_occupation)
+
+
+def watch_engine(module: ModuleType) -> None:
+    """Record the memory savers and the KV cache's tokens of an engine that has started."""
+    start = module.Engine.__dict__["_launch_subprocesses"].__func__
+
+    @functools.wraps(start)
+    def launch(cls: type, *args: Any, **keywords: Any) -> Any:
+        result = start(cls, *args, **keywords)
+        started = next(part for part in result if hasattr(part, "scheduler_infos"))
+        tokens = started.scheduler_infos[0]["max_total_num_tokens"]
+        record(call=STARTED, tokens=tokens, savers=loaded(started.all_child_pids))
+        return result
+
+    module.Engine._launch_subprocesses = classmethod(launch)
+
+
+WATCHED: dict[str, Callable[[ModuleType], None]] = {
+    SERVER: watch_server,
+    CLIENT: watch_client,
+    ENGINE: watch_engine,
+}
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Let other finders import a watched module, and start the measurement afterwards."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the specification of a watched module; None for any other."""
+        if name not in WATCHED:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(name, path, target)
+            if spec is not None and spec.loader is not None:
+                watch = functools.partial(execute, spec.loader.exec_module, WATCHED[name])
+                spec.loader.exec_module = watch  # type: ignore[method-assign]
+                return spec
+        return None
+
+
+def execute(
+    run: Callable[[ModuleType], None], watch: Callable[[ModuleType], None], module: ModuleType
+) -> None:
+    """Execute a module, and start its measurement."""
+    run(module)
+    watch(module)
+
+
+if FILE in os.environ:
+    sys.meta_path.insert(0, Finder())

@@ -1,0 +1,43 @@
+// exports: memory of tags for other processes.
+//
+// A shareable tag's memory is exportable: another process can import each of its extents through a
+// file descriptor, and then shares the pages. The descriptors travel outside the core.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/memory/importer.h"
+#include "core/memory/registry.h"
+#include "core/platform/descriptor.h"
+#include "core/platform/range.h"
+
+namespace memsaver {
+
+// An extent of a tag that other processes can import.
+struct ExportedExtent {
+  Range range;
+  Range span;   // the span of the heap that contains the extent
+  uint64_t id;  // unique in this process; new memory at the same addresses has another id
+  int device;
+  Descriptor descriptor;
+};
+
+// Marks a tag as shareable: its new memory is exportable. Memory that it already has becomes
+// exportable when a resume replaces it.
+void make_shareable(Tag& tag) noexcept;
+
+// Returns the extents under a range of a live allocation, without descriptors, in address order.
+// Does not wait. Errors: kNotOurs; kSharingFailed if the tag is not mapped, the range is outside
+// live allocations, or its memory is not exportable.
+std::vector<ExportedExtent> exportable_extents(const Range& range);
+
+// Exports the extents under ranges of one tag on one device, except those that the process already
+// has, at most `most` of them, and records that it has them. Waits while a transition of the tag is
+// in progress. Exports all or none. Errors: those of exportable_extents; kInvalidArgument if there
+// is no range, or ranges of several tags or devices; kDriverFailed; kInvalidState if the wait would
+// deadlock.
+std::vector<ExportedExtent> export_extents(Importer& to, const std::vector<Range>& ranges,
+                                           size_t most);
+
+}  // namespace memsaver

@@ -1,0 +1,71 @@
+// importer: the record of another process that maps memory of this process's tags.
+//
+// A tag is not paused while a process has imported memory of it. The driver itself keeps imported
+// memory allocated until its last importer has released it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "core/memory/registry.h"
+
+namespace memsaver {
+
+// One process that imports memory. Any thread.
+class Importer {
+ public:
+  static std::unique_ptr<Importer> open(int64_t pid);
+  // Ends the record: the process must have released everything, or have ended.
+  ~Importer();
+  Importer(const Importer&) = delete;
+  Importer& operator=(const Importer&) = delete;
+
+  int64_t pid() const { return pid_; }
+
+  // Records that the process has released these pieces. Ignores unknown ids.
+  void released(const uint64_t* ids, size_t count) noexcept;
+
+  // The functions below need the registry's lock.
+
+  bool has(uint64_t id) const { return pieces_.count(id) > 0; }
+  // Records that the process has a piece of a tag. Changes nothing if it throws std::bad_alloc.
+  void add(uint64_t id, Tag& tag, uint64_t bytes);
+  void forget(uint64_t id) noexcept;
+  // Returns the bytes that the process has, by tag.
+  const std::map<Tag*, uint64_t>& bytes() const { return bytes_; }
+
+ private:
+  struct Piece {
+    Tag* tag;
+    uint64_t bytes;
+  };
+
+  explicit Importer(int64_t pid) : pid_(pid) {}
+
+  const int64_t pid_;
+  std::map<uint64_t, Piece> pieces_;  // by the id under which the memory was exported
+  std::map<Tag*, uint64_t> bytes_;
+};
+
+// Returns whether another process has imported memory of one of the tags. Needs the lock.
+bool is_imported(const std::vector<Tag*>& tags) noexcept;
+
+// Waits until a transition of `all` can begin (Need::kTransition) and no process has imported
+// memory of `out`. `lock` is the registry's lock, which is locked on return. Requests importers to
+// release memory that they keep only for later imports. Errors: kTagShared after the option
+// importer_seconds, with the processes and their bytes; kInvalidState like wait_for_tags.
+void wait_for_importers(std::unique_lock<std::mutex>& lock, const std::vector<Tag*>& all,
+                        const std::vector<Tag*>& out);
+
+// Returns an eventfd that becomes readable when importers should release memory that no tensor
+// uses: a pause waits for them, or the memory was freed. The same one at every call. Throws
+// kOutOfHostMemory if there are no descriptors.
+int release_requests();
+// Makes the eventfd readable, if it exists. Any thread.
+void request_release() noexcept;
+
+}  // namespace memsaver

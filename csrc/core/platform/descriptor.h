@@ -1,0 +1,33 @@
+// descriptor: the owner of a file descriptor.
+#pragma once
+
+#include <unistd.h>
+
+#include <utility>
+
+namespace memsaver {
+
+// Closes its descriptor. Move-only; a default-constructed or moved-from object owns nothing. Any
+// thread may use an object, but only one at a time.
+class Descriptor {
+ public:
+  Descriptor() = default;
+  explicit Descriptor(int number) noexcept : number_(number) {}
+  Descriptor(Descriptor&& other) noexcept : number_(other.release()) {}
+  Descriptor& operator=(Descriptor&& other) noexcept {
+    std::swap(number_, other.number_);
+    return *this;
+  }
+  ~Descriptor() {
+    if (number_ >= 0) close(number_);
+  }
+
+  int get() const { return number_; }  // -1 if the object owns nothing
+  // Returns the descriptor, which the caller must close.
+  int release() noexcept { return std::exchange(number_, -1); }
+
+ private:
+  int number_ = -1;
+};
+
+}  // namespace memsaver

@@ -1,0 +1,11 @@
+// sharing: memory that several processes share, as Python objects.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace memsaver::python {
+
+// Adds the classes Importer and ForeignSpan and the functions around them to the module.
+void define_sharing(pybind11::module_& m);
+
+}  // namespace memsaver::python

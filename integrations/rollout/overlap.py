@@ -1,0 +1,144 @@
+"""`Overlap`: moves the optimizer's memory while a colocated session runs other stages."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import memsaver
+from memsaver._inspection.statistics import device_memory
+from memsaver._runtime.native import _C
+from memsaver._transitions.handles import Transition
+from memsaver._transitions.reports import Report
+from memsaver.errors import MemsaverError
+
+from .low_water import LowWater
+from .trainer_memory import TrainerMemory
+
+__all__ = ["Overlap"]
+
+# Device memory that must stay free, because other processes' needs differ between steps.
+_SPARE_BYTES = 1 << 30
+
+
+class Overlap:
+    """Transitions of the optimizer's memory that run beside other stages of a session.
+
+    On each rank for itself: the session compares the ranks' outcomes in its stages. One thread at a
+    time. Exit of the interpreter waits for transitions in progress.
+
+    Args:
+        trainer: the trainer's memory.
+        wanted: False, and nothing overlaps.
+    """
+
+    def __init__(self, trainer: TrainerMemory, wanted: bool) -> None:
+        self._trainer = trainer
+        self._wanted = wanted
+        self._coming: Transition | None = None
+        self._going: Transition | None = None
+        self._left: tuple[str, ...] = ()  # the tags that the last pause found mapped
+        self._need = 0  # device memory that an update needs; 0 if unknown
+
+    # --- back, while the trainer computes its gradients -------------------------------------------
+
+    def may_return(self) -> bool:
+        """Return whether the states may return in the background. Raises nothing.
+
+        They may if only hooked calls use them, and the whole trainer fits in the free memory:
+        otherwise the resume of all tags must fail as a whole, before the training begins.
+        """
+        if not self._wanted or not self._trainer.states:
+            return False
+        try:
+            free, _ = device_memory(self._trainer.device)
+            needed = self._bytes(self._trainer.tags, "paused_now_bytes")
+        except MemsaverError:
+            return False
+        return needed + _SPARE_BYTES <= free
+
+    def resume(self) -> Report:
+        """Resume the trainer's memory except the states, and begin to resume these. Collective."""
+        states = self._trainer.states
+        report: Report = self._trainer.resume(*(t for t in self._trainer.tags if t != states))
+        self._coming = self._trainer.begin_resume()
+        return report
+
+    def finish_resume(self) -> Report | None:
+        """Wait until the states are back. Returns None if `resume` was not called.
+
+        Raises:
+            MemsaverError: the resume failed; the states are paused, with their backup.
+        """
+        coming, self._coming = self._coming, None
+        return coming.wait() if coming is not None else None
+
+    # --- away, while the weights are sent ---------------------------------------------------------
+
+    def may_leave(self) -> bool:
+        """Return whether there is room for the update beside the states. Raises nothing."""
+        if not self._wanted or not self._need:
+            return False
+        try:
+            free, _ = device_memory(self._trainer.device)
+            states = self._bytes(self._trainer.others, "resident_bytes")
+        except MemsaverError:
+            return False
+        return states > 0 and self._need + _SPARE_BYTES <= free
+
+    def measure(self, update: Callable[[], bool]) -> None:
+        """Run an update while the states are paused, and record how much memory it needs.
+
+        Args:
+            update: returns whether it has woken the weights; otherwise the need stays unknown.
+        """
+        self._need = 0
+        if not self._wanted:
+            update()
+            return
+        with LowWater(self._trainer.device) as water:
+            at_first = water.free
+            has_woken = update()
+        if has_woken:
+            self._need = at_first - water.free
+
+    def begin_pause(self) -> Report:
+        """Resume the model, and begin to pause the rest of the trainer's memory. Collective."""
+        report: Report = self._trainer.resume(self._trainer.model)
+        tags = self._trainer.others
+        self._left = tuple(tag for tag in tags if memsaver.state(tag) == "mapped")
+        self._going = memsaver.pause(*tags, wait=False)
+        return report
+
+    def finish_pause(self) -> Report:
+        """Wait until that memory is released.
+
+        Raises:
+            MemsaverError: the pause failed; the memory is mapped.
+        """
+        going, self._going = self._going, None
+        assert going is not None  # `begin_pause` was called
+        return going.wait()
+
+    def undo_pause(self) -> None:
+        """Map the memory again that the last pause released, because another rank's failed."""
+        self.settle()
+        left, self._left = self._left, ()
+        with contextlib.suppress(MemsaverError):  # it stays paused, with its backup
+            if left:
+                memsaver.resume(*left)
+
+    # --- after an error ---------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Wait for transitions in progress. Their errors become warnings if nothing raises them."""
+        if self._coming is not None or self._going is not None:
+            with _C.Reservation(list(self._trainer.others)):
+                self._coming = self._going = None
+
+    def _bytes(self, tags: tuple[str, ...], what: str) -> int:
+        """Return the sum of a figure of the statistics on the trainer's device."""
+        device = self._trainer.device
+        rows: Any = memsaver.stats().tags
+        return sum(getattr(r, what) for r in rows if r.tag in tags and r.device == device)

@@ -1,0 +1,134 @@
+"""`StageRuns`: runs the stages of a colocated session on all ranks, and reports them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from memsaver._inspection.statistics import stats
+from memsaver.errors import MemsaverError
+
+from .fence import Fence
+from .low_water import LowWater
+from .stages import RankStage, Stage, StageReport
+from .together import GRACE_SECONDS, Together
+from .trainer_memory import TrainerMemory
+
+__all__ = ["StageRuns"]
+
+
+class StageRuns:
+    """The base class of `ColocatedSession`, which sets the attributes.
+
+    Attributes:
+        stages: the reports of the latest rollout and of later stages.
+    """
+
+    stages: list[StageReport]
+    _together: Together
+    _fence: Fence
+    _trainer: TrainerMemory
+    _timeout: float
+    _block_timeout: float
+    _on_stage: Callable[[StageReport], object] | None
+    _rank: int
+
+    def _stage(
+        self,
+        stage: Stage,
+        action: Callable[[], Any],
+        afterwards: Callable[[], object] | None = None,
+    ) -> Any:
+        """Run a stage on every rank, and return the result of this rank's part.
+
+        Args:
+            stage: the stage.
+            action: this rank's part.
+            afterwards: called after the stage on all ranks; must not fail.
+        """
+        started = time.perf_counter()
+        result, error = None, None
+        with LowWater(self._trainer.device) as water:
+            try:
+                result = action()
+            except BaseException as raised:
+                error = raised
+            seconds = time.perf_counter() - started
+        limit = self._timeout + GRACE_SECONDS
+        self._conclude(stage, started, seconds, water, result, error, limit)
+        if afterwards is not None:
+            afterwards()
+        return result
+
+    @contextlib.contextmanager
+    def _block(self, stage: Stage) -> Iterator[list[Any]]:
+        """Run the block as the caller's stage. Yields a list, for the stage's result."""
+        started = time.perf_counter()
+        error = None
+        results: list[Any] = []
+        with LowWater(self._trainer.device) as water:
+            try:
+                yield results
+            except BaseException as raised:
+                error = raised
+            seconds = time.perf_counter() - started
+        try:
+            result = results[0] if results else None
+            self._conclude(stage, started, seconds, water, result, error, self._block_timeout)
+        except Exception:  # this rank's own exception takes precedence
+            if error is None:
+                raise
+        if error is not None:
+            raise error  # the caller's own exception
+
+    def _conclude(
+        self,
+        stage: Stage,
+        started: float,
+        seconds: float,
+        water: LowWater,
+        result: Any,
+        error: BaseException | None,
+        timeout: float,
+    ) -> None:
+        """Exchange the results with all ranks, and report the stage. Raises if a rank failed."""
+        mine = RankStage(self._rank, seconds, water.peak, water.total, _tag_bytes())
+        ranks: tuple[RankStage, ...] = ()
+        failed = ""
+        try:
+            ranks = self._meet(f"stage {stage.value}", mine, error, timeout)
+        except BaseException as raised:
+            failed = f"{type(raised).__name__}: {raised}"
+            raise
+        finally:
+            report = StageReport(stage, time.perf_counter() - started, ranks, result, failed)
+            self.stages.append(report)
+            if self._on_stage is not None:
+                self._on_stage(report)
+
+    def _all_agree(self, what: str, may: Callable[[], bool]) -> bool:
+        """Return whether `may` is true on all ranks. It raises nothing."""
+        return all(self._together.gather(what, may, self._timeout))
+
+    def _meet(
+        self, what: str, mine: RankStage | None, error: BaseException | None, timeout: float
+    ) -> tuple[Any, ...]:
+        """Return the values of all ranks; raise if a rank has an error."""
+        try:
+            everyones = self._together.gather(what, lambda: (mine, error is not None), timeout)
+            if any(failed for _, failed in everyones):
+                self._fence.wait(what, error)
+        except Exception:
+            if error is None or isinstance(error, Exception):
+                raise
+            raise error from None  # an interrupt or an exit is raised only on its own rank
+        return tuple(theirs for theirs, _ in everyones)
+
+
+def _tag_bytes() -> int:
+    try:
+        return stats().resident_bytes
+    except MemsaverError:
+        return 0

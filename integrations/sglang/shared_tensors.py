@@ -1,0 +1,34 @@
+"""Lets SGLang receive tensors of a trainer's shareable regions.
+
+SGLang's unpickler of tensors rejects all functions but those that it knows. It also receives the
+function that maps memory of a shareable region, and no other function of memsaver.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import Any
+
+from memsaver._memory.sharing.importing import rebuild
+
+__all__ = ["MODULE", "install"]
+
+MODULE = "sglang.srt.utils.common"
+_CLASS = "SafeUnpickler"  # versions without it unpickle everything
+
+
+def install(module: ModuleType) -> None:
+    """Extend the unpickler of the module, if it has one. Idempotent."""
+    owner: Any = getattr(module, _CLASS, None)
+    original = getattr(owner, "find_class", None)
+    if original is None or hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def find_class(self: Any, module: str, name: str) -> Any:
+        if (module, name) == (rebuild.__module__, rebuild.__name__):
+            return rebuild
+        return original(self, module, name)
+
+    owner.find_class = find_class

@@ -1,0 +1,77 @@
+"""Resumes in the background, for which the hooks of optimizers and modules wait."""
+
+from __future__ import annotations
+
+import memsaver
+from memsaver import simulator
+from memsaver._memory.torch_mode import torch_pools
+from memsaver._runtime.native import _C
+from memsaver.errors import MemsaverError
+
+__all__ = ["await_arrival", "begin_arrival", "forget_arrival", "order_after_arrival"]
+
+# By tag, the last resume that `begin_arrival` began, until the tag is mapped or paused again. One
+# that failed stays until a hook has raised its error. Changed only by single, atomic calls.
+_arrivals: dict[str, memsaver.Transition] = {}
+
+
+def begin_arrival(tag: str) -> memsaver.Transition:
+    """Begin a resume of a tag in the background. See `Offloaded.resume`."""
+    arrival = memsaver.resume(tag, wait=False)
+    _arrivals[tag] = arrival
+    if memsaver.state(tag) == "mapped":  # its callbacks may have run before the line above
+        forget_arrival(tag)
+    return arrival
+
+
+def forget_arrival(tag: str) -> None:
+    """Forget the tag's resume, because the tag is mapped, or is about to be paused. Idempotent."""
+    _arrivals.pop(tag, None)
+
+
+def order_after_arrival(tag: str) -> bool:
+    """Make work that this thread submits afterwards wait for the tag's resume in the background.
+
+    Work on torch's current stream of each of the tag's devices waits on the device. The host waits
+    only if the copies are not queued yet, during a capture, and on the simulated driver, whose
+    tensors are used by the host.
+
+    Returns:
+        False if no such resume is known.
+
+    Raises:
+        MemsaverError: the resume failed. The tag is paused with its backup. Raised once.
+    """
+    arrival = _arrivals.get(tag)
+    if arrival is None:
+        return False
+    try:
+        pools = torch_pools(required=False)
+        if pools is None or simulator.active() or pools.is_capturing():
+            arrival.wait()
+        else:
+            cuda = pools.torch.cuda
+            for row in _C.stats():
+                device = int(row["device"])
+                if row["tag"] == tag and device >= 0:
+                    with cuda.device(device):  # the default stream is that of the current device
+                        arrival.wait_stream(cuda.current_stream())
+    except MemsaverError:
+        forget_arrival(tag)
+        raise
+    return True
+
+
+def await_arrival(tag: str) -> None:
+    """Wait on the host for the end of the tag's resume in the background, if there is one.
+
+    Raises:
+        MemsaverError: see `order_after_arrival`.
+    """
+    arrival = _arrivals.get(tag)
+    if arrival is not None:
+        try:
+            arrival.wait()
+        except MemsaverError:
+            forget_arrival(tag)
+            raise

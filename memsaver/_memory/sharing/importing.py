@@ -1,0 +1,137 @@
+"""The receiver's side: tensors over the memory of another process."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import weakref
+from typing import Any, NamedTuple
+
+from memsaver._memory.sharing import peers
+from memsaver._runtime.native import _C
+from memsaver.errors import SharingError
+
+__all__ = ["Place", "is_imported", "name_of", "rebuild"]
+
+
+class Place(NamedTuple):
+    """The place of a tensor's memory in the process that sent it."""
+
+    endpoint: str
+    token: int
+    tag: str
+    span_address: int
+    span_bytes: int
+    address: int
+    nbytes: int
+    ids: tuple[int, ...]  # of the extents under it
+    device: str  # see name_of
+
+
+def name_of(device: int) -> str:
+    """Return a device's name, which is the same in every process: its UUID, or its number on the
+    simulated driver. Creates no context.
+    """
+    return _names()[device]
+
+
+@functools.cache
+def _names() -> tuple[str, ...]:
+    if _C.driver_info()[2]:
+        return tuple(str(number) for number in range(_C.device_count()))
+    import torch
+
+    return tuple(
+        str(torch.cuda.get_device_properties(number).uuid)
+        for number in range(torch.cuda.device_count())
+    )
+
+
+def _ordinal(place: Place) -> int:
+    if place.device not in _names():
+        raise SharingError(
+            f"a tensor of tag {place.tag!r} cannot be imported: this process does not see the GPU "
+            f"{place.device} that has its memory (see CUDA_VISIBLE_DEVICES)",
+            tag=place.tag,
+        )
+    return _names().index(place.device)
+
+
+def rebuild(
+    kind: Any,
+    dtype: Any,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    offset: int,
+    requires_grad: bool,
+    _device: object,
+    packed: tuple[Any, ...],
+) -> Any:
+    """Return a tensor over the sent memory. The function that a pickle of a sent tensor calls.
+
+    Raises:
+        SharingError: the sender has ended, its tag is paused, the memory was freed, or this process
+            cannot map it.
+    """
+    import torch
+
+    place = Place(*packed)
+    memory = _memory(place)
+    storage = memory.storage(torch)
+    tensor = torch.empty(0, dtype=dtype, device=storage.device)
+    tensor.set_(storage, offset, size, stride)
+    if kind is torch.nn.Parameter:
+        return torch.nn.Parameter(tensor, requires_grad=requires_grad)
+    tensor.requires_grad = requires_grad
+    return tensor
+
+
+class _Memory:
+    """Imported memory, which stays mapped while this object exists. Tensors keep it.
+
+    A CUDA array that torch makes a tensor of, or, on the simulated driver, the owner of a buffer.
+    """
+
+    def __init__(self, address: int, nbytes: int, ordinal: int) -> None:
+        self.address, self.nbytes, self.ordinal = address, nbytes, ordinal
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": (self.nbytes,),
+            "typestr": "|u1",
+            "data": (self.address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+    def storage(self, torch: Any) -> Any:
+        if _C.driver_info()[2]:
+            array = (ctypes.c_char * self.nbytes).from_address(self.address)
+            array._memory = self  # type: ignore[attr-defined]  # the tensor keeps the array, and the array keeps this object
+            return torch.frombuffer(array, dtype=torch.uint8).untyped_storage()
+        device = torch.device("cuda", self.ordinal)
+        return torch.as_tensor(self, device=device).untyped_storage()
+
+
+def _memory(place: Place) -> _Memory:
+    """Return the memory of a sent tensor, mapped once for all its tensors in this process."""
+    known = (place.endpoint, place.token, place.ids)
+    memory = _memories.get(known)
+    if memory is not None:
+        return memory
+    peer = peers.peer_at(place.endpoint, place.tag)
+    ordinal = _ordinal(place)
+    extents, address = peer.use(place, ordinal, known)
+    memory = _Memory(address, place.nbytes, ordinal)
+    weakref.finalize(memory, peer.end_use, place.token, known, extents).atexit = False
+    _memories[known] = memory
+    return memory
+
+
+def is_imported(address: int) -> bool:
+    """Return whether an address lies in memory of another process."""
+    return peers.is_foreign(address)
+
+
+_memories: weakref.WeakValueDictionary[Any, _Memory] = weakref.WeakValueDictionary()

@@ -1,0 +1,85 @@
+"""Messages between a process that exports memory and one that imports it.
+
+Each message is a packet of an abstract Unix socket (SOCK_SEQPACKET): JSON, and up to MOST_FILES
+descriptors. Both sides check that the other process has the same user.
+
+The importer sends, in this order of first use:
+    {"import": [[address, bytes], ...], "ids": [...]}  requests extents; answered by one or more
+        {"extents": [[address, bytes, span_address, span_bytes, id], ...], "more": bool} with a
+        descriptor for each extent, or by {"error": text, "tag": text}
+    {"take": [token, ...]}, {"drop": [token, ...]}     began, or ended, to use a sent tensor
+    {"released": [id, ...]}                            no longer maps these extents
+    {"bye": true}                                      maps nothing, and closes the connection
+The exporter may send at any time:
+    {"release": true}  requests the release of extents that no tensor uses, now and later
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+from typing import Any
+
+from memsaver.errors import SharingError
+
+__all__ = ["MOST_FILES", "Message", "peer_of", "receive", "send"]
+
+Message = dict[str, Any]
+
+MOST_FILES = 250  # Linux passes at most 253 descriptors with a message
+_MOST_BYTES = 128 << 10  # of a message
+
+
+def peer_of(connection: socket.socket) -> int:
+    """Return the id of the process at the other end, as this process sees it; 0 if it cannot.
+
+    Raises:
+        SharingError: the process belongs to another user.
+    """
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, user, _ = struct.unpack("3i", packed)
+    if user != os.geteuid():
+        raise SharingError(
+            f"process {pid} of user {user} cannot share memory with this process of user "
+            f"{os.geteuid()}: run both processes as the same user"
+        )
+    return int(pid)
+
+
+def send(connection: socket.socket, message: Message, files: list[int] | None = None) -> None:
+    """Send a message, with descriptors, which stay open. Any thread.
+
+    Raises:
+        OSError: the other process is gone.
+    """
+    socket.send_fds(connection, [json.dumps(message).encode()], files or [])
+
+
+def receive(connection: socket.socket) -> tuple[Message, list[int]]:
+    """Wait for a message. Returns it with its descriptors, which the caller closes.
+
+    An empty message means that the other process has closed the connection.
+
+    Raises:
+        OSError: the connection is broken, or a message has an unknown form.
+        SharingError: there are not enough descriptors.
+    """
+    data, files, flags, _ = socket.recv_fds(
+        connection, _MOST_BYTES, MOST_FILES, socket.MSG_CMSG_CLOEXEC
+    )
+    try:
+        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            raise SharingError(
+                "a message about shared memory was cut off: raise the limit of open files "
+                f"(ulimit -n) by {MOST_FILES}"
+            )
+        message = json.loads(data) if data else {}
+        if not isinstance(message, dict):
+            raise OSError("a message has an unknown form")
+    except BaseException:
+        for file in files:
+            os.close(file)
+        raise
+    return message, files

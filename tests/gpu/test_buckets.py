@@ -1,0 +1,32 @@
+"""Test that two ranks write their parts of tensors into each other's buckets, without an engine.
+
+    pytest -m gpu tests/gpu/test_buckets.py
+
+The tests use the memsaver that is installed for this Python.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from engine_children import environment
+from program_runs import run_ranks
+
+CHILD = Path(__file__).with_name("buckets_child.py")
+SECONDS = 100
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(SECONDS + 20)
+@pytest.mark.parametrize(
+    "scene",
+    [
+        "one_gpu",
+        pytest.param("two_gpus", marks=pytest.mark.two_gpus),
+        pytest.param("own_gpu", marks=pytest.mark.two_gpus),
+    ],
+)
+def test_two_ranks_write_into_each_others_buckets(scene: str, tmp_path: Path) -> None:
+    outputs = run_ranks([str(CHILD), scene], environment(()), tmp_path, SECONDS, 2)
+    assert all("held" in output.splitlines() for output in outputs), outputs

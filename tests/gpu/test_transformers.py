@@ -1,0 +1,63 @@
+"""Test a trainer of transformers' models whose optimizer, weights and reference model sleep.
+
+Each case of transformers_cases runs in a process per rank.
+
+    pytest -m gpu tests/gpu/test_transformers.py
+    pytest -m recipes tests/gpu/test_transformers.py    on the simulated driver
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from child_process import run_together
+from installed import needs
+from torch_environment import torch_environment
+
+CASES = Path(__file__).with_name("transformers_cases.py")
+NEEDED = {"trainer": "accelerate", "fsdp2": "transformers", "deepspeed_zero3": "deepspeed"}
+TIMEOUT = 300
+
+pytestmark = pytest.mark.timeout(TIMEOUT + 30)
+
+
+def run(name: str, ranks: int = 1, **more: str) -> None:
+    """Run a case on `ranks` ranks; fail with their output."""
+    needs("transformers", "pip install transformers")
+    needs(NEEDED[name], f"pip install {NEEDED[name]}")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
+    env = {**torch_environment(expandable=False), "HF_HUB_OFFLINE": "1", **more}
+    each = [env]
+    if name != "trainer":  # without these variables, Trainer uses one GPU
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
+        each = [{**env, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    commands = [([sys.executable, str(CASES), name], one) for one in each]
+    said = run_together(commands, timeout=TIMEOUT)
+    assert all(text.splitlines()[-1] == "held" for text in said), "\n".join(said)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NEEDED)
+def test_steps_with_sleeps_are_equal(name: str) -> None:
+    run(name)
+
+
+@pytest.mark.gpu
+@pytest.mark.two_gpus
+@pytest.mark.parametrize("name", ["fsdp2", "deepspeed_zero3"])
+def test_steps_with_sleeps_are_equal_on_two_ranks(name: str) -> None:
+    run(name, ranks=2)
+
+
+@pytest.mark.recipes
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [("trainer", 1), ("fsdp2", 1), ("fsdp2", 2), ("deepspeed_zero3", 1), ("deepspeed_zero3", 2)],
+)
+def test_steps_with_sleeps_are_equal_on_the_simulated_driver(name: str, ranks: int) -> None:
+    run(name, ranks, MEMSAVER_DRIVER="sim", DS_ACCELERATOR="cpu")

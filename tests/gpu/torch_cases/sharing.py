@@ -1,0 +1,142 @@
+"""Test tensors of shareable regions in another process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from multiprocessing.reduction import ForkingPickler
+
+import torch
+from expected_errors import raises
+from importing_process import ImportFailed, ImportingProcess, importing_process
+
+import memsaver
+from memsaver._runtime.native import _C
+from torch_cases.tensors import MIB, free, is_numbered, numbered, tidy
+
+NOISE = 16 * MIB
+
+
+@contextlib.contextmanager
+def _importer() -> Iterator[ImportingProcess]:
+    before = memsaver.options().importer_seconds
+    try:
+        with importing_process() as process:
+            yield process
+    finally:
+        memsaver.configure(importer_seconds=before)
+
+
+def case_shared_contents_and_views(tag: str) -> None:
+    """Views arrive with strides and offsets; both processes see writes; no memory is copied."""
+    with memsaver.region(tag, backup="host", shareable=True):
+        large, small = numbered(256, 1), torch.arange(64, device="cuda").reshape(8, 8)
+        parameter = torch.nn.Parameter(torch.ones(3, 5, device="cuda"))
+    with _importer() as other:
+        other.do("z = torch.zeros(1, device='cuda')")  # its context
+        before = free()
+        other.load("x", {"large": large, "view": small[2:].T, "parameter": parameter})
+        assert before - free() < NOISE
+        assert other.ask("[x['view'].stride(), x['view'].tolist()]") == [
+            list(small[2:].T.stride()),
+            small[2:].T.tolist(),
+        ]
+        assert other.ask("[type(x['parameter']).__name__, x['parameter'].requires_grad]") == [
+            "Parameter",
+            True,
+        ]
+        assert other.ask("int(x['large'][-1])") == int(large[-1])
+        other.do("x['large'].mul_(5).sub_(x['large'] // 5 * 4); x['large'][0] = -7")
+        other.do("torch.cuda.synchronize()")
+        assert int(large[0]) == -7
+        large[0] = 0
+        assert is_numbered(large, 1)
+        small.fill_(6)
+        torch.cuda.synchronize()
+        assert other.ask("int(x['view'].sum())") == 6 * 48
+
+
+def case_shared_tag_is_not_paused(tag: str) -> None:
+    """A pause waits for importers, then names them; memory is released by both."""
+    with memsaver.region(tag, backup="host", shareable=True):
+        tensor = numbered(512, 3)
+    with _importer() as other:
+        other.load("x", tensor)
+        memsaver.configure(importer_seconds=0.3)
+        with raises(memsaver.TagSharedError) as errors:
+            memsaver.pause(tag)
+        assert [pid for pid, _ in errors[0].importers] == [other.pid]
+        assert is_numbered(tensor, 3)
+        with memsaver.region(tag + " other", backup="host"):
+            unshared = numbered(8, 4)
+        memsaver.pause(tag + " other")
+        memsaver.resume(tag + " other")
+        assert is_numbered(unshared, 4)
+        memsaver.configure(importer_seconds=30)
+        mapped = free()
+        other.do("x.add_(x); del x; gc.collect()")  # the kernel may still run
+        memsaver.pause(tag)
+        assert free() - mapped >= 512 * MIB - NOISE
+        with raises(memsaver.SharingError):
+            ForkingPickler.dumps(tensor)
+        memsaver.resume(tag)
+        tensor.div_(2, rounding_mode="floor")
+        assert is_numbered(tensor, 3)
+        other.load("x", tensor[MIB:])
+        assert other.ask("int(x[0])") == int(tensor[MIB])
+
+
+def case_shared_importer_is_killed(tag: str) -> None:
+    """The importer's death, with a kernel in flight, frees its claim, and the memory is intact."""
+    with memsaver.region(tag, backup="host", shareable=True):
+        tensor = numbered(256, 2)
+    memsaver.configure(importer_seconds=30)
+    with _importer() as other:
+        other.load("x", tensor)
+        other.begin("for _ in range(10000): y = x.clone()")
+        other.kill()
+        memsaver.pause(tag)
+        assert _C.importers() == []
+        memsaver.resume(tag)
+        assert is_numbered(tensor, 2)
+
+
+def case_shared_by_many_small_tensors(tag: str) -> None:
+    """Hundreds of tensors travel in one message, before and after a pause."""
+    with memsaver.region(tag, backup="host", shareable=True):
+        tensors = [torch.full((MIB,), n, device="cuda", dtype=torch.int32) for n in range(300)]
+    with _importer() as other:
+        for _ in range(2):
+            other.load("x", tensors)
+            assert other.ask("[int(t[-1]) for t in x]") == list(range(300))
+            other.do("del x; gc.collect()")
+            memsaver.pause(tag)
+            memsaver.resume(tag)
+
+
+def case_shared_memory_of_a_deleted_tensor(tag: str) -> None:
+    """The receiver keeps the memory of a tensor that its sender has deleted."""
+    with memsaver.region(tag, backup="host", shareable=True):
+        tensor = numbered(128, 5)
+    with _importer() as other:
+        data = bytes(ForkingPickler.dumps(tensor))
+        last = int(tensor[-1])
+        del tensor
+        tidy()
+        other.load_pickle("x", data)
+        assert other.ask("int(x[-1])") == last
+        other.do("del x; gc.collect()")
+
+
+def case_two_gpus_shared(tag: str) -> None:
+    """Tensors of two GPUs arrive on these GPUs, even if the receiver numbers them differently."""
+    with memsaver.region(tag, backup="host", device=[0, 1], shareable=True):
+        here, there = numbered(64, 1, "cuda:0"), numbered(64, 2, "cuda:1")
+    with importing_process(CUDA_VISIBLE_DEVICES="1,0") as other:
+        other.load("x", [here, there])
+        assert other.ask("[t.device.index for t in x]") == [1, 0]
+        assert other.ask("[int(t[-1]) for t in x]") == [int(here[-1]), int(there[-1])]
+    with importing_process(CUDA_VISIBLE_DEVICES="0") as other:
+        other.load("x", here)
+        with raises(ImportFailed):
+            other.load("y", there)

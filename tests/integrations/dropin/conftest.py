@@ -1,0 +1,35 @@
+"""Fixtures of processes that are preloaded with torch_memory_saver's library."""
+
+from __future__ import annotations
+
+import subprocess
+import textwrap
+
+import pytest
+from dropin_preload import CC, CHILD, FIXTURES, LIBRARIES
+
+
+@pytest.fixture(scope="session")
+def runtime(tmp_path_factory):
+    """Build a fake CUDA runtime, and a library that calls it; return their folder."""
+    folder = tmp_path_factory.mktemp("runtime")
+    for output, source, options in (
+        ("libcudart.so.13", "standin_runtime.c", ["-DRUNTIME_ID=1", "-Wl,-soname,libcudart.so.13"]),
+        ("caller.so", "caller.c", ["-Wl,-rpath,$ORIGIN,--no-as-needed", "./libcudart.so.13"]),
+    ):
+        command = [*CC, "-O1", "-fPIC", "-shared", str(FIXTURES / source), "-o", output, *options]
+        subprocess.run(command, cwd=folder, check=True)
+    return folder
+
+
+@pytest.fixture
+def preloaded(run_dropin, dropin_site, runtime):
+    """Run code in a child with `LD_PRELOAD` set as a framework sets it itself."""
+
+    def go(code, library=LIBRARIES[0], **options):
+        options = {"LD_PRELOAD": str(dropin_site / library), "FIXTURES": str(runtime), **options}
+        done = run_dropin(CHILD + textwrap.dedent(code), **options)
+        assert done.stderr == ""
+        return done
+
+    return go

@@ -1,0 +1,220 @@
+"""Test a colocated session whose optimizer states move while other stages run."""
+
+import pytest
+
+import memsaver
+from memsaver.integrations.rollout import Phase, Stage
+
+torch = pytest.importorskip("torch")
+
+from colocated_engine import stages_of  # noqa: E402
+from colocated_scene import Scene, X, paused  # noqa: E402
+from trainers import Trainer, bytes_of  # noqa: E402
+
+OVERLAPPED = [
+    Stage.SETTLE,
+    Stage.RESUME_MODEL,
+    Stage.WAKE_WEIGHTS,
+    Stage.UPDATE,
+    Stage.PAUSE_OPTIMIZER,
+    Stage.PAUSE_MODEL,
+    Stage.WAKE_REST,
+]
+
+
+@pytest.fixture
+def known(sim, tag):
+    """Yield a scene after a first step, which has shown how much memory an update needs."""
+    scene = Scene(tag, overlap=True)
+    for _ in range(2):  # the first update finds the engine awake
+        with scene.session.rollout():
+            pass
+        with scene.session.training():
+            scene.train()
+    yield scene
+    scene.engine.fail.clear()
+    scene.__dict__.clear()
+
+
+def test_each_stage_waits_for_what_it_needs_and_for_nothing_else(known, sim):
+    session, engine, optimizer = known.session, known.engine, known.tags[1]
+    update, seen = engine.update_weights, []
+
+    def updating(*args, **named):
+        seen.append(memsaver.state(optimizer))
+        sim.hold_streams(False)
+        return update(*args, **named)
+
+    engine.update_weights = updating
+    sim.hold_streams(True)  # the pause cannot copy before the update runs
+    with memsaver.timeline() as recorded, session.rollout():
+        assert seen == ["saving"]
+        assert stages_of(session) == OVERLAPPED
+        assert paused(known) == {"model", "optimizer"}
+    rows = {(row.kind, row.tag): row for row in recorded.transitions}
+    leaving, arriving = rows["pause", optimizer], rows["resume", engine.names["weights"]]
+    assert leaving.begin_seconds < arriving.begin_seconds
+    assert arriving.end_seconds < leaving.end_seconds < rows["pause", known.tags[0]].begin_seconds
+    by_stage = {report.stage: report for report in session.stages}
+    assert by_stage[Stage.PAUSE_OPTIMIZER].result.changed == (optimizer,)
+    with session.training():
+        assert memsaver.state(known.tags[0]) == "mapped"
+        known.train()
+    assert stages_of(session)[-2:] == [Stage.RESUME_TRAINER, Stage.TRAIN]
+    assert session.stages[-1].result.changed == (optimizer,)
+
+
+def test_gradients_are_computed_before_the_states_are_back(known, sim):
+    with known.session.rollout():
+        pass
+    resume = memsaver.resume
+
+    def held_resume(*tags, wait=True):
+        sim.hold_streams(not wait)  # from the begin of the optimizer's resume on
+        return resume(*tags, wait=wait)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memsaver, "resume", held_resume)
+        with known.session.training():
+            assert memsaver.state(known.tags[1]) == "restoring"
+            known.trainer.backward()
+            assert memsaver.state(known.tags[1]) == "restoring"
+            known.trainer.optimizer.zero_grad()
+            sim.hold_streams(False)
+            known.train()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd_momentum"])
+def test_steps_are_bit_equal_with_and_without_overlap(sim, tag, optimizer):
+    results = []
+    for overlap in (True, False):
+        scene = Scene(tag, overlap=overlap, optimizer=optimizer)
+        outputs = []
+        for step in range(6):
+            with scene.session.rollout() as engine:
+                outputs.append((bytes_of(engine.generate(X)), tuple(engine.weights)))
+                assert (stages_of(scene.session) == OVERLAPPED) == (overlap and step > 1)
+            with scene.session.training():
+                scene.train()
+        with scene.session.training():
+            results.append((outputs, scene.trainer.contents()))
+    assert results[0] == results[1]
+
+
+def test_without_room_each_move_ends_before_the_next_stage(known, sim):
+    free, _ = memsaver.device_memory(0)
+    sim.occupy(free - (1 << 29))  # less than the spare GiB is left
+    with known.session.rollout():
+        assert stages_of(known.session)[1] is Stage.PAUSE_OPTIMIZER
+    with known.session.training():
+        assert not paused(known) & {"model", "optimizer"}
+    assert known.session.stages[-1].result is None
+    sim.occupy(0)
+    with known.session.rollout():
+        assert stages_of(known.session) == OVERLAPPED
+
+
+def test_gradients_that_were_paused_return_before_the_block(known):
+    with known.session.training():
+        known.trainer.backward()
+    with known.session.rollout():
+        pass
+    with known.session.training():
+        assert not paused(known) & {"model", "optimizer"}
+        assert memsaver.state(known.tags[1]) == "mapped"
+        known.trainer.backward()
+    assert known.session.stages[-1].result is None
+
+
+# --- failures -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["wake_up weights", "update_weights"])
+def test_an_update_without_room_is_repeated_after_the_pause(known, call):
+    known.engine.fail[call] = memsaver.OutOfDeviceMemoryError("no room")
+    with known.session.rollout() as engine:
+        expected = sum(float(t.double().sum()) for t in engine._state.values())
+        assert float(engine.generate(X)[0]) == pytest.approx(1 + expected, rel=1e-4)
+        stages = stages_of(known.session)
+        assert stages[-4:] == [Stage.WAKE_WEIGHTS, Stage.UPDATE, Stage.PAUSE_MODEL, Stage.WAKE_REST]
+        assert stages.index(Stage.PAUSE_OPTIMIZER) == len(stages) - 5
+        assert paused(known) == {"model", "optimizer"}
+    with known.session.training():
+        known.train()
+
+
+@pytest.mark.parametrize("call", ["wake_up weights", "update_weights"])
+def test_an_update_that_fails_leaves_the_states_paused(known, sim, call):
+    class Broken(memsaver.MemsaverError):
+        pass
+
+    with known.session.training():
+        before = known.trainer.contents()
+    known.engine.fail[call] = Broken("it broke")
+    with pytest.raises(Broken, match="it broke"):
+        with known.session.rollout():
+            pass
+    assert known.session.phase is Phase.IDLE and "optimizer" in paused(known)
+    with known.session.training():
+        assert known.trainer.contents() == before
+
+
+@pytest.mark.parametrize("call", ["cuMemcpyDtoHAsync", "cuMemUnmap"])
+def test_a_pause_that_fails_beside_the_update_leaves_the_states_mapped(known, sim, call):
+    with known.session.training():
+        before = known.trainer.contents()
+        known.trainer.step()  # the states differ from their backup
+        known.trainer.optimizer.zero_grad()
+        changed = known.trainer.contents()
+    with sim.fault(call, 1):
+        with pytest.raises(memsaver.DriverError, match=call):
+            with known.session.rollout():
+                pass
+    assert known.session.stages[-1].stage is Stage.PAUSE_OPTIMIZER
+    assert not paused(known) & {"model", "optimizer"}
+    with known.session.training():
+        assert known.trainer.contents() == changed != before
+    with known.session.rollout():
+        assert stages_of(known.session) == OVERLAPPED
+
+
+def test_states_that_cannot_return_are_an_error_of_the_step(known, sim):
+    session, expected = known.session, Trainer()
+    with session.rollout():
+        pass
+    with pytest.MonkeyPatch.context() as patch:
+        begin = session._trainer.begin_resume
+
+        def failing():
+            sim.fail("cuMemCreate", sim.OUT_OF_MEMORY)
+            return begin()
+
+        patch.setattr(session._trainer, "begin_resume", failing)
+        for uses in (lambda: known.train(), lambda: None):  # the step, or the end of the block
+            with pytest.raises(memsaver.OutOfDeviceMemoryError):
+                with session.training():
+                    uses()
+            assert "optimizer" in paused(known) and session.phase is Phase.IDLE
+            assert session.stages[-1].error.startswith("OutOfDeviceMemoryError")
+    known.trainer.optimizer.zero_grad()
+    for _ in range(3):
+        expected.step()
+        expected.optimizer.zero_grad()
+    with session.training():
+        known.trainer.done = 3
+        assert known.trainer.contents() == expected.contents()
+    with session.rollout() as engine:
+        engine.generate(X)
+
+
+def test_an_exception_in_the_block_waits_for_the_states(known, sim):
+    with known.session.rollout():
+        pass
+    sim.stream_delay(0.1)
+    with pytest.raises(KeyboardInterrupt):
+        with known.session.training():
+            raise KeyboardInterrupt
+    sim.stream_delay(0)
+    assert memsaver.state(known.tags[1]) == "mapped"
+    with known.session.rollout() as engine:
+        engine.generate(X)

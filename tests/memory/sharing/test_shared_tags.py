@@ -1,0 +1,158 @@
+"""Test pauses of tags whose tensors other processes use."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+import memsaver
+from memsaver._runtime.native import _C
+
+torch = pytest.importorskip("torch")
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def shared(importer, make, name, options):
+    """Send a tensor of 8 MiB; return it and the process, which uses it as `x`."""
+    mine = make(2 * MIB)
+    importer.load("x", mine)
+    options(importer_seconds=0.2)
+    both = [mine, importer]
+    yield both
+    both.clear()  # pytest keeps the list
+
+
+CALLS = {
+    "pause": lambda name, other: memsaver.pause(name),
+    "all": lambda name, other: memsaver.pause(),
+    "background": lambda name, other: memsaver.pause(name, wait=False),
+    "swap": lambda name, other: memsaver.swap(out=name, into=other),
+    "block": lambda name, other: memsaver.paused(name).__enter__(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_pause_names_the_processes_and_bytes(shared, name, tag, make_paused, registered, call):
+    mine, importer = shared
+    make_paused(other := tag("other"))
+    seen = []
+    registered += [memsaver.on_pause(seen.append), memsaver.on_resume(seen.append)]
+    start = time.monotonic()
+    with pytest.raises(memsaver.TagSharedError, match=f"process {importer.pid} .8 MiB") as caught:
+        call(name, other)
+    assert 0.2 <= time.monotonic() - start < 5
+    assert caught.value.tag == name
+    assert caught.value.importers == ((importer.pid, 8 * MIB),)
+    assert isinstance(caught.value, memsaver.InvalidStateError)
+    assert memsaver.state(name) == "mapped" and memsaver.state(other) == "paused"
+    assert len(seen) % 2 == 0  # each notified pause was followed by a resume
+    assert int(mine[-1]) == 2 * MIB - 1 == importer.ask("int(x[-1])")
+
+
+def test_a_pause_waits_for_the_release(shared, name, options, in_thread, wait_until):
+    mine, importer = shared
+    options(importer_seconds=30)
+    going = in_thread(memsaver.pause, name)
+    time.sleep(0.1)
+    assert memsaver.state(name) == "mapped"
+    importer.do("del x; gc.collect()")
+    going.result()
+    assert memsaver.state(name) == "paused"
+    memsaver.resume(name)
+    assert int(mine[5]) == 5
+
+
+def test_a_pause_waits_for_work_that_uses_the_tensor(shared, name, options, in_thread):
+    """The other process unmaps only after its device has finished."""
+    mine, importer = shared
+    options(importer_seconds=30)
+    importer.do("from memsaver import simulator; simulator.control().sim_hold_streams(1)")
+    copy = (
+        "import ctypes\n"
+        "driver, context = ctypes.CDLL(simulator.control()._name), ctypes.c_void_p()\n"
+        "driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)\n"
+        "driver.cuCtxSetCurrent(context)\n"
+        "driver.cuMemsetD8Async.argtypes = [ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, "
+        "ctypes.c_void_p]\n"
+        "assert driver.cuMemsetD8Async(x.data_ptr(), 9, 8 << 20, None) == 0\n"
+        "del x; gc.collect()\n"
+    )
+    importer.do(copy)
+    going = in_thread(memsaver.pause, name)
+    time.sleep(0.2)
+    assert memsaver.state(name) == "mapped"
+    importer.do("simulator.control().sim_hold_streams(0)")
+    going.result()
+    memsaver.resume(name)
+    assert int(mine.view(torch.uint8)[77]) == 9
+
+
+def test_other_tags_are_paused_meanwhile(shared, tag, make_blocks):
+    make_blocks(other := tag("other"), [MIB], backup="host")
+    memsaver.pause(other)
+    memsaver.resume(other)
+
+
+def test_an_interrupt_ends_the_wait(shared, name, options, run_python):
+    options(importer_seconds=30)
+    import os
+    import signal
+    import threading
+
+    threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        memsaver.pause(name)
+    assert time.monotonic() - start < 10
+    assert memsaver.state(name) == "mapped"
+
+
+def test_a_killed_importer_is_noticed(own_importer, make, name, in_thread):
+    make_kept = make(2 * MIB)
+    own_importer.load("x", make_kept)
+    going = in_thread(memsaver.pause, name)
+    time.sleep(0.1)
+    own_importer.kill()
+    going.result()
+    assert not _C.importers()
+    memsaver.resume(name)
+    assert int(make_kept[-1]) == 2 * MIB - 1
+
+
+def test_a_closed_connection_is_not_yet_the_end(own_importer, make, name, options):
+    """As long as the process exists, it may map the memory."""
+    mine = make(2 * MIB)
+    own_importer.load("x", mine)
+    own_importer.do("[p._socket.shutdown(2) for p in peers._peers.values()]")
+    options(importer_seconds=0.2)
+    with pytest.raises(memsaver.TagSharedError):
+        memsaver.pause(name)
+    own_importer.kill()
+    options(importer_seconds=30)
+    memsaver.pause(name)
+
+
+def test_two_importers_are_both_named(importer, own_importer, make, name, options):
+    mine = make(2 * MIB)
+    importer.load("x", mine)
+    own_importer.load("x", mine)
+    options(importer_seconds=0.1)
+    with pytest.raises(memsaver.TagSharedError) as caught:
+        memsaver.pause(name)
+    assert {pid for pid, _ in caught.value.importers} == {importer.pid, own_importer.pid}
+    own_importer.kill()
+    importer.forget()
+    memsaver.pause(name)
+
+
+def test_memory_freed_by_its_owner_stays_readable_elsewhere(own_importer, make, name, wait_until):
+    mine = make(2 * MIB)
+    own_importer.load("x", mine)
+    del mine
+    assert _C.stats(name)[0]["allocations"] == 1  # kept for the other process
+    assert own_importer.ask("int(x[-1])") == 2 * MIB - 1
+    own_importer.kill()
+    wait_until(lambda: _C.stats(name)[0]["allocations"] == 0)

@@ -1,0 +1,247 @@
+"""Test sharing that fails: paused tags, freed memory, ended senders, refused calls."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from multiprocessing.reduction import ForkingPickler
+
+import pytest
+from importing_process import ImportFailed
+
+import memsaver
+from memsaver import simulator
+from memsaver._memory.sharing import exporter, peers, sending, wire
+from memsaver._runtime.native import _C
+
+torch = pytest.importorskip("torch")
+
+MIB = 1 << 20
+
+
+def dumped(value) -> bytes:
+    return bytes(ForkingPickler.dumps(value))
+
+
+def test_a_tensor_of_a_paused_tag_is_not_sent(make, name):
+    mine = make(4)
+    memsaver.pause(name)
+    with pytest.raises(memsaver.SharingError, match="resume it first") as caught:
+        dumped(mine)
+    assert caught.value.tag == name and caught.value.status == "SHARING_FAILED"
+
+
+def test_a_tensor_is_not_received_from_a_paused_tag(importer, make, name):
+    mine = make(4)
+    data = dumped(mine)
+    memsaver.pause(name)
+    with pytest.raises(ImportFailed, match="resume it first") as caught:
+        importer.load_pickle("x", data)
+    assert caught.value.kind == "SharingError"
+    memsaver.resume(name)
+    with pytest.raises(ImportFailed, match="freed or replaced"):
+        importer.load_pickle("x", data)
+    importer.load("x", mine)
+    assert importer.ask("x.tolist()") == [0, 1, 2, 3]
+
+
+def test_freed_memory_is_not_received(importer, make, name):
+    data = dumped(make(4))
+    for token in list(sending._in_flight):
+        sending.take(token)
+    with pytest.raises(ImportFailed, match="was freed"):
+        importer.load_pickle("x", data)
+    assert name not in [row[0] for row in _C.importers()]
+
+
+def test_a_tensor_with_history_is_not_sent(sim, make):
+    trained = torch.nn.Parameter(make(4).view(torch.float32))
+    with pytest.raises(memsaver.SharingError, match="detach"):
+        dumped(trained.view(2, 2))
+
+
+SENDER = """
+import sys, torch, memsaver
+from multiprocessing.reduction import ForkingPickler
+from memsaver import simulator
+with memsaver.region("w", shareable=True):
+    tensor = simulator.empty(1 << 20, dtype=torch.int32)
+tensor.fill_(6)
+sys.stdout.buffer.write(bytes(ForkingPickler.dumps(tensor)).hex().encode() + b"\\n")
+sys.stdout.flush()
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def sender(sim, wait_until):
+    """Yield a process that has sent a tensor, and the message."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SENDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with process:
+        yield process, bytes.fromhex(process.stdout.readline().decode())
+        process.kill()
+    wait_until(lambda: not set(peers._peers) - {exporter.endpoint()})
+
+
+def test_the_tensor_outlives_its_killed_sender(sender):
+    process, message = sender
+    mine = pickle.loads(message)
+    process.kill()
+    process.wait()
+    assert int(mine.sum()) == 6 << 20
+    del mine
+
+
+def test_a_killed_sender_is_an_error(sender):
+    process, message = sender
+    process.kill()
+    process.wait()
+    for _ in range(2):
+        with pytest.raises(memsaver.SharingError, match="has ended"):
+            pickle.loads(message)
+
+
+def test_a_sender_killed_in_the_middle_of_an_answer(sender, monkeypatch):
+    process, message = sender
+
+    def killed_first(connection, request, files=None):
+        process.kill()
+        process.wait()
+        raise BrokenPipeError
+
+    monkeypatch.setattr(wire, "send", killed_first)
+    with pytest.raises(memsaver.SharingError, match="has ended"):
+        pickle.loads(message)
+
+
+IMPORT_CALLS = (
+    "cuMemAddressReserve",
+    "cuMemImportFromShareableHandle",
+    "cuMemMap",
+    "cuMemSetAccess",
+)
+
+
+@pytest.mark.parametrize("call", IMPORT_CALLS)
+def test_a_refused_call_of_an_import_leaves_nothing(sim, sender, call):
+    before = sim.counts()
+    _, message = sender
+    with sim.fault(call, times=0):
+        with pytest.raises(memsaver.DriverError) as caught:
+            pickle.loads(message)
+    assert caught.value.call == call
+    after = sim.counts()
+    assert (after.handles, after.mappings) == (before.handles, before.mappings)
+    again = pickle.loads(message)
+    assert int(again[0]) == 6
+    del again
+
+
+def test_a_refused_export_is_reported_to_the_importer(sim, importer, make, name):
+    mine = make(4)
+    with sim.fault("cuMemExportToShareableHandle", times=0):
+        with pytest.raises(ImportFailed, match="cuMemExportToShareableHandle"):
+            importer.load("x", mine)
+    assert name not in [row[0] for row in _C.importers()]
+    importer.load("x", mine)
+
+
+def test_a_refused_unmapping_is_repeated(sim, importer, make, name, options):
+    mine = make(4)
+    importer.load("x", mine)
+    importer.do("from memsaver import simulator; fault = simulator.fault('cuMemUnmap', 1, times=0)")
+    importer.do("fault.__enter__(); del x; gc.collect()")
+    options(importer_seconds=0.2)
+    with pytest.raises(memsaver.TagSharedError):
+        memsaver.pause(name)
+    importer.do("fault.__exit__(None, None, None)")
+    memsaver.pause(name)
+
+
+@pytest.fixture
+def stranger(monkeypatch):
+    """Make every process at the other end of a socket belong to another user."""
+    monkeypatch.setattr(os, "geteuid", lambda: 54321)
+
+
+def test_another_user_is_refused_by_the_sender(make, stranger, wait_until):
+    endpoint = exporter.endpoint()
+    make(4)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.connect(f"\0{endpoint}")
+        message, files = wire.receive(connection)
+        assert "run both processes as the same user" in message["error"] and not files
+        assert wire.receive(connection) == ({}, [])  # closed
+
+
+def test_another_user_is_refused_by_the_receiver(sender, stranger):
+    with pytest.raises(memsaver.SharingError, match="same user"):
+        pickle.loads(sender[1])
+
+
+def test_a_malformed_message_ends_only_its_connection(importer, make, options):
+    mine = make(4)
+    endpoint = exporter.endpoint()
+    for data in (b"[]", b"{", b'{"import": 5}', b'{"import": [[1, 2]]}', b"\xff", b'{"take": 1}'):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.connect(f"\0{endpoint}")
+            connection.send(data)
+    importer.load("x", mine)
+    assert importer.ask("x.tolist()") == [0, 1, 2, 3]
+
+
+def test_an_unknown_gpu_is_reported(make):
+    function, arguments = ForkingPickler._extra_reducers[torch.Tensor](make(3))
+    place = list(arguments[-1])
+    place[-1] = "GPU-of-another-process"
+    with pytest.raises(memsaver.SharingError, match="CUDA_VISIBLE_DEVICES"):
+        function(*arguments[:-1], tuple(place))
+
+
+def test_a_forked_child_leaves_its_parents_importers_alone(own_importer, make, name):
+    mine = make(2 * MIB)
+    own_importer.load("x", mine)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if not exporter._servers and not peers._peers else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    own_importer.do("del x; gc.collect()")
+    memsaver.pause(name)
+
+
+def test_arguments_of_the_native_calls(sim, make, name, tag):
+    mine = make(4)
+    with pytest.raises(memsaver.ConfigError):
+        _C.exportable(12345, 16)
+    with pytest.raises(memsaver.UnknownTagError):
+        _C.tag_make_shareable("no-such-tag")
+    with pytest.raises(memsaver.SharingError):
+        _C.exportable(mine.data_ptr(), 1 << 40)
+    record = _C.Importer(os.getpid())
+    with memsaver.region(tag("second"), shareable=True):
+        other = simulator.empty(4)
+    with pytest.raises(memsaver.ConfigError):
+        record.export_extents([])
+    with pytest.raises(memsaver.ConfigError, match="several tags"):
+        record.export_extents([(mine.data_ptr(), 16), (other.data_ptr(), 16)])
+    rows = record.export_extents([(mine.data_ptr(), 16)])
+    assert record.export_extents([(mine.data_ptr(), 16)]) == []  # it has them
+    _, nbytes, _, _, number, _, file = rows[0]
+    foreign = _C.ForeignSpan(0, 8 * MIB)
+    for offset, size in ((1, 2 * MIB), (0, 5), (8 * MIB, 2 * MIB), (0, 0), (1 << 63, 2 * MIB)):
+        with pytest.raises(memsaver.ConfigError):
+            foreign.map([(offset, size, file)])
+    foreign.map([(2 * MIB, nbytes, file)])
+    with pytest.raises(memsaver.ConfigError, match="overlaps"):
+        foreign.map([(2 * MIB, nbytes, file)])
+    foreign.unmap([0, 2 * MIB])
+    with open(os.devnull) as other_file, pytest.raises(memsaver.DriverError):
+        foreign.map([(0, 2 * MIB, other_file.fileno())])
+    os.close(file)
+    record.released([number, 999])
+    record.close()

@@ -1,0 +1,161 @@
+"""Test benchmarks/frameworks.py without a GPU and without the frameworks."""
+
+import json
+import os
+
+import pytest
+
+SMI = '#!/bin/sh\ncase "$*" in *memory.used*) echo 1000;; *) echo "Some GPU, 1.2.3";; esac\n'
+CALLS = [["sleep", 0.1], ["wake weights", 0.02], ["wake kv_cache", 0.03]]
+
+# Stands for the workers, in the children: FAKE_LOSSES are the last losses of the runs, by name.
+WORKER = f"""
+import json, os
+from pathlib import Path
+
+class Fake:
+    imports = ()
+    def __init__(self, name, model, **settings):
+        self.name, self.steps = name, settings["steps"]
+    def train(self):
+        log = Path(os.environ["FAKE_LOG"])
+        runs = log.read_text().split() if log.exists() else []
+        log.write_text(" ".join([*runs, self.name]))
+        losses = json.loads(os.environ["FAKE_LOSSES"]).get(self.name, [1.0])
+        last = losses[min(runs.count(self.name), len(losses) - 1)]
+        step = {{"loss": 1.0, "reward": 0.5, "grad_norm": 2.0, "responses": "x", "seconds": 1.0}}
+        step |= {{"transitions": 0.5, "asleep_MiB": 100.0}}
+        slow = 1 if self.name == "memsaver" else 4
+        calls = [[name, seconds * slow] for name, seconds in {CALLS}] * self.steps
+        return {{
+            "start": 1.0,
+            "steps": [step] * (self.steps - 1) + [{{**step, "loss": last}}],
+            "calls": [*calls, ["sleep", 9.0]],
+            "peak_MiB": 1000.0 * slow,
+            "profiles": ["sleep: a profile"] if os.environ.get("FAKE_PROFILE") else [],
+        }}
+"""
+
+
+@pytest.fixture
+def run(benchmark_module, tmp_path, monkeypatch):
+    """Run the benchmark; return the status, the rows by metric, and the names of the runs."""
+    for name, text in (("bin/nvidia-smi", SMI), ("site/fake_worker.py", WORKER)):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    monkeypatch.setenv("FAKE_LOG", str(tmp_path / "log"))
+    frameworks = benchmark_module("frameworks")
+    monkeypatch.setattr(frameworks, "find_spec", lambda module: module)
+    monkeypatch.setattr(benchmark_module("framework_model"), "save", lambda options: None)
+    for part in ("frameworks_trl", "frameworks_trainer"):
+        monkeypatch.setattr(benchmark_module(f"parts.{part}"), "WORKER", "fake_worker:Fake")
+
+    def call(*arguments, losses=None):
+        monkeypatch.setenv("FAKE_LOSSES", json.dumps(losses or {}))
+        options = frameworks.parser().parse_args([f"--output={tmp_path / 'out'}", *arguments])
+        options.device = "cpu"
+        status = frameworks.run(options)
+        path = tmp_path / "out"
+        rows = json.loads(path.read_text()) if path.exists() else []
+        return status, {row["metric"]: row for row in rows}, (tmp_path / "log").read_text().split()
+
+    return call
+
+
+def test_the_rows_of_trl(run):
+    status, rows, runs = run("--only=trl")
+    assert (status, runs) == (0, ["memsaver", "vllm"])
+    values = {metric: (row["memsaver"], row["peer_value"]) for metric, row in rows.items()}
+    assert values == {
+        "trl_sleep_wake_seconds": (0.15, 0.6),
+        "trl_sleep_wake_later_seconds": (0.15, 0.6),
+        "trl_step_seconds": (1.0, 1.0),
+        "trl_peak_MiB": (1000.0, 4000.0),
+    }
+    assert len(rows["trl_sleep_wake_later_seconds"]["detail"]["memsaver"]) == 4
+    assert rows["trl_step_seconds"]["detail"]["differences"] == []
+
+
+@pytest.mark.parametrize(
+    ("losses", "status"),
+    [
+        ({"memsaver": [2.0], "vllm": [1.0]}, 1),  # the peer repeats its losses
+        ({"memsaver": [2.0], "vllm": [1.0, 3.0]}, 0),  # it does not
+    ],
+)
+def test_other_losses_than_the_peers_need_a_peer_that_differs_from_itself(run, losses, status):
+    found, rows, runs = run("--only=trl", losses=losses)
+    assert (found, runs) == (status, ["memsaver", "vllm", "vllm"])
+    assert bool(rows) == (status == 0)
+    if rows:
+        (difference,) = rows["trl_step_seconds"]["detail"]["differences"]
+        assert difference == "step 5: loss 2.0, 1.0"
+
+
+def test_a_profile_has_no_rows(run, capsys, monkeypatch):
+    monkeypatch.setenv("FAKE_PROFILE", "1")
+    status, rows, _ = run("--only=trl", "--trl-profile")
+    assert (status, rows) == (0, {})
+    assert capsys.readouterr().err.count("a profile") == 2
+
+
+def test_the_rows_of_the_trainer(run):
+    status, rows, runs = run("--only=trainer")
+    assert (status, runs) == (0, ["memsaver", "moves", "resident"])
+    assert set(rows) == {
+        f"trainer_{name}"
+        for name in ("transition_seconds", "step_seconds", "asleep_MiB", "peak_MiB")
+    }
+    assert len(rows["trainer_step_seconds"]["detail"]["memsaver"]) == 4
+
+
+@pytest.mark.parametrize("name", ["memsaver", "moves"])
+def test_other_losses_than_the_resident_trainers_are_a_failure(run, capsys, name):
+    status, rows, _ = run("--only=trainer", losses={name: [3.0]})
+    assert (status, rows) == (1, {})
+    assert f"trainer, {name}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("calls", "seconds"),
+    [
+        ([], []),
+        ([*CALLS, *CALLS], [0.15, 0.15]),
+        ([*CALLS, ["sleep", 9.0]], [0.15]),  # of the last step, whose wake-up never came
+        ([["wake weights", 1.0]], None),
+        ([["sleep", 1.0], ["sleep", 1.0]], None),
+    ],
+)
+def test_a_cycle_is_a_sleep_and_its_wake_ups(benchmark_module, calls, seconds):
+    part = benchmark_module("parts.frameworks_trl")
+    if seconds is None:
+        with pytest.raises(benchmark_module("children").Failed, match="TRL"):
+            part.cycles_of(calls)
+    else:
+        assert part.cycles_of(calls) == seconds
+
+
+def test_the_pages_show_the_rows_or_that_nothing_was_measured(benchmark_module, tmp_path):
+    tables = benchmark_module("framework_tables")
+    row = {"bench": "frameworks", "metric": "trl_step_seconds", "memsaver": 0.5, "peer": "other"}
+    row |= {"peer_value": 1.0, "ratio": 2.0, "gpu": "G", "date": "2026-01-01", "versions": {}}
+    pages = tables.pages([row], tmp_path, str)
+    assert "| a training step, s | 0.5 | other | 1.0 | 2.00 |" in pages[tmp_path / "trl.md"]
+    assert pages[tmp_path / "transformers.md"] == "Not measured yet."
+
+
+def test_prompts_have_equal_lengths_and_their_words_repeat(benchmark_module):
+    model = benchmark_module("framework_model")
+    prompts = [prompt.split() for prompt in model.prompts(600)]
+    assert {len(words) for words in prompts} == {model.PROMPT}
+    assert len({words[0] for words in prompts[:400]}) == 400 and prompts[0] in prompts[1:]
+    assert model.reward([2, 4, 5, 7]) == 0.5 and model.reward([]) == 0
+
+
+def test_the_archive_omits_tests_and_sources(benchmark_module):
+    is_kept = benchmark_module("framework_wheels").is_kept
+    kept = {"trl/__init__.py": True, "trl/tests/a.py": False, "deepspeed/ops/csrc/a.cpp": False}
+    assert {path: is_kept(path) for path in kept} == kept

@@ -1,0 +1,139 @@
+"""Test the benchmark of verl's trainer from end to end, without a GPU, verl, Ray or SGLang."""
+
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+from built_sources import built
+from repository import TESTS
+
+torch = pytest.importorskip("torch")
+
+FIXTURES = TESTS / "fixtures"
+SMI = """#!/bin/sh
+case "$*" in *memory.used*) echo 1000;; *) echo "Some GPU, 1.2.3";; esac
+"""
+
+
+@pytest.fixture
+def run(benchmark_module, tmp_path, monkeypatch):
+    """Run scenes; return the status, the rows by metric, and the folder of the trainings."""
+    nvml = built("libnvidia-ml.so.1", [FIXTURES / "nvml" / "nvml.c"])
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(nvml.parent))
+    (tmp_path / "memory").write_text("320000000 310000000")
+    monkeypatch.setenv("STAND_IN_MEMORY", str(tmp_path / "memory"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvidia-smi").write_text(SMI)
+    (tmp_path / "bin" / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(FIXTURES / "verl_trainer"))
+    library = tmp_path / "torch_memory_saver_hook.so"
+    library.write_bytes(bytes(4096))
+    monkeypatch.setenv("FAKE_PEER_LIBRARY", str(library))
+    part = benchmark_module("parts.frameworks_verl")
+    monkeypatch.setattr(part.verl_model, "save", fake_model)
+    monkeypatch.setattr(part, "FREE_SECONDS", 10)
+    # Its thread outlives the test, so it must not use the fake NVML, which needs the environment.
+    memory = SimpleNamespace(used=lambda: 1 << 30)
+    monkeypatch.setattr(part, "DeviceMemory", lambda: memory)
+
+    def call(*arguments, fault=""):
+        monkeypatch.setenv("FAKE_FAULT", fault)
+        frameworks = benchmark_module("frameworks")
+        folder = tmp_path / "trainings"
+        given = ["--only=verl", f"--output={tmp_path / 'out'}", f"--verl-folder={folder}"]
+        options = frameworks.parser().parse_args([*given, *arguments])
+        status = frameworks.engine_benchmark.run(frameworks.MEASURES, options, lambda: "")
+        path = tmp_path / "out"
+        rows = json.loads(path.read_text()) if path.exists() else []
+        return status, {row["metric"]: row for row in rows}, folder
+
+    return call
+
+
+def fake_model(folder, *, small, prompts):
+    (folder / "prompts.jsonl").write_text("{}\n" * prompts)
+
+
+def test_the_rows_of_a_training(run):
+    status, rows, _ = run("--verl-steps=3")
+    assert status == 0
+    assert set(rows) == {
+        "verl_sleep_wake_seconds",
+        "verl_step_seconds",
+        "verl_update_weights_seconds",
+        "verl_peak_MiB",
+        "verl_kv_tokens",
+    }
+    cycles = rows["verl_sleep_wake_seconds"]["detail"]
+    assert len(cycles["memsaver"]) == len(cycles["peer"]) == 3  # without the one before step 1
+    steps = rows["verl_step_seconds"]
+    assert steps["detail"]["memsaver"] == [0.2, pytest.approx(0.3)]
+    assert steps["detail"]["peer_phases"]["gen"] == [0.05] * 3
+    assert steps["detail"]["differences"] == []
+    assert rows["verl_kv_tokens"]["memsaver"] == 4096
+    assert {row["peer"] for row in rows.values()} == {"torch_memory_saver"}
+
+
+def test_two_gpus_have_metrics_of_their_own(run):
+    status, rows, folder = run("--verl-gpus=2", "--verl-steps=2", "--no-peer")
+    assert status == 0 and rows == {}
+    (training,) = folder.glob("memsaver-*")
+    assert (training / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "count"),
+    [("differs", 1, 2), ("random", 0, 3)],
+)
+def test_a_difference_counts_unless_the_peer_differs_from_itself(run, capsys, fault, status, count):
+    found, rows, folder = run("--verl-steps=2", fault=fault)
+    assert found == status
+    assert len(list(folder.glob("tms-*"))) == 2  # the peer trains once more
+    if fault == "differs":
+        assert rows == {}
+        expected = "step 2: critic/score/mean 2.0, 1.5', 'step 2: responses"
+        assert expected in capsys.readouterr().err
+    else:
+        detail = rows["verl_step_seconds"]["detail"]
+        assert len(detail["differences"]) >= count
+        assert len(detail["differences_of_the_peer"]) >= count
+
+
+def test_an_engine_with_another_saver_is_a_failure_without_rows(run, capsys):
+    status, rows, _ = run("--verl-steps=2", fault="saver")
+    assert status == 1 and rows == {}
+    assert "not ['memsaver']" in capsys.readouterr().err
+
+
+def test_cycles_measure_the_memory_in_use_asleep(run):
+    status, rows, _ = run("--verl-only=cycles", "--verl-cycles=7")
+    assert status == 0
+    assert rows["verl_cycles_change_MiB"]["memsaver"] == 0.0
+
+
+@pytest.mark.parametrize(("fault", "ours"), [("", 0.7), ("crowded", 0.65)])
+def test_the_largest_fraction_is_the_last_that_works(run, fault, ours):
+    given = ("--verl-only=fractions", "--verl-fractions", "0.7", "0.6", "0.65")
+    status, rows, _ = run(*given, fault=fault)
+    assert status == 0
+    row = rows["verl_max_fraction"]
+    assert (row["memsaver"], row["peer_value"]) == (ours, 0.7)
+
+
+def test_an_interrupted_trainer_and_one_that_raises_end_with_an_error(run, capsys):
+    assert run("--verl-only=interrupted", fault="hangs")[0] == 0
+    text = capsys.readouterr().err
+    assert "interrupted: ended with status" in text and "KeyboardInterrupt" in text
+    assert "raises: ended with status 1" in text and "this reward was to fail" in text
+
+
+def test_the_reward_is_the_share_of_even_words(benchmark_module, monkeypatch):
+    reward = benchmark_module("verl_reward")
+    assert reward.compute_score("", "t2 t3 t10 t11", "") == 0.5
+    assert reward.compute_score("", "", "") == 0.0
+    monkeypatch.setenv(reward.FAILURE, "2")
+    with pytest.raises(RuntimeError, match="was to fail"):
+        reward.compute_score("", "t2", "")

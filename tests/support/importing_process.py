@@ -1,0 +1,121 @@
+"""A process that imports tensors: runs code on them, for tests of sharing."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+from repository import IMPORT_PATH
+
+_PROGRAM = """
+import base64, gc, json, os, pickle, sys
+import torch, memsaver
+from memsaver._memory.sharing import importing, peers
+
+names = {"torch": torch, "memsaver": memsaver, "peers": peers, "gc": gc, "os": os}
+print("ready", flush=True)
+for line in sys.stdin:
+    kind, name, text = json.loads(line)
+    try:
+        if kind == "load":
+            names[name] = pickle.loads(base64.b64decode(text))
+            answer = None
+        elif kind == "do":
+            exec(text, names)
+            answer = None
+        else:
+            answer = eval(text, names)
+        reply = {"answer": answer}
+    except BaseException as error:
+        reply = {"error": type(error).__name__, "text": str(error)}
+        del error
+    print(json.dumps(reply), flush=True)
+"""
+
+
+class ImportFailed(Exception):
+    """The process raised an error: its type's name and its text."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(f"{kind}: {text}")
+        self.kind, self.text = kind, text
+
+
+class ImportingProcess:
+    """A process that receives tensors under names, and evaluates code with them."""
+
+    def __init__(self, **environment: str) -> None:
+        path = [IMPORT_PATH, *filter(None, [os.environ.get("PYTHONPATH")])]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path), **environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout.readline() == "ready\n"
+        self.pid = self.process.pid
+
+    def load(self, name: str, value: Any) -> None:
+        """Send a value as `torch.multiprocessing` does, and bind it to a name."""
+        self.load_pickle(name, bytes(ForkingPickler.dumps(value)))
+
+    def load_pickle(self, name: str, data: bytes) -> None:
+        self._call("load", name, base64.b64encode(data).decode())
+
+    def do(self, statements: str) -> None:
+        self._call("do", "", statements)
+
+    def ask(self, expression: str) -> Any:
+        return self._call("ask", "", expression)
+
+    def begin(self, statements: str) -> None:
+        """Begin statements, without waiting for their end."""
+        self.process.stdin.write(json.dumps(["do", "", statements]) + "\n")
+        self.process.stdin.flush()
+
+    def result(self) -> Any:
+        line = self.process.stdout.readline()
+        assert line, "the process has ended"
+        reply = json.loads(line)
+        if "error" in reply:
+            raise ImportFailed(reply["error"], reply["text"])
+        return reply["answer"]
+
+    def _call(self, *command: str) -> Any:
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+        return self.result()
+
+    def forget(self) -> None:
+        """Delete all received values."""
+        self.do("for _name in set(globals()) & set('xyz'): del globals()[_name]\ngc.collect()")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def importing_process(**environment: str) -> Iterator[ImportingProcess]:
+    """Start a process, and end it with the block."""
+    started = ImportingProcess(**environment)
+    try:
+        yield started
+    finally:
+        started.kill()
+        started.process.stdin.close()
+        started.process.stdout.close()
+
+
+def received(value: Any) -> Any:
+    """Return what this process receives if it sends a value to itself."""
+    return pickle.loads(bytes(ForkingPickler.dumps(value)))
