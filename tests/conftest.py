@@ -12,6 +12,7 @@ import importlib
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -409,6 +410,14 @@ def run_dropin(dropin_site, tmp_path):
 def benchmark_module(monkeypatch):
     """Import a module of the benchmarks, and the fake of a peer, for this test."""
     yield from _modules_of(monkeypatch, BENCHMARKS, PEER)
+
+
+@pytest.fixture
+def warm_children(monkeypatch):
+    """Let this process start scripts from a process that has imported torch."""
+    import warm_processes  # imports the package
+
+    monkeypatch.setattr(subprocess, "Popen", warm_processes.WarmPopen)
 
 
 @pytest.fixture

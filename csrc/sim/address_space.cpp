@@ -49,10 +49,13 @@ bool valid(const Range& range) {
 
 bool Mapping::allows(int device, bool write) const {
   if (from_alloc) return true;
-  if (static_cast<size_t>(device) >= access.size()) return false;
-  const unsigned flags = access[static_cast<size_t>(device)];
-  return write ? flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-               : flags != CU_MEM_ACCESS_FLAGS_PROT_NONE;
+  const auto is_enough = [write](unsigned flags) {
+    return write ? flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+                 : flags != CU_MEM_ACCESS_FLAGS_PROT_NONE;
+  };
+  if (device == kAnyDevice) return std::any_of(access.begin(), access.end(), is_enough);
+  return static_cast<size_t>(device) < access.size() &&
+         is_enough(access[static_cast<size_t>(device)]);
 }
 
 CUresult AddressSpace::reserve(uint64_t size, uint64_t alignment, uint64_t hint,

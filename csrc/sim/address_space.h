@@ -20,6 +20,9 @@
 
 namespace memsaver::sim {
 
+// As a device: at least one of the devices, and so the host.
+constexpr int kAnyDevice = -1;
+
 struct Range {
   uint64_t address = 0;
   uint64_t size = 0;

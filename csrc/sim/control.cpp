@@ -1,10 +1,12 @@
 // The functions of sim.h.
 #include <cstring>
 #include <string>
+#include <vector>
 
 #include "host_faults.h"
 #include "sim.h"
 #include "state.h"
+#include "transfer.h"
 
 using namespace memsaver::sim;
 
@@ -16,6 +18,12 @@ int copy_text(const std::string& text, char* buffer, size_t size) {
     buffer[length] = '\0';
   }
   return static_cast<int>(text.size());
+}
+
+bool reach(const Range& range, bool write, std::vector<Span>* spans) {
+  if (in_forked_child()) return false;
+  Lock lock(state().mutex);
+  return resolve(range, kAnyDevice, write, spans);
 }
 
 }  // namespace
@@ -110,6 +118,16 @@ void sim_host_limit(uint64_t bytes) {
   if (in_forked_child()) return;
   Lock lock(state().mutex);
   state().host.set_limit(bytes);
+}
+
+int sim_read(uint64_t address, void* buffer, uint64_t size) {
+  std::vector<Span> spans;
+  return reach({address, size}, false, &spans) && fetch(spans, buffer) ? 0 : -1;
+}
+
+int sim_write(uint64_t address, const void* buffer, uint64_t size) {
+  std::vector<Span> spans;
+  return reach({address, size}, true, &spans) && store(buffer, spans) ? 0 : -1;
 }
 
 void sim_stream_delay(uint64_t microseconds) {

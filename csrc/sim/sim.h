@@ -97,6 +97,12 @@ void sim_peer_access(int possible);
 // and cuMemHostRegister return CUDA_ERROR_OUT_OF_MEMORY.
 void sim_host_limit(uint64_t bytes);
 
+// Copy between `buffer` and the memory at an address, device or host memory, like a program's own
+// access to that address, but through the device's file, which maps no pages. Return 0, or -1 if a
+// byte of it is not accessible; bytes before it may be copied.
+int sim_read(uint64_t address, void* buffer, uint64_t size);
+int sim_write(uint64_t address, const void* buffer, uint64_t size);
+
 // Delays the start of every copy, set, launch and host function (default 0).
 void sim_stream_delay(uint64_t microseconds);
 // Makes copies take at least size / rate (bytes per second; default 0: no limit).

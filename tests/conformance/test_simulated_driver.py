@@ -205,6 +205,27 @@ def test_sim_paused_memory_faults_on_touch(sim):
     assert in_child(sim.path, touch) == "signal 11"
 
 
+def test_sim_reads_and_writes_like_the_host_without_faults(sim):
+    read, write = sim.opened.sim_read, sim.opened.sim_write
+    read.argtypes = write.argtypes = [ctypes.c_uint64, c_void_p, ctypes.c_uint64]
+    address, handle = sim.mapped(PAGE)
+    found = ctypes.create_string_buffer(8)
+    assert read(address, found, 8) == 0 and found.raw == bytes(8)
+    ctypes.memmove(address + 4000, b"adjacent", 8)
+    assert read(address + 4000, found, 8) == 0 and found.raw == b"adjacent"
+    assert write(address + PAGE - 8, b"last one", 8) == 0
+    assert ctypes.string_at(address + PAGE - 8, 8) == b"last one"
+    assert read(address + PAGE - 7, found, 8) == -1 == write(address + PAGE - 7, found, 8)
+    sim.set_access(address, PAGE, READ)
+    assert read(address, found, 8) == 0 and write(address, found, 8) == -1
+    sim.check("cuMemUnmap", address, PAGE)
+    assert read(address, found, 8) == -1 == write(address, found, 8)
+    sim.check("cuMemRelease", handle)
+    sim.check("cuMemAddressFree", address, PAGE)
+    host = ctypes.create_string_buffer(b"of the host", 12)
+    assert write(ctypes.addressof(host), b"at", 2) == 0 and host.value == b"at the host"
+
+
 def test_sim_many_handles_cost_no_descriptors(sim):
     before = len(os.listdir("/proc/self/fd"))
     handles = [sim.create(PAGE) for _ in range(10_000)]

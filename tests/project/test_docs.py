@@ -13,9 +13,11 @@ import sys
 
 import pages
 import pytest
-from repository import ROOT, SUPPORT
+from child_process import run_code
+from repository import IMPORT_PATH, ROOT
 
 import memsaver
+from memsaver._runtime.native import LIBRARY_DIR
 from memsaver._runtime.variables import KNOWN_VARIABLES
 from memsaver.integrations.engine.tags import RELEASE_ORDER
 from memsaver.integrations.sglang import versions
@@ -57,17 +59,12 @@ def rows_of(text):
 def run_pages(folder, *paths):
     """Run each page's blocks on the simulated driver; return their output or errors by page."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MEMSAVER_")}
-    environment["MEMSAVER_DRIVER"] = "sim"
-    command = [sys.executable, str(SUPPORT / "pages.py"), "sim", *map(str, paths)]
-    done = subprocess.run(
-        command,
-        env=environment,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    environment |= {
+        "MEMSAVER_DRIVER": "sim",
+        "PYTHONPATH": os.pathsep.join([IMPORT_PATH, str(LIBRARY_DIR.parent)]),
+    }
+    code = f"import pages\npages.main('sim', *{[str(path) for path in paths]!r})"
+    done = run_code(code, environment, folder, timeout=300, with_torch=True)
     rows = map(json.loads, done.stdout.splitlines())
     return {row["page"]: row for row in rows}
 

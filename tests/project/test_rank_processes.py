@@ -1,10 +1,14 @@
-"""Test that ranks of tests behave like fresh processes, and that none of them stay running."""
+"""Test that processes with torch behave like new ones, and that none of them stay running."""
 
+import json
 import os
+import subprocess
+import sys
 import time
 
 import pytest
 import rank_processes
+from warm_processes import WarmPopen
 
 pytest.importorskip("torch")
 
@@ -62,7 +66,7 @@ def test_an_interrupt_during_the_wait_ends_the_ranks(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     rank_processes.run("pass", 1, tmp_path)
-    server = rank_processes._server.pid
+    server = rank_processes._servers[os.environ.get("LD_LIBRARY_PATH")].pid
     monkeypatch.setattr(rank_processes.json, "loads", interrupted)
     with pytest.raises(KeyboardInterrupt):
         rank_processes.run("pass", 1, tmp_path)
@@ -70,3 +74,45 @@ def test_an_interrupt_during_the_wait_ends_the_ranks(tmp_path, monkeypatch):
     with pytest.raises(ProcessLookupError):
         os.kill(server, 0)
     assert rank_processes.run("print(5)", 1, tmp_path) == ["5\n"]
+
+
+# A script tells what a new interpreter would find, then echoes its input, and ends with status 9.
+SCRIPT = """
+import json, os, sys
+import beside
+found = [sys.argv[1:], os.getcwd(), os.getppid(), os.getsid(0) == os.getpid(), sys.path[0]]
+print(json.dumps([*found, os.environ.get("WORD"), "memsaver" in sys.modules]), flush=True)
+print(sys.stdin.read(), file=sys.stderr)
+sys.exit(9)
+"""
+
+
+@pytest.mark.parametrize("kind", [subprocess.Popen, WarmPopen])
+@pytest.mark.parametrize("leads", [False, True])
+def test_a_script_runs_as_in_a_new_interpreter(tmp_path, kind, leads):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "beside.py").touch()
+    process = kind(
+        [sys.executable, str(tmp_path / "script.py"), "a", "b c"],
+        env={**os.environ, "WORD": "x"},
+        cwd="/",
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=leads,
+        text=True,
+    )
+    said, errors = process.communicate("to the end", timeout=60)
+    assert errors == "to the end\n" and process.returncode == 9
+    assert json.loads(said) == [["a", "b c"], "/", os.getpid(), leads, str(tmp_path), "x", False]
+
+
+def test_a_script_can_be_killed_and_waited_for(tmp_path):
+    (tmp_path / "script.py").write_text("import time; print('begun', flush=True); time.sleep(60)")
+    command = [sys.executable, str(tmp_path / "script.py")]
+    with WarmPopen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"begun\n" and process.poll() is None
+        process.kill()
+        assert process.wait(30) == -9
+    with WarmPopen(["sh", "-c", "exit 3"]) as process:
+        assert process.wait(30) == 3

@@ -53,7 +53,7 @@ def memory(benchmark_module, nvml, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def run(benchmark_module, memory, tmp_path, monkeypatch):
+def run(benchmark_module, memory, tmp_path, monkeypatch, warm_children):
     """Run the benchmark; return the status, the rows by metric and peer, and the engines."""
     shutil.copytree(FIXTURES / "sglang_engine", tmp_path / "site")
     shutil.copytree(FIXTURES / "peer", tmp_path / "site", dirs_exist_ok=True)

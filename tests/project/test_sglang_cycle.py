@@ -36,7 +36,7 @@ def machine(benchmark_module, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def run(benchmark_module, machine, monkeypatch):
+def run(benchmark_module, machine, monkeypatch, warm_children):
     """Run the benchmark; return the status, the rows by metric, and the engines' log."""
 
     def call(*arguments, fault=""):

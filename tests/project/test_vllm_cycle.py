@@ -14,7 +14,7 @@ case "$*" in *"-i 1 "*) echo 1200;; *memory.used*) echo 1000;; *) echo "Some GPU
 
 
 @pytest.fixture
-def run(benchmark_module, tmp_path, monkeypatch):
+def run(benchmark_module, tmp_path, monkeypatch, warm_children):
     """Run the benchmark; return the status, the rows by metric, and the engines' log."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "nvidia-smi").write_text(SMI)

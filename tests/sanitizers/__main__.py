@@ -14,11 +14,12 @@ import functools
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import reliability
 
+from build_support.native import Variant
 from build_support.variants import ASAN, TSAN
 from sanitizers import checks
 from sanitizers.builds import Build
@@ -39,30 +40,39 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def planned(asked: argparse.Namespace, place: Place) -> tuple[list[Check], list[Check]]:
-    """Build the libraries and programs; return the checks to run, in order.
+def built(variant: Variant, asked: argparse.Namespace) -> Build:
+    """Build the libraries of a variant, and the program that checks will run concurrently."""
+    made = Build(variant, package=variant is ASAN and asked.only in (None, "suite", "faults"))
+    if variant is ASAN or asked.only in (None, "stress"):
+        made.stress()
+    return made
+
+
+def planned(
+    asked: argparse.Namespace, place: Place, builds: Sequence[Build]
+) -> tuple[list[Check], list[Check]]:
+    """Return the checks to run, in order.
 
     The checks of the first list use one core for most of their time, those of the second all.
     """
     one_core: list[Check] = []
     all_cores: list[Check] = []
-    for variant in (ASAN, TSAN):
-        built = Build(variant, package=variant is ASAN and asked.only in (None, "suite", "faults"))
-        leaks = variant is ASAN and checks.leaks_are_found(place, built)
+    for build in builds:
+        variant = build.variant
+        leaks = variant is ASAN and checks.leaks_are_found(place, build)
         if variant is ASAN and not leaks:
             print("leaks are not looked for: the leak sanitizer needs ptrace, which is forbidden")
         if asked.only in (None, "units"):
-            one_core.append(functools.partial(checks.units, place, built))
+            one_core.append(functools.partial(checks.units, place, build))
         if asked.only in (None, "stress"):
-            built.stress()  # two checks must not build it at the same time
             for seed in range(asked.first_seed, asked.first_seed + asked.seeds):
                 one_core.append(
-                    functools.partial(checks.stress, place, built, seed, asked.operations, leaks)
+                    functools.partial(checks.stress, place, build, seed, asked.operations, leaks)
                 )
         if asked.only in (None, "suite") and variant is ASAN:
-            all_cores.append(functools.partial(checks.suite, place, built))
+            all_cores.append(functools.partial(checks.suite, place, build))
         if asked.only in (None, "faults") and variant is ASAN:
-            all_cores.append(functools.partial(checks.faults, place, built))
+            all_cores.append(functools.partial(checks.faults, place, build))
     return one_core, all_cores
 
 
@@ -81,8 +91,10 @@ def main() -> int:
     asked = arguments()
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="memsaver-sanitize-") as folder:
-        one_core, all_cores = planned(asked, Place(Path(folder)))
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            # Both at once: each ends with a long compilation on one core.
+            builds = list(pool.map(functools.partial(built, asked=asked), (ASAN, TSAN)))
+            one_core, all_cores = planned(asked, Place(Path(folder)), builds)
             outcomes = list(pool.map(run, one_core))
         outcomes += map(run, all_cores)
     passed = sum(outcome.passed for outcome in outcomes)

@@ -33,6 +33,13 @@ def serve() -> dict[str, Any] | None:
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         request = json.loads(line)
+        if "adopted" in request:
+            process, answer = for_adoption(request["adopted"])
+            if process is not None:
+                answers.close()
+                return process
+            print(answer, file=answers, flush=True)
+            continue
         ranks: dict[int, int] = {}
         for rank, process in enumerate(request["processes"]):
             pid = os.fork()
@@ -42,6 +49,28 @@ def serve() -> dict[str, Any] | None:
             ranks[pid] = rank
         print(json.dumps(ended(ranks, request["timeout"])), file=answers, flush=True)
     return None
+
+
+def for_adoption(process: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
+    """Fork a process that this one is not the parent of; return it there, and its pid here.
+
+    Its parent is the next process above this one that adopts orphans. Here this returns after the
+    process has opened its files.
+    """
+    reading, writing = os.pipe()
+    between = os.fork()
+    if between == 0:
+        first_parent = os.getpid()
+        if os.fork() > 0:
+            os._exit(0)
+        while os.getppid() == first_parent:
+            time.sleep(0.0005)
+        os.close(reading)
+        return {**process, "ready": writing}, ""
+    os.close(writing)
+    os.waitpid(between, 0)
+    with os.fdopen(reading) as pipe:
+        return None, pipe.read()
 
 
 def ended(ranks: dict[int, int], timeout: float) -> list[int | None]:
@@ -66,20 +95,28 @@ def become(process: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Adopt the environment, folder and output; return the code, and the globals to run it in."""
     paths = os.environ["PYTHONPATH"].split(os.pathsep)
     for number, name, flags in (
-        (0, os.devnull, os.O_RDONLY),
+        (0, process.get("input", os.devnull), os.O_RDONLY),
         (1, process["output"], os.O_WRONLY | os.O_APPEND),
         (2, process["errors"], os.O_WRONLY | os.O_APPEND),
     ):
         file = os.open(name, flags)
         os.dup2(file, number)
         os.close(file)
+    sys.stdin = os.fdopen(0, closefd=False)
+    if "ready" in process:
+        os.write(process["ready"], str(os.getpid()).encode())
+        os.close(process["ready"])
+    if process.get("session"):
+        os.setsid()
     os.environ.clear()
     os.environ.update(process["environment"])
-    new_paths = os.environ["PYTHONPATH"].split(os.pathsep)
+    new_paths = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+    if "arguments" in process:
+        new_paths.insert(0, os.path.dirname(process["script"]))
     sys.path[:] = [*new_paths, *(path for path in sys.path if path not in paths)]
     os.chdir(process["folder"])
     script = process["script"]
-    sys.argv = [script]
+    sys.argv = [script, *process.get("arguments", ())]
     main = types.ModuleType("__main__")
     main.__file__ = script
     sys.modules["__main__"] = main

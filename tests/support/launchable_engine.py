@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -14,15 +13,7 @@ import time
 import types
 
 import sglang_stand_in as stand_in
-
-PR_SET_PDEATHSIG = 1
-
-
-def sleeps(seconds, begun):
-    """Sleep as a process of SGLang, which ends with the thread that started it."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    begun.set()
-    time.sleep(seconds)
+from idle_process import idle
 
 
 class SGLang:
@@ -41,7 +32,7 @@ class SGLang:
             signal.signal(signal.SIGQUIT, arguments["custom_sigquit_handler"])
         os.environ["NCCL_CUMEM_ENABLE"], os.environ["SGLANG_RUN_ID"] = "0", "sglang-run-1"
         begun = [multiprocessing.Event() for _ in range(2)]
-        processes = [multiprocessing.Process(target=sleeps, args=(600, one)) for one in begun]
+        processes = [multiprocessing.Process(target=idle, args=(600, one)) for one in begun]
         for process in processes:
             process.start()
         self.seen.append(

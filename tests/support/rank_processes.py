@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from subprocess import Popen  # not a test's replacement
 from typing import Any
 
 from repository import IMPORT_PATH, SUPPORT
@@ -20,7 +22,11 @@ from memsaver._runtime.native import LIBRARY_DIR
 
 Process = dict[str, Any]  # see `fork_server.become`
 
-_server: subprocess.Popen[str] | None = None
+_LIBC = ctypes.CDLL(None)
+_PR_SET_CHILD_SUBREAPER = 36
+
+# By LD_LIBRARY_PATH, which the dynamic linker reads only when a process starts.
+_servers: dict[str | None, subprocess.Popen[str]] = {}
 
 
 def run(
@@ -133,27 +139,48 @@ def _started(processes: Sequence[Process], timeout: float) -> list[int | None]:
 
 def _forked(processes: Sequence[Process], timeout: float) -> list[int | None]:
     """Return the exit statuses of `fork_server`'s children; None for one that ran too long."""
-    global _server
-    if _server is None:  # runs until this process ends, which closes its pipe
-        _server = subprocess.Popen(
+    request = {"processes": processes, "timeout": timeout}
+    answer: list[int | None] = _answer(request, processes[0]["environment"])
+    return answer
+
+
+def adopted(process: Process) -> int:
+    """Start a process that has imported torch as a child of this one; return its pid.
+
+    Besides the items for a rank, `process` may have "input", the file to read from, "arguments" for
+    the script, and "session", whether the process leads a session.
+    """
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans below this process become its children
+    try:
+        pid: int = _answer({"adopted": process}, process["environment"])
+    finally:
+        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 0)
+    return pid
+
+
+def _answer(request: dict[str, Any], environment: Mapping[str, str]) -> Any:
+    """Send a request for processes in this environment to `fork_server`; return its answer."""
+    libraries = environment.get("LD_LIBRARY_PATH")
+    if libraries not in _servers:  # runs until this process ends, which closes its pipe
+        linked = {} if libraries is None else {"LD_LIBRARY_PATH": libraries}
+        _servers[libraries] = Popen(
             [sys.executable, str(SUPPORT / "fork_server.py")],
-            env=_environment(),
+            env={k: v for k, v in _environment().items() if k != "LD_LIBRARY_PATH"} | linked,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
-    assert _server.stdin is not None and _server.stdout is not None
+    server = _servers[libraries]
+    assert server.stdin is not None and server.stdout is not None
     try:
-        request = json.dumps({"processes": processes, "timeout": timeout})
-        print(request, file=_server.stdin, flush=True)
-        line = _server.stdout.readline()
-        assert line, f"fork_server.py ended with status {_server.wait(10)}; its stderr says why"
-        answer: list[int | None] = json.loads(line)
-        return answer
+        print(json.dumps(request), file=server.stdin, flush=True)
+        line = server.stdout.readline()
+        assert line, f"fork_server.py ended with status {server.wait(10)}; its stderr says why"
+        return json.loads(line)
     except BaseException:  # for example a test's timeout: end all of its ranks
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(_server.pid, signal.SIGKILL)
-        _server.communicate()
-        _server = None
+            os.killpg(server.pid, signal.SIGKILL)
+        server.communicate()
+        del _servers[libraries]
         raise

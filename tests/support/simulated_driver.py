@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 # Known contents repeat after this many bytes. The number is odd, so that no two pages within 4 GiB
 # are equal.
@@ -25,18 +24,9 @@ def known_bytes(seed: int, nbytes: int) -> bytes:
     return b"".join(period[: nbytes - at] for at in range(0, nbytes, PERIOD))
 
 
-class Part(ctypes.Structure):
-    """struct iovec."""
-
-    _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
-
-
 # Bytes to be filled before anything else sees them, which saves zeroing them and a copy of them.
 _NEW_BYTES = ctypes.pythonapi.PyBytes_FromStringAndSize
 _NEW_BYTES.restype, _NEW_BYTES.argtypes = ctypes.py_object, [ctypes.c_char_p, ctypes.c_ssize_t]
-
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_LIBC.process_vm_readv.restype = _LIBC.process_vm_writev.restype = ctypes.c_ssize_t
 
 
 class Totals(ctypes.Structure):
@@ -75,6 +65,8 @@ class Simulator:
             ("sim_peer_access", None, [ctypes.c_int]),
             ("sim_stream_delay", None, [u64]),
             ("sim_copy_rate", None, [u64]),
+            ("sim_read", ctypes.c_int, [u64, pointer, u64]),
+            ("sim_write", ctypes.c_int, [u64, text, u64]),
         ):
             function = getattr(self.opened, name)
             function.restype, function.argtypes = result, arguments
@@ -178,20 +170,19 @@ class Simulator:
     def clear_violations(self) -> None:
         self.opened.sim_clear_violations()
 
-    # Device memory, through system calls: an address without memory is an error, not a crash. Any
+    # Device memory, through the simulator: an address without memory is an error, not a crash. Any
     # number of threads may read at once, even if the process has no free descriptor.
 
     def read(self, address: int, nbytes: int) -> bytes:
         """Return the bytes at an address. Raises AssertionError if they are not accessible."""
         contents: bytes = _NEW_BYTES(None, nbytes)
-        local = ctypes.cast(contents, ctypes.c_void_p).value or 0
-        _copy(_LIBC.process_vm_readv, local, address, nbytes)
+        assert self.opened.sim_read(address, contents, nbytes) == 0, _no_memory(address, nbytes)
         return contents
 
     def write(self, address: int, data: bytes) -> None:
         """Write bytes at an address. Raises AssertionError if they are not accessible."""
-        local = ctypes.cast(data, ctypes.c_void_p).value or 0
-        _copy(_LIBC.process_vm_writev, local, address, len(data))
+        done = self.opened.sim_write(address, data, len(data))
+        assert done == 0, _no_memory(address, len(data))
 
     def contains(self, address: int, data: bytes) -> bool:
         """Return whether these bytes lie at an address, without a copy of all of them."""
@@ -272,13 +263,5 @@ class Block:
             yield self.address + at, period[: self.nbytes - at]
 
 
-def _copy(call: Callable[..., int], local: int, address: int, nbytes: int) -> None:
-    """Copy within this process, with process_vm_readv or process_vm_writev."""
-    if nbytes == 0:
-        return
-    parts = Part(local, nbytes), Part(address, nbytes)
-    mine, other = (ctypes.byref(part) for part in parts)
-    arguments = ctypes.c_int(os.getpid()), mine, ctypes.c_ulong(1), other, ctypes.c_ulong(1)
-    done = call(*arguments, ctypes.c_ulong(0))
-    error = os.strerror(ctypes.get_errno()) if done < 0 else f"{max(done, 0)} bytes were accessible"
-    assert done == nbytes, f"no memory at {address:#x}, {nbytes} bytes: {error}"
+def _no_memory(address: int, nbytes: int) -> str:
+    return f"no accessible memory at {address:#x}, {nbytes} bytes"

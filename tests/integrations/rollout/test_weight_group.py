@@ -70,14 +70,14 @@ def test_leaving_closes_every_socket_descriptor_and_thread(backend, group_of, mo
         group = group_of()
         assert listening() and len(threads()) > running
         group.leave()
-        assert listening() == [] and set(open_descriptors()) == before
+        assert listening() == [] and set(open_descriptors()) <= before
         eventually(lambda: len(threads()) <= running, True)
     # Also if the engine cannot leave, and if the engine, its error and the group are referenced.
     monkeypatch.undo()
     group = group_of()
     with pytest.raises(EngineError, match="it is gone") as caught:
         group.leave()
-    assert listening() == [] and set(open_descriptors()) == before, caught.value
+    assert listening() == [] and set(open_descriptors()) <= before, caught.value
     group.leave()
 
 

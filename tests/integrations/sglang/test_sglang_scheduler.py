@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 import textwrap
 import threading
 from pathlib import Path
 
 import pytest
+import rank_processes
 import scheduler_calls
 import sglang_stand_in as stand_in
 from looks import held
-from repository import IMPORT_PATH
 from scheduler_calls import ask, states
 
 import memsaver
@@ -374,17 +372,15 @@ def test_without_hooks_the_stand_in_dies(monkeypatch):
 
 
 RANK = """
-    import os, sys, datetime
+    import datetime
     import pytest, torch.distributed as dist
     import sglang_stand_in as stand_in
     import memsaver
     from simulated_driver import Block, Simulator
     from test_sglang_scheduler import MIB, ask, hooks, states
 
-    rank = int(sys.argv[1])
-    dist.init_process_group(
-        "gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2,
-        timeout=datetime.timedelta(seconds=30))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
+    rank = dist.get_rank()
     sim = Simulator()
     sim.start()
     patch = pytest.MonkeyPatch()
@@ -490,32 +486,7 @@ RANK = """
 
 
 @pytest.mark.long
-def test_two_ranks_do_it_together_or_not_at_all(tmp_path, run_python):
-    pytest.importorskip("torch.distributed")
-    script = tmp_path / "rank.py"
-    script.write_text(textwrap.dedent(RANK))
-    import os
-
-    from memsaver._runtime.native import LIBRARY_DIR
-
-    environment = {**os.environ, "MEMSAVER_DRIVER": "sim"}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        [str(Path(__file__).parent), IMPORT_PATH, str(LIBRARY_DIR.parent)]
-    )
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(tmp_path / "store")],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=100)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for output in outputs:
-        assert output.endswith("done\n"), "\n".join(outputs)
+def test_two_ranks_do_it_together_or_not_at_all(tmp_path):
+    here = f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+    outputs = rank_processes.run(here + textwrap.dedent(RANK), 2, tmp_path, timeout=100)
+    assert all(output.endswith("done\n") for output in outputs)

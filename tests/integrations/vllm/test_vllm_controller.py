@@ -54,7 +54,8 @@ def run_async(run_vllm):
 
     def run(lines, more="", **env):
         code = START + ASYNC.format(more=more and f", {more}") + lines + END
-        return run_vllm(code, with_torch=True, **env)
+        # This process has not started a driver; test_vllm_rollout.py also spawns engines.
+        return run_vllm(code, VLLM_FAKE_START="fork", **env)
 
     return run
 
@@ -68,7 +69,7 @@ def run(run_vllm, run_async, request):
     def run(lines, **env):
         here = "0" if request.param == "LLM in this process" else "1"
         code = START + LLM + lines + END + LLM_END
-        return run_vllm(code, with_torch=True, VLLM_ENABLE_V1_MULTIPROCESSING=here, **env)
+        return run_vllm(code, VLLM_ENABLE_V1_MULTIPROCESSING=here, **env)
 
     return run
 
@@ -349,7 +350,6 @@ def test_a_release_waits_until_the_scheduler_has_finished_its_pause(run_vllm, ta
     assert not core.is_sleeping()
     llm.shutdown()
     """),
-        with_torch=True,
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
     )
 
@@ -370,7 +370,6 @@ def test_a_replica_of_a_mixture_of_experts_is_not_released(run_vllm):
     assert llm.generate(PROMPTS) == first
     llm.shutdown()
     """),
-        with_torch=True,
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
     )
 
@@ -387,6 +386,5 @@ for pause in (lambda: None, lambda: core.pause_scheduler("keep")):
     assert answer["failure"] is None and core.is_scheduler_paused() == before
 llm.shutdown()
 """,
-        with_torch=True,
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
     )

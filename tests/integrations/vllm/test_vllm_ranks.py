@@ -29,7 +29,7 @@ def run_ranks(run_vllm):
     """Run lines with an engine of two ranks, whose calls match their responses at the end."""
 
     def run(lines: str, **env):
-        return run_vllm(START + lines + END, with_torch=True, **env)
+        return run_vllm(START + lines + END, **env)
 
     return run
 
@@ -159,5 +159,4 @@ with tempfile.TemporaryDirectory() as folder:
         process.join(50)
 assert seen == {0: None, 1: None, 2: [0, 1], 3: [0, 1]}, seen
         """,
-        with_torch=True,
     )

@@ -40,17 +40,21 @@ engine = RolloutEngine.launch(
 
 @pytest.fixture
 def run(run_vllm):
-    """Run lines with a rollout engine of one rank, which the process has started."""
+    """Run lines with a rollout engine of one rank, which the process has started.
 
-    def run(lines, model="tiny"):
-        start = START + ALONE.replace("MODEL", repr(model))
-        run_vllm(f"{start}\n{textwrap.dedent(lines)}\nengine.close()", with_torch=True)
+    The engine's process is forked, or with `start=""` spawned, which takes seconds more.
+    """
+
+    def run(lines, model="tiny", start="fork"):
+        code = START + ALONE.replace("MODEL", repr(model))
+        run_vllm(f"{code}\n{textwrap.dedent(lines)}\nengine.close()", VLLM_FAKE_START=start)
 
     return run
 
 
 def test_an_engine_is_started_slept_updated_and_ended(run):
-    run("""
+    run(
+        """
     assert "sglang" not in sys.modules
     assert engine.tp_size == 1 and engine.status is Status.AWAKE
     engine.update_weights(weights(1), version="one")
@@ -71,7 +75,9 @@ def test_an_engine_is_started_slept_updated_and_ended(run):
     [process] = engine.backend.link.engine.engine_core.resources.engine_manager.processes
     engine.close()
     assert not process.is_alive()
-    """)
+    """,
+        start="",
+    )
 
 
 def test_weights_that_vllm_converts_are_loaded_in_buckets(run):
@@ -137,7 +143,6 @@ def test_a_dead_engine_starts_again_with_the_weights(run_vllm):
     assert generated(engine) == first and holds(engine, 2)
     engine.close()
     """),
-        with_torch=True,
     )
 
 
@@ -153,7 +158,6 @@ def test_wrong_arguments_are_refused_before_a_process_starts(run_vllm):
         RolloutEngine.connect(object(), kind="vllm")
     assert not multiprocessing.active_children()
     """),
-        with_torch=True,
     )
 
 

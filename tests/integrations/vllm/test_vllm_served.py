@@ -36,7 +36,7 @@ def run(run_vllm):
 
     def run(lines, **env):
         end = "\nserver.close()\nllm.shutdown()\n"
-        run_vllm(START + textwrap.dedent(lines) + end, with_torch=True, **env)
+        run_vllm(START + textwrap.dedent(lines) + end, **env)
 
     return run
 
