@@ -22,9 +22,13 @@ py::list list_of_extents(ms_exported* rows, size_t count) {
   });
 }
 
-// Another process that imports memory. One call at a time.
+// Another process that imports memory. One call at a time: at the interpreter's exit another thread
+// may be in a call that never returns, so the object is then left to the process's end.
 class Importer {
  public:
+  ~Importer() {
+    if (is_exiting()) importer_.release();
+  }
   explicit Importer(int64_t pid) {
     ms_importer* opened = nullptr;
     without_gil([&](ms_error* error) { return ms_importer_open(pid, &opened, error); });
@@ -55,9 +59,13 @@ class Importer {
   std::unique_ptr<ms_importer, decltype(&ms_importer_close)> importer_{nullptr, &ms_importer_close};
 };
 
-// Addresses for memory of another process. One call at a time.
+// Addresses for memory of another process. One call at a time, and at the interpreter's exit, as
+// above.
 class ForeignSpan {
  public:
+  ~ForeignSpan() {
+    if (is_exiting()) span_.release();
+  }
   ForeignSpan(int device, uint64_t bytes) {
     ms_foreign_span* reserved = nullptr;
     without_gil([&](ms_error* error) {

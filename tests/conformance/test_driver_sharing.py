@@ -11,7 +11,7 @@ from ctypes import byref
 from pathlib import Path
 
 import pytest
-from driver_values import FILE_DESCRIPTOR, INVALID_VALUE, NOT_SUPPORTED, PAGE, SUCCESS
+from driver_values import FILE_DESCRIPTOR, PAGE, SUCCESS
 
 
 @pytest.fixture
@@ -69,8 +69,7 @@ def test_adjacent_mappings_get_access_in_one_call(drv, exported):
 
 def test_memory_must_be_exportable(drv):
     handle, out = drv.create(PAGE), ctypes.c_int(-1)
-    code = drv.cuMemExportToShareableHandle(byref(out), handle, FILE_DESCRIPTOR, 0)
-    assert code in (INVALID_VALUE, NOT_SUPPORTED)
+    assert drv.cuMemExportToShareableHandle(byref(out), handle, FILE_DESCRIPTOR, 0) != SUCCESS
     assert out.value == -1
     drv.check("cuMemRelease", handle)
 

@@ -106,8 +106,8 @@ class Registry {
   static Registry& instance();
 
   std::mutex mutex;
-  std::condition_variable changed;  // a Hold or a reservation of a tag ended
-  Waiting* waiting = nullptr;       // the list of waiting threads; needs the lock
+  std::condition_variable changed;   // a Hold or a reservation of a tag ended
+  Waiting* waiting = nullptr;        // the list of waiting threads; needs the lock
   std::vector<Importer*> importers;  // needs the lock
 
   // Incremented by every allocation, free and opened region, which invalidate an earlier list of

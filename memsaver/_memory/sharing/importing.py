@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 from memsaver._memory.sharing import peers
@@ -36,8 +37,13 @@ def name_of(device: int) -> str:
 
 
 @functools.cache
+def _is_simulated() -> bool:
+    return _C.driver_info()[2]
+
+
+@functools.cache
 def _names() -> tuple[str, ...]:
-    if _C.driver_info()[2]:
+    if _is_simulated():
         return tuple(str(number) for number in range(_C.device_count()))
     import torch
 
@@ -92,8 +98,15 @@ class _Memory:
     A CUDA array that torch makes a tensor of, or, on the simulated driver, the owner of a buffer.
     """
 
-    def __init__(self, address: int, nbytes: int, ordinal: int) -> None:
-        self.address, self.nbytes, self.ordinal = address, nbytes, ordinal
+    def __init__(self, place: Place, ordinal: int, peer: peers.Peer, key: Hashable) -> None:
+        self._end: Callable[[], None] | None = None
+        extents, self.address = peer.use(place, ordinal, key)
+        self._end = functools.partial(peer.end_use, place.token, key, extents)
+        self.nbytes, self.ordinal = place.nbytes, ordinal
+
+    def __del__(self) -> None:  # faster than weakref.finalize
+        if self._end is not None:
+            self._end()
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -106,12 +119,17 @@ class _Memory:
         }
 
     def storage(self, torch: Any) -> Any:
-        if _C.driver_info()[2]:
+        if _is_simulated():
             array = (ctypes.c_char * self.nbytes).from_address(self.address)
             array._memory = self  # type: ignore[attr-defined]  # the tensor keeps the array, and the array keeps this object
             return torch.frombuffer(array, dtype=torch.uint8).untyped_storage()
         device = torch.device("cuda", self.ordinal)
-        return torch.as_tensor(self, device=device).untyped_storage()
+        storage = torch.as_tensor(self, device=device).untyped_storage()
+        if storage.data_ptr() != self.address:
+            raise SharingError(
+                f"torch copied memory of another process to {device} instead of using it"
+            )
+        return storage
 
 
 def _memory(place: Place) -> _Memory:
@@ -122,10 +140,7 @@ def _memory(place: Place) -> _Memory:
         return memory
     peer = peers.peer_at(place.endpoint, place.tag)
     ordinal = _ordinal(place)
-    extents, address = peer.use(place, ordinal, known)
-    memory = _Memory(address, place.nbytes, ordinal)
-    weakref.finalize(memory, peer.end_use, place.token, known, extents).atexit = False
-    _memories[known] = memory
+    memory = _memories[known] = _Memory(place, ordinal, peer, known)
     return memory
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 
@@ -156,3 +157,22 @@ def test_memory_freed_by_its_owner_stays_readable_elsewhere(own_importer, make, 
     assert own_importer.ask("int(x[-1])") == 2 * MIB - 1
     own_importer.kill()
     wait_until(lambda: _C.stats(name)[0]["allocations"] == 0)
+
+
+@pytest.mark.each_python
+def test_a_process_that_exits_with_a_tensor_is_no_longer_an_importer(make, name, run_python):
+    mine = make(2 * MIB)
+    message = bytes(ForkingPickler.dumps(mine)).hex()
+    for end in ("", "os._exit(0)"):
+        program = f"""
+import os, pickle, torch
+received = pickle.loads(bytes.fromhex("{message}"))
+assert int(received[-1]) == {2 * MIB - 1}
+received[0] = 8
+{end}
+"""
+        run_python(program, with_torch=True)
+        assert mine[0] == 8
+        mine[0] = 0
+    memsaver.pause(name)
+    assert not _C.importers()
