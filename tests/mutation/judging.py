@@ -1,0 +1,166 @@
+"""Judge mutants: measure once which tests run which code, then run those tests on each mutant."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mutation.mutants import Mutant, function_at
+from mutation.places import Ended, Place
+
+# Tests of the repository itself, and test programs, which run for long or need other machines.
+LEFT_OUT = ("project", "gpu", "recipes", "soak", "fuzz", "faults", "model", "walks", "sanitizers")
+SECONDS_OF_A_FILE = 400  # a test file that takes longer when it is measured is not used
+KILLED = ("failed", "hung")
+REFUSED = ("not built", "same code")  # such a mutant is not judged, and replaced by another
+
+
+@dataclass(frozen=True)
+class TestFile:
+    """A test file as measured without mutants. `calls` has file:function of the Python code."""
+
+    __test__ = False
+    path: str
+    seconds: float  # of the processors
+    failed: list[str] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
+    usable: bool = True
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a test may run, and all tests of a mutant as measured without it."""
+
+    one_test: float = 60
+    all_tests: float = 150
+
+
+def test_files(tree: Path) -> list[str]:
+    """Return the test files that may judge mutants."""
+    found = [str(path.relative_to(tree)) for path in sorted(tree.glob("tests/**/test_*.py"))]
+    return [path for path in found if Path(path).parts[1] not in LEFT_OUT]
+
+
+def _pytest(place: Place, limits: Limits, tests: list[str], seconds: float, **variables: str) -> Ended:
+    command = [str(place.python), "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider"]
+    command += ["-p", "no:xdist", "-m", "not soak and not long"]
+    command += [f"--timeout={limits.one_test}", "--timeout-method=thread", *tests]
+    return place.run(command, seconds, **variables)
+
+
+def _failures(output: str) -> list[str]:
+    return re.findall(r"^(?:FAILED|ERROR) (\S+?)(?: - .*)?$", output, re.MULTILINE)
+
+
+def measure(place: Place, test: str, limits: Limits) -> TestFile:
+    """Run a test file without mutants: which tests pass, how long it takes, what it calls."""
+    record = place.folder / "calls"
+    record.write_text("")
+    ended = _pytest(place, limits, [test], SECONDS_OF_A_FILE, MUTATION_CALLS=str(record))
+    failed = _failures(ended.output)
+    whole = test in failed or ended.status not in (0, 1)  # it cannot be collected, or ended early
+    calls = set()
+    for line in record.read_text(errors="replace").splitlines():
+        match = re.search(r"/((?:memsaver|integrations)/[^:]*\.py:.*)$", line)
+        if match:
+            calls.add(match[1].replace("memsaver/integrations/", "integrations/"))
+    return TestFile(test, ended.cpu_seconds, failed, sorted(calls), usable=not whole)
+
+
+class Judge:
+    """Chooses the tests of each mutant and runs them; learns which tests fail most. Thread-safe."""
+
+    def __init__(self, tests: list[TestFile], limits: Limits) -> None:
+        self.tests = {test.path: test for test in tests if test.usable}
+        self.limits = limits
+        self._lock = threading.Lock()
+        self._kills: Counter[str] = Counter()
+        self._pristine: dict[Path, bytes] = {}
+        self._built: set[Path] = set()
+
+    def learn(self, test: str) -> None:
+        """Count a mutant that a test file detected, here or in an earlier run."""
+        with self._lock:
+            self._kills[test] += 1
+
+    def chosen(self, mutant: Mutant, text: str) -> list[TestFile]:
+        """Return the test files that may detect a mutant, the most promising first."""
+        name = Path(mutant.file).stem
+        if mutant.file.endswith(".py"):
+            function = f"{mutant.file}:{function_at(text, mutant.line)}"
+            module = f"{mutant.file}:<module>"
+            near = {t.path for t in self.tests.values() if function in t.calls}
+            known = [t for t in self.tests.values() if t.path in near or module in t.calls]
+        else:
+            # Nearly all tests run most of the core: those whose names share a word come first.
+            words = set(name.split("_"))
+            near = {p for p in self.tests if words & set(re.split(r"[/_.]", p))}
+            known = list(self.tests.values())
+        with self._lock:
+            rates = {t.path: (self._kills[t.path] + 0.5) / (t.seconds + 1) for t in known}
+        known.sort(key=lambda t: (t.path not in near, -rates[t.path], t.path))
+        chosen, seconds = [], 0.0
+        for test in known:
+            if not chosen or seconds + test.seconds <= self.limits.all_tests:
+                chosen.append(test)
+                seconds += test.seconds
+        return chosen
+
+    def judge(self, place: Place, mutant: Mutant) -> dict[str, Any]:
+        """Return the result, the test file that gave it, and the seconds of the processors."""
+        text = (place.tree / mutant.file).read_text()
+        native = not mutant.file.endswith(".py")
+        spent = self._prepare(place) if native else 0.0
+        place.write(mutant.file, mutant.applied(text))
+        try:
+            if native:
+                built = place.build()
+                spent += built.cpu_seconds
+                if built.status != 0:
+                    return {"result": "not built", "seconds": spent}
+                if place.library() == self._pristine[place.folder]:
+                    return {"result": "same code", "seconds": spent}
+            result = self._run(place, self.chosen(mutant, text))
+        finally:
+            place.write(mutant.file, text)
+        if "by" in result:
+            self.learn(result["by"])
+        return {**result, "seconds": spent + result["seconds"]}
+
+    def _prepare(self, place: Place) -> float:
+        """Build the unchanged core, and keep it to recognise mutants that change nothing."""
+        if place.folder in self._pristine:
+            return 0.0
+        ended = place.build()
+        if ended.status != 0:
+            raise RuntimeError(f"the unchanged core could not be built: {ended.output[-2000:]}")
+        self._pristine[place.folder] = place.library()
+        return 0.0
+
+    def _run(self, place: Place, tests: list[TestFile]) -> dict[str, Any]:
+        spent, flaky = 0.0, 0
+        while tests:
+            arguments = ["-x", *(f"--deselect={name}" for t in tests for name in t.failed)]
+            expected = sum(test.seconds for test in tests)
+            seconds = 6 * expected + 2 * self.limits.one_test
+            ended = _pytest(place, self.limits, [*arguments, *(t.path for t in tests)], seconds)
+            spent += ended.cpu_seconds
+            if ended.status in (0, 5):  # 5: no test was selected
+                break
+            failed = _failures(ended.output)
+            last = failed[0].partition("::")[0] if failed else tests[0].path
+            by = next((n for n, t in enumerate(tests) if t.path == last), 0)
+            if ended.status is None or not failed:
+                hung = ended.status is None or "Timeout" in ended.output
+                return {"result": "hung" if hung else "failed", "by": last, "seconds": spent}
+            again = _pytest(place, self.limits, [failed[0]], seconds)
+            spent += again.cpu_seconds
+            if again.status != 0:
+                return {"result": "failed", "by": last, "test": failed[0], "seconds": spent}
+            flaky += 1  # it fails only at times, so it does not show the mutant
+            tests = tests[by + 1 :]
+        return {"result": "survived", "flaky": flaky, "seconds": spent}
