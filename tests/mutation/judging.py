@@ -45,7 +45,9 @@ def test_files(tree: Path) -> list[str]:
     return [path for path in found if Path(path).parts[1] not in LEFT_OUT]
 
 
-def _pytest(place: Place, limits: Limits, tests: list[str], seconds: float, **variables: str) -> Ended:
+def _pytest(
+    place: Place, limits: Limits, tests: list[str], seconds: float, **variables: str
+) -> Ended:
     command = [str(place.python), "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider"]
     command += ["-p", "no:xdist", "-m", "not soak and not long"]
     command += [f"--timeout={limits.one_test}", "--timeout-method=thread", *tests]

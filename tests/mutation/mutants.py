@@ -24,6 +24,9 @@ GROUPS = {
 }
 # Lines of C++ that declare or name things, and do nothing.
 INERT = re.compile(r"\s*(#|namespace\b|using\b|template\b|extern\b|public:|private:)")
+# Words that a change may bring in; others come from changes within a name, which breaks the name.
+KNOWN_WORDS = {"not", "and", "or", "pass", "break", "continue", "None", "True", "False", "return"}
+KNOWN_WORDS |= {"if", "begin", "end", "min", "max", "any_of", "all_of", "none_of"}
 CPP_TEXTS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
 
@@ -85,7 +88,7 @@ def code_of(file: str, text: str) -> object:
 
 
 def _instructions(code: CodeType) -> tuple[object, ...]:
-    """Return what a code object does, without its lines; code that is never reached is not in it."""
+    """Return what a code object does, without its lines; unreachable code is not in it."""
     constants = [_instructions(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
     return code.co_code, tuple(constants), code.co_names, code.co_varnames, code.co_freevars
 
@@ -109,10 +112,12 @@ def lines_of_code(file: str, text: str) -> list[int]:
         numbers = {node.lineno for node in nodes if isinstance(node, (ast.expr, ast.stmt))}
         return sorted(numbers - left_out)
     lines = _without_cpp_texts(text).splitlines()
-    return [n for n, line in enumerate(lines, 1) if re.search(r"\w", line) and not INERT.match(line)]
+    return [
+        n for n, line in enumerate(lines, 1) if re.search(r"\w", line) and not INERT.match(line)
+    ]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _changes(file: Path) -> dict[int, list[str]]:
     """Return the changed lines that the rules make of each line of a file."""
     from universalmutator import mutator
@@ -146,10 +151,18 @@ def draw(root: Path, group: str, seed: int) -> Iterator[Mutant]:
         code = code_of(file, texts[file])
         for after in afters:
             mutant = Mutant(file, line, before, after)
+            if not breaks_no_name(mutant):
+                continue
             changed = code_of(file, mutant.applied(texts[file]))
             if changed is not None and changed != code:
                 yield mutant
                 break
+
+
+def breaks_no_name(mutant: Mutant) -> bool:
+    """Return whether the change brings in no names but those of the rules."""
+    before, after = (set(re.findall(r"[^\W\d]\w*", s)) for s in (mutant.before, mutant.after))
+    return after <= before | KNOWN_WORDS
 
 
 def function_at(text: str, line: int) -> str:
@@ -157,10 +170,10 @@ def function_at(text: str, line: int) -> str:
 
     def search(node: ast.AST, name: str) -> str | None:
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            is_class = isinstance(child, ast.ClassDef)
+            if is_class or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                inner = f"{name}{child.name}"
                 if child.body[0].lineno <= line <= (child.end_lineno or 0):
-                    inner = f"{name}{child.name}"
-                    is_class = isinstance(child, ast.ClassDef)
                     return search(child, f"{inner}." if is_class else f"{inner}.<locals>.") or inner
             found = search(child, name)
             if found:
