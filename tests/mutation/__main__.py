@@ -43,6 +43,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=math.inf, metavar="S")
     parser.add_argument("--nice", type=int, default=0, metavar="N")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "mutation", metavar="FOLDER")
+    parser.add_argument(
+        "--test-seconds",
+        type=float,
+        default=Limits.all_tests,
+        metavar="S",
+        help="of the tests of one mutant, as measured without it",
+    )
     parser.add_argument("--only-measure", action="store_true", help="judge no mutants")
     parser.add_argument("--report", action="store_true", help="print the results so far, and end")
     return parser.parse_args()
@@ -169,7 +176,9 @@ def measured(places: list[Place], log: Log, deadline: float, limits: Limits) -> 
             test = left.get_nowait()
         except queue.Empty:
             return False
-        log.append(dataclasses.asdict(measure(place, test, limits)))
+        row = dataclasses.asdict(measure(place, test, limits))
+        if time.monotonic() < deadline:
+            log.append(row)
         return True
 
     in_each_place(places, work, deadline)
@@ -180,7 +189,7 @@ def run(asked: argparse.Namespace, folder: Path, results: Log) -> None:
     start = time.monotonic()
     deadline = start + asked.seconds
     name = Path(asked.ref).stem
-    limits = Limits()
+    limits = Limits(all_tests=asked.test_seconds)
     first = Place.create(folder / "0", asked.ref, asked.nice)
     places = [first, *(first.copy(folder / str(n)) for n in range(1, asked.workers))]
     print(f"{name}: built after {time.monotonic() - start:.0f} s", flush=True)
@@ -188,7 +197,7 @@ def run(asked: argparse.Namespace, folder: Path, results: Log) -> None:
     failed = [failure for test in tests for failure in test.failed]
     unusable = [test.path for test in tests if not test.usable]
     print(f"{len(tests)} test files; without {failed + unusable}", flush=True)
-    if asked.only_measure or time.monotonic() > deadline:
+    if asked.only_measure or time.monotonic() > deadline:  # all tests must be known
         return
     judge = Judge(tests, limits)
     draws = Draws(first.tree, asked.group or list(GROUPS), asked.seed, asked.count)
@@ -204,6 +213,8 @@ def run(asked: argparse.Namespace, folder: Path, results: Log) -> None:
             return False
         group, number, mutant = drawn
         result = judge.judge(place, mutant)
+        if time.monotonic() >= deadline:  # its tests may have been ended
+            return False
         if result["result"] in REFUSED:
             draws.replace(group)
         row = {"ref": name, "seed": asked.seed, "group": group, "number": number}

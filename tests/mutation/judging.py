@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
@@ -16,7 +17,11 @@ from mutation.places import Ended, Place
 LEFT_OUT = ("project", "gpu", "recipes", "soak", "fuzz", "faults", "model", "walks", "sanitizers")
 SECONDS_OF_A_FILE = 400  # a test file that takes longer when it is measured is not used
 KILLED = ("failed", "hung")
-REFUSED = ("not built", "same code")  # such a mutant is not judged, and replaced by another
+REFUSED = (
+    "not built",
+    "same code",
+    "interrupted",
+)  # such a mutant is not judged, and replaced by another
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,7 @@ class Limits:
 
     one_test: float = 60
     all_tests: float = 150
+    far_tests: float = 30  # those of all_tests that only import the module of a mutant
 
 
 def test_files(tree: Path) -> list[str]:
@@ -55,7 +61,7 @@ def _pytest(
 
 
 def _failures(output: str) -> list[str]:
-    return re.findall(r"^(?:FAILED|ERROR) (\S+?)(?: - .*)?$", output, re.MULTILINE)
+    return re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
 
 
 def measure(place: Place, test: str, limits: Limits) -> TestFile:
@@ -82,7 +88,6 @@ class Judge:
         self._lock = threading.Lock()
         self._kills: Counter[str] = Counter()
         self._pristine: dict[Path, bytes] = {}
-        self._built: set[Path] = set()
 
     def learn(self, test: str) -> None:
         """Count a mutant that a test file detected, here or in an earlier run."""
@@ -91,7 +96,6 @@ class Judge:
 
     def chosen(self, mutant: Mutant, text: str) -> list[TestFile]:
         """Return the test files that may detect a mutant, the most promising first."""
-        name = Path(mutant.file).stem
         if mutant.file.endswith(".py"):
             function = f"{mutant.file}:{function_at(text, mutant.line)}"
             module = f"{mutant.file}:<module>"
@@ -99,24 +103,32 @@ class Judge:
             known = [t for t in self.tests.values() if t.path in near or module in t.calls]
         else:
             # Nearly all tests run most of the core: those whose names share a word come first.
-            words = set(name.split("_"))
+            words = set(Path(mutant.file).stem.split("_"))
             near = {p for p in self.tests if words & set(re.split(r"[/_.]", p))}
             known = list(self.tests.values())
         with self._lock:
             rates = {t.path: (self._kills[t.path] + 0.5) / (t.seconds + 1) for t in known}
         known.sort(key=lambda t: (t.path not in near, -rates[t.path], t.path))
-        chosen, seconds = [], 0.0
+        far = self.limits.all_tests
+        if near and mutant.file.endswith(".py"):
+            far = self.limits.far_tests
+        chosen: list[TestFile] = []
+        left, left_far = self.limits.all_tests, far
         for test in known:
-            if not chosen or seconds + test.seconds <= self.limits.all_tests:
+            is_near = test.path in near
+            if not chosen or test.seconds <= (left if is_near else min(left, left_far)):
                 chosen.append(test)
-                seconds += test.seconds
+                left -= test.seconds
+                left_far -= 0 if is_near else test.seconds
         return chosen
 
     def judge(self, place: Place, mutant: Mutant) -> dict[str, Any]:
         """Return the result, the test file that gave it, and the seconds of the processors."""
         text = (place.tree / mutant.file).read_text()
         native = not mutant.file.endswith(".py")
-        spent = self._prepare(place) if native else 0.0
+        spent = 0.0
+        if native:
+            self._prepare(place)
         place.write(mutant.file, mutant.applied(text))
         try:
             if native:
@@ -133,15 +145,14 @@ class Judge:
             self.learn(result["by"])
         return {**result, "seconds": spent + result["seconds"]}
 
-    def _prepare(self, place: Place) -> float:
+    def _prepare(self, place: Place) -> None:
         """Build the unchanged core, and keep it to recognise mutants that change nothing."""
         if place.folder in self._pristine:
-            return 0.0
+            return
         ended = place.build()
         if ended.status != 0:
             raise RuntimeError(f"the unchanged core could not be built: {ended.output[-2000:]}")
         self._pristine[place.folder] = place.library()
-        return 0.0
 
     def _run(self, place: Place, tests: list[TestFile]) -> dict[str, Any]:
         spent, flaky = 0.0, 0
@@ -153,16 +164,17 @@ class Judge:
             spent += ended.cpu_seconds
             if ended.status in (0, 5):  # 5: no test was selected
                 break
+            if ended.status == -signal.SIGKILL:  # not by a test: at the end of the run, for example
+                return {"result": "interrupted", "seconds": spent}
             failed = _failures(ended.output)
             last = failed[0].partition("::")[0] if failed else tests[0].path
-            by = next((n for n, t in enumerate(tests) if t.path == last), 0)
-            if ended.status is None or not failed:
-                hung = ended.status is None or "Timeout" in ended.output
-                return {"result": "hung" if hung else "failed", "by": last, "seconds": spent}
-            again = _pytest(place, self.limits, [failed[0]], seconds)
+            if ended.status is None or "+ Timeout +" in ended.output:
+                return {"result": "hung", "by": last, "seconds": spent}
+            repeated = failed[:1] or [*arguments, *(t.path for t in tests)]  # none: it crashed
+            again = _pytest(place, self.limits, repeated, seconds)
             spent += again.cpu_seconds
             if again.status != 0:
-                return {"result": "failed", "by": last, "test": failed[0], "seconds": spent}
+                return {"result": "failed", "by": last, "test": failed[:1], "seconds": spent}
             flaky += 1  # it fails only at times, so it does not show the mutant
-            tests = tests[by + 1 :]
+            tests = tests[[t.path for t in tests].index(last) + 1 :] if failed else []
         return {"result": "survived", "flaky": flaky, "seconds": spent}

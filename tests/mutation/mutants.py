@@ -27,6 +27,7 @@ INERT = re.compile(r"\s*(#|namespace\b|using\b|template\b|extern\b|public:|priva
 # Words that a change may bring in; others come from changes within a name, which breaks the name.
 KNOWN_WORDS = {"not", "and", "or", "pass", "break", "continue", "None", "True", "False", "return"}
 KNOWN_WORDS |= {"if", "begin", "end", "min", "max", "any_of", "all_of", "none_of"}
+LEAVES = re.compile(r"\s*(return|throw|continue|break)\b")  # what follows on a new line never runs
 CPP_TEXTS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
 
@@ -151,7 +152,8 @@ def draw(root: Path, group: str, seed: int) -> Iterator[Mutant]:
         code = code_of(file, texts[file])
         for after in afters:
             mutant = Mutant(file, line, before, after)
-            if not breaks_no_name(mutant):
+            unreachable = LEAVES.match(before) and after.startswith(before.rstrip())
+            if unreachable or not breaks_no_name(mutant):
                 continue
             changed = code_of(file, mutant.applied(texts[file]))
             if changed is not None and changed != code:
