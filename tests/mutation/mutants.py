@@ -152,7 +152,7 @@ def draw(root: Path, group: str, seed: int) -> Iterator[Mutant]:
         code = code_of(file, texts[file])
         for after in afters:
             mutant = Mutant(file, line, before, after)
-            unreachable = LEAVES.match(before) and after.startswith(before.rstrip())
+            unreachable = LEAVES.match(before) and after.startswith(before)
             if unreachable or not breaks_no_name(mutant):
                 continue
             changed = code_of(file, mutant.applied(texts[file]))
