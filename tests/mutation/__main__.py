@@ -14,6 +14,7 @@ import json
 import math
 import queue
 import shutil
+import subprocess
 import sys
 import tempfile
 import threading
@@ -185,10 +186,18 @@ def measured(places: list[Place], log: Log, deadline: float, limits: Limits) -> 
     return [TestFile(**row) for row in log.rows]
 
 
+def name_of(ref: str) -> str:
+    """Return a name for the results of a tree that stays when a branch moves on."""
+    if Path(ref).is_file():
+        return Path(ref).stem
+    command = ["git", "rev-parse", "--short", ref]
+    return subprocess.check_output(command, cwd=ROOT, text=True).strip()
+
+
 def run(asked: argparse.Namespace, folder: Path, results: Log) -> None:
     start = time.monotonic()
     deadline = start + asked.seconds
-    name = Path(asked.ref).stem
+    name = name_of(asked.ref)
     limits = Limits(all_tests=asked.test_seconds)
     first = Place.create(folder / "0", asked.ref, asked.nice)
     places = [first, *(first.copy(folder / str(n)) for n in range(1, asked.workers))]

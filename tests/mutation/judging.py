@@ -16,6 +16,10 @@ from mutation.places import Ended, Place
 # Tests of the repository itself, and test programs, which run for long or need other machines.
 LEFT_OUT = ("project", "gpu", "recipes", "soak", "fuzz", "faults", "model", "walks", "sanitizers")
 SECONDS_OF_A_FILE = 400  # a test file that takes longer when it is measured is not used
+CALL = re.compile(
+    r"/(?P<file>(?:memsaver|integrations(?!/torch_)|torch_memory_saver(?!/torch_))/[^:]*\.py)"
+    r":(?P<function>.*)$"
+)
 KILLED = ("failed", "hung")
 REFUSED = (
     "not built",
@@ -26,13 +30,13 @@ REFUSED = (
 
 @dataclass(frozen=True)
 class TestFile:
-    """A test file as measured without mutants. `calls` has file:function of the Python code."""
+    """A test file as measured without mutants. `calls` has each file's functions."""
 
     __test__ = False
     path: str
     seconds: float  # of the processors
     failed: list[str] = field(default_factory=list)
-    calls: list[str] = field(default_factory=list)
+    calls: dict[str, list[str]] = field(default_factory=dict)
     usable: bool = True
 
 
@@ -71,12 +75,16 @@ def measure(place: Place, test: str, limits: Limits) -> TestFile:
     ended = _pytest(place, limits, [test], SECONDS_OF_A_FILE, MUTATION_CALLS=str(record))
     failed = _failures(ended.output)
     whole = test in failed or ended.status not in (0, 1)  # it cannot be collected, or ended early
-    calls = set()
-    for line in record.read_text(errors="replace").splitlines():
-        match = re.search(r"/((?:memsaver|integrations)/[^:]*\.py:.*)$", line)
+    calls: dict[str, list[str]] = {}
+    for line in sorted(set(record.read_text(errors="replace").splitlines())):
+        match = CALL.search(line)
         if match:
-            calls.add(match[1].replace("memsaver/integrations/", "integrations/"))
-    return TestFile(test, ended.cpu_seconds, failed, sorted(calls), usable=not whole)
+            # Copies that tests install lie in other folders than the sources.
+            file = match["file"].replace("memsaver/integrations/", "integrations/")
+            if file.startswith("torch_memory_saver/"):
+                file = f"integrations/torch_memory_saver/{file}"
+            calls.setdefault(file, []).append(match["function"])
+    return TestFile(test, ended.cpu_seconds, failed, calls, usable=not whole)
 
 
 class Judge:
@@ -97,20 +105,20 @@ class Judge:
     def chosen(self, mutant: Mutant, text: str) -> list[TestFile]:
         """Return the test files that may detect a mutant, the most promising first."""
         if mutant.file.endswith(".py"):
-            function = f"{mutant.file}:{function_at(text, mutant.line)}"
-            module = f"{mutant.file}:<module>"
-            near = {t.path for t in self.tests.values() if function in t.calls}
-            known = [t for t in self.tests.values() if t.path in near or module in t.calls]
+            function = function_at(text, mutant.line)
+            known = [t for t in self.tests.values() if mutant.file in t.calls]
+            near = {t.path for t in known if function in t.calls[mutant.file]}
         else:
             # Nearly all tests run most of the core: those whose names share a word come first.
             words = set(Path(mutant.file).stem.split("_"))
             near = {p for p in self.tests if words & set(re.split(r"[/_.]", p))}
             known = list(self.tests.values())
+        known = known or list(self.tests.values())
         with self._lock:
             rates = {t.path: (self._kills[t.path] + 0.5) / (t.seconds + 1) for t in known}
         known.sort(key=lambda t: (t.path not in near, -rates[t.path], t.path))
         far = self.limits.all_tests
-        if near and mutant.file.endswith(".py"):
+        if mutant.file.endswith(".py"):
             far = self.limits.far_tests
         chosen: list[TestFile] = []
         left, left_far = self.limits.all_tests, far

@@ -9,7 +9,7 @@ import sys
 import threading
 
 FILE = os.environ.get("MUTATION_CALLS")
-FOLDERS = ("/memsaver/", "/integrations/")
+FOLDERS = ("/memsaver/", "/integrations/", "/torch_memory_saver/")
 seen = set()
 
 

@@ -56,7 +56,8 @@ def test_a_mutant_is_judged_by_the_tests_that_run_its_function(place, line, afte
     limits = Limits(one_test=3)
     test = measure(place, "tests/toys/test_toy.py", limits)
     assert test.usable and not test.failed
-    assert "memsaver/toy.py:twice" in test.calls and "memsaver/toy.py:unseen" not in test.calls
+    assert "twice" in test.calls["memsaver/toy.py"]
+    assert "unseen" not in test.calls["memsaver/toy.py"]
     before = CODE.splitlines(keepends=True)[line - 1]
     judged = Judge([test], limits).judge(place, Mutant("memsaver/toy.py", line, before, after))
     assert judged["result"] == result
