@@ -241,7 +241,7 @@ def main() -> int:
         folder = Path(tempfile.mkdtemp(prefix="mut"))
         try:
             run(asked, folder, results)
-        except RuntimeError as error:
+        except (RuntimeError, subprocess.CalledProcessError) as error:
             print(error)
             return 1
         finally:
