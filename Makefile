@@ -62,6 +62,10 @@ model: $(VENV)/.installed-test build  ## Do random calls beside a model (ARGS to
 walks: $(VENV)/.installed-test build  ## Walk at random through threads, damaged backups and ranks (ARGS to choose)
 	@$(TEST_PROGRAM) walks $(ARGS)
 
+.PHONY: mutation
+mutation: $(VENV)/.installed-mutation build  ## Change lines at random, count what the tests detect (ARGS="--count 20")
+	@$(TEST_PROGRAM) mutation $(ARGS)
+
 .PHONY: sanitize
 sanitize: $(VENV)/.installed-test  ## Run the native code under sanitizers (ARGS to choose)
 	@$(TEST_PROGRAM) sanitizers $(ARGS)
@@ -167,6 +171,11 @@ $(VENV)/.installed-fuzz: $(VENV)/.requirements $(BUILD_FILES)
 	$(call say,Building memsaver and installing what fuzzing needs)
 	$(EDITABLE) ".[fuzz]"
 	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-mutation: $(VENV)/.installed-test
+	$(call say,Installing universalmutator)
+	$(EDITABLE) ".[mutation]"
+	@touch $@
 
 $(VENV)/.installed-lint: $(VENV)/.requirements $(BUILD_FILES)
 	$(call say,Building memsaver and installing what lint needs)

@@ -1,0 +1,1 @@
+"""Measure with mutants how many wrong lines of code the tests detect (`make mutation`)."""
