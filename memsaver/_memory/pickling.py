@@ -110,8 +110,8 @@ def sent(tensor: Any, otherwise: Callable[[Any], Any]) -> Any:
 
     Raises:
         ConfigError: the tensor's region is not shareable.
-        SharingError: see `memsaver._memory.sharing.sending.reduce`, or the memory belongs to
-            another process.
+        SharingError: the memory belongs to another process; or see
+            `memsaver._memory.sharing.sending.reduce`.
     """
     found = _located(tensor)
     if found is None:
