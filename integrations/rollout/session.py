@@ -284,7 +284,7 @@ class ColocatedSession(StageRuns):
             self._sleep(keep_weights=not self._rewrites)
             if self._sleeps:
                 tags = self._trainer.tags
-                overlaps = self._all_agree("the optimizer's return", self._overlap.may_return)
+                overlaps = self._all_agree("the resume's overlap", self._overlap.may_return)
                 self._stage(
                     Stage.RESUME_TRAINER,
                     self._overlap.resume if overlaps else lambda: self._trainer.resume(*tags),
@@ -321,7 +321,9 @@ class ColocatedSession(StageRuns):
     def _enter_rollout(self) -> None:
         trainer, overlap = self._trainer, self._overlap
         self._stage(Stage.SETTLE, trainer.synchronize, trainer.empty_cache)
-        overlaps = not self._is_current and self._all_agree("the update's room", overlap.may_leave)
+        overlaps = not self._is_current and self._all_agree(
+            "the pause's overlap", overlap.may_leave
+        )
         if self._sleeps and not overlaps:
             self._stage(Stage.PAUSE_OPTIMIZER, lambda: trainer.pause(*trainer.others))
         if not self._is_current:

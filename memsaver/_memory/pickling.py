@@ -117,7 +117,7 @@ def sent(tensor: Any, otherwise: Callable[[Any], Any]) -> Any:
     if found is None:
         if importing.is_imported(_address(tensor)):
             raise SharingError(
-                "a tensor that another process sent cannot be sent on: send a copy, "
+                "a tensor that another process sent cannot be forwarded: send a copy, "
                 "tensor.clone(), or let the process that created it send it"
             )
         return otherwise(tensor)

@@ -215,7 +215,7 @@ class _Importer:
         return has_more
 
 
-_servers: dict[int, _Server] = {}  # at most one, by process
+_servers: dict[int, _Server] = {}  # at most one; by process id
 
 
 def _forget() -> None:
