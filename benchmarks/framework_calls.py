@@ -174,7 +174,7 @@ def replay(name: str, framework: str, options: argparse.Namespace) -> dict[str, 
         for step in FRAMEWORKS[PLAIN_TRAINER].start:
             pair.update(plain, **step.arguments)
         if pair.engine.ask("state", CALL_SECONDS) != states[-1]:
-            raise Failed(f"{name}, {framework}: a plain trainer's weights make another engine")
+            raise Failed(f"{name}, {framework}: the engine differs with a plain trainer's weights")
     return {
         "framework": framework,
         "saver": name,

@@ -15,7 +15,7 @@ from typing import Any
 ENGINE, TRAINER, UPDATE = "engine", "trainer", "update"
 
 # Sources of the weights that a trainer sends.
-BACKUP = "backup"  # the saver's backup of a paused trainer, by get_cpu_backup(x, zero_copy=True)
+BACKUP = "backup"  # the saver's backup of a paused trainer: get_cpu_backup(x, zero_copy=True)
 COPY = "copy"  # the framework's own copy in host memory
 DEVICE = "device"  # the trainer's tensors on the GPU
 
@@ -83,7 +83,7 @@ def update(source: str, requests: str, *, disabled: bool = False, pause: str = "
     Args:
         source: the source of the weights.
         requests: the kind of the requests.
-        disabled: whether the trainer's saver is disabled in the meantime.
+        disabled: whether the trainer's saver is disabled during the update.
         pause: the mode in which generation is paused; "" if it is not.
     """
     arguments = {"source": source, "requests": requests, "disabled": disabled, "pause": pause}

@@ -1,4 +1,4 @@
-"""Hold a trainer's memory as Megatron does, and perform a framework's calls on its memory saver.
+"""Allocate a trainer's memory as Megatron does, and replay a framework's calls on its memory saver.
 
 The process is preloaded with the saver's library, as frameworks start their training actors: all
 its device memory is one region, and so is the memory of the CUDA graph of its training step.
@@ -40,7 +40,7 @@ class TrainerWorker(Worker):
             if "TMS_DISK_BACKUP_DIR" in os.environ:
                 self._saver.set_disk_backup_dir(os.environ["TMS_DISK_BACKUP_DIR"])
         self._update = contextlib.ExitStack()
-        self._alive: list[Any] = []  # what requests in progress refer to
+        self._alive: list[Any] = []  # tensors to which requests in progress refer
         self._source = ""
         self._buckets: list[list[str]] = []
 

@@ -5,7 +5,7 @@
 The machine needs Python 3.12, torch, transformers and, for TRL's part, vLLM. The archive contains
 
     site/        TRL and accelerate, for PYTHONPATH
-    deepspeed/   DeepSpeed and what it imports, for PYTHONPATH. It is apart because TRL and
+    deepspeed/   DeepSpeed and what it imports, for PYTHONPATH. It is separate because TRL and
                  accelerate import it if they find it
     standins/    one folder for each of the packages in STANDINS, which TRL imports and the
                  benchmarks hardly use: copy those that the machine lacks to site/
@@ -34,7 +34,7 @@ DEEPSPEED = "deepspeed==0.19.8"
 PLATFORMS = ("manylinux_2_28", "manylinux_2_17", "manylinux2014", "manylinux_2_12", "manylinux1")
 OMITTED = {"test", "tests", "csrc", "scripts"}  # folders
 
-ANY = '''"""A stand-in for imports, written by framework_wheels.py: it has every name."""
+ANY = '''"""A fake for imports, written by framework_wheels.py: it defines every name."""
 
 
 def __getattr__(name):
@@ -43,7 +43,7 @@ def __getattr__(name):
     made = globals()[name] = type(name, (), {"__module__": __name__})
     return made
 '''
-DATASETS = '''"""A stand-in for the part of datasets that a trainer uses, by framework_wheels.py."""
+DATASETS = '''"""A fake of the part of datasets that a trainer uses (framework_wheels.py)."""
 
 import torch.utils.data
 

@@ -14,8 +14,8 @@ Measurements
     two_gpu     the decoder on each of two GPUs, backed; left out where there is one
     neighbour   the decoder on one of two GPUs, with a backup on the other one or on the host; left
                 out with one GPU
-    sharing     16 GB sent to another process from a shareable region, against CUDA IPC; an update
-                of an engine's weights from a region, against a bucket outside of regions
+    sharing     16 GB sent to another process from a shareable region, or by CUDA IPC; an update
+                of an engine's weights from a region, or through a bucket outside regions
     bandwidth   a kernel on memory of a region against the same kernel on plain memory
     hook        a cudaMalloc/cudaFree pair outside any region, preloaded or not (hook_overhead.py)
 

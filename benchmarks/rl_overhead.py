@@ -1,8 +1,9 @@
 """Run whole steps of RL, as a training loop does, and their work alone.
 
-A whole step has the stages of rl_engine.py and waits for nothing between them. With a library that
-can, the optimizer's states return while the trainer computes gradients, and leave while the weights
-are sent. The trainer's gradients are those of a loss (`rl_trainer.Trainer.learn`).
+A whole step has the stages of rl_engine.py and waits for nothing between them. If the library
+supports it, the optimizer's states are resumed while the trainer computes gradients, and paused
+while the weights are sent. The trainer's gradients are those of a loss
+(`rl_trainer.Trainer.learn`).
 """
 
 from __future__ import annotations

@@ -212,7 +212,7 @@ class Trainer:
         self._saver.begin_pause(OPTIMIZER)
 
     def finish_optimizer_sleep(self) -> None:
-        """Wait for its end."""
+        """Wait for the end of that pause."""
         self._saver.finish_pause()
 
     def sleep_optimizer(self) -> None:

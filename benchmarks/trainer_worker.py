@@ -1,9 +1,9 @@
 """Run transformers' Trainer with a reference model in a process of its own.
 
-The loss contains the divergence from a frozen reference model, which is needed for its log
-probabilities only. After each step, the trainer sleeps, as it would while an engine generates. The
-class of `MEMORY` decides how the memory of the reference, of the weights and of the optimizer is
-released and restored.
+The loss contains the divergence from a frozen reference model, which is needed only for its log
+probabilities. After each step, the trainer sleeps, as it would while an engine generates. The class
+of `MEMORY` decides how the memory of the reference, of the weights and of the optimizer is released
+and restored.
 """
 
 from __future__ import annotations

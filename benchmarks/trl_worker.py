@@ -26,7 +26,7 @@ from serve import Worker
 
 SAMPLES, GROUP, TOKENS = 16, 4, 48  # responses in a step, for each prompt, and their length
 CONTEXT = 256
-KEPT = ("loss", "reward", "grad_norm")  # what TRL logs and two runs must have in common
+KEPT = ("loss", "reward", "grad_norm")  # logged by TRL, and equal in two runs
 PROFILED = 3  # calls: the first sleep, and the wake-ups of weights and KV cache that follow it
 LINES = 40  # of a profile
 
@@ -41,7 +41,7 @@ class Calls:
         self._profile = profile
 
     def timed(self, name: str, call: Callable[[], Any]) -> Any:
-        """Make a call when the GPU has no work left, and record its duration."""
+        """Make a call once the GPU is idle, and record its duration."""
         self._synchronize()
         profiler = cProfile.Profile() if self._profile and len(self.seconds) < PROFILED else None
         begin = time.perf_counter()

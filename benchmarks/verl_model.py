@@ -8,7 +8,7 @@ from typing import Any
 
 from engine_model import SMALL, Shape, save_checkpoint, write_config
 
-SHAPE = Shape(layers=28, hidden=2048, inter=6144, vocab=8192, heads=16)  # Qwen3-1.7B, fewer words
+SHAPE = Shape(layers=28, hidden=2048, inter=6144, vocab=8192, heads=16)  # Qwen3-1.7B, fewer tokens
 PROMPT = 32  # words of each prompt
 SPECIAL = ("<pad>", "<|im_start|>", "<|im_end|>", "\n")  # verl requires the last three of a Qwen3
 TEMPLATE = (

@@ -1,4 +1,4 @@
-"""Run verl's own trainer, with one of the two memory savers, and read what it reports.
+"""Run verl's own trainer, with one of the two memory savers, and read its reports.
 
 The trainer is `verl.trainer.main_ppo`: GRPO, a local Ray cluster, FSDP2, and SGLang on the same
 GPUs. verl's file logger and its dump of the responses are read afterwards; `verl_watch`, which verl
@@ -27,7 +27,7 @@ from verl_model import MODEL, PROMPTS
 
 ROOT = Path(__file__).resolve().parent
 LOG, METRICS, RECORD, RESPONSES = "log.txt", "metrics.jsonl", "record.jsonl", "responses"
-LOG_LINES = 40  # of a trainer that failed
+LOG_LINES = 40  # quoted if a trainer fails
 OBJECTS = 4 << 30  # bytes of Ray's object store
 MICRO = 8  # the maximum number of sequences in a forward pass of the trainer
 END_SECONDS = 30  # limit for a trainer that was asked to end
@@ -59,7 +59,7 @@ class Settings:
 
 
 def arguments(settings: Settings, results: Path) -> list[str]:
-    """Return the command line of verl's trainer, whose defaults hold for all other settings."""
+    """Return the command line of verl's trainer, whose defaults apply to all other settings."""
     model, prompts = settings.folder / MODEL, settings.folder / PROMPTS
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     micro = min(MICRO, settings.prompts * settings.answers // settings.gpus)
@@ -175,7 +175,7 @@ class Trainer:
             time.sleep(0.2)
 
     def interrupt(self) -> None:
-        """Send what Ctrl-C sends: SIGINT to the trainer's process group."""
+        """Send SIGINT to the trainer's process group, as Ctrl-C does."""
         os.killpg(self._process.pid, signal.SIGINT)
 
     def log(self) -> str:
@@ -184,7 +184,7 @@ class Trainer:
         return "\n".join([f"the end of {self.results / LOG}:", *text[-LOG_LINES:]])
 
     def left(self) -> list[int]:
-        """Return the ids of the trainer's processes, which have its environment, that run."""
+        """Return the ids of the trainer's running processes, which have its environment."""
         marker = f"{verl_watch.FILE}={self.results / RECORD}".encode()
         found = []
         for entry in Path("/proc").iterdir():

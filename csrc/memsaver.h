@@ -42,8 +42,8 @@ typedef enum ms_status {
   MS_BAD_CONFIG = 9,           /* an option or environment variable has an invalid value */
   MS_NOT_OURS = 10,            /* this library did not allocate the pointer */
   MS_INTERNAL = 11,            /* a bug in memsaver */
-  MS_TAG_SHARED = 12,          /* other processes map memory of a tag to pause */
-  MS_SHARING_FAILED = 13       /* memory cannot be shared, or not any more */
+  MS_TAG_SHARED = 12,          /* a tag cannot be paused: other processes map its memory */
+  MS_SHARING_FAILED = 13       /* memory cannot, or can no longer, be shared */
 } ms_status;
 
 typedef enum ms_state {
@@ -544,8 +544,8 @@ MS_API ms_status ms_fingerprint(const ms_range* ranges, size_t count, ms_digest*
  *
  * The library exports a tag's memory as descriptors and records which process has it; the caller
  * sends the descriptors (SCM_RIGHTS) and messages. While a process is recorded as an importer of a
- * tag, a transition that would pause the tag waits up to option importer_seconds for it, then fails
- * with MS_TAG_SHARED; needed_bytes are the imported bytes. */
+ * tag, a transition that would pause the tag waits for it, up to the option importer_seconds, then
+ * fails with MS_TAG_SHARED; needed_bytes is the number of imported bytes. */
 
 /* An extent: one piece of a tag's physical memory. */
 typedef struct ms_exported {
@@ -563,12 +563,12 @@ typedef struct ms_import {
   uint64_t bytes;
 } ms_import;
 
-/* Makes the tag's new memory exportable; without this call no memory is. Memory that the tag
- * already has becomes exportable when a resume replaces it. Errors: MS_UNKNOWN_TAG. */
+/* Makes the tag's new memory exportable; without this call, no memory is exportable. Memory that
+ * the tag already has becomes exportable when a resume replaces it. Errors: MS_UNKNOWN_TAG. */
 MS_API ms_status ms_tag_make_shareable(const char* tag, ms_error* error);
 
 /* Returns the extents under a range of a live allocation, without descriptors, in address order.
- * Waits for nothing. Errors: MS_NOT_OURS; MS_SHARING_FAILED if the tag is not mapped, the range is
+ * Does not wait. Errors: MS_NOT_OURS; MS_SHARING_FAILED if the tag is not mapped, the range is
  * outside live allocations, or its memory is not exportable. */
 MS_API ms_status ms_exportable(uint64_t address, uint64_t bytes, ms_exported** rows,
                                size_t* row_count, ms_error* error);
@@ -602,11 +602,11 @@ MS_API ms_status ms_importers(ms_import** rows, size_t* row_count, ms_error* err
  * but does not close it. Errors: MS_OUT_OF_HOST_MEMORY. */
 MS_API ms_status ms_release_requests(int* descriptor, ms_error* error);
 
-/* Addresses in this process for memory of another process, as large as the reserved range there.
- * One call at a time may use an object. */
+/* Reserved addresses in this process for memory of another process; their size is that of the range
+ * reserved there. One call at a time may use an object. */
 typedef struct ms_foreign_span ms_foreign_span;
 
-/* An extent of another process; `descriptor` stays with the caller. */
+/* An extent of another process; the caller owns `descriptor`. */
 typedef struct ms_foreign_extent {
   uint64_t offset, bytes; /* its place in the span */
   int32_t descriptor;

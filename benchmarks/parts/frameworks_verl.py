@@ -2,9 +2,9 @@
 
 verl releases the engine's memory after each generation, and resumes the weights and the KV cache
 around the update of the weights. The same training runs with memsaver and with torch_memory_saver,
-one after the other. If the losses, rewards or responses differ, the peer trains once more: two runs
-of it that differ as well show that the training is not deterministic, and the figures are used;
-otherwise no row is written.
+one after the other. If the losses, rewards or responses differ, the peer trains once more: if its
+two runs also differ, the training is not deterministic, and the figures are used; otherwise no row
+is written.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FREE_SECONDS = 60  # limit for the memory of an ended trainer to become free
 FLAT_MIB = 64  # by which the memory in use may change in cycles of sleep and wake-up
 WARM = 5  # cycles after which the memory must be flat
 COMPARED = ("actor/pg_loss", "actor/grad_norm", "critic/score/mean")
-FRACTIONS = (0.6, 0.65, 0.7, 0.75)  # of the GPU's memory, to try in this order
+FRACTIONS = (0.6, 0.65, 0.7, 0.75)  # of the GPU's memory, to be tried in this order
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -295,12 +295,12 @@ def end_early(how: str, options: argparse.Namespace, folder: Path) -> list[str]:
 
 
 def leftovers(options: argparse.Namespace, trainer: Trainer) -> list[str]:
-    """Wait for the end of a trainer's processes; return those that run, and memory in use."""
+    """Wait for the end of a trainer's processes; report those that run, and memory in use."""
     end = time.monotonic() + FREE_SECONDS
     while True:
         used, left = used_mib() - options.idle_mib, trainer.left()
         if used <= NOISE_MIB and not left:
-            say(f"no process is left, and {used:.0f} MiB more than at first are in use")
+            say(f"no process is left; {used:.0f} MiB more are in use than at the start")
             return []
         if time.monotonic() > end:
             return [f"{used:.0f} MiB of the GPU are in use, and the processes {left} run"]

@@ -1,6 +1,6 @@
-"""Measure what a step of RL takes beyond its own work: training, update, generation.
+"""Measure the time that a step of RL takes beyond its work: training, update, generation.
 
-rl_overhead.py describes a whole step. Its overhead is its duration less that of its work, which is
+rl_overhead.py describes a whole step. Its overhead is its duration minus that of its work, which is
 measured in steps with an idle device between the stages. The engine's weights have no backup, as
 the update rewrites them. The peer retains host memory, and runs its transitions one after the
 other. Each library's first two steps, which allocate backups, do not count.
@@ -49,7 +49,7 @@ class Found:
 
     @property
     def overheads(self) -> list[float]:
-        """Return what each whole step takes beyond its work, in seconds."""
+        """Return the seconds that each whole step takes beyond its work."""
         work = sum(statistics.median(self.work[stage]) for stage in WORK)
         return [round(max(LEAST, seconds - work), 4) for seconds in self.whole]
 

@@ -1,9 +1,9 @@
 """Measure tensors sent to another process: from a shareable region, and by CUDA IPC.
 
 share_16GB_ms is the time until another process has read the last byte of each of 16 tensors of
-1 GB: pickling, unpickling with the mapping of the memory, and the kernels that read. The memory is
-new to the other process each time: of the region after a pause and a resume, of CUDA IPC after the
-receiver has closed it. share_195_tensors_ms is the same for the 195 tensors of the decoder.
+1 GB: pickling, unpickling with the mapping of the memory, and the kernels that read. Each time, the
+memory is new to the other process: the region has been paused and resumed, or, with CUDA IPC, the
+receiver has closed the memory. share_195_tensors_ms is the same for the 195 tensors of the decoder.
 
 update_from_region_ms is the time of an update of an engine's 16 GB of weights on the same GPU:
 once with one message about the trainer's own tensors in a region, from which the engine copies;
@@ -159,7 +159,7 @@ class Receiver(Worker):
         _last_bytes(small), _samples(small)  # loads the kernels
 
     def read(self, data: str) -> dict[str, Any]:
-        """Unpickle tensors, and read each one; then read a byte of each MiB, without the time."""
+        """Unpickle tensors, and read each one; then, untimed, read a byte of each MiB."""
         pickled = base64.b64decode(data)
         start = time.perf_counter()
         self._received = pickle.loads(pickled)
@@ -190,7 +190,7 @@ class Receiver(Worker):
         return {"sums": _samples(self._weights)}
 
     def close(self) -> dict[str, Any]:
-        """Delete what was received."""
+        """Delete the received tensors."""
         import torch
 
         self._received = None
@@ -202,7 +202,7 @@ class Receiver(Worker):
 
 def _check(found: list[int], expected: list[int], what: str) -> None:
     if found != expected:
-        raise Failed(f"{what}: other contents arrived")
+        raise Failed(f"{what}: the received contents differ")
 
 
 def _share(kind: str, in_region: bool, cycles: int) -> list[float]:

@@ -38,8 +38,8 @@ def resume(group: Group, tags: Sequence[str], unrestored: Collection[str] = ()) 
     Args:
         group: the ranks.
         tags: the engine's tags.
-        unrestored: those of them whose contents are about to be overwritten. They come last, so
-            that a failure leaves all of them paused with their contents.
+        unrestored: those of `tags` whose contents are about to be overwritten. They are resumed
+            last, so that a failure leaves all of them paused with their contents.
     """
 
     def work() -> Figures | None:
@@ -81,7 +81,7 @@ def pause(
 class _Pause:
     """A pause in two steps, on this rank. Closing `held` cancels a pause that has not run.
 
-    It is one call of memsaver, or several: see `_by_backup`.
+    It is one call to memsaver, or several: see `_by_backup`.
     """
 
     def __init__(self, tags: Sequence[str], backups: Mapping[str, Backup], held: ExitStack) -> None:
@@ -114,10 +114,10 @@ class _Pause:
     def _by_backup(self) -> list[tuple[Backup | None, list[str]]]:
         """Group the names by the backup to pass, in the order of their pauses.
 
-        A KV cache that is discarded goes first, so that the driver clears its memory while other
-        contents are saved. If that fails, the engine has already flushed the cache. The cache does
-        not go before a first save, which fails most often, for lack of host memory. Other pauses
-        that only discard are the last.
+        A KV cache that is discarded comes first, so that the driver clears its memory while other
+        contents are saved. If they cannot be saved, the lost cache is harmless, because the engine
+        has already flushed it. The cache does not come before a first save, which fails most often,
+        for lack of host memory. Other pauses that only discard come last.
         """
         found: dict[tuple[int, Backup | None], list[str]] = {}
         policies = {name: policy_of(name) for name in self._names}
@@ -141,7 +141,7 @@ class _Pause:
 
 
 def _has_backup(name: str) -> bool:
-    """Return whether a tag has room for a backup, from an earlier pause."""
+    """Return whether a tag still has the memory of a backup from an earlier pause."""
     rows = memsaver.stats()[name]
     return any(row.host_bytes or row.disk_bytes or row.peer_bytes for row in rows)
 

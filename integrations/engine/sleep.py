@@ -212,8 +212,8 @@ class EngineController:
 
         Args:
             tags: a tag, or several.
-            keep_weights: False if all weights will be loaded again before they are used: they have
-                undefined contents, and SGLang with the plugin copies nothing.
+            keep_weights: False if all weights will be loaded again before they are used. Until
+                then, their contents are undefined; SGLang with the plugin copies nothing.
             timeout: seconds for the whole call; see `sleep`.
 
         Raises:

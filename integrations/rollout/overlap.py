@@ -1,4 +1,4 @@
-"""`Overlap`: moves the optimizer's memory while a colocated session runs other stages."""
+"""`Overlap`: pauses and resumes the optimizer's memory while a colocated session runs stages."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _SPARE_BYTES = 1 << 30
 
 
 class Overlap:
-    """Transitions of the optimizer's memory that run beside other stages of a session.
+    """Transitions of the optimizer's memory that run during other stages of a session.
 
-    On each rank for itself: the session compares the ranks' outcomes in its stages. One thread at a
-    time. Exit of the interpreter waits for transitions in progress.
+    Each rank acts by itself: the session compares the ranks' outcomes in its stages. One thread at
+    a time may use an object. The exit of the interpreter waits for transitions in progress.
 
     Args:
         trainer: the trainer's memory.
-        wanted: False, and nothing overlaps.
+        wanted: whether transitions may overlap with stages at all.
     """
 
     def __init__(self, trainer: TrainerMemory, wanted: bool) -> None:
@@ -41,12 +41,12 @@ class Overlap:
         self._left: tuple[str, ...] = ()  # the tags that the last pause found mapped
         self._need = 0  # device memory that an update needs; 0 if unknown
 
-    # --- back, while the trainer computes its gradients -------------------------------------------
+    # --- the resume, while the trainer computes its gradients -------------------------------------
 
     def may_return(self) -> bool:
-        """Return whether the states may return in the background. Raises nothing.
+        """Return whether the states may be resumed in the background. Raises nothing.
 
-        They may if only hooked calls use them, and the whole trainer fits in the free memory:
+        They may if only calls with hooks use them, and the whole trainer fits in the free memory:
         otherwise the resume of all tags must fail as a whole, before the training begins.
         """
         if not self._wanted or not self._trainer.states:
@@ -59,14 +59,14 @@ class Overlap:
         return needed + _SPARE_BYTES <= free
 
     def resume(self) -> Report:
-        """Resume the trainer's memory except the states, and begin to resume these. Collective."""
+        """Resume the trainer's memory except the states, and begin to resume those. Collective."""
         states = self._trainer.states
         report: Report = self._trainer.resume(*(t for t in self._trainer.tags if t != states))
         self._coming = self._trainer.begin_resume()
         return report
 
     def finish_resume(self) -> Report | None:
-        """Wait until the states are back. Returns None if `resume` was not called.
+        """Wait until the states are resumed. Returns None if `resume` was not called.
 
         Raises:
             MemsaverError: the resume failed; the states are paused, with their backup.
@@ -74,10 +74,10 @@ class Overlap:
         coming, self._coming = self._coming, None
         return coming.wait() if coming is not None else None
 
-    # --- away, while the weights are sent ---------------------------------------------------------
+    # --- the pause, while the weights are sent ----------------------------------------------------
 
     def may_leave(self) -> bool:
-        """Return whether there is room for the update beside the states. Raises nothing."""
+        """Return whether an update has room while the states are mapped. Raises nothing."""
         if not self._wanted or not self._need:
             return False
         try:
@@ -112,7 +112,7 @@ class Overlap:
         return report
 
     def finish_pause(self) -> Report:
-        """Wait until that memory is released.
+        """Wait until the pause has released the memory.
 
         Raises:
             MemsaverError: the pause failed; the memory is mapped.
@@ -122,7 +122,7 @@ class Overlap:
         return going.wait()
 
     def undo_pause(self) -> None:
-        """Map the memory again that the last pause released, because another rank's failed."""
+        """Resume the memory that the last pause released, because another rank's pause failed."""
         self.settle()
         left, self._left = self._left, ()
         with contextlib.suppress(MemsaverError):  # it stays paused, with its backup
@@ -138,7 +138,7 @@ class Overlap:
                 self._coming = self._going = None
 
     def _bytes(self, tags: tuple[str, ...], what: str) -> int:
-        """Return the sum of a figure of the statistics on the trainer's device."""
+        """Return the sum of one of the tags' statistics on the trainer's device."""
         device = self._trainer.device
         rows: Any = memsaver.stats().tags
         return sum(getattr(r, what) for r in rows if r.tag in tags and r.device == device)

@@ -64,12 +64,12 @@ class ColocatedSession(StageRuns):
     a training, it resumes the trainer's memory. A stage with nothing to do is skipped: current
     weights are not sent again.
 
-    **Overlap.** With `overlap=True`, the optimizer's states return while the block of `training()`
-    computes gradients: the step waits for them, and so do the optimizer's `state_dict` and
-    `load_state_dict` (see `Offloaded.resume`). They return before the block if their tag also
-    contains parameters or gradients that were paused, or if there is not room for the whole
-    trainer. They leave while the weights are sent, if an earlier update of the session has shown
-    that there is room for both.
+    **Overlap.** With `overlap=True`, the optimizer's states are resumed while the block of
+    `training()` computes gradients: the step waits for them, and so do the optimizer's `state_dict`
+    and `load_state_dict` (see `Offloaded.resume`). They are resumed before the block if their tag
+    also contains parameters or gradients that were paused, or if there is not room for the whole
+    trainer. They are paused while the weights are sent, if an earlier update of the session has
+    shown that there is room for both.
 
     **Ranks.** On several ranks the constructor and all calls are collectives of `group`:
     every rank enters and leaves the same blocks. An invalid argument on one rank raises an error on
@@ -85,8 +85,9 @@ class ColocatedSession(StageRuns):
     own error describes the engine. After a failed update the engine's weights are unknown, and no
     block can use the engine until the next rollout has updated them; the trainer's weights are
     intact. After an exception in a rollout's block the engine stays awake until the next block. A
-    call out of order raises `InvalidStateError`, and changes nothing. If the states do not return
-    in the background, the step raises the error, or the end of the block if there is no step.
+    call out of order raises `InvalidStateError`, and changes nothing. If the states cannot be
+    resumed in the background, the step raises the error, or the end of the block if there is no
+    step.
 
     Gradients that exist when a rollout begins are kept with the optimizer, which costs time and
     host memory: call `optimizer.zero_grad()` at the end of a step. One thread at a time may use the
@@ -112,8 +113,9 @@ class ColocatedSession(StageRuns):
         backup: the backup of the trainer's memory: see `offload`. "none" is an error, because the
             contents are needed.
         sleep: False, for comparison runs, skips sleeping and pausing; everything else is unchanged.
-        overlap: whether the optimizer's memory moves while other stages run. Not if the block of
-            `training()` reads the states, or other memory in their tag, before the first step.
+        overlap: whether the optimizer's memory is paused and resumed while other stages run. Must
+            be False if the block of `training()` reads the states, or other memory in their tag,
+            before the first step.
         engine_keeps_weights: whether the engine's weights survive its sleep (SGLang's
             `enable_weights_cpu_backup`), so that they are sent only after a `training` block.
         whole_updates: whether each update rewrites all of the engine's weights. The engine then
@@ -282,7 +284,7 @@ class ColocatedSession(StageRuns):
             self._sleep(keep_weights=not self._rewrites)
             if self._sleeps:
                 tags = self._trainer.tags
-                overlaps = self._all_agree("the optimizer's return", self._overlap.may_return)
+                overlaps = self._all_agree("the resume's overlap", self._overlap.may_return)
                 self._stage(
                     Stage.RESUME_TRAINER,
                     self._overlap.resume if overlaps else lambda: self._trainer.resume(*tags),
@@ -319,7 +321,9 @@ class ColocatedSession(StageRuns):
     def _enter_rollout(self) -> None:
         trainer, overlap = self._trainer, self._overlap
         self._stage(Stage.SETTLE, trainer.synchronize, trainer.empty_cache)
-        overlaps = not self._is_current and self._all_agree("the update's room", overlap.may_leave)
+        overlaps = not self._is_current and self._all_agree(
+            "the pause's overlap", overlap.may_leave
+        )
         if self._sleeps and not overlaps:
             self._stage(Stage.PAUSE_OPTIMIZER, lambda: trainer.pause(*trainer.others))
         if not self._is_current:
@@ -334,7 +338,7 @@ class ColocatedSession(StageRuns):
             self._stage(Stage.WAKE_REST, lambda: self._wake(None))
 
     def _update_beside_pause(self) -> None:
-        """Send the weights while the optimizer's memory leaves, or after it if there is no room."""
+        """Send the weights during the pause of the optimizer, or after it if there is no room."""
         self._stage_of_pause(Stage.RESUME_MODEL, self._overlap.begin_pause)
         try:
             self._update_engine()
@@ -345,7 +349,7 @@ class ColocatedSession(StageRuns):
             self._stage_of_pause(Stage.PAUSE_OPTIMIZER, self._overlap.finish_pause)
 
     def _stage_of_pause(self, stage: Stage, action: Callable[[], Any]) -> None:
-        """Run a stage after whose failure the optimizer's memory is mapped on all ranks."""
+        """Run a stage; if it fails, map the optimizer's memory again on all ranks."""
         try:
             self._stage(stage, action)
         except BaseException:
@@ -419,5 +423,5 @@ class ColocatedSession(StageRuns):
 
 
 def _options(keep_weights: bool) -> dict[str, Any]:
-    """Return the option of a sleep or a wake-up, which engines of older programs do not have."""
+    """Return the option of a sleep or a wake-up, which engines of older programs lack."""
     return {} if keep_weights else {"keep_weights": False}

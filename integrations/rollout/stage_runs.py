@@ -109,7 +109,7 @@ class StageRuns:
                 self._on_stage(report)
 
     def _all_agree(self, what: str, may: Callable[[], bool]) -> bool:
-        """Return whether `may` is true on all ranks. It raises nothing."""
+        """Return whether `may` returns True on all ranks; it must not raise."""
         return all(self._together.gather(what, may, self._timeout))
 
     def _meet(

@@ -103,7 +103,7 @@ class TrainerMemory:
 
     @property
     def states(self) -> str:
-        """The optimizer's tag, if its memory is used only by calls that wait for it; or ""."""
+        """The optimizer's tag, if only calls that wait for its memory use it; otherwise ""."""
         handle = self._optimizer
         return handle.tag if handle is not None and handle.may_overlap else ""
 

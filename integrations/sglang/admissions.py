@@ -69,7 +69,7 @@ def _made(manager: Any) -> Admission | None:
 
 
 def _without_backup(manager: Any, release: Any = None) -> frozenset[str]:
-    """Return the tags whose contents a release, or any release, discards."""
+    """Return the tags whose contents `release` discards; None stands for any release."""
     kept = getattr(manager.server_args, "enable_weights_cpu_backup", False)
     is_rewritten = getattr(release, "rid", None) == REWRITTEN
     return frozenset() if kept and not is_rewritten else frozenset(_WEIGHTS)

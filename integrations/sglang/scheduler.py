@@ -137,7 +137,7 @@ def _release(
 def _rewritten(request: Any) -> tuple[str, ...]:
     """Return the tags whose contents a request declares to be no longer needed.
 
-    Not beside a draft model, which may share the tag, and whose weights are not sent again.
+    Empty if there is a draft model, which may share the tag, and whose weights are not sent again.
     """
     is_rewritten = getattr(request, "rid", None) == REWRITTEN and not draft_weights.is_loaded()
     return (WEIGHTS,) if is_rewritten else ()

@@ -1,7 +1,7 @@
-"""Lets SGLang receive tensors of a trainer's shareable regions.
+"""Let SGLang receive tensors of a trainer's shareable regions.
 
-SGLang's unpickler of tensors rejects all functions but those that it knows. It also receives the
-function that maps memory of a shareable region, and no other function of memsaver.
+SGLang's unpickler of tensors rejects all functions but those that it knows. memsaver adds the
+function that maps memory of a shareable region, and none of its other functions.
 """
 
 from __future__ import annotations

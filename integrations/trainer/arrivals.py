@@ -10,8 +10,8 @@ from memsaver.errors import MemsaverError
 
 __all__ = ["await_arrival", "begin_arrival", "forget_arrival", "order_after_arrival"]
 
-# By tag, the last resume that `begin_arrival` began, until the tag is mapped or paused again. One
-# that failed stays until a hook has raised its error. Changed only by single, atomic calls.
+# By tag, the last resume that `begin_arrival` began, until the tag is mapped or paused again. A
+# failed one stays until a hook has raised its error. Changed only by single, atomic calls.
 _arrivals: dict[str, memsaver.Transition] = {}
 
 
@@ -33,8 +33,8 @@ def order_after_arrival(tag: str) -> bool:
     """Make work that this thread submits afterwards wait for the tag's resume in the background.
 
     Work on torch's current stream of each of the tag's devices waits on the device. The host waits
-    only if the copies are not queued yet, during a capture, and on the simulated driver, whose
-    tensors are used by the host.
+    only if the copies are not queued yet, during a capture, and on the simulated driver, where the
+    host uses the tensors.
 
     Returns:
         False if no such resume is known.

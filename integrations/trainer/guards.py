@@ -33,7 +33,7 @@ _FORWARD = "the model's forward"
 def check_mapped(tag: str, what: str) -> None:
     """Raise InvalidStateError, with advice, unless the tag is mapped.
 
-    If the tag is on its way back (`Offloaded.resume(wait=False)`), work that is submitted
+    If the tag is being resumed (`Offloaded.resume(wait=False)`), work that is submitted
     afterwards waits for it; see `order_after_arrival` for the errors.
     """
     now = state(tag)
@@ -58,7 +58,7 @@ def check_tags_mapped(holdings: Iterable[Holding], what: str) -> None:
         tag = tag_of(holding.tensor.untyped_storage())
         if tag in away:
             check_mapped(tag, f"{what} ({holding.what})")
-            away.remove(tag)  # on its way back
+            away.remove(tag)  # it is being resumed
 
 
 class Guard:

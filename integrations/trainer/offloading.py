@@ -108,8 +108,8 @@ class Offloaded:
     def resume(self, *, wait: bool = True) -> Report | Transition:
         """Call `memsaver.resume` on the tag.
 
-        With `wait=False`, forward and backward passes of other memory may begin at once: a hook
-        that finds the tag on its way back lets the work after it wait for the copies, on torch's
+        With `wait=False`, forward and backward passes that use other memory may begin at once: if a
+        hook finds that the tag is being resumed, the work after it waits for the copies, on torch's
         current streams. Hooks run before an optimizer's `step`, `load_state_dict` and `state_dict`,
         and before the forward pass and `load_state_dict` of a module. If the resume has failed, the
         first of these calls raises its error: the tag is paused, with its backup. Other uses of the
@@ -130,7 +130,7 @@ class Offloaded:
     def may_overlap(self) -> bool:
         """Whether only calls with hooks use the memory, so that other work may run during a resume.
 
-        That is the case for the states of optimizers, without parameters, gradients, modules and
+        That is the case for the states of optimizers, without parameters, gradients, modules or
         other tensors. Regions with the tag's name are not considered.
         """
         return self._collection.has_only_states()

@@ -107,7 +107,7 @@ def _changed(engine: Any, work: Callable[[], Any], **change: Any) -> Any:
 
 
 def _whole(engine: Any) -> AbstractContextManager[object]:
-    """Return a block that no interrupt ends early, if the engine core runs in this process.
+    """Return a context that defers interrupts, if the engine core runs in this process.
 
     Its executor records a sleep after the memory was released. An interrupt in between would leave
     an executor that ignores the next wake-up, and released memory that a weight update then uses.

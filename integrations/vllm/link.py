@@ -64,7 +64,7 @@ class Link(abc.ABC):
     def resume(
         self, tags: Sequence[str], timeout: float, keep_weights: bool = True
     ) -> list[Answer]:
-        """See `Engine`. Restores what the last release kept."""
+        """See `Engine`. Restores the contents that the last release kept."""
         if self.has_plugin(timeout):
             return self._change(RESUME, [list(tags)], timeout)
         wanted = [tag for tag in tags if tag != GRAPH]

@@ -110,14 +110,14 @@ def sent(tensor: Any, otherwise: Callable[[Any], Any]) -> Any:
 
     Raises:
         ConfigError: the tensor's region is not shareable.
-        SharingError: see `memsaver._memory.sharing.sending.reduce`, or the memory belongs to
-            another process.
+        SharingError: the memory belongs to another process; or see
+            `memsaver._memory.sharing.sending.reduce`.
     """
     found = _located(tensor)
     if found is None:
         if importing.is_imported(_address(tensor)):
             raise SharingError(
-                "a tensor that another process sent cannot be sent on: send a copy, "
+                "a tensor that another process sent cannot be forwarded: send a copy, "
                 "tensor.clone(), or let the process that created it send it"
             )
         return otherwise(tensor)

@@ -102,8 +102,8 @@ class region(_Section):
             "cuda:1", a `torch.device`, or a sequence of those. None means the current device, or
             any device if torch has no pools (on the simulated driver, or in preload mode without
             torch).
-        shareable: True makes the tag's new memory exportable, so that its tensors can be sent to
-            other processes of the same user as any CUDA tensor, without a copy. Applies to the
+        shareable: True makes the tag's new memory exportable, so that its tensors can be sent like
+            any CUDA tensor, without a copy, to other processes of the same user. Applies to the
             whole tag from now on, and cannot be undone. While another process uses such a tensor,
             the tag cannot be paused (see `TagSharedError`).
 

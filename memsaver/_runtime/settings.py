@@ -111,8 +111,8 @@ def configure(
         disk_dir: an existing directory that can be written to.
         peer: a pause fails with `ConfigError` if its device cannot access this one.
         peer_margin_bytes: contents for which there is no room are saved in pinned host memory.
-        importer_seconds: a pause that waits longer raises `TagSharedError`; a tensor that was sent
-            and not received for so long may be freed.
+        importer_seconds: a pause that waits longer raises `TagSharedError`; a sent tensor that is
+            not received within this time may be freed.
         top: has an effect only before the process's first tag is created.
 
     Raises:

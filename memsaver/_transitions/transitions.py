@@ -112,8 +112,8 @@ def resume(
 
     Args:
         tags: the tags; without tags, every tag.
-        restore: False copies nothing, for contents that are about to be overwritten: they read like
-            those that a pause did not save.
+        restore: False copies nothing, for contents that are about to be overwritten. The memory
+            then reads as if the pause had not saved its contents.
         wait: False returns a `Transition` as soon as the tags are reserved; the rest happens on
             another thread. The memory may be used on the host after its `wait()`, and by work
             submitted to a stream after its `wait_stream(stream)`.

@@ -1,1 +1,1 @@
-"""Measure with mutants how many wrong lines of code the tests detect (`make mutation`)."""
+"""Measure how many mutants, which are changed lines of code, the tests detect (`make mutation`)."""

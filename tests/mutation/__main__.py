@@ -1,9 +1,9 @@
 """`make mutation`: change lines of code at random, and count the changes that the tests detect.
 
-Measures once which tests run which functions, then judges mutants until each group has `--count`.
-A mutant is detected if a test fails twice, or hangs. One that does not compile, or that leaves the
-compiled core as it is, is replaced by the next. Results are appended to files in `--out`, so that
-a run that was cut goes on where it ended.
+Measures once which tests run which functions, then judges mutants until each group has `--count`. A
+mutant is detected if a test fails twice, or hangs. A mutant that does not compile, or that does not
+change the compiled core, is replaced by the next. Results are appended to files in `--out`, so that
+an interrupted run continues where it ended.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def arguments() -> argparse.Namespace:
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """Read lines of JSON; a last line that was cut is left out, and removed from the file."""
+    """Read lines of JSON; an incomplete last line is skipped, and removed from the file."""
     if not file.is_file():
         return []
     text = file.read_text()
@@ -111,7 +111,7 @@ def report(rows: list[dict[str, Any]]) -> str:
 
 
 class Draws:
-    """Hands out mutants in the order of the draw, group by group in turn. Thread-safe."""
+    """Returns mutants in the order of the draw, from each group in turn. Thread-safe."""
 
     def __init__(self, tree: Path, groups: list[str], seed: int, count: int) -> None:
         self._lock = threading.Lock()
@@ -145,7 +145,7 @@ class Draws:
 
 
 def in_each_place(places: list[Place], work: Callable[[Place], bool], deadline: float) -> None:
-    """Call `work` in each place until it returns false or the time is over."""
+    """Call `work` in each place until it returns False or the deadline has passed."""
 
     def loop(place: Place) -> None:
         try:
@@ -154,7 +154,7 @@ def in_each_place(places: list[Place], work: Callable[[Place], bool], deadline: 
         except Exception:
             traceback.print_exc()
 
-    # Daemons: at the deadline the run ends, and what is half judged is judged again later.
+    # Daemons: the run ends at the deadline, and a later run judges unfinished mutants again.
     threads = [threading.Thread(target=loop, args=[place], daemon=True) for place in places]
     for thread in threads:
         thread.start()
@@ -187,7 +187,7 @@ def measured(places: list[Place], log: Log, deadline: float, limits: Limits) -> 
 
 
 def name_of(ref: str) -> str:
-    """Return a name for the results of a tree that stays when a branch moves on."""
+    """Return a name for a tree's results, which does not change when a branch advances."""
     if Path(ref).is_file():
         return Path(ref).stem
     command = ["git", "rev-parse", "--short", ref]
@@ -222,7 +222,7 @@ def run(asked: argparse.Namespace, folder: Path, results: Log) -> None:
             return False
         group, number, mutant = drawn
         result = judge.judge(place, mutant)
-        if time.monotonic() >= deadline:  # its tests may have been ended
+        if time.monotonic() >= deadline:  # its tests may have been killed
             return False
         if result["result"] in REFUSED:
             draws.replace(group)

@@ -13,7 +13,7 @@ from typing import Any
 from mutation.mutants import Mutant, function_at
 from mutation.places import Ended, Place
 
-# Tests of the repository itself, and test programs, which run for long or need other machines.
+# Tests of the repository itself, and test programs, which take long or need other machines.
 LEFT_OUT = ("project", "gpu", "recipes", "soak", "fuzz", "faults", "model", "walks", "sanitizers")
 SECONDS_OF_A_FILE = 400  # a test file that takes longer when it is measured is not used
 CALL = re.compile(
@@ -34,7 +34,7 @@ class TestFile:
 
     __test__ = False
     path: str
-    seconds: float  # of the processors
+    seconds: float  # of CPU time
     failed: list[str] = field(default_factory=list)
     calls: dict[str, list[str]] = field(default_factory=dict)
     usable: bool = True
@@ -42,7 +42,7 @@ class TestFile:
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a test may run, and all tests of a mutant as measured without it."""
+    """The seconds that a test may take, and all tests of a mutant, as measured without it."""
 
     one_test: float = 60
     all_tests: float = 150
@@ -69,7 +69,7 @@ def _failures(output: str) -> list[str]:
 
 
 def measure(place: Place, test: str, limits: Limits) -> TestFile:
-    """Run a test file without mutants: which tests pass, how long it takes, what it calls."""
+    """Run a test file without mutants; measure its failures, its duration and its calls."""
     record = place.folder / "calls"
     record.write_text("")
     ended = _pytest(place, limits, [test], SECONDS_OF_A_FILE, MUTATION_CALLS=str(record))
@@ -131,7 +131,7 @@ class Judge:
         return chosen
 
     def judge(self, place: Place, mutant: Mutant) -> dict[str, Any]:
-        """Return the result, the test file that gave it, and the seconds of the processors."""
+        """Return the result, the test file that caused it, and the seconds of CPU time."""
         text = (place.tree / mutant.file).read_text()
         native = not mutant.file.endswith(".py")
         spent = 0.0
@@ -154,7 +154,7 @@ class Judge:
         return {**result, "seconds": spent + result["seconds"]}
 
     def _prepare(self, place: Place) -> None:
-        """Build the unchanged core, and keep it to recognise mutants that change nothing."""
+        """Build the unchanged core, and keep it to detect mutants that change nothing."""
         if place.folder in self._pristine:
             return
         ended = place.build()
@@ -172,7 +172,7 @@ class Judge:
             spent += ended.cpu_seconds
             if ended.status in (0, 5):  # 5: no test was selected
                 break
-            if ended.status == -signal.SIGKILL:  # not by a test: at the end of the run, for example
+            if ended.status == -signal.SIGKILL:  # not by a test; for example, at the end of the run
                 return {"result": "interrupted", "seconds": spent}
             failed = _failures(ended.output)
             last = failed[0].partition("::")[0] if failed else tests[0].path
@@ -183,6 +183,6 @@ class Judge:
             spent += again.cpu_seconds
             if again.status != 0:
                 return {"result": "failed", "by": last, "test": failed[:1], "seconds": spent}
-            flaky += 1  # it fails only at times, so it does not show the mutant
+            flaky += 1  # a failure that is not repeated does not detect the mutant
             tests = tests[[t.path for t in tests].index(last) + 1 :] if failed else []
         return {"result": "survived", "flaky": flaky, "seconds": spent}

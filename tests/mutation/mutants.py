@@ -24,10 +24,10 @@ GROUPS = {
 }
 # Lines of C++ that declare or name things, and do nothing.
 INERT = re.compile(r"\s*(#|namespace\b|using\b|template\b|extern\b|public:|private:)")
-# Words that a change may bring in; others come from changes within a name, which breaks the name.
+# Words that a change may introduce; others result from changes within a name, which break the name.
 KNOWN_WORDS = {"not", "and", "or", "pass", "break", "continue", "None", "True", "False", "return"}
 KNOWN_WORDS |= {"if", "begin", "end", "min", "max", "any_of", "all_of", "none_of"}
-LEAVES = re.compile(r"\s*(return|throw|continue|break)\b")  # what follows on a new line never runs
+LEAVES = re.compile(r"\s*(return|throw|continue|break)\b")  # code on the next line never runs
 CPP_TEXTS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
 
@@ -48,7 +48,7 @@ class Mutant:
 
 
 class _WithoutTexts(ast.NodeTransformer):
-    """Blank texts, annotations and imports, whose changes say little about the tests."""
+    """Blank strings, annotations and imports, whose changes say little about the tests."""
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
         return ast.Constant("") if isinstance(node.value, str) else node
@@ -77,11 +77,11 @@ class _WithoutTexts(ast.NodeTransformer):
 
 @functools.lru_cache(maxsize=4)
 def code_of(file: str, text: str) -> object:
-    """Return the code without comments and texts, for comparison; None if it is not code."""
+    """Return the code without comments and strings, for comparison; None if it is invalid."""
     if not file.endswith(".py"):
         return "".join(_without_cpp_texts(text).split())
     try:
-        compile(text, file, "exec")  # refuses more than the parser does
+        compile(text, file, "exec")  # rejects more than the parser does
         tree = ast.fix_missing_locations(_WithoutTexts().visit(ast.parse(text)))
         return _instructions(compile(tree, file, "exec"))
     except (SyntaxError, ValueError):
@@ -89,7 +89,7 @@ def code_of(file: str, text: str) -> object:
 
 
 def _instructions(code: CodeType) -> tuple[object, ...]:
-    """Return what a code object does, without its lines; unreachable code is not in it."""
+    """Return the instructions of a code object, without line numbers and unreachable code."""
     constants = [_instructions(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
     return code.co_code, tuple(constants), code.co_names, code.co_varnames, code.co_freevars
 
@@ -102,7 +102,7 @@ def _without_cpp_texts(text: str) -> str:
 
 
 def lines_of_code(file: str, text: str) -> list[int]:
-    """Return the numbers of the lines that do something."""
+    """Return the numbers of the lines that have an effect."""
     if file.endswith(".py"):
         nodes = list(ast.walk(ast.parse(text)))
         left_out: set[int] = set()
@@ -133,7 +133,7 @@ def _changes(file: Path) -> dict[int, list[str]]:
 
 
 def draw(root: Path, group: str, seed: int) -> Iterator[Mutant]:
-    """Yield mutants of a group: at most one of each line, in a random order that `seed` gives."""
+    """Yield mutants of a group: at most one of each line, in a random order set by `seed`."""
     folders, suffixes = GROUPS[group]
     files = sorted(
         str(path.relative_to(root))
@@ -162,7 +162,7 @@ def draw(root: Path, group: str, seed: int) -> Iterator[Mutant]:
 
 
 def breaks_no_name(mutant: Mutant) -> bool:
-    """Return whether the change brings in no names but those of the rules."""
+    """Return whether the change introduces no names but those of the rules."""
     before, after = (set(re.findall(r"[^\W\d]\w*", s)) for s in (mutant.before, mutant.after))
     return after <= before | KNOWN_WORDS
 

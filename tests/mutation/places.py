@@ -50,7 +50,7 @@ class Place:
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
         (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
         shutil.copy(recorder.__file__, site / "mutation_recorder.py")
-        # The packages of this process, but neither its tests nor what they import as installed.
+        # The packages of this process, except those in the tests' folder.
         packages = [p for p in sys.path if "site-packages" in p or "dist-packages" in p]
         packages += [p for p in os.environ.get("PYTHONPATH", "").split(":") if p]
         kept = [p for p in dict.fromkeys(packages) if not Path(p).resolve().is_relative_to(TESTS)]
@@ -74,7 +74,7 @@ class Place:
         return Place(folder, self.nice)
 
     def write(self, file: str, text: str) -> None:
-        """Replace a source file, and drop the compiled file that Python could take for it."""
+        """Replace a source file, and delete the compiled files that Python could use instead."""
         path = self.tree / file
         path.write_text(text)
         for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
@@ -95,7 +95,7 @@ class Place:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
-        # Optimised code takes long to compile, and is wrong in the same way.
+        # Optimised code takes longer to compile, and mutants break it in the same way.
         environment.setdefault("MEMSAVER_CXXFLAGS", "-O0 -w")
         environment.update(variables, TMPDIR=str(temporary), OMP_NUM_THREADS="1")
         output = temporary / "output"
@@ -114,7 +114,7 @@ class Place:
         deadline = time.monotonic() + seconds
         late = False
         while True:
-            # Not Popen.wait(), which does not report the time of the processors.
+            # Not Popen.wait(), which does not report CPU time.
             pid, status, usage = os.wait4(process.pid, os.WNOHANG)
             if pid:
                 break

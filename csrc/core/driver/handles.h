@@ -20,14 +20,14 @@
 namespace memsaver {
 
 // Device memory without an address. Fresh memory reads as zero: the driver clears it. Memory that
-// several processes have imported is released with the last of their objects.
+// several processes share is released when the last of them releases it.
 class PhysicalMemory {
  public:
   // `bytes` must be a multiple of the device's granularity. Other processes can import the memory
   // only if it is `exportable`. Throws kOutOfDeviceMemory, kDriverFailed.
   static PhysicalMemory create(const Device& device, uint64_t bytes, bool exportable = false);
   // Imports the memory of a descriptor that another process exported; `bytes` is its whole size.
-  // The descriptor stays with the caller, and may be closed. Throws kDriverFailed.
+  // The caller owns the descriptor, and may close it afterwards. Throws kDriverFailed.
   static PhysicalMemory import_from(int descriptor, uint64_t bytes);
 
   PhysicalMemory() = default;
@@ -84,8 +84,9 @@ class Mapping {
   // driver refused both to do and to undo. Throws kDriverFailed, kOutOfDeviceMemory.
   static Mapping map(uint64_t address, PhysicalMemory&& memory,
                      const std::vector<CUmemAccessDesc>& access);
-  // The two halves of map(), for several mappings at adjacent addresses: place() gives no device
-  // access, and allow() sets the access to all mappings in a range. Throw as map() does.
+  // The two halves of map(), for several mappings at adjacent addresses: place() maps memory
+  // without device access, and allow() sets the access for all mappings in a range. Both throw like
+  // map().
   static Mapping place(uint64_t address, PhysicalMemory&& memory);
   static void allow(const Range& range, const std::vector<CUmemAccessDesc>& access);
 

@@ -179,7 +179,7 @@ uint64_t allocate(Tag& tag, Device& device, uint64_t bytes) {
   Registry& registry = Registry::instance();
   check_options();
   const bool shareable = tag.shareable.load();
-  // An importer's time depends on the number of pieces.
+  // Importing takes time for each piece, so pieces of shareable tags are large.
   const uint64_t slab_bytes =
       shareable ? std::max(option(Option::slab_bytes), option(Option::share_bytes))
                 : option(Option::slab_bytes);

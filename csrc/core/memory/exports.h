@@ -1,7 +1,7 @@
-// exports: memory of tags for other processes.
+// exports: exports memory of tags to other processes.
 //
 // A shareable tag's memory is exportable: another process can import each of its extents through a
-// file descriptor, and then shares the pages. The descriptors travel outside the core.
+// file descriptor, and then shares the pages. Code outside the core sends the descriptors.
 #pragma once
 
 #include <cstdint>
@@ -32,11 +32,11 @@ void make_shareable(Tag& tag) noexcept;
 // live allocations, or its memory is not exportable.
 std::vector<ExportedExtent> exportable_extents(const Range& range);
 
-// Exports the extents under ranges of one tag on one device, except those that the process already
-// has, at most `most` of them, and records that it has them. Waits while a transition of the tag is
-// in progress. Exports all or none. Errors: those of exportable_extents; kInvalidArgument if there
-// is no range, or ranges of several tags or devices; kDriverFailed; kInvalidState if the wait would
-// deadlock.
+// Exports the extents under ranges of one tag on one device, except those that the process of `to`
+// already has; at most `most` of them. Records that the process has them. Waits while a transition
+// of the tag is in progress. Exports all or none. Errors: those of exportable_extents;
+// kInvalidArgument if there is no range, or ranges of several tags or devices; kDriverFailed;
+// kInvalidState if the wait would deadlock.
 std::vector<ExportedExtent> export_extents(Importer& to, const std::vector<Range>& ranges,
                                            size_t most);
 

@@ -1,4 +1,4 @@
-// foreign_span: memory of another process, mapped at addresses of this one.
+// foreign_span: memory of another process, mapped into this one.
 //
 // The other process's span is mirrored: a reservation of the same size, in which each imported
 // extent lies at its offset in that span. Several tensors therefore share one mapping, and
@@ -14,8 +14,7 @@
 
 namespace memsaver {
 
-// An exported extent: its place in the span, its size, and its descriptor, which stays with the
-// caller.
+// An exported extent: its offset in the span, its size, and its descriptor, which the caller owns.
 struct ForeignExtent {
   uint64_t offset, bytes;
   int descriptor;
@@ -35,7 +34,7 @@ class ForeignSpan {
 
   uint64_t address() const { return addresses_.address(); }
 
-  // Imports and maps extents, all or none, readable and writable for the device and its active
+  // Imports and maps extents, all or none, with read and write access for the device and its active
   // peers. Errors: kInvalidArgument if an extent is empty, lies outside the span or overlaps a
   // mapped one; kDriverFailed, kOutOfDeviceMemory.
   void map(std::vector<ForeignExtent> extents);

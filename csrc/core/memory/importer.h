@@ -15,7 +15,7 @@
 
 namespace memsaver {
 
-// One process that imports memory. Any thread.
+// The record of one process that imports memory. Any thread may use it.
 class Importer {
  public:
   static std::unique_ptr<Importer> open(int64_t pid);
@@ -32,10 +32,11 @@ class Importer {
   // The functions below need the registry's lock.
 
   bool has(uint64_t id) const { return pieces_.count(id) > 0; }
-  // Records that the process has a piece of a tag. Changes nothing if it throws std::bad_alloc.
+  // Records that the process has imported a piece of a tag. Changes nothing if it throws
+  // std::bad_alloc.
   void add(uint64_t id, Tag& tag, uint64_t bytes);
   void forget(uint64_t id) noexcept;
-  // Returns the bytes that the process has, by tag.
+  // Returns the bytes that the process has imported, by tag.
   const std::map<Tag*, uint64_t>& bytes() const { return bytes_; }
 
  private:
@@ -55,14 +56,14 @@ class Importer {
 bool is_imported(const std::vector<Tag*>& tags) noexcept;
 
 // Waits until a transition of `all` can begin (Need::kTransition) and no process has imported
-// memory of `out`. `lock` is the registry's lock, which is locked on return. Requests importers to
-// release memory that they keep only for later imports. Errors: kTagShared after the option
-// importer_seconds, with the processes and their bytes; kInvalidState like wait_for_tags.
+// memory of `out`. `lock` is the registry's lock, which is locked on return. Requests that
+// importers release memory that they keep only for later imports. Errors: kTagShared after the
+// option importer_seconds, with the processes and their bytes; kInvalidState like wait_for_tags.
 void wait_for_importers(std::unique_lock<std::mutex>& lock, const std::vector<Tag*>& all,
                         const std::vector<Tag*>& out);
 
 // Returns an eventfd that becomes readable when importers should release memory that no tensor
-// uses: a pause waits for them, or the memory was freed. The same one at every call. Throws
+// uses: a pause waits for them, or the memory was freed. Returns the same one at every call. Throws
 // kOutOfHostMemory if there are no descriptors.
 int release_requests();
 // Makes the eventfd readable, if it exists. Any thread.

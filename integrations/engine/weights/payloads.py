@@ -41,8 +41,8 @@ _ALLOWED = {
 def named_tensors(text: str) -> Named:
     """Return the tensors in a text: a list of names and tensors, or views of one piece of memory.
 
-    The tensors may lie on a GPU that this process uses for the first time, and that writes them
-    into the memory of tags: it is given access to all tags.
+    The tensors may be on a GPU that this process uses for the first time. That GPU writes them into
+    the memory of tags, so it is given access to all tags.
 
     Raises:
         ConfigError: the tensors' GPU is not visible to this process.
@@ -71,7 +71,7 @@ def named_tensors(text: str) -> Named:
 
 
 def index_of(uuid: str) -> int | None:
-    """Return this process's number of a GPU, or None if the GPU is not visible to it."""
+    """Return the index of a GPU in this process, or None if the GPU is not visible to it."""
     import torch
 
     for index in range(torch.cuda.device_count()):

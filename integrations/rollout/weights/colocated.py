@@ -94,7 +94,7 @@ class BucketMemory:
                 view = source.view_of(self._memory[slot.begin :])
                 source.write(view)
                 if source.part is not None:
-                    # Other ranks' memory is mapped for this device only, so it must do the copies.
+                    # Other ranks' memory is mapped for this device only, so this device must copy.
                     for other in self._others:
                         copy_box(source.part.box, view, source.view_of(other[slot.begin :]))
                 views.append((slot.name, slot.begin, view))

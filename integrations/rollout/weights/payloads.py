@@ -81,12 +81,12 @@ def opened(text: str, device: Any) -> Any:
 
     CUDA maps another process's memory for one device of this process, and a kernel on any other
     device must not access the mapping, even with peer access between the devices. So memory of
-    another GPU is mapped for `device`, and torch takes it for memory of `device`. Without peer
-    access it is mapped for its own GPU, to which torch copies whole pieces.
+    another GPU is mapped for `device`, and torch treats it as memory of `device`. Without peer
+    access, it is mapped for its own GPU, to which torch copies whole pieces.
 
     Args:
         text: see `shared`.
-        device: the device of this rank's own memory; memory of another kind stays as it is.
+        device: the device of this rank's own memory. CPU memory is opened unchanged.
 
     Raises:
         ConfigError: the tensor's GPU is not visible to this process, and cannot be accessed.

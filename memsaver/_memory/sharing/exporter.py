@@ -1,8 +1,9 @@
 """The sender's server: sends the descriptors of shareable memory to processes of the same user.
 
 One thread accepts connections and forwards requests for release; one thread for each importer
-answers it, and notices its end. An importer's record ends when it says so, or when its process has
-ended: a closed connection alone does not show that the memory is unmapped.
+answers its messages, and detects its end. An importer's record ends when the importer reports that
+it maps nothing, or when its process has ended: a closed connection alone does not show that the
+memory is unmapped.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def endpoint() -> str:
 
 
 def wake() -> None:
-    """Let the server compute its next deadline."""
+    """Wake the server's thread, which then computes its next deadline."""
     for server in list(_servers.values()):
         os.eventfd_write(server.wake, 1)
 
@@ -184,7 +185,7 @@ class _Importer:
         self.dropping = 0
 
     def _export(self, ranges: list[tuple[int, int]]) -> None:
-        """Send the extents under the ranges, and those of other tensors that are on their way."""
+        """Send the extents under the ranges, and those of other tensors that await a receiver."""
         from memsaver._memory.sharing import sending
 
         try:
@@ -214,7 +215,7 @@ class _Importer:
         return has_more
 
 
-_servers: dict[int, _Server] = {}  # at most one, by process
+_servers: dict[int, _Server] = {}  # at most one; by process id
 
 
 def _forget() -> None:

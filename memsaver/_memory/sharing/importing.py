@@ -1,4 +1,4 @@
-"""The receiver's side: tensors over the memory of another process."""
+"""The receiver's side: tensors in the memory of another process."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def rebuild(
     _device: object,
     packed: tuple[Any, ...],
 ) -> Any:
-    """Return a tensor over the sent memory. The function that a pickle of a sent tensor calls.
+    """Return a tensor in the sent memory. Pickles of sent tensors call this function.
 
     Raises:
         SharingError: the sender has ended, its tag is paused, the memory was freed, or this process
@@ -93,9 +93,10 @@ def rebuild(
 
 
 class _Memory:
-    """Imported memory, which stays mapped while this object exists. Tensors keep it.
+    """Imported memory, which stays mapped while this object exists. Its tensors keep the object.
 
-    A CUDA array that torch makes a tensor of, or, on the simulated driver, the owner of a buffer.
+    torch creates a tensor from it through the CUDA array interface. On the simulated driver, it
+    owns a buffer.
     """
 
     def __init__(self, place: Place, ordinal: int, peer: peers.Peer, key: Hashable) -> None:

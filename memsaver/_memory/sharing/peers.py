@@ -1,9 +1,10 @@
 """The receiver's connections: one to each process that sent it tensors, with the memory mapped.
 
 One thread for each connection sends and receives all messages, maps and unmaps. Other threads add
-jobs to its queue, and take no lock: a finalizer may run in the middle of a call of the same thread.
+jobs to its queue, and take no lock, because a finalizer may run in the middle of another call of
+the same thread.
 
-An extent is used from the moment a key is in its `users`. A thread first adds its key, then checks
+An extent is in use as soon as its `users` contain a key. A thread first adds its key, then checks
 that the extent is not being unmapped; the connection's thread first marks the extent, then checks
 that it has no users. Each sees the other's step, because Python runs one thread at a time.
 """
@@ -31,7 +32,7 @@ __all__ = ["Peer", "is_foreign", "peer_at"]
 
 _ANSWER_SECONDS = 60.0  # the longest wait for an exporter, which may be resuming the tag
 _GATHER_SECONDS = 0.003
-_LOOK_SECONDS = 1.0  # between two looks whether the connection's thread still runs
+_LOOK_SECONDS = 1.0  # between checks that the connection's thread still runs
 _MOST_TOKENS = 2000  # in a message
 
 
@@ -48,7 +49,7 @@ class Extent:
 
 
 class Span:
-    """The addresses for one span of another process."""
+    """The addresses in this process for one span of another process."""
 
     def __init__(self, ordinal: int, nbytes: int) -> None:
         self.native = _C.ForeignSpan(ordinal, nbytes)
@@ -57,7 +58,7 @@ class Span:
 
 
 class _Request:
-    """The import of one tensor's extents: filled by the connection's thread."""
+    """A request to import one tensor's extents. The connection's thread completes it."""
 
     def __init__(self, place: Place, ordinal: int) -> None:
         self.place, self.ordinal = place, ordinal
@@ -74,10 +75,10 @@ class Peer:
         self.spans: dict[tuple[int, int], Span] = {}  # by address there, and device here
         self._jobs: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._is_woken = False  # the thread will look at the queue
-        self._is_urgent = False  # and without a delay
+        self._is_urgent = False  # it will do so without a delay
         self._is_connected = True
-        self._has_ended = False  # the connection's thread
-        self._was_requested = False  # a release, during an import
+        self._has_ended = False  # whether the connection's thread has ended
+        self._was_requested = False  # whether a release was requested during an import
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -137,7 +138,7 @@ class Peer:
                 )
 
     def end_use(self, token: int, key: Hashable, extents: list[Extent]) -> None:
-        """Let the memory of a tensor be unmapped. A finalizer may call it."""
+        """Stop using the memory of a tensor, so that it can be unmapped. Finalizers may call it."""
         for extent in extents:
             extent.users.discard(key)
         self._add("drop", (token, extents))
@@ -176,7 +177,7 @@ class Peer:
                     continue
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._wake)
-                if not self._is_urgent:  # more jobs follow: do them together
+                if not self._is_urgent:  # wait for more jobs, to do them together
                     select.select([self._wake], [], [], _GATHER_SECONDS)
                 self._is_urgent = self._is_woken = False
                 self._work()
@@ -238,7 +239,7 @@ class Peer:
             self._release(list(self.extents.values()))
 
     def _release(self, extents: list[Extent]) -> None:
-        """Unmap those extents that no tensor uses, and report it."""
+        """Unmap those extents that no tensor uses, and report them as released."""
         by_span: dict[Span, list[Extent]] = {}
         for extent in dict.fromkeys(extents):
             extent.closing = True
@@ -250,7 +251,7 @@ class Peer:
         for span, gone in by_span.items():
             try:
                 span.native.unmap([extent.offset for extent in gone])
-            except MemsaverError:  # the driver refused: they stay, and the next request repeats it
+            except MemsaverError:  # the driver refused: they stay mapped until the next request
                 for extent in gone:
                     extent.closing = False
                 continue
@@ -290,7 +291,8 @@ class Peer:
     def _take_extents(self, place: Place, ordinal: int) -> bool:
         """Receive a message of an import, and map its extents. Returns whether another follows.
 
-        Extents that cannot be mapped are released; the rest of the messages is received anyway.
+        If its extents cannot be mapped, they are reported as released, and the remaining messages
+        are still received.
         """
         message, files = wire.receive(self._socket)
         try:
@@ -315,7 +317,7 @@ class Peer:
                 os.close(file)
 
     def _map(self, ordinal: int, rows: list[list[int]], files: list[int]) -> None:
-        """Map the extents of one message, and release those that cannot be mapped."""
+        """Map the extents of one message, and report those that cannot be mapped as released."""
         by_span: dict[tuple[int, int], list[tuple[list[int], int]]] = {}
         for row, file in zip(rows, files, strict=True):
             by_span.setdefault((row[2], row[3]), []).append((row, file))

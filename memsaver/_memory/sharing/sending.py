@@ -1,4 +1,4 @@
-"""The sender's side: which tensors are sent, and the memory that is kept for their receivers."""
+"""The sender's side: tensors that can be sent, and memory that is kept for their receivers."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def is_shareable(tag: str) -> bool:
 def cover(torch: Any) -> None:
     """Let torch's own reduction send tensors of shareable tags too, if there are any.
 
-    SGLang replaces torch's reduction, and then registers its own, which calls torch's: it would
-    otherwise hide the registered function of `pickling`. SGLang changes the item of the result with
-    index 6, where torch has the device, so `reduce` has it there too.
+    SGLang replaces torch's reduction, and then registers its own, which calls torch's. Without this
+    call, it would hide the function that `pickling` registers. SGLang changes item 6 of the result,
+    which is the device in torch's, so `reduce` also returns the device there.
     """
     if not _shareable:
         return
@@ -74,17 +74,17 @@ def cover(torch: Any) -> None:
 
 
 def reduce(tensor: Any, tag: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return the function and the arguments that make a tensor over the same memory elsewhere.
+    """Return a function and its arguments, which make a tensor in the same memory elsewhere.
 
     Waits for the work of the current stream, whose results the receiver may read at once.
 
     Raises:
-        SharingError: the tag is paused, the memory is not exportable, or the tensor has a history
-            of autograd.
+        SharingError: the tag is paused, the memory is not exportable, or the tensor has an autograd
+            history.
     """
     if tensor.requires_grad and not tensor.is_leaf:
         raise SharingError(
-            f"a tensor of tag {tag!r} with a history of autograd cannot be sent to another "
+            f"a tensor of tag {tag!r} that has an autograd history cannot be sent to another "
             "process: send tensor.detach()",
             tag=tag,
         )
@@ -135,7 +135,7 @@ def _keep(storage: Any, pool: tuple[str, int], address: int, nbytes: int) -> int
     _in_flight[token] = Sent(token, storage, pool, address, nbytes, until)
     _token_of[storage._cdata, address] = token
     if is_first:
-        exporter.wake()  # its thread waits for the next deadline
+        exporter.wake()  # so that its thread waits for this deadline
     return token
 
 
@@ -158,7 +158,7 @@ def forget_expired() -> float | None:
 
 
 def take(token: int) -> Sent | None:
-    """Return the memory of a sent tensor, which a receiver keeps from now on."""
+    """Return the memory of a sent tensor, which the caller keeps for its receiver from now on."""
     sent = _in_flight.pop(token, None)
     if sent is not None:
         _token_of.pop((sent.storage._cdata, sent.address), None)
@@ -166,12 +166,12 @@ def take(token: int) -> Sent | None:
 
 
 def kept() -> int:
-    """Return the number of tensors that are kept for receivers, on their way or in use."""
+    """Return the number of tensors that are kept for receivers, in transit or in use."""
     return len(_in_flight) + exporter.held()
 
 
 def ranges_with(tag: str, device: int) -> list[tuple[int, int]]:
-    """Return address and bytes of all tensors of a tag on a device that are on their way."""
+    """Return address and bytes of each tensor in transit that a tag has on a device."""
     return [
         (sent.address, sent.nbytes)
         for sent in list(_in_flight.values())

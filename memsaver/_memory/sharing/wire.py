@@ -1,17 +1,17 @@
 """Messages between a process that exports memory and one that imports it.
 
 Each message is a packet of an abstract Unix socket (SOCK_SEQPACKET): JSON, and up to MOST_FILES
-descriptors. Both sides check that the other process has the same user.
+descriptors. Both sides check that the other process belongs to the same user.
 
 The importer sends, in this order of first use:
     {"import": [[address, bytes], ...], "ids": [...]}  requests extents; answered by one or more
         {"extents": [[address, bytes, span_address, span_bytes, id], ...], "more": bool} with a
         descriptor for each extent, or by {"error": text, "tag": text}
-    {"take": [token, ...]}, {"drop": [token, ...]}     began, or ended, to use a sent tensor
+    {"take": [token, ...]}, {"drop": [token, ...]}     began, or ended, the use of a sent tensor
     {"released": [id, ...]}                            no longer maps these extents
     {"bye": true}                                      maps nothing, and closes the connection
 The exporter may send at any time:
-    {"release": true}  requests the release of extents that no tensor uses, now and later
+    {"release": true}  requests the release of all extents, each as soon as no tensor uses it
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MOST_BYTES = 128 << 10  # of a message
 
 
 def peer_of(connection: socket.socket) -> int:
-    """Return the id of the process at the other end, as this process sees it; 0 if it cannot.
+    """Return the id of the process at the other end; 0 if it has none in this pid namespace.
 
     Raises:
         SharingError: the process belongs to another user.
