@@ -157,7 +157,8 @@ class Answer:
         ranks: the reports of the ranks of the scheduler's tensor-parallel group.
         failure: the operation's failure, or None.
         number: the answer's sequence number, which starts at 1 for each scheduler.
-        lost: tags that a failed release mapped again, and whose contents without a backup are lost.
+        lost: tags whose contents are lost: without a backup, in a failed release, which has mapped
+            them again; to be overwritten, in a failed resume, which has released them again.
     """
 
     scheduler: str

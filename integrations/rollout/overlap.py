@@ -105,6 +105,7 @@ class Overlap:
 
     def begin_pause(self) -> Report:
         """Resume the model, and begin to pause the rest of the trainer's memory. Collective."""
+        self._left = ()  # until the pause begins, there is nothing to undo
         report: Report = self._trainer.resume(self._trainer.model)
         tags = self._trainer.others
         self._left = tuple(tag for tag in tags if memsaver.state(tag) == "mapped")

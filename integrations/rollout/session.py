@@ -340,13 +340,14 @@ class ColocatedSession(StageRuns):
     def _update_beside_pause(self) -> None:
         """Send the weights during the pause of the optimizer, or after it if there is no room."""
         self._stage_of_pause(Stage.RESUME_MODEL, self._overlap.begin_pause)
+        is_short = False
         try:
             self._update_engine()
         except OutOfDeviceMemoryError:
-            self._stage_of_pause(Stage.PAUSE_OPTIMIZER, self._overlap.finish_pause)
+            is_short = True  # the traceback, which keeps tensors alive, ends with this block
+        self._stage_of_pause(Stage.PAUSE_OPTIMIZER, self._overlap.finish_pause)
+        if is_short:
             self._overlap.measure(self._update_engine)
-        else:
-            self._stage_of_pause(Stage.PAUSE_OPTIMIZER, self._overlap.finish_pause)
 
     def _stage_of_pause(self, stage: Stage, action: Callable[[], Any]) -> None:
         """Run a stage; if it fails, map the optimizer's memory again on all ranks."""

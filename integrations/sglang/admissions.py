@@ -132,6 +132,8 @@ async def change(manager: Any, operation: str, communicator: Any, obj: Any) -> l
             if operation == "release" and not admission.released & _WEIGHTS:
                 admission.without_backup = _without_backup(manager, obj)
             answers, error = await _sent(manager, communicator, obj)
+            if any(not _WEIGHTS.isdisjoint(answer.lost) for answer in answers):
+                admission.without_backup = frozenset(_WEIGHTS)
             if answers:
                 admission.learn(_asleep(tag for answer in answers for tag in answer.released))
             else:

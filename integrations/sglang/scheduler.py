@@ -189,13 +189,15 @@ def _resume(
     if first_failure(failed):
         return answer.failed(tags, failed)
     stash = handlers.stash_of(updater)
-    ranks = moves.resume(group, tags, _rewritten(request))
+    rewritten = [tag for tag in _rewritten(request) if tag in tags]
+    ranks = moves.resume(group, tags, rewritten)
     failed = ranks
     if not first_failure(ranks):
         failed = group.attempt(lambda: handlers.run(original, updater, request, tags))
     if not first_failure(failed):
         return answer.done(tags, ranks, held=answer.held - set(tags))
-    again = moves.pause(group, tags)
+    # What was resumed without its contents must not become a backup.
+    again = moves.pause(group, tags, dict.fromkeys(rewritten, "none"))
     updater.offload_tags.update(tags)
     if WEIGHTS in tags:
         handlers.keep_stash(updater, stash)
@@ -205,10 +207,12 @@ def _resume(
             "they count as released, and ranks that had mapped memory could not release it: "
             f"{_troubles(again)}; release or resume them again"
         )
-        return answer.failed(tags, failed, then, held=answer.held | set(tags))
+        return answer.failed(tags, failed, then, held=answer.held | set(tags), lost=rewritten)
     leftovers.after_release(updater, group, again)
     then = "on every rank they are released as before; free memory and resume them again"
-    return answer.failed(tags, failed, then, held=answer.held - set(tags))
+    if rewritten:
+        then += f", and then load {', '.join(rewritten)}: its contents are lost on some ranks"
+    return answer.failed(tags, failed, then, held=answer.held - set(tags), lost=rewritten)
 
 
 def add_state(result: Any, scheduler: Any, *_: Any) -> Any:

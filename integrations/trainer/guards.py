@@ -36,8 +36,10 @@ def check_mapped(tag: str, what: str) -> None:
     If the tag is being resumed (`Offloaded.resume(wait=False)`), work that is submitted
     afterwards waits for it; see `order_after_arrival` for the errors.
     """
+    if state(tag) == "mapped" or order_after_arrival(tag):
+        return
     now = state(tag)
-    if now == "mapped" or order_after_arrival(tag):
+    if now == "mapped":  # its resume ended between the two checks above
         return
     if now == "paused":
         advice = f"memsaver.resume({tag!r}) first"

@@ -23,13 +23,13 @@ def let_go(scheduler):
     del scheduler.model, scheduler.kv, scheduler.graph
 
 
-def ask(scheduler, operation, tags=None):
+def ask(scheduler, operation, tags=None, rid=None):
     """Send one message, and return the answer that the tokenizer manager receives."""
     kind = {
         "release": stand_in.ReleaseMemoryOccupationReqInput,
         "resume": stand_in.ResumeMemoryOccupationReqInput,
     }[operation]
-    output = scheduler.handle(f"{operation}_memory_occupation", kind(tags=tags))
+    output = scheduler.handle(f"{operation}_memory_occupation", kind(tags=tags, rid=rid))
     assert scheduler.death is None, repr(scheduler.death)
     (answer,) = answers_of([output])
     return answer

@@ -19,7 +19,7 @@ from memsaver.integrations.engine import moves
 from memsaver.integrations.engine.errors import EngineBusyError
 from memsaver.integrations.engine.messages import SchedulerState, error_of
 from memsaver.integrations.sglang import hooks
-from memsaver.integrations.sglang.protocol import answers_of
+from memsaver.integrations.sglang.protocol import REWRITTEN, answers_of
 
 MIB = 1 << 20
 
@@ -181,6 +181,18 @@ def test_a_failure_of_sglangs_own_part_of_a_resume_is_undone(engine, sim, where)
     assert ask(engine, "resume").failure is None
     assert engine.model.is_intact() and engine.graph.is_intact() and engine.kv.is_zero()
     assert ask(engine, "release").failure is None and ask(engine, "resume").failure is None
+
+
+def test_weights_that_were_not_restored_for_an_update_do_not_become_a_backup(engine):
+    ask(engine, "release")
+    updater = engine.weight_updater
+    updater.resume_errors["after weights"] = RuntimeError("a buffer has another shape")
+    answer = ask(engine, "resume", ["weights"], rid=REWRITTEN)
+    assert answer.lost == ("weights",) and "load weights" in str(error_of([answer]))
+    assert states()["weights"] == "paused"
+    updater.resume_errors.clear()
+    answer = ask(engine, "resume")
+    assert answer.failure is None and answer.ranks[0].copied_bytes.get("weights", 0) == 0
 
 
 def test_memory_that_a_failed_resume_leaves_mapped_is_released(engine, sim):
