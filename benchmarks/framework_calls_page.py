@@ -44,12 +44,13 @@ def calls(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
     for name in names:
         row = next((row for row in rows if (row["framework"], row["saver"]) == (name, OURS)), None)
         title = f"`{name}` ({FRAMEWORKS[name].source})"
+        steps = list(map(str, FRAMEWORKS[name].round))
         if row is None:
-            parts += [f"{title}: {NOT_RUN}", ""]
+            parts += [f"{title}: {NOT_RUN}", "", *(f"- `{step}`" for step in steps), ""]
             continue
         parts += [f"{title}, {row['rounds']} rounds. {circumstances([row])}", ""]
         parts += ["| call | ms | MiB in use afterwards |", "|---|--:|--:|"]
-        for step in map(str, FRAMEWORKS[name].round):
+        for step in steps:
             same = [each for each in row["steps"] if each["step"] == step]
             milliseconds = statistics.median(each["seconds"] for each in same) * 1e3
             used = statistics.median(each["used_MiB"] for each in same)
