@@ -623,8 +623,9 @@ MS_API ms_status ms_foreign_span_reserve(int device, uint64_t bytes, ms_foreign_
 MS_API ms_status ms_foreign_span_map(ms_foreign_span* span, const ms_foreign_extent* extents,
                                      size_t count, ms_error* error);
 
-/* Waits for work on the devices, then unmaps and releases the extents at these offsets; ignores
- * other offsets. Errors: MS_DRIVER_FAILED; the call may be repeated. */
+/* Waits for work on the devices, then unmaps and releases the extents at these offsets; without
+ * offsets it only waits. Ignores other offsets. Errors: MS_DRIVER_FAILED; the call may be
+ * repeated. */
 MS_API ms_status ms_foreign_span_unmap(ms_foreign_span* span, const uint64_t* offsets, size_t count,
                                        ms_error* error);
 

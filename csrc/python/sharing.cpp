@@ -92,6 +92,9 @@ class ForeignSpan {
     });
   }
 
+  // Waits for work on the devices.
+  void drain() { unmap({}); }
+
  private:
   std::unique_ptr<ms_foreign_span, decltype(&ms_foreign_span_free)> span_{nullptr,
                                                                           &ms_foreign_span_free};
@@ -134,7 +137,8 @@ void define_sharing(py::module_& m) {
       .def(py::init<int, uint64_t>(), py::arg("device"), py::arg("bytes"))
       .def_property_readonly("address", &ForeignSpan::address)
       .def("map", &ForeignSpan::map, py::arg("extents"))
-      .def("unmap", &ForeignSpan::unmap, py::arg("offsets"));
+      .def("unmap", &ForeignSpan::unmap, py::arg("offsets"))
+      .def("drain", &ForeignSpan::drain);
 }
 
 }  // namespace memsaver::python

@@ -65,8 +65,6 @@ void ForeignSpan::map(std::vector<ForeignExtent> extents) {
 }
 
 void ForeignSpan::unmap(const std::vector<uint64_t>& offsets) {
-  const auto is_mapped = [this](uint64_t offset) { return mapped_.count(offset) > 0; };
-  if (std::none_of(offsets.begin(), offsets.end(), is_mapped)) return;
   Device::drain_active();
   for (const uint64_t offset : offsets) {
     const auto found = mapped_.find(offset);

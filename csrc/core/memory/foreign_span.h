@@ -39,8 +39,9 @@ class ForeignSpan {
   // mapped one; kDriverFailed, kOutOfDeviceMemory.
   void map(std::vector<ForeignExtent> extents);
 
-  // Unmaps and releases the extents at these offsets, after waiting for work on the devices.
-  // Ignores other offsets. If the driver refuses (kDriverFailed), the call may be repeated.
+  // Waits for work on the devices, then unmaps and releases the extents at these offsets; without
+  // offsets it only waits. Ignores other offsets. If the driver refuses (kDriverFailed), the call
+  // may be repeated.
   void unmap(const std::vector<uint64_t>& offsets);
 
  private:

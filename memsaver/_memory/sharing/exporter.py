@@ -14,15 +14,19 @@ import secrets
 import select
 import socket
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memsaver._memory.sharing import wire
 from memsaver._runtime.native import _C
 from memsaver.errors import MemsaverError, SharingError
 
+if TYPE_CHECKING:
+    from memsaver._memory.sharing import sending
+
 __all__ = ["endpoint"]
 
 _BACKLOG = 64
+_RETRY_MILLISECONDS = 100
 
 
 def endpoint() -> str:
@@ -64,6 +68,7 @@ class _Server:
         self.requests = _C.release_requests()
         self.wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.importers: dict[int, _Importer] = {}
+        self.owes_requests = False  # an importer's socket was full
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self.listener.bind(f"\0{self.name}")
@@ -74,12 +79,19 @@ class _Server:
             raise
 
     def close(self) -> None:
+        """End the thread, which closes the descriptors that it uses."""
         with contextlib.suppress(OSError):
-            self.listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self.listener.close()
-        os.close(self.wake)
+            self.listener.shutdown(socket.SHUT_RDWR)
 
     def _run(self) -> None:
+        try:
+            self._serve_all()
+        finally:
+            self.listener.close()
+            if _servers.get(os.getpid()) is not self:  # otherwise any thread may write to it
+                os.close(self.wake)
+
+    def _serve_all(self) -> None:
         from memsaver._memory.sharing import sending
 
         poll = select.poll()
@@ -89,7 +101,11 @@ class _Server:
         poll.register(self.wake, select.POLLIN)
         while True:
             left = sending.forget_expired()
-            for file, event in poll.poll(None if left is None else int(left * 1000) + 1):
+            wait = None if left is None else int(left * 1000) + 1
+            if self.owes_requests:
+                wait = _RETRY_MILLISECONDS
+                self._request_release()
+            for file, event in poll.poll(wait):
                 if file in (self.requests, self.wake):
                     with contextlib.suppress(BlockingIOError):
                         os.eventfd_read(file)
@@ -111,7 +127,7 @@ class _Server:
             ).start()
         except BaseException as error:
             with contextlib.suppress(OSError):
-                wire.send(connection, {"error": str(error), "tag": ""})
+                wire.send(connection, {"error": str(error), "tag": ""}, wait=False)
             connection.close()
 
     def _serve(self, importer: _Importer) -> None:
@@ -124,9 +140,23 @@ class _Server:
             del self.importers[key]
 
     def _request_release(self) -> None:
+        """Request a release from each importer; from those that do not read, again later."""
+        self.owes_requests = False
         for importer in list(self.importers.values()):
-            with contextlib.suppress(OSError):
-                wire.send(importer.connection, {"release": True})
+            try:
+                wire.send(importer.connection, {"release": True}, wait=False)
+            except BlockingIOError:
+                self.owes_requests = True
+            except OSError:
+                pass  # its thread notices that it is gone
+
+
+class _Held:
+    """A storage that a process uses."""
+
+    def __init__(self, storage: Any) -> None:
+        self.storage = storage
+        self.uses = 0
 
 
 class _Importer:
@@ -139,8 +169,8 @@ class _Importer:
             with contextlib.suppress(OSError):
                 self.end_of_process = os.pidfd_open(pid)
         self.record = _C.Importer(pid)
-        self.held: dict[int, Any] = {}  # the memory that the process uses, by token
-        self.dropping = 0  # entries of `held` that are being removed
+        self.held: dict[int, _Held] = {}  # the memory that the process uses, by token
+        self.dropping = 0  # removed entries of `held` whose memory is being freed
 
     def serve(self) -> None:
         try:
@@ -155,11 +185,15 @@ class _Importer:
                 self._answer(message)
         except (OSError, ValueError, TypeError, KeyError, SharingError):
             pass  # a broken connection, or a message of an unknown form
+        with contextlib.suppress(OSError):  # so that the process waits for no answer
+            self.connection.shutdown(socket.SHUT_RDWR)
         self._wait_for_the_end()
 
     def _wait_for_the_end(self) -> None:
         if self.end_of_process is not None:
-            select.select([self.end_of_process], [], [])
+            poll = select.poll()  # unlike select.select, with any descriptor
+            poll.register(self.end_of_process, select.POLLIN)
+            poll.poll()
 
     def close(self) -> None:
         self.record.close()  # before the memory is freed, which may wait for a pause
@@ -169,46 +203,72 @@ class _Importer:
             os.close(self.end_of_process)
 
     def _answer(self, message: wire.Message) -> None:
-        from memsaver._memory.sharing import sending
-
         if "import" in message:
-            self._export([(int(at), int(size)) for at, size in message["import"]])
+            self._export(int(message["import"]), bool(message["missing"]))
         if "released" in message:
             self.record.released([int(number) for number in message["released"]])
-        for token in message.get("take", ()):
-            sent = sending.take(int(token))
-            if sent is not None:
-                self.held[sent.token] = sent
-        self.dropping = len(message.get("drop", ()))
-        for token in message.get("drop", ()):
-            self.held.pop(int(token), None)  # may free memory
+        self._drop([int(token) for token in message.get("drop", ())])
+
+    def _drop(self, tokens: list[int]) -> None:
+        ended = []
+        for token in tokens:
+            held = self.held.get(token)
+            if held is not None:
+                held.uses -= 1
+                if held.uses == 0:
+                    ended.append(self.held.pop(token))
+        self.dropping = len(ended)
+        ended.clear()
+        held = None  # frees memory
         self.dropping = 0
 
-    def _export(self, ranges: list[tuple[int, int]]) -> None:
-        """Send the extents under the ranges, and those of other tensors that await a receiver."""
+    def _export(self, token: int, are_extents_missing: bool) -> None:
+        """Hold a sent tensor for the process, and answer with the extents that it does not have."""
         from memsaver._memory.sharing import sending
 
         try:
-            tag, device, *_ = _C.locate(ranges[0][0]) or ("", -1)
-            if not sending.is_shareable(tag):
-                raise SharingError(f"a tensor of tag {tag!r} cannot be imported: it was freed")
+            sent, storage = sending.find(token)
+            self.held.setdefault(token, _Held(storage)).uses += 1
+            del storage
             try:
-                wanted = ranges + sending.ranges_with(tag, device)
-                rows = self.record.export_extents(wanted, wire.MOST_FILES)
-            except MemsaverError:  # another tensor was freed
-                wanted = ranges
-                rows = self.record.export_extents(wanted, wire.MOST_FILES)
-            while self._send_extents(rows):
-                rows = self.record.export_extents(wanted, wire.MOST_FILES)
+                if are_extents_missing:
+                    self._export_extents(sent)
+                else:
+                    self._send_extents([])
+            except BaseException:
+                self._drop([token])
+                raise
+            sending.take(token)
         except MemsaverError as error:
             wire.send(self.connection, {"error": str(error), "tag": error.tag})
 
+    def _export_extents(self, sent: sending.Sent) -> None:
+        """Send a tensor's extents, and those of other tensors that await a receiver."""
+        from memsaver._memory.sharing import sending
+
+        own = [(sent.address, sent.nbytes)]
+        try:
+            wanted = own + sending.ranges_with(*sent.pool)
+            rows = self.record.export_extents(wanted, wire.MOST_FILES)
+        except MemsaverError:  # another tensor was freed
+            wanted = own
+            rows = self.record.export_extents(wanted, wire.MOST_FILES)
+        while self._send_extents(rows):
+            rows = self.record.export_extents(wanted, wire.MOST_FILES)
+
     def _send_extents(self, rows: list[_C.Extent]) -> bool:
-        """Send extents in one message. Returns whether there may be more."""
+        """Send extents in one message. Returns whether there may be more.
+
+        Raises:
+            SharingError: the message was not sent, and the process has none of its extents.
+        """
         has_more = len(rows) == wire.MOST_FILES
         try:
             message = {"extents": [row[:5] for row in rows], "more": has_more}
             wire.send(self.connection, message, [row[6] for row in rows])
+        except OSError as error:
+            self.record.released([row[4] for row in rows])
+            raise SharingError(f"descriptors of memory could not be sent: {error}") from error
         finally:
             for row in rows:
                 os.close(row[6])

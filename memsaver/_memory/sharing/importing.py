@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
-from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 from memsaver._memory.sharing import peers
@@ -99,15 +98,14 @@ class _Memory:
     owns a buffer.
     """
 
-    def __init__(self, place: Place, ordinal: int, peer: peers.Peer, key: Hashable) -> None:
-        self._end: Callable[[], None] | None = None
-        extents, self.address = peer.use(place, ordinal, key)
-        self._end = functools.partial(peer.end_use, place.token, key, extents)
+    def __init__(self, place: Place, ordinal: int, peer: peers.Peer) -> None:
         self.nbytes, self.ordinal = place.nbytes, ordinal
+        use = peers.Use(place, ordinal)
+        self._end = functools.partial(peer.end, use)  # also if the wait is interrupted
+        self.address = peer.begin(use)
 
     def __del__(self) -> None:  # faster than weakref.finalize
-        if self._end is not None:
-            self._end()
+        self._end()
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -134,14 +132,17 @@ class _Memory:
 
 
 def _memory(place: Place) -> _Memory:
-    """Return the memory of a sent tensor, mapped once for all its tensors in this process."""
+    """Return the memory of a sent tensor, used once for all its tensors in this process.
+
+    Two threads may each begin a use of the same memory; each then ends its own.
+    """
     known = (place.endpoint, place.token, place.ids)
     memory = _memories.get(known)
     if memory is not None:
         return memory
     peer = peers.peer_at(place.endpoint, place.tag)
     ordinal = _ordinal(place)
-    memory = _memories[known] = _Memory(place, ordinal, peer, known)
+    memory = _memories[known] = _Memory(place, ordinal, peer)
     return memory
 
 

@@ -1,10 +1,17 @@
-"""The sender's side: tensors that can be sent, and memory that is kept for their receivers."""
+"""The sender's side: tensors that can be sent, and memory that is kept for their receivers.
+
+Each sent storage has a token. A receiver presents the token, and the exporter then holds the
+storage for it. A token is valid as long as its storage exists: because a message is in transit, a
+receiver uses it, or the program has it. So a late message fails, and never maps newer memory at the
+same place.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,21 +26,33 @@ __all__ = ["cover", "is_shareable", "make_shareable", "reduce"]
 
 @dataclass
 class Sent:
-    """The memory of a tensor that was sent and that no receiver has taken yet."""
+    """A storage that was sent. Messages refer to it by its token."""
 
     token: int
-    storage: Any  # keeps the memory
     pool: tuple[str, int]  # tag and device
     address: int
     nbytes: int
-    until: float  # on time.monotonic()
+    weak: Any  # torch's weak reference to the storage, whose address is therefore not reused
+    storage: Any = None  # keeps the memory, while a message is in transit
+    messages: int = 0  # in transit
+    until: float = 0.0  # on time.monotonic(); then they are no longer in transit
+
+    def alive(self, torch: Any) -> Any:
+        """Return the storage, if it still has the memory that was sent; otherwise None."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata)
+        if storage is None or storage.data_ptr() != self.address or storage.nbytes() < self.nbytes:
+            return None
+        return storage
 
 
 _shareable: set[str] = set()
 _tokens = itertools.count(1)
-# In the order of their deadlines. Changed without a lock: each operation is atomic under the GIL.
-_in_flight: dict[int, Sent] = {}
-_token_of: dict[tuple[int, int], int] = {}  # by the storage's and its memory's address
+# Reentrant: a signal handler may send a tensor. No memory is freed under it, because that may wait.
+_lock = threading.RLock()
+_sent: dict[int, Sent] = {}  # by token
+_in_flight: dict[int, Sent] = {}  # those with messages in transit, in the order of their deadlines
+_token_of: dict[tuple[int, int, int], int] = {}  # by the storage's address, and its memory
+_most_sent = 256  # more entries than this are checked for dead storages
 
 
 def make_shareable(tag: str) -> None:
@@ -125,44 +144,97 @@ def reduce(tensor: Any, tag: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 def _keep(storage: Any, pool: tuple[str, int], address: int, nbytes: int) -> int:
-    """Keep the memory of a storage for a receiver, and return its token."""
+    """Keep the memory of a storage for the receiver of a message, and return its token."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
     forget_expired()
     until = time.monotonic() + float(_C.option("importer_seconds"))
-    known = _token_of.get((storage._cdata, address))
-    sent = _in_flight.pop(known, None) if known is not None else None
-    token = sent.token if sent is not None else next(_tokens)
-    is_first = not _in_flight
-    _in_flight[token] = Sent(token, storage, pool, address, nbytes, until)
-    _token_of[storage._cdata, address] = token
+    with _lock:
+        key = (storage._cdata, address, nbytes)
+        token = _token_of.get(key)
+        if token is None:
+            _prune()
+            token = _token_of[key] = next(_tokens)
+            _sent[token] = Sent(token, pool, address, nbytes, StorageWeakRef(storage))
+        sent = _sent[token]
+        is_first = not _in_flight
+        _in_flight.pop(token, None)
+        _in_flight[token] = sent
+        sent.storage, sent.until = storage, until
+        sent.messages += 1
     if is_first:
         exporter.wake()  # so that its thread waits for this deadline
     return token
 
 
-def forget_expired() -> float | None:
+def _prune() -> None:
+    """Remove the entries of storages that no longer exist. Needs the lock."""
+    global _most_sent
+    if len(_sent) < _most_sent:
+        return
+    for key, token in list(_token_of.items()):
+        if _sent[token].weak.expired():
+            del _token_of[key], _sent[token]
+    _most_sent = max(256, 2 * len(_sent))
+
+
+def forget_expired(now: float | None = None) -> float | None:
     """Stop keeping memory that no receiver has taken in time.
+
+    Args:
+        now: on time.monotonic(), by default the current time.
 
     Returns:
         The seconds until the next deadline; None if no memory is kept.
     """
-    now = time.monotonic()
-    while _in_flight:
-        try:
-            first = next(iter(_in_flight.values()))
-        except (RuntimeError, StopIteration):  # another thread changed it
-            continue
-        if first.until > now:
-            return first.until - now
-        take(first.token)
-    return None
+    if now is None:
+        now = time.monotonic()
+    dead = []  # freed after the lock is released
+    try:
+        with _lock:
+            for sent in list(_in_flight.values()):
+                if sent.until > now:
+                    return sent.until - now
+                dead.append(_end(sent))
+        return None
+    finally:
+        dead.clear()
 
 
-def take(token: int) -> Sent | None:
-    """Return the memory of a sent tensor, which the caller keeps for its receiver from now on."""
-    sent = _in_flight.pop(token, None)
-    if sent is not None:
-        _token_of.pop((sent.storage._cdata, sent.address), None)
-    return sent
+def _end(sent: Sent) -> Any:
+    """Stop keeping a storage for receivers, and return it. Needs the lock."""
+    del _in_flight[sent.token]
+    storage, sent.storage, sent.messages = sent.storage, None, 0
+    return storage
+
+
+def find(token: int) -> tuple[Sent, Any]:
+    """Return a sent tensor's entry and its storage, which keeps the memory.
+
+    Raises:
+        SharingError: the tensor was freed.
+    """
+    with _lock:
+        sent = _sent.get(token)
+        storage = None if sent is None else sent.alive(sys.modules["torch"])
+    if sent is None or storage is None:
+        raise SharingError(
+            "a sent tensor cannot be imported: it was freed; keep the tensor until the other "
+            "process has it, and send it again"
+        )
+    return sent, storage
+
+
+def take(token: int) -> None:
+    """Record that a receiver has one of the messages that refer to a tensor."""
+    storage = None
+    with _lock:
+        sent = _in_flight.get(token)
+        if sent is not None:
+            sent.messages -= 1
+            if sent.messages == 0:
+                storage = _end(sent)
+    del storage  # may free the memory
 
 
 def kept() -> int:

@@ -3,23 +3,26 @@
 Each message is a packet of an abstract Unix socket (SOCK_SEQPACKET): JSON, and up to MOST_FILES
 descriptors. Both sides check that the other process belongs to the same user.
 
-The importer sends, in this order of first use:
-    {"import": [[address, bytes], ...], "ids": [...]}  requests extents; answered by one or more
+The importer sends:
+    {"import": token, "missing": bool}  begins the use of a sent tensor, and requests its extents if
+        some of them are missing; answered by one or more
         {"extents": [[address, bytes, span_address, span_bytes, id], ...], "more": bool} with a
-        descriptor for each extent, or by {"error": text, "tag": text}
-    {"take": [token, ...]}, {"drop": [token, ...]}     began, or ended, the use of a sent tensor
-    {"released": [id, ...]}                            no longer maps these extents
-    {"bye": true}                                      maps nothing, and closes the connection
+        descriptor for each extent, or by {"error": text, "tag": text}, which begins no use
+    {"drop": [token, ...]}              ended the use of sent tensors, once for each import
+    {"released": [id, ...]}             no longer maps these extents
+    {"bye": true}                       maps nothing, and closes the connection
 The exporter may send at any time:
     {"release": true}  requests the release of all extents, each as soon as no tensor uses it
 """
 
 from __future__ import annotations
 
+import array
 import json
 import os
 import socket
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 from memsaver.errors import SharingError
@@ -48,38 +51,51 @@ def peer_of(connection: socket.socket) -> int:
     return int(pid)
 
 
-def send(connection: socket.socket, message: Message, files: list[int] | None = None) -> None:
+def send(
+    connection: socket.socket,
+    message: Message,
+    files: Sequence[int] = (),
+    *,
+    wait: bool = True,
+) -> None:
     """Send a message, with descriptors, which stay open. Any thread.
 
     Raises:
+        BlockingIOError: `wait` is False, and the other process has too many unread messages.
         OSError: the other process is gone.
     """
-    socket.send_fds(connection, [json.dumps(message).encode()], files or [])
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else []
+    flags = socket.MSG_NOSIGNAL | (0 if wait else socket.MSG_DONTWAIT)
+    connection.sendmsg([json.dumps(message).encode()], rights, flags)
 
 
 def receive(connection: socket.socket) -> tuple[Message, list[int]]:
     """Wait for a message. Returns it with its descriptors, which the caller closes.
 
-    An empty message means that the other process has closed the connection.
+    An empty message means that the other process has closed the connection. If this process cannot
+    have all descriptors of a message, it gets none of them.
 
     Raises:
         OSError: the connection is broken, or a message has an unknown form.
-        SharingError: there are not enough descriptors.
     """
     data, files, flags, _ = socket.recv_fds(
         connection, _MOST_BYTES, MOST_FILES, socket.MSG_CMSG_CLOEXEC
     )
     try:
-        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-            raise SharingError(
-                "a message about shared memory was cut off: raise the limit of open files "
-                f"(ulimit -n) by {MOST_FILES}"
-            )
+        if flags & socket.MSG_TRUNC:
+            raise OSError("a message is too long")
         message = json.loads(data) if data else {}
         if not isinstance(message, dict):
             raise OSError("a message has an unknown form")
     except BaseException:
-        for file in files:
-            os.close(file)
+        _close(files)
         raise
+    if flags & socket.MSG_CTRUNC:
+        _close(files)
+        files = []
     return message, files
+
+
+def _close(files: list[int]) -> None:
+    for file in files:
+        os.close(file)

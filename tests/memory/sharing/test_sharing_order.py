@@ -1,0 +1,159 @@
+"""Test the order of uses: memory is kept for every receiver, until its work is done."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import time
+from multiprocessing.reduction import ForkingPickler
+
+import pytest
+from importing_process import ImportFailed
+
+from memsaver._memory.sharing import exporter, importing, peers, sending
+from memsaver._runtime.native import _C
+
+torch = pytest.importorskip("torch")
+
+FILL_ASYNCHRONOUSLY = (
+    "import ctypes\n"
+    "from memsaver import simulator\n"
+    "simulator.control().sim_hold_streams(1)\n"
+    "driver, context = ctypes.CDLL(simulator.control()._name), ctypes.c_void_p()\n"
+    "driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)\n"
+    "driver.cuCtxSetCurrent(context)\n"
+    "driver.cuMemsetD8Async.argtypes = [ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, "
+    "ctypes.c_void_p]\n"
+    "assert driver.cuMemsetD8Async(x.data_ptr(), 9, 200, None) == 0\n"
+)
+
+
+def dumped(value) -> bytes:
+    return bytes(ForkingPickler.dumps(value))
+
+
+def allocations(name) -> int:
+    return _C.stats(name)[0]["allocations"]
+
+
+def test_memory_is_kept_for_work_that_uses_a_deleted_tensor(own_importer, make, name, wait_until):
+    """The next bucket must not get memory that work in the other process still reads or writes."""
+    own_importer.load_pickle("x", dumped(make(50)))
+    own_importer.do(FILL_ASYNCHRONOUSLY + "del x; gc.collect()")
+    time.sleep(0.3)
+    assert allocations(name) == 1
+    own_importer.do("simulator.control().sim_hold_streams(0)")
+    wait_until(lambda: allocations(name) == 0)
+
+
+@pytest.mark.parametrize("ends_first", [False, True])
+def test_two_receivers_of_one_storage(importer, own_importer, make, name, wait_until, ends_first):
+    mine = make(50)
+    messages = [dumped(mine), dumped(mine[10:])]
+    del mine
+    importer.load_pickle("x", messages[0])
+    if not ends_first:
+        own_importer.load_pickle("x", messages[1])
+    importer.do("del x; gc.collect()")
+    wait_until(lambda: exporter.held() == (not ends_first))
+    if ends_first:
+        own_importer.load_pickle("x", messages[1])
+    assert allocations(name) == 1
+    assert own_importer.ask("x.tolist()") == list(range(10, 50))
+    own_importer.do("del x; gc.collect()")
+    wait_until(lambda: allocations(name) == 0)
+
+
+def test_a_late_message_never_maps_newer_memory(importer, make, name, wait_until):
+    """The receiver still maps the extent, whose memory the sender has given to another tensor."""
+    kept, mine = make(50), make(50)
+    importer.load("x", [kept, mine])
+    late, address = dumped(mine), mine.data_ptr()
+    sending.forget_expired(math.inf)
+    importer.do("x.pop(); gc.collect()")
+    del mine
+    wait_until(lambda: allocations(name) == 1)
+    newer = make(50)
+    assert newer.data_ptr() == address
+    with pytest.raises(ImportFailed, match="was freed"):
+        importer.load_pickle("y", late)
+    importer.load("y", newer)
+
+
+def test_a_late_message_is_valid_while_the_sender_has_the_tensor(importer, make, name, wait_until):
+    mine = make(50)
+    late = dumped(mine[5:])
+    sending.forget_expired(math.inf)
+    for _ in range(2):
+        importer.load_pickle("x", late)
+        assert importer.ask("int(x[0])") == 5
+    del mine
+    time.sleep(0.05)
+    assert allocations(name) == 1
+    importer.forget()
+    wait_until(lambda: allocations(name) == 0)
+
+
+def test_tokens_of_freed_tensors_are_forgotten(make, monkeypatch):
+    monkeypatch.setattr(sending, "_most_sent", 1)
+    for _ in range(300):
+        dumped(make(4))
+        sending.forget_expired(math.inf)
+    assert len(sending._sent) == len(sending._token_of) < 260
+
+
+def test_each_use_of_a_storage_ends_alone(make, name, wait_until):
+    """Two threads that receive the same storage at once may each begin a use."""
+    mine = make(50)
+    message = dumped(mine)
+    first = pickle.loads(message)
+    importing._memories.clear()  # as the second thread sees it
+    second = pickle.loads(message)
+    del mine
+    wait_until(lambda: sending.kept() == 1)
+    del first
+    time.sleep(0.1)
+    assert sending.kept() == allocations(name) == 1
+    assert second.tolist() == list(range(50))
+    del second
+    wait_until(lambda: allocations(name) == 0)
+
+
+def test_an_interrupted_use_ends(make, name, monkeypatch, wait_until):
+    def interrupted(seconds):
+        raise KeyboardInterrupt
+
+    message = dumped(make(50))
+    use = peers.Use
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+
+        def interrupting(*arguments):
+            made = use(*arguments)
+            made.is_decided.wait = interrupted
+            return made
+
+        patch.setattr(peers, "Use", interrupting)
+        pickle.loads(message)
+    wait_until(lambda: allocations(name) == 0)
+
+
+def test_a_release_during_an_import_spares_what_it_needs(make, name, monkeypatch, wait_until):
+    """A pause may ask for mapped memory that the import has just found."""
+    mine = make(50)
+    again = pickle.loads(dumped(mine))
+    address = again.data_ptr()
+    del again
+    wait_until(lambda: exporter.held() == 0)
+    send = exporter.wire.send
+
+    def requesting(connection, message, *arguments, **options):
+        if "extents" in message:
+            send(connection, {"release": True})
+        send(connection, message, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(exporter.wire, "send", requesting)
+        again = pickle.loads(dumped(mine))
+    assert again.data_ptr() == address and again.tolist() == list(range(50))
+    del again
+    wait_until(lambda: not _C.importers())
