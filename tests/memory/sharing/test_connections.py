@@ -1,0 +1,185 @@
+"""Test connections between processes: descriptors, stalled and ended processes, threads."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import os
+import pickle
+import resource
+import signal
+import types
+from multiprocessing.reduction import ForkingPickler
+
+import pytest
+from importing_process import ImportFailed
+
+import memsaver
+from memsaver._memory.sharing import exporter, peers, wire
+from memsaver._runtime.native import _C
+
+torch = pytest.importorskip("torch")
+
+MIB = 1 << 20
+
+MANY_FILES = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (3000, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+files = [open(os.devnull) for _ in range(1100)]
+"""
+FEW_FILES = """
+import resource
+limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+count = max(map(int, os.listdir("/proc/self/fd"))) + 3
+resource.setrlimit(resource.RLIMIT_NOFILE, (count, limits[1]))
+"""
+
+
+def imported_bytes(name) -> int:
+    return sum(nbytes for tag, _, nbytes in _C.importers() if tag == name)
+
+
+def test_a_receiver_with_many_descriptors(own_importer, make, name, wait_until):
+    own_importer.do(MANY_FILES)
+    own_importer.load_pickle("x", bytes(ForkingPickler.dumps(make(50))))
+    assert own_importer.ask("min(peer._wake for peer in peers._peers.values())") > 1024
+    own_importer.do("del x; gc.collect()")
+    wait_until(lambda: _C.stats(name)[0]["allocations"] == 0)
+    memsaver.pause(name)
+
+
+def test_a_sender_with_many_descriptors(own_importer, make, name, options):
+    """It notices the end of a process, and not before."""
+    mine = make(50)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 3000), limits[1]))
+        for _ in range(1100):
+            stack.enter_context(open(os.devnull))
+        own_importer.load("x", mine)
+        own_importer.do("[peer._socket.shutdown(2) for peer in peers._peers.values()]")
+        options(importer_seconds=0.2)
+        with pytest.raises(memsaver.TagSharedError):
+            memsaver.pause(name)
+        own_importer.kill()
+        options(importer_seconds=30)
+        memsaver.pause(name)
+
+
+@pytest.mark.parametrize("most", [4, 250])
+def test_a_receiver_without_descriptors(own_importer, make, name, options, monkeypatch, most):
+    """It maps nothing of the message, says so, and can receive again."""
+    monkeypatch.setattr(wire, "MOST_FILES", most)
+    options(slab_bytes=2 * MIB, share_bytes=2 * MIB)
+    mine = [make(MIB // 2) for _ in range(10)]
+    own_importer.load("y", make(50))  # connects
+    own_importer.do("del y; gc.collect()")
+    own_importer.do(FEW_FILES)
+    with pytest.raises(ImportFailed, match="raise the limit of open files") as caught:
+        own_importer.load("x", mine)
+    assert caught.value.kind == "SharingError"
+    memsaver.pause(name)  # nothing is recorded as imported for ever
+    memsaver.resume(name)
+    own_importer.do("resource.setrlimit(resource.RLIMIT_NOFILE, limits)")
+    own_importer.load("x", mine)
+    assert own_importer.ask("[int(t[-1]) for t in x]") == [MIB // 2 - 1] * 10
+
+
+def test_descriptors_that_cannot_be_sent(importer, make, name, monkeypatch):
+    send = wire.send
+
+    def refusing(connection, message, files=(), **options):
+        if files:
+            raise OSError(errno.ETOOMANYREFS, "too many references")
+        send(connection, message, files, **options)
+
+    mine = make(50)
+    with monkeypatch.context() as patch:
+        patch.setattr(wire, "send", refusing)
+        with pytest.raises(ImportFailed, match=r"could not be sent: .*too many"):
+            importer.load("x", mine)
+    assert not imported_bytes(name) and not exporter.held()
+    importer.load("x", mine)
+
+
+def test_an_importer_that_does_not_read_delays_no_other(
+    own_importer, importer, make, name, in_thread, wait_until
+):
+    mine = make(50)
+    own_importer.load("x", mine)
+    own_importer.do("del x; gc.collect()")
+    server = exporter._servers[os.getpid()]
+    os.kill(own_importer.pid, signal.SIGSTOP)
+    try:
+        going = in_thread(lambda: [server._request_release() for _ in range(3000)])
+        going.result()
+        assert server.owes_requests
+        exporter.wake()
+        importer.load("x", mine)
+        importer.do("del x; gc.collect()")
+        os.eventfd_write(server.requests, 1)
+        wait_until(lambda: {pid for _, pid, _ in _C.importers()} == {own_importer.pid})
+    finally:
+        os.kill(own_importer.pid, signal.SIGCONT)
+    wait_until(lambda: not server.owes_requests)
+    memsaver.pause(name)
+
+
+def test_a_second_connection_leaves_the_first(make, wait_until):
+    """Of two threads that connect at once, one closes its connection again."""
+    mine = make(50)
+    again = pickle.loads(bytes(ForkingPickler.dumps(mine)))
+    endpoint = exporter.endpoint()
+    wake = closed_connection(endpoint, wait_until)
+    wait_until(lambda: gc.collect() >= 0 and not is_eventfd(wake))
+    assert peers.is_foreign(again.data_ptr())
+
+
+def closed_connection(endpoint, wait_until) -> int:
+    second = peers.Peer(endpoint, "")
+    wire.send(second._socket, {"bye": True})
+    wait_until(lambda: second._has_ended)
+    assert peers._peers[endpoint] is not second
+    second._add(False, peers.Use(None, 0))
+    assert is_eventfd(second._wake)  # another thread may still write to it
+    return second._wake
+
+
+def is_eventfd(file) -> bool:
+    with contextlib.suppress(OSError):
+        return "eventfd" in os.readlink(f"/proc/self/fd/{file}")
+    return False
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_connections_thread_that_fails_ends_the_connection(make, monkeypatch, wait_until):
+    mine = make(50)
+
+    def failing(self):
+        raise RuntimeError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(peers.Peer, "_work", failing)
+        with pytest.raises(memsaver.SharingError, match="has ended"):
+            pickle.loads(bytes(ForkingPickler.dumps(mine)))
+    assert exporter.endpoint() not in peers._peers
+    assert pickle.loads(bytes(ForkingPickler.dumps(mine))).tolist() == mine.tolist()
+
+
+@pytest.mark.parametrize(
+    ("offset", "nbytes", "is_replaced"), [(0, 4, True), (0, 2, False), (4, 4, True), (6, 4, False)]
+)
+def test_freed_extents_that_overlap_new_ones_are_unmapped(make, offset, nbytes, is_replaced):
+    make(1)
+    unmapped = []
+    peer = peers.Peer(exporter.endpoint(), "")
+    span = peers.Span(0, 16 * MIB)
+    span.native = types.SimpleNamespace(unmap=unmapped.extend)
+    old = peers.Extent(span, offset * MIB, nbytes * MIB, 1 << 60)
+    span.at[old.offset] = peer.extents[old.id] = old
+    peer._make_room(span, [(2 * MIB, 4 * MIB, -1)])
+    assert bool(unmapped) == is_replaced == (not span.at)
+    peer.extents.clear()
+    wire.send(peer._socket, {"bye": True})
