@@ -14,6 +14,7 @@ import secrets
 import select
 import socket
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 from memsaver._memory.sharing import wire
@@ -76,6 +77,7 @@ class _Server:
             threading.Thread(target=self._run, name="memsaver-share", daemon=True).start()
         except BaseException:
             self.listener.close()
+            os.close(self.wake)
             raise
 
     def close(self) -> None:
@@ -114,8 +116,10 @@ class _Server:
                 elif event & (select.POLLHUP | select.POLLNVAL):
                     return
                 else:
-                    with contextlib.suppress(OSError):
+                    try:
                         self._accept()
+                    except OSError:  # no descriptors: the next call would fail at once, too
+                        time.sleep(_RETRY_MILLISECONDS / 1000)
 
     def _accept(self) -> None:
         connection, _ = self.listener.accept()

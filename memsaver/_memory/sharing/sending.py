@@ -172,6 +172,7 @@ def _prune() -> None:
     global _most_sent
     if len(_sent) < _most_sent:
         return
+    _most_sent = 2 * len(_sent)  # a finalizer that sends a tensor does not begin this again
     for key, token in list(_token_of.items()):
         if _sent[token].weak.expired():
             del _token_of[key], _sent[token]
@@ -203,7 +204,7 @@ def forget_expired(now: float | None = None) -> float | None:
 
 def _end(sent: Sent) -> Any:
     """Stop keeping a storage for receivers, and return it. Needs the lock."""
-    del _in_flight[sent.token]
+    _in_flight.pop(sent.token, None)
     storage, sent.storage, sent.messages = sent.storage, None, 0
     return storage
 

@@ -9,6 +9,8 @@ import os
 import pickle
 import resource
 import signal
+import socket
+import time
 import types
 from multiprocessing.reduction import ForkingPickler
 
@@ -151,6 +153,25 @@ def is_eventfd(file) -> bool:
     with contextlib.suppress(OSError):
         return "eventfd" in os.readlink(f"/proc/self/fd/{file}")
     return False
+
+
+def test_a_server_without_descriptors_waits_before_the_next_attempt(make, monkeypatch):
+    endpoint = exporter.endpoint()
+    attempts = []
+
+    def refused(self):
+        attempts.append(time.monotonic())
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with (
+        monkeypatch.context() as patch,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection,
+    ):
+        patch.setattr(exporter._Server, "_accept", refused)
+        connection.connect(f"\0{endpoint}")
+        time.sleep(0.35)
+    assert 1 <= len(attempts) < 8
+    assert pickle.loads(bytes(ForkingPickler.dumps(make(3)))).tolist() == [0, 1, 2]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
