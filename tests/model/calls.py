@@ -19,8 +19,8 @@ _MAPPING = frozenset({"cuMemMap", "cuMemSetAccess"})
 _UNDOING = {
     "pause": _MAPPING,
     "swap": _MAPPING
-    | {"cuMemUnmap", "cuMemcpyHtoDAsync", "cuStreamSynchronize", "cuCtxPushCurrent"}
-    | {"cuThreadExchangeStreamCaptureMode", "pread", "malloc"},
+    | {"cuMemUnmap", "cuMemcpyHtoDAsync", "cuMemcpyDtoDAsync", "cuStreamSynchronize"}
+    | {"cuCtxPushCurrent", "cuThreadExchangeStreamCaptureMode", "pread", "malloc"},
 }
 
 
