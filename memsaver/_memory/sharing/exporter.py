@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import select
 import socket
 import threading
@@ -65,7 +64,7 @@ def held() -> int:
 class _Server:
     def __init__(self) -> None:
         # Abstract: no file stays behind, and no folder is needed.
-        self.name = f"memsaver-share-{os.getpid()}-{secrets.token_hex(16)}"
+        self.name = f"memsaver-share-{os.getpid()}-{os.urandom(16).hex()}"
         self.requests = _C.release_requests()
         self.wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.importers: dict[int, _Importer] = {}

@@ -18,7 +18,6 @@ The exporter may send at any time:
 from __future__ import annotations
 
 import array
-import json
 import os
 import socket
 import struct
@@ -64,6 +63,8 @@ def send(
         BlockingIOError: `wait` is False, and the other process has too many unread messages.
         OSError: the other process is gone.
     """
+    import json  # here, because only processes that share memory need it
+
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else []
     flags = socket.MSG_NOSIGNAL | (0 if wait else socket.MSG_DONTWAIT)
     connection.sendmsg([json.dumps(message).encode()], rights, flags)
@@ -78,6 +79,8 @@ def receive(connection: socket.socket) -> tuple[Message, list[int]]:
     Raises:
         OSError: the connection is broken, or a message has an unknown form.
     """
+    import json
+
     data, files, flags, _ = socket.recv_fds(
         connection, _MOST_BYTES, MOST_FILES, socket.MSG_CMSG_CLOEXEC
     )
