@@ -1,4 +1,4 @@
-"""Define the tables of measurements in the pages of training frameworks."""
+"""Make the tables of measurements in the pages of engines and training frameworks."""
 
 from __future__ import annotations
 
@@ -43,27 +43,40 @@ PAGES: dict[str, tuple[tuple[str, str], ...]] = {
 def pages(
     rows: Sequence[Mapping[str, Any]], how_to: Path, figure: Callable[[float], str]
 ) -> dict[Path, str]:
-    """Return the table of each page as Markdown, or that nothing was measured.
+    """Return the table of each page.
 
     Args:
         rows: the rows of the results.
         how_to: the folder of the pages.
         figure: formats a value.
     """
-    by_metric = {row["metric"]: row for row in rows if row["bench"] == BENCH}
-    made = {}
-    for page, lines in PAGES.items():
-        shown = [(by_metric[metric], words) for metric, words in lines if metric in by_metric]
-        made[how_to / page] = table(shown, figure) if shown else "Not measured yet."
-    return made
+    return {how_to / page: table(rows, BENCH, lines, figure) for page, lines in PAGES.items()}
 
 
-def table(shown: Sequence[tuple[Mapping[str, Any], str]], figure: Callable[[float], str]) -> str:
-    """Return rows with their titles as Markdown."""
+def table(
+    rows: Sequence[Mapping[str, Any]],
+    bench: str,
+    wanted: Sequence[tuple[str, str]],
+    figure: Callable[[float], str],
+) -> str:
+    """Return the rows of a benchmark as Markdown, or that nothing was measured.
+
+    Args:
+        rows: the rows of all benchmarks.
+        bench: the benchmark.
+        wanted: the metrics with their titles; those without a row are omitted.
+        figure: formats a value.
+    """
+    found = {row["metric"]: row for row in rows if row["bench"] == bench}
+    shown = [(found[metric], words) for metric, words in wanted if metric in found]
+    if not shown:
+        return "Not measured yet."
     first, _ = shown[0]
+    days = sorted({row["date"] for row, _ in shown})
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     versions = ", ".join(f"{name} {text}" for name, text in first["versions"].items())
     lines = [
-        f"Medians on one {first['gpu']}, {first['date']} ({versions}).",
+        f"Medians on one {first['gpu']}, {when} ({versions}).",
         "A factor above 1 means that memsaver is better.",
         "",
         "| | memsaver | compared with | its value | factor |",

@@ -8,14 +8,12 @@ other, which use the GPU alone. A tokenizer is made locally; no part needs a net
 Measurements
     trl       TRL's GRPOTrainer with a colocated vLLM in sleep mode: seconds of its sleeps and
               wake-ups, seconds of a step, peak memory; losses, rewards, gradients and responses are
-              compared. Needs TRL and vLLM. About 3 minutes
+              compared. Needs TRL and vLLM
     trainer   transformers' Trainer whose optimizer, weights and reference model are in tags:
-              seconds of their pauses and resumes, and memory in use. Needs transformers. About
-              2 minutes
+              seconds of their pauses and resumes, and memory in use. Needs transformers
     verl      verl's own trainer with SGLang on the same GPUs: seconds of a release with both
               resumes, of a step and its phases, peak memory, KV tokens; see
-              parts/frameworks_verl.py. Needs verl, Ray and SGLang; verl_wheels.py prepares them.
-              About 6 minutes
+              parts/frameworks_verl.py. Needs verl, Ray and SGLang; verl_wheels.py prepares them
 
 framework_wheels.py prepares the packages for a machine without a network. Progress goes to stderr.
 Prints a table and merges each row into --output as soon as it exists (see results.py).

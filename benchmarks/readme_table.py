@@ -112,33 +112,12 @@ def their_figure(row: dict[str, Any] | None) -> str:
     return f"{figure(row['peer_value'])} ({ratio:,.{0 if ratio >= 100 else 2}f}x)"
 
 
-def vllm_table(rows: list[dict[str, Any]]) -> str:
-    """Return the rows of vLLM as Markdown, or that there are none."""
-    found = {row["metric"]: row for row in rows if row["bench"] == "vllm_cycle"}
-    shown = [(found[metric], words) for metric, words in ENGINES if metric in found]
-    if not shown:
-        return "Not measured yet."
-    first, _ = shown[0]
-    versions = ", ".join(f"{name} {text}" for name, text in first["versions"].items())
-    lines = [
-        f"Medians on one {first['gpu']}, {dates([row for row, _ in shown])} ({versions}).",
-        "A factor above 1 means that memsaver is better.",
-        "",
-        "| | memsaver | vLLM's own | factor |",
-        "|---|--:|--:|--:|",
-    ]
-    for row, words in shown:
-        values = f"{figure(row['memsaver'])} | {figure(row['peer_value'])} | {row['ratio']:.2f}"
-        lines.append(f"| {words} | {values} |")
-    return "\n".join(lines)
-
-
 def pages(rows: list[dict[str, Any]]) -> dict[Path, str]:
     """Return the table of each page."""
     return {
         README: table(rows),
         COMPARISON: table(rows, COMPARED),
-        VLLM: vllm_table(rows),
+        VLLM: framework_tables.table(rows, "vllm_cycle", ENGINES, figure),
         **framework_tables.pages(rows, ROOT / "docs" / "how-to", figure),
     }
 

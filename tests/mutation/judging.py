@@ -95,7 +95,7 @@ class Judge:
         self.limits = limits
         self._lock = threading.Lock()
         self._kills: Counter[str] = Counter()
-        self._pristine: dict[Path, bytes] = {}
+        self._unchanged: dict[Path, bytes] = {}
 
     def learn(self, test: str) -> None:
         """Count a mutant that a test file detected, here or in an earlier run."""
@@ -144,7 +144,7 @@ class Judge:
                 spent += built.cpu_seconds
                 if built.status != 0:
                     return {"result": "not built", "seconds": spent}
-                if place.library() == self._pristine[place.folder]:
+                if place.library() == self._unchanged[place.folder]:
                     return {"result": "same code", "seconds": spent}
             result = self._run(place, self.chosen(mutant, text))
         finally:
@@ -155,12 +155,12 @@ class Judge:
 
     def _prepare(self, place: Place) -> None:
         """Build the unchanged core, and keep it to detect mutants that change nothing."""
-        if place.folder in self._pristine:
+        if place.folder in self._unchanged:
             return
         ended = place.build()
         if ended.status != 0:
             raise RuntimeError(f"the unchanged core could not be built: {ended.output[-2000:]}")
-        self._pristine[place.folder] = place.library()
+        self._unchanged[place.folder] = place.library()
 
     def _run(self, place: Place, tests: list[TestFile]) -> dict[str, Any]:
         spent, flaky = 0.0, 0

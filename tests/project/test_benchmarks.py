@@ -251,8 +251,16 @@ def test_the_table_of_vllm_shows_both_allocators_or_that_nothing_was_measured(be
     readme_table = benchmark_module("readme_table")
     row = {"bench": "vllm_cycle", "metric": "vllm_wake_kv_ms", "memsaver": 20.0, "peer_value": 30.0}
     row |= {"ratio": 1.5, "gpu": "G", "date": "2026-01-01", "versions": {"torch": "2"}}
-    assert "| wake the KV cache, ms | 20.0 | 30.0 | 1.50 |" in readme_table.vllm_table([row])
-    assert readme_table.vllm_table([row | {"bench": "other"}]) == "Not measured yet."
+    row["peer"] = "vLLM's own allocator"
+
+    def table(bench):
+        wanted = "vllm_cycle", readme_table.ENGINES, readme_table.figure
+        return readme_table.framework_tables.table([row | {"bench": bench}], *wanted)
+
+    assert "| wake the KV cache, ms | 20.0 | vLLM's own allocator | 30.0 | 1.50 |" in table(
+        "vllm_cycle"
+    )
+    assert table("other") == "Not measured yet."
 
 
 def test_a_recorded_timeline_contains_no_path_of_the_tree(benchmark_module):

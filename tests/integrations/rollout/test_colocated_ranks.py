@@ -1,94 +1,16 @@
 """Test a colocated session on several ranks: FSDP2 trainers, and faults on some of the ranks."""
 
-import textwrap
+import functools
 
+import colocated_ranks
 import pytest
-import rank_processes
 
 pytest.importorskip("torch")
-
-PRELUDE = """
-import os, time
-from datetime import timedelta
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-import memsaver
-from memsaver.distributed import GroupError, RankError
-from memsaver.integrations.rollout import ColocatedSession, Phase, Stage
-from memsaver.integrations.engine.errors import EngineTimeoutError
-from colocated_engine import TagEngine, stages_of
-from simulated_driver import Simulator
-from trainers import Trainer, plain_model
-
-RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-dist.init_process_group(
-    "gloo",
-    store=dist.FileStore("store", SIZE),
-    rank=RANK,
-    world_size=SIZE,
-    timeout=timedelta(seconds=30),
-)
-sim = Simulator()
-sim.start()
-X = torch.ones(4)
-CALLS = ["wake_up weights", "update_weights", "wake_up all", "sleep"]
-
-
-def sharded():
-    model = plain_model()
-    mesh = init_device_mesh("cpu", (SIZE,))
-    for layer in (model[0], model[3]):
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
-def step(trainer):
-    trainer.step()
-    trainer.optimizer.zero_grad()
-
-
-def raised(kind, call):
-    try:
-        call()
-    except kind as error:
-        return error
-    raise AssertionError(f"{kind.__name__} was not raised")
-
-
-def gathered(value):
-    everyones = [None] * SIZE
-    dist.all_gather_object(everyones, value)
-    return everyones
-
-
-def rollout(inside=lambda engine: None):
-    with session.rollout() as engine:
-        inside(engine)
-
-
-def training(inside=lambda: None):
-    with session.training():
-        inside()
-
-
-trainer = Trainer(model=sharded)
-step(trainer)
-engine = TagEngine(trainer.model, "weights", "kv_cache")
-session = ColocatedSession(engine, trainer.model, trainer.optimizer, timeout=20)
-"""
 
 
 @pytest.fixture
 def run_ranks(tmp_path):
-    """Run code on all ranks of a group; each rank must end with the status given for it."""
-
-    def run(code, size, statuses=None):
-        text = PRELUDE + textwrap.dedent(code) + "\ndist.destroy_process_group()\n"
-        rank_processes.run(text, size, tmp_path, statuses=statuses, timeout=100)
-
-    return run
+    return functools.partial(colocated_ranks.run, tmp_path)
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
@@ -229,66 +151,6 @@ def test_an_interrupt_of_a_rank_is_an_error_on_the_others_and_never_dropped(run_
     )
 
 
-def test_arguments_of_a_session_that_differ_between_ranks_are_an_error_on_all(run_ranks):
-    run_ranks(
-        """
-        class Collective(TagEngine):
-            def update_weights(self, state, scale=1.0):
-                dist.barrier()  # as a RolloutEngine, whose ranks wait for each other
-                return super().update_weights(state, scale)
-
-        session.close()
-        for tag in ("first", "second"):
-            with memsaver.region(tag, backup="host"):
-                pass
-        engine = Collective(trainer.model, "other weights", "other kv_cache")
-        for name, *values in (
-            ("sleep", True, False),
-            ("overlap", True, False),
-            ("whole_updates", False, True),
-            ("engine_keeps_weights", False, True),
-            ("tags", ("first",), ("first", "second")),
-        ):
-            options = {name: values[RANK]}
-            error = raised(
-                memsaver.ConfigError,
-                lambda: ColocatedSession(engine, plain_model(), timeout=20, **options),
-            )
-            assert f"{name} must be equal on all ranks" in str(error), error
-            assert "on rank 0" in str(error) and "on rank 1" in str(error), error
-
-        # The functions that return the weights and the options, before a rank waits in the engine.
-        class Broken(Exception):
-            pass
-
-        def state():
-            if broken == "state" and RANK == 1:
-                raise Broken("no weights")
-            return trainer.model.state_dict()
-
-        def options():
-            if broken == "options" and RANK == 0:
-                raise Broken("no options")
-            return [("scale", 1.0)] if broken == "pairs" and RANK == 1 else {"scale": 1.0}
-
-        session = ColocatedSession(
-            engine, trainer.model, state=state, update_options=options, sleep=False, timeout=20
-        )
-        for broken, kind, text in (
-            ("state", RankError, "Broken: no weights"),
-            ("options", RankError, "Broken: no options"),
-            ("pairs", memsaver.ConfigError, "update_options must be a mapping"),
-        ):
-            started = time.monotonic()
-            error = raised(kind, rollout)
-            assert text in str(error) and time.monotonic() - started < 10, error
-        broken = ""
-        rollout()
-        """,
-        2,
-    )
-
-
 def test_a_failure_on_one_rank_is_raised_on_all_ranks(run_ranks):
     run_ranks(
         """
@@ -380,64 +242,6 @@ def test_a_failure_on_one_rank_is_raised_on_all_ranks(run_ranks):
     )
 
 
-def test_a_bad_argument_of_a_rank_is_an_error_on_all_ranks_at_once(run_ranks):
-    run_ranks(
-        """
-        class Odd:
-            __repr__ = __eq__ = __hash__ = __lt__ = __bool__ = lambda self, *_: 1 / 0
-
-        everyone = dist.new_group()
-        closed = dist.new_group()
-        dist.destroy_process_group(closed)
-        hooks = len(trainer.model._forward_pre_hooks)
-        config, state, key = "ConfigError", "InvalidStateError", "UnknownTagError"
-        start = time.monotonic()
-        for bad, kind in (
-            ({"backup": "none"}, config),
-            ({"backup": "tape"}, config),
-            ({"backup": Odd()}, None),
-            ({"state": 5}, config),
-            ({"engine": object()}, config),
-            ({"model": object()}, config),
-            ({"optimizer": object()}, config),
-            ({"on_stage": 5}, config),
-            ({"timeout": -1}, config),
-            ({"timeout": 10**400}, config),
-            ({"timeout": Odd()}, config),
-            ({"block_timeout": "soon"}, config),
-            ({"block_timeout": Odd()}, config),
-            ({"sleep": Odd()}, "ZeroDivisionError"),
-            ({"engine_keeps_weights": Odd()}, "ZeroDivisionError"),
-            ({"tags": "reference"}, config),
-            ({"tags": 5}, config),
-            ({"update_options": 5}, config),
-            ({"tags": ["never seen"]}, key),
-            ({"group": "everyone"}, config),
-            ({"group": Odd()}, config),
-            ({"group": closed}, state),
-        ):
-            for group in (None, everyone):
-                given = {
-                    "engine": engine,
-                    "model": trainer.model,
-                    "optimizer": trainer.optimizer,
-                    "group": group,
-                    "timeout": 40,
-                    **(bad if RANK == 1 else {}),
-                }
-                error = raised(memsaver.MemsaverError, lambda: ColocatedSession(**given))
-                assert list(error.failures) == [1], (bad.keys(), error)
-                assert kind in (None, error.failures[1].kind), error
-                assert gathered(str(error)) == [str(error)] * SIZE
-                assert len(trainer.model._forward_pre_hooks) == hooks, bad.keys()
-        assert time.monotonic() - start < 35, "no wait lasted until a timeout"
-        rollout(lambda engine: engine.generate(X))
-        training()
-        """,
-        2,
-    )
-
-
 def test_an_exception_in_a_block_of_a_rank_is_raised_on_the_others(run_ranks):
     run_ranks(
         """
@@ -455,41 +259,6 @@ def test_an_exception_in_a_block_of_a_rank_is_raised_on_the_others(run_ranks):
             assert session.phase is Phase.IDLE
             rollout(lambda engine: engine.generate(X))
             training()
-        """,
-        2,
-    )
-
-
-def test_ranks_that_call_different_things_are_refused_before_anything_is_done(run_ranks):
-    run_ranks(
-        """
-        training()
-        before, heard = trainer.contents(), list(engine.heard)
-        error = raised(RankError, rollout if RANK == 0 else training)
-        assert "same call" in str(error)
-        assert gathered(str(error)) == [str(error)] * SIZE
-        assert engine.heard == heard and session.phase is Phase.IDLE
-
-        # So are ranks that know other things of the engine's weights.
-        session._keeps = True
-        rollout()
-        training()
-        rollout()
-        if RANK == 1:
-            session.weights_changed()
-        assert "same call" in str(raised(RankError, rollout))
-        session.weights_changed()
-        rollout()
-
-        # And all ranks that nest blocks.
-        def nested():
-            with session.training():
-                rollout()
-
-        assert "inside a training" in str(raised(memsaver.InvalidStateError, nested))
-        rollout()
-        training()
-        assert trainer.contents() == before
         """,
         2,
     )

@@ -90,7 +90,8 @@ class Shares {
     return status;
   }
 
-  // Releases the span and the importer; with `in`, only some of what the importer has.
+  // If `in` is set, releases some of the importer's extents; otherwise releases the span and closes
+  // the importer.
   void release(Input* in) {
     if (in && importer_ && !extents_.empty()) {
       const uint64_t ids[] = {extents_[in->below(extents_.size())].id, in->word()};

@@ -1,0 +1,85 @@
+"""Code that runs on the ranks of a colocated session: an FSDP2 trainer and a fake engine."""
+
+from __future__ import annotations
+
+import textwrap
+
+import rank_processes
+
+PRELUDE = """
+import os, time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+import memsaver
+from memsaver.distributed import GroupError, RankError
+from memsaver.integrations.rollout import ColocatedSession, Phase, Stage
+from memsaver.integrations.engine.errors import EngineTimeoutError
+from colocated_engine import TagEngine, stages_of
+from simulated_driver import Simulator
+from trainers import Trainer, plain_model
+
+RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+dist.init_process_group(
+    "gloo",
+    store=dist.FileStore("store", SIZE),
+    rank=RANK,
+    world_size=SIZE,
+    timeout=timedelta(seconds=30),
+)
+sim = Simulator()
+sim.start()
+X = torch.ones(4)
+CALLS = ["wake_up weights", "update_weights", "wake_up all", "sleep"]
+
+
+def sharded():
+    model = plain_model()
+    mesh = init_device_mesh("cpu", (SIZE,))
+    for layer in (model[0], model[3]):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def step(trainer):
+    trainer.step()
+    trainer.optimizer.zero_grad()
+
+
+def raised(kind, call):
+    try:
+        call()
+    except kind as error:
+        return error
+    raise AssertionError(f"{kind.__name__} was not raised")
+
+
+def gathered(value):
+    everyones = [None] * SIZE
+    dist.all_gather_object(everyones, value)
+    return everyones
+
+
+def rollout(inside=lambda engine: None):
+    with session.rollout() as engine:
+        inside(engine)
+
+
+def training(inside=lambda: None):
+    with session.training():
+        inside()
+
+
+trainer = Trainer(model=sharded)
+step(trainer)
+engine = TagEngine(trainer.model, "weights", "kv_cache")
+session = ColocatedSession(engine, trainer.model, trainer.optimizer, timeout=20)
+"""
+
+
+def run(folder, code, size, statuses=None):
+    """Run code on all ranks of a group; each rank must end with the status given for it."""
+    text = PRELUDE + textwrap.dedent(code) + "\ndist.destroy_process_group()\n"
+    rank_processes.run(text, size, folder, statuses=statuses, timeout=100)
