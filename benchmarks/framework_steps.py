@@ -125,6 +125,14 @@ def miles(source: str) -> tuple[Step, ...]:
     )
 
 
+MILES_ROUND = (
+    *MILES_RELEASE,
+    trainer("resume", tag=None),
+    trainer("train"),
+    trainer("pause", tag=None),
+    *miles(COPY),
+)
+
 FRAMEWORKS: dict[str, Framework] = {
     "slime": Framework(
         source="THUDM/slime, 624b824",
@@ -153,13 +161,7 @@ FRAMEWORKS: dict[str, Framework] = {
         source=MILES,
         files=MILES_FILES,
         start=(*MILES_RELEASE, trainer("margin"), trainer("pause", tag=None), *miles(COPY)),
-        round=(
-            *MILES_RELEASE,
-            trainer("resume", tag=None),
-            trainer("train"),
-            trainer("pause", tag=None),
-            *miles(COPY),
-        ),
+        round=MILES_ROUND,
         graphs=True,
         trainer=HOST,
     ),
@@ -167,13 +169,7 @@ FRAMEWORKS: dict[str, Framework] = {
         source=MILES,
         files=MILES_FILES,
         start=(*MILES_RELEASE, trainer("pause", tag=None), *miles(COPY)),
-        round=(
-            *MILES_RELEASE,
-            trainer("resume", tag=None),
-            trainer("train"),
-            trainer("pause", tag=None),
-            *miles(COPY),
-        ),
+        round=MILES_ROUND,
         graphs=True,
         trainer=DISK,
     ),
