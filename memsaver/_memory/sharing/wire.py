@@ -4,8 +4,9 @@ Each message is a packet of an abstract Unix socket (SOCK_SEQPACKET): JSON, and 
 descriptors. Both sides check that the other process belongs to the same user.
 
 The importer sends:
-    {"import": token, "missing": bool}  begins the use of a sent tensor, and requests its extents if
-        some of them are missing; answered by one or more
+    {"import": [token, ...], "missing": bool}  begins a use of each of these sent tensors, which are
+        of one tag on one device, and requests their extents if some of them are missing; answered
+        by one or more
         {"extents": [[address, bytes, span_address, span_bytes, id], ...], "more": bool} with a
         descriptor for each extent, or by {"error": text, "tag": text}, which begins no use
     {"drop": [token, ...]}              ended the use of sent tensors, once for each import
@@ -26,11 +27,12 @@ from typing import Any
 
 from memsaver.errors import SharingError
 
-__all__ = ["MOST_FILES", "Message", "peer_of", "receive", "send"]
+__all__ = ["MOST_FILES", "MOST_TOKENS", "Message", "peer_of", "receive", "send"]
 
 Message = dict[str, Any]
 
 MOST_FILES = 250  # Linux passes at most 253 descriptors with a message
+MOST_TOKENS = 2000  # in a message
 _MOST_BYTES = 128 << 10  # of a message
 
 

@@ -144,7 +144,7 @@ def closed_connection(endpoint, wait_until) -> int:
     wire.send(second._socket, {"bye": True})
     wait_until(lambda: second._has_ended)
     assert peers._peers[endpoint] is not second
-    second._add(False, peers.Use(None, 0))
+    second.end(peers.Use(None))
     assert is_eventfd(second._wake)  # another thread may still write to it
     return second._wake
 
