@@ -25,15 +25,32 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
+from memsaver._runtime.native import _C
 from memsaver.errors import SharingError
 
-__all__ = ["MOST_FILES", "MOST_TOKENS", "Message", "peer_of", "receive", "send"]
+__all__ = ["MOST_FILES", "MOST_TOKENS", "Message", "domain", "peer_of", "receive", "send"]
 
 Message = dict[str, Any]
 
 MOST_FILES = 250  # Linux passes at most 253 descriptors with a message
 MOST_TOKENS = 2000  # in a message
 _MOST_BYTES = 128 << 10  # of a message
+
+
+def domain() -> str:
+    """Return the name of this process's domain. Processes of one domain can share memory.
+
+    They belong to the same user, machine and network namespace, and use the same version of
+    memsaver, whose messages and pickles may change with each version. "" if /proc is missing, so
+    that the domain is unknown.
+    """
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        network = os.stat("/proc/self/ns/net")
+    except OSError:
+        return ""
+    return f"{_C.version()} {boot} {network.st_dev}:{network.st_ino} {os.geteuid()}"
 
 
 def peer_of(connection: socket.socket) -> int:
