@@ -161,8 +161,7 @@ def _memories_at(places: Sequence[Place]) -> list[_Memory]:
         if memory is not None:
             found[key] = memory
         else:
-            group = (place.endpoint, place.tag, place.device)
-            missing.setdefault(group, {})[key] = place
+            missing.setdefault((place.endpoint, place.tag, place.device), {})[key] = place
     for group in missing.values():
         for at in range(0, len(group), wire.MOST_TOKENS):
             found.update(_begun(dict(itertools.islice(group.items(), at, at + wire.MOST_TOKENS))))

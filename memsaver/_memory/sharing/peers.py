@@ -218,8 +218,9 @@ class Peer:
                     tag=tag,
                 )
             found = [[self.extents[number] for number in use.place.ids] for use in uses]
-            for use, use.extents in zip(uses, found, strict=True):
-                for extent in use.extents:
+            for use, extents in zip(uses, found, strict=True):
+                use.extents = extents
+                for extent in extents:
                     extent.users += 1
         except MemsaverError as error:
             beginning.error = error
