@@ -63,6 +63,9 @@ def update(
     the same GPUs: each of its ranks shares a GPU with the trainer's rank of the same index in the
     tensor-parallel group, which may have more ranks than the engine.
 
+    Tensors in shareable regions are sent without a bucket, if the engine can map them
+    (`WeightUpdate.mapped`). The caller must not change them during the call.
+
     Args:
         engine: a `RolloutEngine`; or an `EngineSet`, which needs `group`.
         state: a `torch.nn.Module`, a mapping of names to tensors, or (name, tensor) pairs: whole
@@ -99,6 +102,8 @@ def update(
         InvalidStateError: the engine's weights are released, or a tag with memory of `state` is
             paused.
         OutOfDeviceMemoryError: there is no room for the bucket; nothing was sent.
+        SharingError: a tag with memory of `state` was paused during the call, the engine cannot map
+            a tensor of it, or the engine's loader would write to the tensor.
         EngineError, RankError, GroupError: the engine or a rank failed.
 
     Every error is raised on all ranks, and `state` is unchanged.

@@ -188,18 +188,38 @@ def test_a_paused_tag_changes_nothing_in_the_engine(engine, backend, name):
     assert holds(backend, checkpoint(4))
 
 
-def test_an_engine_that_fails_in_the_middle_releases_the_memory(engine, backend, name):
+@pytest.mark.parametrize("pool", [False, True])
+def test_an_engine_that_fails_in_the_middle_releases_the_memory(engine, backend, name, pool):
+    backend.models[0].pool = pool  # its futures and the exception refer to each other
     weights = checkpoint(5)
     del weights["lm_head.weight"]
-    wrong = shareable(name, {**weights, "layers.1.q.weight": torch.ones(3, 5)})
+    wrong = shareable(name, {**weights, "layers.1.norm.weight": torch.ones(3)})
     for _ in range(2):
         with pytest.raises(EngineError, match="failed on rank 0"):
             update(engine, wrong, version="bad")
         cycle(name)  # at once
-    assert backend.version is None and torch.equal(wrong["layers.1.q.weight"], torch.ones(3, 5))
+    assert backend.version is None and torch.equal(wrong["layers.1.norm.weight"], torch.ones(3))
     update(engine, shareable(name, weights), verify="full")
     assert holds(backend, checkpoint(5))
     cycle(name)
+
+
+def test_a_loader_that_cannot_run_twice_releases_the_memory(engine, backend, name, monkeypatch):
+    def once(self, tensors, own=Model.load_weights):
+        tensors = list(tensors)
+        if self.is_loaded:
+            tensors.append(("layers.0.norm.weight", torch.ones(3)))
+        self.is_loaded = True
+        own(self, tensors)
+
+    backend.models[0].pool, backend.models[0].is_loaded = True, False
+    weights = shareable(name, checkpoint(5))
+    with monkeypatch.context() as patch:
+        patch.setattr(Model, "load_weights", once)
+        report = update(engine, weights, verify="full")
+    cycle(name)  # at once
+    assert report.mapped == 13 and "expanded size" in report.unverified
+    assert holds(backend, checkpoint(5))
 
 
 def test_tensors_that_the_engine_cannot_map_are_a_typed_error(engine, backend, name, monkeypatch):
