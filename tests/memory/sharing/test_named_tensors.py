@@ -10,10 +10,13 @@ from importing_process import ImportFailed
 
 import memsaver
 from memsaver import simulator
-from memsaver._memory.sharing import importing, sending
+from memsaver._memory.sharing import importing, sending, wire
 from memsaver._runtime.native import _C
 
 torch = pytest.importorskip("torch")
+
+
+MIB = 1 << 20
 
 
 class Named:
@@ -50,6 +53,14 @@ def test_more_tensors_than_a_message_has_tokens(importer, make):
     importer.load("x", Named(*((str(number), one) for number, one in enumerate(mine))))
     importer.do("peers.wire.MOST_TOKENS = 2000")
     assert importer.ask("[int(t[0]) for _, t in x]") == list(range(7))
+
+
+def test_more_extents_than_a_message_has_descriptors(importer, make, options, monkeypatch):
+    monkeypatch.setattr(wire, "MOST_FILES", 4)
+    options(slab_bytes=2 * MIB, share_bytes=2 * MIB)
+    mine = [make(MIB // 2).add_(number) for number in range(10)]
+    importer.load("x", Named(*((str(number), one) for number, one in enumerate(mine))))
+    assert importer.ask("[int(t[0]) for _, t in x]") == list(range(10))
 
 
 def test_all_tensors_arrive_or_none(importer, make, name, wait_until):
