@@ -201,7 +201,9 @@ class _Importer:
 
     def close(self) -> None:
         self.record.close()  # before the memory is freed, which may wait for a pause
+        self.dropping = len(self.held)
         self.held.clear()
+        self.dropping = 0
         self.connection.close()
         if self.end_of_process is not None:
             os.close(self.end_of_process)
