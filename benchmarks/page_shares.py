@@ -179,19 +179,21 @@ def shares() -> Iterator[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return the rows of `shares` as Markdown."""
-    lines = [
-        "| model | engine's ranks | trainer | placement | "
-        + " | ".join(f"{mib} MiB" for mib in PAGES_MIB)
-        + " | runs of 2 MiB pages | unused |",
-        "|---|--:|---|---|--:|--:|--:|--:|--:|",
-    ]
+    """Return the rows of `shares` as Markdown, with a line for each case."""
+    sizes = " | ".join(f"{mib} MiB" for mib in PAGES_MIB)
+    by_case: dict[tuple[str, str, str], dict[str, str]] = {}
     for row in rows:
-        parts = [f"{row[f'{mib}_MiB']:.1f} %" for mib in PAGES_MIB]
-        names = [row["model"], str(row["engine_ranks"]), row["trainer"], row["placement"]]
-        lines.append(
-            f"| {' | '.join(names + parts)} | {row['runs']:,} | {row['unused_percent']:.1f} % |"
-        )
+        case = row["model"], str(row["engine_ranks"]), row["trainer"]
+        parts = " | ".join(f"{row[f'{mib}_MiB']:.1f}" for mib in PAGES_MIB)
+        cells = f"{parts} | {row['runs']:,}"
+        by_case.setdefault(case, {})[row["placement"]] = cells
+    lines = [
+        f"| model | engine's ranks | trainer | {sizes} | pieces "
+        f"| at boundaries: {sizes} | pieces |",
+        "|---|--:|---|" + "--:|" * 2 * (len(PAGES_MIB) + 1),
+    ]
+    for case, found in by_case.items():
+        lines.append(f"| {' | '.join((*case, found['torch'], found['boundaries']))} |")
     return "\n".join(lines)
 
 
