@@ -216,8 +216,11 @@ def rows(
 
 def _medians(cycles: Sequence[Times]) -> Times:
     """Return the median of each step, and of the sums."""
-    steps = {name: statistics.median(cycle[name] for cycle in cycles) for name in cycles[0]}
-    return {**steps, "all": round(statistics.median(sum(cycle.values()) for cycle in cycles), 3)}
+    with_sums = [{**cycle, "all": sum(cycle.values())} for cycle in cycles]
+    return {
+        name: round(statistics.median(cycle[name] for cycle in with_sums), 3)
+        for name in with_sums[0]
+    }
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
