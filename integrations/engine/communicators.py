@@ -1,24 +1,27 @@
 """Suspends an engine's NCCL communicators while its memory is released, on all ranks or on none.
 
 NCCL waits in each call for the other ranks of the communicator, without a bound. So a communicator
-is suspended only if all of its ranks take part here, which the ranks find out by an exchange; all
-ranks proceed in the same order, and stop at the first communicator at which a rank fails; and
+is suspended only if all of its ranks take part here, which the ranks find out by an exchange; and
 before a resume, all ranks check that its memory is free, because the others may wait in NCCL's call
 for a rank that fails in its own, and then the communicator is lost.
+
+A call waits mostly for NCCL's messages between the ranks, so the calls for several communicators
+run at the same time.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
-import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import memsaver
 from memsaver._runtime.text import size_text
 from memsaver.errors import OutOfDeviceMemoryError
 
+from . import held
 from .errors import EngineError, EngineTimeoutError
 from .messages import RankReport
 from .nccl import Communicator, loaded
@@ -69,7 +72,7 @@ class Suspender:
         if first_failure(ranks):
             return ranks
         chosen, _ = _complete(group, found)
-        return self._each(group, chosen, self._suspend) or ranks
+        return self._each(group, chosen, self._suspend)
 
     def _suspend(self, one: Communicator) -> None:
         one.nccl.suspend(one.handle)
@@ -82,30 +85,34 @@ class Suspender:
         `suspend`.
         """
         chosen, lacking = _complete(group, self._suspended)
-        mine = [one for one in chosen if one is not None]
-        ranks = group.attempt(lambda: self._check(mine, lacking))
+        ranks = group.attempt(lambda: self._check(chosen, lacking))
         if first_failure(ranks):
             return ranks
-        return self._each(group, chosen, self._resume) or ranks
+        return self._each(group, chosen, self._resume)
 
     def _each(
         self,
         group: Group,
-        chosen: Iterable[Communicator | None],
+        chosen: Sequence[Communicator],
         work: Callable[[Communicator], None],
     ) -> list[RankReport]:
-        """Work on one communicator after another; stop on all ranks if one fails."""
-        ranks: list[RankReport] = []
-        for one in chosen:
-            ranks = group.attempt(functools.partial(self._work, one, work))
-            if first_failure(ranks):
-                break
-        return ranks
+        """Work on all communicators at the same time; the report has the first failure."""
 
-    def _work(self, one: Communicator | None, work: Callable[[Communicator], None]) -> None:
-        if one is not None:
-            with self._noting_loss():
-                work(one)
+        def on_this_rank() -> None:
+            if not chosen:
+                return
+            with concurrent.futures.ThreadPoolExecutor(
+                len(chosen), initializer=held.use_device, initargs=(held.device(),)
+            ) as pool:
+                calls = [pool.submit(self._work, one, work) for one in chosen]
+            for call in calls:
+                call.result()
+
+        return group.attempt(on_this_rank)
+
+    def _work(self, one: Communicator, work: Callable[[Communicator], None]) -> None:
+        with self._noting_loss():
+            work(one)
 
     def _check(self, chosen: Sequence[Communicator], lacking: Sequence[Communicator]) -> None:
         if self._lost:
@@ -141,19 +148,18 @@ class Suspender:
 
 def _complete(
     group: Group, mine: Sequence[Communicator]
-) -> tuple[list[Communicator | None], list[Communicator]]:
-    """Split communicators into those that all of their ranks list, and the others. Collective.
-
-    The first list has the same order on all ranks, with None for a communicator of other ranks.
-    """
+) -> tuple[list[Communicator], list[Communicator]]:
+    """Split communicators into those that all of their ranks list, and the others. Collective."""
     listed = group.gather({"each": [[one.name, list(one.ranks), one.rank] for one in mine]})
     places: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for fields in listed:
         for name, ranks, rank in fields["each"]:
             places.setdefault((name, tuple(ranks)), []).append(rank)
-    whole = sorted(key for key, at in places.items() if sorted(at) == list(range(len(key[1]))))
-    own = {one.key: one for one in mine}
-    return [own.get(key) for key in whole], [one for one in mine if one.key not in whole]
+    whole = {key for key, at in places.items() if sorted(at) == list(range(len(key[1])))}
+    return (
+        [one for one in mine if one.key in whole],
+        [one for one in mine if one.key not in whole],
+    )
 
 
 def of_torch(device: int) -> list[Communicator]:

@@ -163,14 +163,15 @@ assert usable() == [True, True]
 if RANK:
     listed.pop()
 
-# A rank fails at a communicator of its own: the other one does not wait for it in the next one.
+# A rank fails at a communicator of its own: those of both ranks are suspended all the same.
 nccl.SECONDS = 2
 if RANK:
     fake.fail(mine[0], 1)
 ranks = suspender.suspend(group)
 assert ranks[0].failure is None and ranks[1].failure.kind == "EngineError", ranks
-assert usable() == [True, True]
+assert usable() == [False, False]
 assert not first_failure(suspender.resume(group)) and fake.is_usable(mine[0])
+assert usable() == [True, True]
 
 # A rank fails in the call: the other one does not wait without end, and the next resume says that
 # the communicator is lost, and so does the next suspend.
