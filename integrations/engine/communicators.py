@@ -11,10 +11,10 @@ run at the same time.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import memsaver
@@ -72,43 +72,62 @@ class Suspender:
         if first_failure(ranks):
             return ranks
         chosen, _ = _complete(group, found)
-        return self._each(group, chosen, self._suspend)
+        with self._begun(chosen, self._suspend) as calls:
+            pass
+        return group.attempt(lambda: _wait(calls))
 
     def _suspend(self, one: Communicator) -> None:
         one.nccl.suspend(one.handle)
         self._suspended.append(one)
 
-    def resume(self, group: Group) -> list[RankReport]:
-        """Resume all suspended communicators.
+    def resume(
+        self, group: Group, nbytes: int, work: Callable[[], list[RankReport]]
+    ) -> tuple[list[RankReport], list[RankReport]]:
+        """Resume all suspended communicators, and call `work`.
 
-        None is resumed if memory is short on a rank, or if one cannot be resumed after a failure of
-        `suspend`.
+        If every rank has memory for both, they run at the same time, because `work` waits for
+        copies and the resume for the driver; otherwise `work` runs after the resume.
+
+        Nothing is done if memory is short for the communicators on a rank, or if one cannot be
+        resumed after a failure of `suspend`. `work` may have run although a communicator failed.
+
+        Args:
+            group: the ranks.
+            nbytes: the device memory that `work` allocates on this rank.
+            work: a collective call that reports its failures, and uses no communicator.
+
+        Returns:
+            The ranks' reports of the resume, and those of `work`; the latter are empty if it did
+            not run.
         """
         chosen, lacking = _complete(group, self._suspended)
         ranks = group.attempt(lambda: self._check(chosen, lacking))
         if first_failure(ranks):
-            return ranks
-        return self._each(group, chosen, self._resume)
+            return ranks, []
+        has_room = all(
+            each["room"] for each in group.gather({"room": self._lacks(chosen, nbytes) is None})
+        )
+        worked: list[RankReport] = []
+        with self._begun(chosen, self._resume) as calls:
+            if has_room:
+                worked = work()
+        ranks = group.attempt(lambda: _wait(calls))
+        if not has_room and not first_failure(ranks):
+            worked = work()
+        return ranks, worked
 
-    def _each(
-        self,
-        group: Group,
-        chosen: Sequence[Communicator],
-        work: Callable[[Communicator], None],
-    ) -> list[RankReport]:
-        """Work on all communicators at the same time; the report has the first failure."""
-
-        def on_this_rank() -> None:
-            if not chosen:
-                return
-            with concurrent.futures.ThreadPoolExecutor(
-                len(chosen), initializer=held.use_device, initargs=(held.device(),)
-            ) as pool:
-                calls = [pool.submit(self._work, one, work) for one in chosen]
-            for call in calls:
-                call.result()
-
-        return group.attempt(on_this_rank)
+    @contextlib.contextmanager
+    def _begun(
+        self, chosen: Sequence[Communicator], work: Callable[[Communicator], None]
+    ) -> Iterator[list[Future[None]]]:
+        """Work on all communicators at the same time, until the end of the block."""
+        if not chosen:
+            yield []
+            return
+        with ThreadPoolExecutor(
+            len(chosen), initializer=held.use_device, initargs=(held.device(),)
+        ) as pool:
+            yield [pool.submit(self._work, one, work) for one in chosen]
 
     def _work(self, one: Communicator, work: Callable[[Communicator], None]) -> None:
         with self._noting_loss():
@@ -122,15 +141,25 @@ class Suspender:
                 f"the NCCL communicator {lacking[0].name!r} is suspended on only some of its "
                 "ranks, because a suspend failed: restart the engine"
             )
+        lack = self._lacks(chosen, 0)
+        if lack is not None:
+            raise lack
+
+    def _lacks(self, chosen: Sequence[Communicator], nbytes: int) -> OutOfDeviceMemoryError | None:
+        """Return an error if the device has no memory for the communicators and `nbytes` more."""
         needed = sum(one.nccl.suspendable_bytes(one.handle) for one in chosen)
-        free = memsaver.device_memory(self._device)[0] if needed else 0
-        if needed and free < needed + _SPARE:
-            error = OutOfDeviceMemoryError(
-                f"the engine's NCCL communicators need {size_text(needed + _SPARE)} on device "
-                f"{self._device}, where {size_text(free)} are free: free memory, then resume again"
-            )
-            error.needed, error.free, error.device = needed + _SPARE, free, self._device
-            raise error
+        if not needed:
+            return None
+        needed += _SPARE + nbytes
+        free = memsaver.device_memory(self._device)[0]
+        if free >= needed:
+            return None
+        error = OutOfDeviceMemoryError(
+            f"the engine's NCCL communicators need {size_text(needed)} on device "
+            f"{self._device}, where {size_text(free)} are free: free memory, then resume again"
+        )
+        error.needed, error.free, error.device = needed, free, self._device
+        return error
 
     def _resume(self, one: Communicator) -> None:
         one.nccl.resume(one.handle)
@@ -144,6 +173,12 @@ class Suspender:
         except EngineTimeoutError as error:
             self._lost = str(error)
             raise
+
+
+def _wait(calls: Iterable[Future[None]]) -> None:
+    """Raise the first error of these calls."""
+    for call in calls:
+        call.result()
 
 
 def _complete(
