@@ -9,11 +9,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from readme_table import RESULTS, ROOT, dates, figure
+from readme_table import ENGINES_ON_TWO, RESULTS, ROOT, dates, figure
 
 PAGE = ROOT / "docs" / "measured.md"
 LIMITS = RESULTS.with_name("limits.json")
 RELIABILITY = RESULTS.with_name("reliability.json")
+ON_H100 = RESULTS.with_name("h100.json")
 
 # Prefixes of metrics, by section. A metric belongs to the first section that matches.
 SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -36,6 +37,8 @@ ORDER = (1, 2, 0, 3, 4, 5, 6, 7, 8, 9, 10, 12, 11, 13)
 
 # The titles of the rows.
 WORDS = {
+    **dict(ENGINES_ON_TWO),
+    "sglang_tp2_resume_ms": "resume of all tags on two GPUs, ms",
     "discarded_16GB_pause_at_once_ms": "pause 16 GB in 195 tensors right after its resume, ms",
     "discarded_16GB_resume_at_once_ms": "resume 16 GB in 195 tensors right after its pause, ms",
     "many_10k_pause_at_once_ms": "pause 10,000 allocations right after their resume, ms",
@@ -275,6 +278,17 @@ def reliability(found: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def on_h100(rows: list[Mapping[str, Any]]) -> list[str]:
+    """Return the rows that were measured on H100s."""
+    gpus = " and ".join(sorted({row["gpu"] for row in rows}))
+    return [
+        f"All measurements of `benchmarks/results/h100.json`, on {gpus}, {dates(rows)}.",
+        "Those of one GPU ran while other programs used the machine's second GPU.",
+        "",
+        *table(rows),
+    ]
+
+
 def page() -> str:
     """Return the page for the current result files."""
     rows = json.loads(RESULTS.read_text())
@@ -290,6 +304,7 @@ def page() -> str:
     for index in ORDER:
         if sections[index]:
             lines += [f"## {SECTIONS[index][0]}", "", *table(sections[index]), ""]
+    lines += ["## On H100s", "", *on_h100(json.loads(ON_H100.read_text())), ""]
     lines += ["## Growth", "", *growth(json.loads(LIMITS.read_text())), ""]
     lines += ["## Reliability", "", *reliability(json.loads(RELIABILITY.read_text()))]
     return "\n".join(lines) + "\n"

@@ -1,6 +1,6 @@
 """Write the figures in docs/how-to/weight_sync.md on pages that an engine could take over.
 
-The percentages are computed (page_shares.py); the times are those of results/h200.json.
+The percentages are computed (page_shares.py); the times are those of results/.
 
 usage: take_over_page.py     writes them between the page's markers
 """
@@ -56,7 +56,7 @@ def rewritten(page: str, rows: Sequence[Mapping[str, Any]]) -> str:
 
 def main() -> None:
     """Write the page."""
-    PAGE.write_text(rewritten(PAGE.read_text(), results.read(results.DEFAULT_PATH)))
+    PAGE.write_text(rewritten(PAGE.read_text(), results.measured()))
 
 
 if __name__ == "__main__":

@@ -189,7 +189,7 @@ def test_a_row_has_the_fastest_size_and_every_step(rows):
 def test_the_page_has_the_measured_times(benchmark_module, rows):
     page = benchmark_module("take_over_page")
     assert page.PAGE.read_text() == page.rewritten(
-        page.PAGE.read_text(), benchmark_module("results").read(page.results.DEFAULT_PATH)
+        page.PAGE.read_text(), page.results.measured()
     ), "make pages"
     measured = [row | {"gpu": "G", "date": "2026-01-01"} for row in rows([9.0])]
     assert page.times(measured[:1]) == page.NOT_RUN
