@@ -108,6 +108,7 @@ pages: build  ## Write what is generated: tables of figures and of names, the co
 	$(BIN)/python benchmarks/measured_page.py
 	$(BIN)/python benchmarks/sglang_kinds_page.py
 	$(BIN)/python benchmarks/framework_calls_page.py
+	$(BIN)/python benchmarks/take_over_page.py
 	$(BIN)/memsaver trace benchmarks/results/shared_gpu.json --picture docs/assets/shared_gpu.png
 	$(BIN)/typer memsaver.cli.app utils docs --name memsaver --title "Command line" --output docs/reference/cli.md
 	$(BIN)/python build_support/reference_tables.py

@@ -68,15 +68,23 @@ def table(
         figure: formats a value.
     """
     found = {row["metric"]: row for row in rows if row["bench"] == bench}
-    shown = [(found[metric], words) for metric, words in wanted if metric in found]
-    if not shown:
-        return "Not measured yet."
+    by_gpu: dict[str, list[tuple[Mapping[str, Any], str]]] = {}
+    for metric, words in wanted:
+        if metric in found:
+            by_gpu.setdefault(found[metric]["gpu"], []).append((found[metric], words))
+    parts = [_of_one_gpu(shown, figure) for shown in by_gpu.values()]
+    return "\n\n".join(parts) or "Not measured yet."
+
+
+def _of_one_gpu(
+    shown: Sequence[tuple[Mapping[str, Any], str]], figure: Callable[[float], str]
+) -> str:
     first, _ = shown[0]
     days = sorted({row["date"] for row, _ in shown})
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     versions = ", ".join(f"{name} {text}" for name, text in first["versions"].items())
     lines = [
-        f"Medians on one {first['gpu']}, {when} ({versions}).",
+        f"Medians on {first['gpu']}, {when} ({versions}).",
         "A factor above 1 means that memsaver is better.",
         "",
         "| | memsaver | compared with | its value | factor |",

@@ -9,11 +9,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from readme_table import RESULTS, ROOT, dates, figure
+from readme_table import ENGINES_ON_TWO, RESULTS, ROOT, dates, figure
 
 PAGE = ROOT / "docs" / "measured.md"
 LIMITS = RESULTS.with_name("limits.json")
 RELIABILITY = RESULTS.with_name("reliability.json")
+ON_H100 = RESULTS.with_name("h100.json")
 
 # Prefixes of metrics, by section. A metric belongs to the first section that matches.
 SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -21,7 +22,7 @@ SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Without a backup", ("kv_", "discarded_", "many_")),
     ("Backed up to the host", ("backed_", "lora_", "two_gpu_")),
     ("Backed up to another GPU", ("peer_",)),
-    ("Sent to another process", ("share_", "update_from_region_")),
+    ("Sent to another process", ("share_", "update_from_region_", "take_over_")),
     ("Backed up to disk", ("disk_",)),
     ("Host memory", ("host_",)),
     ("SGLang, an 8B model", ("sglang_",)),
@@ -36,6 +37,8 @@ ORDER = (1, 2, 0, 3, 4, 5, 6, 7, 8, 9, 10, 12, 11, 13)
 
 # The titles of the rows.
 WORDS = {
+    **dict(ENGINES_ON_TWO),
+    "sglang_tp2_resume_ms": "resume of all tags on two GPUs, ms",
     "discarded_16GB_pause_at_once_ms": "pause 16 GB in 195 tensors right after its resume, ms",
     "discarded_16GB_resume_at_once_ms": "resume 16 GB in 195 tensors right after its pause, ms",
     "many_10k_pause_at_once_ms": "pause 10,000 allocations right after their resume, ms",
@@ -59,6 +62,8 @@ WORDS = {
     "share_16GB_ms": "16 GB sent from a region, until another process has read it, ms",
     "share_195_tensors_ms": "the same for 16 GB in 195 tensors, ms",
     "update_from_region_ms": "update of an engine's 16 GB of weights from a trainer's region, ms",
+    "take_over_16GB_ms": "16 GB of a trainer's pages mapped for an engine by bare driver calls, ms",
+    "take_over_asleep_16GB_ms": "the same with the engine's resume and the trainer's pause, ms",
     "disk_pause_rate": "rate of these pauses, % of direct I/O",
     "disk_resume_rate": "rate of these resumes, % of direct I/O",
     "host_overhead_trimmed_MiB": "host memory left after a resume and trim, MiB",
@@ -273,10 +278,25 @@ def reliability(found: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def on_h100(rows: list[Mapping[str, Any]]) -> list[str]:
+    """Return the rows that were measured on H100s."""
+    gpus = " and ".join(sorted({row["gpu"] for row in rows}))
+    return [
+        f"All measurements of `benchmarks/results/h100.json`, on {gpus}, {dates(rows)}.",
+        "Those of one GPU ran while other programs used the machine's second GPU.",
+        "",
+        *table(rows),
+    ]
+
+
 def page() -> str:
     """Return the page for the current result files."""
     rows = json.loads(RESULTS.read_text())
-    versions = ", ".join(f"{name} {text}" for name, text in rows[0]["versions"].items())
+    names = dict.fromkeys(name for row in rows for name in row["versions"])
+    versions = ", ".join(
+        f"{name} {' and '.join(sorted({row['versions'].get(name) for row in rows} - {None}))}"
+        for name in names
+    )
     gpus = " and ".join(sorted({row["gpu"] for row in rows}))
     lines = [HEAD.format(gpu=gpus, versions=versions, dates=dates(rows))]
     sections: list[list[Mapping[str, Any]]] = [[] for _ in SECTIONS]
@@ -288,6 +308,7 @@ def page() -> str:
     for index in ORDER:
         if sections[index]:
             lines += [f"## {SECTIONS[index][0]}", "", *table(sections[index]), ""]
+    lines += ["## On H100s", "", *on_h100(json.loads(ON_H100.read_text())), ""]
     lines += ["## Growth", "", *growth(json.loads(LIMITS.read_text())), ""]
     lines += ["## Reliability", "", *reliability(json.loads(RELIABILITY.read_text()))]
     return "\n".join(lines) + "\n"

@@ -16,6 +16,7 @@ Measurements
                 out with one GPU
     sharing     16 GB sent to another process from a shareable region, or by CUDA IPC; an update
                 of an engine's weights from a region, or through a bucket outside regions
+    take_over   an engine that maps a trainer's pages, by bare driver calls, against a copy
     bandwidth   a kernel on memory of a region against the same kernel on plain memory
     hook        a cudaMalloc/cudaFree pair outside any region, preloaded or not (hook_overhead.py)
 
@@ -52,7 +53,19 @@ from pathlib import Path
 import host_memory
 import results
 import runs
-from parts import backed, bandwidth, discarded, disk, hook, host, neighbour, sharing, swap, two_gpu
+from parts import (
+    backed,
+    bandwidth,
+    discarded,
+    disk,
+    hook,
+    host,
+    neighbour,
+    sharing,
+    swap,
+    take_over,
+    two_gpu,
+)
 from raw_driver import count_gpus
 
 # The module that measures each name, in the order of measuring; a shared module is called once. The
@@ -66,6 +79,7 @@ PARTS: dict[str, runs.Measure] = {
     "two_gpu": two_gpu.measure,
     "neighbour": neighbour.measure,
     "sharing": sharing.measure,
+    "take_over": take_over.measure,
     "bandwidth": bandwidth.measure,
     "hook": hook.measure,
 }

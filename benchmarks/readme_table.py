@@ -1,18 +1,18 @@
-"""Write the tables in README.md and in pages of docs/ from results/h200.json.
+"""Write the tables in README.md and in pages of docs/ from results/h200.json and h100.json.
 
 usage: readme_table.py     writes them between the markers in these files
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import framework_tables
+import results
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "h200.json"
+RESULTS = results.DEFAULT_PATH
 README = ROOT / "README.md"
 COMPARISON = ROOT / "docs" / "comparison.md"
 VLLM = ROOT / "docs" / "vllm.md"
@@ -64,6 +64,10 @@ ENGINES = (
     ("vllm_wake_kv_ms", "wake the KV cache, ms"),
     ("vllm_decode_tokens_per_s", "decoding of 8 sequences, tokens/s"),
     ("vllm_resident_MiB", "memory in use, asleep, MiB"),
+)
+ENGINES_ON_TWO = tuple(
+    (metric.replace("vllm_", "vllm_tp2_"), f"tensor parallelism on two GPUs: {words}")
+    for metric, words in ENGINES
 )
 
 
@@ -117,7 +121,7 @@ def pages(rows: list[dict[str, Any]]) -> dict[Path, str]:
     return {
         README: table(rows),
         COMPARISON: table(rows, COMPARED),
-        VLLM: framework_tables.table(rows, "vllm_cycle", ENGINES, figure),
+        VLLM: framework_tables.table(rows, "vllm_cycle", (*ENGINES, *ENGINES_ON_TWO), figure),
         **framework_tables.pages(rows, ROOT / "docs" / "how-to", figure),
     }
 
@@ -131,7 +135,7 @@ def rewritten(page: str, new: str) -> str:
 
 def main() -> None:
     """Write the tables."""
-    rows = json.loads(RESULTS.read_text())
+    rows = results.measured()
     for path, new in pages(rows).items():
         path.write_text(rewritten(path.read_text(), new))
 

@@ -20,6 +20,7 @@ from memsaver._runtime.whole_files import replace_file
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_PATH = ROOT / "benchmarks" / "results" / "h200.json"
+ON_H100 = DEFAULT_PATH.with_name("h100.json")  # what has not been measured on an H200
 DISTRIBUTIONS = (
     "memsaver",
     "torch",
@@ -163,6 +164,13 @@ def read(path: Path) -> list[dict[str, Any]]:
     if not isinstance(rows, list):
         raise ValueError(f"{path} is not a list of rows")
     return rows
+
+
+def measured() -> list[dict[str, Any]]:
+    """Return the rows of both kinds of GPUs; those of an H200 for what was measured on both."""
+    rows = read(DEFAULT_PATH)
+    known = {row["metric"] for row in rows}
+    return rows + [row for row in read(ON_H100) if row["metric"] not in known]
 
 
 def write(

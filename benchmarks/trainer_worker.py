@@ -48,6 +48,12 @@ class Resident:
     def wake(self) -> None:
         """Restore weights and optimizer."""
 
+    def _empty(self) -> None:
+        import torch
+
+        if self._device == "cuda":
+            torch.cuda.empty_cache()  # of gradients and activations
+
 
 class Tags(Resident):
     """memsaver's tags, through `offload`."""
@@ -75,6 +81,7 @@ class Tags(Resident):
     def sleep(self) -> None:
         """See the base."""
         self._memsaver.pause("trainer")
+        self._empty()
 
     def wake(self) -> None:
         """See the base."""
@@ -113,12 +120,6 @@ class Moves(Resident):
             for name, value in state.items():
                 if getattr(value, "ndim", 0):  # not the step counter
                     state[name] = value.to(device)
-
-    def _empty(self) -> None:
-        import torch
-
-        if self._device == "cuda":
-            torch.cuda.empty_cache()
 
 
 MEMORY: dict[str, type[Resident]] = {OURS: Tags, MOVES: Moves, RESIDENT: Resident}
@@ -175,6 +176,7 @@ class TrainerWorker(Worker):
         import torch
         from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
 
+        torch.use_deterministic_algorithms(True)
         on_gpu = self._device == "cuda"
         shape = LARGE if on_gpu else SMALL
         config = Qwen3Config(

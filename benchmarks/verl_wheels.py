@@ -37,6 +37,9 @@ PACKAGES = (
     "jsonschema-specifications==2025.9.1",
     "referencing==0.37.0",
     "rpds-py==2026.9.1",
+    "python-multipart==0.0.34",  # this and the next two: SGLang's HTTP server
+    "soundfile==0.14.0",
+    "cffi==2.1.1",
 )
 SOURCES = ("antlr4-python3-runtime==4.9.3",)  # published without a wheel
 

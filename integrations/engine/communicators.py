@@ -1,24 +1,27 @@
 """Suspends an engine's NCCL communicators while its memory is released, on all ranks or on none.
 
 NCCL waits in each call for the other ranks of the communicator, without a bound. So a communicator
-is suspended only if all of its ranks take part here, which the ranks find out by an exchange; all
-ranks proceed in the same order, and stop at the first communicator at which a rank fails; and
+is suspended only if all of its ranks take part here, which the ranks find out by an exchange; and
 before a resume, all ranks check that its memory is free, because the others may wait in NCCL's call
 for a rank that fails in its own, and then the communicator is lost.
+
+A call waits mostly for NCCL's messages between the ranks, so the calls for several communicators
+run at the same time.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import memsaver
 from memsaver._runtime.text import size_text
 from memsaver.errors import OutOfDeviceMemoryError
 
+from . import held
 from .errors import EngineError, EngineTimeoutError
 from .messages import RankReport
 from .nccl import Communicator, loaded
@@ -69,43 +72,66 @@ class Suspender:
         if first_failure(ranks):
             return ranks
         chosen, _ = _complete(group, found)
-        return self._each(group, chosen, self._suspend) or ranks
+        with self._begun(chosen, self._suspend) as calls:
+            pass
+        return group.attempt(lambda: _wait(calls))
 
     def _suspend(self, one: Communicator) -> None:
         one.nccl.suspend(one.handle)
         self._suspended.append(one)
 
-    def resume(self, group: Group) -> list[RankReport]:
-        """Resume all suspended communicators.
+    def resume(
+        self, group: Group, nbytes: int, work: Callable[[], list[RankReport]]
+    ) -> tuple[list[RankReport], list[RankReport]]:
+        """Resume all suspended communicators, and call `work`.
 
-        None is resumed if memory is short on a rank, or if one cannot be resumed after a failure of
-        `suspend`.
+        If every rank has memory for both, they run at the same time, because `work` waits for
+        copies and the resume for the driver; otherwise `work` runs after the resume.
+
+        Nothing is done if memory is short for the communicators on a rank, or if one cannot be
+        resumed after a failure of `suspend`. `work` may have run although a communicator failed.
+
+        Args:
+            group: the ranks.
+            nbytes: the device memory that `work` allocates on this rank.
+            work: a collective call that reports its failures, and uses no communicator.
+
+        Returns:
+            The ranks' reports of the resume, and those of `work`; the latter are empty if it did
+            not run.
         """
         chosen, lacking = _complete(group, self._suspended)
-        mine = [one for one in chosen if one is not None]
-        ranks = group.attempt(lambda: self._check(mine, lacking))
+        ranks = group.attempt(lambda: self._check(chosen, lacking))
         if first_failure(ranks):
-            return ranks
-        return self._each(group, chosen, self._resume) or ranks
+            return ranks, []
+        has_room = all(
+            each["room"] for each in group.gather({"room": self._lacks(chosen, nbytes) is None})
+        )
+        worked: list[RankReport] = []
+        with self._begun(chosen, self._resume) as calls:
+            if has_room:
+                worked = work()
+        ranks = group.attempt(lambda: _wait(calls))
+        if not has_room and not first_failure(ranks):
+            worked = work()
+        return ranks, worked
 
-    def _each(
-        self,
-        group: Group,
-        chosen: Iterable[Communicator | None],
-        work: Callable[[Communicator], None],
-    ) -> list[RankReport]:
-        """Work on one communicator after another; stop on all ranks if one fails."""
-        ranks: list[RankReport] = []
-        for one in chosen:
-            ranks = group.attempt(functools.partial(self._work, one, work))
-            if first_failure(ranks):
-                break
-        return ranks
+    @contextlib.contextmanager
+    def _begun(
+        self, chosen: Sequence[Communicator], work: Callable[[Communicator], None]
+    ) -> Iterator[list[Future[None]]]:
+        """Work on all communicators at the same time, until the end of the block."""
+        if not chosen:
+            yield []
+            return
+        with ThreadPoolExecutor(
+            len(chosen), initializer=held.use_device, initargs=(held.device(),)
+        ) as pool:
+            yield [pool.submit(self._work, one, work) for one in chosen]
 
-    def _work(self, one: Communicator | None, work: Callable[[Communicator], None]) -> None:
-        if one is not None:
-            with self._noting_loss():
-                work(one)
+    def _work(self, one: Communicator, work: Callable[[Communicator], None]) -> None:
+        with self._noting_loss():
+            work(one)
 
     def _check(self, chosen: Sequence[Communicator], lacking: Sequence[Communicator]) -> None:
         if self._lost:
@@ -115,15 +141,25 @@ class Suspender:
                 f"the NCCL communicator {lacking[0].name!r} is suspended on only some of its "
                 "ranks, because a suspend failed: restart the engine"
             )
+        lack = self._lacks(chosen, 0)
+        if lack is not None:
+            raise lack
+
+    def _lacks(self, chosen: Sequence[Communicator], nbytes: int) -> OutOfDeviceMemoryError | None:
+        """Return an error if the device has no memory for the communicators and `nbytes` more."""
         needed = sum(one.nccl.suspendable_bytes(one.handle) for one in chosen)
-        free = memsaver.device_memory(self._device)[0] if needed else 0
-        if needed and free < needed + _SPARE:
-            error = OutOfDeviceMemoryError(
-                f"the engine's NCCL communicators need {size_text(needed + _SPARE)} on device "
-                f"{self._device}, where {size_text(free)} are free: free memory, then resume again"
-            )
-            error.needed, error.free, error.device = needed + _SPARE, free, self._device
-            raise error
+        if not needed:
+            return None
+        needed += _SPARE + nbytes
+        free = memsaver.device_memory(self._device)[0]
+        if free >= needed:
+            return None
+        error = OutOfDeviceMemoryError(
+            f"the engine's NCCL communicators need {size_text(needed)} on device "
+            f"{self._device}, where {size_text(free)} are free: free memory, then resume again"
+        )
+        error.needed, error.free, error.device = needed, free, self._device
+        return error
 
     def _resume(self, one: Communicator) -> None:
         one.nccl.resume(one.handle)
@@ -139,21 +175,26 @@ class Suspender:
             raise
 
 
+def _wait(calls: Iterable[Future[None]]) -> None:
+    """Raise the first error of these calls."""
+    for call in calls:
+        call.result()
+
+
 def _complete(
     group: Group, mine: Sequence[Communicator]
-) -> tuple[list[Communicator | None], list[Communicator]]:
-    """Split communicators into those that all of their ranks list, and the others. Collective.
-
-    The first list has the same order on all ranks, with None for a communicator of other ranks.
-    """
+) -> tuple[list[Communicator], list[Communicator]]:
+    """Split communicators into those that all of their ranks list, and the others. Collective."""
     listed = group.gather({"each": [[one.name, list(one.ranks), one.rank] for one in mine]})
     places: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for fields in listed:
         for name, ranks, rank in fields["each"]:
             places.setdefault((name, tuple(ranks)), []).append(rank)
-    whole = sorted(key for key, at in places.items() if sorted(at) == list(range(len(key[1]))))
-    own = {one.key: one for one in mine}
-    return [own.get(key) for key in whole], [one for one in mine if one.key not in whole]
+    whole = {key for key, at in places.items() if sorted(at) == list(range(len(key[1])))}
+    return (
+        [one for one in mine if one.key in whole],
+        [one for one in mine if one.key not in whole],
+    )
 
 
 def of_torch(device: int) -> list[Communicator]:

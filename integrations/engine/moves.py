@@ -19,7 +19,7 @@ from .messages import RankReport
 from .ranks import Figures, Group, first_failure
 from .tags import KV_CACHE
 
-__all__ = ["are_memsavers", "is_mapped", "pause", "resume"]
+__all__ = ["are_memsavers", "is_mapped", "pause", "paused_bytes", "resume"]
 
 
 def are_memsavers(tags: Sequence[str]) -> bool:
@@ -30,6 +30,11 @@ def are_memsavers(tags: Sequence[str]) -> bool:
 def is_mapped(tags: Sequence[str]) -> bool:
     """Return whether memory of one of these tags is mapped on this rank."""
     return any(memsaver.state(name) != "paused" for name in _names(tags))
+
+
+def paused_bytes(tags: Sequence[str]) -> int:
+    """Return the device memory that a resume of these tags will map on this rank."""
+    return sum(row.paused_now_bytes for name in _names(tags) for row in memsaver.stats()[name])
 
 
 def resume(group: Group, tags: Sequence[str], unrestored: Collection[str] = ()) -> list[RankReport]:

@@ -3,15 +3,15 @@
 Torch's cache goes to the driver in any case, and cuBLAS's workspaces if the engine captures no CUDA
 graphs. NCCL's communicators are suspended if MEMSAVER_SGLANG_SUSPEND_NCCL is set, and if no code
 uses them while memory is released: the guard refuses requests, and the engine has none of the
-settings with which it communicates even if it is idle, on all ranks. They are resumed before the
-first memory is mapped.
+settings with which it communicates even if it is idle, on all ranks. They are resumed with the
+first memory: at the same time, if there is room for both, and before it otherwise.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from . import settings
 from .guard import Guard
 from .updaters import scheduler_of
 
-__all__ = ["after_release", "before_resume", "communicators"]
+__all__ = ["after_release", "communicators", "resume"]
 
 _ATTRIBUTE = "_memsaver_suspender"  # of a scheduler
 _DISPATCHER = "_request_dispatcher"  # of a scheduler
@@ -72,11 +72,18 @@ def after_release(updater: Any, group: Group, ranks: Sequence[RankReport]) -> li
     return [replace(rank, held=now.held) for rank, now in zip(ranks, measured, strict=True)]
 
 
-def before_resume(updater: Any, group: Group) -> list[RankReport]:
-    """Resume NCCL's communicators, before memory is mapped. Collective."""
+def resume(
+    updater: Any, group: Group, tags: Sequence[str], work: Callable[[], list[RankReport]]
+) -> tuple[list[RankReport], list[RankReport]]:
+    """Resume NCCL's communicators, and the tags by calling `work`; see `Suspender.resume`."""
     # Either all ranks have a suspender or none.
     suspender = getattr(scheduler_of(updater), _ATTRIBUTE, None)
-    return [] if suspender is None else suspender.resume(group)
+    if suspender is None:
+        return [], work()
+    found: tuple[list[RankReport], list[RankReport]] = suspender.resume(
+        group, moves.paused_bytes(tags), work
+    )
+    return found
 
 
 def communicators(device: int) -> list[Communicator]:

@@ -186,14 +186,15 @@ def _resume(
         original(updater, handlers.request_for(request, tags))
         return answer.done(tags, group.attempt(lambda: None))
 
-    failed = leftovers.before_resume(updater, group)
-    if first_failure(failed):
-        return answer.failed(tags, failed)
     stash = handlers.stash_of(updater)
     rewritten = [tag for tag in _rewritten(request) if tag in tags]
-    ranks = moves.resume(group, tags, rewritten)
-    failed = ranks
-    if not first_failure(ranks):
+    failed, ranks = leftovers.resume(
+        updater, group, tags, lambda: moves.resume(group, tags, rewritten)
+    )
+    if not ranks:
+        return answer.failed(tags, failed)
+    failed = failed if first_failure(failed) else ranks
+    if not first_failure(failed):
         failed = group.attempt(lambda: handlers.run(original, updater, request, tags))
     if not first_failure(failed):
         return answer.done(tags, ranks, held=answer.held - set(tags))

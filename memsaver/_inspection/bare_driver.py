@@ -7,6 +7,7 @@ opened, which may be the simulated driver; `memsaver._runtime.native` finds it.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,7 @@ PIECE = 1 << 30  # bytes of one physical handle
 
 _OUT_OF_MEMORY = 2
 _NON_BLOCKING = 1
+_FILE_DESCRIPTOR = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
 
 class _Location(ctypes.Structure):
@@ -154,7 +156,7 @@ class BareDriver:
 
 
 class BareMemory:
-    """Addresses of a device, and physical memory for them in handles of 1 GiB.
+    """Addresses of a device, and physical memory for them in handles of `piece` bytes.
 
     Makes only the driver calls that any library must make. Nothing is mapped at first. `pause` and
     `resume` have the minimum cost of a pause and a resume without a backup; their four steps can
@@ -164,14 +166,28 @@ class BareMemory:
         driver: the driver.
         total: the number of bytes, rounded up to 2 MiB.
         device: the device's index.
+        piece: the size of the handles, a multiple of 2 MiB; the last one may be smaller.
+        exportable: whether the memory can be exported as file descriptors.
     """
 
-    def __init__(self, driver: BareDriver, total: int, device: int = 0) -> None:
+    def __init__(
+        self,
+        driver: BareDriver,
+        total: int,
+        device: int = 0,
+        *,
+        piece: int = PIECE,
+        exportable: bool = False,
+    ) -> None:
         self._call = driver.call
         self.bytes = -(-total // GRANULARITY) * GRANULARITY
-        self._sizes = [min(PIECE, self.bytes - at) for at in range(0, self.bytes, PIECE)]
+        self._sizes = [min(piece, self.bytes - at) for at in range(0, self.bytes, piece)]
         location = _Location(1, device)  # CU_MEM_LOCATION_TYPE_DEVICE
-        self._prop = _AllocationProp(type=1, location=location)  # pinned
+        self._prop = _AllocationProp(
+            type=1,  # pinned
+            requested_handle_types=_FILE_DESCRIPTOR if exportable else 0,
+            location=location,
+        )
         self._access = _AccessDesc(location, 3)  # read and write
         self._handles: list[ctypes.c_uint64] = []
         self._mapped = False
@@ -202,6 +218,32 @@ class BareMemory:
         except MemsaverError:
             self.release()
             raise
+
+    def import_from(self, owner: BareMemory) -> None:
+        """Import the owner's exportable memory, of the same size in the same pieces, unmapped.
+
+        Both own it afterwards. This object must own no memory before; if this fails, call
+        `release`.
+        """
+        for source in owner._handles:
+            file, handle = ctypes.c_int(), ctypes.c_uint64()
+            self._call(
+                "cuMemExportToShareableHandle",
+                ctypes.byref(file),
+                source,
+                _FILE_DESCRIPTOR,
+                ctypes.c_uint64(0),
+            )
+            try:
+                self._call(
+                    "cuMemImportFromShareableHandle",
+                    ctypes.byref(handle),
+                    ctypes.c_void_p(file.value),
+                    _FILE_DESCRIPTOR,
+                )
+            finally:
+                os.close(file.value)
+            self._handles.append(handle)
 
     def map(self) -> None:
         """Map the memory and set its access. If this fails, call `unmap`."""

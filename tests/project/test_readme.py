@@ -32,7 +32,7 @@ def readme_table(drawn):
 
 
 def test_the_measured_tables_are_the_result_files(readme_table):
-    rows = json.loads(readme_table.RESULTS.read_text())
+    rows = readme_table.results.measured()
     for path, table in readme_table.pages(rows).items():
         assert readme_table.rewritten(path.read_text(), table) == path.read_text(), path
 

@@ -73,6 +73,7 @@ def case_shared_tag_is_not_paused(tag: str) -> None:
         memsaver.resume(tag + " other")
         assert is_numbered(unshared, 4)
         memsaver.configure(importer_seconds=30)
+        other.do("torch.ones(1, device='cuda').add_(1); torch.cuda.synchronize()")  # its context
         mapped = free()
         other.do("x.add_(x); del x; gc.collect()")  # the kernel may still run
         memsaver.pause(tag)

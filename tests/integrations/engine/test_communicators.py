@@ -2,6 +2,7 @@
 
 import threading
 import types
+from dataclasses import replace
 
 import distributed_ranks
 import pytest
@@ -13,6 +14,11 @@ from memsaver.integrations.engine.communicators import Suspender
 from memsaver.integrations.engine.ranks import Group, first_failure
 
 MIB = 1 << 20
+
+
+def resume(suspender, group):
+    """Resume without other work, and return the reports of the ranks."""
+    return suspender.resume(group, 0, list)[0]
 
 
 @pytest.fixture
@@ -29,7 +35,7 @@ def test_a_communicator_is_suspended_and_resumed(fake, tmp_path, sim):
         assert not first_failure(suspender.suspend(group))
         assert not fake.is_usable(one)
         assert fake.nccl.held_bytes(one.handle) == MIB
-        assert not first_failure(suspender.resume(group))
+        assert not first_failure(resume(suspender, group))
         assert fake.is_usable(one)
         assert fake.nccl.held_bytes(one.handle) == 513 * MIB
 
@@ -37,12 +43,12 @@ def test_a_communicator_is_suspended_and_resumed(fake, tmp_path, sim):
 def test_calling_twice_changes_nothing(fake, tmp_path, sim):
     one = fake.communicator(tmp_path, "world", (0,), 0, MIB)
     suspender, group = Suspender(lambda: [one], 0), Group(None)
-    assert not first_failure(suspender.resume(group))
+    assert not first_failure(resume(suspender, group))
     for _ in range(2):
         assert not first_failure(suspender.suspend(group))
     assert not fake.is_usable(one)
     for _ in range(2):
-        assert not first_failure(suspender.resume(group))
+        assert not first_failure(resume(suspender, group))
     assert fake.is_usable(one)
 
 
@@ -62,13 +68,48 @@ def test_a_resume_without_memory_leaves_it_suspended(fake, tmp_path, sim):
     suspender, group = Suspender(lambda: [one], 0), Group(None)
     suspender.suspend(group)
     sim.occupy(memsaver.device_memory(0)[0] - 100 * MIB)
-    rank = first_failure(suspender.resume(group))
+    rank = first_failure(resume(suspender, group))
     assert rank.failure.kind == "OutOfDeviceMemoryError"
     assert rank.failure.needed > 512 * MIB and rank.failure.free == 100 * MIB
     assert not fake.is_usable(one)
     sim.occupy(0)
-    assert not first_failure(suspender.resume(group))
+    assert not first_failure(resume(suspender, group))
     assert fake.is_usable(one)
+
+
+class Waiting:
+    """A library whose resume ends only after `go` is set."""
+
+    def __init__(self, library):
+        self._library, self.go = library, threading.Event()
+
+    def __getattr__(self, name):
+        return getattr(self._library, name)
+
+    def resume(self, handle):
+        assert self.go.wait(30)
+        self._library.resume(handle)
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_other_work_runs_at_the_same_time_if_there_is_memory_for_both(
+    fake, tmp_path, sim, has_room
+):
+    library = Waiting(fake.nccl)
+    one = replace(fake.communicator(tmp_path, "world", (0,), 0, 512 * MIB), nccl=library)
+    suspender, group = Suspender(lambda: [one], 0), Group(None)
+    suspender.suspend(group)
+    if not has_room:
+        sim.occupy(memsaver.device_memory(0)[0] - 1000 * MIB)
+        library.go.set()
+
+    def work():
+        assert fake.is_usable(one) != has_room
+        library.go.set()
+        return group.attempt(lambda: None)
+
+    ranks, worked = suspender.resume(group, 500 * MIB, work)
+    assert not first_failure(ranks) and len(worked) == 1 and fake.is_usable(one)
 
 
 def test_a_rank_that_stays_away_ends_the_wait(fake, tmp_path, monkeypatch):
@@ -85,7 +126,7 @@ def test_an_error_of_the_library_is_reported(fake, tmp_path, sim):
     rank = first_failure(suspender.suspend(group))
     assert "ncclCommSuspend failed with NCCL's error 5" in rank.failure.message
     assert fake.is_usable(one)
-    assert not first_failure(suspender.resume(group)) and fake.is_usable(one)
+    assert not first_failure(resume(suspender, group)) and fake.is_usable(one)
 
 
 class TorchOnDevice(threading.local):
@@ -136,6 +177,9 @@ if RANK:
     listed.reverse()
 suspender, group = Suspender(lambda: listed, 0), Group(dist.group.WORLD)
 
+def resume(suspender, group):
+    return suspender.resume(group, 0, list)[0]
+
 def usable():
     return [fake.is_usable(one) for one in both]
 
@@ -143,16 +187,16 @@ for _ in range(3):
     assert not first_failure(suspender.suspend(group))
     assert usable() == [False, False] and not fake.is_usable(mine[0])
     assert all(fake.is_usable(one) for one in (outside, *half))
-    assert not first_failure(suspender.resume(group))
+    assert not first_failure(resume(suspender, group))
     assert usable() == [True, True] and fake.is_usable(mine[0])
 
 # A rank lacks the memory: none resumes.
 assert not first_failure(suspender.suspend(group))
 with full(1):
-    ranks = suspender.resume(group)
+    ranks = resume(suspender, group)
     assert ranks[0].failure is None and ranks[1].failure.kind == "OutOfDeviceMemoryError", ranks
     assert usable() == [False, False]
-assert not first_failure(suspender.resume(group))
+assert not first_failure(resume(suspender, group))
 assert usable() == [True, True]
 
 # A rank cannot say which communicators it has: none is suspended.
@@ -163,14 +207,15 @@ assert usable() == [True, True]
 if RANK:
     listed.pop()
 
-# A rank fails at a communicator of its own: the other one does not wait for it in the next one.
+# A rank fails at a communicator of its own: those of both ranks are suspended all the same.
 nccl.SECONDS = 2
 if RANK:
     fake.fail(mine[0], 1)
 ranks = suspender.suspend(group)
 assert ranks[0].failure is None and ranks[1].failure.kind == "EngineError", ranks
+assert usable() == [False, False]
+assert not first_failure(resume(suspender, group)) and fake.is_usable(mine[0])
 assert usable() == [True, True]
-assert not first_failure(suspender.resume(group)) and fake.is_usable(mine[0])
 
 # A rank fails in the call: the other one does not wait without end, and the next resume says that
 # the communicator is lost, and so does the next suspend.
@@ -179,7 +224,7 @@ if RANK:
     fake.fail(both[0], 1)
 ranks = suspender.suspend(group)
 assert [rank.failure.kind for rank in ranks] == ["EngineTimeoutError", "EngineError"], ranks
-rank = first_failure(suspender.resume(group))
+rank = first_failure(resume(suspender, group))
 assert rank.rank == 0 and "restart the engine" in rank.failure.message, rank
 rank = first_failure(suspender.suspend(group))
 assert rank.rank == 0 and "restart the engine" in rank.failure.message, rank

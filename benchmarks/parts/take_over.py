@@ -1,0 +1,243 @@
+"""Measure what an engine would save if it took over a trainer's pages instead of copying them.
+
+take_over_16GB_ms: trainer and engine are both mapped, before and after. The peer is a copy, by
+torch, of the decoder's 195 tensors from another process's shareable region into the engine's
+tensors. Instead of it, bare driver calls import the trainer's physical memory, map it in place of
+the engine's, and give the trainer new memory, without contents.
+
+take_over_asleep_16GB_ms: the engine is paused without a backup before, and the trainer is paused
+without one afterwards. The peer's bare driver calls create and map the engine's memory, copy, and
+release the trainer's memory; without the copy, they import and map the trainer's memory, and unmap
+and release the trainer's side.
+
+The driver's calls are made for pieces of physical memory of several sizes, in one process; the
+values are those of the size with the lowest median, and the details have all of them. A real
+implementation would also send a descriptor for each piece, and could only take over pieces with
+equal contents: the details have their percentages (see page_shares.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import comparison
+import page_shares
+import results
+import workloads
+from children import Child, Failed, attempt
+from libraries import OURS
+from serve import Worker
+from workloads import MIB
+
+from memsaver._inspection.bare_driver import BareDriver, BareMemory
+from parts.sharing import Receiver
+
+COPY = "a copy on the GPU"
+PIECES_MIB = (2, 32, 256, 1024)
+SLOW_MIB = 2  # thousands of pieces: only in the first cycle
+
+Times = dict[str, float]  # milliseconds, by step
+Step = tuple[str, Callable[[], object]]
+
+
+class Sides:
+    """A trainer and an engine with memory of the same size, mapped, in equal pieces.
+
+    Needs the device's current context. Each measurement begins and ends with both sides mapped,
+    and checks that the engine reads what the trainer has written.
+    """
+
+    def __init__(self, driver: BareDriver, total: int, piece: int, gap: float) -> None:
+        self._driver, self._piece, self._gap, self._seed = driver, piece, gap, 0
+        self.trainer, self.engine = (
+            BareMemory(driver, total, piece=piece, exportable=True) for _ in range(2)
+        )
+        self.trainer.resume()
+        self.engine.resume()
+
+    def close(self) -> None:
+        """Release all memory."""
+        self.trainer.close()
+        self.engine.close()
+
+    def awake(self) -> Times:
+        """Take over while both sides are mapped; the trainer receives new memory."""
+        trainer, engine = self.trainer, self.engine
+        return self._measured(
+            ("engine unmaps", engine.unmap),
+            ("engine releases", engine.release),
+            ("engine imports", lambda: engine.import_from(trainer)),
+            ("engine maps", engine.map),
+            ("trainer unmaps", trainer.unmap),
+            ("trainer releases", trainer.release),
+            ("trainer creates", trainer.create),
+            ("trainer maps", trainer.map),
+        )
+
+    def asleep(self) -> Times:
+        """Take over while the engine is paused; the trainer is paused afterwards."""
+        trainer, engine = self.trainer, self.engine
+        engine.pause()
+        times = self._measured(
+            ("engine imports", lambda: engine.import_from(trainer)),
+            ("engine maps", engine.map),
+            ("trainer unmaps", trainer.unmap),
+            ("trainer releases", trainer.release),
+        )
+        trainer.resume()
+        return times
+
+    def copied(self) -> Times:
+        """Copy while the engine is resumed; the trainer is paused afterwards."""
+        trainer, engine = self.trainer, self.engine
+        engine.pause()
+        times = self._measured(
+            ("engine creates", engine.create),
+            ("engine maps", engine.map),
+            ("copy", self._copy),
+            ("trainer unmaps", trainer.unmap),
+            ("trainer releases", trainer.release),
+        )
+        trainer.resume()
+        return times
+
+    def _measured(self, *steps: Step) -> Times:
+        self._seed += 1
+        for number, (at, size) in enumerate(self._places()):
+            self._driver.fill(self.trainer.address + at, (self._seed + number) % 251, size)
+        time.sleep(self._gap)  # the driver clears the memory that was released before
+        times = {}
+        for name, call in steps:
+            start = time.perf_counter()
+            call()
+            times[name] = round(1e3 * (time.perf_counter() - start), 3)
+        for number, (at, size) in enumerate(self._places()):
+            last = self._driver.read(self.engine.address + at + size - 1, 1)[0]
+            if last != (self._seed + number) % 251:
+                raise Failed(f"pieces of {self._piece} bytes: the engine has other contents")
+        return times
+
+    def _places(self) -> Iterator[tuple[int, int]]:
+        total = self.engine.bytes
+        return ((at, min(self._piece, total - at)) for at in range(0, total, self._piece))
+
+    def _copy(self) -> None:
+        self._driver.call(
+            "cuMemcpyDtoDAsync_v2",
+            ctypes.c_uint64(self.engine.address),
+            ctypes.c_uint64(self.trainer.address),
+            ctypes.c_size_t(self.engine.bytes),
+            ctypes.c_void_p(),
+        )
+        self._driver.call("cuStreamSynchronize", ctypes.c_void_p())
+
+
+class Pages(Worker):
+    """Makes the driver's calls of all ways. Creates no memory besides that of the two sides."""
+
+    imports = ()
+
+    def __init__(self, name: str, total: int, gap: float) -> None:
+        self._driver, self._total, self._gap = BareDriver(), total, gap
+        self._context = self._driver.context(0)
+        self._context.__enter__()  # until the process ends
+
+    def cycle(self, piece_mib: int) -> dict[str, Any]:
+        """Return the times of each way, by step, for pieces of this size."""
+        sides = Sides(self._driver, self._total, piece_mib * MIB, self._gap)
+        try:
+            return {"awake": sides.awake(), "asleep": sides.asleep(), "copied": sides.copied()}
+        finally:
+            sides.close()
+
+
+class Engine(Receiver):
+    """Copies received tensors, which are mapped already, into its weights."""
+
+    def copy(self) -> dict[str, Any]:
+        """Return the time of the copy of all tensors."""
+
+        def copies() -> None:
+            for weight, received in zip(self._weights, self._received, strict=True):
+                weight.copy_(received)
+
+        return {"ms": workloads.timed_ms(copies)}
+
+
+def _copies(cycles: int) -> list[float]:
+    """Return the times of copies of the decoder from another process's region."""
+    sender = Child("parts.sharing:Sender", OURS, kind="decoder", in_region=True)
+    with sender, Child("parts.take_over:Engine", OURS, weights=True) as engine:
+        expected = sender.ask("change")["sums"]
+        engine.ask("read", data=sender.ask("send")["data"])
+        times = [engine.ask("copy")["ms"] for _ in range(cycles)]
+        if engine.ask("sums")["sums"] != expected:
+            raise Failed("a copy on the GPU: the contents differ")
+        engine.ask("close")
+        return times
+
+
+def rows(
+    copies: Sequence[float],
+    cycles: Mapping[int, Sequence[Mapping[str, Times]]],
+    shares: Sequence[Mapping[str, Any]],
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows, from the times of copies, and of each way by the size of the pieces.
+
+    Without times of copies, the row of take_over_16GB_ms is left out.
+    """
+
+    def best(way: str) -> tuple[int, list[float]]:
+        totals = {
+            mib: [round(sum(cycle[way].values()), 3) for cycle in found]
+            for mib, found in cycles.items()
+        }
+        return min(totals.items(), key=lambda item: statistics.median(item[1]))
+
+    peers = {"asleep": ("take_over_asleep_16GB_ms", best("copied")[1])}
+    if copies:
+        peers["awake"] = ("take_over_16GB_ms", list(copies))
+    for way, (metric, theirs) in peers.items():
+        mib, ours = best(way)
+        row = results.measurement(metric, ours, COPY, theirs)
+        row["detail"]["piece_MiB"] = mib
+        for name in ("awake",) if way == "awake" else ("asleep", "copied"):
+            row["detail"][f"{name}_by_piece_MiB"] = {
+                str(mib): _medians([cycle[name] for cycle in found])
+                for mib, found in cycles.items()
+            }
+        if way == "awake":
+            row["detail"]["equal_pages_percent"] = list(shares)
+        yield row
+
+
+def _medians(cycles: Sequence[Times]) -> Times:
+    """Return the median of each step, and of the sums."""
+    with_sums = [{**cycle, "all": sum(cycle.values())} for cycle in cycles]
+    return {
+        name: round(statistics.median(cycle[name] for cycle in with_sums), 3)
+        for name in with_sums[0]
+    }
+
+
+def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of take_over_*."""
+    cycles: dict[int, list[dict[str, Times]]] = {mib: [] for mib in PIECES_MIB}
+    copies: list[float] = []
+    total = workloads.decoder_bytes()
+    with attempt(failures):
+        with Child("parts.take_over:Pages", OURS, total=total, gap=options.gap) as pages:
+            for cycle in range(options.cycles):
+                for mib, found in cycles.items():
+                    if mib != SLOW_MIB or not cycle:
+                        found.append(pages.ask("cycle", piece_mib=mib))
+                        times = [round(sum(way.values()), 3) for way in found[-1].values()]
+                        comparison.show(f"take_over, {mib} MiB: ms of {list(found[-1])}", times)
+        with attempt(failures):
+            copies = _copies(options.cycles)
+        yield from rows(copies, cycles, list(page_shares.shares()))

@@ -1,0 +1,63 @@
+"""Write the figures in docs/how-to/weight_sync.md on pages that an engine could take over.
+
+The percentages are computed (page_shares.py); the times are those of results/.
+
+usage: take_over_page.py     writes them between the page's markers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import page_shares
+import results
+
+PAGE = results.ROOT / "docs" / "how-to" / "weight_sync.md"
+BEGIN, END = "<!-- take over: begin -->", "<!-- take over: end -->"
+NOT_RUN = "The times have not been measured on a GPU yet."
+
+
+def times(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the measured times as Markdown."""
+    by_metric = {row["metric"]: row for row in rows}
+    awake, asleep, step = (
+        by_metric.get(metric)
+        for metric in ("take_over_16GB_ms", "take_over_asleep_16GB_ms", "rl_transition_seconds")
+    )
+    if awake is None or asleep is None:
+        return NOT_RUN
+    saved = asleep["peer_value"] - asleep["memsaver"]
+    percent = f" ({saved / 10 / step['memsaver']:.1f} %)" if step else ""
+    of_a_step = f" of the {step['memsaver']:.1f} s of an RL step's transitions" if step else ""
+    lines = [
+        f"On one {awake['gpu']}, {awake['date']}, 16 GB of weights, medians in ms. A copy between "
+        f"mapped tensors takes {awake['peer_value']:.1f} ms.",
+        "",
+        "| pieces of physical memory | both sides mapped | engine resumes, trainer pauses "
+        "| the same with a copy |",
+        "|--:|--:|--:|--:|",
+    ]
+    ways = [awake["detail"]["awake_by_piece_MiB"]]
+    ways += [asleep["detail"][f"{way}_by_piece_MiB"] for way in ("asleep", "copied")]
+    for mib in ways[0]:
+        sums = [f"{way[mib]['all']:,.1f}" for way in ways]
+        lines.append(f"| {mib} MiB | {' | '.join(sums)} |")
+    return "\n".join([*lines, "", f"The best difference is {saved:.1f} ms{of_a_step}{percent}."])
+
+
+def rewritten(page: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the page with these rows' times and the computed percentages."""
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    shares = page_shares.table(list(page_shares.shares()))
+    return f"{before}{BEGIN}\n{times(rows)}\n\n{shares}\n{END}{after}"
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(rewritten(PAGE.read_text(), results.measured()))
+
+
+if __name__ == "__main__":
+    main()

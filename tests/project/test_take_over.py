@@ -1,0 +1,202 @@
+"""Test the benchmark of page takeovers: layouts, driver calls on the simulator, rows."""
+
+import pytest
+
+from memsaver._inspection.bare_driver import BareDriver
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def layouts(benchmark_module):
+    return benchmark_module("weight_layouts")
+
+
+@pytest.fixture
+def page_shares(benchmark_module):
+    return benchmark_module("page_shares")
+
+
+def total(layout):
+    return sum(run.nbytes for allocation in layout for run in allocation)
+
+
+# --- layouts and pages ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("Qwen3-0.6B", 596_049_920),
+        ("Qwen3-8B", 8_190_735_360),
+        ("Qwen2.5-7B", 7_615_616_512),
+        ("Qwen3-30B-A3B", 30_532_122_624),
+    ],
+)
+def test_layouts_have_all_parameters_of_the_model(layouts, name, parameters):
+    model = layouts.MODELS[name]
+    assert total(layouts.engine(model, 0, 1)) == 2 * parameters
+    assert total(layouts.whole(model, 0, 1)) == 2 * parameters
+    assert total(layouts.megatron(model, 0, 1)) == 2 * parameters
+    shards = [total(layouts.fsdp2(model, rank, 2)) for rank in range(2)]
+    assert sum(shards) == 2 * parameters
+
+
+@pytest.mark.parametrize("trainer", ["fsdp2", "megatron", "megatron_buffer"])
+def test_the_bytes_of_an_engines_rank_are_in_both_orders(layouts, trainer):
+    """Sums of offsets distinguish bytes that are sent twice or left out."""
+    model = layouts.MODELS["Qwen3-0.6B"]
+
+    def attention_bytes(layout):
+        found = {}
+        for run in (run for allocation in layout for run in allocation):
+            if run.tensor in ("3.q", "3.k", "3.v"):
+                found.setdefault(run.tensor, set()).update(
+                    range(run.offset, run.offset + run.nbytes, 1024)
+                )
+        return found
+
+    ours = attention_bytes(layouts.engine(model, 1, 2))
+    assert len(ours) == 3
+    assert attention_bytes(getattr(layouts, trainer)(model, 1, 2)) == ours
+
+
+def test_torchs_allocator_rounds_and_divides_segments(page_shares):
+    allocator = page_shares.TorchAllocator()
+    sizes = {100: 0, 513: 512, 3 * MIB: 2 * MIB, 18 * MIB + 1: 22 * MIB, 10 * MIB: 5 * MIB}
+    assert [allocator.allocate(size) for size in sizes] == list(sizes.values())
+    assert allocator.end == 42 * MIB
+    assert allocator.allocate(MIB) == 1536  # in the first segment
+    assert allocator.allocate(MIB) == 42 * MIB  # its rest is too small
+    assert allocator.allocate(MIB + 1) == 40 * MIB + 512  # the smallest rest that is enough
+    assert allocator.allocate(MIB + 1) == 15 * MIB
+
+
+def test_pages_are_equal_only_with_the_same_bytes_at_the_same_place(page_shares, layouts):
+    run = layouts.Run
+    page = page_shares.PAGE
+    ours = [(0, run("a", 0, 3 * page)), (3 * page, run("b", 0, page))]
+    moved = [(2 * page, run("a", 0, 3 * page)), (8 * page, run("b", 0, page))]
+    assert page_shares.share(ours, ours, page) == (4 * page, 1)
+    assert page_shares.share(ours, moved, page) == (4 * page, 2)
+    assert page_shares.share(ours, moved, 2 * page) == (2 * page, 1)
+    shifted = [(512, run("a", 0, 3 * page)), (8 * page, run("b", 0, page))]
+    assert page_shares.share(ours, shifted, page) == (page, 1)
+    halves = [(0, run("a", 0, page // 2)), (page // 2, run("a", page // 2, 3 * page - page // 2))]
+    assert page_shares.share(ours, halves, page) == (3 * page, 1)
+    also_another = [(0, run("a", 0, page // 2)), (page // 2, run("c", 0, 8))]
+    assert page_shares.share([(0, run("a", 0, page // 2))], also_another, page) == (0, 0)
+
+
+def test_shares_depend_on_the_layout(page_shares):
+    found = {
+        (row["model"], row["engine_ranks"], row["trainer"], row["placement"]): row
+        for row in page_shares.shares()
+    }
+    assert len(found) == 2 * len(page_shares.CASES)
+    same = found["Qwen3-8B", 1, "whole tensors", "torch"]
+    assert same["2_MiB"] > 99.9 and same["256_MiB"] < 10
+    # o_proj and down_proj are divided by columns.
+    assert 70 < found["Qwen3-8B", 2, "whole tensors", "torch"]["2_MiB"] < 71
+    assert found["Qwen3-8B", 2, "Megatron, distributed optimizer", "torch"]["32_MiB"] == 0
+    assert found["Qwen3-30B-A3B", 1, "whole tensors", "boundaries"]["2_MiB"] < 40
+
+
+# --- the driver's calls ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("piece", [2, 32, 1024])
+def test_the_engine_has_the_trainers_contents_in_each_way(benchmark_module, sim, piece):
+    driver, before, idle = BareDriver(), sim.counts(), sim.physical()
+    with driver.context(0):
+        sides = benchmark_module("parts.take_over").Sides(driver, 70 * MIB, piece * MIB, gap=0)
+        for way in (sides.awake, sides.asleep, sides.copied, sides.awake):
+            assert all(ms >= 0 for ms in way().values())
+            assert sim.accessible(sides.trainer.address) and sim.accessible(sides.engine.address)
+        sides.close()
+    after = sim.counts()
+    assert sim.physical() == idle
+    for kind in ("handles", "mappings", "reservations"):
+        assert getattr(after, kind) == getattr(before, kind), kind
+
+
+def test_pieces_in_the_wrong_order_are_a_failure(benchmark_module, sim):
+    driver = BareDriver()
+    with driver.context(0):
+        sides = benchmark_module("parts.take_over").Sides(driver, 8 * MIB, 2 * MIB, gap=0)
+        imports = sides.engine.import_from
+
+        def reversed_imports(owner):
+            imports(owner)
+            sides.engine._handles.reverse()
+
+        sides.engine.import_from = reversed_imports
+        with pytest.raises(benchmark_module("children").Failed, match="other contents"):
+            sides.awake()
+        sides.close()
+
+
+def test_a_failed_import_is_released(benchmark_module, sim):
+    driver, before = BareDriver(), sim.counts()
+    with driver.context(0):
+        sides = benchmark_module("parts.take_over").Sides(driver, 8 * MIB, 2 * MIB, gap=0)
+        with (
+            sim.fault("cuMemImportFromShareableHandle", 999, nth=3),
+            pytest.raises(Exception, match="cuMemImportFromShareableHandle"),
+        ):
+            sides.awake()
+        sides.close()
+    assert sim.counts().handles == before.handles
+
+
+# --- rows and the page ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rows(benchmark_module):
+    """Return the function that makes rows of fixed times of the driver's calls."""
+
+    def cycle(factor):
+        return {
+            "awake": {"engine imports": 2.0 * factor, "engine maps": factor},
+            "asleep": {"engine imports": factor},
+            "copied": {"engine creates": 3.0, "copy": 9.0},
+        }
+
+    cycles = {2: [cycle(100), cycle(110), cycle(90)], 256: [cycle(4), cycle(3), cycle(5)]}
+    make = benchmark_module("parts.take_over").rows
+    return lambda copies: list(make(copies, cycles, [{"x": 1}]))
+
+
+def test_a_row_has_the_fastest_size_and_every_step(rows):
+    asleep, awake = rows([9.0, 8.0, 9.5])
+    assert (awake["metric"], awake["memsaver"], awake["peer_value"]) == (
+        "take_over_16GB_ms",
+        12.0,
+        9.0,
+    )
+    assert awake["ratio"] == 0.75 and awake["detail"]["piece_MiB"] == 256
+    assert awake["detail"]["awake_by_piece_MiB"]["2"] == {
+        "engine imports": 200.0,
+        "engine maps": 100,
+        "all": 300.0,
+    }
+    assert (asleep["memsaver"], asleep["peer_value"], asleep["ratio"]) == (4.0, 12.0, 3.0)
+    assert asleep["detail"]["copied_by_piece_MiB"]["256"]["all"] == 12.0
+    assert [row["metric"] for row in rows([])] == ["take_over_asleep_16GB_ms"]
+
+
+def test_the_page_has_the_measured_times(benchmark_module, rows):
+    page = benchmark_module("take_over_page")
+    assert page.PAGE.read_text() == page.rewritten(
+        page.PAGE.read_text(), page.results.measured()
+    ), "make pages"
+    measured = [row | {"gpu": "G", "date": "2026-01-01"} for row in rows([9.0])]
+    assert page.times(measured[:1]) == page.NOT_RUN
+    text = page.times(measured)
+    assert "takes 9.0 ms" in text and "| 2 MiB | 300.0 | 100.0 | 12.0 |" in text
+    assert text.endswith("The best difference is 8.0 ms.")
+    step = {"metric": "rl_transition_seconds", "memsaver": 4.0}
+    assert "8.0 ms of the 4.0 s of an RL step's transitions (0.2 %)" in page.times(
+        [*measured, step]
+    )
