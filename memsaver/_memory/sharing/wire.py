@@ -41,16 +41,19 @@ def domain() -> str:
     """Return the name of this process's domain. Processes of one domain can share memory.
 
     They belong to the same user, machine and network namespace, and use the same version of
-    memsaver, whose messages and pickles may change with each version. "" if /proc is missing, so
-    that the domain is unknown.
+    memsaver, whose messages and pickles may change with each version. The name is a digest, because
+    an engine's clients may see it. "" if /proc is missing, so that the domain is unknown.
     """
+    import hashlib
+
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
         network = os.stat("/proc/self/ns/net")
     except OSError:
         return ""
-    return f"{_C.version()} {boot} {network.st_dev}:{network.st_ino} {os.geteuid()}"
+    text = f"{_C.version()} {boot} {network.st_dev}:{network.st_ino} {os.geteuid()}"
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def peer_of(connection: socket.socket) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -101,6 +102,23 @@ def test_only_tensors_of_mapped_shareable_tags_can_be_sent(sim, make, name, tag)
     memsaver.pause(later)
     memsaver.resume(later)
     assert sending.can_send(mine) and sending.can_send(earlier)
+
+
+def test_processes_of_one_user_and_network_are_in_one_domain(importer, make, monkeypatch):
+    own = wire.domain()
+    assert own == importer.ask("peers.wire.domain()") != ""
+    with monkeypatch.context() as patch:
+        patch.setattr(wire.os, "geteuid", lambda: 12345)
+        assert wire.domain() not in ("", own)
+    with monkeypatch.context() as patch:
+        patch.setattr(wire.os, "stat", lambda _: os.stat_result([0] * 10))
+        assert wire.domain() not in ("", own)
+
+    def no_proc(*_):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(wire.os, "stat", no_proc)
+    assert wire.domain() == ""
 
 
 def test_arguments_of_another_place_are_refused(make, name):
