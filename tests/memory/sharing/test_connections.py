@@ -71,13 +71,16 @@ def test_a_sender_with_many_descriptors(own_importer, make, name, options):
 
 
 @pytest.mark.parametrize("most", [4, 250])
-def test_a_receiver_without_descriptors(own_importer, make, name, options, monkeypatch, most):
+def test_a_receiver_without_descriptors(
+    own_importer, make, name, options, monkeypatch, wait_until, most
+):
     """It maps nothing of the message, says so, and can receive again."""
     monkeypatch.setattr(wire, "MOST_FILES", most)
     options(slab_bytes=2 * MIB, share_bytes=2 * MIB)
     mine = [make(MIB // 2) for _ in range(10)]
     own_importer.load("y", make(50))  # connects
     own_importer.do("del y; gc.collect()")
+    wait_until(lambda: not _C.importers())  # it has closed the driver's descriptor
     own_importer.do(FEW_FILES)
     with pytest.raises(ImportFailed, match="raise the limit of open files") as caught:
         own_importer.load("x", mine)
@@ -144,7 +147,7 @@ def closed_connection(endpoint, wait_until) -> int:
     wire.send(second._socket, {"bye": True})
     wait_until(lambda: second._has_ended)
     assert peers._peers[endpoint] is not second
-    second._add(False, peers.Use(None, 0))
+    second.end(peers.Use(None))
     assert is_eventfd(second._wake)  # another thread may still write to it
     return second._wake
 

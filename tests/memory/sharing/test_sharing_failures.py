@@ -187,7 +187,8 @@ def test_another_user_is_refused_by_the_receiver(sender, stranger):
 def test_a_malformed_message_ends_only_its_connection(importer, make, options):
     mine = make(4)
     endpoint = exporter.endpoint()
-    for data in (b"[]", b"{", b'{"import": 5}', b'{"import": []}', b"\xff", b'{"drop": 1}'):
+    imports = [b'{"import": %s, "missing": true}' % tokens for tokens in (b"5", b"[]", b"[[]]")]
+    for data in (b"[]", b"{", *imports, b'{"import": []}', b"\xff", b'{"drop": 1}'):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             connection.connect(f"\0{endpoint}")
             connection.send(data)
