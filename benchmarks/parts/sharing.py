@@ -3,7 +3,8 @@
 share_16GB_ms is the time until another process has read the last byte of each of 16 tensors of
 1 GB: pickling, unpickling with the mapping of the memory, and the kernels that read. Each time, the
 memory is new to the other process: the region has been paused and resumed, or, with CUDA IPC, the
-receiver has closed the memory. share_195_tensors_ms is the same for the 195 tensors of the decoder.
+receiver has closed the memory. A message is sent --gap
+seconds later, when the driver has cleared the released memory. share_195_tensors_ms is the same for the 195 tensors of the decoder.
 
 Each of these times is the sum of the two processes' own times; the transport of the pickle is left
 out.
@@ -227,13 +228,14 @@ def _check(found: list[int], expected: list[int], what: str) -> None:
         raise Failed(f"{what}: the received contents differ")
 
 
-def _share(kind: str, in_region: bool, cycles: int) -> list[float]:
+def _share(kind: str, in_region: bool, options: argparse.Namespace) -> list[float]:
     """Return the times until another process has read the tensors."""
     sender = Child("parts.sharing:Sender", OURS, kind=kind, in_region=in_region)
     with sender, Child("parts.sharing:Receiver", OURS, weights=False) as receiver:
         times = []
-        for _ in range(cycles):
+        for _ in range(options.cycles):
             expected = sender.ask("renew")["sums"]
+            time.sleep(options.gap)  # the driver clears the memory that was released
             sent = sender.ask("send")
             read = receiver.ask("read", data=sent["data"])
             _check(read["sums"], expected, f"{kind}, in a region: {in_region}")
@@ -258,9 +260,9 @@ def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[s
     """Yield the rows of share_* and update_from_region_ms."""
     for kind, metric in (("large", "share_16GB_ms"), ("decoder", "share_195_tensors_ms")):
         with attempt(failures):
-            ours = _share(kind, True, options.cycles)
+            ours = _share(kind, True, options)
             comparison.show(metric, ours)
-            yield results.measurement(metric, ours, IPC, _share(kind, False, options.cycles))
+            yield results.measurement(metric, ours, IPC, _share(kind, False, options))
     with attempt(failures):
         ours = _update(True, options.cycles)
         comparison.show("update_from_region_ms", ours)
