@@ -3,8 +3,8 @@
 share_16GB_ms is the time until another process has read the last byte of each of 16 tensors of
 1 GB: pickling, unpickling with the mapping of the memory, and the kernels that read. Each time, the
 memory is new to the other process: the region has been paused and resumed, or, with CUDA IPC, the
-receiver has closed the memory. A message is sent --gap
-seconds later, when the driver has cleared the released memory. share_195_tensors_ms is the same for the 195 tensors of the decoder.
+receiver has closed the memory. A message is sent --gap seconds later, when the driver has cleared
+the released memory. share_195_tensors_ms is the same for the 195 tensors of the decoder.
 
 Each of these times is the sum of the two processes' own times; the transport of the pickle is left
 out.
