@@ -30,6 +30,12 @@ class Message:
     place: tuple[Any, ...]
     pauses: int
 
+    @property
+    def is_stale(self) -> bool:
+        """Return whether its memory was freed, or may have been replaced by a resume."""
+        tag = self.allocation.tag
+        return tag.pauses != self.pauses or self.allocation not in tag.allocations
+
 
 @dataclass(eq=False)
 class Import:

@@ -37,7 +37,7 @@ shares = rule(
             st.sampled_from(_STEPS),
             picks,
             st.integers(0, IMPORTERS - 1),
-            st.one_of(*4 * [st.none()], st.sampled_from(_CALLS)),  # the call to refuse
+            st.sampled_from([*12 * [None], *_CALLS]),  # the call to refuse
             overrides,
             seeds,
         ),
@@ -70,7 +70,9 @@ class SharingRules(MemoryRules, TransitionRules):
             self.send(pick, importer, refused)
         elif step == "receive" and self.messages:
             self.begin(step, pick, importer, refused)
-            self.receive(self.messages[-1 - pick % len(self.messages)], importer, refused)
+            fresh = [each for each in self.messages if not each.is_stale]
+            among = fresh if fresh and pick % 4 else self.messages
+            self.receive(among[pick % len(among)], importer, refused)
         elif step == "pause_shareable":
             self.begin("pause", tag.name, backup)
             self.transition("pause", (tag.name,), backup, 0)
@@ -123,7 +125,7 @@ class SharingRules(MemoryRules, TransitionRules):
     def send(self, pick: int, importer: int, refused: str | None) -> None:
         """Send a block, and in most cases receive it at once."""
         self.begin("send", pick, importer, refused)
-        sendable = [each for each in self.allocations() if each.tag.shareable]
+        sendable = [each for each in self.allocations(mapped=True) if each.tag.shareable]
         among = sendable if sendable and pick % 8 else self.allocations()
         allocation = among[pick % len(among)]
         tag = allocation.tag
@@ -154,7 +156,7 @@ class SharingRules(MemoryRules, TransitionRules):
         there = None if refused == _EXPORT else refused
         if there:
             may = (MemsaverError,)
-        elif not is_there or message.pauses != tag.pauses:
+        elif message.is_stale:
             may = (SharingError,)
         elif refused == _EXPORT:
             faults = (Injection("model", _EXPORT, 1, INVALID_VALUE, True),)
