@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -86,7 +87,11 @@ def main() -> None:
             control.close()
             try:
                 _work(Connection(files[0]))
-            except EOFError:
+            except (EOFError, ConnectionError):  # the model has ended
+                pass
+            except BaseException:
+                traceback.print_exc()
+            finally:
                 os._exit(0)
         os.close(files[0])
 

@@ -33,8 +33,10 @@ STEPS = 60  # the maximum number of operations in a sequence
 SEQUENCES = 5  # in a round, which has one seed and can be repeated alone
 
 
-def run_round(machine: type, seed: int, sequences: int = SEQUENCES) -> None:
-    """Run one round. Raises a violation, with the shrunken sequence as notes."""
+def run_round(
+    machine: type, seed: int, sequences: int = SEQUENCES, *, shrinks: bool = True
+) -> None:
+    """Run one round. Raises a violation, with the (shrunken) sequence as notes."""
 
     class Round(machine):  # type: ignore[misc]
         pass
@@ -48,7 +50,7 @@ def run_round(machine: type, seed: int, sequences: int = SEQUENCES) -> None:
             database=None,
             print_blob=False,
             report_multiple_bugs=False,
-            phases=[Phase.generate, Phase.shrink],
+            phases=[Phase.generate, *([Phase.shrink] if shrinks else [])],
             suppress_health_check=list(HealthCheck),
         ),
     )
