@@ -35,6 +35,7 @@ bool Thread::import_block() {
     import_.ids.push_back(rows[i].id);
     import_.offsets.push_back(extents.back().offset);
   }
+  import_.tag = &tag_of(*block);
   uint64_t span = 0;
   const bool mapped =
       fine(ms_foreign_span_reserve(block->device, rows[0].span_bytes, &import_.span, &span, &error),
@@ -46,23 +47,31 @@ bool Thread::import_block() {
   ms_list_free(rows);
   if (!mapped) return false;
   auto* const there = reinterpret_cast<void*>(span + offset);
-  Tag& tag = tag_of(*block);
-  // A thread that wants to pause the tag has the lock, and waits for this import.
-  const std::shared_lock<std::shared_mutex> lock(tag.contents, std::try_to_lock);
+  const auto lock = hold_imported();
   if (!lock) return true;
-  if (tag.paused) world_.fail(tag.name + " was paused while its memory was imported");
   require_contents(*block, there);
   block->filling = Filling::kPattern;
   block->value = random_();
-  block->losses = tag.losses;
+  block->losses = import_.tag->losses;
   write_pattern(there, block->bytes, block->value);
   require_contents(*block, block->pointer);
   return true;
 }
 
+// Checks that the imported tag is mapped, and keeps it so. Returns no lock if a thread that wants
+// to pause the tag has it: that thread waits for this one.
+std::shared_lock<std::shared_mutex> Thread::hold_imported() {
+  std::shared_lock<std::shared_mutex> lock(import_.tag->contents, std::try_to_lock);
+  if (lock && import_.tag->paused) {
+    world_.fail(import_.tag->name + " was paused while its memory was imported");
+  }
+  return lock;
+}
+
 // Ends the thread's import, if it has one: as a process that goes on, or as one that ends.
 bool Thread::release_import() {
   if (!import_.span) return false;
+  hold_imported();
   ms_error error{};
   if (one_in(2)) {
     fine(

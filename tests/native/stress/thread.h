@@ -87,6 +87,7 @@ class Thread {
   // In sharing.cpp:
   bool import_block();
   bool release_import();
+  std::shared_lock<std::shared_mutex> hold_imported();
 
   void free_block(const Block& block);
   void require_contents(const Block& block, const void* at);
@@ -109,6 +110,7 @@ class Thread {
   bool working_ = false;  // whether its own work is in flight
   // Its record as an importer, and the memory that it has imported, if any.
   struct Import {
+    Tag* tag = nullptr;
     ms_foreign_span* span = nullptr;
     std::vector<uint64_t> ids, offsets;
   };
