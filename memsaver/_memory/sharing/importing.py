@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from memsaver._memory.sharing import peers
@@ -98,6 +99,8 @@ class _Memory:
     owns a buffer.
     """
 
+    _end: Callable[[], None] | None = None  # set by __init__, which a signal can interrupt
+
     def __init__(self, place: Place, ordinal: int, peer: peers.Peer) -> None:
         self.nbytes, self.ordinal = place.nbytes, ordinal
         use = peers.Use(place, ordinal)
@@ -105,7 +108,8 @@ class _Memory:
         self.address = peer.begin(use)
 
     def __del__(self) -> None:  # faster than weakref.finalize
-        self._end()
+        if self._end is not None:
+            self._end()
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:

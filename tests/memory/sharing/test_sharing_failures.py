@@ -138,6 +138,22 @@ def test_a_sender_killed_in_the_middle_of_an_answer(sender, monkeypatch):
         pickle.loads(message)
 
 
+def test_an_import_that_is_interrupted_at_its_begin(make, monkeypatch):
+    """A signal may raise anywhere, also before there is a use whose end could be reported."""
+    message = dumped(make(4))
+    unraisable = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(peers, "Use", interrupted)
+        pickle.loads(message)
+    assert not unraisable
+    assert pickle.loads(message).tolist() == [0, 1, 2, 3]
+
+
 IMPORT_CALLS = (
     "cuMemAddressReserve",
     "cuMemImportFromShareableHandle",
