@@ -51,11 +51,16 @@ class Import:
 
 
 class Sharing(Apparatus):
+    """Shareable tags, the messages that the sequence has sent, and the importers' uses of blocks.
+
+    Everything that other processes do has ended before the next operation begins, except for the
+    release of memory that they keep mapped for later messages.
+    """
+
     def __init__(self) -> None:
         super().__init__()
         for tag in self.tags:
             tag.shareable = sending.is_shareable(tag.name)
-            tag.mixed = False  # nothing is allocated
         self.messages: list[Message] = []
         self.imports: list[Import] = []
         self.received = 0
@@ -95,14 +100,7 @@ class Sharing(Apparatus):
         require(tag.is_imported, f"no process uses {tag.name}: {error}")
         for importer in {each.importer for each in self.imports if each.allocation.tag is tag}:
             used = [each.allocation for each in self.imports if each.importer == importer]
-            at_least = max(
-                pages_under(
-                    (each.address, each.nbytes)
-                    for each in used
-                    if each.tag is tag and each.device == device
-                )
-                for device in (0, 1)
-            )
+            at_least = pages_under((each.address, each.nbytes) for each in used if each.tag is tag)
             found = named.get(self.importers[importer].pid, 0)
             require(found >= at_least, f"{named} does not have {at_least} bytes of {importer}")
 
@@ -133,6 +131,7 @@ class Sharing(Apparatus):
         )
 
     def release_imports(self) -> None:
+        """Let the importers release everything."""
         while self.imports:
             self.release(self.imports[-1])
 
