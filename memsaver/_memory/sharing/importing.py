@@ -113,16 +113,21 @@ class _Memory:
     owns a buffer.
     """
 
+    _use: Use | None = None  # set last by __init__, which a signal can interrupt
+
     def __init__(self, use: Use, ordinal: int, peer: peers.Peer) -> None:
         self.nbytes, self.ordinal = use.place.nbytes, ordinal
-        self._use, self._peer = use, peer
+        self._peer = peer
+        self._use = use
 
     @property
     def address(self) -> int:
+        assert self._use is not None
         return self._use.address
 
     def __del__(self) -> None:  # faster than weakref.finalize
-        self._peer.end(self._use)
+        if self._use is not None:
+            self._peer.end(self._use)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -174,9 +179,10 @@ def _begun(places: dict[_Key, Place]) -> dict[_Key, _Memory]:
     first = next(iter(places.values()))
     peer = peers.peer_at(first.endpoint, first.tag)
     ordinal = _ordinal(first)
+    uses = {key: Use(place) for key, place in places.items()}
     # The objects end their uses, also if the wait is interrupted.
-    begun = {key: _Memory(Use(place), ordinal, peer) for key, place in places.items()}
-    peer.begin([memory._use for memory in begun.values()], ordinal)
+    begun = {key: _Memory(use, ordinal, peer) for key, use in uses.items()}
+    peer.begin(list(uses.values()), ordinal)
     return begun
 
 

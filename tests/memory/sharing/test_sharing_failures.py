@@ -49,6 +49,25 @@ def test_a_tensor_is_not_received_from_a_paused_tag(importer, make, name):
     assert importer.ask("x.tolist()") == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("is_resumed", [False, True], ids=["paused", "resumed"])
+def test_pages_that_a_swap_gave_to_another_tag_are_not_received(
+    importer, make, name, tag, is_resumed
+):
+    mine = make(MIB)
+    data = dumped(mine)
+    other = tag("other")
+    with memsaver.region(other, shareable=True):
+        theirs = simulator.empty(MIB, dtype=torch.int32)
+    memsaver.pause(other)
+    memsaver.swap(out=name, into=other)
+    importer.load("y", theirs.fill_(3))  # its pages are those of `mine` before the swap
+    if is_resumed:
+        memsaver.resume(name)
+    with pytest.raises(ImportFailed, match="freed or replaced" if is_resumed else "resume it"):
+        importer.load_pickle("x", data)
+    assert importer.ask("int(y.sum())") == 3 * MIB
+
+
 def test_freed_memory_is_not_received(importer, make, name):
     data = dumped(make(4))
     sending.forget_expired(math.inf)
@@ -117,6 +136,22 @@ def test_a_sender_killed_in_the_middle_of_an_answer(sender, monkeypatch):
     monkeypatch.setattr(wire, "send", killed_first)
     with pytest.raises(memsaver.SharingError, match="has ended"):
         pickle.loads(message)
+
+
+def test_an_import_that_is_interrupted_at_its_begin(make, monkeypatch):
+    """A signal may raise anywhere, also before there is a use whose end could be reported."""
+    message = dumped(make(4))
+    unraisable = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(peers, "Use", interrupted)
+        pickle.loads(message)
+    assert not unraisable
+    assert pickle.loads(message).tolist() == [0, 1, 2, 3]
 
 
 IMPORT_CALLS = (
