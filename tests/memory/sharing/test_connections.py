@@ -13,6 +13,7 @@ import socket
 import time
 import types
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 
 import pytest
 from importing_process import ImportFailed
@@ -109,6 +110,12 @@ def test_descriptors_that_cannot_be_sent(importer, make, name, monkeypatch):
     importer.load("x", mine)
 
 
+def _are_stopped(pid):
+    """Return whether all threads of a process are stopped; each reacts to the signal by itself."""
+    stats = (task / "stat" for task in Path(f"/proc/{pid}/task").iterdir())
+    return all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in stats)
+
+
 def test_an_importer_that_does_not_read_delays_no_other(
     own_importer, importer, make, name, in_thread, wait_until
 ):
@@ -118,6 +125,7 @@ def test_an_importer_that_does_not_read_delays_no_other(
     server = exporter._servers[os.getpid()]
     os.kill(own_importer.pid, signal.SIGSTOP)
     try:
+        wait_until(lambda: _are_stopped(own_importer.pid))
         going = in_thread(lambda: [server._request_release() for _ in range(3000)])
         going.result()
         assert server.owes_requests

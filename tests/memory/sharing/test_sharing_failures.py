@@ -15,7 +15,7 @@ from importing_process import ImportFailed
 
 import memsaver
 from memsaver import simulator
-from memsaver._memory.sharing import exporter, peers, sending, wire
+from memsaver._memory.sharing import exporter, importing, peers, sending, wire
 from memsaver._runtime.native import _C
 
 torch = pytest.importorskip("torch")
@@ -144,11 +144,16 @@ def test_an_import_that_is_interrupted_at_its_begin(make, monkeypatch):
     unraisable = []
     monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
 
-    def interrupted(*arguments):
-        raise KeyboardInterrupt
+    class Interrupted:
+        def __init__(self, place):
+            pass
+
+        @property
+        def place(self):
+            raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(peers, "Use", interrupted)
+        patch.setattr(importing, "Use", Interrupted)
         pickle.loads(message)
     assert not unraisable
     assert pickle.loads(message).tolist() == [0, 1, 2, 3]
