@@ -290,8 +290,8 @@ def _free_port() -> int:
 
 
 def _answers(url: str) -> bool:
-    from memsaver.integrations.sglang import EngineError
     from memsaver.integrations.engine.http.client import HttpClient
+    from memsaver.integrations.sglang import EngineError
 
     try:
         HttpClient(url).get("/health", timeout=5)
