@@ -2,13 +2,16 @@
 
     python ray_workers.py --ranks 2                          a local Ray
     python ray_workers.py --ranks 16 --tp 8 --address auto   a cluster, an engine for each 8 GPUs
+    python ray_workers.py --ranks 16 --nodes 2 --address auto      one engine on two machines
     python ray_workers.py --ranks 2 --engine model --model tiny      no GPU
 
 Each group of `tp` ranks is on one machine with its engine: an actor that starts an SGLang server on
-the GPUs of the group's ranks. memsaver needs no variables in the actors' environment, because
-SGLang loads it as a plugin. With --preload the engines' actors have `memsaver.preload_env()`, so
-that allocations of other libraries inside regions belong to the regions too. Ray starts an actor
-that has its own environment in a new process, which preloading requires.
+the GPUs of the group's ranks. With --nodes, a group and its engine are divided among several
+machines, and an actor on each machine starts the engine's part there. memsaver needs no variables
+in the actors' environment, because SGLang loads it as a plugin. With --preload the engines' actors
+have `memsaver.preload_env()`, so that allocations of other libraries inside regions belong to the
+regions too. Ray starts an actor that has its own environment in a new process, which preloading
+requires.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ HOST = "127.0.0.1"
 
 
 class EngineWorker:
-    """An actor that runs an SGLang server in separate processes.
+    """An actor that runs an SGLang server, or a part of one, in separate processes.
 
     They end with `stop`, and with the actor's process, even if it is killed: the kernel then kills
     the server, and SGLang's processes end with their server.
@@ -57,8 +60,17 @@ class EngineWorker:
         self._server: subprocess.Popen[bytes] | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="grpo-engine-")
 
-    def start(self, settings: Settings, tp: int, gpus: Sequence[str]) -> str:
+    def start(
+        self, settings: Settings, tp: int, gpus: Sequence[str], part: Mapping[str, Any]
+    ) -> str:
         """Start a server on some of this machine's GPUs, and return its URL when it answers.
+
+        Args:
+            settings: the run's settings.
+            tp: the number of the engine's ranks, on all machines.
+            gpus: the GPUs on this machine, for CUDA_VISIBLE_DEVICES.
+            part: SGLang's arguments for an engine on several machines, whose first part receives
+                all requests; each part answers when all of them have started.
 
         Raises:
             RuntimeError: the server ended, or did not answer in time; the message has the end of
@@ -71,7 +83,7 @@ class EngineWorker:
         own = settings.model in SHAPES
         vocabulary = Vocabulary.own() if own else Vocabulary.of_model(Path(settings.model))
         arguments = sglang_arguments(settings, vocabulary, Path(self._folder.name))
-        arguments |= {"tp_size": tp, "skip_tokenizer_init": True}
+        arguments |= {"tp_size": tp, "skip_tokenizer_init": True, **part}
         environment = {
             **ENVIRONMENT,
             "CUDA_VISIBLE_DEVICES": ",".join(gpus),
@@ -158,13 +170,14 @@ class TrainerRank:
         return start(settings, urls)
 
 
-def run_on_ray(settings: Settings, ranks: int, preload: bool) -> Any:
+def run_on_ray(settings: Settings, ranks: int, preload: bool, nodes: int = 1) -> Any:
     """Run on the Ray cluster that this process is connected to, and return the results.
 
     Args:
         settings: the run's settings.
         ranks: the number of the trainer's ranks. Each has a GPU if the engine is SGLang.
         preload: whether to add `memsaver.preload_env()` to the environment of the engines' actors.
+        nodes: the number of parts of an engine, each with its ranks on one machine.
 
     Raises:
         SettingsError: the ranks cannot divide the run, or Ray has too few GPUs or CPUs.
@@ -173,37 +186,43 @@ def run_on_ray(settings: Settings, ranks: int, preload: bool) -> Any:
     tp = settings.tp or ranks
     if ranks % tp:
         raise SettingsError(f"{ranks} ranks cannot be divided into engines of {tp}")
+    if tp % nodes:
+        raise SettingsError(f"an engine of {tp} ranks cannot be divided among {nodes} machines")
     settings = dataclasses.replace(settings, tp=tp)
     served = settings.engine == "sglang"
-    # A bundle is on one machine, and contains a group of ranks and its engine.
-    bundle = {"CPU": tp + int(served), **({"GPU": tp} if served else {})}
+    # A bundle is on one machine, and contains a part of a group of ranks and of its engine.
+    each, parts = tp // nodes, ranks // tp * nodes
+    bundle = {"CPU": each + int(served), **({"GPU": each} if served else {})}
     has = ray.cluster_resources()
-    for kind, each in bundle.items():
-        if each * (ranks // tp) > has.get(kind, 0):
+    for kind, number in bundle.items():
+        if number * parts > has.get(kind, 0):
             raise SettingsError(
-                f"{ranks} ranks in engines of {tp} need {each * (ranks // tp)} {kind}s,"
+                f"{ranks} ranks in engines of {tp} need {number * parts} {kind}s,"
                 f" and Ray has {has.get(kind, 0):g}"
             )
-    bundles = placement_group([bundle] * (ranks // tp), strategy="PACK")
+    bundles = placement_group([bundle] * parts, strategy="PACK")
     ray.get(bundles.ready(), timeout=START_SECONDS)
 
-    def placed(group: int, kind: type, **options: Any) -> Any:
-        where = PlacementGroupSchedulingStrategy(bundles, group)
+    def placed(part: int, kind: type, **options: Any) -> Any:
+        where = PlacementGroupSchedulingStrategy(bundles, part)
         return ray.remote(kind).options(num_cpus=1, scheduling_strategy=where, **options).remote()
 
     workers: list[Any] = []
     try:
-        trainers = [placed(n // tp, TrainerRank, num_gpus=int(served)) for n in range(ranks)]
+        trainers = [placed(n // each, TrainerRank, num_gpus=int(served)) for n in range(ranks)]
         urls: list[str] = []
         if served:
             gpus = ray.get([trainer.gpus.remote() for trainer in trainers])
-            groups = range(ranks // tp)
-            workers = [placed(n, EngineWorker, **worker_options(preload)) for n in groups]
+            workers = [placed(n, EngineWorker, **worker_options(preload)) for n in range(parts)]
+            firsts = [trainer.meeting_place.remote() for trainer in trainers[::tp]]
+            shared = [part for place in ray.get(firsts) for part in parts_of_engine(nodes, place)]
             starts = [
-                worker.start.remote(settings, tp, [*chain(*gpus[n * tp : (n + 1) * tp])])
+                worker.start.remote(
+                    settings, tp, [*chain(*gpus[n * each : (n + 1) * each])], shared[n]
+                )
                 for n, worker in enumerate(workers)
             ]
-            urls = ray.get(starts, timeout=START_SECONDS + 4 * END_SECONDS)
+            urls = first_failure_or_all(starts, START_SECONDS + 4 * END_SECONDS)[::nodes]
         master = ray.get(trainers[0].meeting_place.remote())
         runs = [t.run.remote(settings, n, ranks, master, urls) for n, t in enumerate(trainers)]
         return ray.get(runs)[0]
@@ -211,6 +230,36 @@ def run_on_ray(settings: Settings, ranks: int, preload: bool) -> Any:
         with contextlib.suppress(ray.exceptions.RayError):
             ray.get([worker.stop.remote() for worker in workers], timeout=2 * END_SECONDS)
         remove_placement_group(bundles)
+
+
+def parts_of_engine(nodes: int, place: tuple[str, int]) -> list[dict[str, Any]]:
+    """Return SGLang's arguments for each part of an engine; {} for an engine on one machine.
+
+    Args:
+        nodes: the number of parts.
+        place: the address and a free port of the first part's machine.
+    """
+    if nodes == 1:
+        return [{}]
+    shared = {"nnodes": nodes, "dist_init_addr": f"{place[0]}:{place[1]}"}
+    return [{**shared, "node_rank": number} for number in range(nodes)]
+
+
+def first_failure_or_all(calls: Sequence[Any], seconds: float) -> list[Any]:
+    """Return the results of all calls, or raise as soon as one of them fails.
+
+    If a part of an engine does not start, the other parts wait for it.
+
+    Raises:
+        RayError: a call failed, or did not return in time.
+    """
+    waiting, deadline = list(calls), time.monotonic() + seconds
+    while waiting:
+        done, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+        if not done:
+            raise ray.exceptions.GetTimeoutError(f"{len(waiting)} servers did not start in time")
+        ray.get(done)
+    return list(ray.get(list(calls)))
 
 
 def worker_options(preload: bool) -> dict[str, Any]:
@@ -241,11 +290,11 @@ def _free_port() -> int:
 
 
 def _answers(url: str) -> bool:
+    from memsaver.integrations.engine.http.client import HttpClient
     from memsaver.integrations.sglang import EngineError
-    from memsaver.integrations.sglang.engines import ServedEngine
 
     try:
-        ServedEngine(url).get("/health", timeout=5)
+        HttpClient(url).get("/health", timeout=5)
     except EngineError:
         return False
     return True
@@ -254,6 +303,7 @@ def _answers(url: str) -> bool:
 def main(
     ranks: Annotated[int, typer.Option(min=1, help="The trainer's ranks: one for each GPU.")] = 1,
     tp: Annotated[int, typer.Option(min=0, help="The ranks of an engine; 0: all.")] = 0,
+    nodes: Annotated[int, typer.Option(min=1, help="The machines of an engine.")] = 1,
     address: Annotated[str, typer.Option(help="The address of a cluster, or local.")] = "local",
     preload: Annotated[bool, typer.Option("--preload", help="Preload the engines.")] = False,
     engine: Annotated[
@@ -278,7 +328,7 @@ def main(
     here = {"working_dir": str(Path(__file__).parent)}
     ray.init(address=address, runtime_env=here)
     try:
-        publish(run_on_ray(settings, ranks, preload), out, picture)
+        publish(run_on_ray(settings, ranks, preload, nodes), out, picture)
     except SettingsError as error:
         raise typer.BadParameter(str(error)) from None
     finally:

@@ -18,6 +18,7 @@ from memsaver.errors import MemsaverError, OutOfDeviceMemoryError
 
 from .errors import EngineAsleepError
 from .policies import Policy
+from .refusal_log import RefusalLog
 from .refusals import asleep_in, asleep_text
 from .tags import RELEASE_ORDER, RESUME_ORDER
 
@@ -74,6 +75,7 @@ class Admission:
 
     The recorded tags may be out of date, because other processes may also release and resume
     memory: a request is refused only after a query, and waiting requests repeat the query.
+    Requests that fail are logged; see `RefusalLog`.
 
     Args:
         policy: the policy for requests that need released memory.
@@ -89,11 +91,13 @@ class Admission:
         self._sleeper = sleeper
         self.without_backup = frozenset(without_backup)
         self._released: frozenset[str] = frozenset()
+        self._held = 0
         self._waiters: deque[_Waiter] = deque()
         self._changing = asyncio.Lock()
         self._polling: asyncio.Task[frozenset[str]] | None = None
         self._waking: asyncio.Task[None] | None = None
         self._waking_tags: frozenset[str] = frozenset()
+        self._log = RefusalLog()
 
     @property
     def released(self) -> frozenset[str]:
@@ -108,6 +112,8 @@ class Admission:
     def learn(self, released: Collection[str]) -> None:
         """Record the released tags, and admit waiting requests that need none of them, in order."""
         self._released = frozenset(released)
+        if not self._released:
+            self._log.awake()
         for waiter in self._waiters:
             if not waiter.needs & self._released and not waiter.admitted.done():
                 waiter.admitted.set_result(None)
@@ -149,22 +155,51 @@ class Admission:
                 called while the request waits.
 
         Raises:
-            EngineAsleepError: a needed tag is released. Raised at once, after the deadline, or
-                after a failed wake-up, whose error is the cause.
+            EngineAsleepError: a needed tag is released. Raised at once, after the deadline, after a
+                failed wake-up, whose error is the cause, or if too many requests are held.
             ClientGoneError: the client has disconnected.
             RequestAbortedError: `is_gone` raised it.
         """
         if not self._released & needs:
             return
-        if self.policy.when_asleep == "refuse":
+        try:
+            end = self.deadline() if deadline is None else deadline
+            await self._admit(needs, what, end, reads, is_gone)
+        except MemsaverError as error:
+            self.report(what, error)
+            raise
+        except asyncio.CancelledError:
+            self.report(what, "the request was cancelled while it waited")
+            raise
+
+    def report(self, what: str, error: MemsaverError | str) -> None:
+        """Log that the engine did not serve a request because its memory is released."""
+        if not isinstance(error, EngineAsleepError):
+            error = asleep_text(self._released or EVERYTHING, what, str(error))
+        self._log.add(str(error))
+
+    async def _admit(
+        self,
+        needs: frozenset[str],
+        what: str,
+        deadline: float,
+        reads: bool,
+        is_gone: Callable[[], Awaitable[bool]] | None,
+    ) -> None:
+        is_full = self._held >= self.policy.most_held
+        if is_full or self.policy.when_asleep == "refuse":
             if await self.refresh() & needs:
-                raise self._error(what)
+                more = f"{self._held} requests wait already, which is the limit" if is_full else ""
+                raise self._error(what, more)
             return
-        end = self.deadline() if deadline is None else deadline
-        if self.policy.when_asleep == "wait":
-            await self._wait(needs, what, end, is_gone)
-        else:
-            await self._wake(needs, what, end, reads, is_gone)
+        self._held += 1
+        try:
+            if self.policy.when_asleep == "wait":
+                await self._wait(needs, what, deadline, is_gone)
+            else:
+                await self._wake(needs, what, deadline, reads, is_gone)
+        finally:
+            self._held -= 1
 
     async def _wait(
         self,

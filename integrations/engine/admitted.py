@@ -133,7 +133,7 @@ async def generation(
         if refusal is None:
             break
         await request.take_back(deadline)
-        await _again(admission, refusal, deadline)
+        await _again(admission, what, refusal, deadline)
     for part in parts:
         async for output in generation(admission, all_held, what, part):
             yield output
@@ -179,7 +179,7 @@ async def call(
                 return result
         except EngineAsleepError as error:
             refusal = error
-        await _again(admission, refusal, deadline)
+        await _again(admission, what, refusal, deadline)
 
 
 def repeats(admission: Admission | None) -> bool:
@@ -187,9 +187,12 @@ def repeats(admission: Admission | None) -> bool:
     return admission is not None and admission.policy.when_asleep != "refuse"
 
 
-async def _again(admission: Admission, refusal: EngineAsleepError, deadline: float) -> None:
+async def _again(
+    admission: Admission, what: str, refusal: EngineAsleepError, deadline: float
+) -> None:
     """Record a refusal. Wait if the request may be sent again, otherwise raise."""
     admission.learn(refusal.tags)
     if not repeats(admission) or asyncio.get_running_loop().time() + RETRY_SECONDS > deadline:
+        admission.report(what, refusal)
         raise refused(refusal)
     await asyncio.sleep(RETRY_SECONDS)

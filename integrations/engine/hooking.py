@@ -40,7 +40,8 @@ def install(module: ModuleType, hooks: Hooks, optional: Hooks) -> set[str]:
         where, owner_name, name = target.rsplit(".", 2)
         if where != module.__name__:
             continue
-        if target in optional and not hasattr(getattr(module, owner_name, None), name):
+        owner = getattr(module, owner_name, None)
+        if target in optional and (owner is None or not hasattr(owner, name)):
             missing.add(target)
             continue
         owner = getattr(module, owner_name)

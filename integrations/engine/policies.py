@@ -21,8 +21,11 @@ class Policy:
             memory is retried.
         sleep_after: seconds without a request after which the engine releases its memory itself; 0
             disables this.
+        most_held: the largest number of requests that are held at the same time; a batch counts as
+            one. Further requests raise.
     """
 
     when_asleep: WhenAsleep = "refuse"
     wait_seconds: float = 60.0
     sleep_after: float = 0.0
+    most_held: int = 65536

@@ -30,7 +30,8 @@ def flag(name: str, default: bool) -> bool:
 
 
 def policy(prefix: str) -> Policy:
-    """Return the policy in the variables `prefix`_ASLEEP, _ASLEEP_WAIT and _SLEEP_AFTER.
+    """Return the policy in the variables `prefix`_ASLEEP and _SLEEP_AFTER, and in the variables
+    `prefix`_ASLEEP_WAIT and _ASLEEP_REQUESTS.
 
     Raises:
         ConfigError: a variable is invalid, or no request would wake an engine that fell asleep.
@@ -40,13 +41,27 @@ def policy(prefix: str) -> Policy:
     if text not in get_args(WhenAsleep):
         raise ConfigError(f"{asleep}={text!r} must be one of {', '.join(get_args(WhenAsleep))}")
     when = cast(WhenAsleep, text)
-    found = Policy(when, _seconds(f"{asleep}_WAIT", 60.0), _seconds(after, 0.0))
+    found = Policy(
+        when,
+        _seconds(f"{asleep}_WAIT", 60.0),
+        _seconds(after, 0.0),
+        _number(f"{asleep}_REQUESTS", Policy.most_held),
+    )
     if found.sleep_after and when != "wake":
         raise ConfigError(
             f"{after} needs {asleep}=wake, because otherwise no request would wake the engine "
             "after it has released its memory"
         )
     return found
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return default
+    if not (text.isascii() and text.isdigit()) or int(text) == 0:
+        raise ConfigError(f"{name}={text!r} is not a positive whole number")
+    return int(text)
 
 
 def _seconds(name: str, default: float) -> float:

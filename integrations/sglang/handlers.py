@@ -105,7 +105,8 @@ def output_of(operation: str, text: str, trouble: str = "") -> Any:
 def reports_states() -> bool:
     """Return whether SGLang reports a release of released tags, or a resume of others, as an error.
 
-    These versions, newer than 0.5.23, have a field for it in their replies.
+    SGLang's pull request 24123 adds `success` and `message` to the replies for this purpose, and
+    raises a `RuntimeError` with the message in the main process. 0.5.23 does not contain it.
     """
     return "success" in inspect.signature(_reply("release")).parameters
 

@@ -13,6 +13,7 @@ from . import (
     admissions,
     draft_weights,
     guard,
+    hybrid_pools,
     idle_sleep,
     pipeline,
     replicas,
@@ -31,6 +32,7 @@ _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _TOKENIZER = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 _RUNNER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _MODEL = "sglang.srt.model_executor.model_runner.ModelRunner"
+_HYBRID = "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool"
 
 
 def _after(first: Callable[..., Any], second: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,6 +135,7 @@ def _optional_hooks() -> dict[str, tuple[str, Callable[..., Any]]]:
         **_hooks_of_requests(),
         **_hooks_of_updates(),
         f"{_MODEL}.load_model": ("AROUND", draft_weights.load),
+        f"{_HYBRID}.__init__": ("AROUND", hybrid_pools.build),
     }
 
 

@@ -35,7 +35,7 @@ from memsaver._runtime.native import _C
 from memsaver.errors import NotLoadedError
 
 from ..engine.imports import no_longer, when_imported
-from . import hooks, http_answers, settings, shared_tensors, versions
+from . import hooks, http_answers, hybrid_pools, settings, shared_tensors, versions
 from .adapter import MemsaverAdapter
 
 __all__ = ["create", "load_platform", "load_plugin"]
@@ -85,10 +85,13 @@ def load_platform() -> None:
 def create(original: Callable[..., Any], enable: bool) -> Any:
     """Wrap SGLang's `TorchMemorySaverAdapter.create`. Any thread.
 
+    A pool that ignores the engine's option (`hybrid_pools`) gets an enabled saver if the process
+    has requested one before: model runners request theirs first.
+
     Raises:
         NotLoadedError: an enabled saver is requested, and there is no CUDA driver.
     """
-    if not enable:
+    if not enable and not (hybrid_pools.is_building() and "started" in _done):
         return original(enable=enable)
     _start()
     return MemsaverAdapter()

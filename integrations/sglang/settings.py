@@ -6,6 +6,8 @@ MEMSAVER_SGLANG_PRELOAD: `1` starts scheduler processes in preload mode, which a
 MEMSAVER_SGLANG_ASLEEP: what happens to requests that need released memory: `refuse`, `wait` or
     `wake`; see `memsaver.integrations.engine.policies.Policy`. Default `refuse`.
 MEMSAVER_SGLANG_ASLEEP_WAIT: the longest time in seconds that a request is held. Default `60`.
+MEMSAVER_SGLANG_ASLEEP_REQUESTS: the largest number of requests that are held at the same time.
+    Default `65536`.
 MEMSAVER_SGLANG_SLEEP_AFTER: with `wake`, the seconds without a request after which the engine
     releases its memory. Default `0`: never.
 MEMSAVER_SGLANG_SUSPEND_NCCL: `1` suspends NCCL's communicators while all memory is released. Needs

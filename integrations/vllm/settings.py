@@ -6,6 +6,8 @@ MEMSAVER_VLLM_GRAPHS: `1` releases the memory of CUDA graphs with everything els
 MEMSAVER_VLLM_ASLEEP: what happens to requests that need released memory: `refuse`, `wait` or
     `wake`; see `memsaver.integrations.engine.policies.Policy`. Default `refuse`.
 MEMSAVER_VLLM_ASLEEP_WAIT: the longest time in seconds that a request is held. Default `60`.
+MEMSAVER_VLLM_ASLEEP_REQUESTS: the largest number of requests that are held at the same time.
+    Default `65536`.
 MEMSAVER_VLLM_SLEEP_AFTER: with `wake`, the seconds without a request after which the engine
     releases its memory. Default `0`: never.
 MEMSAVER_VLLM_CHECK_UPDATES: `0` accepts names that the model does not use in weight updates, as

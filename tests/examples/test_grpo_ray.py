@@ -128,6 +128,8 @@ def test_ranks_that_cannot_be_shared_out_are_refused(workers):
 
     with pytest.raises(ValueError, match="3 ranks"):
         workers.run_on_ray(Settings(tp=2, prompts=6), 3, preload=False)
+    with pytest.raises(ValueError, match="2 ranks cannot be divided among 3 machines"):
+        workers.run_on_ray(Settings(tp=2), 2, preload=False, nodes=3)
     with pytest.raises(ValueError, match="64 problems cannot be divided among 3 ranks"):
         workers.run_on_ray(Settings(tp=2), 3, preload=False)
 

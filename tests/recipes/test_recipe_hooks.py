@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+import types
 
 import pytest
 from installed import needs_sglang
@@ -64,6 +66,26 @@ def test_the_hooks_attach(purpose):
         for name in names - attached.get(owner, frozenset())
     }
     assert not missing
+
+
+def test_a_reply_that_reports_states_has_the_outcome(engine, monkeypatch):
+    """The reply has SGLang's base class, and the fields of its pull request 24123."""
+    from sglang.srt.managers import io_struct
+
+    assert not handlers.reports_states()
+    assert not hasattr(handlers.output_of("release", "text", "failed"), "success")
+    options = {} if dataclasses.is_dataclass(io_struct.BaseReq) else {"kw_only": True}
+    fields = {"success": True, "message": ""}
+    namespace = {"__annotations__": {"success": bool, "message": str}, **fields}
+    reply = types.new_class(
+        "ReplyReqOutput", (io_struct.BaseReq,), options, lambda given: given.update(namespace)
+    )
+    reply = reply if options else dataclasses.dataclass(reply)
+    monkeypatch.setattr(io_struct, "ReleaseMemoryOccupationReqOutput", reply)
+    assert handlers.reports_states()
+    for trouble in ("", "weights is already released"):
+        made = handlers.output_of("release", "text", trouble)
+        assert (made.rid, made.success, made.message) == ("text", not trouble, trouble)
 
 
 def test_the_handlers_are_as_expected(engine):

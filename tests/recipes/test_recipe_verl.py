@@ -7,12 +7,15 @@ in its Ray actor, and SGLang's start arguments. The parts that need a GPU or Ray
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 from installed import needs, needs_sglang
+from sleeping_manager import choose
 
 import memsaver
+from memsaver.integrations.engine.errors import EngineAsleepError
 
 pytestmark = pytest.mark.recipes
 
@@ -195,6 +198,71 @@ def test_the_server_releases_only_the_cache(server, engine):
     assert states() == {"kv_cache": "paused", "weights": "mapped"}
     engine.run(server.resume_kv_cache())
     assert engine.scheduler.kv_cache.is_zero()
+
+
+@pytest.fixture
+def generating(server, engine):
+    """Return verl's Ray actor, whose generations run SGLang's own code up to the scheduler.
+
+    The request is not tokenised, and the scheduler answers with the numbers of the mapped tags.
+    """
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from verl.workers.rollout.replica import RolloutMode
+
+    async def nothing(*_):
+        return SimpleNamespace(input_ids=[])
+
+    async def answer(obj, request):
+        mapped = [number for number, tag in enumerate(BOTH) if states()[tag] == "mapped"]
+        yield {"output_ids": mapped, "meta_info": {"finish_reason": {"type": "length"}}}
+
+    tokenizer = engine.tokenizer
+    tokenizer.server_args.enable_memory_saver = True
+    tokenizer.server_args.enable_weights_cpu_backup = True
+    tokenizer.generate_request = MethodType(TokenizerManager.generate_request, tokenizer)
+    tokenizer.rid_to_state, tokenizer.tokenizer = MagicMock(), None
+    tokenizer._tokenize_one_request = tokenizer._validate_and_resolve_lora = nothing
+    tokenizer._wait_one_response = answer
+    for name in (
+        "_discard_pending_req_states",
+        "_init_req_state",
+        "_req_stats_init",
+        "_send_one_request",
+        "_set_default_priority",
+        "request_logger",
+    ):
+        setattr(tokenizer, name, MagicMock())
+    server.config.max_model_len = 4096
+    server.rollout_mode, server.replica_rank = RolloutMode.COLOCATED, 0
+    server.global_steps, server._disaggregation_role = 0, "null"
+    return server
+
+
+@pytest.mark.parametrize("when", ["refuse", "wait", "wake"])
+def test_a_generation_on_a_sleeping_server_follows_the_policy(
+    generating, engine, monkeypatch, when
+):
+    choose(monkeypatch, when, seconds=20)
+
+    def generate():
+        request = generating.generate([1, 2], {"max_new_tokens": 2}, "r")
+        return asyncio.run_coroutine_threadsafe(request, engine.loop)
+
+    assert generate().result(30).token_ids == [0, 1]
+    engine.run(generating.sleep())
+    answer = generate()
+    if when == "refuse":
+        with pytest.raises(EngineAsleepError, match="cannot generate"):
+            answer.result(30)
+    elif when == "wait":
+        with pytest.raises(TimeoutError):
+            answer.result(0.3)
+    if when != "wake":
+        assert states() == {"kv_cache": "paused", "weights": "paused"}
+        engine.run(generating.wake_up())
+    if when != "refuse":
+        assert answer.result(30).token_ids == [0, 1]
+    assert generate().result(30).token_ids == [0, 1] and engine.scheduler.weights.is_intact()
 
 
 def request_for(tags):

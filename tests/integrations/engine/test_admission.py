@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 
 import pytest
@@ -49,8 +50,8 @@ class Engine:
         return frozenset(self.tags)
 
 
-def made(when, engine, seconds=5.0, **options) -> Admission:
-    found = Admission(Policy(when, seconds), engine, **options)
+def made(when, engine, seconds=5.0, most_held=100, **options) -> Admission:
+    found = Admission(Policy(when, seconds, most_held=most_held), engine, **options)
     found.learn(engine.tags)
     return found
 
@@ -320,6 +321,93 @@ def test_a_cancelled_request_leaves_the_wake_up_in_progress():
         assert len(engine.resumes) == 1 and engine.tags == set()
 
     run(test)
+
+
+@pytest.mark.parametrize("when", ["wait", "wake"])
+def test_requests_beyond_the_limit_are_refused(when):
+    async def test():
+        engine = Engine()
+        engine.full = True
+        found = made(when, engine, most_held=3)
+        held = [asyncio.ensure_future(found.admit(EVERYTHING, "generate")) for _ in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(EngineAsleepError, match="3 requests wait already"):
+            await found.admit(EVERYTHING, "generate")
+        held.pop().cancel()
+        await asyncio.sleep(0.01)
+        held.append(asyncio.ensure_future(found.admit(EVERYTHING, "generate")))
+        await asyncio.sleep(0)
+        assert not any(one.done() for one in held)
+        engine.tags.clear()
+        await found.admit(EVERYTHING, "generate")  # the query shows that the engine is awake
+        engine.full = False
+        await asyncio.gather(*held)
+
+    run(test)
+
+
+async def _gone():
+    return True
+
+
+@pytest.mark.parametrize(
+    "when, seconds, full, options, reason",
+    [
+        ("refuse", 5.0, False, {}, "wake it up first;"),
+        ("wait", 0.01, False, {}, "no caller woke it up within 0.01 s"),
+        ("wait", 5.0, False, {"is_gone": _gone}, "the client disconnected"),
+        ("wake", 5.0, True, {"is_gone": _gone}, "the client disconnected"),
+        ("wake", 0.0, True, {}, "it could not be woken: out of memory: 8 MiB are needed"),
+    ],
+)
+def test_a_request_that_fails_is_logged_once_until_the_engine_is_awake(
+    caplog, when, seconds, full, options, reason
+):
+    async def test():
+        engine = Engine({KV_CACHE, WEIGHTS})
+        engine.full = full
+        found = made(when, engine, seconds)
+        for _ in range(2):
+            for _ in range(30):
+                with pytest.raises((EngineAsleepError, ClientGoneError)):
+                    await found.admit(EVERYTHING, "generate", **options)
+            found.learn(())
+            found.learn(engine.tags)
+
+    run(test)
+    first, count, *again = [one.getMessage() for one in caplog.records]
+    assert "(released: kv_cache, weights) and cannot generate" in first and reason in first
+    assert "29 more requests" in count
+    assert again == [first, count]
+    assert {(one.levelname, one.name) for one in caplog.records} == {("WARNING", "memsaver.engine")}
+
+
+def test_a_cancelled_request_is_logged(caplog):
+    async def test():
+        task = asyncio.ensure_future(made("wait", Engine()).admit(EVERYTHING, "generate"))
+        await asyncio.sleep(0)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    run(test)
+    assert ["the request was cancelled while it waited" in line for line in caplog.messages] == [
+        True
+    ]
+
+
+def test_a_storm_of_different_failures_is_logged_with_a_bound(caplog):
+    async def test():
+        engine = Engine()
+        found = made("wake", engine)
+        for number in range(100):
+            engine.error = ConfigError(f"{number} bytes")
+            with pytest.raises(EngineAsleepError):
+                await found.admit(EVERYTHING, "generate")
+        found.learn(())
+
+    run(test)
+    assert len(caplog.messages) == 21 and "80 more requests" in caplog.messages[-1]
 
 
 @pytest.mark.parametrize("when", ["wait", "wake"])

@@ -238,6 +238,7 @@ assert type(saver).__name__ == "MemsaverAdapter"
 assert engine.TorchMemorySaverAdapter.create(enable=False).enabled is False
 from sglang.srt.entrypoints import http_server
 from sglang.srt.managers import tokenizer_manager
+from sglang.srt.mem_cache import swa_memory_pool
 from sglang.srt.model_executor import model_runner
 from sglang.srt.model_executor.model_runner_components import weight_updater
 names = [kind.__name__ for kind in http_server.app.user_middleware]
@@ -268,6 +269,8 @@ plugin._hook_server(types.ModuleType("sglang.srt.entrypoints.http_server"))
         ({"MEMSAVER_SGLANG_ASLEEP_WAIT": "soon"}, "'soon' is not a number of seconds"),
         ({"MEMSAVER_SGLANG_ASLEEP_WAIT": "-1"}, "is not a number of seconds"),
         ({"MEMSAVER_SGLANG_ASLEEP_WAIT": "inf"}, "is not a number of seconds"),
+        ({"MEMSAVER_SGLANG_ASLEEP_REQUESTS": "0"}, "'0' is not a positive whole number"),
+        ({"MEMSAVER_SGLANG_ASLEEP_REQUESTS": "1e3"}, "is not a positive whole number"),
         ({"MEMSAVER_SGLANG_SLEEP_AFTER": "10"}, "needs MEMSAVER_SGLANG_ASLEEP=wake"),
     ],
 )
@@ -279,11 +282,12 @@ def test_invalid_policies_are_rejected(monkeypatch, values, text):
 
 
 def test_the_policy_is_read_from_the_environment(monkeypatch):
-    assert settings.policy() == Policy("refuse", 60.0, 0.0)
+    assert settings.policy() == Policy("refuse", 60.0, 0.0, 65536)
     monkeypatch.setenv("MEMSAVER_SGLANG_ASLEEP", " Wake ")
     monkeypatch.setenv("MEMSAVER_SGLANG_ASLEEP_WAIT", "2.5")
+    monkeypatch.setenv("MEMSAVER_SGLANG_ASLEEP_REQUESTS", "8")
     monkeypatch.setenv("MEMSAVER_SGLANG_SLEEP_AFTER", "600")
-    assert settings.policy() == Policy("wake", 2.5, 600.0)
+    assert settings.policy() == Policy("wake", 2.5, 600.0, 8)
 
 
 def test_an_sglang_without_the_factory(run_sglang):

@@ -17,11 +17,12 @@ from memsaver.integrations.sglang.protocol import FORGIVING, STRICT, answers_of
 
 @dataclass
 class Reply:
-    """The reply of versions that report such errors."""
+    """The reply to a release or a resume in SGLang's pull request 24123."""
 
-    success: bool
-    message: str
     rid: str | None = None
+    http_worker_ipc: str | None = None
+    success: bool = True
+    message: str = ""
 
 
 @pytest.fixture

@@ -1,0 +1,95 @@
+"""Test `RolloutEngine` calls on a sleeping SGLang with each policy for requests.
+
+The fake SGLang has memsaver's hooks, and its memory is on the simulated driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+
+import pytest
+import sglang_stand_in as stand_in
+from sleeping_manager import choose
+from tasks import Task
+
+from memsaver.integrations.engine.errors import EngineAsleepError
+from memsaver.integrations.engine.status import Status
+from memsaver.integrations.rollout import RolloutEngine
+from memsaver.integrations.sglang import hooks
+
+torch = pytest.importorskip("torch")
+
+MIB = 1 << 20
+pytestmark = pytest.mark.usefixtures("tensors_in_files")
+
+
+@pytest.fixture
+def make_engine(monkeypatch, sim, tag, make_blocks):
+    """Create a rollout engine, a second client of it, and the fake's tokenizer manager."""
+    with contextlib.ExitStack() as cleanup:
+
+        def make(kind: str):
+            classes = cleanup.enter_context(stand_in.modules(monkeypatch))
+            module = types.ModuleType("sglang.srt.managers.tokenizer_manager")
+            module.TokenizerManager = classes.Tokenizer
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+            hooks.install()
+            tag.names.extend(stand_in.TAGS)
+            scheduler = classes.Scheduler(classes.Updater)
+            scheduler.model = make_blocks("weights", [2 * MIB], backup="host")[0]
+            scheduler.blocks = [
+                make_blocks("kv_cache", [4 * MIB], backup="none"),
+                make_blocks("cuda_graph", [2 * MIB], backup="host"),
+            ]
+            cleanup.callback(lambda: vars(scheduler).update(model=None, blocks=None))
+            manager = classes.Tokenizer([scheduler])
+            manager.server_args.enable_memory_saver = True
+            manager.server_args.enable_weights_cpu_backup = True
+            engine = (stand_in.Engine if kind == "local" else stand_in.Server)(manager)
+            cleanup.callback(engine.shutdown)
+            made = RolloutEngine.connect(engine if kind == "local" else engine.url, timeout=30)
+            return made, RolloutEngine.connect(made.backend.link, timeout=30), manager
+
+        yield make
+
+
+def generate(engine):
+    return engine.generate([[10]], {"max_new_tokens": 2}).token_ids.tolist()
+
+
+def update(engine):
+    return engine.update_weights({"w": torch.zeros(4)}, verify="off").tensors
+
+
+@pytest.mark.parametrize("kind", ["local", "server"])
+@pytest.mark.parametrize("when", ["refuse", "wait", "wake"])
+@pytest.mark.parametrize(
+    "call, result, still", [(generate, [[10, 11]], Status.AWAKE), (update, 1, Status.WEIGHTS_ONLY)]
+)
+def test_a_call_on_a_sleeping_engine_follows_the_policy(
+    make_engine, monkeypatch, sim, kind, when, call, result, still
+):
+    choose(monkeypatch, when, seconds=30)
+    monkeypatch.setenv("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1")
+    engine, other, manager = make_engine(kind)
+    full = sim.tag_bytes()
+    assert call(engine) == result
+    engine.sleep()
+    assert sim.tag_bytes() == 0
+    if when == "refuse":
+        with pytest.raises(EngineAsleepError):
+            call(engine)
+        assert engine.refresh() is Status.ASLEEP
+    elif when == "wait":
+        task = Task(call, engine)
+        task.join(0.3)
+        assert task.is_alive() and sim.tag_bytes() == 0
+        other.wake_up(None if call is generate else "weights")
+        assert task.result(30) == result and engine.refresh() is still
+    else:
+        assert call(engine) == result and engine.refresh() is still
+    engine.wake_up()
+    assert sim.tag_bytes() == full and generate(engine) == [[10, 11]]
+    assert manager.schedulers[0].death is None and manager.schedulers[0].model.is_intact()
