@@ -7,6 +7,7 @@ trainer that uses the memory that the engine releases. Needs torch, SGLang and m
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -58,6 +59,10 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "backup_tp2": {**KEPT, "tp_size": 2},
     "no_backup_tp2": {"tp_size": 2},
     "backup_dp2": {**KEPT, "dp_size": 2},
+    "backup_wait_tp2": {**KEPT, "tp_size": 2},
+    "backup_wait_pp2": {**KEPT, "pp_size": 2},
+    "backup_wake_tp2": {**KEPT, "tp_size": 2},
+    "backup_wake_dp2": {**KEPT, "dp_size": 2},
 }
 
 _WAIT = {"MEMSAVER_SGLANG_ASLEEP": "wait", "MEMSAVER_SGLANG_ASLEEP_WAIT": "6"}
@@ -69,6 +74,10 @@ _WAKE = {
 ENVIRONMENTS = {
     "backup_wait": _WAIT,
     "backup_wake": _WAKE,
+    "backup_wait_tp2": _WAIT,
+    "backup_wait_pp2": _WAIT,
+    "backup_wake_tp2": _WAKE,
+    "backup_wake_dp2": _WAKE,
     "backup_tp2": {"MEMSAVER_SGLANG_SUSPEND_NCCL": "1"},  # without effect before NCCL 2.29.7
     "server_wait": _WAIT,
     "server_wake": {**_WAKE, "MEMSAVER_SGLANG_ASLEEP_WAIT": "20"},  # releases delay it
@@ -147,7 +156,7 @@ def start(group: str, folder: Path) -> Session:
         **COMMON,
         **ARGUMENTS[group],
     }
-    gpus = arguments.get("tp_size", 1) * arguments.get("dp_size", 1)
+    gpus = math.prod(arguments.get(name, 1) for name in ("tp_size", "dp_size", "pp_size"))
     os.environ.update(ENVIRONMENTS.get(group, {}))
     begin = _serve if group.startswith("server") else _engine
     session = begin(arguments, folder / "log", parts)

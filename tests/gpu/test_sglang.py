@@ -60,6 +60,7 @@ WAKE = [
     "sglang_asleep.a_wake_without_memory",
     "sglang_asleep.an_idle_engine_sleeps",
 ]
+WAIT = ["sglang_asleep.requests_wait"]
 REPLICAS = [
     *CYCLES[:-1],
     "sglang_cycles.a_wake_that_does_not_fit_one_replica",
@@ -98,12 +99,12 @@ def test_scenarios_on_a_server(children: Children, name: str) -> None:
     children.run("server", name)
 
 
-@each(["sglang_asleep.requests_wait"])
+@each(WAIT)
 def test_asleep_wait(children: Children, name: str) -> None:
     children.run("backup_wait", name)
 
 
-@each(["sglang_asleep.requests_wait"])
+@each(WAIT)
 def test_asleep_wait_server(children: Children, name: str) -> None:
     children.run("server_wait", name)
 
@@ -140,3 +141,27 @@ def test_tensor_parallel_without_a_backup(children: Children, name: str) -> None
 @each(REPLICAS)
 def test_scenarios_on_data_parallel_replicas(children: Children, name: str) -> None:
     children.run("backup_dp2", name)
+
+
+@pytest.mark.two_gpus
+@each(WAIT)
+def test_asleep_wait_tensor_parallel(children: Children, name: str) -> None:
+    children.run("backup_wait_tp2", name)
+
+
+@pytest.mark.two_gpus
+@each(WAIT)
+def test_asleep_wait_stages(children: Children, name: str) -> None:
+    children.run("backup_wait_pp2", name)
+
+
+@pytest.mark.two_gpus
+@each(WAKE)
+def test_asleep_wake_tensor_parallel(children: Children, name: str) -> None:
+    children.run("backup_wake_tp2", name)
+
+
+@pytest.mark.two_gpus
+@each(WAKE)
+def test_asleep_wake_data_parallel(children: Children, name: str) -> None:
+    children.run("backup_wake_dp2", name)
