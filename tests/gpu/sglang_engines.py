@@ -21,9 +21,10 @@ from typing import Any
 
 import qwen_model
 import torch
-from gpu_trainer import MIB
+from gpu_trainer import GIB, MIB
 from program_runs import free_port
 
+from memsaver.integrations.engine.status import Status
 from memsaver.integrations.sglang.sleep import SleepController
 
 # Between two readings of free memory, SGLang clones the model's buffers and torch maps a segment.
@@ -59,6 +60,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "backup_tp2": {**KEPT, "tp_size": 2},
     "no_backup_tp2": {"tp_size": 2},
     "backup_dp2": {**KEPT, "dp_size": 2},
+    "server_turns": {**KEPT, "mem_fraction_static": 0.6},  # of each of two servers on one GPU
     "backup_wait_tp2": {**KEPT, "tp_size": 2},
     "backup_wait_pp2": {**KEPT, "pp_size": 2},
     "backup_wake_tp2": {**KEPT, "tp_size": 2},
@@ -81,6 +83,11 @@ ENVIRONMENTS = {
     "backup_tp2": {"MEMSAVER_SGLANG_SUSPEND_NCCL": "1"},  # without effect before NCCL 2.29.7
     "server_wait": _WAIT,
     "server_wake": {**_WAKE, "MEMSAVER_SGLANG_ASLEEP_WAIT": "20"},  # releases delay it
+    "server_turns": {
+        **_WAKE,
+        "MEMSAVER_SGLANG_ASLEEP_WAIT": "20",
+        "MEMSAVER_SGLANG_SLEEP_AFTER": "2",
+    },
 }
 
 
@@ -100,6 +107,7 @@ class Session:
         replicas: the data-parallel ranks, each of which receives requests; (None,) for a single
             replica.
         expected: the tokens that the engine generates after its start.
+        other: a second server with other weights on the same GPU, or None.
     """
 
     controller: SleepController
@@ -112,6 +120,7 @@ class Session:
     gpus: int = 1
     replicas: tuple[int | None, ...] = (None,)
     expected: list[list[int]] = field(default_factory=list)
+    other: Session | None = None
 
     def outputs(self) -> list[list[int]]:
         """Return greedy tokens, one prompt at a time, because batching changes the arithmetic."""
@@ -132,6 +141,16 @@ class Session:
             assert time.monotonic() < deadline, "the engine does not become idle"
             time.sleep(0.05)
 
+    def wait_until_asleep(self) -> None:
+        """Wait until the engine has released its memory by itself, on all GPUs."""
+        awake, gained = self.free(), [0] * self.gpus
+        deadline = time.monotonic() + SETTLE_SECONDS
+        # Replicas release their memory one after the other.
+        while self.controller.refresh() is not Status.ASLEEP or min(gained) < GIB:
+            assert time.monotonic() < deadline, (self.controller.status, gained)
+            time.sleep(0.2)
+            gained = [now - then for now, then in zip(self.free(), awake, strict=True)]
+
     def free(self) -> list[int]:
         """Return the free bytes that the driver reports for each GPU."""
         readings = []
@@ -147,7 +166,21 @@ def greedy(tokens: int) -> dict[str, Any]:
 
 def start(group: str, folder: Path) -> Session:
     """Start the engine for a group of scenarios, and record its expected output."""
-    parts = qwen_model.weights(seed=1)
+    session = _start(group, folder, seed=1)
+    if group == "server_turns":
+        close = session.close
+        try:
+            session.wait_until_asleep()  # SGLang measures free memory while it starts
+            session.other = other = _start(group, folder / "other", seed=2)
+        except BaseException:
+            close()
+            raise
+        session.close = lambda: (other.close(), close())
+    return session
+
+
+def _start(group: str, folder: Path, seed: int) -> Session:
+    parts = qwen_model.weights(seed)
     qwen_model.save(folder / "model", parts)
     arguments = {
         "model_path": str(folder / "model"),

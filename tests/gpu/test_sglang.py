@@ -119,6 +119,11 @@ def test_asleep_wake_server(children: Children, name: str) -> None:
     children.run("server_wake", name)
 
 
+@each(["sglang_asleep.two_models_take_turns"])
+def test_two_servers_take_turns(children: Children, name: str) -> None:
+    children.run("server_turns", name)
+
+
 @pytest.mark.two_gpus
 @each(["sglang_updates.update_from_another_gpu"])
 def test_an_update_from_another_gpu(children: Children, name: str) -> None:
