@@ -6,10 +6,12 @@ A scenario begins and ends with the engine awake; if it raises, the engine is re
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from expected_errors import raises
@@ -19,6 +21,7 @@ from sglang_engines import PROMPTS, Session, greedy, request
 
 from memsaver.errors import OutOfDeviceMemoryError
 from memsaver.integrations.engine.errors import EngineAsleepError
+from memsaver.integrations.engine.policies import Policy
 from memsaver.integrations.engine.status import Status
 from memsaver.integrations.sglang.admissions import admission_of
 
@@ -199,6 +202,76 @@ def an_idle_engine_sleeps(session: Session) -> None:
     if session.url:
         status, text = request(session.url, "/health")
         assert (status, json.loads(text)["status"]) == (200, "asleep"), (status, text)
+    check_output(session)
+
+
+def embeddings_while_asleep(session: Session) -> None:
+    """A request for an embedding is refused, held, or wakes the engine, by the policy."""
+
+    def is_right() -> bool:
+        return session.embedding(PROMPTS[2]) == session.expected[2]
+
+    under_each_policy(session, is_right, None, Status.AWAKE)
+
+
+def adapters_while_asleep(session: Session) -> None:
+    """A load of a LoRA adapter is refused, held, or wakes the weights; then it is in use."""
+    sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+    import sglang_kind_models
+
+    folder, names = session.log.parent / "adapter", list[str]()
+    sglang_kind_models.save_adapter(session.log.parent / "model", folder, seed=1)
+
+    def is_loaded() -> bool:
+        name = f"adapter{len(names)}"
+        load = session.engine.async_load_lora_adapter
+        reply = session.run(lambda: load(name, str(folder)))
+        names.append(name)
+        return bool(reply.success)
+
+    under_each_policy(session, is_loaded, "weights", Status.WEIGHTS_ONLY)
+    found = []
+    for name in names:
+        session.settle()
+        found.append(session.outputs(lora_path=name))
+    assert len(found) == 2 and found[0] == found[1], found
+    assert all(one != plain for one, plain in zip(found[0], session.expected, strict=True))
+    session.settle()
+    check_output(session)
+
+
+def under_each_policy(
+    session: Session, is_right: Callable[[], bool], needs: str | None, woken: Status
+) -> None:
+    """Send a request to the sleeping engine under each policy.
+
+    Args:
+        session: an `sglang.Engine`, whose policy is replaced.
+        is_right: sends the request, and judges the answer.
+        needs: the tag that the request needs; None: all.
+        woken: the status after the request has woken the engine.
+    """
+    admission = admission_of(session.engine.tokenizer_manager)
+    assert admission is not None
+    sleep(session)
+    admission.policy = Policy("refuse")
+    with raises(EngineAsleepError) as caught:
+        is_right()
+    assert set(caught[0].tags) == session.controller.released, caught[0].tags
+
+    admission.policy = Policy("wait", MOST_SECONDS)
+    with ThreadPoolExecutor(1) as client:
+        held = client.submit(is_right)
+        time.sleep(2)
+        assert not held.done() and admission.waiting == 1
+        session.controller.wake_up(needs)
+        assert held.result(MOST_SECONDS)
+    sleep(session)
+    admission.policy = Policy("wake", MOST_SECONDS)
+    assert is_right()
+    assert session.controller.refresh() is woken
+    session.controller.wake_up()
+    session.settle()
     check_output(session)
 
 

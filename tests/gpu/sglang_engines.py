@@ -60,6 +60,14 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "backup_tp2": {**KEPT, "tp_size": 2},
     "no_backup_tp2": {"tp_size": 2},
     "backup_dp2": {**KEPT, "dp_size": 2},
+    "embedding": {**KEPT, "is_embedding": True},
+    "lora": {
+        **KEPT,
+        "enable_lora": True,
+        "lora_backend": "triton",
+        "max_lora_rank": 8,
+        "lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    },
     "server_turns": {**KEPT, "mem_fraction_static": 0.6},  # of each of two servers on one GPU
     "backup_wait_tp2": {**KEPT, "tp_size": 2},
     "backup_wait_pp2": {**KEPT, "pp_size": 2},
@@ -106,7 +114,8 @@ class Session:
         gpus: the number of GPUs; the engine uses those with the lowest indices.
         replicas: the data-parallel ranks, each of which receives requests; (None,) for a single
             replica.
-        expected: the tokens that the engine generates after its start.
+        embeds: whether the engine computes embeddings, and does not generate.
+        expected: the tokens that the engine generates after its start, or its embeddings.
         other: a second server with other weights on the same GPU, or None.
     """
 
@@ -119,19 +128,38 @@ class Session:
     url: str = ""
     gpus: int = 1
     replicas: tuple[int | None, ...] = (None,)
-    expected: list[list[int]] = field(default_factory=list)
+    embeds: bool = False
+    expected: list[list[Any]] = field(default_factory=list)
     other: Session | None = None
 
-    def outputs(self) -> list[list[int]]:
-        """Return greedy tokens, one prompt at a time, because batching changes the arithmetic."""
+    def outputs(self, **more: Any) -> list[list[Any]]:
+        """Return greedy tokens, one prompt at a time, because batching changes the arithmetic.
+
+        Args:
+            more: further arguments of each generation.
+        """
+        if self.embeds:
+            return [self.embedding(prompt) for prompt in PROMPTS]
         options = [{} if rank is None else {"routed_dp_rank": rank} for rank in self.replicas]
         return [
-            self.controller.generate(input_ids=prompt, sampling_params=greedy(TOKENS), **option)[
-                "output_ids"
-            ]
+            self.controller.generate(
+                input_ids=prompt, sampling_params=greedy(TOKENS), **option, **more
+            )["output_ids"]
             for option in options
             for prompt in PROMPTS
         ]
+
+    def embedding(self, prompt: list[int]) -> list[float]:
+        """Return the embedding of a prompt, for which `sglang.Engine.encode` accepts only text."""
+        from sglang.srt.managers.io_struct import EmbeddingReqInput
+
+        request = EmbeddingReqInput(input_ids=prompt)
+        outputs = self.engine.tokenizer_manager.generate_request(request, None)
+        return self.run(outputs.__anext__)["embedding"]  # type: ignore[no-any-return]
+
+    def run(self, work: Callable[[], Any]) -> Any:
+        """Run a coroutine of the engine in this process. Other threads may call it, too."""
+        return self.controller._engine.run("a request", work, SETTLE_SECONDS)
 
     def settle(self) -> None:
         """Wait until the engine has nothing to do, and empty its prefix cache."""
@@ -195,6 +223,7 @@ def _start(group: str, folder: Path, seed: int) -> Session:
     session = begin(arguments, folder / "log", parts)
     try:
         session.gpus = gpus
+        session.embeds = arguments.get("is_embedding", False)
         session.free()  # creates this process's context on each GPU
         if arguments.get("dp_size", 1) > 1:
             session.replicas = tuple(range(arguments["dp_size"]))
@@ -213,7 +242,7 @@ def _learn(session: Session) -> None:
         readings.append(session.outputs())
     assert readings[1] == readings[2], f"the engine is not deterministic: {readings[1:]}"
     session.expected = readings[2]
-    for tokens in session.expected:
+    for tokens in session.expected if not session.embeds else ():
         assert len(tokens) == TOKENS and len(set(tokens)) > TOKENS // 4, f"degenerate: {tokens}"
     one = session.expected[: len(PROMPTS)]
     assert len({tuple(tokens) for tokens in one}) == len(PROMPTS), "prompts have no effect"

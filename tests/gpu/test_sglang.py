@@ -119,6 +119,16 @@ def test_asleep_wake_server(children: Children, name: str) -> None:
     children.run("server_wake", name)
 
 
+@each(["sglang_asleep.embeddings_while_asleep"])
+def test_asleep_embeddings(children: Children, name: str) -> None:
+    children.run("embedding", name)
+
+
+@each(["sglang_asleep.adapters_while_asleep"])
+def test_asleep_adapters(children: Children, name: str) -> None:
+    children.run("lora", name)
+
+
 @each(["sglang_asleep.two_models_take_turns"])
 def test_two_servers_take_turns(children: Children, name: str) -> None:
     children.run("server_turns", name)
