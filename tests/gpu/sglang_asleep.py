@@ -152,10 +152,21 @@ def requests_wait(session: Session) -> None:
     if session.url:
         status, text = request(session.url, "/health")
         assert (status, json.loads(text)["status"]) == (200, "asleep"), (status, text)
-        prompt = {"input_ids": PROMPTS[0], "sampling_params": greedy(4)}
-        assert request(session.url, "/generate", prompt, seconds=1)[0] == 0  # disconnects
+        check_disconnection(session)
     controller.wake_up()
     check_output(session)
+
+
+def check_disconnection(session: Session) -> None:
+    """Check that the server drops the held request of a client that disconnects."""
+    prompt = {"input_ids": PROMPTS[0], "sampling_params": greedy(4)}
+    before = session.log.stat().st_size
+    assert request(session.url, "/generate", prompt, seconds=1)[0] == 0  # disconnects
+    deadline = time.monotonic() + 4  # the server checks every second, and refuses after 6
+    while "disconnect" not in (said := session.log.read_bytes()[before:].decode(errors="replace")):
+        assert time.monotonic() < deadline, f"the disconnection was not noticed: {said}"
+        time.sleep(0.1)
+    assert session.controller.refresh() is Status.ASLEEP
 
 
 def requests_wake(session: Session) -> None:
