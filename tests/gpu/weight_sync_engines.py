@@ -117,6 +117,33 @@ def mesh_group(folder: Path, gpus: int) -> None:
     dist.destroy_process_group()
 
 
+def check_wake_without_memory(engine: Any, first: list[list[int]], dist: Any) -> None:
+    """Check that a wake-up for which the last node lacks memory raises on all, and maps nothing."""
+    import torch
+    from gpu_trainer import MIB, Trainer
+    from sglang_checks import ROOM
+
+    from memsaver.errors import OutOfDeviceMemoryError
+    from memsaver.integrations.engine.status import Status
+
+    engine.sleep(wait_idle=True)
+    trainer = Trainer(0, ROOM, pattern=7) if RANK == SIZE - 1 else None
+    before = torch.cuda.mem_get_info(0)[0]
+    dist.barrier()
+    error = refused(OutOfDeviceMemoryError, engine.wake_up)
+    for part in ("kv_cache", "out of memory", f"rank {SIZE - 1} of {SIZE}"):
+        assert part in str(error), error
+    assert engine.status is Status.ASLEEP and engine.refresh() is Status.ASLEEP
+    taken = before - torch.cuda.mem_get_info(0)[0]
+    assert taken < 256 * MIB, f"{taken} bytes are held after: {error}"
+    if trainer is not None:
+        assert trainer.is_intact()
+        trainer.free()
+    dist.barrier()
+    engine.wake_up()
+    assert outputs(engine) == first
+
+
 def nodes(folder: Path) -> None:
     """Use an engine on two nodes: the ranks have a GPU and an address each, and share no memory.
 
@@ -140,6 +167,7 @@ def nodes(folder: Path) -> None:
         assert engine.tp_size == SIZE
         first = outputs(engine)
         check_sleep(engine)
+        check_wake_without_memory(engine, first, dist)
         check_updates(engine, first, state, verify="full", bucket_bytes=BUCKET)
         check_refusal_and_group(engine, first)
     dist.destroy_process_group()
