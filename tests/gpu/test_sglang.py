@@ -53,7 +53,7 @@ HTTP = [
 ASLEEP = [
     "sglang_asleep.requests_are_refused",
     "sglang_asleep.the_scheduler_refuses_too",
-    "sglang_asleep.plain_updates_that_fail",
+    "sglang_updates.plain_updates_that_fail",
 ]
 WAKE = [
     "sglang_asleep.requests_wake",
@@ -165,8 +165,8 @@ def test_asleep_wait_tensor_parallel(children: Children, name: str) -> None:
 
 
 @pytest.mark.two_gpus
-@each(WAIT)
-def test_asleep_wait_stages(children: Children, name: str) -> None:
+@each([*WAIT, "sglang_updates.plain_updates_that_fail"])
+def test_stages(children: Children, name: str) -> None:
     children.run("backup_wait_pp2", name)
 
 
