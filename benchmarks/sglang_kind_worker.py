@@ -170,10 +170,10 @@ class KindWorker(Worker):
         }
         if self._backup:
             found["enable_weights_cpu_backup"] = True
+            found["enable_draft_weights_cpu_backup"] = bool(self._kind.draft)
         if self._kind.draft:
             draft = self._model(1) if self._kind.draft == "target" else self._folder / "draft"
             found["speculative_draft_model_path"] = str(draft)
-            found["enable_draft_weights_cpu_backup"] = True
         if self._kind.adapter:
             found |= {"enable_lora": True, "lora_paths": {"one": str(self._folder / "adapter")}}
         return found

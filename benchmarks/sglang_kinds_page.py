@@ -66,7 +66,10 @@ def _note(kind: Kind, row: dict[str, Any]) -> str:
     if not kind.update and row["resumed"] != NOT_RUN:
         notes.append("SGLang cannot update such weights")
     if "tokens_per_verification" in row:
-        notes.append(f"{row['tokens_per_verification']} tokens per verification")
+        random = (
+            " of a random draft, so a lost draft is not visible here" if is_random(kind) else ""
+        )
+        notes.append(f"{row['tokens_per_verification']} tokens per verification{random}")
     refusing = [mode for mode, pause in row.get("pauses", {}).items() if pause["refused"]]
     if refusing:
         notes.append(f"a release is refused while requests are paused: {', '.join(refusing)}")
@@ -74,6 +77,11 @@ def _note(kind: Kind, row: dict[str, Any]) -> str:
         text = " ".join((error["log"] or error["text"]).split())[:ERROR_CHARACTERS]
         notes.append(f"{which.replace('_', ' ')}, {error['step']}: `{_plain(text)}`")
     return "; ".join(notes)
+
+
+def is_random(kind: Kind) -> bool:
+    """Return whether a kind's draft model is random: almost no token that it proposes is right."""
+    return kind.draft.startswith("eagle")
 
 
 def _plain(text: str) -> str:

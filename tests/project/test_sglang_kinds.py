@@ -136,3 +136,25 @@ def test_a_row_shows_its_error_in_one_cell(benchmark_module, resumed):
     row = {"name": "dense", "resumed": resumed, "errors": {"with_backup": error}}
     (line,) = [line for line in page.table([row]).splitlines() if line.startswith("| dense |")]
     assert "with backup, start: `ValueError: a / b 'c'`" in line and line.count("|") == 9
+
+
+def test_the_table_says_that_a_random_draft_shows_no_acceptance(benchmark_module):
+    page = benchmark_module("sglang_kinds_page")
+    rows = [
+        {"name": name, "resumed": "same", "tokens_per_verification": 1.04}
+        for name in ("eagle", "standalone")
+    ]
+    lines = [line for line in page.table(rows).splitlines() if "per verification" in line]
+    assert ["random draft" in line for line in lines] == [True, False]
+
+
+@pytest.mark.parametrize("backup", [True, False])
+def test_an_engine_without_a_backup_has_none_of_its_draft(benchmark_module, tmp_path, backup):
+    worker = benchmark_module("sglang_kind_worker").KindWorker.__new__(
+        benchmark_module("sglang_kind_worker").KindWorker
+    )
+    kind = next(k for k in benchmark_module("sglang_kind_table").KINDS if k.name == "standalone")
+    worker._kind, worker._backup, worker._seed, worker._folder = kind, backup, 1, tmp_path
+    options = worker._arguments()
+    assert options.get("enable_draft_weights_cpu_backup", False) is backup
+    assert options["speculative_draft_model_path"] == str(tmp_path / "weights1")
