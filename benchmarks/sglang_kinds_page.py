@@ -67,7 +67,7 @@ def _note(kind: Kind, row: dict[str, Any]) -> str:
         notes.append("SGLang cannot update such weights")
     if "tokens_per_verification" in row:
         random = (
-            " of a random draft, so a lost draft is not visible here" if is_random(kind) else ""
+            " of a random draft, so a lost draft is not visible here" if _is_random(kind) else ""
         )
         notes.append(f"{row['tokens_per_verification']} tokens per verification{random}")
     if "host_tier" in row:
@@ -82,7 +82,7 @@ def _note(kind: Kind, row: dict[str, Any]) -> str:
     return "; ".join(notes)
 
 
-def is_random(kind: Kind) -> bool:
+def _is_random(kind: Kind) -> bool:
     """Return whether a kind's draft model is random: almost no token that it proposes is right."""
     return kind.draft.startswith("eagle")
 

@@ -153,12 +153,16 @@ class Session:
         """Return the embedding of a prompt, for which `sglang.Engine.encode` accepts only text."""
         from sglang.srt.managers.io_struct import EmbeddingReqInput
 
-        request = EmbeddingReqInput(input_ids=prompt)
-        outputs = self.engine.tokenizer_manager.generate_request(request, None)
-        return self.run(outputs.__anext__)["embedding"]  # type: ignore[no-any-return]
+        manager = self.engine.tokenizer_manager
+
+        async def compute() -> Any:
+            request = EmbeddingReqInput(input_ids=prompt)
+            return await manager.generate_request(request, None).__anext__()
+
+        return self.run(compute)["embedding"]  # type: ignore[no-any-return]
 
     def run(self, work: Callable[[], Any]) -> Any:
-        """Run a coroutine of the engine in this process. Other threads may call it, too."""
+        """Run the coroutine of `work` on the loop of this process's engine. Any thread."""
         return self.controller._engine.run("a request", work, SETTLE_SECONDS)
 
     def settle(self) -> None:
