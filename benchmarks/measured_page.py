@@ -292,7 +292,11 @@ def on_h100(rows: list[Mapping[str, Any]]) -> list[str]:
 def page() -> str:
     """Return the page for the current result files."""
     rows = json.loads(RESULTS.read_text())
-    versions = ", ".join(f"{name} {text}" for name, text in rows[0]["versions"].items())
+    names = dict.fromkeys(name for row in rows for name in row["versions"])
+    versions = ", ".join(
+        f"{name} {' and '.join(sorted({row['versions'].get(name) for row in rows} - {None}))}"
+        for name in names
+    )
     gpus = " and ".join(sorted({row["gpu"] for row in rows}))
     lines = [HEAD.format(gpu=gpus, versions=versions, dates=dates(rows))]
     sections: list[list[Mapping[str, Any]]] = [[] for _ in SECTIONS]

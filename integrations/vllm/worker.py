@@ -31,6 +31,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from memsaver._memory.sharing.wire import domain
+
 from ..engine import moves
 from ..engine.messages import Answer, RankReport, SchedulerState, raisable
 from ..engine.ranks import first_failure
@@ -130,6 +132,7 @@ def memsaver_state(worker: Any) -> dict[str, Any]:
         True,
         getattr(worker, _LAST, None),
         settings.policy().when_asleep,
+        domain=domain(),
     )
     return asdict(state)
 

@@ -134,6 +134,23 @@ def check_updates(engine: Any, old: list[list[int]], new: list[list[int]]) -> No
     assert outputs(engine) == old
 
 
+def check_mapped(engine: Any, old: list[list[int]], new: list[list[int]]) -> None:
+    """Update from a shareable region, whose tensors the engine's process maps."""
+    import memsaver
+
+    with memsaver.region("shared", backup="host", shareable=True):
+        state = {name: tensor.clone() for name, tensor in weights(1).items()}
+    for seed in (2, 1):
+        for name, tensor in weights(seed).items():
+            state[name].copy_(tensor)
+        report = timed("update from a region", engine.update_weights(state, verify="full"))
+        assert report.mapped == report.received == report.held == report.tensors, report
+        assert report.buckets == 0 and not report.unverified, report
+        memsaver.pause("shared")  # at once
+        assert outputs(engine) == (old if seed == 1 else new)
+        memsaver.resume("shared")
+
+
 @contextmanager
 def damaged(backend: Any) -> Iterator[None]:
     """Change a digest of each bucket, as if its tensor had changed on the way."""
@@ -190,6 +207,7 @@ def launched_scene(folder: Path) -> None:
         assert old != new
         check_sleep(engine, old)
         check_updates(engine, old, new)
+        check_mapped(engine, old, new)
         check_pauses(engine)
         assert outputs(engine) == old
     deadline = time.monotonic() + 10
