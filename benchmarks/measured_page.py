@@ -95,7 +95,7 @@ WORDS = {
     "sglang_decode_tokens_per_s": "decoding of 8 sequences, tokens/s",
     "sglang_switch_ms": "switch from one model to another on the same GPU, to the first token, ms",
     "sglang_tp2_resident_MiB": "memory in use on one of two GPUs, all tags released, MiB",
-    "sglang_storm_answered_requests": "correct answers while the engine sleeps and wakes 100 times",
+    "sglang_storm_answered_requests": "answered requests; the engine sleeps and wakes 100 times",
     "sglang_resident_MiB": "memory in use, all tags released, MiB",
     "sglang_max_mem_fraction": "largest mem_fraction_static beside a trainer",
     "vllm_sleep_first_ms": "first sleep at level 1: 16 GB of weights, backed up, ms",
