@@ -1,11 +1,15 @@
-"""Test that sleeps keep what vLLM keeps besides the weights, with vLLM's own modules."""
+"""Test sleeps of what vLLM has besides the weights and the KV cache, with vLLM's own modules."""
 
 from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import memsaver
+from memsaver import simulator
 
 pytestmark = pytest.mark.recipes
 
@@ -72,3 +76,96 @@ def test_a_level_2_sleep_that_fails_saves_nothing_of_a_draft_model(sim, start):
     engine.core.sleep(level=1)
     engine.core.wake_up()
     assert (engine.runner.draft.cos_sin_cache == 5).all()
+
+
+def feature(module: str, name: str):
+    """Return an attribute of vLLM's module; skip the test if this version does not have it."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (AttributeError, ImportError):
+        pytest.skip(f"this version of vLLM has no {name}")
+
+
+class OnDevice(torch.nn.Parameter):
+    """A parameter in simulated memory that a copy to the host leaves, as on a GPU."""
+
+    is_cpu = False
+
+    def detach(self):
+        return super().detach().clone()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_parameters_that_vllm_preserves_survive_level_2(start, order):
+    engine = start(has_draft=True)
+    if "_sleep_saved_parameters" not in vars(engine.worker):
+        pytest.skip("this version of vLLM has no sleep_preserve_parameter_names")
+    model, draft = engine.runner.model, engine.runner.draft
+    model.weight = OnDevice(model.weight.data, requires_grad=False)
+    engine.worker.model_config.sleep_preserve_parameter_names = ("weight",)
+    engine.core.sleep(level=2)
+    for tag in order:
+        engine.core.wake_up([tag])
+    assert torch.equal(model.weight, torch.arange(MIB, dtype=torch.float32))
+    assert not draft.weight.any()
+
+
+def test_graphs_that_vllm_offloads_survive_level_2(start, monkeypatch):
+    capture_pool = feature("vllm.compilation.cudagraph_pool", "capture_pool")
+    config = feature("vllm.config", "VllmConfig")
+    engine = start()
+    engine.worker.model_config.sleep_mode_offload_cudagraph = True
+    compilation = SimpleNamespace(cudagraph_mode=None)
+    made = SimpleNamespace(model_config=engine.worker.model_config, compilation_config=compilation)
+    made.use_cumem_cudagraph_pool = config.use_cumem_cudagraph_pool.fget(made)
+    monkeypatch.setattr(memsaver, "torch_pool", lambda *_, **__: SimpleNamespace(id=(0, 7)))
+    with capture_pool(None, made) as pool, memsaver.region("cuda_graph", backup="host"):
+        graph = simulator.empty(64).fill_(3)
+    allocator = importlib.import_module("vllm.distributed.device_communicators.pynccl_allocator")
+    assert pool == allocator._graph_pool_id == (0, 7)
+    engine.core.sleep(level=2)
+    assert "cuda_graph" in released()
+    engine.core.wake_up(["kv_cache"])
+    assert released() == {"weights"} and (graph == 3).all()
+
+
+def test_workspaces_are_released_without_a_backup(start, monkeypatch):
+    workspace = importlib.import_module("vllm.v1.worker.workspace")
+    engine = start()
+    try:
+        manager = workspace.WorkspaceManager(
+            torch.device("cpu"),
+            alloc_context=lambda: engine.worker._maybe_get_memory_pool_context("workspace"),
+        )
+    except TypeError:
+        pytest.skip("this version of vLLM has no pool for workspaces")
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            torch, "empty", lambda size, dtype, device: simulator.empty(size[0], dtype=dtype)
+        )
+        (tensor,) = manager.get_simultaneous(((MIB,), torch.uint8))
+    assert [nbytes for _, nbytes in memsaver.ranges("workspace")]
+    engine.core.sleep(level=1)
+    (row,) = [row for row in memsaver.stats().tags if row.tag == "workspace"]
+    assert row.state == "paused" and not row.backup_bytes
+    engine.core.wake_up(["kv_cache"])
+    assert released() == {"weights"}
+    tensor.fill_(1)
+
+
+def test_release_of_the_kv_cache_memory_keeps_everything_else(start):
+    core = feature("vllm.v1.engine.core", "EngineCore")
+    if not hasattr(core, "release_kv_cache_memory"):
+        pytest.skip("this version of vLLM has no release_kv_cache_memory")
+    engine = start(has_lora=True, has_draft=True)
+    with pytest.raises(RuntimeError, match="completed pause"):
+        engine.core.release_kv_cache_memory()
+    engine.core.pause_scheduler()
+    engine.core.release_kv_cache_memory()
+    assert released() == {"kv_cache"} and engine.core.is_sleeping()
+    with pytest.raises(RuntimeError, match="resident"):
+        engine.core.release_kv_cache_memory()
+    engine.core.wake_up(["kv_cache"])
+    assert not released() and not engine.core.is_sleeping()
+    assert engine.runner.draft.weight.any()

@@ -129,6 +129,7 @@ class Engine:
         self.core = EngineCore.__new__(EngineCore)
         self.core.model_executor = executor
         self.core.scheduler = Scheduler()
+        self.core.batch_queue = None
         self.core._reset_caches = lambda *_, **__: None
         self.worker.load_model()
         self.worker.initialize_from_config(
@@ -162,6 +163,8 @@ class Scheduler:
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.running)
+
+    has_requests = has_unfinished_requests
 
     def reset_encoder_cache(self) -> None:
         pass
