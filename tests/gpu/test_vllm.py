@@ -114,6 +114,12 @@ def test_weights_and_kv_cache_in_fp8(children: Children, name: str) -> None:
     children.run("quantized", name)
 
 
+@each([*CYCLES, "vllm_cycles.drafts_are_accepted", REFUSED])
+def test_a_draft_model(children: Children, name: str) -> None:
+    """The draft has the target's weights, so that the engine accepts its tokens."""
+    children.run("draft", name)
+
+
 @each(["vllm_cycles.memsaver_is_active", "vllm_cycles.adapters", REFUSED])
 def test_adapters(children: Children, name: str) -> None:
     children.run("adapters", name)

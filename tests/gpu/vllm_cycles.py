@@ -10,9 +10,10 @@ from collections.abc import Iterator
 
 import vllm_adapters
 from gpu_trainer import MIB
-from vllm_engines import KV_CACHE, SLACK, Session
+from vllm_engines import KV_CACHE, PROMPTS, SLACK, TOKENS, Session, greedy
 
-WEIGHTS = 160 * MIB  # at least, of the small model in bfloat16, on all ranks; half of it in fp8
+WEIGHTS = 160 * MIB  # at least, of the small model in bfloat16, on all ranks
+SHARES = {"quantized": 0.5, "draft": 2}  # of WEIGHTS, in groups with other or more weights
 CYCLES = 50
 
 
@@ -41,8 +42,7 @@ def memsaver_is_active(session: Session) -> None:
     assert not any(state["released"] for state in states), states
     for held in tags:
         assert held["kv_cache"] >= 0.9 * KV_CACHE, held
-        divisor = session.gpus * (2 if session.group == "quantized" else 1)
-        assert held["weights"] >= WEIGHTS / divisor, held
+        assert held["weights"] >= SHARES.get(session.group, 1) * WEIGHTS / session.gpus, held
         with_graphs = session.group == "in_process"
         assert bool(held.get("cuda_graph")) == with_graphs, held
     assert all(count > 0 for count in session.in_workers("check_graphs"))
@@ -127,11 +127,18 @@ def level_2(session: Session) -> None:
         with releases(session):
             session.llm.sleep(level=2)
         session.llm.wake_up(tags=["weights"])
-        session.in_workers("reload_weights")
+        reload(session)
         session.llm.wake_up(tags=["kv_cache"])
         assert not session.is_asleep()
         check_output(session)
     level_1(session)
+
+
+def reload(session: Session) -> None:
+    """Load all weights from the checkpoints; vLLM's own reload leaves out a draft model."""
+    session.in_workers("reload_weights")
+    if session.group == "draft":
+        session.in_workers("check_reload_draft")
 
 
 def level_0(session: Session) -> None:
@@ -162,6 +169,25 @@ def fifty_cycles(session: Session) -> None:
             assert abs(now - then) <= SLACK, readings
     for now, then in zip(readings[-1][1], readings[0][1], strict=True):
         assert now - then <= 64 * MIB, readings
+
+
+def drafts_are_accepted(session: Session) -> None:
+    """After each kind of sleep, the engine accepts the same drafts: it needs as many steps."""
+    steps = steps_of_a_request(session)
+    assert steps <= TOKENS / 2, f"{steps} steps for {TOKENS} tokens: drafts are not accepted"
+    for sleep in (level_1, weights_first, kv_cache_first, level_2):
+        sleep(session)
+        assert (again := steps_of_a_request(session)) == steps, (sleep.__name__, again, steps)
+
+
+def steps_of_a_request(session: Session) -> int:
+    """Return in how many steps the engine generates the tokens of the first prompt."""
+    engine = session.llm.llm_engine
+    engine.add_request("steps", {"prompt_token_ids": PROMPTS[0]}, greedy(TOKENS))
+    steps = 0
+    while engine.has_unfinished_requests():
+        steps += bool(engine.step())
+    return steps
 
 
 def adapters(session: Session) -> None:

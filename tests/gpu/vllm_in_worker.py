@@ -38,6 +38,15 @@ class Checks:
         gc.unfreeze()  # vLLM freezes the objects of its start, which are then not listed
         return sum(isinstance(found, torch.cuda.CUDAGraph) for found in gc.get_objects())
 
+    def check_reload_draft(self) -> None:
+        """Load the weights of the draft model from its checkpoint."""
+        from vllm.model_executor.model_loader import get_model_loader
+
+        worker: Any = self
+        loader = get_model_loader(worker.vllm_config.load_config)
+        config = worker.vllm_config.speculative_config.draft_model_config
+        loader.load_weights(worker.get_draft_model(), config)
+
     def check_out_of_memory(self) -> None:
         """An allocation in a pool that fails raises; later ones, in and out of it, succeed."""
         import torch
