@@ -12,6 +12,7 @@ The tests use the memsaver that is installed for this Python, with its entry poi
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,6 +69,7 @@ ENVIRONMENTS = {
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "MEMSAVER_VLLM_GRAPHS": "1",
     },
+    "ray": {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"},
 }
 
 
@@ -79,6 +81,8 @@ def environment(group: str) -> dict[str, str]:
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
+    if group == "ray":  # its workers must find vllm_in_worker
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, (env["PYTHONPATH"], str(CHILD.parent))))
     return defaults | env | ENVIRONMENTS.get(group, {})
 
 
@@ -118,6 +122,12 @@ def test_weights_and_kv_cache_in_fp8(children: Children, name: str) -> None:
 def test_a_draft_model(children: Children, name: str) -> None:
     """The draft has the target's weights, so that the engine accepts its tokens."""
     children.run("draft", name)
+
+
+@each([*CYCLES, REFUSED])
+def test_a_worker_of_ray(children: Children, name: str) -> None:
+    pytest.importorskip("ray")
+    children.run("ray", name)
 
 
 @each(["vllm_cycles.memsaver_is_active", "vllm_cycles.adapters", REFUSED])

@@ -45,6 +45,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "quantized": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
     "adapters": {"enable_lora": True, "max_lora_rank": vllm_adapters.RANK, "max_loras": 2},
     "draft": {"speculative_config": {"method": "draft_model", "num_speculative_tokens": DRAFTED}},
+    "ray": {"distributed_executor_backend": "ray"},
     "wake": {},
     "engine_tp2": {"tensor_parallel_size": 2},
 }
