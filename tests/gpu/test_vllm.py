@@ -19,6 +19,7 @@ from pathlib import Path
 import engine_children
 import pytest
 from engine_children import TEST_SECONDS, Children, each
+from repository import TESTS
 
 CHILD = Path(__file__).with_name("vllm_child.py")
 
@@ -81,8 +82,9 @@ def environment(group: str) -> dict[str, str]:
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
-    if group == "ray":  # its workers must find vllm_in_worker
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, (env["PYTHONPATH"], str(CHILD.parent))))
+    # Ray's workers need vllm_in_worker, and servers need vllm_server_arguments.
+    paths = (env["PYTHONPATH"], str(CHILD.parent), str(TESTS / "support"))
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return defaults | env | ENVIRONMENTS.get(group, {})
 
 

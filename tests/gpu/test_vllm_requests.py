@@ -8,12 +8,10 @@ tests requests to an `LLM`.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 from program_runs import run
-from repository import TESTS
 from test_vllm import environment
 
 CHILD = Path(__file__).with_name("vllm_asleep_child.py")
@@ -39,7 +37,5 @@ pytestmark = [
 @pytest.mark.parametrize("scene", POLICIES)
 def test_requests_to_a_sleeping_engine(scene: str, tmp_path: Path) -> None:
     env = environment(scene) | POLICIES[scene] | {"VLLM_SERVER_DEV_MODE": "1"}
-    paths = [env.get("PYTHONPATH", ""), str(TESTS / "support")]
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     output = run([str(CHILD), scene, str(tmp_path)], env, tmp_path, SECONDS)
     assert "held" in output.splitlines(), output

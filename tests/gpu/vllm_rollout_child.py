@@ -248,14 +248,12 @@ def group_scene(folder: Path) -> None:
         assert outputs(engine) != old
 
 
-def llm_scene(folder: Path) -> None:
-    """A `vllm.LLM` of this process."""
-    from vllm import LLM
-
+@contextmanager
+def connected(target: Any, **others: Any) -> Iterator[Any]:
+    """Connect to an engine, check its sleep and its updates, and yield the rollout engine."""
     from memsaver.integrations.rollout import RolloutEngine
 
-    llm = LLM(**arguments(folder, logprobs_mode="processed_logprobs"))
-    with RolloutEngine.connect(llm, timeout=60) as engine:
+    with RolloutEngine.connect(target, timeout=60, **others) as engine:
         outputs(engine)
         old = outputs(engine)
         check_sleep(engine, old)
@@ -264,9 +262,44 @@ def llm_scene(folder: Path) -> None:
         )
         assert report.received == report.held == report.tensors, report
         assert outputs(engine) != old
-        engine.update_weights(weights(1), bucket_bytes=BUCKET, flush_cache=True)
+        engine.sleep(wait_idle=True)
+        with engine.staged_wake():
+            engine.update_weights(weights(1), bucket_bytes=BUCKET, verify="full")
         assert outputs(engine) == old
+        yield engine
+
+
+def llm_scene(folder: Path) -> None:
+    """A `vllm.LLM` of this process."""
+    from vllm import LLM
+
+    llm = LLM(**arguments(folder, logprobs_mode="processed_logprobs"))
+    with connected(llm):
+        pass
     llm.llm_engine.engine_core.shutdown()
+
+
+def async_scene(folder: Path) -> None:
+    """An `AsyncLLM` of this process."""
+    import vllm_connections
+
+    with vllm_connections.async_llm(arguments(folder, logprobs_mode="processed_logprobs")) as llm:
+        with connected(llm):
+            pass
+        assert not llm.errored  # `close` does not end the engine
+
+
+def url_scene(folder: Path) -> None:
+    """A server at a URL, whose /health shows that it sleeps."""
+    import httpx
+    import vllm_connections
+
+    given = arguments(folder, logprobs_mode="processed_logprobs")
+    with vllm_connections.server(given) as url, connected(url, kind="vllm") as engine:
+        engine.sleep(wait_idle=True)
+        assert httpx.get(f"{url}/health", trust_env=False).status_code == 503
+        engine.wake_up()
+        assert httpx.get(f"{url}/health", trust_env=False).status_code == 200
 
 
 def two_scene(folder: Path) -> None:
@@ -322,6 +355,8 @@ SCENES = {
     "quantized": quantized_scene,
     "group": group_scene,
     "llm": llm_scene,
+    "async": async_scene,
+    "url": url_scene,
 }
 
 
