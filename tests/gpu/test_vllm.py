@@ -22,6 +22,7 @@ from engine_children import TEST_SECONDS, Children, each
 from repository import TESTS
 
 CHILD = Path(__file__).with_name("vllm_child.py")
+LONG_SECONDS = 150  # of a scenario with many cycles
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.timeout(TEST_SECONDS)]
 
@@ -124,6 +125,10 @@ def test_weights_and_kv_cache_in_fp8(children: Children, name: str) -> None:
 def test_a_draft_model(children: Children, name: str) -> None:
     """The draft has the target's weights, so that the engine accepts its tokens."""
     children.run("draft", name)
+
+
+def test_the_memory_does_not_grow_over_1000_cycles(children: Children) -> None:
+    children.run("cycles", "vllm_cycles.thousand_cycles", LONG_SECONDS)
 
 
 @each([*CYCLES, REFUSED])

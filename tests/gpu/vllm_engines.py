@@ -46,6 +46,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "adapters": {"enable_lora": True, "max_lora_rank": vllm_adapters.RANK, "max_loras": 2},
     "draft": {"speculative_config": {"method": "draft_model", "num_speculative_tokens": DRAFTED}},
     "ray": {"distributed_executor_backend": "ray"},
+    "cycles": {"kv_cache_memory_bytes": 256 * MIB},
     "wake": {},
     "engine_tp2": {"tensor_parallel_size": 2},
 }

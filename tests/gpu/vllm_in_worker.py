@@ -27,9 +27,7 @@ class Checks:
 
     def check_host_bytes(self) -> int:
         """Return the resident host memory of the worker's process."""
-        found = re.search(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text())
-        assert found
-        return int(found[1]) * 1024
+        return host_bytes()
 
     def check_graphs(self) -> int:
         """Return the number of captured CUDA graphs."""
@@ -89,6 +87,13 @@ class Checks:
     def check_sum(self) -> int:
         """Return a checksum of the held tensor."""
         return int(self._check_held.sum(dtype=self._check_held.long().dtype))
+
+
+def host_bytes() -> int:
+    """Return the resident host memory of this process."""
+    found = re.search(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1]) * 1024
 
 
 def _allocate(tag: str, nbytes: int) -> Any:
