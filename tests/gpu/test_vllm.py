@@ -58,19 +58,22 @@ WAKE = [
 REFUSED = "vllm_asleep.requests_are_refused"
 KILLED = "vllm_failures.a_killed_worker"  # the last scenario of an engine
 
-
+V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 ENVIRONMENTS = {
     "wake": {
         "MEMSAVER_VLLM_ASLEEP": "wake",
         "MEMSAVER_VLLM_ASLEEP_WAIT": "4",
         "MEMSAVER_VLLM_SLEEP_AFTER": "3",
     },
+    "v1": V1,
+    "quantized_v1": V1,
     "in_process": {
+        **V1,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "MEMSAVER_VLLM_GRAPHS": "1",
     },
+    "graphs_tp2": {"MEMSAVER_VLLM_GRAPHS": "1"},
     "ray": {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"},
 }
 
@@ -116,9 +119,20 @@ def test_an_engine_in_the_process_with_the_v1_runner(children: Children, name: s
     children.run("in_process", name)
 
 
+@each([*CYCLES, REFUSED])
+def test_an_engine_in_its_own_process_with_the_v1_runner(children: Children, name: str) -> None:
+    children.run("v1", name)
+
+
 @each(CYCLES)
 def test_weights_and_kv_cache_in_fp8(children: Children, name: str) -> None:
     children.run("quantized", name)
+
+
+@each(CYCLES)
+def test_weights_and_kv_cache_in_fp8_with_the_v1_runner(children: Children, name: str) -> None:
+    """This runner resets the scales of the KV cache, which are in the weights' memory."""
+    children.run("quantized_v1", name)
 
 
 @each([*CYCLES, "vllm_cycles.drafts_are_accepted", REFUSED])
@@ -151,3 +165,10 @@ def test_requests_that_wake_an_engine(children: Children, name: str) -> None:
 @each([*CYCLES, *CALLS, REFUSED, KILLED])
 def test_tensor_parallel(children: Children, name: str) -> None:
     children.run("engine_tp2", name)
+
+
+@pytest.mark.two_gpus
+@each(CYCLES)
+def test_tensor_parallel_with_pausable_graphs(children: Children, name: str) -> None:
+    """vLLM's custom all-reduce is off, because it exports the graphs' memory."""
+    children.run("graphs_tp2", name)

@@ -15,7 +15,9 @@ from gpu_trainer import MIB
 from vllm_engines import KV_CACHE, PROMPTS, SLACK, TOKENS, Session, greedy
 
 WEIGHTS = 160 * MIB  # at least, of the small model in bfloat16, on all ranks
-SHARES = {"quantized": 0.5, "draft": 2}  # of WEIGHTS, in groups with other or more weights
+# Of WEIGHTS, in groups with other or more weights.
+SHARES = {"quantized": 0.5, "quantized_v1": 0.5, "draft": 2}
+GRAPHS = ("in_process", "graphs_tp2")  # groups whose graphs are pausable
 
 
 def check_output(session: Session) -> None:
@@ -44,8 +46,7 @@ def memsaver_is_active(session: Session) -> None:
     for held in tags:
         assert held["kv_cache"] >= 0.9 * KV_CACHE, held
         assert held["weights"] >= SHARES.get(session.group, 1) * WEIGHTS / session.gpus, held
-        with_graphs = session.group == "in_process"
-        assert bool(held.get("cuda_graph")) == with_graphs, held
+        assert bool(held.get("cuda_graph")) == (session.group in GRAPHS), held
     assert all(count > 0 for count in session.in_workers("check_graphs"))
 
 

@@ -39,16 +39,20 @@ COMMON: dict[str, Any] = {
     "disable_log_stats": True,
     "seed": 1,
 }
+FP8 = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "engine": {},
     "in_process": {},
-    "quantized": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
+    "v1": {},
+    "quantized": FP8,
+    "quantized_v1": FP8,
     "adapters": {"enable_lora": True, "max_lora_rank": vllm_adapters.RANK, "max_loras": 2},
     "draft": {"speculative_config": {"method": "draft_model", "num_speculative_tokens": DRAFTED}},
     "ray": {"distributed_executor_backend": "ray"},
     "cycles": {"kv_cache_memory_bytes": 256 * MIB},
     "wake": {},
     "engine_tp2": {"tensor_parallel_size": 2},
+    "graphs_tp2": {"tensor_parallel_size": 2, "disable_custom_all_reduce": True},
 }
 
 
