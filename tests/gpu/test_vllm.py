@@ -32,6 +32,7 @@ CYCLES = [
     "vllm_cycles.weights_first",
     "vllm_cycles.kv_cache_first",
     "vllm_cycles.level_2",
+    "vllm_cycles.level_2_kv_cache_first",
 ]
 CALLS = [
     "vllm_cycles.repeated_calls",

@@ -25,6 +25,7 @@ POLICIES = {
         "MEMSAVER_VLLM_SLEEP_AFTER": "4",
     },
     "openai": {},
+    "level_2": {},
 }
 
 pytestmark = [

@@ -229,11 +229,31 @@ async def openai(one: Setting) -> None:
         assert (await one.ask("/v1/completions", body=body))[0] == 200
 
 
+async def level_2(one: Setting) -> None:
+    """After level 2, requests are refused; a reload of the weights restores the output."""
+    for tags in (BOTH, BOTH[::-1]):
+        awake = free()
+        await one.engine.sleep(level=2)
+        assert free() - awake > GIB
+        for tag in tags:
+            assert await one.engine.is_sleeping()
+            await refusal(one.tokens(0))
+            await one.engine.wake_up(tags=[tag])
+            if tag == "weights":
+                await one.engine.collective_rpc("reload_weights")
+        assert not await one.engine.is_sleeping()
+        await one.check()
+        await one.engine.sleep(level=1)
+        await one.engine.wake_up()
+        await one.check()
+
+
 SCENES: dict[str, Callable[[Setting], Awaitable[None]]] = {
     "refuse": refuse,
     "wait": wait,
     "wake": wake,
     "openai": openai,
+    "level_2": level_2,
 }
 
 

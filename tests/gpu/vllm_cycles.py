@@ -126,14 +126,31 @@ def unknown_tags_and_levels(session: Session) -> None:
 def level_2(session: Session) -> None:
     """After a sleep at level 2, a reload of the weights restores the output; buffers are kept."""
     for _ in range(2):
-        with releases(session):
-            session.llm.sleep(level=2)
-        session.llm.wake_up(tags=["weights"])
-        reload(session)
-        session.llm.wake_up(tags=["kv_cache"])
-        assert not session.is_asleep()
-        check_output(session)
+        lose_and_reload(session, ("weights", "kv_cache"))
     level_1(session)
+
+
+def level_2_kv_cache_first(session: Session) -> None:
+    """The same if the KV cache wakes first."""
+    for _ in range(2):
+        lose_and_reload(session, ("kv_cache", "weights"))
+    level_1(session)
+
+
+def lose_and_reload(session: Session, tags: tuple[str, str]) -> None:
+    """Sleep at level 2, wake the tags in this order, and reload the weights when they are mapped.
+
+    Checks the output.
+    """
+    with releases(session):
+        session.llm.sleep(level=2)
+    for tag in tags:
+        assert session.is_asleep()
+        session.llm.wake_up(tags=[tag])
+        if tag == "weights":
+            reload(session)
+    assert not session.is_asleep()
+    check_output(session)
 
 
 def reload(session: Session) -> None:
@@ -194,7 +211,7 @@ def drafts_are_accepted(session: Session) -> None:
     """After each kind of sleep, the engine accepts the same drafts: it needs as many steps."""
     steps = steps_of_a_request(session)
     assert steps <= TOKENS / 2, f"{steps} steps for {TOKENS} tokens: drafts are not accepted"
-    for sleep in (level_1, weights_first, kv_cache_first, level_2):
+    for sleep in (level_1, kv_cache_first, level_2, level_2_kv_cache_first):
         sleep(session)
         assert (again := steps_of_a_request(session)) == steps, (sleep.__name__, again, steps)
 
