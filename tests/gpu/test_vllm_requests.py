@@ -1,4 +1,4 @@
-"""Test requests to a sleeping `AsyncLLM`, and to the server around it, on one GPU.
+"""Test requests to a sleeping `AsyncLLM`, and to the server around it.
 
     pytest -m "gpu and vllm" tests/gpu/test_vllm_requests.py
 
@@ -37,6 +37,16 @@ pytestmark = [
 
 @pytest.mark.parametrize("scene", POLICIES)
 def test_requests_to_a_sleeping_engine(scene: str, tmp_path: Path) -> None:
+    check(scene, tmp_path)
+
+
+@pytest.mark.two_gpus
+@pytest.mark.parametrize("scene", ["wait", "wake"])
+def test_requests_to_two_sleeping_ranks(scene: str, tmp_path: Path) -> None:
+    check(scene, tmp_path, "2")
+
+
+def check(scene: str, folder: Path, *ranks: str) -> None:
     env = environment(scene) | POLICIES[scene] | {"VLLM_SERVER_DEV_MODE": "1"}
-    output = run([str(CHILD), scene, str(tmp_path)], env, tmp_path, SECONDS)
+    output = run([str(CHILD), scene, str(folder), *ranks], env, folder, SECONDS)
     assert "held" in output.splitlines(), output

@@ -1,6 +1,6 @@
-"""Send requests to a sleeping vLLM engine on one GPU; exit with status 0 if they are answered.
+"""Send requests to a sleeping vLLM engine; exit with status 0 if they are answered.
 
-usage: vllm_asleep_child.py SCENE FOLDER
+usage: vllm_asleep_child.py SCENE FOLDER [RANKS]
 
 The engine is an `AsyncLLM`, behind the application of vLLM's own server, which is called without a
 network. vLLM's processes import this file again, so it imports only modules that all of them need.
@@ -106,11 +106,11 @@ async def refusal(work: Awaitable[Any]) -> Any:
     raise AssertionError("the request was not refused")
 
 
-def free() -> int:
+def free(gpu: int = 0) -> int:
     import torch
 
-    torch.cuda.synchronize()
-    return int(torch.cuda.mem_get_info()[0])
+    torch.cuda.synchronize(gpu)
+    return int(torch.cuda.mem_get_info(gpu)[0])
 
 
 async def refuse(one: Setting) -> None:
@@ -191,7 +191,8 @@ async def wake(one: Setting) -> None:
     await one.engine.sleep(level=1)
     assert await one.ask("/tokens") == (200, one.expected[0])
     await one.engine.sleep(level=1)
-    taken = torch.empty(free() - GIB, dtype=torch.uint8, device="cuda")
+    last = one.engine.vllm_config.parallel_config.tensor_parallel_size - 1
+    taken = torch.empty(free(last) - GIB, dtype=torch.uint8, device=f"cuda:{last}")
     error = await refusal(one.tokens(0))
     assert isinstance(error.__cause__, OutOfDeviceMemoryError), error.__cause__
     assert (await one.ask("/tokens"))[0] == 503 and await one.engine.is_sleeping()
@@ -288,7 +289,7 @@ async def application(scene: str, engine: Any, path: str) -> Any:
     return app
 
 
-async def main(scene: str, folder: Path) -> None:
+async def main(scene: str, folder: Path, ranks: int) -> None:
     import qwen_model
     import vllm_engines
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -297,7 +298,8 @@ async def main(scene: str, folder: Path) -> None:
     qwen_model.save(folder / "model", qwen_model.weights(seed=1))
     given = {k: v for k, v in vllm_engines.COMMON.items() if k != "worker_extension_cls"}
     begin = time.monotonic()
-    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(folder / "model"), **given))
+    given |= {"model": str(folder / "model"), "tensor_parallel_size": ranks}
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**given))
     print(f"--- the engine is up after {time.monotonic() - begin:.1f} s", flush=True)
     try:
         one = Setting(engine, await application(scene, engine, str(folder / "model")))
@@ -316,5 +318,6 @@ async def main(scene: str, folder: Path) -> None:
 
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True)
-    asyncio.run(main(sys.argv[1], Path(sys.argv[2])))
+    ranks = int(sys.argv[3]) if len(sys.argv) > 3 else 1
+    asyncio.run(main(sys.argv[1], Path(sys.argv[2]), ranks))
     print("held", flush=True)

@@ -152,15 +152,25 @@ def check_mapped(engine: Any, old: list[list[int]], new: list[list[int]]) -> Non
 
 
 @contextmanager
-def damaged(backend: Any) -> Iterator[None]:
-    """Change a digest of each bucket, as if its tensor had changed on the way."""
+def damaged(backend: Any, ranks: int = 1) -> Iterator[None]:
+    """Change a digest of each bucket for the last rank, as if its tensor had changed on the way.
+
+    Args:
+        backend: None on the trainer's ranks that have none.
+        ranks: of the engine.
+    """
+    if backend is None:
+        yield
+        return
     from dataclasses import replace
 
     load = backend.load_weights
 
     def other(one: Any) -> Any:
-        rows = tuple(("0" * len(row[0]), *row[1:]) for row in one.verification.sent)
-        return load(replace(one, verification=replace(one.verification, sent=rows)))
+        sent = one.verification.sent
+        rows = list(sent) if len(sent) > 1 else [*sent] * ranks  # a single row is for all ranks
+        rows[-1] = ("0" * len(rows[-1][0]), *rows[-1][1:])
+        return load(replace(one, verification=replace(one.verification, sent=tuple(rows))))
 
     backend.load_weights = other
     try:
@@ -345,6 +355,14 @@ def two_scene(folder: Path) -> None:
             print(f"--- {error}", flush=True)
         else:
             raise AssertionError("ranks with different weights sent them")
+        assert generated() == old
+        with damaged(engine.backend, ranks=2):
+            try:
+                engine.update_weights(weights(2), bucket_bytes=BUCKET, verify="full")
+            except WeightMismatchError as error:
+                print(f"--- {error}", flush=True)
+            else:
+                raise AssertionError("a bucket that was damaged on one rank was loaded")
         assert generated() == old
     dist.destroy_process_group()
 
