@@ -21,6 +21,7 @@ from urllib.parse import urlencode
 STUCK_SECONDS = 250
 GIB = 1 << 30
 TOKENS = 24
+LONG = 400  # tokens of a request that is in progress when the engine sleeps
 PROMPTS = ([5, 6, 7, 8, 901, 44], [9, 10, 11], list(range(3000, 3100)))
 BOTH = ("kv_cache", "weights")
 MODEL = "model"
@@ -148,10 +149,22 @@ async def refuse(one: Setting) -> None:
     assert (await one.ask("/wake_up"))[0] == 200
     assert await one.ask("/tokens") == (200, one.expected[0])
     await one.check()
-    running = asyncio.ensure_future(one.tokens(1, "running"))  # in flight at the sleep
-    await asyncio.sleep(0.05)
+    await abort(one)
+
+
+async def abort(one: Setting) -> None:
+    """A request that is in flight at a sleep is aborted, as vLLM's default mode does."""
+    import vllm_engines
+
+    prompt = {"prompt_token_ids": PROMPTS[1]}
+    running = aiter(one.engine.generate(prompt, vllm_engines.greedy(LONG), "running"))
+    output = await anext(running)
+    assert not output.finished
     await one.engine.sleep(level=1)
-    assert len(await running) <= TOKENS
+    async for output in running:  # noqa: B007
+        pass
+    found = output.outputs[0]
+    assert found.finish_reason == "abort" and len(found.token_ids) < LONG, found
     await one.engine.wake_up()
     await one.check()
 
