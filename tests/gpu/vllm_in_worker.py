@@ -29,6 +29,14 @@ class Checks:
         """Return the resident host memory of the worker's process."""
         return host_bytes()
 
+    def check_settings(self) -> dict[str, bool]:
+        """Return whether the V2 model runner is used, and whether torch's segments expand."""
+        import torch
+
+        worker: Any = self
+        expands = any(one["is_expandable"] for one in torch.cuda.memory_snapshot())
+        return {"uses_v2": bool(worker.use_v2_model_runner), "expands": expands}
+
     def check_graphs(self) -> int:
         """Return the number of captured CUDA graphs."""
         import torch

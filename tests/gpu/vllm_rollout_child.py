@@ -9,6 +9,7 @@ vLLM's processes import this file again, so it imports only modules that every p
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import sys
 import threading
@@ -23,7 +24,7 @@ GIB = 1 << 30
 TOKENS = 24
 BUCKET = 24 << 20
 PROMPTS = ([5, 6, 7, 8, 901, 44], [9, 10, 11], list(range(3000, 3100)))
-LEFT = 64 << 20  # torch's own allocations between two readings of free memory
+LEFT = 256 << 20  # of this process, which has loaded kernels since its first reading
 
 
 def greedy(tokens: int = TOKENS, **others: Any) -> dict[str, Any]:
@@ -220,10 +221,12 @@ def launched_scene(folder: Path) -> None:
         check_mapped(engine, old, new)
         check_pauses(engine)
         assert outputs(engine) == old
+    gc.collect()
+    torch.cuda.empty_cache()  # of the trainer's weights
     deadline = time.monotonic() + 10
-    while free() < before - GIB and time.monotonic() < deadline:
+    while free() < before - LEFT and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert free() > before - GIB, (free(), before)
+    assert free() >= before - LEFT, (free(), before)
 
 
 def quantized_scene(folder: Path) -> None:
