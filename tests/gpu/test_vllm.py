@@ -152,7 +152,14 @@ def test_a_worker_of_ray(children: Children, name: str) -> None:
     children.run("ray", name)
 
 
-@each(["vllm_cycles.memsaver_is_active", "vllm_cycles.adapters", REFUSED])
+@each(
+    [
+        "vllm_cycles.memsaver_is_active",
+        "vllm_cycles.adapters",
+        "vllm_cycles.adapters_at_level_2",
+        REFUSED,
+    ]
+)
 def test_adapters(children: Children, name: str) -> None:
     children.run("adapters", name)
 

@@ -21,6 +21,10 @@ from memsaver.errors import ConfigError
 WEIGHTS = 160 * MIB  # at least, of the small model in bfloat16, on all ranks
 # Of WEIGHTS, in groups with other or more weights.
 SHARES = {"quantized": 0.5, "quantized_v1": 0.5, "draft": 2}
+RELOADS = {  # in groups for which vLLM's own reload does not suffice
+    "draft": ("reload_weights", "check_reload_draft"),
+    "adapters": ("check_reload_adapted",),
+}
 GRAPHS = ("in_process", "graphs_tp2")  # groups whose graphs are pausable
 
 
@@ -158,10 +162,9 @@ def lose_and_reload(session: Session, tags: tuple[str, str]) -> None:
 
 
 def reload(session: Session) -> None:
-    """Load all weights from the checkpoints; vLLM's own reload leaves out a draft model."""
-    session.in_workers("reload_weights")
-    if session.group == "draft":
-        session.in_workers("check_reload_draft")
+    """Load all weights from the checkpoints."""
+    for method in RELOADS.get(session.group, ("reload_weights",)):
+        session.in_workers(method)
 
 
 def level_0(session: Session) -> None:
@@ -246,3 +249,16 @@ def adapters(session: Session) -> None:
     level_1(session)
     assert session.outputs(second) == with_second
     assert session.outputs(first) == with_first
+
+
+def adapters_at_level_2(session: Session) -> None:
+    """A loaded LoRA adapter keeps its effect over sleeps at level 2, after which others load."""
+    loaded = vllm_adapters.save(session.folder / "third", seed=3)
+    expected = session.outputs(loaded)
+    assert expected != session.expected
+    for tags in (("weights", "kv_cache"), ("kv_cache", "weights")):
+        lose_and_reload(session, tags)
+        assert session.outputs(loaded) == expected
+    later = vllm_adapters.save(session.folder / "fourth", seed=4)
+    assert session.outputs(later) not in (expected, session.expected)
+    check_output(session)
