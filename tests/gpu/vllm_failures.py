@@ -21,7 +21,7 @@ from memsaver.integrations.engine.errors import EngineDiedError
 
 ROOM = 2 * GIB  # for the weights, and not for the KV cache
 LONG = 400  # tokens of a request that is in progress when the engine sleeps
-END_SECONDS = 20
+END_SECONDS = 30
 
 
 def a_wake_without_memory(session: Session) -> None:

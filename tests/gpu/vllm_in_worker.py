@@ -49,9 +49,10 @@ class Checks:
         from vllm.model_executor.model_loader import get_model_loader
 
         worker: Any = self
+        draft = worker.get_draft_model()
         loader = get_model_loader(worker.vllm_config.load_config)
         config = worker.vllm_config.speculative_config.draft_model_config
-        loader.load_weights(worker.get_draft_model(), config)
+        draft.load_weights(loader.get_all_weights(config, draft))
 
     def check_reload_adapted(self) -> None:
         """Load the weights of a model whose layers LoRA wraps, which vLLM's own reload rejects."""
