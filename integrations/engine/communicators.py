@@ -11,25 +11,25 @@ run at the same time.
 
 from __future__ import annotations
 
-import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import memsaver
 from memsaver._runtime.text import size_text
 from memsaver.errors import OutOfDeviceMemoryError
 
-from . import held
+from . import nccl
 from .errors import EngineError, EngineTimeoutError
 from .messages import RankReport
-from .nccl import Communicator, loaded
+from .nccl import Call, Communicator, Key, loaded
 from .ranks import Group, first_failure
 
 __all__ = ["Suspender", "of_torch"]
 
 _SPARE = 64 << 20  # bytes that other allocations may take between the check and the resume
+_AMPLE = 1 << 30  # beside it, for memory that is resumed at the same time
 
 
 class Suspender:
@@ -43,7 +43,7 @@ class Suspender:
     def __init__(self, find: Callable[[], list[Communicator]], device: int) -> None:
         self._find = find
         self._device = device
-        self._suspended: list[Communicator] = []
+        self._suspended: dict[Key, Communicator] = {}
         self._lost = ""  # the error of a call in which another rank did not take part
 
     def suspend(self, group: Group) -> list[RankReport]:
@@ -58,12 +58,11 @@ class Suspender:
         def find() -> None:
             if self._lost:
                 raise EngineError(self._lost)
-            known = {one.key for one in self._suspended}
             found.extend(
                 one
                 for one in self._find()
                 if one.nccl.can_suspend
-                and one.key not in known
+                and one.key not in self._suspended
                 and not one.nccl.is_suspended(one.handle)
                 and one.nccl.suspendable_bytes(one.handle)
             )
@@ -71,21 +70,21 @@ class Suspender:
         ranks = group.attempt(find)
         if first_failure(ranks):
             return ranks
-        chosen, _ = _complete(group, found)
-        with self._begun(chosen, self._suspend) as calls:
-            pass
-        return group.attempt(lambda: _wait(calls))
+        chosen, _, _ = _complete(group, found)
+        calls = [(one, one.nccl.begin_suspend(one.handle)) for one in chosen]
 
-    def _suspend(self, one: Communicator) -> None:
-        one.nccl.suspend(one.handle)
-        self._suspended.append(one)
+        def end() -> None:
+            for one in self._ended(calls):
+                self._suspended[one.key] = one
+
+        return group.attempt(end)
 
     def resume(
-        self, group: Group, nbytes: int, work: Callable[[], list[RankReport]]
+        self, group: Group, nbytes: Callable[[], int], work: Callable[[], list[RankReport]]
     ) -> tuple[list[RankReport], list[RankReport]]:
         """Resume all suspended communicators, and call `work`.
 
-        If every rank has memory for both, they run at the same time, because `work` waits for
+        If every rank has ample memory for both, they run at the same time, because `work` waits for
         copies and the resume for the driver; otherwise `work` runs after the resume.
 
         Nothing is done if memory is short for the communicators on a rank, or if one cannot be
@@ -93,47 +92,48 @@ class Suspender:
 
         Args:
             group: the ranks.
-            nbytes: the device memory that `work` allocates on this rank.
+            nbytes: returns the device memory that `work` allocates on this rank.
             work: a collective call that reports its failures, and uses no communicator.
 
         Returns:
             The ranks' reports of the resume, and those of `work`; the latter are empty if it did
             not run.
         """
-        chosen, lacking = _complete(group, self._suspended)
-        ranks = group.attempt(lambda: self._check(chosen, lacking))
+        chosen, lacking, is_any = _complete(group, list(self._suspended.values()))
+        has_room = False
+
+        def check() -> None:
+            nonlocal has_room
+            has_room = self._check(chosen, lacking, nbytes())
+
+        ranks = group.attempt(check)
         if first_failure(ranks):
             return ranks, []
-        has_room = all(
-            each["room"] for each in group.gather({"room": self._lacks(chosen, nbytes) is None})
-        )
+        if not is_any:
+            return ranks, work()
+        has_room = all(each["room"] for each in group.gather({"room": has_room}))
+        calls = [(one, one.nccl.begin_resume(one.handle)) for one in chosen]
         worked: list[RankReport] = []
-        with self._begun(chosen, self._resume) as calls:
-            if has_room:
+        if has_room:
+            try:
                 worked = work()
-        ranks = group.attempt(lambda: _wait(calls))
+            except BaseException:
+                self._lost = "a resume of NCCL's communicators was interrupted; restart the engine"
+                raise
+
+        def end() -> None:
+            for one in self._ended(calls):
+                del self._suspended[one.key]
+
+        ranks = group.attempt(end)
         if not has_room and not first_failure(ranks):
             worked = work()
         return ranks, worked
 
-    @contextlib.contextmanager
-    def _begun(
-        self, chosen: Sequence[Communicator], work: Callable[[Communicator], None]
-    ) -> Iterator[list[Future[None]]]:
-        """Work on all communicators at the same time, until the end of the block."""
-        if not chosen:
-            yield []
-            return
-        with ThreadPoolExecutor(
-            len(chosen), initializer=held.use_device, initargs=(held.device(),)
-        ) as pool:
-            yield [pool.submit(self._work, one, work) for one in chosen]
-
-    def _work(self, one: Communicator, work: Callable[[Communicator], None]) -> None:
-        with self._noting_loss():
-            work(one)
-
-    def _check(self, chosen: Sequence[Communicator], lacking: Sequence[Communicator]) -> None:
+    def _check(
+        self, chosen: Sequence[Communicator], lacking: Sequence[Communicator], nbytes: int
+    ) -> bool:
+        """Raise if a resume would fail; return whether there is also ample room for `nbytes`."""
         if self._lost:
             raise EngineError(self._lost)
         if lacking:
@@ -141,52 +141,51 @@ class Suspender:
                 f"the NCCL communicator {lacking[0].name!r} is suspended on only some of its "
                 "ranks, because a suspend failed: restart the engine"
             )
-        lack = self._lacks(chosen, 0)
-        if lack is not None:
-            raise lack
-
-    def _lacks(self, chosen: Sequence[Communicator], nbytes: int) -> OutOfDeviceMemoryError | None:
-        """Return an error if the device has no memory for the communicators and `nbytes` more."""
         needed = sum(one.nccl.suspendable_bytes(one.handle) for one in chosen)
         if not needed:
-            return None
-        needed += _SPARE + nbytes
+            return True
+        needed += _SPARE
         free = memsaver.device_memory(self._device)[0]
-        if free >= needed:
-            return None
-        error = OutOfDeviceMemoryError(
-            f"the engine's NCCL communicators need {size_text(needed)} on device "
-            f"{self._device}, where {size_text(free)} are free: free memory, then resume again"
-        )
-        error.needed, error.free, error.device = needed, free, self._device
-        return error
+        if free < needed:
+            error = OutOfDeviceMemoryError(
+                f"the engine's NCCL communicators need {size_text(needed)} on device "
+                f"{self._device}, where {size_text(free)} are free: free memory, then resume again"
+            )
+            error.needed, error.free, error.device = needed, free, self._device
+            raise error
+        return free >= needed + nbytes + _AMPLE
 
-    def _resume(self, one: Communicator) -> None:
-        one.nccl.resume(one.handle)
-        self._suspended.remove(one)
+    def _ended(self, calls: Iterable[tuple[Communicator, Call]]) -> Iterator[Communicator]:
+        """Yield the communicators whose calls succeed, then raise the first error.
 
-    @contextlib.contextmanager
-    def _noting_loss(self) -> Iterator[None]:
-        """Keep the error of a call that still waits for other ranks, which NCCL cannot cancel."""
-        try:
-            yield
-        except EngineTimeoutError as error:
-            self._lost = str(error)
-            raise
-
-
-def _wait(calls: Iterable[Future[None]]) -> None:
-    """Raise the first error of these calls."""
-    for call in calls:
-        call.result()
+        The error of a call that still waits for other ranks, which NCCL cannot cancel, is kept; it
+        is raised only if there is no other, which may be its cause.
+        """
+        deadline = time.monotonic() + nccl.SECONDS
+        errors: list[Exception] = []
+        for one, call in calls:
+            try:
+                call.wait(max(0.0, deadline - time.monotonic()))
+            except EngineTimeoutError as error:
+                self._lost = str(error)
+                errors.append(error)
+            except Exception as error:
+                errors.insert(0, error)
+            else:
+                yield one
+        if errors:
+            raise errors[0]
 
 
 def _complete(
     group: Group, mine: Sequence[Communicator]
-) -> tuple[list[Communicator], list[Communicator]]:
-    """Split communicators into those that all of their ranks list, and the others. Collective."""
+) -> tuple[list[Communicator], list[Communicator], bool]:
+    """Split communicators into those that all of their ranks list, and the others. Collective.
+
+    Also returns whether any rank has listed one.
+    """
     listed = group.gather({"each": [[one.name, list(one.ranks), one.rank] for one in mine]})
-    places: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    places: dict[Key, list[int]] = {}
     for fields in listed:
         for name, ranks, rank in fields["each"]:
             places.setdefault((name, tuple(ranks)), []).append(rank)
@@ -194,14 +193,15 @@ def _complete(
     return (
         [one for one in mine if one.key in whole],
         [one for one in mine if one.key not in whole],
+        bool(places),
     )
 
 
 def of_torch(device: int) -> list[Communicator]:
     """Return the communicators of torch's process groups on a device, without unused ones."""
     torch: Any = sys.modules.get("torch")  # a process without torch has none of its communicators
-    nccl = loaded()
-    if nccl is None or torch is None:
+    library = loaded()
+    if library is None or torch is None:
         return []
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
@@ -212,7 +212,7 @@ def of_torch(device: int) -> list[Communicator]:
         if handle:
             order = tuple(sorted(ranks, key=ranks.__getitem__))
             name = f"torch {group.group_name}"
-            found.append(Communicator(name, order, group.rank(), handle, nccl))
+            found.append(Communicator(name, order, group.rank(), handle, library))
     return found
 
 

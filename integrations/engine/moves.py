@@ -33,8 +33,10 @@ def is_mapped(tags: Sequence[str]) -> bool:
 
 
 def paused_bytes(tags: Sequence[str]) -> int:
-    """Return the device memory that a resume of these tags will map on this rank."""
-    return sum(row.paused_now_bytes for name in _names(tags) for row in memsaver.stats()[name])
+    """Return the device memory that a resume of these tags will map on this rank, at most."""
+    known = memsaver.stats()
+    rows = (row for name in _names(tags) for row in known[name] if row.state != "mapped")
+    return sum(max(row.paused_now_bytes, row.last_paused_bytes) for row in rows)
 
 
 def resume(group: Group, tags: Sequence[str], unrestored: Collection[str] = ()) -> list[RankReport]:
@@ -146,8 +148,10 @@ class _Pause:
 
 
 def _has_backup(name: str) -> bool:
-    """Return whether a tag still has the memory of a backup from an earlier pause."""
+    """Return whether a tag is empty or still has the memory of a backup from an earlier pause."""
     rows = memsaver.stats()[name]
+    if not any(row.allocated_bytes for row in rows):
+        return True
     return any(row.host_bytes or row.disk_bytes or row.peer_bytes for row in rows)
 
 

@@ -19,13 +19,14 @@ from dataclasses import dataclass
 from . import held
 from .errors import EngineError, EngineTimeoutError
 
-__all__ = ["SECONDS", "SINCE", "Communicator", "Nccl", "loaded"]
+__all__ = ["SECONDS", "SINCE", "Call", "Communicator", "Key", "Nccl", "loaded"]
 
 SINCE = 22907  # the first version with the functions, as ncclGetVersion returns it
 # The longest wait for the other ranks, below a controller's timeout for a whole operation.
 SECONDS = 20.0
 
 _MEMORY = 0x01  # NCCL_SUSPEND_MEM
+Key = tuple[str, tuple[int, ...]]  # a communicator's name and ranks
 # Members of ncclCommMemStat_t.
 _SUSPENDABLE, _SUSPENDED, _TOTAL = 0, 1, 3
 _FILE = "libnccl.so.2"
@@ -56,18 +57,14 @@ class Nccl:
         """Whether the library can release a communicator's memory."""
         return self.version >= SINCE and hasattr(self._library, "ncclCommSuspend")
 
-    def suspend(self, handle: int) -> None:
-        """Release a communicator's memory. Waits for its other ranks.
+    def begin_suspend(self, handle: int) -> Call:
+        """Begin to release a communicator's memory, which waits for its other ranks."""
+        arguments = ctypes.c_void_p(handle), ctypes.c_int(_MEMORY)
+        return Call("ncclCommSuspend", self._library.ncclCommSuspend, *arguments)
 
-        Raises:
-            EngineError: NCCL reports an error.
-            EngineTimeoutError: another rank does not make the call.
-        """
-        self._bounded("ncclCommSuspend", ctypes.c_void_p(handle), ctypes.c_int(_MEMORY))
-
-    def resume(self, handle: int) -> None:
-        """Allocate a suspended communicator's memory again. Waits and raises like `suspend`."""
-        self._bounded("ncclCommResume", ctypes.c_void_p(handle))
+    def begin_resume(self, handle: int) -> Call:
+        """Begin to allocate a suspended communicator's memory again, like `begin_suspend`."""
+        return Call("ncclCommResume", self._library.ncclCommResume, ctypes.c_void_p(handle))
 
     def suspendable_bytes(self, handle: int) -> int:
         """Return the bytes that a suspend releases, or has released. Raises `EngineError`."""
@@ -86,35 +83,57 @@ class Nccl:
     def _statistic(self, handle: int, which: int) -> int:
         value = ctypes.c_uint64(0)
         arguments = (ctypes.c_void_p(handle), ctypes.c_int(which), ctypes.byref(value))
-        self._check("ncclCommMemStats", self._library.ncclCommMemStats(*arguments))
+        _check("ncclCommMemStats", self._library.ncclCommMemStats(*arguments))
         return value.value
 
-    def _check(self, function: str, status: int) -> None:
-        if status:
-            raise EngineError(f"{function} failed with NCCL's error {status}")
 
-    def _bounded(self, function: str, *arguments: object) -> None:
-        """Call a function that waits for other ranks, for at most `SECONDS`."""
-        call: Callable[..., int] = getattr(self._library, function)
+class Call:
+    """A running call of a function that waits for other ranks, on a thread of its own.
+
+    Args:
+        name: the function's name.
+        function: returns NCCL's status.
+        arguments: its arguments.
+    """
+
+    def __init__(self, name: str, function: Callable[..., int], *arguments: object) -> None:
+        self._name = name
+        self._status: concurrent.futures.Future[int] = concurrent.futures.Future()
         device = held.device()
-        status: concurrent.futures.Future[int] = concurrent.futures.Future()
 
         def work() -> None:
             try:
                 held.use_device(device)  # NCCL synchronizes the thread's current device
-                status.set_result(call(*arguments))
+                self._status.set_result(function(*arguments))
             except BaseException as error:
-                status.set_exception(error)
+                self._status.set_exception(error)
 
-        # NCCL cannot cancel the wait: after a timeout, the thread stays in it.
-        threading.Thread(target=work, daemon=True).start()
-        concurrent.futures.wait([status], SECONDS)
-        if not status.done():
+        try:
+            # NCCL cannot cancel the wait: after a timeout, the thread stays in it.
+            threading.Thread(target=work, daemon=True).start()
+        except RuntimeError as error:  # `wait` raises it, as every other failure
+            self._status.set_exception(error)
+
+    def wait(self, seconds: float) -> None:
+        """Wait for the end of the call.
+
+        Raises:
+            EngineError: NCCL reports an error.
+            EngineTimeoutError: another rank does not make the call.
+            RuntimeError: no thread could be started.
+        """
+        concurrent.futures.wait([self._status], seconds)
+        if not self._status.done():
             raise EngineTimeoutError(
-                f"{function} did not end in {SECONDS:g} s: another rank of the communicator did "
+                f"{self._name} did not end in {SECONDS:g} s: another rank of the communicator did "
                 "not make the call; restart the engine"
             )
-        self._check(function, status.result())
+        _check(self._name, self._status.result())
+
+
+def _check(function: str, status: int) -> None:
+    if status:
+        raise EngineError(f"{function} failed with NCCL's error {status}")
 
 
 @dataclass(frozen=True)
@@ -136,7 +155,7 @@ class Communicator:
     nccl: Nccl
 
     @property
-    def key(self) -> tuple[str, tuple[int, ...]]:
+    def key(self) -> Key:
         """Identifies the communicator on all of its ranks."""
         return self.name, self.ranks
 

@@ -81,7 +81,7 @@ def resume(
     if suspender is None:
         return [], work()
     found: tuple[list[RankReport], list[RankReport]] = suspender.resume(
-        group, moves.paused_bytes(tags), work
+        group, lambda: moves.paused_bytes(tags), work
     )
     return found
 

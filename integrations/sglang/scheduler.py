@@ -193,7 +193,11 @@ def _resume(
     )
     if not ranks:
         return answer.failed(tags, failed)
-    failed = failed if first_failure(failed) else ranks
+    then = "on every rank they are released as before; free memory and resume them again"
+    if first_failure(failed):  # of NCCL's communicators, whose message says what to do
+        then = "on every rank they are released as before"
+    else:
+        failed = ranks
     if not first_failure(failed):
         failed = group.attempt(lambda: handlers.run(original, updater, request, tags))
     if not first_failure(failed):
@@ -211,7 +215,6 @@ def _resume(
         )
         return answer.failed(tags, failed, then, held=answer.held | set(tags), lost=rewritten)
     leftovers.after_release(updater, group, again)
-    then = "on every rank they are released as before; free memory and resume them again"
     if rewritten:
         then += f", and then load {', '.join(rewritten)}: its contents are lost on some ranks"
     return answer.failed(tags, failed, then, held=answer.held - set(tags), lost=rewritten)

@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 def resume(suspender, group):
     """Resume without other work, and return the reports of the ranks."""
-    return suspender.resume(group, 0, list)[0]
+    return suspender.resume(group, lambda: 0, list)[0]
 
 
 @pytest.fixture
@@ -86,9 +86,13 @@ class Waiting:
     def __getattr__(self, name):
         return getattr(self._library, name)
 
-    def resume(self, handle):
-        assert self.go.wait(30)
-        self._library.resume(handle)
+    def begin_resume(self, handle):
+        def resume():
+            assert self.go.wait(30)
+            self._library.begin_resume(handle).wait(30)
+            return 0
+
+        return nccl.Call("resume", resume)
 
 
 @pytest.mark.parametrize("has_room", [True, False])
@@ -100,7 +104,7 @@ def test_other_work_runs_at_the_same_time_if_there_is_memory_for_both(
     suspender, group = Suspender(lambda: [one], 0), Group(None)
     suspender.suspend(group)
     if not has_room:
-        sim.occupy(memsaver.device_memory(0)[0] - 1000 * MIB)
+        sim.occupy(memsaver.device_memory(0)[0] - 2000 * MIB)
         library.go.set()
 
     def work():
@@ -108,15 +112,14 @@ def test_other_work_runs_at_the_same_time_if_there_is_memory_for_both(
         library.go.set()
         return group.attempt(lambda: None)
 
-    ranks, worked = suspender.resume(group, 500 * MIB, work)
+    ranks, worked = suspender.resume(group, lambda: 500 * MIB, work)
     assert not first_failure(ranks) and len(worked) == 1 and fake.is_usable(one)
 
 
-def test_a_rank_that_stays_away_ends_the_wait(fake, tmp_path, monkeypatch):
-    monkeypatch.setattr(nccl, "SECONDS", 0.1)
+def test_a_rank_that_stays_away_ends_the_wait(fake, tmp_path):
     one = fake.communicator(tmp_path, "pair", (0, 1), 0, MIB)
     with pytest.raises(nccl.EngineTimeoutError, match="another rank"):
-        fake.nccl.suspend(one.handle)
+        fake.nccl.begin_suspend(one.handle).wait(0.1)
 
 
 def test_an_error_of_the_library_is_reported(fake, tmp_path, sim):
@@ -147,7 +150,7 @@ def test_the_library_is_called_on_the_callers_device(monkeypatch):
     library = types.SimpleNamespace(
         ncclCommResume=lambda handle: called_on.append(torch.cuda.current_device()) or 0
     )
-    nccl.Nccl(library).resume(1)
+    nccl.Nccl(library).begin_resume(1).wait(30)
     assert called_on == [1]
 
 
@@ -156,7 +159,21 @@ def test_an_exception_in_the_call_is_not_a_timeout():
         raise OverflowError("no such handle")
 
     with pytest.raises(OverflowError, match="no such handle"):
-        nccl.Nccl(types.SimpleNamespace(ncclCommResume=fail)).resume(1)
+        nccl.Nccl(types.SimpleNamespace(ncclCommResume=fail)).begin_resume(1).wait(30)
+
+
+def test_a_thread_that_cannot_be_started_fails_the_call(fake, tmp_path, sim, monkeypatch):
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    one = fake.communicator(tmp_path, "world", (0,), 0, MIB)
+    suspender, group = Suspender(lambda: [one], 0), Group(None)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        rank = first_failure(suspender.suspend(group))
+    assert "can't start new thread" in rank.failure.message and fake.is_usable(one)
+    assert not first_failure(suspender.suspend(group)) and not fake.is_usable(one)
+    assert not first_failure(resume(suspender, group)) and fake.is_usable(one)
 
 
 RANKS = """
@@ -178,7 +195,7 @@ if RANK:
 suspender, group = Suspender(lambda: listed, 0), Group(dist.group.WORLD)
 
 def resume(suspender, group):
-    return suspender.resume(group, 0, list)[0]
+    return suspender.resume(group, lambda: 0, list)[0]
 
 def usable():
     return [fake.is_usable(one) for one in both]

@@ -16,7 +16,8 @@ from memsaver.integrations.sglang.adapter import MemsaverAdapter
 MIB = 1 << 20
 
 
-def test_only_regions_of_a_draft_model_are_kept():
+def test_only_regions_of_a_draft_model_are_kept(monkeypatch):
+    monkeypatch.setattr(draft_weights, "_kept", [])
     seen = []
 
     def load(runner):

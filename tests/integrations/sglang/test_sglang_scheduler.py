@@ -12,7 +12,9 @@ from looks import held
 from scheduler_calls import ask, states
 
 import memsaver
+from memsaver import simulator
 from memsaver._memory.sharing.wire import domain
+from memsaver._runtime.native import PartName
 from memsaver.integrations.engine import moves
 from memsaver.integrations.engine.errors import EngineBusyError
 from memsaver.integrations.engine.messages import SchedulerState, error_of
@@ -130,6 +132,8 @@ def test_a_release_that_fails_leaves_everything_mapped(engine, sim, call):
 
 
 def test_the_kv_cache_goes_before_other_contents_are_saved_again(engine, sim, wait_until):
+    with memsaver.region(PartName("weights\x1fhost"), backup="host"):
+        simulator.buffer(MIB)  # freed at once: a part without memory
     with sim.fault("cuMemcpyDtoHAsync"):  # a first save keeps the cache if it fails
         assert ask(engine, "release").lost == () and engine.kv.is_intact()
     ask(engine, "release")
