@@ -95,7 +95,7 @@ WORDS = {
     "sglang_decode_tokens_per_s": "decoding of 8 sequences, tokens/s",
     "sglang_switch_ms": "switch from one model to another on the same GPU, to the first token, ms",
     "sglang_tp2_resident_MiB": "memory in use on one of two GPUs, all tags released, MiB",
-    "sglang_storm_answered_requests": "correct answers while the engine sleeps and wakes 100 times",
+    "sglang_storm_answered_requests": "answered requests; the engine sleeps and wakes 100 times",
     "sglang_resident_MiB": "memory in use, all tags released, MiB",
     "sglang_max_mem_fraction": "largest mem_fraction_static beside a trainer",
     "vllm_sleep_first_ms": "first sleep at level 1: 16 GB of weights, backed up, ms",
@@ -292,7 +292,11 @@ def on_h100(rows: list[Mapping[str, Any]]) -> list[str]:
 def page() -> str:
     """Return the page for the current result files."""
     rows = json.loads(RESULTS.read_text())
-    versions = ", ".join(f"{name} {text}" for name, text in rows[0]["versions"].items())
+    names = dict.fromkeys(name for row in rows for name in row["versions"])
+    versions = ", ".join(
+        f"{name} {' and '.join(sorted({row['versions'].get(name) for row in rows} - {None}))}"
+        for name in names
+    )
     gpus = " and ".join(sorted({row["gpu"] for row in rows}))
     lines = [HEAD.format(gpu=gpus, versions=versions, dates=dates(rows))]
     sections: list[list[Mapping[str, Any]]] = [[] for _ in SECTIONS]

@@ -129,6 +129,7 @@ class Kind:
         draft: the draft model: "eagle", "eagle3", "target" (the target's first weights), or "".
         adapter: whether a LoRA adapter is loaded.
         pauses: whether generation is paused, in each mode, before releases.
+        tiers: whether the cache has a tier in host memory, whose prefixes are used after releases.
         gpus: the number of GPUs.
         environment: further variables.
     """
@@ -142,6 +143,7 @@ class Kind:
     draft: str = ""
     adapter: bool = False
     pauses: bool = False
+    tiers: bool = False
     gpus: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -208,6 +210,7 @@ KINDS = (
     Kind(
         "hicache",
         "hierarchical cache",
+        tiers=True,
         arguments={
             "enable_hierarchical_cache": True,
             "hicache_ratio": 2.0,

@@ -19,6 +19,7 @@ TOKENS = 48
 KV_TOKENS = 16384
 PROMPTS = ([5, 6, 7, 8, 91, 44], [9, 10, 11], list(range(3, 103)))
 LONG_TOKENS = 1500  # of a request that is still running when generation is paused
+LONG_PROMPT = 1500  # tokens; for the host tier of a cache
 SETTLE_SECONDS = 30
 PAUSED_SECONDS = 60
 DRAFT_SEED = 9
@@ -118,6 +119,52 @@ class KindWorker(Worker):
             "output": self._output(),
         }
 
+    def tier(self) -> dict[str, Any]:
+        """Release memory while the host tier holds a prompt's prefix, which no flush has removed.
+
+        Raises RuntimeError if the output for the prompt differs afterwards: from that with the
+        prefix if it is still cached, otherwise from that without it.
+
+        Returns:
+            The number of the prompt's tokens that were read from the host tier after a release of
+            the weights, and of all tags; and the output afterwards.
+        """
+        prompt = _long_prompt(0)
+        self._settle()
+        fresh, _, _ = self._cached(prompt)
+        self._fill_cache()
+        cached, _, host = self._cached(prompt)
+        if not host:
+            raise RuntimeError("the host tier does not hold the prompt before a release")
+        found: dict[str, Any] = {}
+        for tags in ("weights", None):
+            self._fill_cache()
+            self.controller.sleep(tags, wait_idle=True)
+            self.controller.wake_up()
+            output, hits, host = self._cached(prompt)
+            expected = cached if hits else fresh
+            if output != expected:
+                raise RuntimeError(f"{output} after a release of {tags}, not {expected}")
+            found[tags or "all"] = host
+        if not found["weights"]:
+            raise RuntimeError("the host tier does not hold the prompt after a release of weights")
+        return {**found, "output": self._output()}
+
+    def _cached(self, prompt: list[int]) -> tuple[list[int], int, int]:
+        """Generate without a flush.
+
+        Returns the tokens, and how many of the prompt were cached, at all and in the host tier.
+        """
+        reply = self.controller.generate(input_ids=prompt, sampling_params=_greedy(TOKENS))
+        meta = reply["meta_info"]
+        host = (meta.get("cached_tokens_details") or {}).get("host", 0)
+        return reply["output_ids"], meta["cached_tokens"], host
+
+    def _fill_cache(self) -> None:
+        """Generate for so many other prompts that the cache on the GPU drops all earlier ones."""
+        for number in range(1, 2 + KV_TOKENS // LONG_PROMPT):
+            self._cached(_long_prompt(number))
+
     def stop(self) -> dict[str, Any]:
         """End the engine."""
         self.engine.shutdown()
@@ -170,10 +217,11 @@ class KindWorker(Worker):
         }
         if self._backup:
             found["enable_weights_cpu_backup"] = True
+            if self._kind.draft:
+                found["enable_draft_weights_cpu_backup"] = True
         if self._kind.draft:
             draft = self._model(1) if self._kind.draft == "target" else self._folder / "draft"
             found["speculative_draft_model_path"] = str(draft)
-            found["enable_draft_weights_cpu_backup"] = True
         if self._kind.adapter:
             found |= {"enable_lora": True, "lora_paths": {"one": str(self._folder / "adapter")}}
         return found
@@ -230,6 +278,11 @@ class KindWorker(Worker):
 
 def _greedy(tokens: int) -> dict[str, Any]:
     return {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+
+
+def _long_prompt(number: int) -> list[int]:
+    """Return a prompt of `LONG_PROMPT` tokens, whose first token differs from other numbers'."""
+    return [3 + (number + 7 * at) % 2000 for at in range(LONG_PROMPT)]
 
 
 def _free_port() -> int:

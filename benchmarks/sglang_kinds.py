@@ -84,6 +84,9 @@ def run_engine(kind: Kind, backup: bool, folder: Path) -> Steps:
                 found[step] = child.ask("cycle", within=STEP_SECONDS)
             for step in MODES if backup and kind.pauses else ():
                 found[step] = child.ask("pause", within=STEP_SECONDS, mode=step)
+            if backup and kind.tiers:
+                step = "tier"
+                found[step] = child.ask(step, within=STEP_SECONDS)
             if kind.update:
                 for step, seed in (("update", other), ("restore", first)):
                     found[step] = child.ask("update", within=STEP_SECONDS, seed=seed)
@@ -116,11 +119,11 @@ def judged(kind: Kind, backed: Steps, plain: Steps) -> dict[str, Any]:
             return FAILED
         return SAME if all(found == known for found, known in pairs) else DIFFERS
 
-    pauses = dict.fromkeys(MODES if kind.pauses else (), first)
+    others = [*(MODES if kind.pauses else ()), *(["tier"] if kind.tiers else ())]
     row: dict[str, Any] = {
         "name": kind.name,
         "gpus": kind.gpus,
-        "resumed": verdict(backed, {"cycle": first, **pauses}),
+        "resumed": verdict(backed, dict.fromkeys(["cycle", *others], first)),
     }
     if kind.update and first and first == other:
         row["updated"] = row["updated_without_backup"] = FAILED  # no update could be seen
@@ -139,6 +142,8 @@ def judged(kind: Kind, backed: Steps, plain: Steps) -> dict[str, Any]:
             for mode in MODES
             if mode in backed
         }
+    if "tier" in backed:
+        row["host_tier"] = {name: backed["tier"][name] for name in ("weights", "all")}
     if first and kind.draft:
         tokens, checks = sum(len(line) - 1 for line in first), sum(line[0] for line in first)
         row["tokens_per_verification"] = round(tokens / checks, 2)

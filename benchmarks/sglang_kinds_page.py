@@ -66,7 +66,13 @@ def _note(kind: Kind, row: dict[str, Any]) -> str:
     if not kind.update and row["resumed"] != NOT_RUN:
         notes.append("SGLang cannot update such weights")
     if "tokens_per_verification" in row:
-        notes.append(f"{row['tokens_per_verification']} tokens per verification")
+        random = (
+            " of a random draft, so a lost draft is not visible here" if _is_random(kind) else ""
+        )
+        notes.append(f"{row['tokens_per_verification']} tokens per verification{random}")
+    if "host_tier" in row:
+        tokens = " and ".join(f"{count:,} ({what})" for what, count in row["host_tier"].items())
+        notes.append(f"tokens of a prompt read from the host tier after a release: {tokens}")
     refusing = [mode for mode, pause in row.get("pauses", {}).items() if pause["refused"]]
     if refusing:
         notes.append(f"a release is refused while requests are paused: {', '.join(refusing)}")
@@ -74,6 +80,11 @@ def _note(kind: Kind, row: dict[str, Any]) -> str:
         text = " ".join((error["log"] or error["text"]).split())[:ERROR_CHARACTERS]
         notes.append(f"{which.replace('_', ' ')}, {error['step']}: `{_plain(text)}`")
     return "; ".join(notes)
+
+
+def _is_random(kind: Kind) -> bool:
+    """Return whether a kind's draft model is random: almost no token that it proposes is right."""
+    return kind.draft.startswith("eagle")
 
 
 def _plain(text: str) -> str:

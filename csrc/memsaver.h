@@ -551,7 +551,7 @@ MS_API ms_status ms_fingerprint(const ms_range* ranges, size_t count, ms_digest*
 typedef struct ms_exported {
   uint64_t address, bytes;
   uint64_t span_address, span_bytes; /* the reserved range that contains the extent */
-  uint64_t id; /* unique in the process; other memory at the same address has another id */
+  uint64_t id; /* unique in the process, and new for memory that a resume or a swap maps */
   int32_t device;
   int32_t descriptor; /* the caller closes it; -1 if none was requested */
 } ms_exported;

@@ -2,8 +2,10 @@
 
 The server holds requests while its memory is released (MEMSAVER_SGLANG_ASLEEP=wait). A part of the
 requests of each cycle arrives before and during the release, the others while the memory is
-released. Each must be answered as by an awake server: generations with the same tokens, invalid
-requests with their errors.
+released. Each must be answered as by an awake server: generations with the same tokens, all other
+requests with the same status. The updates alternate between two sets of weights, so that a skipped
+update changes later tokens: a generation that overlaps no update must have its weights' tokens, and
+one that overlaps some the tokens of one of their weights.
 
 The server runs one generation at a time, because batching changes the arithmetic, and with it the
 tokens. The clients' requests overlap.
@@ -12,8 +14,10 @@ tokens. The clients' requests overlap.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import random
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -29,7 +33,7 @@ from sglang_engine import BENCH
 from sglang_server import Server, serving
 
 METRIC = "sglang_storm_answered_requests"
-PEER = "requests sent"
+PEER = "requests whose clients wait"
 ARGUMENTS: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "attention_backend": "triton",
@@ -56,40 +60,72 @@ ASLEEP_SECONDS = 0.05
 Outcome = str  # "answered", "disconnected", "lost: ..." or "wrong: ..."
 
 
+# Requests that have one right answer: the path, the payload, and possible statuses. Without a
+# tokenizer, the server cannot answer a completion in text, and its model has no embeddings.
+_COMPLETION = {"model": "model", "prompt": PROMPTS[0], "max_tokens": TOKENS, "temperature": 0}
+FIXED: dict[str, tuple[str, Any, tuple[int, ...]]] = {
+    "completion": ("/v1/completions", _COMPLETION, (200, 400, 500)),
+    "embedding": ("/encode", {"input_ids": PROMPTS[0]}, (400,)),
+    "adapter": ("/load_lora_adapter", {"lora_name": "a", "lora_path": "/nowhere"}, (400,)),
+    "unknown": ("/no_such_request", {}, (404,)),
+    "incomplete": ("/generate", {"sampling_params": {}}, (400, 422)),
+}
+
+
 class Storm:
     """Sends requests to a server, and judges the answers.
 
     Args:
         server: the server, which is awake.
-        model: its model's directory, for weight updates.
+        models: the directories of two models of one shape; the server has loaded the first.
+
+    Attributes:
+        certain: the number of generations that overlapped no update.
     """
 
-    def __init__(self, server: Server, model: Path) -> None:
-        self._server, self._model = server, model
+    def __init__(self, server: Server, models: tuple[Path, Path]) -> None:
+        self._server, self._models = server, models
         self._random = random.Random(1)
-        self.expected: list[list[int]] = []
+        self._updating, self._counting = threading.Lock(), threading.Lock()
+        self._begun = self._done = 0  # updates; after number k, the server has models[k % 2]
+        self.certain = 0
+        self._statuses: dict[str, int] = {}
+        self.expected: list[list[list[int]]] = []  # of each model
         # The kinds of requests, and how often each is sent in relation to the others.
         self.kinds: dict[str, tuple[int, Callable[[int], Outcome]]] = {
             "generation": (24, self._generate),
             "batch": (8, self._batch),
             "stream": (12, self._stream),
-            "completion": (6, self._complete),
-            "embedding": (4, self._embed),
+            **{
+                kind: (weight, functools.partial(self._fixed, kind))
+                for kind, weight in (("completion", 6), ("embedding", 4), ("adapter", 3))
+            },
             "health": (8, self._health),
             "flush": (6, self._flush),
             "update": (3, self._update),
-            "adapter": (3, self._adapter),
-            "unknown": (3, self._unknown),
+            "unknown": (2, functools.partial(self._fixed, "unknown")),
+            "incomplete": (2, functools.partial(self._fixed, "incomplete")),
             "disconnect": (6, self._disconnect),
         }
 
     def learn(self) -> None:
-        """Record the tokens of the awake server. Raises Failed if they are not deterministic."""
-        self._tokens()
-        self.expected = self._tokens()
-        again = self._tokens()
-        if again != self.expected or len({tuple(tokens) for tokens in again}) < len(PROMPTS):
-            raise Failed(f"the server's tokens are not usable: {self.expected}, then {again}")
+        """Record the answers of the awake server. Raises Failed if they are not usable."""
+        self._tokens()  # compiles kernels
+        found = []
+        for _ in range(4):
+            found.append(self._tokens())
+            if (outcome := self._update(0)) != "answered":
+                raise Failed(f"the server does not update its weights: {outcome}")
+        first, second = found[:2]
+        different = {tuple(tokens) for tokens in (*first, *second)}
+        if found[2:] != [first, second] or len(different) < 2 * len(PROMPTS):
+            raise Failed(f"the server's tokens are not usable: {found}")
+        self.expected = [first, second]
+        for kind, (path, payload, statuses) in FIXED.items():
+            status, text = self._server.request(path, payload)
+            if status not in statuses:
+                raise Failed(f"{kind}: the server's response was {status}: {text[:300]}")
+            self._statuses[kind] = status
 
     def plan(self, count: int) -> list[str]:
         """Return the kinds of `count` requests: each kind at least once, if there are enough."""
@@ -110,8 +146,12 @@ class Storm:
         """Raise Failed if the server does not generate as before."""
         if not self._server.is_alive():
             raise Failed("the server ended")
-        if (tokens := self._tokens()) != self.expected:
-            raise Failed(f"after the storm, the server generates {tokens}, not {self.expected}")
+        expected = self.expected[self._done % 2]
+        if (tokens := self._tokens()) != expected:
+            raise Failed(f"after the storm, the server generates {tokens}, not {expected}")
+        status, text = self._server.request("/flush_cache", {})
+        if status != 200:
+            raise Failed(f"after the storm, a flush fails with status {status}: {text[:300]}")
 
     def _tokens(self) -> list[list[int]]:
         replies = [self._server.request("/generate", _prompt(ids)) for ids in PROMPTS]
@@ -125,19 +165,22 @@ class Storm:
 
     def _generate(self, number: int) -> Outcome:
         which = number % len(PROMPTS)
+        expected = self._expecting()
         status, text = self._send("/generate", _prompt(PROMPTS[which]))
         if status != 200:
             return _judged(status, (), text)
-        return _same(json.loads(text)["output_ids"], self.expected[which])
+        return _among(json.loads(text)["output_ids"], [one[which] for one in expected()])
 
     def _batch(self, _: int) -> Outcome:
+        expected = self._expecting()
         status, text = self._send("/generate", _prompt(list(PROMPTS)))
         if status != 200:
             return _judged(status, (), text)
-        return _same([reply["output_ids"] for reply in json.loads(text)], self.expected)
+        return _among([reply["output_ids"] for reply in json.loads(text)], expected())
 
     def _stream(self, number: int) -> Outcome:
         which = number % len(PROMPTS)
+        expected = self._expecting()
         status, text = self._send("/generate", {**_prompt(PROMPTS[which]), "stream": True})
         if status != 200:
             return _judged(status, (), text)
@@ -147,41 +190,46 @@ class Storm:
         last = json.loads(chunks[-2])
         if "output_ids" not in last:
             return f"lost: {chunks[-2][:300]}"
-        return _same(last["output_ids"], self.expected[which])
+        return _among(last["output_ids"], [one[which] for one in expected()])
 
-    def _complete(self, _: int) -> Outcome:
-        # Without a tokenizer, the server cannot answer in text.
-        body = {"model": "model", "prompt": PROMPTS[0], "max_tokens": TOKENS, "temperature": 0}
-        return _judged(*self._accepted("/v1/completions", body, (200, 400, 500)))
+    def _expecting(self) -> Callable[[], list[list[list[int]]]]:
+        """Begin a generation. The result ends it, and returns the tokens of possible weights."""
+        done = self._done
 
-    def _embed(self, _: int) -> Outcome:
-        # The model has no embeddings.
-        return _judged(*self._accepted("/encode", {"input_ids": PROMPTS[0]}, (200, 400)))
+        def expected() -> list[list[list[int]]]:
+            begun = self._begun
+            with self._counting:
+                self.certain += begun == done
+            return [self.expected[number % 2] for number in range(done, begun + 1)]
+
+        return expected
+
+    def _fixed(self, kind: str, _: int) -> Outcome:
+        path, payload, _ = FIXED[kind]
+        return _judged(*self._accepted(path, payload, (self._statuses[kind],)))
 
     def _health(self, number: int) -> Outcome:
         path = ("/health", "/health_generate", "/ping")[number % 3]
         return _judged(*self._accepted(path, None, (200,)))
 
     def _flush(self, _: int) -> Outcome:
-        return _judged(*self._accepted("/flush_cache", {}, (200, 400)))  # 400: it is busy
-
-    def _update(self, _: int) -> Outcome:
-        body = {"model_path": str(self._model)}
-        for _ in range(UPDATE_ATTEMPTS):
-            status, text = self._send("/update_weights_from_disk", body)
-            # SGLang cannot flush its cache while it aborts the request of a disconnected client.
-            if not (status == 400 and "Cache flush failed" in text):
-                break
+        status, text = self._send("/flush_cache", {})
+        if status == 400 and "Flush cache failed" in text:  # requests are running
+            return "answered"
         return _judged(status, (200,), text)
 
-    def _adapter(self, _: int) -> Outcome:
-        body = {"lora_name": "adapter", "lora_path": "/nowhere"}
-        return _judged(*self._accepted("/load_lora_adapter", body, (400,)))
-
-    def _unknown(self, number: int) -> Outcome:
-        if number % 2:
-            return _judged(*self._accepted("/no_such_request", {}, (404,)))
-        return _judged(*self._accepted("/generate", {"sampling_params": {}}, (400, 422)))
+    def _update(self, _: int) -> Outcome:
+        with self._updating:
+            self._begun = number = self._begun + 1
+            body = {"model_path": str(self._models[number % 2])}
+            for _ in range(UPDATE_ATTEMPTS):
+                status, text = self._send("/update_weights_from_disk", body)
+                # SGLang cannot flush its cache while it aborts a disconnected client's request.
+                if not (status == 400 and "Cache flush failed" in text):
+                    break
+            if status == 200:
+                self._done = number
+            return _judged(status, (200,), text)
 
     def _disconnect(self, number: int) -> Outcome:
         body = _prompt(PROMPTS[number % len(PROMPTS)], tokens=32)
@@ -207,14 +255,15 @@ def _judged(status: int, statuses: tuple[int, ...], text: str) -> Outcome:
     return f"{'lost' if status in (0, 503) else 'wrong'}: status {status}: {text[:300]}"
 
 
-def _same(tokens: Any, expected: Any) -> Outcome:
-    return "answered" if tokens == expected else f"wrong: {tokens}, not {expected}"
+def _among(tokens: Any, expected: list[Any]) -> Outcome:
+    return "answered" if tokens in expected else f"wrong: {tokens}, not one of {expected}"
 
 
 def nap(
     url: str,
     send: Callable[[int], None],
     catch_up: Callable[[], None],
+    before_waking: Callable[[], None],
     naps: int,
     requests: int,
     seconds: float,
@@ -227,6 +276,7 @@ def nap(
         url: the server's URL.
         send: starts the next requests, whose number is the argument.
         catch_up: waits for answers, so that few requests wait for one.
+        before_waking: called at the end of each sleep.
         naps: the number of cycles.
         requests: the number of requests.
     """
@@ -248,6 +298,7 @@ def nap(
                 continue
         send(share // 2)
         time.sleep(ASLEEP_SECONDS)
+        before_waking()
         controller.wake_up()
     return naps
 
@@ -255,16 +306,17 @@ def nap(
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
     """Yield the row of METRIC."""
     wait_until_free(options.idle_mib)
-    model = options.model / "storm"
-    model.mkdir()
-    write_config(SMALL, model)
-    save_checkpoint(SMALL, model, seed=1)
+    models = (options.model / "storm", options.model / "storm-other")
+    for seed, model in enumerate(models, 1):
+        model.mkdir()
+        write_config(SMALL, model)
+        save_checkpoint(SMALL, model, seed=seed)
     log = options.output.with_name("sglang_storm.log")
-    with serving(model, ARGUMENTS, WAIT, log) as server:
-        storm = Storm(server, model)
+    with serving(models[0], ARGUMENTS, WAIT, log) as server:
+        storm = Storm(server, models)
         storm.learn()
         begin = time.monotonic()
-        cycles, outcomes = run(storm, server.url, options)
+        cycles, outcomes, held = run(storm, server.url, options)
         seconds = round(time.monotonic() - begin, 1)
         storm.check_end()
     count = Counter(outcome.partition(":")[0] for _, outcome in outcomes)
@@ -273,14 +325,16 @@ def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[s
         failures.append(f"storm, {kind}: {outcome}")
     if cycles < options.naps:
         raise Failed(f"storm: only {cycles} of {options.naps} cycles in time")
-    answered = count["answered"] + count["disconnected"]
+    waiting = len(outcomes) - count["disconnected"]
     row = results.measurement(
-        METRIC, [answered], PEER, [len(outcomes)], bench=BENCH, higher_is_better=True
+        METRIC, [count["answered"]], PEER, [waiting], bench=BENCH, higher_is_better=True
     )
     row["detail"] |= {
         "lost": count["lost"],
         "wrong": count["wrong"],
         "disconnected": count["disconnected"],
+        "held": held,
+        "without_an_update_meanwhile": storm.certain,
         "cycles": cycles,
         "seconds": seconds,
         "kinds": dict(sorted(Counter(kind for kind, _ in outcomes).items())),
@@ -290,13 +344,15 @@ def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[s
 
 def run(
     storm: Storm, url: str, options: argparse.Namespace
-) -> tuple[int, list[tuple[str, Outcome]]]:
+) -> tuple[int, list[tuple[str, Outcome]], int]:
     """Send all requests during the cycles.
 
-    Returns the number of cycles, and the kind and the outcome of each request.
+    Returns the number of cycles; the kind and the outcome of each request; and the number of
+    requests that had no answer at the end of a sleep, without those whose clients disconnect.
     """
     plan = storm.plan(options.requests)
     sent: list[tuple[str, Future[Outcome]]] = []
+    held: set[int] = set()
     with ThreadPoolExecutor(CLIENTS) as clients:
 
         def catch_up() -> None:
@@ -308,5 +364,10 @@ def run(
                 number = len(sent)
                 sent.append((plan[number], clients.submit(storm.send, plan[number], number)))
 
-        cycles = nap(url, send, catch_up, options.naps, options.requests, options.storm_seconds)
-        return cycles, [(kind, future.result()) for kind, future in sent]
+        def count_held() -> None:
+            running = [kind != "disconnect" and future.running() for kind, future in sent]
+            held.update(number for number, is_held in enumerate(running) if is_held)
+
+        limits = (options.naps, options.requests, options.storm_seconds)
+        cycles = nap(url, send, catch_up, count_held, *limits)
+        return cycles, [(kind, future.result()) for kind, future in sent], len(held)

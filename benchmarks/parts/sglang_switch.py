@@ -12,6 +12,8 @@ process and its imports do not count.
 
 A greedy generation after each switch must be as before: otherwise memsaver gets no row, and the
 other library a note in the row's details, because its times are still valid.
+
+The memory that a sleeping engine still uses is measured before the second engine starts.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from libraries import DEFAULT, OURS, PEERS
 from sglang_engine import BENCH, EngineWorker, engine_process
 
 METRIC = "sglang_switch_ms"
+RESIDENT = "sglang_resident_MiB"
 NEW = "a new engine"
 FRACTION = 0.75
 TOKENS = 16
@@ -144,7 +147,7 @@ def row(ours: Found, peer: str, theirs: Found, values: str) -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of METRIC."""
+    """Yield the rows of METRIC and RESIDENT."""
     if options.touch_gib:
         say(host_memory.touch_elsewhere(int(2 * options.touch_gib * host_memory.GIB)))
     ours = measure_one(OURS, options, failures)
@@ -156,3 +159,7 @@ def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[s
     theirs = measure_one(DEFAULT, options, failures)
     if theirs["switch"]:
         yield row(ours, PEERS[DEFAULT], theirs, "switch")
+    if theirs["asleep_MiB"]:
+        yield results.measurement(
+            RESIDENT, ours["asleep_MiB"], PEERS[DEFAULT], theirs["asleep_MiB"], bench=BENCH
+        )

@@ -18,7 +18,7 @@ import comparison
 import host_memory
 import results
 from children import Child, attempt
-from engine_process import say, used_mib
+from engine_process import say
 from libraries import DEFAULT, OURS, PEERS
 from sglang_engine import BENCH, GRAPH, KV_CACHE, WEIGHTS, EngineWorker, running
 
@@ -27,7 +27,6 @@ REQUESTS, PROMPT, TOKENS = 8, 64, 256
 
 # Suffixes of the metric for releasing the weights, by the kind of cycle.
 SUFFIXES = {"first": "_first", "changed": "", "unchanged": "_unchanged"}
-LATER = "resident_later"
 
 Found = dict[str, list[float]]  # by metric, without "sglang_"
 
@@ -50,8 +49,7 @@ class Cycling(EngineWorker):
     def cycle(self, seed: int | None) -> dict[str, Any]:
         """Run a cycle, with new weights if there is a seed.
 
-        Returns the duration of each step in milliseconds, and the memory in use, in MiB, while
-        everything is released.
+        Returns the duration of each step in milliseconds.
         "lost": why the weights differ from before; "unchecked": why they could not be compared.
         """
         self.rest()
@@ -70,7 +68,6 @@ class Cycling(EngineWorker):
         found["release_weights"] = self.release_ms(WEIGHTS)
         found["release_graph"] = self.release_ms(GRAPH)
         self.rest()
-        found["resident"] = used_mib()
         found["resume_graph"] = self.resume_ms(GRAPH)
         found["resume_weights"] = self.resume_ms(WEIGHTS)
         self.rest()
@@ -112,8 +109,6 @@ def measure_one(name: str, options: argparse.Namespace, failures: list[str]) -> 
             add(found, f"release_weights{SUFFIXES[kind]}_ms", times["release_weights"])
             for step in ("resume_weights", "release_kv", "resume_kv"):
                 add(found, f"{step}_ms", times[step])
-            # Later, the trainer's CUDA context is in use too.
-            add(found, "resident_MiB" if kind == "first" else LATER, times["resident"])
         decode(child, "decode_after", options, found)
     return found
 
@@ -140,19 +135,12 @@ def rows(found: Mapping[str, Found]) -> Iterator[dict[str, Any]]:
         "resume_weights_ms",
         "release_kv_ms",
         "resume_kv_ms",
-        "resident_MiB",
         "start_s",
     ):
         if metric in ours and metric in theirs:
-            row = results.measurement(
+            yield results.measurement(
                 f"sglang_{metric}", ours[metric], PEERS[DEFAULT], theirs[metric], bench=BENCH
             )
-            if metric == "resident_MiB":
-                row["detail"] |= {
-                    f"{who}_later": values.get(LATER, [])
-                    for who, values in (("memsaver", ours), ("peer", theirs))
-                }
-            yield row
         elif metric in ours:
             comparison.show(f"sglang_{metric}", ours[metric])
     yield from decode_row(ours, theirs)

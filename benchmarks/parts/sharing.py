@@ -3,14 +3,16 @@
 share_16GB_ms is the time until another process has read the last byte of each of 16 tensors of
 1 GB: pickling, unpickling with the mapping of the memory, and the kernels that read. Each time, the
 memory is new to the other process: the region has been paused and resumed, or, with CUDA IPC, the
-receiver has closed the memory. share_195_tensors_ms is the same for the 195 tensors of the decoder.
+receiver has closed the memory. A message is sent --gap seconds later, when the driver has cleared
+the released memory. share_195_tensors_ms is the same for the 195 tensors of the decoder.
 
-update_from_region_ms is the time of an update of an engine's 16 GB of weights on the same GPU:
-once with one message about the trainer's own tensors in a region, from which the engine copies;
-once through a bucket outside of regions, which the trainer fills and sends, and from which the
-engine copies, bucket by bucket.
+Each of these times is the sum of the two processes' own times; the transport of the pickle is left
+out.
 
-Each time is the sum of the two processes' own times; the transport of the pickle is left out.
+update_from_region_ms is the time of `memsaver.integrations.rollout.weights.update` for 16 GB of
+weights, without verification, to an engine on the same GPU, which is a process that copies the
+tensors into its own. Once the engine maps the trainer's tensors, which are in a shareable region,
+and once it does not report that it can, so that they are sent in buckets outside of regions.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import pickle
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
 from typing import Any
 
 import comparison
@@ -33,8 +36,7 @@ from serve import Worker
 from workloads import MIB
 
 IPC = "CUDA IPC of plain tensors"
-BUCKET = "a bucket outside of regions"
-BUCKET_BYTES = 512 << 20  # the default of memsaver.integrations.rollout.weights.update
+BUCKET = "buckets outside of regions"
 
 TAG = "weights"
 
@@ -98,7 +100,7 @@ class Sender(Worker):
                 self._tensors = MAKERS[kind]()
         else:
             self._tensors = MAKERS[kind]()
-        self._bucket: Any = None
+        self._engine: Any = None
 
     def renew(self) -> dict[str, Any]:
         """Replace the region's physical memory, and write new contents."""
@@ -115,35 +117,63 @@ class Sender(Worker):
 
     def send(self) -> dict[str, Any]:
         """Pickle all tensors."""
-        return self._sent(self._tensors, time.perf_counter())
-
-    def fill_bucket(self, at: int) -> dict[str, Any]:
-        """Copy tensors, from number `at` on, into the bucket, and pickle it.
-
-        Returns:
-            Also the number of tensors, and whether they are the last ones.
-        """
-        import torch
-
-        if self._bucket is None:
-            most = max(tensor.numel() * 2 for tensor in self._tensors)
-            self._bucket = torch.empty(max(BUCKET_BYTES, most), dtype=torch.uint8, device="cuda")
         start = time.perf_counter()
-        end, places = 0, []
-        for tensor in self._tensors[at:]:
-            nbytes = tensor.numel() * tensor.element_size()
-            if places and end + nbytes > BUCKET_BYTES:
-                break
-            self._bucket[end : end + nbytes].view(tensor.dtype).copy_(tensor.flatten())
-            places.append(end)
-            end += -(-nbytes // 512) * 512
-        torch.cuda.synchronize()
-        return {**self._sent(self._bucket, start), "count": len(places), "places": places}
+        data = bytes(ForkingPickler.dumps(self._tensors))
+        return {"ms": _ms(start), "data": base64.b64encode(data).decode()}
 
-    def _sent(self, value: Any, start: float) -> dict[str, Any]:
-        data = bytes(ForkingPickler.dumps(value))
-        took = _ms(start)
-        return {"ms": took, "data": base64.b64encode(data).decode()}
+    def update(self, maps: bool) -> dict[str, Any]:
+        """Change the tensors, and update the engine, which maps them or receives buckets."""
+        from memsaver.integrations.rollout import RolloutEngine
+
+        if self._engine is None:
+            self._engine = RolloutEngine(
+                _Backend(Child("parts.sharing:Receiver", OURS, weights=True))
+            )
+        backend = self._engine.backend
+        backend.maps = maps
+        expected = self.change()["sums"]
+        state = {str(number): tensor for number, tensor in enumerate(self._tensors)}
+        report = self._engine.update_weights(state, verify="off")
+        assert (report.mapped, report.buckets > 0) == (maps * len(state), not maps), report
+        found = backend.receiver.ask("sums")["sums"]
+        return {"ms": 1000 * report.seconds, "sums": found, "expected": expected}
+
+    def close(self) -> dict[str, Any]:
+        """End the engine."""
+        if self._engine is not None:
+            self._engine.close()
+        return {}
+
+
+class _Backend:
+    """The calls of a rollout engine's `Backend` to a `Receiver`.
+
+    Attributes:
+        receiver: the receiver's process.
+        maps: whether it reports that it can map shareable regions.
+    """
+
+    tp_size = 1
+    control = SimpleNamespace(check=lambda operation: None, status="awake", released=())
+
+    def __init__(self, receiver: Child) -> None:
+        self.receiver, self.maps = receiver, True
+        receiver.ready()
+
+    def maps_regions(self, timeout: float) -> bool:
+        return self.maps
+
+    def begin_update(self, timeout: float) -> None:
+        pass
+
+    end_update = begin_update
+
+    def load_weights(self, load: Any) -> list[Any]:
+        self.receiver.ask("load", load.timeout, payload=load.tensors.payloads[0])
+        return []
+
+    def close(self) -> None:
+        self.receiver.close()
 
 
 class Receiver(Worker):
@@ -167,23 +197,16 @@ class Receiver(Worker):
         took = _ms(start)
         return {"ms": took, "sums": _samples(self._received)}
 
-    def load(self, data: str, at: int, places: list[int] | None = None) -> dict[str, Any]:
-        """Unpickle tensors, or a bucket with tensors at these offsets, and copy them."""
+    def load(self, payload: str) -> dict[str, Any]:
+        """Copy named tensors into the weights with these numbers."""
         import torch
 
-        pickled = base64.b64decode(data)
-        start = time.perf_counter()
-        self._received = pickle.loads(pickled)
-        count = len(self._weights) if places is None else len(places)
-        for number, weight in enumerate(self._weights[at : at + count]):
-            if places is None:
-                weight.copy_(self._received[number])
-            else:
-                end = places[number] + weight.numel() * weight.element_size()
-                source = self._received[places[number] : end].view(weight.dtype)
-                weight.copy_(source.reshape(weight.shape))
+        from memsaver.integrations.engine.weights.payloads import named_tensors
+
+        for name, tensor in named_tensors(payload):
+            self._weights[int(name)].copy_(tensor)
         torch.cuda.synchronize()
-        return {"ms": _ms(start)}
+        return {}
 
     def sums(self) -> dict[str, Any]:
         """Return the samples of the weights."""
@@ -205,13 +228,14 @@ def _check(found: list[int], expected: list[int], what: str) -> None:
         raise Failed(f"{what}: the received contents differ")
 
 
-def _share(kind: str, in_region: bool, cycles: int) -> list[float]:
+def _share(kind: str, in_region: bool, options: argparse.Namespace) -> list[float]:
     """Return the times until another process has read the tensors."""
     sender = Child("parts.sharing:Sender", OURS, kind=kind, in_region=in_region)
     with sender, Child("parts.sharing:Receiver", OURS, weights=False) as receiver:
         times = []
-        for _ in range(cycles):
+        for _ in range(options.cycles):
             expected = sender.ask("renew")["sums"]
+            time.sleep(options.gap)  # the driver clears the memory that was released
             sent = sender.ask("send")
             read = receiver.ask("read", data=sent["data"])
             _check(read["sums"], expected, f"{kind}, in a region: {in_region}")
@@ -220,23 +244,15 @@ def _share(kind: str, in_region: bool, cycles: int) -> list[float]:
         return times
 
 
-def _update(in_region: bool, cycles: int) -> list[float]:
+def _update(maps: bool, cycles: int) -> list[float]:
     """Return the times of updates of 16 GB of weights."""
-    sender = Child("parts.sharing:Sender", OURS, kind="decoder", in_region=True)
-    with sender, Child("parts.sharing:Receiver", OURS, weights=True) as receiver:
+    with Child("parts.sharing:Sender", OURS, tree=True, kind="decoder", in_region=True) as sender:
         times = []
         for _ in range(cycles):
-            expected = sender.ask("change")["sums"]
-            total, at = 0.0, 0
-            while at < len(expected):
-                sent = sender.ask("send") if in_region else sender.ask("fill_bucket", at=at)
-                places = sent.get("places")
-                loaded = receiver.ask("load", data=sent["data"], at=at, places=places)
-                receiver.ask("close")
-                total += sent["ms"] + loaded["ms"]
-                at += sent.get("count", len(expected))
-            _check(receiver.ask("sums")["sums"], expected, f"update, in a region: {in_region}")
-            times.append(total)
+            updated = sender.ask("update", maps=maps)
+            _check(updated["sums"], updated["expected"], f"an update, mapped: {maps}")
+            times.append(updated["ms"])
+        sender.ask("close")
         return times
 
 
@@ -244,9 +260,9 @@ def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[s
     """Yield the rows of share_* and update_from_region_ms."""
     for kind, metric in (("large", "share_16GB_ms"), ("decoder", "share_195_tensors_ms")):
         with attempt(failures):
-            ours = _share(kind, True, options.cycles)
+            ours = _share(kind, True, options)
             comparison.show(metric, ours)
-            yield results.measurement(metric, ours, IPC, _share(kind, False, options.cycles))
+            yield results.measurement(metric, ours, IPC, _share(kind, False, options))
     with attempt(failures):
         ours = _update(True, options.cycles)
         comparison.show("update_from_region_ms", ours)

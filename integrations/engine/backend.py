@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from memsaver._memory.sharing.wire import domain
 from memsaver.errors import ConfigError
 
 from .errors import EngineError
@@ -58,6 +59,12 @@ class EngineBackend:
     def _samples(self, requests: Sequence[Request], timeout: float) -> list[Sample]:
         samples: list[Sample] = self.link.samples(requests, timeout)
         return samples
+
+    def maps_regions(self, timeout: float) -> bool:
+        """See `Backend`."""
+        states = self.link.states(timeout)
+        own = domain()
+        return bool(states and own) and all(state.domain == own for state in states)
 
     def _check_payloads(self, tensors: SharedTensors) -> None:
         """Raise `ConfigError` unless there is a payload for each rank."""

@@ -121,12 +121,14 @@ class SharedTensors:
 
     Attributes:
         payloads: the serialised tensors for each of the engine's ranks, in rank order.
-        layout: "whole": tensors as in a checkpoint, for the model's loader, in one piece of memory.
-            "engine": tensors in the layout and under the names of the model's parameters.
+        layout: "whole": tensors as in a checkpoint, for the model's loader. "engine": tensors in
+            the layout and under the names of the model's parameters.
+        in_bucket: whether whole tensors are in one piece of memory; shards never are.
     """
 
     payloads: tuple[str, ...]
     layout: Layout = "whole"
+    in_bucket: bool = True
 
 
 @dataclass(frozen=True)
@@ -225,6 +227,9 @@ class Backend(Protocol):
 
     def continue_generation(self, timeout: float) -> None:
         """Resume a paused generation. Does nothing if generation is not paused."""
+
+    def maps_regions(self, timeout: float) -> bool:
+        """Return whether the engine's ranks can map tensors of this process's shareable regions."""
 
     def begin_update(self, timeout: float) -> None:
         """Convert the weights to the form for loading, if the engine uses a different one."""

@@ -40,6 +40,7 @@ _KINDS: dict[str, type[MemsaverError]] = {
         InvalidStateError,
         errors.OutOfDeviceMemoryError,
         errors.OutOfHostMemoryError,
+        errors.SharingError,
         errors.UnknownTagError,
     )
 }
@@ -203,6 +204,8 @@ class SchedulerState:
         when_asleep: the treatment of requests that need released memory; see `Policy`.
         update_ranks: the number of ranks for which this engine's weight updates have contents of
             their own; 0 if unknown.
+        domain: the domain of the processes whose shareable regions the scheduler's ranks can map;
+            "" if unknown.
     """
 
     scheduler: str
@@ -211,6 +214,7 @@ class SchedulerState:
     last: Answer | None = None
     when_asleep: str = "refuse"
     update_ranks: int = 0
+    domain: str = ""
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> SchedulerState:
@@ -224,6 +228,7 @@ class SchedulerState:
             None if last is None else Answer.from_fields(last),
             read.text("when_asleep", "refuse"),
             read.whole("update_ranks", 0),
+            read.text("domain", ""),
         )
 
     @property

@@ -120,6 +120,9 @@ class _Backends:
         timeout = max(one.timeout for one in self._engines)
         self._each(lambda backend, _: backend.control.check(operation), timeout)
 
+    def maps_regions(self, timeout: float) -> bool:
+        return False  # these engines receive weights only through a group
+
     def begin_update(self, timeout: float) -> None:
         self._each(lambda backend, _: backend.begin_update(timeout), timeout)
 

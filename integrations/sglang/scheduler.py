@@ -36,6 +36,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from memsaver._memory.sharing.wire import domain
 from memsaver.errors import ConfigError, InvalidStateError
 
 from ..engine import moves
@@ -231,6 +232,7 @@ def add_state(result: Any, scheduler: Any, *_: Any) -> Any:
                 getattr(scheduler, _LAST, None),
                 settings.policy().when_asleep,
                 _update_ranks(updater),
+                domain(),
             )
             result.internal_state["memsaver"] = asdict(state)
     except Exception as error:

@@ -1,7 +1,7 @@
 """Let SGLang receive tensors of a trainer's shareable regions.
 
 SGLang's unpickler of tensors rejects all functions but those that it knows. memsaver adds the
-function that maps memory of a shareable region, and none of its other functions.
+functions that map memory of a shareable region, and none of its other functions.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import functools
 from types import ModuleType
 from typing import Any
 
-from memsaver._memory.sharing.importing import rebuild
+from memsaver._memory.sharing.importing import rebuild, rebuild_named
 
 __all__ = ["MODULE", "install"]
 
 MODULE = "sglang.srt.utils.common"
 _CLASS = "SafeUnpickler"  # versions without it unpickle everything
+_FUNCTIONS = {(known.__module__, known.__name__): known for known in (rebuild, rebuild_named)}
 
 
 def install(module: ModuleType) -> None:
@@ -27,8 +28,6 @@ def install(module: ModuleType) -> None:
 
     @functools.wraps(original)
     def find_class(self: Any, module: str, name: str) -> Any:
-        if (module, name) == (rebuild.__module__, rebuild.__name__):
-            return rebuild
-        return original(self, module, name)
+        return _FUNCTIONS.get((module, name)) or original(self, module, name)
 
     owner.find_class = find_class

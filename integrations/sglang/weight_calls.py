@@ -99,7 +99,8 @@ class WeightCalls(EngineBackend):
         if isinstance(tensors, SharedTensors):
             self._check_payloads(tensors)
             fields["serialized_named_tensors"] = list(tensors.payloads)
-            fields["load_format"] = _FORMATS[tensors.layout]
+            is_listed = tensors.layout == "whole" and not tensors.in_bucket
+            fields["load_format"] = None if is_listed else _FORMATS[tensors.layout]
             if self.selects and tensors.layout == "engine":
                 fields["selector"] = "target"  # a draft model has parameters of other names
             return "update_weights_from_tensor", fields

@@ -17,7 +17,9 @@ from ..engine.held import release_cache
 from ..engine.tags import GRAPH, KV_CACHE, WEIGHTS
 from . import steps
 
-__all__ = ["DEFERRABLE", "MemsaverAllocator"]
+__all__ = ["DEFERRABLE", "RUNTIME", "MemsaverAllocator"]
+
+RUNTIME = "runtime"  # state of KV caches since vLLM 0.32, and LoRA's stacks
 
 _DISCARDED = (KV_CACHE, "workspace")  # the tags whose regions request no backup
 DEFERRABLE = (WEIGHTS, KV_CACHE)  # vLLM 0.33's DEFERRABLE_TAGS: any wake-up maps the others
@@ -121,14 +123,14 @@ class MemsaverAllocator:
         return self._saved.get(tag) == "none"
 
     def sleep(self, offload_tags: Sequence[str] | str | None = None) -> None:
-        """Release all memory. The contents of `offload_tags` and of CUDA graphs are kept.
+        """Release all memory. The contents of `offload_tags`, RUNTIME and CUDA graphs are kept.
 
         Args:
             offload_tags: vLLM's tags; None means the tag "default".
         """
         kept = (self.default_tag,) if offload_tags is None else offload_tags
         names = {self._named(tag) for tag in ((kept,) if isinstance(kept, str) else kept)}
-        names.add(GRAPH)
+        names.update((GRAPH, RUNTIME))
         self._pause({tag: "host" if tag in names else "none" for tag in self._tags})
 
     @contextlib.contextmanager

@@ -9,6 +9,7 @@ some of them more than once. The effects begin when vLLM imports the modules con
 - The worker's `sleep`, `wake_up` and `discard` change all ranks or none (`worker`).
 - The workers load and verify weights that a trainer sends (`weight_loads`), and the engine core
   answers memsaver's calls (`core_calls`), which a server announces (`routes`).
+- LoRA adapters and the buffers of draft models survive sleeps at level 2 (`kept`).
 - CUDA graphs are captured into pausable memory, if `settings` request it (`graphs`).
 - Requests to a sleeping engine are refused, wait, or wake it (`hooks`, `http_answers`).
 
@@ -40,6 +41,7 @@ from . import (
     graphs,
     hooks,
     http_answers,
+    kept,
     routes,
     settings,
     versions,
@@ -91,6 +93,7 @@ def _effects(graphs_too: bool) -> dict[str, list[Install]]:
         ],
         _CORE: [lambda module: core_calls.install(module.EngineCore)],
         _ROUTER: [routes.install],
+        kept.LORA: [lambda module: kept.install_lora(module, worker.installed_allocator)],
     }
     if graphs_too:
         found[_PLATFORM] = [lambda module: graphs.install(module.Platform)]

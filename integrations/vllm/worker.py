@@ -31,6 +31,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from memsaver._memory.sharing.wire import domain
+
 from ..engine import moves
 from ..engine.messages import Answer, RankReport, SchedulerState, raisable
 from ..engine.ranks import first_failure
@@ -38,6 +40,7 @@ from ..engine.tags import KV_CACHE, RELEASE_ORDER, WEIGHTS
 from . import settings
 from .allocator import DEFERRABLE, MemsaverAllocator
 from .executor_ranks import group_of
+from .kept import restores_draft, saves_draft
 from .protocol import RELEASE_PART
 from .steps import Step
 from .wake_order import in_any_order, saved
@@ -65,7 +68,9 @@ def install(worker: Any) -> None:
     """
     if "memsaver_state" in vars(worker):
         return
-    wake_up = worker.wake_up = in_any_order(worker.wake_up, installed_allocator)
+    worker.sleep = saves_draft(worker.sleep, installed_allocator)
+    wake_up = in_any_order(restores_draft(worker.wake_up), installed_allocator)
+    worker.wake_up = wake_up
     part = _of_part(worker.sleep)
     setattr(worker, RELEASE_PART, _hooked("release", part, wake_up, names_tags=True))
     for name, operation in _OPERATIONS.items():
@@ -130,6 +135,7 @@ def memsaver_state(worker: Any) -> dict[str, Any]:
         True,
         getattr(worker, _LAST, None),
         settings.policy().when_asleep,
+        domain=domain(),
     )
     return asdict(state)
 
@@ -156,6 +162,8 @@ def _hooked(
             with allocator.only(()):  # the memory is mapped again, or was released before
                 _wake(worker, wake_up, [tag for tag in tags if tag not in before])
         if step.failed:
+            for name in saved(worker):
+                delattr(worker, name)
             vars(worker).update(before_the_call)
         answer = _answer(worker, operation, step, before ^ set(allocator.released), allocator)
         setattr(worker, _LAST, answer)

@@ -76,6 +76,8 @@ def pause(
             `use_mem_pool` of one of their `torch_pool`s, or during a CUDA graph capture. Or the
             wait for a tag would deadlock, because the call is in a callback, a signal handler or a
             finalizer that runs during a transition that must end first.
+        TagSharedError: another process used a tensor of one of the tags for longer than the option
+            `importer_seconds`.
         OutOfHostMemoryError: not enough host memory for the backup.
         BackupError: the backup could not be written.
         DriverError: a driver call failed.

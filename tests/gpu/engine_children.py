@@ -69,14 +69,14 @@ class Child:
             )
         self.start_error = self._reply("the start", START_SECONDS)
 
-    def run(self, scenario: str) -> str:
-        """Run a scenario; return the reason if it failed, otherwise ""."""
+    def run(self, scenario: str, seconds: float) -> str:
+        """Run a scenario; return the reason if it failed or took longer, otherwise ""."""
         stdin = self._process.stdin
         assert stdin
         with contextlib.suppress(BrokenPipeError):
             stdin.write(scenario.encode() + b"\n")
             stdin.flush()
-        return self._reply(scenario, SCENARIO_SECONDS)
+        return self._reply(scenario, seconds)
 
     def _reply(self, what: str, seconds: float) -> str:
         stdout = self._process.stdout
@@ -135,7 +135,7 @@ class Children:
         self._broken: set[str] = set()  # groups whose engine does not start
         self._started = 0
 
-    def run(self, group: str, scenario: str) -> None:
+    def run(self, group: str, scenario: str, seconds: float = SCENARIO_SECONDS) -> None:
         """Run a scenario on an engine of the group; fail with its reason if it fails."""
         if group in self._broken:
             pytest.fail("the engine did not start, as its first test says", pytrace=False)
@@ -150,7 +150,7 @@ class Children:
                 self._broken.add(group)
                 self.close()
                 pytest.fail(f"the engine did not start:\n{reason}", pytrace=False)
-        reason = self._child.run(scenario)
+        reason = self._child.run(scenario, seconds)
         if reason:
             self.close()
             pytest.fail(reason, pytrace=False)

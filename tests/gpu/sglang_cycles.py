@@ -5,6 +5,7 @@ A scenario begins and ends with the engine awake; if it raises, the engine is re
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 
@@ -21,6 +22,7 @@ from sglang_checks import (
 from sglang_engines import PROMPTS, Session, greedy
 
 from memsaver.errors import InvalidStateError, OutOfDeviceMemoryError
+from memsaver.integrations.engine.nccl import loaded
 from memsaver.integrations.engine.reports import SleepReport
 from memsaver.integrations.engine.status import Status
 
@@ -111,11 +113,14 @@ def little_stays(session: Session) -> None:
     report = sleep(session)
     ranks = [rank for step in report.steps for rank in step.ranks]
     assert len(ranks) == session.gpus, ranks
+    nccl, suspends = loaded(), os.environ.get("MEMSAVER_SGLANG_SUSPEND_NCCL") == "1"
     for rank in ranks:
         held = rank.held
         assert held["tags"] == 0 and held["graphs"] <= 64 * MIB, held
         assert held["cache"] <= 32 * MIB and held["tensors"] <= 512 * MIB, held
         assert held["rest"] > 0, held  # at least the CUDA context
+        if suspends and nccl is not None and nccl.can_suspend:
+            assert held["nccl"] <= 64 * MIB, held
     session.controller.wake_up()
     check_output(session)
 

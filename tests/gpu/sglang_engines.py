@@ -7,6 +7,7 @@ trainer that uses the memory that the engine releases. Needs torch, SGLang and m
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -20,9 +21,10 @@ from typing import Any
 
 import qwen_model
 import torch
-from gpu_trainer import MIB
+from gpu_trainer import GIB, MIB
 from program_runs import free_port
 
+from memsaver.integrations.engine.status import Status
 from memsaver.integrations.sglang.sleep import SleepController
 
 # Between two readings of free memory, SGLang clones the model's buffers and torch maps a segment.
@@ -58,6 +60,19 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "backup_tp2": {**KEPT, "tp_size": 2},
     "no_backup_tp2": {"tp_size": 2},
     "backup_dp2": {**KEPT, "dp_size": 2},
+    "embedding": {**KEPT, "is_embedding": True},
+    "lora": {
+        **KEPT,
+        "enable_lora": True,
+        "lora_backend": "triton",
+        "max_lora_rank": 8,
+        "lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    },
+    "server_turns": {**KEPT, "mem_fraction_static": 0.6},  # of each of two servers on one GPU
+    "backup_wait_tp2": {**KEPT, "tp_size": 2},
+    "backup_wait_pp2": {**KEPT, "pp_size": 2},
+    "backup_wake_tp2": {**KEPT, "tp_size": 2},
+    "backup_wake_dp2": {**KEPT, "dp_size": 2},
 }
 
 _WAIT = {"MEMSAVER_SGLANG_ASLEEP": "wait", "MEMSAVER_SGLANG_ASLEEP_WAIT": "6"}
@@ -69,9 +84,18 @@ _WAKE = {
 ENVIRONMENTS = {
     "backup_wait": _WAIT,
     "backup_wake": _WAKE,
+    "backup_wait_tp2": _WAIT,
+    "backup_wait_pp2": _WAIT,
+    "backup_wake_tp2": _WAKE,
+    "backup_wake_dp2": _WAKE,
     "backup_tp2": {"MEMSAVER_SGLANG_SUSPEND_NCCL": "1"},  # without effect before NCCL 2.29.7
     "server_wait": _WAIT,
     "server_wake": {**_WAKE, "MEMSAVER_SGLANG_ASLEEP_WAIT": "20"},  # releases delay it
+    "server_turns": {
+        **_WAKE,
+        "MEMSAVER_SGLANG_ASLEEP_WAIT": "20",
+        "MEMSAVER_SGLANG_SLEEP_AFTER": "2",
+    },
 }
 
 
@@ -90,7 +114,9 @@ class Session:
         gpus: the number of GPUs; the engine uses those with the lowest indices.
         replicas: the data-parallel ranks, each of which receives requests; (None,) for a single
             replica.
-        expected: the tokens that the engine generates after its start.
+        embeds: whether the engine computes embeddings, and does not generate.
+        expected: the tokens that the engine generates after its start, or its embeddings.
+        other: a second server with other weights on the same GPU, or None.
     """
 
     controller: SleepController
@@ -102,18 +128,42 @@ class Session:
     url: str = ""
     gpus: int = 1
     replicas: tuple[int | None, ...] = (None,)
-    expected: list[list[int]] = field(default_factory=list)
+    embeds: bool = False
+    expected: list[list[Any]] = field(default_factory=list)
+    other: Session | None = None
 
-    def outputs(self) -> list[list[int]]:
-        """Return greedy tokens, one prompt at a time, because batching changes the arithmetic."""
+    def outputs(self, **more: Any) -> list[list[Any]]:
+        """Return greedy tokens, one prompt at a time, because batching changes the arithmetic.
+
+        Args:
+            more: further arguments of each generation.
+        """
+        if self.embeds:
+            return [self.embedding(prompt) for prompt in PROMPTS]
         options = [{} if rank is None else {"routed_dp_rank": rank} for rank in self.replicas]
         return [
-            self.controller.generate(input_ids=prompt, sampling_params=greedy(TOKENS), **option)[
-                "output_ids"
-            ]
+            self.controller.generate(
+                input_ids=prompt, sampling_params=greedy(TOKENS), **option, **more
+            )["output_ids"]
             for option in options
             for prompt in PROMPTS
         ]
+
+    def embedding(self, prompt: list[int]) -> list[float]:
+        """Return the embedding of a prompt, for which `sglang.Engine.encode` accepts only text."""
+        from sglang.srt.managers.io_struct import EmbeddingReqInput
+
+        manager = self.engine.tokenizer_manager
+
+        async def compute() -> Any:
+            request = EmbeddingReqInput(input_ids=prompt)
+            return await manager.generate_request(request, None).__anext__()
+
+        return self.run(compute)["embedding"]  # type: ignore[no-any-return]
+
+    def run(self, work: Callable[[], Any]) -> Any:
+        """Run the coroutine of `work` on the loop of this process's engine. Any thread."""
+        return self.controller._engine.run("a request", work, SETTLE_SECONDS)
 
     def settle(self) -> None:
         """Wait until the engine has nothing to do, and empty its prefix cache."""
@@ -122,6 +172,16 @@ class Session:
         while not self.flush():
             assert time.monotonic() < deadline, "the engine does not become idle"
             time.sleep(0.05)
+
+    def wait_until_asleep(self) -> None:
+        """Wait until the engine has released its memory by itself, on all GPUs."""
+        awake, gained = self.free(), [0] * self.gpus
+        deadline = time.monotonic() + SETTLE_SECONDS
+        # Replicas release their memory one after the other.
+        while self.controller.refresh() is not Status.ASLEEP or min(gained) < GIB:
+            assert time.monotonic() < deadline, (self.controller.status, gained)
+            time.sleep(0.2)
+            gained = [now - then for now, then in zip(self.free(), awake, strict=True)]
 
     def free(self) -> list[int]:
         """Return the free bytes that the driver reports for each GPU."""
@@ -138,7 +198,21 @@ def greedy(tokens: int) -> dict[str, Any]:
 
 def start(group: str, folder: Path) -> Session:
     """Start the engine for a group of scenarios, and record its expected output."""
-    parts = qwen_model.weights(seed=1)
+    session = _start(group, folder, seed=1)
+    if group == "server_turns":
+        close = session.close
+        try:
+            session.wait_until_asleep()  # SGLang measures free memory while it starts
+            session.other = other = _start(group, folder / "other", seed=2)
+        except BaseException:
+            close()
+            raise
+        session.close = lambda: (other.close(), close())
+    return session
+
+
+def _start(group: str, folder: Path, seed: int) -> Session:
+    parts = qwen_model.weights(seed)
     qwen_model.save(folder / "model", parts)
     arguments = {
         "model_path": str(folder / "model"),
@@ -147,12 +221,13 @@ def start(group: str, folder: Path) -> Session:
         **COMMON,
         **ARGUMENTS[group],
     }
-    gpus = arguments.get("tp_size", 1) * arguments.get("dp_size", 1)
+    gpus = math.prod(arguments.get(name, 1) for name in ("tp_size", "dp_size", "pp_size"))
     os.environ.update(ENVIRONMENTS.get(group, {}))
     begin = _serve if group.startswith("server") else _engine
     session = begin(arguments, folder / "log", parts)
     try:
         session.gpus = gpus
+        session.embeds = arguments.get("is_embedding", False)
         session.free()  # creates this process's context on each GPU
         if arguments.get("dp_size", 1) > 1:
             session.replicas = tuple(range(arguments["dp_size"]))
@@ -171,7 +246,7 @@ def _learn(session: Session) -> None:
         readings.append(session.outputs())
     assert readings[1] == readings[2], f"the engine is not deterministic: {readings[1:]}"
     session.expected = readings[2]
-    for tokens in session.expected:
+    for tokens in session.expected if not session.embeds else ():
         assert len(tokens) == TOKENS and len(set(tokens)) > TOKENS // 4, f"degenerate: {tokens}"
     one = session.expected[: len(PROMPTS)]
     assert len({tuple(tokens) for tokens in one}) == len(PROMPTS), "prompts have no effect"

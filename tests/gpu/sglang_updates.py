@@ -1,18 +1,29 @@
-"""Scenarios with weights without a backup, which a trainer sends between the stages of a wake-up.
+"""Scenarios with weights that a trainer sends: between the stages of a wake-up, or while awake.
 
 A scenario begins and ends with the engine awake; if it raises, the engine is replaced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import qwen_model
+from program_runs import free_port
 from sglang_checks import check_output, gives_back, sleep
 from sglang_engines import Session
 
 from memsaver.integrations.engine.reports import SleepReport
+
+GOOD = "model.layers.0.input_layernorm.weight"
+PROJECTION = "model.layers.0.self_attn.q_proj.weight"
+
+Named = list[tuple[str, Any]]
+Answer = tuple[bool, str]
+Way = Callable[[Named], Answer]  # sends tensors on the CPU
 
 
 def weights_are_gone_without_an_update(session: Session) -> None:
@@ -82,3 +93,136 @@ def updates(session: Session, sent: Callable[[dict[str, Any]], Any], **options: 
             found = session.outputs()
             assert all(new != old for new, old in zip(found, session.expected, strict=True))
     check_output(session)
+
+
+def plain_updates_that_fail(session: Session) -> None:
+    """An update with a bad name, shape or loader returns an error, and the engine survives."""
+    done, message = session.engine.update_weights_from_tensor(
+        [], load_format="a_loader.that_is_missing"
+    )
+    assert not done and "the update failed" in message, message
+    done, message, *_ = session.engine.update_weights_from_disk("/nowhere/at/all")
+    assert not done, message
+    with broadcasts(session) as broadcast:
+        for what, send in {**tensor_ways(session), **broadcast}.items():
+            fail = "Failed to update" if what in broadcast else "the update failed on rank 0"
+            check_failures(session, what, send, fail)
+            seconds = []
+            for weights in (qwen_model.weights(seed=2), session.weights):
+                started = time.perf_counter()
+                for part in weights:
+                    done, message = send([*part.items()])
+                    assert done, (what, message)
+                seconds.append(round(time.perf_counter() - started, 3))
+                session.settle()
+                found = session.outputs()
+                is_old = [new == old for new, old in zip(found, session.expected, strict=True)]
+                assert is_old == [weights is session.weights] * len(found), (what, found)
+            print(f"{what}: updates took {seconds} s; the first watches the loader", flush=True)
+
+
+def check_failures(session: Session, what: str, send: Way, fail: str) -> None:
+    """Check that updates with one bad tensor are errors.
+
+    Args:
+        session: the engine.
+        what: a description of the way.
+        send: sends an update.
+        fail: a part of the message if the model's loader raises.
+    """
+    import torch
+
+    like = session.weights[0][PROJECTION]
+    rows, columns = like.shape
+    cases = [
+        (PROJECTION.replace("q_proj", "qq_proj"), (rows, columns), fail),
+        (PROJECTION, (rows, columns // 2), fail),
+        ("model.norm.weight", (3,), fail),
+    ]
+    if session.engine.server_args.pp_size == 1:  # no stage knows the names of the others
+        unknown = "model.layers.9.nothing.weight"
+        cases.append((unknown, (rows, columns), f"does not use {unknown}"))
+        cases.append((PROJECTION, (2 * rows, columns), "only a part of"))
+    for name, shape, text in cases:
+        tensor = torch.zeros(shape, dtype=like.dtype)
+        done, message = send([(GOOD, session.weights[0][GOOD]), (name, tensor)])
+        assert not done and text in message, (what, name, shape, done, message)
+
+
+def tensor_ways(session: Session) -> dict[str, Way]:
+    """Return the ways to send tensors in a request, with a payload for each rank."""
+    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    def send(contents: Any, load_format: str | None = None) -> Answer:
+        request = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[
+                MultiprocessingSerializer.serialize(contents) for _ in range(session.gpus)
+            ],
+            load_format=load_format,
+        )
+        update = session.engine.tokenizer_manager.update_weights_from_tensor
+        return session.run(lambda: update(request, None))  # type: ignore[no-any-return]
+
+    def send_bucket(named: Named) -> Answer:
+        bucket = FlattenedTensorBucket([(name, tensor.cuda()) for name, tensor in named])
+        flat, metadata = bucket.get_flattened_tensor(), bucket.get_metadata()
+        return send({"flattened_tensor": flat, "metadata": metadata}, "flattened_bucket")
+
+    return {
+        "host tensors": lambda named: send([(name, tensor.clone()) for name, tensor in named]),
+        "GPU tensors": lambda named: send([(name, tensor.cuda()) for name, tensor in named]),
+        "bucket": send_bucket,
+    }
+
+
+@contextlib.contextmanager
+def broadcasts(session: Session) -> Iterator[dict[str, Way]]:
+    """Join a gloo group with the engine's ranks; yield the ways to broadcast tensors in it."""
+    import torch.distributed as dist
+    from sglang.srt.utils import init_custom_process_group
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    engine, name, size, port = session.engine, "plain", 1 + session.gpus, free_port()
+    with ThreadPoolExecutor(1) as trainer:
+        joined = trainer.submit(
+            init_custom_process_group,
+            backend="gloo",
+            init_method=f"tcp://127.0.0.1:{port}",
+            world_size=size,
+            rank=0,
+            group_name=name,
+        )
+        done, message = engine.init_weights_update_group(
+            "127.0.0.1", port, 1, size, name, backend="gloo"
+        )
+        assert done, message
+        group = joined.result(60)
+
+        def broadcast(tensors: list[Any]) -> None:
+            for tensor in tensors:
+                dist.broadcast(tensor, src=0, group=group)
+
+        def send(named: Named, load_format: str | None = None) -> Answer:
+            tensors = [tensor for _, tensor in named]
+            if load_format:
+                tensors = [FlattenedTensorBucket(named).get_flattened_tensor()]
+            sent = trainer.submit(broadcast, tensors)
+            answer: Answer = engine.update_weights_from_distributed(
+                [name for name, _ in named],
+                [str(tensor.dtype).removeprefix("torch.") for _, tensor in named],
+                [list(tensor.shape) for _, tensor in named],
+                name,
+                load_format=load_format,
+            )
+            sent.result(60)
+            return answer
+
+        yield {
+            "broadcast": send,
+            "broadcast bucket": lambda named: send(named, "flattened_bucket"),
+        }
+        done, message = engine.destroy_weights_update_group(name)
+        assert done, message
+        dist.destroy_process_group(group)

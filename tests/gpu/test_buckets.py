@@ -1,4 +1,4 @@
-"""Test that two ranks write their parts of tensors into each other's buckets, without an engine.
+"""Test buckets and regions that two ranks share, without an engine.
 
     pytest -m gpu tests/gpu/test_buckets.py
 
@@ -28,5 +28,15 @@ SECONDS = 100
     ],
 )
 def test_two_ranks_write_into_each_others_buckets(scene: str, tmp_path: Path) -> None:
+    check(scene, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(SECONDS + 20)
+def test_a_rank_maps_the_tensors_of_the_other_ranks_region(tmp_path: Path) -> None:
+    check("region", tmp_path)
+
+
+def check(scene: str, tmp_path: Path) -> None:
     outputs = run_ranks([str(CHILD), scene], environment(()), tmp_path, SECONDS, 2)
     assert all("held" in output.splitlines() for output in outputs), outputs

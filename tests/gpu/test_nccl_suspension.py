@@ -54,15 +54,16 @@ found = of_torch(RANK)
 assert len(found) == 2, found
 if library.can_suspend:
     expected = sum(library.suspendable_bytes(one.handle) for one in found)
-    assert expected > 0 or SIZE == 1
+    assert expected > 0 or (SIZE == 1 and library.version < 23007)
     suspender = Suspender(lambda: of_torch(RANK), RANK)
     for _ in range(3):
         before = free()
         assert not first_failure(suspender.suspend(group))
         dist.barrier(group._group)
         gained = free() - before
-        # NCCL 2.30.7 counts more memory than it allocates for a single rank.
-        least = 0.98 * expected - 8 * MIB if SIZE > 1 else 0
+        least = 0.98 * expected - 8 * MIB
+        if SIZE == 1:  # NCCL 2.30.7 counts more memory than it allocates, and released 282 MiB
+            least = min(least, 200 * MIB)
         assert gained >= least, (gained, expected)
         assert not first_failure(suspender.resume(group))
         replay()

@@ -28,11 +28,14 @@ pytestmark = [
 
 def run(folder: Path, *words: str) -> str:
     """Run a program, which must succeed, and return its output."""
-    return program_runs.run(words, environment("rollout"), folder, SECONDS)
+    env = environment("rollout") | {"VLLM_SERVER_DEV_MODE": "1"}
+    return program_runs.run(words, env, folder, SECONDS)
 
 
-@pytest.mark.parametrize("scene", ["launched", "quantized", "group", "llm"])
+@pytest.mark.parametrize("scene", ["launched", "quantized", "group", "llm", "async", "url"])
 def test_a_rollout_engine(scene: str, tmp_path: Path) -> None:
+    for package in ("uvicorn", "httpx") if scene == "url" else ():
+        pytest.importorskip(package)
     assert "held" in run(tmp_path, str(CHILD), scene, str(tmp_path)).splitlines()
 
 

@@ -53,13 +53,14 @@ HTTP = [
 ASLEEP = [
     "sglang_asleep.requests_are_refused",
     "sglang_asleep.the_scheduler_refuses_too",
-    "sglang_asleep.plain_updates_that_fail",
+    "sglang_updates.plain_updates_that_fail",
 ]
 WAKE = [
     "sglang_asleep.requests_wake",
     "sglang_asleep.a_wake_without_memory",
     "sglang_asleep.an_idle_engine_sleeps",
 ]
+WAIT = ["sglang_asleep.requests_wait"]
 REPLICAS = [
     *CYCLES[:-1],
     "sglang_cycles.a_wake_that_does_not_fit_one_replica",
@@ -98,12 +99,12 @@ def test_scenarios_on_a_server(children: Children, name: str) -> None:
     children.run("server", name)
 
 
-@each(["sglang_asleep.requests_wait"])
+@each(WAIT)
 def test_asleep_wait(children: Children, name: str) -> None:
     children.run("backup_wait", name)
 
 
-@each(["sglang_asleep.requests_wait"])
+@each(WAIT)
 def test_asleep_wait_server(children: Children, name: str) -> None:
     children.run("server_wait", name)
 
@@ -116,6 +117,21 @@ def test_asleep_wake(children: Children, name: str) -> None:
 @each([*WAKE, "sglang_asleep.wakes_and_releases_at_once"])
 def test_asleep_wake_server(children: Children, name: str) -> None:
     children.run("server_wake", name)
+
+
+@each(["sglang_asleep.embeddings_while_asleep"])
+def test_asleep_embeddings(children: Children, name: str) -> None:
+    children.run("embedding", name)
+
+
+@each(["sglang_asleep.adapters_while_asleep"])
+def test_asleep_adapters(children: Children, name: str) -> None:
+    children.run("lora", name)
+
+
+@each(["sglang_asleep.two_models_take_turns"])
+def test_two_servers_take_turns(children: Children, name: str) -> None:
+    children.run("server_turns", name)
 
 
 @pytest.mark.two_gpus
@@ -140,3 +156,27 @@ def test_tensor_parallel_without_a_backup(children: Children, name: str) -> None
 @each(REPLICAS)
 def test_scenarios_on_data_parallel_replicas(children: Children, name: str) -> None:
     children.run("backup_dp2", name)
+
+
+@pytest.mark.two_gpus
+@each(WAIT)
+def test_asleep_wait_tensor_parallel(children: Children, name: str) -> None:
+    children.run("backup_wait_tp2", name)
+
+
+@pytest.mark.two_gpus
+@each([*WAIT, "sglang_updates.plain_updates_that_fail"])
+def test_stages(children: Children, name: str) -> None:
+    children.run("backup_wait_pp2", name)
+
+
+@pytest.mark.two_gpus
+@each(WAKE)
+def test_asleep_wake_tensor_parallel(children: Children, name: str) -> None:
+    children.run("backup_wake_tp2", name)
+
+
+@pytest.mark.two_gpus
+@each(WAKE)
+def test_asleep_wake_data_parallel(children: Children, name: str) -> None:
+    children.run("backup_wake_dp2", name)

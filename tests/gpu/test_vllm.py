@@ -12,14 +12,17 @@ The tests use the memsaver that is installed for this Python, with its entry poi
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import engine_children
 import pytest
 from engine_children import TEST_SECONDS, Children, each
+from repository import TESTS
 
 CHILD = Path(__file__).with_name("vllm_child.py")
+LONG_SECONDS = 150  # of a scenario with many cycles
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.timeout(TEST_SECONDS)]
 
@@ -29,6 +32,7 @@ CYCLES = [
     "vllm_cycles.weights_first",
     "vllm_cycles.kv_cache_first",
     "vllm_cycles.level_2",
+    "vllm_cycles.level_2_kv_cache_first",
 ]
 CALLS = [
     "vllm_cycles.repeated_calls",
@@ -55,19 +59,23 @@ WAKE = [
 REFUSED = "vllm_asleep.requests_are_refused"
 KILLED = "vllm_failures.a_killed_worker"  # the last scenario of an engine
 
-
+V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 ENVIRONMENTS = {
     "wake": {
         "MEMSAVER_VLLM_ASLEEP": "wake",
         "MEMSAVER_VLLM_ASLEEP_WAIT": "4",
         "MEMSAVER_VLLM_SLEEP_AFTER": "3",
     },
+    "v1": V1,
+    "quantized_v1": V1,
     "in_process": {
+        **V1,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "MEMSAVER_VLLM_GRAPHS": "1",
     },
+    "graphs_tp2": {"MEMSAVER_VLLM_GRAPHS": "1"},
+    "ray": {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"},
 }
 
 
@@ -79,6 +87,9 @@ def environment(group: str) -> dict[str, str]:
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
+    # Ray's workers need vllm_in_worker, and servers need vllm_server_arguments.
+    paths = (env["PYTHONPATH"], str(CHILD.parent), str(TESTS / "support"))
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return defaults | env | ENVIRONMENTS.get(group, {})
 
 
@@ -109,12 +120,46 @@ def test_an_engine_in_the_process_with_the_v1_runner(children: Children, name: s
     children.run("in_process", name)
 
 
+@each([*CYCLES, REFUSED])
+def test_an_engine_in_its_own_process_with_the_v1_runner(children: Children, name: str) -> None:
+    children.run("v1", name)
+
+
 @each(CYCLES)
 def test_weights_and_kv_cache_in_fp8(children: Children, name: str) -> None:
     children.run("quantized", name)
 
 
-@each(["vllm_cycles.memsaver_is_active", "vllm_cycles.adapters", REFUSED])
+@each(CYCLES)
+def test_weights_and_kv_cache_in_fp8_with_the_v1_runner(children: Children, name: str) -> None:
+    """This runner resets the scales of the KV cache, which are in the weights' memory."""
+    children.run("quantized_v1", name)
+
+
+@each([*CYCLES, "vllm_cycles.drafts_are_accepted", REFUSED])
+def test_a_draft_model(children: Children, name: str) -> None:
+    """The draft has the target's weights, so that the engine accepts its tokens."""
+    children.run("draft", name)
+
+
+def test_the_memory_does_not_grow_over_1000_cycles(children: Children) -> None:
+    children.run("cycles", "vllm_cycles.thousand_cycles", LONG_SECONDS)
+
+
+@each([*CYCLES, REFUSED])
+def test_a_worker_of_ray(children: Children, name: str) -> None:
+    pytest.importorskip("ray")
+    children.run("ray", name)
+
+
+@each(
+    [
+        "vllm_cycles.memsaver_is_active",
+        "vllm_cycles.adapters",
+        "vllm_cycles.adapters_at_level_2",
+        REFUSED,
+    ]
+)
 def test_adapters(children: Children, name: str) -> None:
     children.run("adapters", name)
 
@@ -128,3 +173,10 @@ def test_requests_that_wake_an_engine(children: Children, name: str) -> None:
 @each([*CYCLES, *CALLS, REFUSED, KILLED])
 def test_tensor_parallel(children: Children, name: str) -> None:
     children.run("engine_tp2", name)
+
+
+@pytest.mark.two_gpus
+@each(CYCLES)
+def test_tensor_parallel_with_pausable_graphs(children: Children, name: str) -> None:
+    """vLLM's custom all-reduce is off, because it exports the graphs' memory."""
+    children.run("graphs_tp2", name)

@@ -1,4 +1,4 @@
-"""Test requests to a sleeping `AsyncLLM`, and to the server around it, on one GPU.
+"""Test requests to a sleeping `AsyncLLM`, and to the server around it.
 
     pytest -m "gpu and vllm" tests/gpu/test_vllm_requests.py
 
@@ -8,12 +8,10 @@ tests requests to an `LLM`.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 from program_runs import run
-from repository import TESTS
 from test_vllm import environment
 
 CHILD = Path(__file__).with_name("vllm_asleep_child.py")
@@ -27,6 +25,7 @@ POLICIES = {
         "MEMSAVER_VLLM_SLEEP_AFTER": "4",
     },
     "openai": {},
+    "level_2": {},
 }
 
 pytestmark = [
@@ -38,8 +37,16 @@ pytestmark = [
 
 @pytest.mark.parametrize("scene", POLICIES)
 def test_requests_to_a_sleeping_engine(scene: str, tmp_path: Path) -> None:
+    check(scene, tmp_path)
+
+
+@pytest.mark.two_gpus
+@pytest.mark.parametrize("scene", ["wait", "wake"])
+def test_requests_to_two_sleeping_ranks(scene: str, tmp_path: Path) -> None:
+    check(scene, tmp_path, "2")
+
+
+def check(scene: str, folder: Path, *ranks: str) -> None:
     env = environment(scene) | POLICIES[scene] | {"VLLM_SERVER_DEV_MODE": "1"}
-    paths = [env.get("PYTHONPATH", ""), str(TESTS / "support")]
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    output = run([str(CHILD), scene, str(tmp_path)], env, tmp_path, SECONDS)
+    output = run([str(CHILD), scene, str(folder), *ranks], env, folder, SECONDS)
     assert "held" in output.splitlines(), output

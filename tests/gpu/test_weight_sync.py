@@ -43,6 +43,7 @@ def test_weights_reach_a_real_engine(scene: str, size: int, tmp_path: Path) -> N
         pytest.param("stages", marks=pytest.mark.two_gpus),
         pytest.param("nodes", marks=pytest.mark.two_gpus),
         pytest.param("mesh", marks=pytest.mark.two_gpus),
+        pytest.param("mesh_nccl", marks=pytest.mark.three_gpus),
     ],
 )
 def test_weights_reach_replicas_stages_and_several_engines(scene: str, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""Send requests to a sleeping vLLM engine on one GPU; exit with status 0 if they are answered.
+"""Send requests to a sleeping vLLM engine; exit with status 0 if they are answered.
 
-usage: vllm_asleep_child.py SCENE FOLDER
+usage: vllm_asleep_child.py SCENE FOLDER [RANKS]
 
 The engine is an `AsyncLLM`, behind the application of vLLM's own server, which is called without a
 network. vLLM's processes import this file again, so it imports only modules that all of them need.
@@ -21,6 +21,7 @@ from urllib.parse import urlencode
 STUCK_SECONDS = 250
 GIB = 1 << 30
 TOKENS = 24
+LONG = 400  # tokens of a request that is in progress when the engine sleeps
 PROMPTS = ([5, 6, 7, 8, 901, 44], [9, 10, 11], list(range(3000, 3100)))
 BOTH = ("kv_cache", "weights")
 MODEL = "model"
@@ -106,11 +107,11 @@ async def refusal(work: Awaitable[Any]) -> Any:
     raise AssertionError("the request was not refused")
 
 
-def free() -> int:
+def free(gpu: int = 0) -> int:
     import torch
 
-    torch.cuda.synchronize()
-    return int(torch.cuda.mem_get_info()[0])
+    torch.cuda.synchronize(gpu)
+    return int(torch.cuda.mem_get_info(gpu)[0])
 
 
 async def refuse(one: Setting) -> None:
@@ -148,10 +149,22 @@ async def refuse(one: Setting) -> None:
     assert (await one.ask("/wake_up"))[0] == 200
     assert await one.ask("/tokens") == (200, one.expected[0])
     await one.check()
-    running = asyncio.ensure_future(one.tokens(1, "running"))  # in flight at the sleep
-    await asyncio.sleep(0.05)
+    await abort(one)
+
+
+async def abort(one: Setting) -> None:
+    """A request that is in flight at a sleep is aborted, as vLLM's default mode does."""
+    import vllm_engines
+
+    prompt = {"prompt_token_ids": PROMPTS[1]}
+    running = aiter(one.engine.generate(prompt, vllm_engines.greedy(LONG), "running"))
+    output = await anext(running)
+    assert not output.finished
     await one.engine.sleep(level=1)
-    assert len(await running) <= TOKENS
+    async for output in running:  # noqa: B007
+        pass
+    found = output.outputs[0]
+    assert found.finish_reason == "abort" and len(found.token_ids) < LONG, found
     await one.engine.wake_up()
     await one.check()
 
@@ -191,7 +204,8 @@ async def wake(one: Setting) -> None:
     await one.engine.sleep(level=1)
     assert await one.ask("/tokens") == (200, one.expected[0])
     await one.engine.sleep(level=1)
-    taken = torch.empty(free() - GIB, dtype=torch.uint8, device="cuda")
+    last = one.engine.vllm_config.parallel_config.tensor_parallel_size - 1
+    taken = torch.empty(free(last) - GIB, dtype=torch.uint8, device=f"cuda:{last}")
     error = await refusal(one.tokens(0))
     assert isinstance(error.__cause__, OutOfDeviceMemoryError), error.__cause__
     assert (await one.ask("/tokens"))[0] == 503 and await one.engine.is_sleeping()
@@ -229,11 +243,31 @@ async def openai(one: Setting) -> None:
         assert (await one.ask("/v1/completions", body=body))[0] == 200
 
 
+async def level_2(one: Setting) -> None:
+    """After level 2, requests are refused; a reload of the weights restores the output."""
+    for tags in (BOTH, BOTH[::-1]):
+        awake = free()
+        await one.engine.sleep(level=2)
+        assert free() - awake > GIB
+        for tag in tags:
+            assert await one.engine.is_sleeping()
+            await refusal(one.tokens(0))
+            await one.engine.wake_up(tags=[tag])
+            if tag == "weights":
+                await one.engine.collective_rpc("reload_weights")
+        assert not await one.engine.is_sleeping()
+        await one.check()
+        await one.engine.sleep(level=1)
+        await one.engine.wake_up()
+        await one.check()
+
+
 SCENES: dict[str, Callable[[Setting], Awaitable[None]]] = {
     "refuse": refuse,
     "wait": wait,
     "wake": wake,
     "openai": openai,
+    "level_2": level_2,
 }
 
 
@@ -252,6 +286,7 @@ async def application(scene: str, engine: Any, path: str) -> Any:
         from vllm.utils.argparse_utils import FlexibleArgumentParser
 
         given = ["--model", path, "--served-model-name", MODEL, "--skip-tokenizer-init"]
+        given += ["--return-tokens-as-token-ids"]  # needed for log-probabilities
         arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(given)
     app = fake_packages.fake_missing(
         lambda: module.build_app(arguments, ("generate",), engine.model_config), patch
@@ -267,7 +302,7 @@ async def application(scene: str, engine: Any, path: str) -> Any:
     return app
 
 
-async def main(scene: str, folder: Path) -> None:
+async def main(scene: str, folder: Path, ranks: int) -> None:
     import qwen_model
     import vllm_engines
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -276,7 +311,8 @@ async def main(scene: str, folder: Path) -> None:
     qwen_model.save(folder / "model", qwen_model.weights(seed=1))
     given = {k: v for k, v in vllm_engines.COMMON.items() if k != "worker_extension_cls"}
     begin = time.monotonic()
-    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(folder / "model"), **given))
+    given |= {"model": str(folder / "model"), "tensor_parallel_size": ranks}
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**given))
     print(f"--- the engine is up after {time.monotonic() - begin:.1f} s", flush=True)
     try:
         one = Setting(engine, await application(scene, engine, str(folder / "model")))
@@ -295,5 +331,6 @@ async def main(scene: str, folder: Path) -> None:
 
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True)
-    asyncio.run(main(sys.argv[1], Path(sys.argv[2])))
+    ranks = int(sys.argv[3]) if len(sys.argv) > 3 else 1
+    asyncio.run(main(sys.argv[1], Path(sys.argv[2]), ranks))
     print("held", flush=True)

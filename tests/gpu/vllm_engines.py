@@ -20,6 +20,7 @@ SLACK = 32 * MIB  # torch's own allocations between two readings of free memory
 KV_CACHE = 4 * GIB
 PROMPTS = ([5, 6, 7, 8, 901, 44], [9, 10, 11], list(range(3000, 3100)))
 TOKENS = 24
+DRAFTED = 3  # tokens in a step, by a draft model
 
 COMMON: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -38,13 +39,20 @@ COMMON: dict[str, Any] = {
     "disable_log_stats": True,
     "seed": 1,
 }
+FP8 = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "engine": {},
     "in_process": {},
-    "quantized": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
+    "v1": {},
+    "quantized": FP8,
+    "quantized_v1": FP8,
     "adapters": {"enable_lora": True, "max_lora_rank": vllm_adapters.RANK, "max_loras": 2},
+    "draft": {"speculative_config": {"method": "draft_model", "num_speculative_tokens": DRAFTED}},
+    "ray": {"distributed_executor_backend": "ray"},
+    "cycles": {"kv_cache_memory_bytes": 256 * MIB},
     "wake": {},
     "engine_tp2": {"tensor_parallel_size": 2},
+    "graphs_tp2": {"tensor_parallel_size": 2, "disable_custom_all_reduce": True},
 }
 
 
@@ -111,7 +119,11 @@ def greedy(tokens: int) -> Any:
 
 
 def arguments_of(group: str, folder: Path) -> dict[str, Any]:
-    return {"model": str(folder / "model"), **COMMON, **ARGUMENTS[group]}
+    model = str(folder / "model")
+    made = {"model": model, **COMMON, **ARGUMENTS[group]}
+    if "speculative_config" in made:  # the target's own checkpoint, so that drafts are accepted
+        made["speculative_config"] = {**made["speculative_config"], "model": model}
+    return made
 
 
 def start(group: str, folder: Path) -> Session:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import vllm_engines
@@ -15,9 +17,11 @@ from gpu_trainer import GIB, MIB, Trainer
 from vllm_cycles import check_output
 from vllm_engines import PROMPTS, SLACK, Session, greedy
 
+from memsaver.integrations.engine.errors import EngineDiedError
+
 ROOM = 2 * GIB  # for the weights, and not for the KV cache
 LONG = 400  # tokens of a request that is in progress when the engine sleeps
-END_SECONDS = 20
+END_SECONDS = 30
 
 
 def a_wake_without_memory(session: Session) -> None:
@@ -161,16 +165,48 @@ def a_second_engine(session: Session) -> None:
 
 
 def a_killed_worker(session: Session) -> None:
-    """A worker that is killed while it sleeps leaves no GPU memory behind. Ends the engine."""
+    """A worker that is killed while it sleeps leaves no GPU memory behind. Ends the engine.
+
+    Later calls raise in a bounded time, and in the end the error that names the engine's death.
+    """
     pids = session.in_workers("check_pid")
     assert os.getpid() not in pids
     session.llm.sleep(level=1)
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     end = time.monotonic() + END_SECONDS
+    while not is_death(error := raised_by(session.llm.wake_up)):
+        assert time.monotonic() < end, repr(error)
+        time.sleep(0.2)
     # This process has loaded kernels since; a context that was left would hold far more.
     while min(now - then for now, then in zip(session.free(), session.before, strict=True)) < (
         -8 * SLACK
     ):
         assert time.monotonic() < end, (session.free(), session.before)
         time.sleep(0.2)
+
+
+def is_death(error: BaseException) -> bool:
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    return isinstance(error, EngineDeadError | EngineDiedError)
+
+
+def raised_by(call: Callable[[], Any]) -> BaseException:
+    """Return the error that a call raises; fail if the call returns, or does not end in time."""
+    found: list[BaseException | None] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            found.append(error)
+        else:
+            found.append(None)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(END_SECONDS)
+    assert found, f"a call to a dead engine did not end in {END_SECONDS} s"
+    assert found[0] is not None, "a call to a dead engine returned"
+    return found[0]

@@ -27,9 +27,15 @@ class Checks:
 
     def check_host_bytes(self) -> int:
         """Return the resident host memory of the worker's process."""
-        found = re.search(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text())
-        assert found
-        return int(found[1]) * 1024
+        return host_bytes()
+
+    def check_settings(self) -> dict[str, bool]:
+        """Return whether the V2 model runner is used, and whether torch's segments expand."""
+        import torch
+
+        worker: Any = self
+        expands = any(one["is_expandable"] for one in torch.cuda.memory_snapshot())
+        return {"uses_v2": bool(worker.use_v2_model_runner), "expands": expands}
 
     def check_graphs(self) -> int:
         """Return the number of captured CUDA graphs."""
@@ -37,6 +43,37 @@ class Checks:
 
         gc.unfreeze()  # vLLM freezes the objects of its start, which are then not listed
         return sum(isinstance(found, torch.cuda.CUDAGraph) for found in gc.get_objects())
+
+    def check_reload_draft(self) -> None:
+        """Load the weights of the draft model from its checkpoint."""
+        from vllm.model_executor.model_loader import get_model_loader
+
+        worker: Any = self
+        draft = worker.get_draft_model()
+        loader = get_model_loader(worker.vllm_config.load_config)
+        config = worker.vllm_config.speculative_config.draft_model_config
+        draft.load_weights(loader.get_all_weights(config, draft))
+
+    def check_reload_adapted(self) -> None:
+        """Load the weights of a model whose layers LoRA wraps, which vLLM's own reload rejects."""
+        from vllm.model_executor.model_loader import get_model_loader
+
+        worker: Any = self
+        model = worker.model_runner.get_model()
+        modules = dict(model.named_modules(remove_duplicate=False))
+        packed = {
+            part: whole for whole, parts in model.packed_modules_mapping.items() for part in parts
+        }
+
+        def adapted(name: str) -> str:
+            path, _, leaf = name.rpartition(".")
+            outer, dot, layer = path.rpartition(".")
+            is_wrapped = f"{outer}{dot}{packed.get(layer, layer)}.base_layer" in modules
+            return f"{path}.base_layer.{leaf}" if is_wrapped else name
+
+        loader = get_model_loader(worker.vllm_config.load_config)
+        found = loader.get_all_weights(worker.model_config, model)
+        model.load_weights((adapted(name), tensor) for name, tensor in found)
 
     def check_out_of_memory(self) -> None:
         """An allocation in a pool that fails raises; later ones, in and out of it, succeed."""
@@ -80,6 +117,13 @@ class Checks:
     def check_sum(self) -> int:
         """Return a checksum of the held tensor."""
         return int(self._check_held.sum(dtype=self._check_held.long().dtype))
+
+
+def host_bytes() -> int:
+    """Return the resident host memory of this process."""
+    found = re.search(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1]) * 1024
 
 
 def _allocate(tag: str, nbytes: int) -> Any:

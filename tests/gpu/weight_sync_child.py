@@ -118,6 +118,37 @@ def check_regions(engine: Any, first: list[list[int]]) -> None:
     assert outputs(engine) == first
 
 
+def check_mapped(engine: Any, first: list[list[int]]) -> None:
+    """Check updates from a shareable tag, whose tensors the engine maps."""
+    import torch
+
+    import memsaver
+
+    for layout, made in (("whole", state), ("engine", in_the_engines_layout)):
+        with memsaver.region(f"shared {layout}", backup="host", shareable=True):
+            weights = {name: t.clone() for name, t in made(1).items()}
+        torch.cuda.empty_cache()
+        for seed in (2, 1, 1):
+            for name, tensor in made(seed).items():
+                weights[name].copy_(tensor)
+            del tensor
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            report = engine.update_weights(weights, layout=layout, verify="full")
+            peak = torch.cuda.max_memory_allocated() - before
+            print(f"mapped, {layout}: {report}, peak {peak / MIB:.1f} MiB", flush=True)
+            assert report.mapped == report.held == report.tensors, report
+            assert not report.unverified and not report.buckets and peak <= MIB, peak
+            memsaver.pause(f"shared {layout}")  # at once
+            assert (outputs(engine) == first) == (seed == 1), (layout, seed)
+            memsaver.resume(f"shared {layout}")
+        for name in list(weights)[::2]:
+            weights[name] = weights[name].clone()  # in no region
+        report = engine.update_weights(weights, layout=layout, verify="full")
+        assert report.held == report.tensors > report.mapped > 0 < report.buckets, report
+        assert outputs(engine) == first
+
+
 def check_bad(engine: Any, first: list[list[int]], folder: Path) -> None:
     """Check that a mismatched tensor is an error that names the tensor, and the engine survives."""
     import torch
@@ -188,6 +219,7 @@ def alone(folder: Path) -> None:
         check_updates(engine, first, in_the_engines_layout, layout="engine", verify="full")
         check_memory(engine)
         check_regions(engine, first)
+        check_mapped(engine, first)
         check_bad(engine, first, folder)
 
 

@@ -81,40 +81,79 @@ def check_group(engine: Any, group: Any, first: list[list[int]], host: dict[int,
         assert (outputs(engine) == first) == (seed == 1), seed
 
 
-def mesh_group(folder: Path, gpus: int) -> None:
-    """Send weights in one group to the engines of two ranks, on one GPU or on two."""
+def mesh_group(folder: Path, gpus: int, backend: str = "gloo") -> None:
+    """Send weights in one group to the engines of two ranks, on one GPU or on two.
+
+    NCCL accepts one rank on each GPU, so it needs another GPU for the sender.
+    """
     from torch.distributed.device_mesh import init_device_mesh
 
-    from memsaver.integrations.engine.errors import EngineError
     from memsaver.integrations.rollout import RolloutEngine
     from memsaver.integrations.rollout.weights import WeightGroup
 
+    os.environ["NCCL_CUMEM_ENABLE"] = "0"  # as SGLang: NCCL's ranks on a host must agree
     dist = _ranks(gpus)
     mesh = init_device_mesh("cuda", (SIZE,), mesh_dim_names=("dp",))
     named = {**arguments(folder), "port": 31000 + 200 * RANK}
     dist.barrier()
     if gpus == 1:  # SGLang measures free memory while it starts
         named.update(mem_fraction_static=0.3 + 0.2 * RANK, max_total_tokens=4096)
+    device = f"cuda:{gpus}" if backend == "nccl" else "cpu"
     with RolloutEngine.launch(mesh, **named, timeout=240) as engine:
         first = outputs(engine)
-        host = {seed: state(seed, device="cpu") for seed in (1, 2)}
-        with WeightGroup(engine, backend="gloo", timeout=60, whole_mesh=True) as group:
-            check_group(engine, group, first, host)
-        # An engine that fails ends the update of both, and a new group works.
-        group = WeightGroup(engine, backend="gloo", timeout=60, whole_mesh=True)
-        load = engine.backend.load_weights
-
-        def fail(_: Any) -> Any:
-            raise EngineError("this engine does not load")
-
-        engine.backend.load_weights = fail if RANK == 1 else load
-        error = refused(Exception, engine.update_weights, host[1], group=group, timeout=60)
-        assert "rank 1" in str(error) and "does not load" in str(error), error
-        engine.backend.load_weights = load
-        group.leave()
-        with WeightGroup(engine, backend="gloo", timeout=60, whole_mesh=True) as group:
-            check_group(engine, group, first, host)
+        states = {seed: state(seed, device=device) for seed in (1, 2)}
+        with WeightGroup(engine, backend=backend, timeout=60, whole_mesh=True) as group:
+            check_group(engine, group, first, states)
+        if backend == "gloo":  # with NCCL, the other engine waits until SGLang's own timeout
+            check_failing_engine(engine, states[1])
+            with WeightGroup(engine, backend=backend, timeout=60, whole_mesh=True) as group:
+                check_group(engine, group, first, states)
     dist.destroy_process_group()
+
+
+def check_failing_engine(engine: Any, weights: dict[str, Any]) -> None:
+    """Check that an engine that fails ends the update of all engines in the group."""
+    from memsaver.integrations.engine.errors import EngineError
+    from memsaver.integrations.rollout.weights import WeightGroup
+
+    group = WeightGroup(engine, backend="gloo", timeout=60, whole_mesh=True)
+    load = engine.backend.load_weights
+
+    def fail(_: Any) -> Any:
+        raise EngineError("this engine does not load")
+
+    engine.backend.load_weights = fail if RANK == 1 else load
+    error = refused(Exception, engine.update_weights, weights, group=group, timeout=60)
+    assert "rank 1" in str(error) and "does not load" in str(error), error
+    engine.backend.load_weights = load
+    group.leave()
+
+
+def check_wake_without_memory(engine: Any, first: list[list[int]], dist: Any) -> None:
+    """Check that a wake-up for which the last node lacks memory raises on all, and maps nothing."""
+    import torch
+    from gpu_trainer import MIB, Trainer
+    from sglang_checks import ROOM
+
+    from memsaver.errors import OutOfDeviceMemoryError
+    from memsaver.integrations.engine.status import Status
+
+    engine.sleep(wait_idle=True)
+    trainer = Trainer(0, ROOM, pattern=7) if RANK == SIZE - 1 else None
+    before = torch.cuda.mem_get_info(0)[0]
+    dist.barrier()
+    error = refused(OutOfDeviceMemoryError, engine.wake_up)
+    for part in ("kv_cache", "out of memory", f"rank {SIZE - 1} of {SIZE}"):
+        assert part in str(error), error
+    assert engine.status is Status.ASLEEP and engine.refresh() is Status.ASLEEP
+    taken = before - torch.cuda.mem_get_info(0)[0]
+    assert taken < 256 * MIB, f"{taken} bytes are held after: {error}"
+    if trainer is not None:
+        assert trainer.is_intact()
+        trainer.free()
+    dist.barrier()
+    engine.wake_up()
+    assert outputs(engine) == first
 
 
 def nodes(folder: Path) -> None:
@@ -140,6 +179,7 @@ def nodes(folder: Path) -> None:
         assert engine.tp_size == SIZE
         first = outputs(engine)
         check_sleep(engine)
+        check_wake_without_memory(engine, first, dist)
         check_updates(engine, first, state, verify="full", bucket_bytes=BUCKET)
         check_refusal_and_group(engine, first)
     dist.destroy_process_group()
@@ -151,6 +191,7 @@ SCENES = {
     "stages": functools.partial(parts, name="pp_size"),
     "one_gpu": functools.partial(mesh_group, gpus=1),
     "mesh": functools.partial(mesh_group, gpus=2),
+    "mesh_nccl": functools.partial(mesh_group, gpus=2, backend="nccl"),
 }
 
 

@@ -39,6 +39,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--operations", type=int, default=100_000, help="how many, in all")
     parser.add_argument("--seed", type=int, help="of the first round; the others follow from it")
     parser.add_argument("--only", type=int, metavar="SEED", help="one round alone")
+    parser.add_argument(
+        "--shareable", default="", help="of one round: the tags that are shareable before it"
+    )
     parser.add_argument("--sequences", type=int, default=SEQUENCES, help="of one round")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument(
@@ -48,12 +51,12 @@ def arguments() -> argparse.Namespace:
 
 
 def work(
-    place: Workplace, seed: int, operations: int, sequences: int, folder: Path
+    place: Workplace, seed: int, operations: int, sequences: int, folder: Path, shareable: str
 ) -> dict[str, object] | None:
     """Run a process; return its figures, or print a violation and return None."""
     folder.mkdir()
     command = [sys.executable, "-m", "model.worker"]
-    command += [str(seed), str(operations), str(sequences), str(folder)]
+    command += [str(seed), str(operations), str(sequences), str(folder), *shareable]
     status: object
     with (folder / "said").open("wb") as said:
         try:
@@ -89,7 +92,8 @@ def main() -> int:
 
         def one(i: int) -> dict[str, object] | None:
             share = -(-operations // count)
-            return work(place, seed + i * SEEDS, share, asked.sequences, Path(name) / str(i))
+            folder = Path(name) / str(i)
+            return work(place, seed + i * SEEDS, share, asked.sequences, folder, asked.shareable)
 
         with concurrent.futures.ThreadPoolExecutor(workers) as pool:
             found = list(pool.map(one, range(count)))

@@ -20,6 +20,7 @@ from memsaver.errors import MemsaverError
 from model.calls import Outcome, System, attempt
 from model.checks import check_location, check_statistics, check_tag, require
 from model.expected import Allocation, Tag
+from model.importers import Importers
 from model.journal import Journal
 from model.place import DEVICES, MIB, NAMES, Place
 from model.threads import Hand, Here
@@ -33,6 +34,7 @@ DEFAULTS = {
     "fingerprints": True,
     "poison": False,
     "disk_dir": "",
+    "importer_seconds": 30,
 }
 WHOLLY_EVERY = 16  # operations between two comparisons of all memory
 REST = 12  # operations; see is_rested
@@ -47,6 +49,7 @@ class Process:
         self.system = System(self.place.sim)
         self.hands = [Here(), *(Hand() for _ in range(THREADS - 1))]
         self.helper = Hand()
+        self.importers = Importers()
         self.journal = journal
         self.folders = folders
         self.done: Counter[str] = Counter()
@@ -131,10 +134,11 @@ class Apparatus(RuleBasedStateMachine):
             self.process.failed[type(outcome.error).__name__] += 1
         return outcome
 
-    def refused(self, kind: type[MemsaverError], function: Callable[..., Any], *a: Any, **k: Any):
-        """Make a call that must raise this error and change nothing."""
+    def refused(self, kind: Any, function: Callable[..., Any], *a: Any, **k: Any) -> Any:
+        """Make a call that must raise such an error and change nothing; return the error."""
         error = self.call(function, *a, may=(kind,), **k).error
         require(isinstance(error, kind), f"not refused: {function} {a} {k}")
+        return error
 
     def hold(self) -> None:
         """Keep the program's own work running until a call waits for it, or the next operation."""

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from memsaver._runtime.native import _C
 
 PAGE = 2 << 20  # the granularity of device memory
 UNIT = 512
@@ -16,6 +23,35 @@ def block_bytes(nbytes: int) -> int:
     return rounded if rounded < PAGE else -(-rounded // PAGE) * PAGE
 
 
+class Owner:
+    """A tensor that owns a block. Deleting it frees the block when no importer uses it either."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        array = (ctypes.c_char * nbytes).from_address(address)
+        self._finalizer = weakref.finalize(array, self._free, address)
+        self.tensor: Any = torch.frombuffer(array, dtype=torch.uint8)
+        self.freed = threading.Event()
+        self.error: Exception | None = None
+
+    def delete(self) -> None:
+        """Delete the tensor. Raises the error of the free, which may also happen later."""
+        self.tensor = None
+        if self.error is not None:
+            raise self.error
+
+    def disown(self) -> None:
+        """Delete the tensor, which then frees nothing."""
+        self._finalizer.detach()
+        self.tensor = None
+
+    def _free(self, address: int) -> None:
+        try:
+            _C.free(address)
+        except Exception as error:
+            self.error = error
+        self.freed.set()
+
+
 @dataclass(eq=False)
 class Allocation:
     """A block, and its contents when its tag is mapped."""
@@ -24,6 +60,14 @@ class Allocation:
     device: int
     address: int
     contents: bytearray = field(repr=False)
+    owner: Owner | None = None  # of a block that was sent
+    in_transit: int = 0  # messages about the block that nobody has received
+    users: list[int] = field(default_factory=list)  # importers, one entry for each use
+
+    @property
+    def is_deleted(self) -> bool:
+        """Return whether only importers, or messages in transit, keep the block."""
+        return self.owner is not None and self.owner.tensor is None
 
     @property
     def nbytes(self) -> int:
@@ -47,6 +91,9 @@ class Tag:
     known: str | None = None  # the kind of the kept backup, if it is known to equal the memory
     owing: bool = False  # a free could not release memory, which counts until the next change
     regions: int = 0  # open regions on all threads
+    shareable: bool = False
+    mixed: bool = False  # some of its memory may be older than `shareable`
+    pauses: int = 0  # so far; each replaces the memory that importers know
     allocations: list[Allocation] = field(default_factory=list)
 
     @property
@@ -56,10 +103,12 @@ class Tag:
     def pause(self, backup: str | None) -> None:
         if not self.paused:
             self.paused, self.saved = True, backup or self.policy
+            self.pauses += 1
 
     def park(self) -> None:
         """Record a failed pause whose unmapped pages could not be mapped again."""
         self.paused, self.saved, self.retained, self.known = True, "none", True, None
+        self.pauses += 1
 
     def resume(self, fill: int) -> None:
         """Resume the tag; discarded contents become bytes of this value."""
@@ -67,7 +116,13 @@ class Tag:
             self.known = None
             for allocation in self.allocations:
                 allocation.set(fill)
+        self.mixed = self.mixed and (self.retained or not self.paused)
         self.paused, self.saved, self.retained = False, "none", False
+
+    @property
+    def is_imported(self) -> bool:
+        """Return whether another process uses memory of the tag, so that it cannot be paused."""
+        return any(each.users for each in self.allocations)
 
     def on(self, device: int) -> list[Allocation]:
         return [each for each in self.allocations if each.device == device]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from hypothesis.stateful import invariant
 
-from model.memory_rules import MemoryRules
 from model.other_rules import OtherRules
 from model.region_rules import RegionRules
-from model.transition_rules import TransitionRules
+from model.sharing_rules import SharingRules
 
 
-class Machine(MemoryRules, TransitionRules, RegionRules, OtherRules):
+class Machine(SharingRules, RegionRules, OtherRules):
     """One sequence. After each operation, the model is the state that the library must have."""
 
     @invariant()

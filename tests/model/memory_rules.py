@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from faults.injections import Injection
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 import memsaver
 from memsaver._runtime.native import _C
 from memsaver.errors import InvalidStateError, OutOfDeviceMemoryError
-from model.apparatus import Apparatus
 from model.arguments import backups, devices, names, picks, seeds, sizes, threads
 from model.calls import Outcome
 from model.chances import ALLOCATE, FREE, injections, mostly
 from model.checks import require
 from model.expected import PAGE, Allocation, Tag, block_bytes
 from model.place import DEVICES, MIB, NAMES
+from model.sharing import Sharing
 
 LIVE_BYTES = 16 * MIB  # the limit before an allocation
 
 
-class MemoryRules(Apparatus):
+class MemoryRules(Sharing):
     @initialize(
         policies=st.tuples(*(backups for _ in NAMES)),
         drawn=st.lists(sizes, min_size=len(NAMES), max_size=9),
@@ -130,13 +133,23 @@ class MemoryRules(Apparatus):
     @precondition(lambda self: self.allocations())
     @rule(pick=picks, thread=threads, chances=mostly)
     def free(self, pick, thread, chances):
-        """Free a block in any state of its tag, even during a transition. Never fails."""
+        """Free a block in any state of its tag, even during a transition. Never fails.
+
+        A block that was sent is kept for its importers.
+        """
         faults = injections(chances, FREE)
         self.begin("free", pick, thread, faults)
-        allocation = self.pick(pick)
-        freed = self.call(_C.free, allocation.address, thread=thread, faults=faults)
+        self.free_one(self.pick(pick), thread, faults)
+
+    def free_one(self, allocation: Allocation, thread: int, faults: tuple[Injection, ...]) -> None:
+        owner = allocation.owner
+        if allocation.is_deleted:
+            return
+        free = partial(_C.free, allocation.address) if owner is None else owner.delete
+        freed = self.call(free, thread=thread, faults=faults)
         require(freed.error is None, f"a free failed: {freed.error!r}")
-        allocation.tag.allocations.remove(allocation)
-        allocation.tag.owing = bool(freed.met)
-        allocation.tag.known = None
-        self.touched.add(allocation.tag)
+        is_kept = bool(allocation.in_transit or allocation.users)
+        if owner is not None:
+            require(owner.freed.is_set() != is_kept, f"{allocation} is freed, or is not")
+        if not is_kept:
+            self.freed(allocation, owing=bool(freed.met))

@@ -75,6 +75,10 @@ class Place:
             contents[start : start + size] = self._random[at : at + size]
             start, at = start + size, 0
 
+    def some_bytes(self, length: int, seed: int) -> bytes:
+        at = seed * 7919 % (_POOL - length)
+        return bytes(self._random[at : at + length])
+
     def difference(self, address: int, contents: bytearray, start: int, end: int) -> str | None:
         """Return a description of the first difference in the bytes at an address, or None."""
         expected = ctypes.addressof((ctypes.c_char * len(contents)).from_buffer(contents))

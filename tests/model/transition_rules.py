@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 import memsaver
-from memsaver.errors import InvalidStateError, OutOfDeviceMemoryError, OutOfHostMemoryError
-from model.apparatus import Apparatus
+from memsaver.errors import OutOfDeviceMemoryError, OutOfHostMemoryError
 from model.arguments import devices, names, overrides, picks, sides, some, threads
 from model.calls import Outcome
 from model.chances import SAVING, UNDOING, injections, mostly, of_transition
 from model.checks import require
 from model.expected import Tag, pages_under
 from model.place import DEVICES
+from model.sharing import Sharing
 
 KINDS = ("pause", "resume", "swap")
 TURNS = ("turn", "turn", "turn", "turn", "swap", "swap", "pause", "resume")
@@ -35,13 +35,16 @@ changes = rule(
 )
 
 
-class TransitionRules(Apparatus):
+class TransitionRules(Sharing):
     @changes
     def change(self, drawn):
         """Run some transitions one after the other, most of them under faults."""
         for i, (kind, some_of, over, backup, chances, thread, value) in enumerate(drawn):
             if i > 0:
+                self.release_imports()  # the first pause meets them
                 self.compare()
+            elif self.imports and kind == "turn":
+                kind, some_of = "pause", (self.imports[0].allocation.tag.name,)
             chosen = over if kind == "swap" else some_of
             if kind == "turn":
                 kind, chosen = self.turn(chosen)
@@ -75,7 +78,7 @@ class TransitionRules(Apparatus):
     def relapse(self, name, backup, chances):
         """Write an earlier backup's contents again, after a pause that may have failed."""
         (tag,) = self.named((name,))
-        if tag.regions or not tag.allocations:
+        if self.refusals([tag]) or not tag.allocations:
             return
         failing = injections(chances, SAVING)
         for value, faults in ((1, ()), (2, failing), (1, ())):
@@ -125,8 +128,7 @@ class TransitionRules(Apparatus):
         """Run a transition, wait for it, and check that it happened completely or not at all."""
         call, going, coming = self.parts(kind, names, backup)
         swap = kind == "swap"
-        if any(tag.regions for tag in going):
-            self.refused(InvalidStateError, call, thread=thread)
+        if self.refuse(going, call, thread=thread):
             return
         if self.scarce:
             self.land()
@@ -214,8 +216,7 @@ class TransitionRules(Apparatus):
         self.begin("fly", do, names, sides, backup, thread)
         names = sides if do == "swap" else names
         call, going, coming = self.parts(do, names, backup, wait=False)
-        if any(tag.regions for tag in going):
-            self.refused(InvalidStateError, call, thread=thread)
+        if self.refuse(going, call, thread=thread):
             return
         if any(tag.unknown for tag in coming):
             return
@@ -249,7 +250,9 @@ class TransitionRules(Apparatus):
     def paused_for_a_block(self, names, backup, thread):
         self.begin("paused_for_a_block", names, backup, thread)
         tags = self.named(names)
-        if any(tag.regions for tag in tags) or self.scarce:
+        if self.scarce:
+            return
+        if self.refuse(tags, memsaver.paused(*names, backup=backup).__enter__, thread=thread):
             return
         self.land(tags)
         self.synchronize()

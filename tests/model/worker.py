@@ -1,6 +1,6 @@
 """A process of the model test: runs rounds of sequences until it has done enough operations.
 
-    python -m model.worker seed operations sequences folder
+    python -m model.worker seed operations sequences folder [shareable tags]
 
 Records its operations in `folder/journal`, which survives a crash, and writes its figures to
 `folder/figures`. If the library differs from the model, prints the violation and the command that
@@ -24,14 +24,19 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.errors import FlakyStrategyDefinition
 from hypothesis.stateful import run_state_machine_as_test
 
+import memsaver
+from memsaver._memory.sharing import sending
 from memsaver.errors import MemsaverWarning, UsageWarning
+from model.place import NAMES
 
 STEPS = 60  # the maximum number of operations in a sequence
 SEQUENCES = 5  # in a round, which has one seed and can be repeated alone
 
 
-def run_round(machine: type, seed: int, sequences: int = SEQUENCES) -> None:
-    """Run one round. Raises a violation, with the shrunken sequence as notes."""
+def run_round(
+    machine: type, seed: int, sequences: int = SEQUENCES, *, shrinks: bool = True
+) -> None:
+    """Run one round. Raises a violation, with the (shrunken) sequence as notes."""
 
     class Round(machine):  # type: ignore[misc]
         pass
@@ -45,7 +50,7 @@ def run_round(machine: type, seed: int, sequences: int = SEQUENCES) -> None:
             database=None,
             print_blob=False,
             report_multiple_bugs=False,
-            phases=[Phase.generate, Phase.shrink],
+            phases=[Phase.generate, *([Phase.shrink] if shrinks else [])],
             suppress_health_check=list(HealthCheck),
         ),
     )
@@ -82,9 +87,13 @@ def main() -> int:
     folder = Path(sys.argv[4])
     faulthandler.enable()
     machine, process = prepare(folder)
+    for tag in sys.argv[5:]:
+        with memsaver.region(tag, shareable=True):
+            pass
     gc.freeze()  # a collection of the modules would cost as much as some operations
     start, status = time.monotonic(), 0
     while process.done.total() < operations:
+        shareable = "".join(filter(sending.is_shareable, NAMES))
         try:
             run_round(machine, seed, sequences)
         except BaseException as error:
@@ -98,6 +107,7 @@ def main() -> int:
             if sys.version_info < (3, 11):
                 print("\n".join(getattr(error, "__notes__", ())))
             alone = f"--only {seed} --sequences {sequences}"
+            alone += f" --shareable {shareable}" if shareable else ""
             print(f'  alone: make model ARGS="{alone}"', flush=True)
             status = 1
             break

@@ -3,16 +3,22 @@
 import argparse
 import contextlib
 import json
+from pathlib import Path
 
 import pytest
 
 
 class FakeServer:
-    """A server that generates the length of a prompt, and can give other answers by path."""
+    """A server that generates the length of a prompt, and can give other answers by path.
+
+    With other weights than the first ones, the generated number is larger by 1000.
+    """
 
     def __init__(self):
         self.answers = {}
         self.received = []
+        self.weights = "first"
+        self.skips_updates = False
 
     def is_alive(self):
         return True
@@ -28,6 +34,8 @@ class FakeServer:
             return 400, "no prompt"
         if path == "/generate":
             return 200, self._generated(payload)
+        if path == "/update_weights_from_disk" and not self.skips_updates:
+            self.weights = payload["model_path"]
         statuses = {"/load_lora_adapter": 400, "/no_such_request": 404, "/encode": 400}
         return statuses.get(path, 200), "{}"
 
@@ -36,9 +44,10 @@ class FakeServer:
 
     def _generated(self, payload):
         prompts = payload["input_ids"]
+        more = 1000 if Path(self.weights).name in ("second", "storm-other") else 0
         if isinstance(prompts[0], list):
-            return json.dumps([{"output_ids": [len(ids)]} for ids in prompts])
-        reply = json.dumps({"output_ids": [len(prompts)]})
+            return json.dumps([{"output_ids": [len(ids) + more]} for ids in prompts])
+        reply = json.dumps({"output_ids": [len(prompts) + more]})
         return f"data: {reply}\n\ndata: [DONE]\n\n" if payload.get("stream") else reply
 
 
@@ -48,8 +57,8 @@ def server():
 
 
 @pytest.fixture
-def storm(benchmark_module, server, tmp_path):
-    made = benchmark_module("parts.sglang_storm").Storm(server, tmp_path)
+def storm(benchmark_module, server):
+    made = benchmark_module("parts.sglang_storm").Storm(server, ("first", "second"))
     made.learn()
     return made
 
@@ -82,6 +91,9 @@ def test_a_plan_has_each_kind_and_the_wanted_number(storm):
         ("health", "/health", (503, "asleep"), "lost"),
         ("update", "/update_weights_from_disk", (400, "no such file"), "wrong"),
         ("adapter", "/load_lora_adapter", (200, "{}"), "wrong"),
+        ("completion", "/v1/completions", (400, "{}"), "wrong"),
+        ("embedding", "/encode", (200, "{}"), "wrong"),
+        ("flush", "/flush_cache", (400, "no such cache"), "wrong"),
     ],
 )
 def test_a_lost_or_a_wrong_answer_is_found(storm, server, kind, path, answer, verdict):
@@ -93,8 +105,42 @@ def test_a_lost_or_a_wrong_answer_is_found(storm, server, kind, path, answer, ve
 def test_an_update_is_repeated_while_the_cache_is_in_use(storm, server):
     busy = (400, "the update failed on rank 0 of 1: Cache flush failed after updating weights")
     server.answers["/update_weights_from_disk"] = [busy, busy]
+    before = server.received.count("/update_weights_from_disk")
     assert storm.send("update", 0) == "answered"
-    assert server.received.count("/update_weights_from_disk") == 3
+    assert server.received.count("/update_weights_from_disk") == before + 3
+
+
+@pytest.mark.parametrize("kind", ["generation", "batch", "stream"])
+def test_a_skipped_update_is_found(benchmark_module, storm, server, kind):
+    assert storm.send("update", 0) == storm.send(kind, 0) == "answered"
+    server.skips_updates = True
+    assert storm.send("update", 0) == "answered"
+    assert storm.send(kind, 0).startswith("wrong")
+    with pytest.raises(benchmark_module("children").Failed, match="after the storm"):
+        storm.check_end()
+
+
+def test_a_generation_during_an_update_may_have_either_weights(storm, server):
+    """The server begins the generation before or after it loads the weights."""
+    ask = server.request
+    for is_late in (False, True):
+
+        def request(path, payload=None, within=60, is_late=is_late):
+            if path != "/generate":
+                return ask(path, payload)
+            server.request = ask
+            early = ask(path, payload)
+            assert storm.send("update", 0) == "answered"
+            return ask(path, payload) if is_late else early
+
+        server.request = request
+        assert storm.send("generation", 0) == "answered"
+    assert storm.certain == 0
+
+
+def test_a_flush_of_a_busy_server_is_right(storm, server):
+    server.answers["/flush_cache"] = [(400, "Flush cache failed.")]
+    assert storm.send("flush", 0) == "answered"
 
 
 def test_a_server_that_changes_its_output_fails_the_benchmark(benchmark_module, storm, server):
@@ -103,9 +149,9 @@ def test_a_server_that_changes_its_output_fails_the_benchmark(benchmark_module, 
         storm.check_end()
 
 
-def test_a_server_with_similar_outputs_cannot_be_measured(benchmark_module, server, tmp_path):
-    storm = benchmark_module("parts.sglang_storm").Storm(server, tmp_path)
-    server.answers["/generate"] = [(200, '{"output_ids": [1]}')] * 12
+def test_a_server_with_similar_outputs_cannot_be_measured(benchmark_module, server):
+    storm = benchmark_module("parts.sglang_storm").Storm(server, ("first", "second"))
+    server.answers["/generate"] = [(200, '{"output_ids": [1]}')] * 20
     with pytest.raises(benchmark_module("children").Failed, match="not usable"):
         storm.learn()
 
@@ -115,7 +161,7 @@ def test_a_storm_with_too_few_cycles_fails(benchmark_module, server, tmp_path, m
     for name in ("wait_until_free", "write_config", "save_checkpoint"):
         monkeypatch.setattr(module, name, lambda *_, **__: None)
     monkeypatch.setattr(module, "serving", lambda *_: contextlib.nullcontext(server))
-    monkeypatch.setattr(module, "run", lambda *_: (7, [("generation", "answered")]))
+    monkeypatch.setattr(module, "run", lambda *_: (7, [("generation", "answered")], 0))
     server.url = ""
     options = argparse.Namespace(idle_mib=0, model=tmp_path, output=tmp_path / "out.json", naps=8)
     with pytest.raises(benchmark_module("children").Failed, match="only 7 of 8 cycles in time"):
@@ -162,3 +208,32 @@ def test_the_page_shows_the_value_of_each_run_of_a_metric(benchmark_module):
     assert first.startswith("| decoding") and "| 1,476.5 | one |" in first
     assert second.startswith("|  |  | another | 1,476.5 |")
     assert third.startswith("|  | 1,501.0 | a plain engine | 1,501.0 |")
+
+
+def test_the_row_of_a_storm_counts_the_answers_of_clients_that_wait(
+    benchmark_module, server, tmp_path, monkeypatch
+):
+    module = benchmark_module("parts.sglang_storm")
+    for name in ("wait_until_free", "write_config", "save_checkpoint"):
+        monkeypatch.setattr(module, name, lambda *_, **__: None)
+
+    monkeypatch.setattr(module, "serving", lambda *_: contextlib.nullcontext(server))
+
+    def nap(url, send, catch_up, before_waking, naps, requests, seconds):
+        send(requests)
+        before_waking()
+        return naps
+
+    monkeypatch.setattr(module, "nap", nap)
+    server.url = ""
+    options = argparse.Namespace(
+        idle_mib=0, model=tmp_path, output=tmp_path / "out.json", naps=1, requests=60
+    )
+    options.storm_seconds = 9
+    failures = []
+    (row,) = module.measure(options, failures)
+    detail = row["detail"]
+    assert not failures and detail["disconnected"] == detail["kinds"]["disconnect"] > 0
+    assert row["memsaver"] == row["peer_value"] == 60 - detail["disconnected"]
+    assert detail["held"] >= 0 and detail["without_an_update_meanwhile"] > 0
+    assert row["ratio"] == 1.0 and detail["lost"] == detail["wrong"] == 0

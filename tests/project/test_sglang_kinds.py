@@ -136,3 +136,87 @@ def test_a_row_shows_its_error_in_one_cell(benchmark_module, resumed):
     row = {"name": "dense", "resumed": resumed, "errors": {"with_backup": error}}
     (line,) = [line for line in page.table([row]).splitlines() if line.startswith("| dense |")]
     assert "with backup, start: `ValueError: a / b 'c'`" in line and line.count("|") == 9
+
+
+def test_the_table_says_that_a_random_draft_shows_no_acceptance(benchmark_module):
+    page = benchmark_module("sglang_kinds_page")
+    rows = [
+        {"name": name, "resumed": "same", "tokens_per_verification": 1.04}
+        for name in ("eagle", "standalone")
+    ]
+    lines = [line for line in page.table(rows).splitlines() if "per verification" in line]
+    assert ["random draft" in line for line in lines] == [True, False]
+
+
+@pytest.mark.parametrize("backup", [True, False])
+def test_an_engine_without_a_backup_has_none_of_its_draft(benchmark_module, tmp_path, backup):
+    cls = benchmark_module("sglang_kind_worker").KindWorker
+    worker = cls.__new__(cls)
+    kind = next(k for k in benchmark_module("sglang_kind_table").KINDS if k.name == "standalone")
+    worker._kind, worker._backup, worker._seed, worker._folder = kind, backup, 1, tmp_path
+    options = worker._arguments()
+    assert options.get("enable_draft_weights_cpu_backup", False) is backup
+    assert options["speculative_draft_model_path"] == str(tmp_path / "weights1")
+
+
+class FakeTieredEngine:
+    """A cache with a tier in host memory, for the greedy output of one engine.
+
+    Args:
+        keeps: the released tags after which the host tier keeps its prefixes.
+        wrong: the released tags after which the output is wrong.
+    """
+
+    def __init__(self, keeps, wrong=()):
+        self.keeps, self.wrong, self.seen, self.is_wrong = keeps, wrong, [], False
+
+    def sleep(self, tags, wait_idle):
+        if tags not in self.keeps:
+            self.seen = []
+        self.is_wrong = tags in self.wrong
+
+    def wake_up(self):
+        pass
+
+    def generate(self, input_ids, sampling_params):
+        hits = len(input_ids) if input_ids in self.seen else 0
+        self.seen.append(input_ids)
+        details = {"cached_tokens": hits, "cached_tokens_details": {"device": 0, "host": hits}}
+        return {"output_ids": [hits, self.is_wrong], "meta_info": details}
+
+
+@pytest.mark.parametrize(
+    ("keeps", "wrong", "found"),
+    [
+        (["weights", None], (), (1500, 1500)),
+        (["weights"], (), (1500, 0)),
+        ([], (), "does not hold the prompt after a release of weights"),
+        (["weights"], [None], "after a release of None"),
+    ],
+)
+def test_a_prefix_in_the_host_tier_is_hit_or_dropped(
+    benchmark_module, monkeypatch, keeps, wrong, found
+):
+    cls = benchmark_module("sglang_kind_worker").KindWorker
+    worker = cls.__new__(cls)
+    worker.controller = FakeTieredEngine(keeps, wrong)
+    monkeypatch.setattr(cls, "_settle", lambda self: None)
+    monkeypatch.setattr(cls, "_output", lambda self: ONE)
+    if isinstance(found, str):
+        with pytest.raises(RuntimeError, match=found):
+            worker.tier()
+        return
+    result = worker.tier()
+    assert (result["weights"], result["all"]) == found and result["output"] == ONE
+
+
+def test_the_host_tiers_tokens_are_in_the_row_and_on_the_page(benchmark_module, kinds):
+    backed = _steps(ONE, OTHER)
+    backed["tier"] = {"weights": 1499, "all": 0, "output": ONE}
+    kind = next(kind for kind in kinds.KINDS if kind.name == "hicache")
+    row = kinds.judged(kind, backed, _steps(OTHER, ONE))
+    assert row["resumed"] == "same"
+    text = benchmark_module("sglang_kinds_page").table([row])
+    assert "after a release: 1,499 (weights) and 0 (all)" in text
+    del backed["tier"]
+    assert kinds.judged(kind, backed, _steps(OTHER, ONE))["resumed"] == "failed"

@@ -9,11 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from importing_process import release_shared
 from weight_requests import payload, verification
 
 import memsaver
+from memsaver import simulator
 from memsaver.integrations.engine.errors import EngineError
 from memsaver.integrations.engine.interface import SharedTensors, WeightLoad
+from memsaver.integrations.rollout.weights.payloads import mapped
 from memsaver.integrations.sglang import SleepController
 from memsaver.integrations.sglang.backend import backend_of
 
@@ -78,8 +81,8 @@ def backend(engine, scheduler):
     return backend_of(engine.url)
 
 
-def load(backend, named, layout="whole"):
-    tensors = SharedTensors((payload(named, LAYOUTS[layout]),), layout)
+def load(backend, named, layout="whole", text=None):
+    tensors = SharedTensors((text or payload(named, LAYOUTS[layout]),), layout, text is None)
     return backend.load_weights(WeightLoad(tensors, 30.0, verification=verification(named)))
 
 
@@ -101,6 +104,27 @@ def test_a_session_loads_and_verifies_new_weights(backend, scheduler, layout):
             (check,) = load(backend, new(value), layout)
         assert check.received == check.held == 1 and not check.unverified
         assert scheduler.model.weight.tolist() == [value] * 4
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tensors_of_a_region_are_mapped_and_released(
+    backend, scheduler, tag, options, wait_until, layout
+):
+    options(importer_seconds=5)
+    name = tag("trainer")
+    with memsaver.region(name, backup="host", shareable=True):
+        weight = simulator.empty(4)
+    assert backend.maps_regions(30.0)
+    for value in (2.0, 3.0):
+        named = {"weight": weight.fill_(value)}
+        with session(backend):
+            (check,) = load(backend, named, layout, mapped(list(named.items())))
+        memsaver.pause(name)
+        memsaver.resume(name)
+        assert check.received == check.held == 1 and not check.unverified
+        assert scheduler.model.weight.tolist() == [value] * 4
+    del weight, named
+    release_shared(wait_until)
 
 
 def test_weights_outside_a_session_are_rejected(backend, scheduler):

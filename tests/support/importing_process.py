@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import gc
 import json
+import math
 import os
 import pickle
 import subprocess
@@ -114,6 +116,16 @@ def importing_process(**environment: str) -> Iterator[ImportingProcess]:
         started.kill()
         started.process.stdin.close()
         started.process.stdout.close()
+
+
+def release_shared(wait_until: Any) -> None:
+    """Wait until no process uses or maps memory of this process, nor this process of another."""
+    from memsaver._memory.sharing import peers, sending
+
+    gc.collect()  # caught exceptions may refer to tensors
+    sending.forget_expired(math.inf)
+    wait_until(lambda: sending.kept() == 0)
+    wait_until(lambda: not any(peer.extents for peer in peers._peers.values()))
 
 
 def received(value: Any) -> Any:

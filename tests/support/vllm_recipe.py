@@ -8,7 +8,9 @@ and the KV cache are CPU tensors in simulated memory, and nothing is generated.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from types import SimpleNamespace
+from typing import ClassVar
 
 import torch
 import vllm.platforms
@@ -16,7 +18,7 @@ from vllm.platforms.interface import Platform, PlatformEnum
 from vllm.plugins import load_general_plugins
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
-from vllm.v1.worker import gpu_worker
+from vllm.v1.worker import gpu_worker, lora_model_runner_mixin
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 import memsaver
@@ -25,6 +27,7 @@ from memsaver._runtime.native import _C
 
 MIB = 1 << 20
 KV_CACHE = 8 * MIB
+SAVED = ("_sleep_saved_buffers", "_sleep_saved_parameters", "_sleep_saved_draft_buffers")
 
 
 class SimulatedCuda(Platform):
@@ -41,6 +44,8 @@ class SimulatedCuda(Platform):
 class Model(torch.nn.Module):
     """A model with a weight and a buffer in the open pool."""
 
+    embedding_modules: ClassVar = {}  # for LoRA
+
     def __init__(self) -> None:
         super().__init__()
         weight = simulator.empty(MIB)
@@ -50,11 +55,31 @@ class Model(torch.nn.Module):
         self.register_buffer("cos_sin_cache", simulator.empty(64).copy_(torch.arange(64.0)))
 
 
-class Runner:
+class Adapters:
+    """The manager of LoRA adapters: a stack of them, in memory that is no buffer of the model."""
+
+    def __init__(self, *_) -> None:
+        pass
+
+    def create_lora_manager(self, model, vllm_config):
+        self.stack = simulator.empty(64).zero_()
+        return model
+
+
+class Runner(lora_model_runner_mixin.LoRAModelRunnerMixin):
     """The parts of a model runner that allocate memory."""
+
+    def __init__(self, vllm_config, has_lora: bool, has_draft: bool) -> None:
+        self.vllm_config, self.has_lora, self.has_draft = vllm_config, has_lora, has_draft
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
         self.model = Model()
+        if self.has_lora:
+            self.model = self.load_lora_model(self.model, self.vllm_config, "cpu")
+        self.draft = Model() if self.has_draft else None
+
+    def get_draft_model(self):
+        return self.draft
 
     def initialize_kv_cache(self, kv_cache_config, kv_cache_allocation_context=None) -> None:
         # Outside of the pools in some versions.
@@ -70,16 +95,16 @@ class Runner:
         return self.model
 
     def shutdown(self) -> None:
-        self.model = self.kv_cache = self.block_tables = None
+        self.model = self.draft = self.lora_manager = self.kv_cache = self.block_tables = None
 
 
 class Engine:
     """vLLM's engine core with its executor and worker."""
 
-    def __init__(self, patch) -> None:
+    def __init__(self, patch, has_lora: bool = False, has_draft: bool = False) -> None:
         # Restored after the test, because other tests use the platform of this machine.
         patch.setattr(vllm.platforms, "_current_platform", SimulatedCuda())
-        for module in (vllm.platforms, gpu_worker, *device_modules()):
+        for module in (vllm.platforms, gpu_worker, lora_model_runner_mixin, *device_modules()):
             patch.setattr(module, "current_platform", SimulatedCuda(), raising=False)
         patch.setattr(torch.accelerator, "synchronize", lambda *_: None)
         patch.setattr(torch.accelerator, "get_memory_info", lambda *_: memsaver.device_memory(0))
@@ -91,8 +116,10 @@ class Engine:
             lambda *_, **__: contextlib.nullcontext(),
         )
         patch.setattr(gpu_worker, "ensure_kv_transfer_initialized", lambda *_: None)
+        patch.setattr(lora_model_runner_mixin, "supports_lora", lambda _: True)
+        patch.setattr(lora_model_runner_mixin, "LRUCacheWorkerLoRAManager", Adapters)
         load_general_plugins()
-        self.worker = worker()
+        self.worker = worker(has_lora, has_draft)
         executor = UniProcExecutor.__new__(UniProcExecutor)
         executor.driver_worker = WorkerWrapperBase.__new__(WorkerWrapperBase)
         executor.driver_worker.worker = self.worker
@@ -102,6 +129,7 @@ class Engine:
         self.core = EngineCore.__new__(EngineCore)
         self.core.model_executor = executor
         self.core.scheduler = Scheduler()
+        self.core.batch_queue = None
         self.core._reset_caches = lambda *_, **__: None
         self.worker.load_model()
         self.worker.initialize_from_config(
@@ -136,6 +164,8 @@ class Scheduler:
     def has_unfinished_requests(self) -> bool:
         return bool(self.running)
 
+    has_requests = has_unfinished_requests
+
     def reset_encoder_cache(self) -> None:
         pass
 
@@ -149,7 +179,7 @@ class Scheduler:
         self.pause_state = state
 
 
-def worker():
+def worker(has_lora: bool = False, has_draft: bool = False):
     """Return vLLM's worker with the attributes that a sleep uses."""
     model_config = SimpleNamespace(
         enable_cumem_allocator=True,
@@ -159,23 +189,22 @@ def worker():
         enable_nccl_comm_suspend=False,
         sleep_preserve_parameter_names=(),
     )
+    vllm_config = SimpleNamespace(
+        model_config=model_config, weight_transfer_config=None, ec_transfer_config=None
+    )
     found = gpu_worker.Worker.__new__(gpu_worker.Worker)
+    created = inspect.getsource(gpu_worker.Worker.__init__)
+    vars(found).update((name, {}) for name in SAVED if name in created)
     vars(found).update(
-        vllm_config=SimpleNamespace(
-            model_config=model_config, weight_transfer_config=None, ec_transfer_config=None
-        ),
+        vllm_config=vllm_config,
         model_config=model_config,
         parallel_config=SimpleNamespace(world_size=1, distributed_executor_backend="uni"),
         cache_config=SimpleNamespace(),
-        model_runner=Runner(),
+        model_runner=Runner(vllm_config, has_lora, has_draft),
         device=torch.device("cpu"),
         rank=0,
         _sleep_mode_backend=None,
-        _sleep_saved_buffers={},
-        _sleep_saved_parameters={},
-        _sleep_saved_draft_buffers={},
         _sleep_rebuild_draft_metadata_buffers=False,
-        get_draft_model=lambda: None,
     )
     return found
 

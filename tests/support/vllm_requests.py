@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 from vllm.plugins import load_general_plugins
-from vllm.sampling_params import PoolingParams, SamplingParams
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import SamplingParams
 
 PROMPT = [1, 2, 3]
 BOTH = ("kv_cache", "weights")

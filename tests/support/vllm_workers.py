@@ -31,12 +31,16 @@ class Worker:
         [check] = [RankCheck.from_fields(row) for row in json.loads(json.dumps(rows))]
         return check
 
-    def load(self, named, layout="whole", sent=None, **fields) -> RankCheck:
-        """Load a bucket with full verification; `sent` are the tensors of the digests."""
+    def load(self, named, layout="whole", sent=None, text=None, **fields) -> RankCheck:
+        """Load a bucket with full verification.
+
+        `sent` are the tensors of the digests, and `text` a payload in place of a bucket's.
+        """
         names = tuple(named)
         row = tuple(digest((sent or named)[name]) for name in names)
         verification = VerificationRequest(names, tuple(range(len(names))), (row,))
-        text, memory = payload(named, layout)
+        own, memory = payload(named, layout)
+        text = text or own
         given = WeightLoad(SharedTensors((text,), layout), 10.0, verification=verification)
         check = self.call(protocol.LOAD, {**protocol.fields_of(given), **fields})
         memory.fill_(255)  # the sender uses its memory for the next bucket

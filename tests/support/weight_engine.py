@@ -18,10 +18,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from memsaver._memory.sharing.wire import domain
 from memsaver.errors import InvalidStateError
 from memsaver.integrations.engine import hooking
+from memsaver.integrations.engine.messages import SchedulerState
 from memsaver.integrations.engine.status import Status
-from memsaver.integrations.sglang import hooks
+from memsaver.integrations.sglang import hooks, shared_tensors
 from memsaver.integrations.sglang.protocol import text_of, verification_of
 from memsaver.integrations.sglang.replies import Reply
 from memsaver.integrations.sglang.weight_calls import WeightCalls
@@ -251,6 +253,9 @@ def hooked(patch):
             original = getattr(classes[owner], name)
             setattr(classes[owner], name, hooking.wrapped(kind, original, hook))
     patch.setitem(globals(), "WeightUpdater", classes["WeightUpdater"])
+    unpickler = type("SafeUnpickler", (_Unpickler,), {"find_class": _Unpickler.find_class})
+    shared_tensors.install(types.SimpleNamespace(SafeUnpickler=unpickler))
+    patch.setitem(globals(), "_Unpickler", unpickler)
     yield classes["SchedulerWeightUpdaterManager"]
 
 
@@ -295,7 +300,12 @@ class Backend(WeightCalls):
         self.version: str | None = None
         self.requests: list[Request] = []
         self.damage = lambda number: None  # called before each load with its number
+        self.domain = domain()
+        self.has_plugin = make_manager is not SchedulerWeightUpdaterManager
         self.largest = 0
+
+    def states(self, timeout: float) -> list[SchedulerState]:
+        return [SchedulerState("one", (), True, domain=self.domain)] if self.has_plugin else []
 
     def pause_generation(self, mode: str, timeout: float) -> None:
         self.calls.append(f"pause {mode}")

@@ -1,5 +1,7 @@
 """Pause and resume in every way on several threads, with finalizers, signals, forks and exits.
 
+Two of the tags are shareable: threads send their tensors, which the process receives itself.
+
 Eight threads and the main thread make random calls on a few tags: transitions with and without
 waiting, regions, frees, callbacks that begin transitions. Objects in reference cycles make the same
 calls when the garbage collector finalizes them, and so do handlers of signals, which arrive at any
@@ -30,8 +32,11 @@ from simulated_driver import Block, Simulator
 import memsaver
 from memsaver._runtime.native import _C
 from memsaver.errors import InvalidStateError
+from walks.sharing import Shares
 
 TAGS = ("a", "b", "c", "d")
+SHAREABLE = ("c", "d")
+IMPORTER_SECONDS = 0.02  # a tensor that waits for the garbage collector can take longer
 THREADS = 8
 CHILD_SECONDS = 20.0
 MOST_CYCLES = 16  # cycles that wait for the garbage collector
@@ -72,9 +77,11 @@ class Walk:
         self._signalled = -1  # the step in which the last signal was sent
         self._told = dict.fromkeys(TAGS, "mapped")
         self._blocks: dict[str, list[Block]] = {}
+        memsaver.configure(importer_seconds=IMPORTER_SECONDS)
         for number, tag in enumerate(TAGS):
-            with memsaver.region(tag, backup="host"):
+            with memsaver.region(tag, backup="host", shareable=tag in SHAREABLE):
                 self._blocks[tag] = [Block(self._sim, 4096 * n, number + n) for n in (1, 3)]
+        self._shares = Shares(block for tag in SHAREABLE for block in self._blocks[tag])
 
     def run(self, seconds: float) -> dict[str, object]:
         signal.signal(signal.SIGALRM, self._alarm)
@@ -160,6 +167,7 @@ class Walk:
             self.counts[f"{name} refused"] += 1
             text = str(error)
             known = ("for ever", "while the tag is paused", "is open", "is paused", "innermost")
+            known += ("other processes use",)
             if not any(part in text for part in known):
                 self.wrong.append(f"{name}: {text}")
         except Alarm:
@@ -176,6 +184,7 @@ class Walk:
             "region": self._region,
             "cycle": self._cycle,
             "look": self._look,
+            "share": self._share,
             "timeline": self._timeline,
             "trim": lambda rng: memsaver.trim(wait=rng.random() < 0.5),
         }
@@ -218,6 +227,14 @@ class Walk:
         # cycles faster than that, its call would never return.
         if len(self.cycles) < MOST_CYCLES:
             Cycle(self, rng.random())
+
+    def _share(self, rng: random.Random) -> None:
+        received, why = self._shares.receive(rng)
+        if why is not None:
+            self.wrong.append(why)
+        self.counts["received"] += received is not None
+        if rng.random() < 0.2 and len(self.cycles) < MOST_CYCLES:
+            Cycle(self, rng.random(), received)
 
     def _timeline(self, rng: random.Random) -> None:
         try:
@@ -322,6 +339,7 @@ class Walk:
             lambda: memsaver.pause(*tags, wait=False),
             lambda: memsaver.resume(*tags, wait=False),
             lambda: self._enter_and_leave(tags),
+            lambda: self._shares.send(rng),
             memsaver.stats,
             memsaver.trim,
         ]
@@ -354,8 +372,9 @@ class Cycle:
 
     _owner: Walk | None = None  # set by __init__, which a signal can interrupt
 
-    def __init__(self, owner: Walk, seed: float) -> None:
+    def __init__(self, owner: Walk, seed: float, received: object = None) -> None:
         self._itself = self
+        self._received = received
         self._seed = seed
         self._owner = owner
         owner.cycles.append(None)

@@ -54,10 +54,11 @@ constexpr ObjectKind kModule{
 
 uint64_t number(void* object) { return reinterpret_cast<uint64_t>(object); }
 
+std::atomic<uint64_t> last_export_id{0};
+
 }  // namespace
 
 PhysicalMemory PhysicalMemory::create(const Device& device, uint64_t bytes, bool exportable) {
-  static std::atomic<uint64_t> last_export_id{0};
   DriverObject object(kPhysicalMemory), mapped(kMappedRange);
   CUmemAllocationProp prop{};
   prop.type = CU_MEM_ALLOCATION_TYPE_PINNED;
@@ -79,6 +80,10 @@ PhysicalMemory PhysicalMemory::create(const Device& device, uint64_t bytes, bool
   check(result, "cuMemCreate");
   object.own(handle, bytes);
   return PhysicalMemory(std::move(object), std::move(mapped), exportable ? ++last_export_id : 0);
+}
+
+void PhysicalMemory::renew_export_id() noexcept {
+  if (export_id_ != 0) export_id_ = ++last_export_id;
 }
 
 PhysicalMemory PhysicalMemory::import_from(int descriptor, uint64_t bytes) {

@@ -37,6 +37,8 @@ class PhysicalMemory {
   // The number under which the memory is exported, unique in this process; 0 if it is not
   // exportable.
   uint64_t export_id() const { return export_id_; }
+  // Replaces the number, if there is one, by a new one.
+  void renew_export_id() noexcept;
   // Exports the memory. The descriptor keeps the memory allocated. Throws kDriverFailed,
   // kOutOfHostMemory.
   Descriptor export_memory() const;
@@ -100,6 +102,8 @@ class Mapping {
   uint64_t bytes() const { return memory_.bytes(); }
   uint64_t end() const { return address() + bytes(); }
   const PhysicalMemory& memory() const { return memory_; }
+  // Gives exportable memory a new number, because it serves other addresses than before.
+  void renew_export_id() noexcept { memory_.renew_export_id(); }
 
   // Unmaps the memory and returns it with its contents. The caller has drained the device. Throws
   // kDriverFailed; the mapping is then unchanged.

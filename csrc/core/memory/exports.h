@@ -17,8 +17,9 @@ namespace memsaver {
 // An extent of a tag that other processes can import.
 struct ExportedExtent {
   Range range;
-  Range span;   // the span of the heap that contains the extent
-  uint64_t id;  // unique in this process; new memory at the same addresses has another id
+  Range span;  // the span of the heap that contains the extent
+  // Unique in this process: memory that a resume or a swap maps has a new id, even if it is old.
+  uint64_t id;
   int device;
   Descriptor descriptor;
 };

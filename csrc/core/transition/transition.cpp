@@ -238,6 +238,8 @@ void Transition::commit() noexcept {
   }
   for (Arriving& to : into_) {
     Pool& pool = *to.pool;
+    // A message that was sent before must not lead to pages that belonged to another tag then.
+    for (auto& [address, mapping] : to.mappings) mapping.renew_export_id();
     pool.heap.commit_extents(to.mappings);
     pool.retained.swap(pool.saved);
     pool.saved.clear();

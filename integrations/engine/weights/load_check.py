@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import socket
@@ -52,9 +53,11 @@ class LoadCheck:
         self._differing: set[str] = set()
         self._used: set[str] = set()
         self._unverified: list[str] = []
+        self._has_caught = False  # an exception of a loader
 
     def fail(self, error: BaseException) -> None:
         """Record an exception as the failure, unless there is one already."""
+        self._has_caught = True
         failure = Failure.of(error)
         if not isinstance(error, MemsaverError):
             failure = replace(failure, message=f"{failure.kind}: {failure.message}")
@@ -147,6 +150,7 @@ class LoadCheck:
             other = differing(model, chosen, load)
         except Exception as error:
             _logger.exception("the model's contents could not be compared with the tensors sent")
+            self._has_caught = True
             self._unverified.append(f"{type(error).__name__}: {error}")
             return
         self._held.update(name for name, _ in chosen)
@@ -163,9 +167,16 @@ class LoadCheck:
         return tuple(name for name in self._names if name in names)
 
     def synchronize(self) -> None:
-        """Wait until the device has read the sender's memory. Records a failure; never raises."""
+        """Wait until the device has read the sender's memory. Records a failure; never raises.
+
+        Call it after the load, outside of the handling of its exceptions.
+        """
         import torch
 
+        if self._has_caught:
+            # An exception and the futures of a loader's thread pool refer to each other, and so
+            # keep the tensors, with which the sender's tag could not be paused.
+            gc.collect()
         try:
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()

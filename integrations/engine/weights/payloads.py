@@ -1,4 +1,6 @@
-"""Opens tensors of another process that arrive as text: CUDA memory, or shared host memory.
+"""Opens tensors of another process that arrive as text.
+
+They are in CUDA memory, in shared host memory, or in shareable regions of the other process.
 
 The text is a pickle. Only the functions that rebuild tensors are called, so that a text can open
 memory, and nothing else.
@@ -13,8 +15,9 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+from memsaver._memory.sharing.importing import rebuild_named
 from memsaver._runtime.native import _C
-from memsaver.errors import ConfigError
+from memsaver.errors import ConfigError, SharingError
 
 from ..errors import EngineError
 from .writes import Named
@@ -34,6 +37,7 @@ _ALLOWED = {
     ),
     "torch.storage": ("TypedStorage", "UntypedStorage"),
     "multiprocessing.resource_sharer": ("DupFd",),
+    rebuild_named.__module__: (rebuild_named.__name__,),
     "types": ("SimpleNamespace",),
 }
 
@@ -41,11 +45,14 @@ _ALLOWED = {
 def named_tensors(text: str) -> Named:
     """Return the tensors in a text: a list of names and tensors, or views of one piece of memory.
 
+    Tensors of a shareable region keep its tag from being paused until they are deleted.
+
     The tensors may be on a GPU that this process uses for the first time. That GPU writes them into
     the memory of tags, so it is given access to all tags.
 
     Raises:
         ConfigError: the tensors' GPU is not visible to this process.
+        SharingError: the tensors of a shareable region cannot be mapped.
         EngineError: the text is not such a text, or contains anything but tensors.
     """
     try:
@@ -59,7 +66,7 @@ def named_tensors(text: str) -> Named:
         else:
             named = [(str(name), tensor) for name, tensor in value]
         is_on_gpu = any(tensor.is_cuda for _, tensor in named)
-    except ConfigError:
+    except (ConfigError, SharingError):
         raise
     except Exception as error:
         raise EngineError(

@@ -16,6 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from memsaver._memory.sharing.importing import is_imported
+from memsaver.errors import SharingError
+
 __all__ = ["Load", "Named", "Operation", "Source", "Storage", "Writes", "storage_of"]
 
 Named = Sequence[tuple[str, Any]]
@@ -93,14 +96,26 @@ class Writes:
 
     def call(self, operation: Operation) -> Any:
         """Run one of the loader's operations."""
-        written = [t for t in _written(operation) if storage_of(t) in self._storages]
+        targets = _written(operation)
+        written = [t for t in targets if storage_of(t) in self._storages]
         if not written:
+            self._protect_sender(targets)
             result = self.read(operation)
             self.source.follow(operation, result)
             return result
         marks = {id(tensor) for tensor in written}
         sources = [tensor for tensor in operation.tensors() if id(tensor) not in marks]
         return self.write(operation, written, self.source.writes(sources))
+
+    def _protect_sender(self, targets: Sequence[Any]) -> None:
+        """Raise `SharingError` if a target of a write is in the sender's own tensors."""
+        for tensor in targets:
+            if is_imported(tensor.untyped_storage().data_ptr()):
+                names = ", ".join(self.source.views(tensor)) or "a tensor"
+                raise SharingError(
+                    f"the model's loader writes to {names} itself, which is in a shareable region "
+                    "of the sender: send a copy that is in no region"
+                )
 
     def read(self, operation: Operation) -> Any:
         """Run an operation that writes nothing to the model."""

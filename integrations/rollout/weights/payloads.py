@@ -1,6 +1,6 @@
 """Serialises tensors as text with which another process can open their memory.
 
-The memory is shared through CUDA IPC or as shared host memory.
+The memory is shared through CUDA IPC, as shared host memory, or as a part of a shareable region.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
 
+from memsaver._memory.sharing import sending
 from memsaver.errors import ConfigError
 
 from ...engine.weights.payloads import DEVICE_ARGUMENT, index_of
 from ..pickles import unpack
 
-__all__ = ["Receivers", "flattened", "listed", "opened", "shared"]
+__all__ = ["Receivers", "flattened", "listed", "mapped", "opened", "shared"]
 
 # The positions of a CUDA tensor's storage class and counter in torch's reductions.
 _STORAGE_ARGUMENT, _COUNTER_ARGUMENT = 4, 11
@@ -69,6 +70,23 @@ def flattened(
 def listed(views: Sequence[tuple[str, int, Any]], receivers: Receivers | None = None) -> str:
     """Serialise named tensors, each of which is opened separately. See `flattened`."""
     return _serialised([(name, view) for name, _, view in views], receivers)
+
+
+def mapped(named: Sequence[tuple[str, Any]]) -> str:
+    """Serialise named tensors of shareable regions, which are opened together.
+
+    Raises:
+        SharingError: the tensors' tag is paused.
+    """
+    return _pickled(_Named(named))
+
+
+class _Named:
+    def __init__(self, named: Sequence[tuple[str, Any]]) -> None:
+        self._named = named
+
+    def __reduce__(self) -> Any:
+        return sending.reduce_named(self._named)
 
 
 def shared(memory: Any) -> str:

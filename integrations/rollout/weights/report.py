@@ -17,9 +17,11 @@ class WeightUpdate:
         bytes: the bytes that were sent to each rank of the engine.
         tensors: the number of tensors that were sent.
         tied: tensors that were not sent, because they share the memory of another tensor.
-        buckets: the number of buckets.
+        mapped: the number of tensors that were sent without a copy: the engine read them in the
+            trainer's shareable regions.
+        buckets: the number of buckets in which the others were sent.
         bucket_bytes: the bytes of the largest bucket, the memory that the update needs in addition
-            to the model.
+            to the model; 0 without buckets.
         verify: the requested verification: "off", "sampled" or "full".
         received: the number of tensors that arrived as sent, by their digests.
         held: the number of tensors whose contents equal those of the engine's model, in the model's
@@ -34,6 +36,7 @@ class WeightUpdate:
     bytes: int
     tensors: int
     tied: tuple[str, ...]
+    mapped: int
     buckets: int
     bucket_bytes: int
     verify: str

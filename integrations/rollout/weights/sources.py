@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import memsaver
+from memsaver._memory.sharing.sending import can_send
 from memsaver._runtime.native import _C
 from memsaver.errors import ConfigError, InvalidStateError, NotLoadedError
 
@@ -55,8 +56,31 @@ class Source:
         self.spec = spec
         self.part = part
         self._tensor = tensor
-        self.device = _local(tensor).device
+        self.device = self.local.device
         self.distributed = _is_distributed(tensor)
+
+    @property
+    def local(self) -> Any:
+        """This rank's part of the tensor, in the trainer's memory."""
+        return _local(self._tensor)
+
+    def can_be_mapped(self, device: Any) -> bool:
+        """Return whether an engine's rank on the device can read the tensor where it is.
+
+        The tensor must be whole on this rank, contiguous as in a bucket, and in a shareable region.
+        """
+        import torch
+
+        local = self.local
+        return (
+            self.part is None
+            and type(local) is torch.Tensor
+            and tuple(local.shape) == self.spec.shape
+            and local.device == device
+            and local.is_contiguous()
+            and not (local.is_conj() or local.is_neg())
+            and can_send(local)
+        )
 
     def view_of(self, memory: Any) -> Any:
         """Return a bucket's bytes as a tensor of this type and shape."""
@@ -82,7 +106,7 @@ class Source:
 
     def check(self) -> None:
         """Raise `InvalidStateError` if the tensor's memory is paused: reading it would be fatal."""
-        local = _local(self._tensor)
+        local = self.local
         tag = _tag_of(local.data_ptr()) if local.numel() else None
         if tag is not None and memsaver.state(tag) == "paused":
             raise InvalidStateError(

@@ -8,22 +8,21 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from memsaver.errors import ConfigError, MemsaverError
+from memsaver.errors import MemsaverError
 
 from ...engine.interface import Broadcast, Layout, SharedTensors, WeightLoad
 from ...engine.weights.checks import RankCheck
-from ..arguments import check_equal
 from ..errors import WeightMismatchError
 from ..together import GRACE_SECONDS
-from .agreement import check_same, common_tie, names_digest
-from .buckets import Bucket, buckets_of
+from .buckets import Bucket
 from .colocated import BucketMemory
 from .disaggregated import WeightGroup
 from .meetings import meetings_of
 from .options import Options
-from .parts import check_cover
+from .plan import agree
+from .regions import RegionTensors
 from .report import WeightUpdate
-from .sources import Rename, Source, Spec, sources_of
+from .sources import Rename
 from .verification import Tally, Verify, digests_of, raise_unlike, verification_for, verified_places
 
 if TYPE_CHECKING:
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["update"]
 
 Views = Sequence[tuple[str, int, Any]]
+Medium = BucketMemory | RegionTensors
 
 _WHAT = "an update of the engine's weights"
 
@@ -62,6 +62,9 @@ def update(
     The engine's weights must be awake; its KV cache need not be. Without `group` the engine is on
     the same GPUs: each of its ranks shares a GPU with the trainer's rank of the same index in the
     tensor-parallel group, which may have more ranks than the engine.
+
+    Tensors in shareable regions are sent without a bucket, if the engine can map them
+    (`WeightUpdate.mapped`). The caller must not change them during the call.
 
     Args:
         engine: a `RolloutEngine`; or an `EngineSet`, which needs `group`.
@@ -99,6 +102,8 @@ def update(
         InvalidStateError: the engine's weights are released, or a tag with memory of `state` is
             paused.
         OutOfDeviceMemoryError: there is no room for the bucket; nothing was sent.
+        SharingError: a tag with memory of `state` was paused during the call, the engine cannot map
+            a tensor of it, or the engine's loader would write to the tensor.
         EngineError, RankError, GroupError: the engine or a rank failed.
 
     Every error is raised on all ranks, and `state` is unchanged.
@@ -121,52 +126,48 @@ class _Update:
         self._meetings = meetings_of(engine)
         self._meetings.number += 1
         self._number = self._meetings.number
-        self._sources: dict[str, Source] = {}
-        self._tied: tuple[str, ...] = ()
         self._tally = Tally()
 
     def run(self) -> dict[str, Any]:
         """Run the update, and return the report's fields except for the duration."""
-        specs = self._agree()
-        buckets = buckets_of(
-            [(spec.name, spec.nbytes) for spec in specs], self._options.bucket_bytes
-        )
-        largest = max((bucket.nbytes for bucket in buckets), default=0)
+        self._plan = agree(self._engine, self._state, self._options, self._meetings, _WHAT)
+        plan, timeout = self._plan, self._options.timeout
+        largest = max((bucket.nbytes for bucket in plan.buckets), default=0)
         with contextlib.ExitStack() as held:
             memory: list[BucketMemory] = []
 
             def room() -> None:
-                bucket = BucketMemory(largest, self._device(), self._has_parts)
+                bucket = BucketMemory(largest, plan.device, plan.has_parts)
                 memory.append(held.enter_context(bucket))
 
-            timeout = self._options.timeout
-            self._meetings.gather(f"{_WHAT}: room for a bucket", room, timeout)
-            if self._has_parts:
+            if plan.buckets:
+                self._meetings.gather(f"{_WHAT}: room for a bucket", room, timeout)
+            if plan.has_parts:
                 self._open(memory[0])
+            loads: list[tuple[str, Bucket, Medium]] = [
+                (f"bucket {at} of {len(plan.buckets)}", bucket, memory[0])
+                for at, bucket in enumerate(plan.buckets, 1)
+            ]
+            if plan.mapped is not None:
+                loads.insert(0, ("tensors in regions", plan.mapped, RegionTensors(plan.device)))
             with self._paused(), self._session():
-                for at, bucket in enumerate(buckets):
-                    self._send(
-                        bucket, memory[0], f"{at + 1} of {len(buckets)}", bucket is buckets[-1]
-                    )
-            if self._has_parts:  # before the memory is freed, which waits for its users
+                for load in loads:
+                    self._send(*load, load is loads[-1])
+            if plan.has_parts:  # before the memory is freed, which waits for its users
                 self._meetings.gather(f"{_WHAT}: its last step", memory[0].close_others, timeout)
         checksums = self._checksums()
         return {
             "version": self._options.version,
-            "bytes": sum(spec.nbytes for spec in specs),
-            "tensors": len(specs),
-            "tied": self._tied,
-            "buckets": len(buckets),
+            "bytes": sum(spec.nbytes for spec in plan.specs),
+            "tensors": len(plan.specs),
+            "tied": plan.tied,
+            "mapped": len(plan.mapped.slots) if plan.mapped is not None else 0,
+            "buckets": len(plan.buckets),
             "bucket_bytes": largest,
             "verify": self._options.verify,
             "checksums": checksums,
             **self._verified(),
         }
-
-    @property
-    def _has_parts(self) -> bool:
-        """Whether tensors are parts; equal on all ranks after `_agree`."""
-        return any(source.part is not None for source in self._sources.values())
 
     def _open(self, memory: BucketMemory) -> None:
         """Open the buckets of the other ranks of this engine."""
@@ -175,69 +176,6 @@ class _Update:
         rows = self._meetings.gather(what, lambda: memory.shared(count - 1), timeout)
         others = [row[place - (place > rank)] for rank, row in enumerate(rows) if rank != place]
         self._meetings.gather(f"{what}, opened", lambda: memory.open(others), timeout)
-
-    # --- what is sent -----------------------------------------------------------------------------
-
-    def _agree(self) -> list[Spec]:
-        """Return the tensors that all ranks send, in order. Changes nothing."""
-        # The engine's own timeout, because the update's may be the invalid argument.
-        plans = self._meetings.gather(f"{_WHAT}: its plan", self._plan, self._engine.timeout)
-        given = [options for options, _ in plans]
-        everyones = [specs for _, specs in plans]
-        timeout, ranks = self._options.timeout, self._engine.layout.tp_ranks
-        what = f"{_WHAT}: its tensors"
-        with self._meetings.step(what, timeout):
-            check_equal(ranks, given)
-            check_same(ranks, everyones, self._options.layout == "whole")
-            if not everyones[0]:
-                raise ConfigError("there are no tensors to send")
-            for same in zip(*everyones, strict=True):
-                check_cover(same[0].name, same[0].shape, [spec.box for spec in same])
-        # Shards need not have the same size on all ranks.
-        specs = [max(same, key=lambda spec: spec.nbytes) for same in zip(*everyones, strict=True)]
-        ties = [common_tie(spec.same for spec in same) for same in zip(*everyones, strict=True)]
-        ours = ranks, given, names_digest(specs), ties
-        engines = self._meetings.along(what, ours, timeout) or [ours]
-        check_equal(
-            [rank for theirs, *_ in engines for rank in theirs],
-            [options for _, theirs, *_ in engines for options in theirs],
-        )
-        if len({digest for _, _, digest, _ in engines}) > 1:
-            raise ConfigError("the ranks of different engines do not send the same tensors")
-        ties = [common_tie(each) for each in zip(*(one[3] for one in engines), strict=True)]
-        tied = {spec.name for spec, tie in zip(specs, ties, strict=True) if tie}
-        self._tied = tuple(spec.name for spec in specs if spec.name in tied)
-        return [spec for spec in specs if spec.name not in tied]
-
-    def _plan(self) -> tuple[dict[str, str], list[Spec]]:
-        """Check the arguments; return those that all ranks compare, and this rank's tensors."""
-        self._engine._check_call(self._options.timeout)
-        self._options.check(self._engine)
-        if self._engine.layout.is_leader:
-            self._engine._engine.control.check("update_weights")
-        sources = sources_of(self._state, rename=self._options.rename)
-        for source in sources:
-            source.check()
-            if source.distributed and self._options.layout == "engine":
-                raise ConfigError(
-                    f"{source.spec.name} is a DTensor, which is sent whole: in the engine's layout "
-                    "pass this rank's shard (`to_local()`)"
-                )
-            if source.part is not None and self._options.layout == "engine":
-                raise ConfigError(f"{source.spec.name} is a `Part`: pass layout='whole'")
-        self._sources = {source.spec.name: source for source in sources}
-        return self._options.compared(), [source.spec for source in sources]
-
-    def _device(self) -> Any:
-        """Return the device for buckets: the state's device, or the group's."""
-        import torch
-
-        devices = {source.device for source in self._sources.values()}
-        on_gpu = [device for device in devices if device.type == "cuda"]
-        wanted = self._options.group.device if self._options.group is not None else None
-        if wanted == "cpu" or (wanted is None and not on_gpu and not torch.cuda.is_available()):
-            return torch.device("cpu")
-        return on_gpu[0] if on_gpu else torch.device("cuda", torch.cuda.current_device())
 
     # --- the engine -------------------------------------------------------------------------------
 
@@ -293,28 +231,28 @@ class _Update:
             raise
         self._meetings.on_leader(f"{_WHAT}: its end", end, timeout)
 
-    def _send(self, bucket: Bucket, memory: BucketMemory, which: str, last: bool) -> None:
-        """Send one bucket from the trainer's memory into the engine's."""
-        what = f"{_WHAT}: bucket {which}"
+    def _send(self, which: str, bucket: Bucket, medium: Medium, last: bool) -> None:
+        """Send the tensors of one load from the trainer's memory into the engine's."""
+        what = f"{_WHAT}: {which}"
         places = verified_places(bucket, self._options.verify, self._number)
         # The first step does not wait for the device: the wait would not end without all ranks.
         views: list[tuple[str, int, Any]] = []
         self._meetings.gather(
             f"{what}, gathered",
-            lambda: views.extend(memory.write(bucket, self._sources)),
+            lambda: views.extend(medium.write(bucket, self._plan.sources)),
             self._options.timeout,
         )
-        if self._has_parts:  # which other ranks wrote into this rank's memory
-            self._meetings.gather(f"{what}, written", memory.settle, self._options.timeout)
+        if self._plan.has_parts:  # which other ranks wrote into this rank's memory
+            self._meetings.gather(f"{what}, written", medium.settle, self._options.timeout)
 
         def payload() -> tuple[str, tuple[str, ...]]:
-            memory.settle()
+            medium.settle()
             if self._options.group is not None:  # only the leader's tensors are sent
                 return "", digests_of(views, places) if self._engine.layout.is_leader else ()
             digests = digests_of(views, places)
             if self._engine.layout.tp_rank >= self._engine.tp_size:
                 return "", digests  # torch keeps memory until each receiver has closed it
-            return memory.payload(views, self._options.layout), digests
+            return medium.payload(views, self._options.layout), digests
 
         timeout, engines = self._options.timeout, self._engine.layout
         with self._meetings.step(what, timeout) as own:
@@ -327,11 +265,13 @@ class _Update:
         each = self._meetings.along(what, (engines.dp_rank, sent), timeout)
         flat = [tuple(itertools.chain(*theirs)) for _, theirs in each]
         raise_unlike(bucket, places * len(sent), flat, [f"engine {at}" for at, _ in each])
-        memory.sending()
+        medium.sending()
         with self._meetings.step(what, timeout) as own:
             checks = own.on_leader(
                 what,
-                lambda: self._load(bucket, views, places, [text for text, _ in rows], sent, last),
+                lambda: self._load(
+                    bucket, medium, views, places, [text for text, _ in rows], sent, last
+                ),
                 timeout,
             )
             self._tally.add(bucket, places, checks)
@@ -339,6 +279,7 @@ class _Update:
     def _load(
         self,
         bucket: Bucket,
+        medium: Medium,
         views: Views,
         places: Sequence[int],
         payloads: Sequence[str],
@@ -353,7 +294,8 @@ class _Update:
         if options.group is None:
             # The engine may have fewer ranks than the trainer.
             payloads, sent = payloads[: backend.tp_size], sent[: backend.tp_size]
-            source = SharedTensors(tuple(payloads), options.layout)
+            in_bucket = isinstance(medium, BucketMemory)
+            source = SharedTensors(tuple(payloads), options.layout, in_bucket)
         else:
             dtypes = (str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
             shapes = (tuple(tensor.shape) for tensor in tensors)

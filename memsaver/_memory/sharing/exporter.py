@@ -9,6 +9,7 @@ memory is unmapped.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import select
 import socket
@@ -200,14 +201,16 @@ class _Importer:
 
     def close(self) -> None:
         self.record.close()  # before the memory is freed, which may wait for a pause
+        self.dropping = len(self.held)
         self.held.clear()
+        self.dropping = 0
         self.connection.close()
         if self.end_of_process is not None:
             os.close(self.end_of_process)
 
     def _answer(self, message: wire.Message) -> None:
         if "import" in message:
-            self._export(int(message["import"]), bool(message["missing"]))
+            self._export([int(token) for token in message["import"]], bool(message["missing"]))
         if "released" in message:
             self.record.released([int(number) for number in message["released"]])
         self._drop([int(token) for token in message.get("drop", ())])
@@ -225,33 +228,40 @@ class _Importer:
         held = None  # frees memory
         self.dropping = 0
 
-    def _export(self, token: int, are_extents_missing: bool) -> None:
-        """Hold a sent tensor for the process, and answer with the extents that it does not have."""
+    def _export(self, tokens: list[int], are_extents_missing: bool) -> None:
+        """Hold sent tensors for the process, and answer with the extents that it does not have."""
         from memsaver._memory.sharing import sending
 
+        begun: list[int] = []
         try:
-            sent, storage = sending.find(token)
-            self.held.setdefault(token, _Held(storage)).uses += 1
-            del storage
             try:
+                found = []
+                for token in tokens:
+                    sent, storage = sending.find(token)
+                    self.held.setdefault(token, _Held(storage)).uses += 1
+                    del storage
+                    begun.append(token)
+                    found.append(sent)
                 if are_extents_missing:
-                    self._export_extents(sent)
+                    self._export_extents(found)
                 else:
                     self._send_extents([])
             except BaseException:
-                self._drop([token])
+                self._drop(begun)
                 raise
-            sending.take(token)
+            for token in begun:
+                sending.take(token)
         except MemsaverError as error:
             wire.send(self.connection, {"error": str(error), "tag": error.tag})
 
-    def _export_extents(self, sent: sending.Sent) -> None:
-        """Send a tensor's extents, and those of other tensors that await a receiver."""
+    def _export_extents(self, found: list[sending.Sent]) -> None:
+        """Send the tensors' extents, and those of other tensors that await a receiver."""
         from memsaver._memory.sharing import sending
 
-        own = [(sent.address, sent.nbytes)]
+        own = [(sent.address, sent.nbytes) for sent in found]
+        others = [sending.ranges_with(*pool) for pool in {sent.pool for sent in found}]
         try:
-            wanted = own + sending.ranges_with(*sent.pool)
+            wanted = list(itertools.chain(own, *others))
             rows = self.record.export_extents(wanted, wire.MOST_FILES)
         except MemsaverError:  # another tensor was freed
             wanted = own

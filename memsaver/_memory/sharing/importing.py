@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import weakref
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
-from memsaver._memory.sharing import peers
+from memsaver._memory.sharing import peers, wire
+from memsaver._memory.sharing.uses import Place, Use
 from memsaver._runtime.native import _C
 from memsaver.errors import SharingError
 
-__all__ = ["Place", "is_imported", "name_of", "rebuild"]
-
-
-class Place(NamedTuple):
-    """The place of a tensor's memory in the process that sent it."""
-
-    endpoint: str
-    token: int
-    tag: str
-    span_address: int
-    span_bytes: int
-    address: int
-    nbytes: int
-    ids: tuple[int, ...]  # of the extents under it
-    device: str  # see name_of
+__all__ = ["is_imported", "name_of", "rebuild", "rebuild_named"]
 
 
 def name_of(device: int) -> str:
@@ -62,26 +51,52 @@ def _ordinal(place: Place) -> int:
     return _names().index(place.device)
 
 
-def rebuild(
-    kind: Any,
-    dtype: Any,
-    size: tuple[int, ...],
-    stride: tuple[int, ...],
-    offset: int,
-    requires_grad: bool,
-    _device: object,
-    packed: tuple[Any, ...],
-) -> Any:
+def rebuild(*reduced: Any) -> Any:
     """Return a tensor in the sent memory. Pickles of sent tensors call this function.
+
+    Args:
+        reduced: see `sending.reduce`.
 
     Raises:
         SharingError: the sender has ended, its tag is paused, the memory was freed, or this process
             cannot map it.
     """
+    ((_, tensor),) = rebuild_named([("", reduced)])
+    return tensor
+
+
+def rebuild_named(named: Sequence[tuple[str, Sequence[Any]]]) -> list[tuple[str, Any]]:
+    """Return named tensors in sent memory, all of them or none.
+
+    Takes one exchange of messages for each tag and device, however many tensors there are.
+
+    Args:
+        named: the tensors' names, and the arguments of `rebuild` for each.
+
+    Raises:
+        SharingError: see `rebuild`.
+    """
     import torch
 
-    place = Place(*packed)
-    memory = _memory(place)
+    places = [Place(*reduced[-1]) for _, reduced in named]
+    memories = _memories_at(places)
+    return [
+        (name, _tensor(torch, memory, *reduced[:-1]))
+        for (name, reduced), memory in zip(named, memories, strict=True)
+    ]
+
+
+def _tensor(
+    torch: Any,
+    memory: _Memory,
+    kind: Any,
+    dtype: Any,
+    size: Sequence[int],
+    stride: Sequence[int],
+    offset: int,
+    requires_grad: bool,
+    _device: object,
+) -> Any:
     storage = memory.storage(torch)
     tensor = torch.empty(0, dtype=dtype, device=storage.device)
     tensor.set_(storage, offset, size, stride)
@@ -98,14 +113,21 @@ class _Memory:
     owns a buffer.
     """
 
-    def __init__(self, place: Place, ordinal: int, peer: peers.Peer) -> None:
-        self.nbytes, self.ordinal = place.nbytes, ordinal
-        use = peers.Use(place, ordinal)
-        self._end = functools.partial(peer.end, use)  # also if the wait is interrupted
-        self.address = peer.begin(use)
+    _use: Use | None = None  # set last by __init__, which a signal can interrupt
+
+    def __init__(self, use: Use, ordinal: int, peer: peers.Peer) -> None:
+        self.nbytes, self.ordinal = use.place.nbytes, ordinal
+        self._peer = peer
+        self._use = use
+
+    @property
+    def address(self) -> int:
+        assert self._use is not None
+        return self._use.address
 
     def __del__(self) -> None:  # faster than weakref.finalize
-        self._end()
+        if self._use is not None:
+            self._peer.end(self._use)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -131,19 +153,41 @@ class _Memory:
         return storage
 
 
-def _memory(place: Place) -> _Memory:
-    """Return the memory of a sent tensor, used once for all its tensors in this process.
+def _memories_at(places: Sequence[Place]) -> list[_Memory]:
+    """Return the memory of sent tensors, used once for all their tensors in this process.
 
     Two threads may each begin a use of the same memory; each then ends its own.
     """
-    known = (place.endpoint, place.token, place.ids)
-    memory = _memories.get(known)
-    if memory is not None:
-        return memory
-    peer = peers.peer_at(place.endpoint, place.tag)
-    ordinal = _ordinal(place)
-    memory = _memories[known] = _Memory(place, ordinal, peer)
-    return memory
+    found: dict[_Key, _Memory] = {}
+    missing: dict[tuple[str, str, str], dict[_Key, Place]] = {}  # by process, tag and device
+    for place in places:
+        key = _key(place)
+        memory = _memories.get(key)
+        if memory is not None:
+            found[key] = memory
+        else:
+            missing.setdefault((place.endpoint, place.tag, place.device), {})[key] = place
+    for group in missing.values():
+        for at in range(0, len(group), wire.MOST_TOKENS):
+            found.update(_begun(dict(itertools.islice(group.items(), at, at + wire.MOST_TOKENS))))
+    _memories.update(found)
+    return [found[_key(place)] for place in places]
+
+
+def _begun(places: dict[_Key, Place]) -> dict[_Key, _Memory]:
+    """Begin to use memory of one tag on one device."""
+    first = next(iter(places.values()))
+    peer = peers.peer_at(first.endpoint, first.tag)
+    ordinal = _ordinal(first)
+    uses = {key: Use(place) for key, place in places.items()}
+    # The objects end their uses, also if the wait is interrupted.
+    begun = {key: _Memory(use, ordinal, peer) for key, use in uses.items()}
+    peer.begin(list(uses.values()), ordinal)
+    return begun
+
+
+def _key(place: Place) -> _Key:
+    return place.endpoint, place.token, place.ids
 
 
 def is_imported(address: int) -> bool:
@@ -151,4 +195,6 @@ def is_imported(address: int) -> bool:
     return peers.is_foreign(address)
 
 
-_memories: weakref.WeakValueDictionary[Any, _Memory] = weakref.WeakValueDictionary()
+_Key = tuple[str, int, tuple[int, ...]]
+
+_memories: weakref.WeakValueDictionary[_Key, _Memory] = weakref.WeakValueDictionary()

@@ -5,7 +5,7 @@ that changes extents. Other threads add jobs to its queue, and take no lock, bec
 run in the middle of another call of the same thread.
 
 Each use of a sent tensor begins with a question to its process, which holds the memory until the
-use has ended here, on the devices too.
+use has ended here, on the devices too. Uses of many tensors begin with one question.
 """
 
 from __future__ import annotations
@@ -18,52 +18,17 @@ import socket
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from memsaver._memory.sharing import wire
-from memsaver._runtime.native import _C
+from memsaver._memory.sharing.uses import Beginning, Extent, Span, Use
 from memsaver.errors import MemsaverError, SharingError
 
-if TYPE_CHECKING:
-    from memsaver._memory.sharing.importing import Place
-
-__all__ = ["Peer", "Use", "is_foreign", "peer_at"]
+__all__ = ["Peer", "is_foreign", "peer_at"]
 
 _ANSWER_SECONDS = 60.0  # the longest wait for an exporter, which may be resuming the tag
 _GATHER_MILLISECONDS = 3
 _LOOK_SECONDS = 1.0  # between checks that the connection's thread still runs
-_MOST_TOKENS = 2000  # in a message
-
-
-class Extent:
-    """A mapped extent of another process."""
-
-    __slots__ = ("id", "nbytes", "offset", "span", "users", "wanted")
-
-    def __init__(self, span: Span, offset: int, nbytes: int, number: int) -> None:
-        self.span, self.offset, self.nbytes, self.id = span, offset, nbytes, number
-        self.users = 0  # uses that have begun
-        self.wanted = False  # it is released when its last user ends
-
-
-class Span:
-    """The addresses in this process for one span of another process."""
-
-    def __init__(self, ordinal: int, nbytes: int) -> None:
-        self.native = _C.ForeignSpan(ordinal, nbytes)
-        self.nbytes = nbytes
-        self.at: dict[int, Extent] = {}  # by offset
-
-
-class Use:
-    """A use of a sent tensor's memory. The connection's thread begins and ends it."""
-
-    def __init__(self, place: Place, ordinal: int) -> None:
-        self.place, self.ordinal = place, ordinal
-        self.extents: list[Extent] = []  # counted as used, while the use has begun
-        self.is_held = False  # the other process holds the memory for this use
-        self.is_decided = threading.Event()  # it has begun, or there is an error
-        self.error: BaseException | None = None
 
 
 class Peer:
@@ -73,7 +38,7 @@ class Peer:
         self.endpoint = endpoint
         self.extents: dict[int, Extent] = {}  # by id
         self.spans: dict[tuple[int, int], Span] = {}  # by address there, and device here
-        self._jobs: queue.SimpleQueue[tuple[bool, Use]] = queue.SimpleQueue()  # begins, or ends
+        self._jobs: queue.SimpleQueue[Beginning | Use] = queue.SimpleQueue()  # a use is to end
         self._is_woken = False  # the thread will look at the queue
         self._is_urgent = False  # it will do so without a delay
         self._is_connected = True
@@ -101,37 +66,39 @@ class Peer:
 
     # --- any thread
 
-    def begin(self, use: Use) -> int:
-        """Map the memory of a sent tensor, and keep it mapped until `end`, which must follow.
+    def begin(self, uses: Sequence[Use], ordinal: int) -> None:
+        """Map the memory of sent tensors. It stays mapped until the `end` of each use, which must
+        follow, also after an error.
 
-        Returns:
-            The tensor's address in this process.
+        Args:
+            uses: 1 to MOST_TOKENS uses of memory of one tag on one device.
+            ordinal: the device's number in this process.
 
         Raises:
             SharingError: see `importing.rebuild`.
         """
-        self._add(True, use)
+        beginning = Beginning(uses, ordinal)
+        self._add(beginning)
         deadline = time.monotonic() + _ANSWER_SECONDS
-        place = use.place
-        while not use.is_decided.wait(_LOOK_SECONDS):
-            if self._has_ended and not use.is_decided.is_set():
-                raise _gone(place.tag)
+        while not beginning.is_decided.wait(_LOOK_SECONDS):
+            if self._has_ended and not beginning.is_decided.is_set():
+                raise _gone(beginning.tag)
             if time.monotonic() > deadline:
                 raise SharingError(
-                    f"a tensor of tag {place.tag!r} cannot be imported: its process did not answer "
-                    f"within {_ANSWER_SECONDS:.0f} s",
-                    tag=place.tag,
+                    f"a tensor of tag {beginning.tag!r} cannot be imported: its process did not "
+                    f"answer within {_ANSWER_SECONDS:.0f} s",
+                    tag=beginning.tag,
                 )
-        if use.error is not None:
-            raise use.error
-        return use.extents[0].span.native.address + place.address - place.span_address
+        if beginning.error is not None:
+            raise beginning.error
 
     def end(self, use: Use) -> None:
         """End a use, also one that failed or was interrupted. Finalizers may call it."""
-        self._add(False, use)
+        self._add(use)
 
-    def _add(self, begins: bool, use: Use) -> None:
-        self._jobs.put((begins, use))
+    def _add(self, job: Beginning | Use) -> None:
+        self._jobs.put(job)
+        begins = isinstance(job, Beginning)
         if begins:
             self._is_urgent = True
         if (begins or not self._is_woken) and not self._has_ended:
@@ -167,13 +134,13 @@ class Peer:
         ended: list[Use] = []
         while True:
             try:
-                begins, use = self._jobs.get_nowait()
+                job = self._jobs.get_nowait()
             except queue.Empty:
                 break
-            if begins:
-                self._begin(use)
+            if isinstance(job, Beginning):
+                self._begin(job)
             else:
-                ended.append(use)
+                ended.append(job)
         self._end([use for use in ended if use.extents])
 
     def _end(self, uses: list[Use]) -> None:
@@ -190,9 +157,9 @@ class Peer:
         self._release([extent for extent in extents if extent.wanted or not self._is_connected])
 
     def _tell(self, name: str, numbers: list[int]) -> None:
-        for at in range(0, len(numbers), _MOST_TOKENS):
+        for at in range(0, len(numbers), wire.MOST_TOKENS):
             with contextlib.suppress(OSError):  # the process has ended: `_hear` notices it
-                wire.send(self._socket, {name: numbers[at : at + _MOST_TOKENS]})
+                wire.send(self._socket, {name: numbers[at : at + wire.MOST_TOKENS]})
 
     def _hear(self) -> bool:
         """Receive a message outside an import. Returns whether the other process exists."""
@@ -233,42 +200,46 @@ class Peer:
                     released.append(extent.id)
         self._tell("released", released)
 
-    def _begin(self, use: Use) -> None:
-        place = use.place
+    def _begin(self, beginning: Beginning) -> None:
+        tag, uses = beginning.tag, beginning.uses
+        tokens = [use.place.token for use in uses]
+        wanted = {number for use in uses for number in use.place.ids}
         self._is_importing, self._was_requested = True, False
         try:
-            is_missing = any(number not in self.extents for number in place.ids)
-            wire.send(self._socket, {"import": place.token, "missing": is_missing})
-            while self._take_extents(use):
+            is_missing = not wanted <= self.extents.keys()
+            wire.send(self._socket, {"import": tokens, "missing": is_missing})
+            while self._take_extents(beginning):
                 pass
-            if any(number not in self.extents for number in place.ids):
+            if not wanted <= self.extents.keys():
                 raise SharingError(
-                    f"a tensor of tag {place.tag!r} cannot be imported: its memory was freed or "
+                    f"a tensor of tag {tag!r} cannot be imported: its memory was freed or "
                     "replaced after it was sent; keep the tensor until the other process has it, "
                     "and send it again",
-                    tag=place.tag,
+                    tag=tag,
                 )
-            use.extents = [self.extents[number] for number in place.ids]
-            for extent in use.extents:
-                extent.users += 1
+            found = [[self.extents[number] for number in use.place.ids] for use in uses]
+            for use, extents in zip(uses, found, strict=True):
+                use.extents = extents
+                for extent in extents:
+                    extent.users += 1
         except MemsaverError as error:
-            use.error = error
+            beginning.error = error
         except OSError as error:
-            use.error = _gone(place.tag)
-            use.error.__cause__ = error
+            beginning.error = _gone(tag)
+            beginning.error.__cause__ = error
         except Exception as error:
-            use.error = SharingError(
-                f"a tensor of tag {place.tag!r} cannot be imported: {error}", tag=place.tag
+            beginning.error = SharingError(
+                f"a tensor of tag {tag!r} cannot be imported: {error}", tag=tag
             )
         finally:
             self._is_importing = False
-            if use.is_held and not use.extents:
-                self._tell("drop", [place.token])
+            if beginning.is_held and beginning.error is not None:
+                self._tell("drop", tokens)
             if self._was_requested:
                 self._release(list(self.extents.values()))
-            use.is_decided.set()
+            beginning.is_decided.set()
 
-    def _take_extents(self, use: Use) -> bool:
+    def _take_extents(self, beginning: Beginning) -> bool:
         """Receive a message of an import, and map its extents. Returns whether another follows.
 
         If its extents cannot be mapped, they are reported as released, and the remaining messages
@@ -277,19 +248,19 @@ class Peer:
         message, files = wire.receive(self._socket)
         try:
             if not message:
-                raise _gone(use.place.tag)
+                raise _gone(beginning.tag)
             if "error" in message:
-                raise SharingError(message["error"], tag=message["tag"] or use.place.tag)
+                raise SharingError(message["error"], tag=message["tag"] or beginning.tag)
             if "extents" not in message:
                 self._note(message)
                 return True
-            use.is_held = not message["more"]
+            beginning.is_held = not message["more"]
             try:
-                self._map(use.ordinal, message["extents"], files)
+                self._map(beginning.ordinal, message["extents"], files)
             except BaseException:
                 if message["more"]:
                     with contextlib.suppress(MemsaverError):
-                        while self._take_extents(use):
+                        while self._take_extents(beginning):
                             pass
                 raise
             return bool(message["more"])

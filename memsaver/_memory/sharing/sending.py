@@ -13,15 +13,16 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from memsaver._memory.sharing import exporter, importing
+from memsaver._memory.sharing.uses import Place
 from memsaver._runtime.native import _C
 from memsaver.errors import MemsaverError, SharingError, TagSharedError, completions
 
-__all__ = ["cover", "is_shareable", "make_shareable", "reduce"]
+__all__ = ["can_send", "cover", "is_shareable", "make_shareable", "reduce", "reduce_named"]
 
 
 @dataclass
@@ -120,7 +121,7 @@ def reduce(tensor: Any, tag: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     _, _, span_address, span_bytes, _, device, _ = extents[0]
     endpoint = exporter.endpoint()
     token = _keep(storage, (tag, device), address, nbytes)
-    place = importing.Place(
+    place = Place(
         endpoint=endpoint,
         token=token,
         tag=tag,
@@ -141,6 +142,39 @@ def reduce(tensor: Any, tag: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         device,
         tuple(place),
     )
+
+
+def can_send(tensor: Any) -> bool:
+    """Return whether the tensor's memory is in a mapped, shareable tag, and exportable."""
+    storage = tensor.untyped_storage()
+    address = storage.data_ptr()
+    found = _C.locate(address) if address and _C.owns(address) else None
+    if found is None or not is_shareable(found[0]):
+        return False
+    try:
+        return bool(_C.exportable(address, storage.nbytes()))
+    except SharingError:
+        return False
+
+
+def reduce_named(named: Sequence[tuple[str, Any]]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return a function and its arguments, which make a list of named tensors elsewhere.
+
+    The receiver needs one exchange of messages for all tensors of a tag on a device.
+
+    Args:
+        named: names, and tensors for which `can_send` is true.
+
+    Raises:
+        SharingError: see `reduce`; or a tensor is in no region.
+    """
+    rows = []
+    for name, tensor in named:
+        found = _C.locate(tensor.untyped_storage().data_ptr())
+        if found is None:
+            raise SharingError(f"{name} cannot be sent without a copy: it is in no region")
+        rows.append((name, reduce(tensor, found[0])[1]))
+    return importing.rebuild_named, (rows,)
 
 
 def _keep(storage: Any, pool: tuple[str, int], address: int, nbytes: int) -> int:

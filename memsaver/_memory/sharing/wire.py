@@ -4,8 +4,9 @@ Each message is a packet of an abstract Unix socket (SOCK_SEQPACKET): JSON, and 
 descriptors. Both sides check that the other process belongs to the same user.
 
 The importer sends:
-    {"import": token, "missing": bool}  begins the use of a sent tensor, and requests its extents if
-        some of them are missing; answered by one or more
+    {"import": [token, ...], "missing": bool}  begins a use of each of these sent tensors, which are
+        of one tag on one device, and requests their extents if some of them are missing; answered
+        by one or more
         {"extents": [[address, bytes, span_address, span_bytes, id], ...], "more": bool} with a
         descriptor for each extent, or by {"error": text, "tag": text}, which begins no use
     {"drop": [token, ...]}              ended the use of sent tensors, once for each import
@@ -24,14 +25,35 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
+from memsaver._runtime.native import _C
 from memsaver.errors import SharingError
 
-__all__ = ["MOST_FILES", "Message", "peer_of", "receive", "send"]
+__all__ = ["MOST_FILES", "MOST_TOKENS", "Message", "domain", "peer_of", "receive", "send"]
 
 Message = dict[str, Any]
 
 MOST_FILES = 250  # Linux passes at most 253 descriptors with a message
+MOST_TOKENS = 2000  # in a message
 _MOST_BYTES = 128 << 10  # of a message
+
+
+def domain() -> str:
+    """Return the name of this process's domain. Processes of one domain can share memory.
+
+    They belong to the same user, machine and network namespace, and use the same version of
+    memsaver, whose messages and pickles may change with each version. The name is a digest, because
+    an engine's clients may see it. "" if /proc is missing, so that the domain is unknown.
+    """
+    import hashlib
+
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        network = os.stat("/proc/self/ns/net")
+    except OSError:
+        return ""
+    text = f"{_C.version()} {boot} {network.st_dev}:{network.st_ino} {os.geteuid()}"
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def peer_of(connection: socket.socket) -> int:

@@ -12,6 +12,7 @@ from looks import held
 from scheduler_calls import ask, states
 
 import memsaver
+from memsaver._memory.sharing.wire import domain
 from memsaver.integrations.engine import moves
 from memsaver.integrations.engine.errors import EngineBusyError
 from memsaver.integrations.engine.messages import SchedulerState, error_of
@@ -310,9 +311,10 @@ def test_the_state_is_part_of_the_server_information(engine):
         return SchedulerState.from_fields(fields)
 
     first = state()
-    assert first == SchedulerState(first.scheduler, (), True, None, update_ranks=1)
+    known = {"update_ranks": 1, "domain": domain()}
+    assert first == SchedulerState(first.scheduler, (), True, None, **known)
     answer = ask(engine, "release", ["kv_cache"])
-    asleep = SchedulerState(first.scheduler, ("kv_cache",), True, answer, update_ranks=1)
+    asleep = SchedulerState(first.scheduler, ("kv_cache",), True, answer, **known)
     assert state() == asleep
     assert answer.number == 1 and answer.scheduler == first.scheduler
     engine.running.add("a")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import pickle
 import types
@@ -12,6 +13,7 @@ import pytest
 import memsaver
 from memsaver import simulator
 from memsaver._memory.sharing import peers, sending
+from memsaver.integrations.rollout.weights.payloads import mapped
 from memsaver.integrations.sglang import shared_tensors
 
 torch = pytest.importorskip("torch")
@@ -50,6 +52,13 @@ def test_a_shareable_regions_tensors_are_received(sim, tag, unpickler, wait_unti
     ((name, received),) = load(unpickler, data)
     received[0, 0] = 7
     assert name == "layer.weight" and weights[0, 0] == 7
+    del received
+    data = base64.b64decode(mapped([("layer.weight", weights)]))
+    with pytest.raises(RuntimeError, match="Blocked"):
+        load(SafeUnpickler, data)
+    ((name, received),) = load(unpickler, data)
+    received[0, 1] = 8
+    assert name == "layer.weight" and weights[0, 1] == 8
     del received
     wait_until(lambda: sending.kept() == 0)
     del weights

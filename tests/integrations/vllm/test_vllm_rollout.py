@@ -23,6 +23,12 @@ def weights(seed):
     from vllm.model_executor.models.tiny import checkpoint
     return checkpoint(seed)
 
+def in_region(tag, tensors):
+    import memsaver
+    from memsaver import simulator
+    with memsaver.region(tag, backup="host", shareable=True):
+        return {n: simulator.empty(t.shape, t.dtype).copy_(t) for n, t in tensors.items()}
+
 def holds(engine, seed, converts=False):
     rows = engine.backend.link.rpc(vllm_calls.holds, (seed, converts), 30)
     assert len(set(rows)) == 1, rows
@@ -89,6 +95,41 @@ def test_weights_that_vllm_converts_are_loaded_in_buckets(run):
         assert "converts" in report.unverified and holds(engine, seed, True)
     """,
         model="tiny-converted",
+    )
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny-converted"])
+def test_the_engines_process_maps_the_trainers_region(run, model):
+    """The trainer may pause its tag, and change or free its tensors, at once."""
+    run(
+        """
+    import memsaver
+    from memsaver._runtime.native import _C
+    memsaver.configure(importer_seconds=10)
+    converts = MODEL == "tiny-converted"
+    state = in_region("trainer", weights(1))
+    for seed in (1, 2, 3):
+        report = engine.update_weights(state, verify="full", version=str(seed))
+        assert report.mapped == report.received == 9 and report.buckets == 0
+        assert report.held == (0 if converts else 9)
+        memsaver.pause("trainer")
+        memsaver.resume("trainer")
+        for name, tensor in weights(seed + 1).items():
+            state[name].copy_(tensor)
+        assert holds(engine, seed, converts)
+    with pytest.raises(EngineError, match="no module or parameter named 'absent.weight'"):
+        engine.update_weights({**state, **in_region("trainer", {"absent.weight": torch.ones(2)})})
+    memsaver.pause("trainer")
+    with pytest.raises(InvalidStateError):
+        engine.update_weights(state)
+    memsaver.resume("trainer")
+    engine.update_weights(state)
+    assert holds(engine, 4, converts)
+    del state, tensor
+    while _C.stats("trainer")[0]["allocations"]:
+        time.sleep(0.01)
+    """.replace("MODEL", repr(model)),
+        model=model,
     )
 
 
@@ -213,6 +254,8 @@ def test_two_ranks_share_an_engine(run_ranks):
     with pytest.raises(WeightMismatchError):
         engine.update_weights(weights(1), verify="full")
     assert ours(2)
+    report = engine.update_weights(in_region("trainer", weights(1)), verify="full")
+    assert report.mapped == report.held == 9 and ours(1)
     """)
 
 

@@ -1,4 +1,4 @@
-"""Test sleeps of an `AsyncLLM` of the fake vLLM that fail or are repeated."""
+"""Test sleeps of an engine of the fake vLLM that fail, are repeated, or release one tag."""
 
 import pytest
 
@@ -92,4 +92,49 @@ assert isinstance(await error_of(engine.sleep()), OutOfHostMemoryError)
 again = await error_of(engine.sleep(mode="unknown"))
 assert type(again) is Exception and str(again) == str(own)
 """
+    )
+
+
+def test_an_llm_releases_only_its_kv_cache(run_vllm):
+    run_vllm(
+        """
+llm = LLM(enable_sleep_mode=True)
+first = llm.generate(PROMPTS)
+for _ in range(2):
+    llm.sleep(level=0)
+    llm.release_kv_cache_memory()
+    (state,) = llm.collective_rpc("memsaver_state")
+    assert state["released"] == ("kv_cache",)
+    llm.wake_up(["kv_cache"])
+    assert llm.generate(PROMPTS) == first
+llm.shutdown()
+        """,
+        VLLM_FAKE_VERSION="0.33.0",
+        VLLM_ENABLE_V1_MULTIPROCESSING=1,
+    )
+
+
+@pytest.mark.long
+def test_no_memory_grows_over_1000_cycles_of_an_engine(run_vllm):
+    run_vllm(
+        """
+import resource
+llm = LLM(enable_sleep_mode=True)
+first = llm.generate(PROMPTS)
+asleep, awake, peaks = set(), set(), []
+for cycle in range(1000):
+    level = 2 if cycle % 100 == 99 else 1
+    llm.sleep(level)
+    asleep.update(llm.collective_rpc(vllm_calls.used) if cycle >= 10 else ())
+    for tag in ("weights", "kv_cache"):
+        llm.wake_up([tag])
+    awake.update(llm.collective_rpc(vllm_calls.used) if cycle >= 10 else ())
+    if level == 2:
+        llm.collective_rpc("reload_weights")
+        assert llm.generate(PROMPTS) == first
+        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+assert len(asleep) == len(awake) == 1 and max(asleep) < min(awake)
+assert peaks[-1] - peaks[0] < 8 << 10, peaks  # KiB
+        """,
+        timeout=110,
     )

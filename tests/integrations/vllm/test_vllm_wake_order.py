@@ -34,7 +34,7 @@ def test_a_sleep_between_the_tags_loses_no_buffers(run_vllm):
 {START}
 llm.sleep(level=2)
 llm.wake_up(["kv_cache"])
-llm.discard(["kv_cache"])
+llm.llm_engine.model_executor.discard(("kv_cache",))
 llm.wake_up(["weights"])
 llm.collective_rpc("reload_weights")
 llm.wake_up(["kv_cache"])

@@ -8,10 +8,14 @@ import sys
 
 import pytest
 
+import memsaver
+from memsaver import simulator
+from memsaver.integrations.rollout.weights.payloads import mapped
 from memsaver.integrations.vllm.protocol import BEGIN, END, LOAD
 
 torch = pytest.importorskip("torch")
 
+from importing_process import release_shared  # noqa: E402
 from repository import TESTS  # noqa: E402
 from vllm_workers import Worker, buckets, contents, equal, payload  # noqa: E402
 
@@ -97,6 +101,35 @@ def test_a_failed_reload_leaves_incomplete_layers_their_old_weights(tiny):
     assert worker.load(new).failure is None
     worker.call(END)
     assert equal(contents(model), contents(loaded(tiny, 2, converts=True)))
+
+
+@pytest.mark.parametrize("converts", [False, True])
+def test_tensors_of_a_region_are_mapped_and_released(tiny, sim, tag, options, converts, wait_until):
+    """The sender may pause its tag after each load, and change the tensors."""
+    options(importer_seconds=5)
+    name, sent = tag("trainer"), {}
+    with memsaver.region(name, backup="host", shareable=True):
+        for key, tensor in tiny.checkpoint(2).items():
+            sent[key] = simulator.empty(tensor.shape, tensor.dtype).copy_(tensor)
+    model = loaded(tiny, 1, converts=converts)
+    worker = Worker(model)
+    worker.call(BEGIN)
+    for bucket in buckets(sent, 3):
+        check = worker.load(bucket, text=mapped(list(bucket.items())))
+        assert check.received == len(bucket) and check.failure is None
+        memsaver.pause(name)
+        memsaver.resume(name)
+        for tensor in bucket.values():
+            tensor.fill_(5)
+    worker.call(END)
+    assert equal(contents(model), contents(loaded(tiny, 2, converts=converts)))
+    text = mapped([("x", next(iter(sent.values())))])
+    memsaver.pause(name)
+    failure = worker.load({"x": torch.ones(2)}, text=text).failure
+    assert (failure.kind, failure.tag) == ("SharingError", name)
+    memsaver.resume(name)
+    del sent, bucket, tensor
+    release_shared(wait_until)
 
 
 def test_an_update_that_was_not_ended_is_abandoned(tiny):

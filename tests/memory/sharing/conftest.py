@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
-from importing_process import importing_process
+from importing_process import importing_process, release_shared
 
 import memsaver
 from memsaver import simulator
-from memsaver._memory.sharing import peers, sending
 
 torch = pytest.importorskip("torch")
 
@@ -36,11 +33,6 @@ def own_importer(make, options):
         yield process
 
 
-def imported():
-    """Return the extents of other processes, or of this one, that are mapped here."""
-    return [extent for peer in peers._peers.values() for extent in peer.extents.values()]
-
-
 @pytest.fixture
 def name(tag):
     return tag("weights")
@@ -56,6 +48,4 @@ def make(sim, name, wait_until):
         return tensor.copy_(torch.arange(tensor.numel()).reshape(shape))
 
     yield made
-    sending.forget_expired(math.inf)
-    wait_until(lambda: sending.kept() == 0)
-    wait_until(lambda: not imported())
+    release_shared(wait_until)

@@ -13,6 +13,7 @@ import socket
 import time
 import types
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 
 import pytest
 from importing_process import ImportFailed
@@ -71,13 +72,16 @@ def test_a_sender_with_many_descriptors(own_importer, make, name, options):
 
 
 @pytest.mark.parametrize("most", [4, 250])
-def test_a_receiver_without_descriptors(own_importer, make, name, options, monkeypatch, most):
+def test_a_receiver_without_descriptors(
+    own_importer, make, name, options, monkeypatch, wait_until, most
+):
     """It maps nothing of the message, says so, and can receive again."""
     monkeypatch.setattr(wire, "MOST_FILES", most)
     options(slab_bytes=2 * MIB, share_bytes=2 * MIB)
     mine = [make(MIB // 2) for _ in range(10)]
     own_importer.load("y", make(50))  # connects
     own_importer.do("del y; gc.collect()")
+    wait_until(lambda: not _C.importers())  # it has closed the driver's descriptor
     own_importer.do(FEW_FILES)
     with pytest.raises(ImportFailed, match="raise the limit of open files") as caught:
         own_importer.load("x", mine)
@@ -106,6 +110,12 @@ def test_descriptors_that_cannot_be_sent(importer, make, name, monkeypatch):
     importer.load("x", mine)
 
 
+def _are_stopped(pid):
+    """Return whether all threads of a process are stopped; each reacts to the signal by itself."""
+    stats = (task / "stat" for task in Path(f"/proc/{pid}/task").iterdir())
+    return all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in stats)
+
+
 def test_an_importer_that_does_not_read_delays_no_other(
     own_importer, importer, make, name, in_thread, wait_until
 ):
@@ -115,6 +125,7 @@ def test_an_importer_that_does_not_read_delays_no_other(
     server = exporter._servers[os.getpid()]
     os.kill(own_importer.pid, signal.SIGSTOP)
     try:
+        wait_until(lambda: _are_stopped(own_importer.pid))
         going = in_thread(lambda: [server._request_release() for _ in range(3000)])
         going.result()
         assert server.owes_requests
@@ -144,7 +155,7 @@ def closed_connection(endpoint, wait_until) -> int:
     wire.send(second._socket, {"bye": True})
     wait_until(lambda: second._has_ended)
     assert peers._peers[endpoint] is not second
-    second._add(False, peers.Use(None, 0))
+    second.end(peers.Use(None))
     assert is_eventfd(second._wake)  # another thread may still write to it
     return second._wake
 

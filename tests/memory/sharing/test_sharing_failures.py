@@ -15,7 +15,7 @@ from importing_process import ImportFailed
 
 import memsaver
 from memsaver import simulator
-from memsaver._memory.sharing import exporter, peers, sending, wire
+from memsaver._memory.sharing import exporter, importing, peers, sending, wire
 from memsaver._runtime.native import _C
 
 torch = pytest.importorskip("torch")
@@ -47,6 +47,25 @@ def test_a_tensor_is_not_received_from_a_paused_tag(importer, make, name):
         importer.load_pickle("x", data)
     importer.load("x", mine)
     assert importer.ask("x.tolist()") == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("is_resumed", [False, True], ids=["paused", "resumed"])
+def test_pages_that_a_swap_gave_to_another_tag_are_not_received(
+    importer, make, name, tag, is_resumed
+):
+    mine = make(MIB)
+    data = dumped(mine)
+    other = tag("other")
+    with memsaver.region(other, shareable=True):
+        theirs = simulator.empty(MIB, dtype=torch.int32)
+    memsaver.pause(other)
+    memsaver.swap(out=name, into=other)
+    importer.load("y", theirs.fill_(3))  # its pages are those of `mine` before the swap
+    if is_resumed:
+        memsaver.resume(name)
+    with pytest.raises(ImportFailed, match="freed or replaced" if is_resumed else "resume it"):
+        importer.load_pickle("x", data)
+    assert importer.ask("int(y.sum())") == 3 * MIB
 
 
 def test_freed_memory_is_not_received(importer, make, name):
@@ -119,6 +138,27 @@ def test_a_sender_killed_in_the_middle_of_an_answer(sender, monkeypatch):
         pickle.loads(message)
 
 
+def test_an_import_that_is_interrupted_at_its_begin(make, monkeypatch):
+    """A signal may raise anywhere, also before there is a use whose end could be reported."""
+    message = dumped(make(4))
+    unraisable = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+
+    class Interrupted:
+        def __init__(self, place):
+            pass
+
+        @property
+        def place(self):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(importing, "Use", Interrupted)
+        pickle.loads(message)
+    assert not unraisable
+    assert pickle.loads(message).tolist() == [0, 1, 2, 3]
+
+
 IMPORT_CALLS = (
     "cuMemAddressReserve",
     "cuMemImportFromShareableHandle",
@@ -187,7 +227,8 @@ def test_another_user_is_refused_by_the_receiver(sender, stranger):
 def test_a_malformed_message_ends_only_its_connection(importer, make, options):
     mine = make(4)
     endpoint = exporter.endpoint()
-    for data in (b"[]", b"{", b'{"import": 5}', b'{"import": []}', b"\xff", b'{"drop": 1}'):
+    imports = [b'{"import": %s, "missing": true}' % tokens for tokens in (b"5", b"[]", b"[[]]")]
+    for data in (b"[]", b"{", *imports, b'{"import": []}', b"\xff", b'{"drop": 1}'):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             connection.connect(f"\0{endpoint}")
             connection.send(data)

@@ -123,16 +123,14 @@ def test_an_interrupted_use_ends(make, name, monkeypatch, wait_until):
     def interrupted(seconds):
         raise KeyboardInterrupt
 
+    class Interrupting(peers.Beginning):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.is_decided.wait = interrupted
+
     message = dumped(make(50))
-    use = peers.Use
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-
-        def interrupting(*arguments):
-            made = use(*arguments)
-            made.is_decided.wait = interrupted
-            return made
-
-        patch.setattr(peers, "Use", interrupting)
+        patch.setattr(peers, "Beginning", Interrupting)
         pickle.loads(message)
     wait_until(lambda: allocations(name) == 0)
 

@@ -1,5 +1,5 @@
-// stress: threads that allocate, free, pause, resume, swap, query and write concurrently on the
-// simulated driver's two devices, and check every byte that they own.
+// stress: threads that allocate, free, share, pause, resume, swap, query and write concurrently on
+// the simulated driver's two devices, and check every byte that they own.
 //
 //   stress SEED OPERATIONS THREADS    run OPERATIONS operations on each thread
 //
@@ -17,7 +17,8 @@
 namespace stress {
 namespace {
 
-// Creates two tags for each policy, so that a swap has partners of every kind.
+// Creates two tags for each policy, a shareable one and another, so that a swap has partners of
+// every kind.
 void make_tags(World& world) {
   ms_error error;
   for (int i = 0; i < 10; ++i) {
@@ -25,7 +26,9 @@ void make_tags(World& world) {
     tag->policy = i % 5;
     tag->name = "tag " + std::to_string(i);
     if (ms_region_enter(tag->name.c_str(), tag->policy, &error) != MS_OK ||
-        ms_region_exit(&error) != MS_OK) {
+        ms_region_exit(&error) != MS_OK ||
+        (is_shareable(world.tags.size()) &&
+         ms_tag_make_shareable(tag->name.c_str(), &error) != MS_OK)) {
       world.fail(error.message);
     }
     world.tags.push_back(std::move(tag));
@@ -99,6 +102,8 @@ int run(uint64_t seed, uint64_t operations, unsigned count) {
   if (ms_configure("poison", seed % 2 ? "on" : "off", &error) != MS_OK) world.fail(error.message);
   // The devices have 128 MiB: most of it stays free of backups, so that every tag can be resumed.
   if (ms_configure("peer_margin_bytes", "96MiB", &error) != MS_OK) world.fail(error.message);
+  // So short that some pauses wait for an importer in vain.
+  if (ms_configure("importer_seconds", "0.01", &error) != MS_OK) world.fail(error.message);
   make_tags(world);
   std::vector<std::unique_ptr<Thread>> threads;
   for (unsigned i = 0; i < count; ++i) {

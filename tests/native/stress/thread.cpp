@@ -34,6 +34,8 @@ struct Operations {
       {"record", &Thread::record, 4},
       {"housekeeping", &Thread::housekeeping, 3},
       {"fault", &Thread::fault, 1},
+      {"import", &Thread::import_block, 12},
+      {"release", &Thread::release_import, 6},
   };
 };
 
@@ -72,6 +74,8 @@ void Thread::run(uint64_t operations) {
     ++(done ? world_.done : world_.refused)[kind];
   }
   settle();
+  release_import();
+  ms_importer_close(importer_);
 }
 
 void Thread::require_contents(const Block& block, const void* at) {

@@ -19,6 +19,9 @@ namespace stress {
 
 constexpr int kDevices = 2;
 
+// Whether a tag of World::tags, by its index, is shareable: one of the two of each policy.
+constexpr bool is_shareable(size_t tag) { return tag >= 5; }
+
 // State shared by all threads. A block in `given` belongs to the thread that removes it.
 struct World {
   std::vector<std::unique_ptr<Tag>> tags;
@@ -81,6 +84,10 @@ class Thread {
   bool record();
   bool housekeeping();
   bool fault();
+  // In sharing.cpp:
+  bool import_block();
+  bool release_import();
+  std::shared_lock<std::shared_mutex> hold_imported();
 
   void free_block(const Block& block);
   void require_contents(const Block& block, const void* at);
@@ -101,6 +108,14 @@ class Thread {
   std::vector<Block> blocks_;
   void* streams_[kDevices] = {};
   bool working_ = false;  // whether its own work is in flight
+  // Its record as an importer, and the memory that it has imported, if any.
+  struct Import {
+    Tag* tag = nullptr;
+    ms_foreign_span* span = nullptr;
+    std::vector<uint64_t> ids, offsets;
+  };
+  ms_importer* importer_ = nullptr;
+  Import import_;
 
   friend struct Operations;
 };

@@ -132,7 +132,11 @@ bool Thread::transit(std::vector<size_t> out, std::vector<size_t> into, bool bac
     if (one_in(4)) asked.backup = static_cast<int>(below(5));
     choose_dead(asked);
   }
-  if (!fine(begin(asked), asked.error, "to begin a transition", {MS_INVALID_STATE})) return false;
+  if (!fine(begin(asked), asked.error, "to begin a transition",
+            {MS_INVALID_STATE, MS_TAG_SHARED})) {
+    check_states(asked);
+    return false;
+  }
   if (one_in(4)) ms_transition_set_caller(asked.transition, "the stress", nullptr);
   if (one_in(16)) {  // cancelled before its run
     ms_transition_free(asked.transition);

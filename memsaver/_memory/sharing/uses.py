@@ -1,0 +1,71 @@
+"""The memory of another process that is mapped here, and its uses."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from memsaver._runtime.native import _C
+
+__all__ = ["Beginning", "Extent", "Place", "Span", "Use"]
+
+
+class Place(NamedTuple):
+    """The place of a tensor's memory in the process that sent it."""
+
+    endpoint: str
+    token: int
+    tag: str
+    span_address: int
+    span_bytes: int
+    address: int
+    nbytes: int
+    ids: tuple[int, ...]  # of the extents under it
+    device: str  # see importing.name_of
+
+
+class Extent:
+    """A mapped extent of another process."""
+
+    __slots__ = ("id", "nbytes", "offset", "span", "users", "wanted")
+
+    def __init__(self, span: Span, offset: int, nbytes: int, number: int) -> None:
+        self.span, self.offset, self.nbytes, self.id = span, offset, nbytes, number
+        self.users = 0  # uses that have begun
+        self.wanted = False  # it is released when its last user ends
+
+
+class Span:
+    """The addresses in this process for one span of another process."""
+
+    def __init__(self, ordinal: int, nbytes: int) -> None:
+        self.native = _C.ForeignSpan(ordinal, nbytes)
+        self.nbytes = nbytes
+        self.at: dict[int, Extent] = {}  # by offset
+
+
+class Use:
+    """A use of a sent tensor's memory. The connection's thread begins and ends it."""
+
+    __slots__ = ("extents", "place")
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.extents: list[Extent] = []  # counted as used, while the use has begun
+
+    @property
+    def address(self) -> int:
+        """The tensor's address in this process, while the use has begun."""
+        return self.extents[0].span.native.address + self.place.address - self.place.span_address
+
+
+class Beginning:
+    """The beginning of uses of one tag's memory on one device: of all of them, or of none."""
+
+    def __init__(self, uses: Sequence[Use], ordinal: int) -> None:
+        self.uses, self.ordinal = uses, ordinal
+        self.tag = uses[0].place.tag
+        self.is_held = False  # the other process holds the memory for these uses
+        self.is_decided = threading.Event()  # they have begun, or there is an error
+        self.error: BaseException | None = None

@@ -1,0 +1,134 @@
+"""Test updates from shareable regions on several ranks, whose processes the engine maps."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+
+from weight_ranks import run
+
+REGIONS = """
+import memsaver
+from memsaver import simulator
+from memsaver.errors import SharingError
+memsaver.configure(importer_seconds=10)
+
+def in_region(name, weights, shareable=True):
+    copies = {}
+    with memsaver.region(name, backup="host", shareable=shareable):
+        for key, tensor in weights.items():
+            copies[key] = simulator.empty(tensor.shape, tensor.dtype).copy_(tensor)
+    if "lm_head.weight" in copies:
+        copies["lm_head.weight"] = copies["embed.weight"]
+    return copies
+
+def cycle(name):
+    memsaver.pause(name)
+    memsaver.resume(name)
+"""
+
+
+@pytest.mark.timeout(200)
+def test_every_rank_sends_its_own_tensors(tmp_path):
+    run(
+        REGIONS
+        + """
+engine, backend = engine_of(2)
+weights = in_region("trainer", checkpoint(2))
+report = update(engine, weights, verify="full")
+assert holds(backend, checkpoint(2)) and report.mapped == report.held == 13, report
+cycle("trainer")
+# Shards in the engine's layout.
+like = weight_engine.Model(engine.layout.tp_rank, 2)
+like.load_weights(checkpoint(3).items())
+shards = in_region("trainer", dict(like.named_parameters()))
+report = update(engine, shards, layout="engine", verify="full")
+assert holds(backend, checkpoint(3)) and report.mapped == report.held == 9, report
+cycle("trainer")
+# Whole tensors of a distributed model; its shards are gathered into buckets.
+mesh = init_device_mesh("cpu", (2,))
+weights = checkpoint(4)
+state = sharded(weights, mesh, lambda name, tensor: [Shard(0)])
+for name, tensor in in_region("trainer", weights).items():
+    if ".norm." in name or ".k." in name:
+        state[name] = DTensor.from_local(tensor, mesh, [Replicate()])
+report = update(engine, state, verify="full")
+assert holds(backend, weights) and report.mapped == 4 and report.held == 13, report
+cycle("trainer")
+""",
+        2,
+        tmp_path,
+    )
+
+
+@pytest.mark.timeout(200)
+def test_a_tensor_is_mapped_if_it_can_be_on_all_ranks(tmp_path):
+    run(
+        REGIONS
+        + """
+weights = in_region("trainer", checkpoint(2))
+if RANK == 1:
+    name = "layers.0.q.weight"
+    weights[name] = weights[name].clone()
+for tp in (2, 1):  # one engine, and an engine for each rank
+    engine, backend = engine_of(tp)
+    report = update(engine, weights, verify="full")
+    assert holds(backend, checkpoint(2)) and (report.mapped, report.buckets) == (12, 1), report
+    cycle("trainer")
+if backend is not None and RANK == 1:
+    backend.domain = "elsewhere"
+report = update(engine, weights, verify="full")
+assert holds(backend, checkpoint(2)) and report.mapped == 0, report
+""",
+        2,
+        tmp_path,
+    )
+
+
+@pytest.mark.timeout(200)
+def test_a_failure_of_one_rank_is_raised_on_all(tmp_path):
+    run(
+        REGIONS
+        + """
+engine, backend = engine_of(2)
+weights = in_region("trainer", checkpoint(2))
+
+def is_untouched():
+    return backend is None or all(p.isnan().all() for m in backend.models for p in m.parameters())
+
+if RANK == 1:
+    memsaver.pause("trainer")
+error = refused(InvalidStateError, update, engine, weights)
+assert error.tag == "trainer" and (backend is None or backend.calls == [])
+if RANK == 1:
+    memsaver.resume("trainer")
+
+# It is paused in the middle: no rank's tensors are sent.
+from memsaver.integrations.rollout.weights import regions
+mapped = regions.mapped
+
+def pausing(named):
+    if RANK == 1:
+        memsaver.pause("trainer")
+    return mapped(named)
+
+patch.setattr(regions, "mapped", pausing)
+error = refused(SharingError, update, engine, weights, verify="off")
+assert error.tag == "trainer" and is_untouched()
+assert backend is None or backend.calls == ["begin", "end"]
+patch.setattr(regions, "mapped", mapped)
+if RANK == 1:
+    memsaver.resume("trainer")
+report = update(engine, weights, verify="full")
+assert holds(backend, checkpoint(2)) and report.mapped == 13
+# Ranks whose contents differ send nothing.
+if RANK == 1:
+    weights["layers.0.k.weight"][0, 0] += 1
+error = refused(WeightMismatchError, update, engine, weights, verify="full")
+assert error.tensors == ("layers.0.k.weight",) and "on rank 1" in str(error), error
+cycle("trainer")
+""",
+        2,
+        tmp_path,
+    )

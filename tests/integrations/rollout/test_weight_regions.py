@@ -1,0 +1,260 @@
+"""Test updates whose tensors the engine maps in the trainer's shareable regions. One process."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import weight_engine  # noqa: E402
+from importing_process import release_shared  # noqa: E402
+from weight_engine import Backend, Model, checkpoint  # noqa: E402
+
+import memsaver  # noqa: E402
+from memsaver import simulator  # noqa: E402
+from memsaver._memory.sharing import importing  # noqa: E402
+from memsaver._runtime.native import _C  # noqa: E402
+from memsaver.errors import InvalidStateError, SharingError  # noqa: E402
+from memsaver.integrations.engine.errors import EngineError  # noqa: E402
+from memsaver.integrations.rollout.rollout_engine import RolloutEngine  # noqa: E402
+from memsaver.integrations.rollout.weights import update  # noqa: E402
+from memsaver.integrations.trainer import offload  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("tensors_in_files")
+
+
+@pytest.fixture
+def backend(monkeypatch, caplog):
+    caplog.set_level(logging.CRITICAL + 1)  # pytest keeps the frames of logged exceptions
+    with weight_engine.hooked(monkeypatch) as kind:
+        yield Backend(kind)
+
+
+@pytest.fixture
+def engine(backend):
+    return RolloutEngine(backend, timeout=30)
+
+
+@pytest.fixture
+def name(sim, tag, options, wait_until):
+    options(importer_seconds=5)
+    yield tag("trainer")
+    release_shared(wait_until)
+
+
+def in_region(name, weights, **options):
+    """Return copies of tensors in a region; tensors that are the same stay the same."""
+    copies = {}
+    with memsaver.region(name, backup="host", **options):
+        for tensor in weights.values():
+            if id(tensor) not in copies:
+                copies[id(tensor)] = simulator.empty(tensor.shape, tensor.dtype).copy_(tensor)
+    return {key: copies[id(tensor)] for key, tensor in weights.items()}
+
+
+def shareable(name, weights):
+    return in_region(name, weights, shareable=True)
+
+
+def cycle(name):
+    memsaver.pause(name)
+    memsaver.resume(name)
+
+
+def holds(backend, weights):
+    return all(model.holds(weights) for model in backend.models)
+
+
+def is_untouched(backend):
+    return all(p.isnan().all() for model in backend.models for p in model.parameters())
+
+
+# --- sent weights ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verify", ["off", "sampled", "full"])
+def test_an_offloaded_model_is_sent_without_a_bucket(engine, backend, name, verify):
+    with memsaver.region(name, backup="host", shareable=True):
+        pass
+    model, expected = torch.nn.ParameterDict(), checkpoint(1)
+    for key, tensor in expected.items():  # a parameter's name cannot contain a dot
+        model[key.replace(".", "/")] = torch.nn.Parameter(tensor.clone())
+    model["lm_head/weight"] = model["embed/weight"]
+    handle = offload(model, tag=name)
+    for step in range(3):
+        report = update(
+            engine, model, rename=lambda k: k.replace("/", "."), verify=verify, version=str(step)
+        )
+        assert holds(backend, expected) and backend.version == str(step)
+        assert (report.mapped, report.tensors) == (13, 13)
+        assert (report.buckets, report.bucket_bytes) == (0, 0)
+        assert report.received == report.held == {"off": 0, "full": 13}.get(verify, report.held)
+        assert report.held or verify == "off"
+        assert report.bytes == sum(t.nbytes for t in dict(model.named_parameters()).values())
+        assert report.tied == ("lm_head.weight",)
+        cycle(name)  # at once
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 1
+        expected = {key: tensor + 1 for key, tensor in expected.items()}
+    assert backend.calls == ["begin", "load", "end"] * 3
+    handle.close()
+
+
+def test_shards_in_the_engines_layout(engine, backend, name):
+    like = Model()
+    like.load_weights(checkpoint(6).items())
+    shards = shareable(name, dict(like.named_parameters()))
+    report = update(engine, shards, layout="engine", verify="full")
+    assert holds(backend, checkpoint(6))
+    assert report.mapped == report.held == report.tensors == 9 and report.buckets == 0
+    assert [request.load_format for request in backend.requests] == ["direct"]
+    cycle(name)
+
+
+def test_a_region_keeps_its_tensors_and_the_bucket_has_the_others(engine, backend, name, tag):
+    expected = checkpoint(2)
+    weights = shareable(name, expected)
+    square = weights["layers.0.q.weight"]
+    pair = shareable(name, {"pair": torch.stack([expected["layers.1.q.weight"]] * 2)})["pair"]
+    unshared = in_region(tag("unshared"), {"k": expected["layers.0.k.weight"]})
+    weights.update(
+        {
+            "embed.weight": expected["embed.weight"],
+            "lm_head.weight": expected["embed.weight"],
+            "layers.0.k.weight": unshared["k"],
+            "layers.0.q.weight": square.copy_(square.T.clone()).T,  # not contiguous
+            "layers.1.q.weight": pair[1],  # a view of a part of its memory
+        }
+    )
+    before = {key: tensor.clone() for key, tensor in weights.items()}
+    for _ in range(2):
+        report = update(engine, weights, verify="full", bucket_bytes=512, version="new")
+        assert holds(backend, expected) and report.held == report.tensors == 13
+        assert (report.mapped, report.buckets) == (10, 3) and report.bucket_bytes < 1024
+        cycle(name)
+    assert all(torch.equal(weights[key], tensor) for key, tensor in before.items())
+    formats = [None, *["flattened_bucket"] * 3]
+    assert [request.load_format for request in backend.requests] == formats * 2
+    versions = [request.weight_version for request in backend.requests]
+    assert versions == [*[None] * 3, "new"] * 2
+    assert [r.flush_cache for r in backend.requests] == [*[False] * 3, True] * 2
+
+
+@pytest.mark.parametrize("kind", ["without the plugin", "of an older version", "elsewhere"])
+def test_an_engine_that_cannot_map_receives_buckets(engine, backend, name, kind):
+    if kind == "without the plugin":
+        backend = Backend()
+        engine = RolloutEngine(backend, timeout=30)
+    else:
+        backend.domain = {"of an older version": "", "elsewhere": "another network"}[kind]
+    report = update(engine, shareable(name, checkpoint(3)), verify="full")
+    assert holds(backend, checkpoint(3)) and (report.mapped, report.buckets) == (0, 1)
+    cycle(name)
+
+
+def test_a_process_that_does_not_know_its_domain_sends_buckets(engine, backend, name, monkeypatch):
+    monkeypatch.setattr("memsaver.integrations.engine.backend.domain", lambda: "")
+    backend.domain = ""
+    report = update(engine, shareable(name, checkpoint(3)))
+    assert holds(backend, checkpoint(3)) and report.mapped == 0
+
+
+# --- failures -------------------------------------------------------------------------------------
+
+
+def test_a_paused_tag_changes_nothing_in_the_engine(engine, backend, name):
+    weights = shareable(name, checkpoint(4))
+    memsaver.pause(name)
+    with pytest.raises(InvalidStateError, match="while tag") as caught:
+        update(engine, weights)
+    assert caught.value.tag == name and backend.calls == []
+    memsaver.resume(name)
+
+    def pausing(timeout, begin=backend.begin_update):
+        memsaver.pause(name)
+        begin(timeout)
+
+    backend.begin_update = pausing
+    with pytest.raises(SharingError) as caught:
+        update(engine, weights, verify="off", version="new")
+    assert caught.value.tag == name and backend.calls == ["begin", "end"]
+    assert is_untouched(backend) and backend.version is None
+    memsaver.resume(name)
+    del backend.begin_update
+    update(engine, weights)
+    assert holds(backend, checkpoint(4))
+
+
+@pytest.mark.parametrize("pool", [False, True])
+def test_an_engine_that_fails_in_the_middle_releases_the_memory(engine, backend, name, pool):
+    backend.models[0].pool = pool  # its futures and the exception refer to each other
+    weights = checkpoint(5)
+    del weights["lm_head.weight"]
+    wrong = shareable(name, {**weights, "layers.1.norm.weight": torch.ones(3)})
+    for _ in range(2):
+        with pytest.raises(EngineError, match="failed on rank 0"):
+            update(engine, wrong, version="bad")
+        cycle(name)  # at once
+    assert backend.version is None and torch.equal(wrong["layers.1.norm.weight"], torch.ones(3))
+    update(engine, shareable(name, weights), verify="full")
+    assert holds(backend, checkpoint(5))
+    cycle(name)
+
+
+def test_a_loader_that_cannot_run_twice_releases_the_memory(engine, backend, name, monkeypatch):
+    def once(self, tensors, own=Model.load_weights):
+        tensors = list(tensors)
+        if self.is_loaded:
+            tensors.append(("layers.0.norm.weight", torch.ones(3)))
+        self.is_loaded = True
+        own(self, tensors)
+
+    backend.models[0].pool, backend.models[0].is_loaded = True, False
+    weights = shareable(name, checkpoint(5))
+    with monkeypatch.context() as patch:
+        patch.setattr(Model, "load_weights", once)
+        report = update(engine, weights, verify="full")
+    cycle(name)  # at once
+    assert report.mapped == 13 and "expanded size" in report.unverified
+    assert holds(backend, checkpoint(5))
+
+
+def test_tensors_that_the_engine_cannot_map_are_a_typed_error(engine, backend, name, monkeypatch):
+    weights = shareable(name, checkpoint(5))
+    with monkeypatch.context() as patch:
+        backend.damage = lambda _: patch.setattr(importing, "_names", lambda: ())
+        with pytest.raises(SharingError, match=r"rank 0 .*CUDA_VISIBLE_DEVICES") as caught:
+            update(engine, weights, version="bad")
+    assert caught.value.tag == name and is_untouched(backend) and backend.version is None
+    backend.damage = lambda _: None
+    cycle(name)
+    update(engine, weights)
+    assert holds(backend, checkpoint(5))
+
+
+def test_a_loader_cannot_write_to_the_trainers_memory(engine, backend, name, monkeypatch):
+    def load(self, tensors, own=Model.load_weights):
+        own(self, ((key, tensor.mul_(2) if ".q." in key else tensor) for key, tensor in tensors))
+
+    weights = checkpoint(5)
+    sent = shareable(name, weights)
+    with monkeypatch.context() as patch:
+        patch.setattr(Model, "load_weights", load)
+        with pytest.raises(SharingError, match=r"writes to layers\.0\.q\.weight"):
+            update(engine, sent, verify="off", version="bad")
+        cycle(name)
+    assert backend.version is None
+    assert all(torch.equal(sent[key], tensor) for key, tensor in weights.items())
+    update(engine, sent, verify="full")
+    assert holds(backend, weights)
+
+
+def test_the_trainer_may_free_its_tensors_after_the_update(engine, backend, name, wait_until):
+    weights = shareable(name, checkpoint(6))
+    update(engine, weights)
+    del weights
+    wait_until(lambda: _C.stats(name)[0]["allocations"] == 0)
+    assert holds(backend, checkpoint(6))

@@ -1,0 +1,197 @@
+"""The base of the rules that share memory: importers, messages, and blocks that they keep."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import memsaver
+from memsaver._memory import pickling
+from memsaver._memory.sharing import exporter, sending
+from memsaver._runtime.native import _C
+from memsaver.errors import InvalidStateError, MemsaverError, TagSharedError
+from model.apparatus import DEFAULTS, Apparatus
+from model.checks import require
+from model.expected import Allocation, Owner, Tag, pages_under
+from model.importers import SETTLE_SECONDS, Importers, wait_until
+
+_IMPATIENT_SECONDS = 0.002  # the wait of a pause that must be refused
+
+
+@dataclass(eq=False)
+class Message:
+    """A sent block: its place, and how often its tag had been paused."""
+
+    allocation: Allocation
+    place: tuple[Any, ...]
+    pauses: int
+
+    @property
+    def is_stale(self) -> bool:
+        """Return whether its memory was freed, or may have been replaced by a resume."""
+        tag = self.allocation.tag
+        return tag.pauses != self.pauses or self.allocation not in tag.allocations
+
+
+@dataclass(eq=False)
+class Import:
+    """A use of a block by an importer."""
+
+    message: Message
+    importer: int
+    key: int  # under which the importer keeps it
+
+    @property
+    def allocation(self) -> Allocation:
+        return self.message.allocation
+
+
+class Sharing(Apparatus):
+    """Shareable tags, the messages that the sequence has sent, and the importers' uses of blocks.
+
+    Everything that other processes do has ended before the next operation begins, except for the
+    release of memory that they keep mapped for later messages.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        for tag in self.tags:
+            tag.shareable = sending.is_shareable(tag.name)
+        self.messages: list[Message] = []
+        self.imports: list[Import] = []
+        self.received = 0
+
+    @property
+    def importers(self) -> Importers:
+        return self.process.importers
+
+    def refusals(self, going: Iterable[Tag]) -> tuple[type[MemsaverError], ...]:
+        """Return the errors of which a pause of these tags must raise one; none if it may begin."""
+        found: list[type[MemsaverError]] = []
+        if any(tag.regions for tag in going):
+            found.append(InvalidStateError)
+        if any(tag.is_imported for tag in going):
+            found.append(TagSharedError)
+        return tuple(found)
+
+    def refuse(self, going: list[Tag], call: Callable[..., Any], **named: Any) -> bool:
+        """Make a pause that must be refused, if these tags' state requires it."""
+        kinds = self.refusals(going)
+        if not kinds:
+            return False
+        shared = TagSharedError in kinds
+        if shared:
+            memsaver.configure(importer_seconds=_IMPATIENT_SECONDS)
+        error = self.refused(kinds, call, **named)
+        require(type(error) in kinds, f"{error!r} is none of {kinds}")
+        if shared:
+            memsaver.configure(importer_seconds=DEFAULTS["importer_seconds"])
+        if isinstance(error, TagSharedError):
+            self._check_importers(error)
+        return True
+
+    def _check_importers(self, error: TagSharedError) -> None:
+        (tag,) = self.named((error.tag,))
+        named = dict(error.importers)
+        require(tag.is_imported, f"no process uses {tag.name}: {error}")
+        for importer in {each.importer for each in self.imports if each.allocation.tag is tag}:
+            used = [each.allocation for each in self.imports if each.importer == importer]
+            at_least = pages_under((each.address, each.nbytes) for each in used if each.tag is tag)
+            found = named.get(self.importers[importer].pid, 0)
+            require(found >= at_least, f"{named} does not have {at_least} bytes of {importer}")
+
+    # --- sending and importing
+
+    def own(self, allocation: Allocation) -> Owner:
+        """Return the tensor that owns a block from its first message on."""
+        if allocation.owner is None:
+            allocation.owner = Owner(allocation.address, allocation.nbytes)
+            self.importers.owners.append(allocation.owner)
+        return allocation.owner
+
+    def reduced(self, owner: Owner) -> tuple[Any, ...]:
+        """Send a tensor, and return its place, which is all that an importer needs."""
+
+        def otherwise(tensor: Any) -> Any:
+            raise AssertionError("a tensor of a region was passed to torch")
+
+        _, arguments = pickling.sent(owner.tensor, otherwise)
+        return tuple(arguments[-1])
+
+    def uses(self, importer: int, message: Message) -> bool:
+        """Return whether an importer has the memory, which it then uses without an exchange."""
+        return any(
+            (each.importer, each.allocation, each.message.pauses)
+            == (importer, message.allocation, message.pauses)
+            for each in self.imports
+        )
+
+    def release_imports(self) -> None:
+        """Let the importers release everything."""
+        while self.imports:
+            self.release(self.imports[-1])
+
+    def release(self, used: Import) -> None:
+        self.synchronize()
+        self.imports.remove(used)
+        used.allocation.users.remove(used.importer)
+        self.importers[used.importer].ask("release", used.key)
+        self.settle()
+
+    def sees(self, used: Import) -> bool:
+        """Return whether an importer sees the contents that the model expects."""
+        seen = self.importers[used.importer].ask("digest", used.key)
+        return bool(seen == hashlib.blake2b(used.allocation.contents).digest())
+
+    def expire(self) -> None:
+        """Let the time pass in which messages keep deleted blocks."""
+        self.synchronize()
+        for allocation in self.allocations():
+            allocation.in_transit = 0
+        sending.forget_expired(math.inf)
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until importers' uses have ended, and with them the blocks that nobody keeps."""
+        held = len({(each.importer, each.allocation) for each in self.imports})
+        wait_until(
+            lambda: exporter.held() == held, f"{exporter.held()} blocks are held, not {held}"
+        )
+        for allocation in self.allocations():
+            owner = allocation.owner
+            if not allocation.is_deleted or allocation.in_transit or allocation.users:
+                continue
+            require(owner.freed.wait(SETTLE_SECONDS), f"{allocation} is not freed")
+            require(owner.error is None, f"a free failed: {owner.error!r}")
+            self.freed(allocation, owing=False)
+
+    def freed(self, allocation: Allocation, *, owing: bool) -> None:
+        tag = allocation.tag
+        tag.allocations.remove(allocation)
+        tag.owing = owing
+        tag.known = None
+        self.touched.add(tag)
+
+    # --- the ends of a sequence
+
+    def teardown(self) -> None:
+        if isinstance(sys.exc_info()[1], Exception):
+            super().teardown()
+            return
+        self.land()
+        self.release_imports()
+        self.expire()
+        for allocation in self.allocations():
+            if allocation.owner is not None:
+                allocation.owner.disown()  # it is freed by its address
+        self.importers.owners.clear()
+        super().teardown()
+        wait_until(lambda: not _C.importers(), "freed memory stays imported")
+
+    def _recover(self) -> None:
+        self.importers.reset()
+        super()._recover()

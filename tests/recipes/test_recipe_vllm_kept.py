@@ -1,0 +1,171 @@
+"""Test sleeps of what vLLM has besides the weights and the KV cache, with vLLM's own modules."""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import memsaver
+from memsaver import simulator
+
+pytestmark = pytest.mark.recipes
+
+MIB = 1 << 20
+ORDERS = [("weights", "kv_cache"), ("kv_cache", "weights")]
+
+
+@pytest.fixture
+def start(sim, tag, monkeypatch):
+    """Return a function that starts an engine whose weights and KV cache are mapped."""
+    pytest.importorskip("vllm.device_allocator.sleep_mode_backend", reason="vLLM is not installed")
+    from vllm_recipe import Engine
+
+    tag.names.extend(("weights", "kv_cache", "runtime", "workspace", "cuda_graph"))
+    engines = []
+
+    def call(**kinds):
+        engines.append(Engine(monkeypatch, **kinds))
+        return engines[-1]
+
+    yield call
+    for engine in engines:
+        engine.close()
+
+
+def released() -> set[str]:
+    return {row.tag for row in memsaver.stats().tags if row.state == "paused"}
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("order", ORDERS)
+def test_lora_adapters_survive(start, order, level):
+    engine = start(has_lora=True)
+    stack = engine.runner.lora_manager.stack.fill_(3)
+    for _ in range(2):
+        engine.core.sleep(level)
+        assert released() == {"weights", "kv_cache", "runtime"}
+        for tag in order:
+            engine.core.wake_up([tag])
+        assert not released() and (stack == 3).all()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_draft_model_survives(start, order, level):
+    engine = start(has_draft=True)
+    draft, contents = engine.runner.draft, torch.arange(MIB, dtype=torch.float32)
+    for _ in range(2):
+        engine.core.sleep(level)
+        for tag in order:
+            engine.core.wake_up([tag])
+        assert torch.equal(draft.cos_sin_cache, torch.arange(64.0))
+        assert torch.equal(draft.weight, contents) == (level == 1)
+        draft.weight.copy_(contents)  # as a reload
+
+
+def test_a_level_2_sleep_that_fails_saves_nothing_of_a_draft_model(sim, start):
+    engine = start(has_draft=True, has_lora=True)
+    sim.host_limit(1 << 16)
+    with pytest.raises(memsaver.OutOfHostMemoryError):
+        engine.core.sleep(level=2)
+    sim.host_limit()
+    engine.runner.draft.cos_sin_cache.fill_(5)
+    engine.core.sleep(level=1)
+    engine.core.wake_up()
+    assert (engine.runner.draft.cos_sin_cache == 5).all()
+
+
+def feature(module: str, name: str):
+    """Return an attribute of vLLM's module; skip the test if this version does not have it."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (AttributeError, ImportError):
+        pytest.skip(f"this version of vLLM has no {name}")
+
+
+class OnDevice(torch.nn.Parameter):
+    """A parameter in simulated memory that a copy to the host leaves, as on a GPU."""
+
+    is_cpu = False
+
+    def detach(self):
+        return super().detach().clone()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_parameters_that_vllm_preserves_survive_level_2(start, order):
+    engine = start(has_draft=True)
+    if "_sleep_saved_parameters" not in vars(engine.worker):
+        pytest.skip("this version of vLLM has no sleep_preserve_parameter_names")
+    model, draft = engine.runner.model, engine.runner.draft
+    model.weight = OnDevice(model.weight.data, requires_grad=False)
+    engine.worker.model_config.sleep_preserve_parameter_names = ("weight",)
+    engine.core.sleep(level=2)
+    for tag in order:
+        engine.core.wake_up([tag])
+    assert torch.equal(model.weight, torch.arange(MIB, dtype=torch.float32))
+    assert not draft.weight.any()
+
+
+def test_graphs_that_vllm_offloads_survive_level_2(start, monkeypatch):
+    capture_pool = feature("vllm.compilation.cudagraph_pool", "capture_pool")
+    config = feature("vllm.config", "VllmConfig")
+    engine = start()
+    engine.worker.model_config.sleep_mode_offload_cudagraph = True
+    compilation = SimpleNamespace(cudagraph_mode=None)
+    made = SimpleNamespace(model_config=engine.worker.model_config, compilation_config=compilation)
+    made.use_cumem_cudagraph_pool = config.use_cumem_cudagraph_pool.fget(made)
+    monkeypatch.setattr(memsaver, "torch_pool", lambda *_, **__: SimpleNamespace(id=(0, 7)))
+    with capture_pool(None, made) as pool, memsaver.region("cuda_graph", backup="host"):
+        graph = simulator.empty(64).fill_(3)
+    allocator = importlib.import_module("vllm.distributed.device_communicators.pynccl_allocator")
+    assert pool == allocator._graph_pool_id == (0, 7)
+    engine.core.sleep(level=2)
+    assert "cuda_graph" in released()
+    engine.core.wake_up(["kv_cache"])
+    assert released() == {"weights"} and (graph == 3).all()
+
+
+def test_workspaces_are_released_without_a_backup(start, monkeypatch):
+    workspace = importlib.import_module("vllm.v1.worker.workspace")
+    engine = start()
+    try:
+        manager = workspace.WorkspaceManager(
+            torch.device("cpu"),
+            alloc_context=lambda: engine.worker._maybe_get_memory_pool_context("workspace"),
+        )
+    except TypeError:
+        pytest.skip("this version of vLLM has no pool for workspaces")
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            torch, "empty", lambda size, dtype, device: simulator.empty(size[0], dtype=dtype)
+        )
+        (tensor,) = manager.get_simultaneous(((MIB,), torch.uint8))
+    assert [nbytes for _, nbytes in memsaver.ranges("workspace")]
+    engine.core.sleep(level=1)
+    (row,) = [row for row in memsaver.stats().tags if row.tag == "workspace"]
+    assert row.state == "paused" and not row.backup_bytes
+    engine.core.wake_up(["kv_cache"])
+    assert released() == {"weights"}
+    tensor.fill_(1)
+
+
+def test_release_of_the_kv_cache_memory_keeps_everything_else(start):
+    core = feature("vllm.v1.engine.core", "EngineCore")
+    if not hasattr(core, "release_kv_cache_memory"):
+        pytest.skip("this version of vLLM has no release_kv_cache_memory")
+    engine = start(has_lora=True, has_draft=True)
+    with pytest.raises(RuntimeError, match="completed pause"):
+        engine.core.release_kv_cache_memory()
+    engine.core.pause_scheduler()
+    engine.core.release_kv_cache_memory()
+    assert released() == {"kv_cache"} and engine.core.is_sleeping()
+    with pytest.raises(RuntimeError, match="resident"):
+        engine.core.release_kv_cache_memory()
+    engine.core.wake_up(["kv_cache"])
+    assert not released() and not engine.core.is_sleeping()
+    assert engine.runner.draft.weight.any()
