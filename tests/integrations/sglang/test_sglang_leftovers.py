@@ -159,6 +159,18 @@ def test_a_resume_that_fails_suspends_them_again(engine, world):
     assert ask(engine, "resume").failure is None and world()
 
 
+def test_a_communicator_that_cannot_be_resumed_leaves_everything_released(
+    engine, world, monkeypatch
+):
+    ask(engine, "release")
+    with monkeypatch.context() as patch:
+        patch.setattr(nccl.Nccl, "begin_resume", lambda *_: nccl.Call("ncclCommResume", lambda: 3))
+        error = str(error_of([ask(engine, "resume")]))
+    assert "ncclCommResume failed with NCCL's error 3" in error and "free memory" not in error
+    assert not world() and set(states().values()) == {"paused"}
+    assert ask(engine, "resume").failure is None and world() and engine.model.is_intact()
+
+
 @pytest.mark.parametrize(
     "setting",
     [
