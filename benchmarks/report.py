@@ -43,6 +43,15 @@ class Goal:
         return f">= {self.alone:g} alone" if self.alone is not None else f"{self.ratio:.3f}"
 
 
+VLLM = {  # ratios on one GPU
+    "sleep_first_ms": 10.0,
+    "sleep_changed_ms": 1.15,
+    "sleep_unchanged_ms": 12.0,
+    "wake_weights_ms": 1.35,
+    "wake_kv_ms": 1.0,
+    "decode_tokens_per_s": 0.99,
+    "resident_MiB": 1.0,
+}
 # Patterns of metrics; the first match counts. Metrics without a match have no goal.
 GOALS: tuple[tuple[str, Goal | None], ...] = (
     ("*_at_once_ms", None),
@@ -81,13 +90,8 @@ GOALS: tuple[tuple[str, Goal | None], ...] = (
     ("sglang_switch_ms", Goal(4.0, peer=PEERS[DEFAULT])),
     ("sglang_storm_answered_requests", Goal(1.0)),
     ("sglang_max_mem_fraction", Goal(alone=0.9)),
-    ("vllm_sleep_first_ms", Goal(10.0)),
-    ("vllm_sleep_changed_ms", Goal(1.15)),
-    ("vllm_sleep_unchanged_ms", Goal(12.0)),
-    ("vllm_wake_weights_ms", Goal(1.35)),
-    ("vllm_wake_kv_ms", Goal(1.0)),
-    ("vllm_decode_tokens_per_s", Goal(0.99)),
-    ("vllm_resident_MiB", Goal(1.0)),
+    *((f"vllm_{name}", Goal(ratio)) for name, ratio in VLLM.items()),
+    *((f"vllm_tp2_{name}", Goal(round(0.85 * ratio, 4))) for name, ratio in VLLM.items()),
     ("trl_sleep_wake_seconds", Goal(3.0)),
     ("trl_sleep_wake_later_seconds", Goal(1.2)),
     ("rl_kv_tokens_fraction", Goal(0.97, peer="memsaver, the engine alone on the GPU")),

@@ -214,6 +214,17 @@ def _held_by(engine: Any) -> admitted.HeldRequests:
     return vars(engine).setdefault(_HELD, admitted.HeldRequests())  # type: ignore[no-any-return]
 
 
+async def _is_gone(engine: Any) -> bool:
+    """Return whether a held request is over: never, as a client that disconnects cancels its task.
+
+    Raises:
+        EngineDeadError: vLLM's, if the engine has ended.
+    """
+    if engine.errored:
+        raise engine.dead_error
+    return False
+
+
 class _Generation:
     """See `admitted.Generation`."""
 
@@ -231,9 +242,7 @@ class _Generation:
         return [self._args[1]]
 
     async def is_gone(self) -> bool:
-        if self._engine.errored:
-            raise self._engine.dead_error
-        return False  # a client that disconnects cancels the task
+        return await _is_gone(self._engine)
 
     async def send(self) -> AsyncGenerator[Any, None]:
         is_stream = isinstance(self._prompt, AsyncGenerator)
@@ -319,7 +328,13 @@ async def _call(engine: Any, need: Need | None, send: Callable[[], Awaitable[Any
             raise refusal from error
 
     return await admitted.call(
-        admission, need.tags, need.what, checked, lambda result: None, reads=need.reads
+        admission,
+        need.tags,
+        need.what,
+        checked,
+        lambda result: None,
+        reads=need.reads,
+        is_gone=lambda: _is_gone(engine),
     )
 
 

@@ -121,7 +121,9 @@ def _checked(engine: Any, work: Callable[[], Any]) -> Any:
     try:
         return work()
     except Exception as error:
-        found = error_from(error, memory_of(engine.engine_core, failed=True))
+        found = error
+        with contextlib.suppress(Exception):  # an engine whose worker has ended does not answer
+            found = error_from(error, memory_of(engine.engine_core, failed=True))
         if found is error:
             raise
         raise found from error

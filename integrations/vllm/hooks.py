@@ -32,7 +32,7 @@ _HOOKS: dict[str, tuple[str, Callable[..., Any]]] = {
     f"{_ASYNC}.generate": ("AROUND", admissions.generate),
     f"{_ENGINE}.add_request": ("AROUND", blocking_admissions.add_request),
 }
-_OPTIONAL: dict[str, tuple[str, Callable[..., Any]]] = {}  # since 0.27
+_OPTIONAL: dict[str, tuple[str, Callable[..., Any]]] = {}  # since 0.31
 for _engine, _control in ((_ASYNC, admissions.control), (_ENGINE, blocking_admissions.control)):
     _HOOKS |= {
         f"{_engine}.add_lora": ("AROUND", _control.lora("add_lora")),

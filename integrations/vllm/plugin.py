@@ -10,6 +10,7 @@ some of them more than once. The effects begin when vLLM imports the modules con
 - The workers load and verify weights that a trainer sends (`weight_loads`), and the engine core
   answers memsaver's calls (`core_calls`), which a server announces (`routes`).
 - LoRA adapters and the buffers of draft models survive sleeps at level 2 (`kept`).
+- vLLM copies memsaver's variables to the workers of Ray's executor.
 - CUDA graphs are captured into pausable memory, if `settings` request it (`graphs`).
 - Requests to a sleeping engine are refused, wait, or wake it (`hooks`, `http_answers`).
 
@@ -56,6 +57,7 @@ _WORKER = "vllm.v1.worker.gpu_worker"
 _CORE = "vllm.v1.engine.core"
 _ROUTER = "vllm.entrypoints.serve.dev.rpc.api_router"
 _PLATFORM = "vllm.platforms.interface"
+_RAY = "vllm.ray.ray_env"
 _NCCL = "NCCL_GRAPH_REGISTER"
 Install = Callable[[Any], None]
 _logger = logging.getLogger("memsaver.vllm")
@@ -63,6 +65,7 @@ _logger = logging.getLogger("memsaver.vllm")
 
 def load_plugin() -> None:
     """Load memsaver as a plugin of vLLM. Idempotent. Never raises."""
+    when_imported(_RAY, _guarded([_copy_variables]))  # MEMSAVER_VLLM=0 too
     try:
         if not settings.is_on():
             return
@@ -102,6 +105,11 @@ def _effects(graphs_too: bool) -> dict[str, list[Install]]:
     for name in http_answers.MODULES:
         found.setdefault(name, []).append(http_answers.install)
     return found
+
+
+def _copy_variables(module: ModuleType) -> None:
+    """Let vLLM copy memsaver's variables to Ray's workers, as it copies its own."""
+    module.DEFAULT_ENV_VAR_PREFIXES.add("MEMSAVER_")
 
 
 def _guarded(installs: Sequence[Install]) -> Install:

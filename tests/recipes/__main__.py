@@ -43,8 +43,8 @@ class Engine:
         versions: its published versions, from the first that memsaver supports.
         default: the versions that are tested unless others are requested.
         files: the test files.
-        children: test files that start processes that import the engine anew, so only for default
-            versions.
+        children: test files for default versions only: they start processes that import the engine
+            anew, or concern the tests' fake of the engine, which simulates these versions.
         without: the files of a version that are not kept, as a pattern for `Path.glob`.
         needs: the engine whose required packages this one uses besides its own.
     """
@@ -112,7 +112,8 @@ VLLM = Engine(
     "vllm",
     ("0.26.0", "0.27.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"),
     ("0.26.0", "0.33.0"),  # the one that has run on a GPU, the newest
-    ("vllm", "vllm_asleep", "vllm_fake", "vllm_kept", "vllm_rollout"),
+    ("vllm", "vllm_asleep", "vllm_kept", "vllm_rollout"),
+    ("vllm_fake", "vllm_ray"),
     without="vllm/**/*.so",  # they need CUDA's libraries, and vLLM works without them
     needs=SGLANG,
 )

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import memsaver
-from memsaver.integrations.vllm import wake_order
+from memsaver.integrations.vllm import plugin, wake_order
 from memsaver.integrations.vllm.allocator import MemsaverAllocator
 
 pytestmark = pytest.mark.recipes
@@ -141,7 +141,7 @@ def test_discard_releases_a_tag_of_an_engine_that_is_awake(vllm_engine):
 
 def test_runtime_state_survives_every_level(vllm_engine):
     core, runner = vllm_engine.core, vllm_engine.runner
-    if not memsaver.ranges("runtime"):
+    if not any(row.tag == "runtime" and row.resident_bytes for row in memsaver.stats().tags):
         pytest.skip("this version of vLLM has no pool for runtime state")
     runner.block_tables.fill_(7)
     core.sleep(level=2)
@@ -180,3 +180,17 @@ def test_the_reset_of_scales_has_the_expected_name(vllm_engine):
     if not hasattr(GPUModelRunner, "post_kv_cache_wake_up"):
         pytest.skip("this version of vLLM has no reset of the KV cache's scales")
     assert callable(getattr(GPUModelRunner, wake_order._RESET))
+
+
+@pytest.mark.parametrize("value", ["1", "0", "invalid"])
+def test_vllm_copies_the_variables_to_rays_workers(vllm_engine, monkeypatch, value):
+    ray_env = importlib.import_module("vllm.ray.ray_env")
+    own = ray_env.DEFAULT_ENV_VAR_PREFIXES - {"MEMSAVER_"}
+    monkeypatch.setattr(ray_env, "DEFAULT_ENV_VAR_PREFIXES", own)
+    monkeypatch.setenv("MEMSAVER_VLLM", value)
+    monkeypatch.setenv("MEMSAVER_HOST_BYTES", "1GiB")
+    assert not {"MEMSAVER_VLLM", "MEMSAVER_HOST_BYTES"} & ray_env.get_env_vars_to_copy()
+    plugin.load_plugin()
+    assert {"MEMSAVER_VLLM", "MEMSAVER_HOST_BYTES"} <= ray_env.get_env_vars_to_copy()
+    second = importlib.import_module("vllm.v1.executor.ray_env_utils").get_driver_env_vars(set())
+    assert second["MEMSAVER_VLLM"] == value

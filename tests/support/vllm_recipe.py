@@ -35,10 +35,15 @@ class SimulatedCuda(Platform):
 
     _enum = PlatformEnum.CUDA
     device_type = "cpu"
+    ray_device_key = "GPU"
 
     @classmethod
     def graph_pool_handle(cls):
         return (0, 1)
+
+    @classmethod
+    def update_block_size_for_backend(cls, vllm_config) -> None:
+        pass
 
 
 class Model(torch.nn.Module):
@@ -98,49 +103,61 @@ class Runner(lora_model_runner_mixin.LoRAModelRunnerMixin):
         self.model = self.draft = self.lora_manager = self.kv_cache = self.block_tables = None
 
 
+def simulate(patch) -> None:
+    """Let vLLM's modules use the simulated driver, until the patch is undone."""
+    patch.setattr(vllm.platforms, "_current_platform", SimulatedCuda())
+    for module in (vllm.platforms, gpu_worker, lora_model_runner_mixin, *device_modules()):
+        patch.setattr(module, "current_platform", SimulatedCuda(), raising=False)
+    patch.setattr(torch.accelerator, "synchronize", lambda *_: None)
+    patch.setattr(torch.accelerator, "get_memory_info", lambda *_: memsaver.device_memory(0))
+    patch.setattr(gpu_worker.Worker, "synchronize_device", lambda _: None, raising=False)
+    patch.setattr(gpu_worker, "set_current_vllm_config", lambda _: contextlib.nullcontext())
+    patch.setattr(
+        gpu_worker.Worker,
+        "_scoped_allocator_max_split",
+        lambda *_, **__: contextlib.nullcontext(),
+    )
+    patch.setattr(gpu_worker, "ensure_kv_transfer_initialized", lambda *_: None)
+    patch.setattr(lora_model_runner_mixin, "supports_lora", lambda _: True)
+    patch.setattr(lora_model_runner_mixin, "LRUCacheWorkerLoRAManager", Adapters)
+    load_general_plugins()
+
+
+def core_with(executor) -> EngineCore:
+    """Return vLLM's engine core around an executor whose workers have a model."""
+    executor.sleeping_tags = set()
+    if not isinstance(getattr(type(executor), "is_sleeping", None), property):
+        executor.is_sleeping = False  # 0.26
+    core = EngineCore.__new__(EngineCore)
+    core.model_executor = executor
+    core.scheduler = Scheduler()
+    core.batch_queue = None
+    core._reset_caches = lambda *_, **__: None
+    return core
+
+
+KV_CACHE_CONFIG = SimpleNamespace(
+    num_blocks=1,
+    needs_kv_cache_zeroing=False,
+    kv_cache_layout=None,
+    hash_block_size=None,
+    cache_hit_alignment_tokens=None,
+)
+
+
 class Engine:
     """vLLM's engine core with its executor and worker."""
 
     def __init__(self, patch, has_lora: bool = False, has_draft: bool = False) -> None:
         # Restored after the test, because other tests use the platform of this machine.
-        patch.setattr(vllm.platforms, "_current_platform", SimulatedCuda())
-        for module in (vllm.platforms, gpu_worker, lora_model_runner_mixin, *device_modules()):
-            patch.setattr(module, "current_platform", SimulatedCuda(), raising=False)
-        patch.setattr(torch.accelerator, "synchronize", lambda *_: None)
-        patch.setattr(torch.accelerator, "get_memory_info", lambda *_: memsaver.device_memory(0))
-        patch.setattr(gpu_worker.Worker, "synchronize_device", lambda _: None, raising=False)
-        patch.setattr(gpu_worker, "set_current_vllm_config", lambda _: contextlib.nullcontext())
-        patch.setattr(
-            gpu_worker.Worker,
-            "_scoped_allocator_max_split",
-            lambda *_, **__: contextlib.nullcontext(),
-        )
-        patch.setattr(gpu_worker, "ensure_kv_transfer_initialized", lambda *_: None)
-        patch.setattr(lora_model_runner_mixin, "supports_lora", lambda _: True)
-        patch.setattr(lora_model_runner_mixin, "LRUCacheWorkerLoRAManager", Adapters)
-        load_general_plugins()
+        simulate(patch)
         self.worker = worker(has_lora, has_draft)
         executor = UniProcExecutor.__new__(UniProcExecutor)
         executor.driver_worker = WorkerWrapperBase.__new__(WorkerWrapperBase)
         executor.driver_worker.worker = self.worker
-        executor.sleeping_tags = set()
-        if not isinstance(getattr(UniProcExecutor, "is_sleeping", None), property):
-            executor.is_sleeping = False  # 0.26
-        self.core = EngineCore.__new__(EngineCore)
-        self.core.model_executor = executor
-        self.core.scheduler = Scheduler()
-        self.core.batch_queue = None
-        self.core._reset_caches = lambda *_, **__: None
+        self.core = core_with(executor)
         self.worker.load_model()
-        self.worker.initialize_from_config(
-            SimpleNamespace(
-                num_blocks=1,
-                needs_kv_cache_zeroing=False,
-                kv_cache_layout=None,
-                hash_block_size=None,
-                cache_hit_alignment_tokens=None,
-            )
-        )
+        self.worker.initialize_from_config(KV_CACHE_CONFIG)
 
     @property
     def runner(self) -> Runner:

@@ -173,16 +173,27 @@ def test_a_call_ends_with_an_engine_whose_worker_is_killed(run_vllm):
         START
         + """
 import signal
+from vllm.v1.engine.exceptions import EngineDeadError
 (pid,) = llm.collective_rpc(vllm_calls.pid)
 llm.sleep()
 os.kill(pid, signal.SIGKILL)
 try:
     llm.wake_up()
-    llm.generate(PROMPTS)
-except Exception as error:
-    print(type(error).__name__, error)
+except Exception as error:  # before the engine core has noticed, its own error
+    assert type(error) is EngineDeadError or "wake_up" in str(error), repr(error)
 else:
     raise AssertionError
+deadline = time.monotonic() + 20
+while not llm.llm_engine.engine_core.resources.engine_dead:
+    assert time.monotonic() < deadline
+    time.sleep(0.01)
+for call in (llm.wake_up, lambda: llm.generate(PROMPTS)):
+    try:
+        call()
+    except EngineDeadError:
+        pass
+    else:
+        raise AssertionError
 """,
         timeout=120,
         VLLM_ENABLE_V1_MULTIPROCESSING=1,
