@@ -44,6 +44,12 @@ class Plan:
     buckets: Sequence[Bucket]
 
     @property
+    def tags(self) -> list[str]:
+        """The tags with memory of this rank's tensors."""
+        tags = (source.tag for source in self.sources.values())
+        return list(dict.fromkeys(tag for tag in tags if tag is not None))
+
+    @property
     def has_parts(self) -> bool:
         """Whether tensors are parts."""
         return any(source.part is not None for source in self.sources.values())

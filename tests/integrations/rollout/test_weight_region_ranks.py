@@ -11,6 +11,7 @@ from weight_ranks import run
 REGIONS = """
 import memsaver
 from memsaver import simulator
+from memsaver._memory.sharing.sending import kept
 from memsaver.errors import SharingError
 memsaver.configure(importer_seconds=10)
 
@@ -108,18 +109,21 @@ if RANK == 1:
 from memsaver.integrations.rollout.weights import regions
 mapped = regions.mapped
 
-def pausing(named):
+def pausing(*named):
     if RANK == 1:
         memsaver.pause("trainer")
-    return mapped(named)
+    return mapped(*named)
 
-patch.setattr(regions, "mapped", pausing)
-error = refused(SharingError, update, engine, weights, verify="off")
-assert error.tag == "trainer" and is_untouched()
-assert backend is None or backend.calls == ["begin", "end"]
-patch.setattr(regions, "mapped", mapped)
-if RANK == 1:
-    memsaver.resume("trainer")
+for verify in ("off", "sampled", "full"):
+    patch.setattr(regions, "mapped", pausing)
+    error = refused(SharingError, update, engine, weights, verify=verify)
+    assert error.tag == "trainer" and is_untouched() and kept() == 0
+    assert backend is None or backend.calls == ["begin", "end"]
+    patch.setattr(regions, "mapped", mapped)
+    if RANK == 1:
+        memsaver.resume("trainer")
+    if backend is not None:
+        backend.calls.clear()
 report = update(engine, weights, verify="full")
 assert holds(backend, checkpoint(2)) and report.mapped == 13
 # Ranks whose contents differ send nothing.
@@ -127,6 +131,7 @@ if RANK == 1:
     weights["layers.0.k.weight"][0, 0] += 1
 error = refused(WeightMismatchError, update, engine, weights, verify="full")
 assert error.tensors == ("layers.0.k.weight",) and "on rank 1" in str(error), error
+assert kept() == 0
 cycle("trainer")
 """,
         2,
