@@ -81,6 +81,13 @@ if backend is not None and RANK == 1:
     backend.domain = "elsewhere"
 report = update(engine, weights, verify="full")
 assert holds(backend, checkpoint(2)) and report.mapped == 0, report
+
+# One engine on several machines, of which only the leader's is known to be the engine's.
+engine, backend = engine_of(2)
+if RANK == 1:
+    patch.setattr("memsaver.integrations.rollout.weights.plan.domain", lambda: "elsewhere")
+report = update(engine, weights, verify="full")
+assert holds(backend, checkpoint(2)) and (report.mapped, report.held) == (0, 13), report
 """,
         2,
         tmp_path,

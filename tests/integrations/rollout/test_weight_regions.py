@@ -257,9 +257,16 @@ def test_tensors_that_the_engine_cannot_map_are_a_typed_error(engine, backend, n
     assert holds(backend, checkpoint(5))
 
 
-def test_a_loader_cannot_write_to_the_trainers_memory(engine, backend, name, monkeypatch):
+@pytest.mark.parametrize("with_the_model", [False, True])
+def test_a_loader_cannot_write_to_the_trainers_memory(
+    engine, backend, name, monkeypatch, with_the_model
+):
     def load(self, tensors, own=Model.load_weights):
-        own(self, ((key, tensor.mul_(2) if ".q." in key else tensor) for key, tensor in tensors))
+        for key, tensor in tensors:
+            if ".q." in key:
+                own_memory = [self.embed.data] if with_the_model else []
+                torch._foreach_mul_([*own_memory, tensor], 2)
+            own(self, [(key, tensor)])
 
     weights = checkpoint(5)
     sent = shareable(name, weights)
