@@ -18,6 +18,7 @@ from ..together import GRACE_SECONDS
 from .buckets import Bucket
 from .colocated import BucketMemory
 from .disaggregated import WeightGroup
+from .media import Medium
 from .meetings import meetings_of
 from .options import Options
 from .plan import agree
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 __all__ = ["update"]
 
 Views = Sequence[tuple[str, int, Any]]
-Medium = BucketMemory | RegionTensors
 
 _WHAT = "an update of the engine's weights"
 
@@ -91,7 +91,8 @@ def update(
         flush_cache: whether to flush the prefix cache, which the old weights computed. Default
             True, except with `pause="in_place"`, whose requests continue with the cache.
         timeout: seconds for each of the engine's calls, and to wait for other ranks; None means
-            the engine's timeout.
+            the engine's timeout. All tensors that are sent without a bucket, usually the whole
+            model, are one call.
         unknown: must be empty. Unknown arguments are accepted here so that all ranks raise the same
             error.
 
@@ -104,7 +105,7 @@ def update(
             paused. A pause by another thread waits for the end of the update.
         OutOfDeviceMemoryError: there is no room for the bucket; nothing was sent.
         SharingError: the engine cannot map a tensor of a shareable region, or the engine's loader
-            would write to the tensor.
+            would write to the tensor; or this thread paused its tag at the last moment.
         EngineError, RankError, GroupError: the engine or a rank failed.
 
     Every error is raised on all ranks, and `state` is unchanged.
