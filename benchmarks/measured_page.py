@@ -62,8 +62,10 @@ WORDS = {
     "share_16GB_ms": "16 GB sent from a region, until another process has read it, ms",
     "share_195_tensors_ms": "the same for 16 GB in 195 tensors, ms",
     "update_from_region_ms": "update of an engine's 16 GB of weights from a trainer's region, ms",
-    "take_over_16GB_ms": "16 GB of a trainer's pages mapped for an engine by bare driver calls, ms",
-    "take_over_asleep_16GB_ms": "the same with the engine's resume and the trainer's pause, ms",
+    "take_over_16GB_ms": "16 GB of a trainer's pages mapped for a mapped engine by "
+    "bare driver calls, and new pages for the trainer, ms",
+    "take_over_asleep_16GB_ms": "16 GB of a trainer's pages mapped for a paused engine by "
+    "bare driver calls, and the trainer's pause, ms",
     "disk_pause_rate": "rate of these pauses, % of direct I/O",
     "disk_resume_rate": "rate of these resumes, % of direct I/O",
     "host_overhead_trimmed_MiB": "host memory left after a resume and trim, MiB",

@@ -20,7 +20,7 @@ from memsaver._runtime.whole_files import replace_file
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_PATH = ROOT / "benchmarks" / "results" / "h200.json"
-ON_H100 = DEFAULT_PATH.with_name("h100.json")  # what has not been measured on an H200
+ON_H100 = DEFAULT_PATH.with_name("h100.json")  # metrics without a measurement on an H200
 DISTRIBUTIONS = (
     "memsaver",
     "torch",

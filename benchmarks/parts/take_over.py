@@ -1,4 +1,4 @@
-"""Measure what an engine would save if it took over a trainer's pages instead of copying them.
+"""Measure the time that an engine saves if it takes over a trainer's pages instead of copying.
 
 take_over_16GB_ms: trainer and engine are both mapped, before and after. The peer is a copy, by
 torch, of the decoder's 195 tensors from another process's shareable region into the engine's

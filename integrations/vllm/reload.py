@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-__all__ = ["LayerwiseReload", "is_converted"]
+from memsaver._memory.sharing.wire import domain
+
+__all__ = ["LayerwiseReload", "domain_of", "is_converted"]
 
 # The methods whose weights stay as the loader writes them, on CUDA devices.
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
@@ -16,6 +19,18 @@ _HOOK = "process_weights_after_loading"
 def is_converted(model: Any) -> bool:
     """Return whether vLLM changes some weights of a model after its loader has written them."""
     return any(_is_converted(layer) for layer in model.modules())
+
+
+def domain_of(worker: Any) -> str:
+    """Return the domain of the processes whose tensors a worker's model may load in place.
+
+    "" for a model whose weights vLLM converts: its loads may write to their tensors, and such
+    writes are not detected.
+    """
+    with contextlib.suppress(AttributeError):  # there is no model yet
+        if is_converted(worker.model_runner.get_model()):
+            return ""
+    return domain()
 
 
 def _is_converted(layer: Any) -> bool:

@@ -31,8 +31,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from memsaver._memory.sharing.wire import domain
-
 from ..engine import moves
 from ..engine.messages import Answer, RankReport, SchedulerState, raisable
 from ..engine.ranks import first_failure
@@ -42,6 +40,7 @@ from .allocator import DEFERRABLE, MemsaverAllocator
 from .executor_ranks import group_of
 from .kept import restores_draft, saves_draft
 from .protocol import RELEASE_PART
+from .reload import domain_of
 from .steps import Step
 from .wake_order import in_any_order, saved
 
@@ -135,7 +134,7 @@ def memsaver_state(worker: Any) -> dict[str, Any]:
         True,
         getattr(worker, _LAST, None),
         settings.policy().when_asleep,
-        domain=domain(),
+        domain=domain_of(worker),
     )
     return asdict(state)
 

@@ -193,10 +193,11 @@ def test_the_page_has_the_measured_times(benchmark_module, rows):
     ), "make pages"
     measured = [row | {"gpu": "G", "date": "2026-01-01"} for row in rows([9.0])]
     assert page.times(measured[:1]) == page.NOT_RUN
+    measured[0]["peer_value"] = 5.0  # a copy in pieces of another size
     text = page.times(measured)
     assert "takes 9.0 ms" in text and "| 2 MiB | 300.0 | 100.0 | 12.0 |" in text
-    assert text.endswith("The best difference is 8.0 ms.")
-    step = {"metric": "rl_transition_seconds", "memsaver": 4.0}
-    assert "8.0 ms of the 4.0 s of an RL step's transitions (0.2 %)" in page.times(
-        [*measured, step]
+    assert text.endswith("the best difference from a copy is 8.0 ms (256 MiB).")
+    step = {"metric": "rl_transition_seconds", "memsaver": 4.0, "gpu": "H"}
+    assert page.times([*measured, step]).endswith(
+        "0.2 % of the 4.0 s that an RL step's transitions take on one H."
     )

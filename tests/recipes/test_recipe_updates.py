@@ -118,7 +118,7 @@ def test_tensors_of_a_region_are_mapped_and_released(
     for value in (2.0, 3.0):
         named = {"weight": weight.fill_(value)}
         with session(backend):
-            (check,) = load(backend, named, layout, mapped(list(named.items())))
+            (check,) = load(backend, named, layout, mapped(list(named.items()), []))
         memsaver.pause(name)
         memsaver.resume(name)
         assert check.received == check.held == 1 and not check.unverified

@@ -102,7 +102,7 @@ class Mapping {
   uint64_t bytes() const { return memory_.bytes(); }
   uint64_t end() const { return address() + bytes(); }
   const PhysicalMemory& memory() const { return memory_; }
-  // Gives exportable memory a new number, because it serves other addresses than before.
+  // Renews the export number, because the memory is mapped for another tag or again.
   void renew_export_id() noexcept { memory_.renew_export_id(); }
 
   // Unmaps the memory and returns it with its contents. The caller has drained the device. Throws

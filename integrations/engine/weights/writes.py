@@ -98,8 +98,8 @@ class Writes:
         """Run one of the loader's operations."""
         targets = _written(operation)
         written = [t for t in targets if storage_of(t) in self._storages]
+        self._protect_sender(t for t in targets if storage_of(t) not in self._storages)
         if not written:
-            self._protect_sender(targets)
             result = self.read(operation)
             self.source.follow(operation, result)
             return result
@@ -107,7 +107,7 @@ class Writes:
         sources = [tensor for tensor in operation.tensors() if id(tensor) not in marks]
         return self.write(operation, written, self.source.writes(sources))
 
-    def _protect_sender(self, targets: Sequence[Any]) -> None:
+    def _protect_sender(self, targets: Iterable[Any]) -> None:
         """Raise `SharingError` if a target of a write is in the sender's own tensors."""
         for tensor in targets:
             if is_imported(tensor.untyped_storage().data_ptr()):

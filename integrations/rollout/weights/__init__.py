@@ -6,8 +6,8 @@
 
 - **In buckets.** Tensors are gathered and sent in buckets of a given size, so that an update needs
   only the memory of one bucket in addition to the model, even if FSDP2's shards are gathered.
-- **In place.** An engine on the same GPUs reads tensors of shareable regions without a
-  bucket, where they are.
+- **In place.** An engine on the same GPUs reads tensors of shareable regions in place, without a
+  bucket.
 - **Verified.** The engine's ranks compare the tensors that arrive with those sent, and the model's
   contents after the load with these tensors, in the model's own layout; on the GPUs, bit for bit.
 - **All or none.** A failure on a rank raises the same error on all ranks, and every wait is

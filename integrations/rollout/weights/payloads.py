@@ -72,21 +72,25 @@ def listed(views: Sequence[tuple[str, int, Any]], receivers: Receivers | None = 
     return _serialised([(name, view) for name, _, view in views], receivers)
 
 
-def mapped(named: Sequence[tuple[str, Any]]) -> str:
+def mapped(named: Sequence[tuple[str, Any]], tokens: list[int]) -> str:
     """Serialise named tensors of shareable regions, which are opened together.
+
+    Args:
+        named: names and tensors.
+        tokens: see `sending.reduce_named`.
 
     Raises:
         SharingError: the tensors' tag is paused.
     """
-    return _pickled(_Named(named))
+    return _pickled(_Named(named, tokens))
 
 
 class _Named:
-    def __init__(self, named: Sequence[tuple[str, Any]]) -> None:
-        self._named = named
+    def __init__(self, *arguments: Any) -> None:
+        self._arguments = arguments
 
     def __reduce__(self) -> Any:
-        return sending.reduce_named(self._named)
+        return sending.reduce_named(*self._arguments)
 
 
 def shared(memory: Any) -> str:

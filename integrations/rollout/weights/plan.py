@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from memsaver._memory.sharing.wire import domain
 from memsaver.errors import ConfigError
 
 from ..arguments import check_equal
@@ -44,6 +45,12 @@ class Plan:
     buckets: Sequence[Bucket]
 
     @property
+    def tags(self) -> list[str]:
+        """The tags with memory of this rank's tensors."""
+        tags = (source.tag for source in self.sources.values())
+        return list(dict.fromkeys(tag for tag in tags if tag is not None))
+
+    @property
     def has_parts(self) -> bool:
         """Whether tensors are parts."""
         return any(source.part is not None for source in self.sources.values())
@@ -67,16 +74,19 @@ def agree(
     sources: dict[str, Source] = {}
     devices: list[Any] = []
 
-    def offer() -> tuple[dict[str, str], list[Spec], frozenset[str]]:
-        """Check the arguments; return what all ranks compare."""
+    def offer() -> tuple[dict[str, str], list[Spec], frozenset[str], str]:
+        """Check the arguments; return the options and tensors, which all ranks compare."""
         sources.update(_checked_sources(engine, state, options))
         devices.append(_device(sources.values(), options))
         specs = [source.spec for source in sources.values()]
-        return options.compared(), specs, _mappable(engine, options, sources, devices[0])
+        mappable = _mappable(engine, options, sources, devices[0])
+        return options.compared(), specs, mappable, domain()
 
     # The engine's own timeout, because the update's may be the invalid argument.
     offers = meetings.gather(f"{what}: its plan", offer, engine.timeout)
-    given, everyones, mappable = zip(*offers, strict=True)
+    given, everyones, mappable, domains = zip(*offers, strict=True)
+    if len(set(domains)) > 1:  # only the leader's is compared with the engine's
+        mappable = (frozenset(),)
     timeout, ranks = options.timeout, engine.layout.tp_ranks
     what = f"{what}: its tensors"
     with meetings.step(what, timeout):

@@ -7,8 +7,12 @@ ranks have deleted their tensors, which they do before they answer.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import TracebackType
 from typing import Any
 
+from memsaver._memory.sharing.sending import cancel
+
+from ...engine.errors import EngineDiedError
 from ...engine.interface import Layout
 from .buckets import Bucket
 from .payloads import mapped
@@ -18,7 +22,10 @@ __all__ = ["RegionTensors"]
 
 
 class RegionTensors:
-    """The tensors of this rank, in their own memory. Has the methods of `BucketMemory`.
+    """The tensors of this rank, in their own memory; a context manager.
+
+    memsaver keeps the memory of a payload for its receiver. After a failure without a receiver, the
+    end of the context manager releases the memory.
 
     Args:
         device: the tensors' device.
@@ -26,6 +33,20 @@ class RegionTensors:
 
     def __init__(self, device: Any) -> None:
         self._device = device
+        self._tokens: list[int] = []  # of the payload
+        self._is_sent = False  # whether the engine's rank may have received the payload
+
+    def __enter__(self) -> RegionTensors:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if isinstance(error, EngineDiedError) or (error is not None and not self._is_sent):
+            cancel(self._tokens)
 
     def write(self, bucket: Bucket, sources: Mapping[str, Source]) -> list[tuple[str, int, Any]]:
         """Return each tensor's name, an offset of 0, and the tensor."""
@@ -40,7 +61,8 @@ class RegionTensors:
 
     def payload(self, views: list[tuple[str, int, Any]], layout: Layout) -> str:
         """Return the tensors' places as text. `layout` makes no difference."""
-        return mapped([(name, view) for name, _, view in views])
+        return mapped([(name, view) for name, _, view in views], self._tokens)
 
     def sending(self) -> None:
-        """Do nothing: memsaver keeps the memory as long as a receiver may use it."""
+        """Note that the engine may receive the payload from now on."""
+        self._is_sent = True

@@ -64,8 +64,14 @@ class Source:
         """This rank's part of the tensor, in the trainer's memory."""
         return _local(self._tensor)
 
+    @property
+    def tag(self) -> str | None:
+        """The tag of this rank's part of the tensor; None if it is in no region."""
+        local = self.local
+        return _tag_of(local.data_ptr()) if local.numel() else None
+
     def can_be_mapped(self, device: Any) -> bool:
-        """Return whether an engine's rank on the device can read the tensor where it is.
+        """Return whether an engine's rank on the device can read the tensor in place.
 
         The tensor must be whole on this rank, contiguous as in a bucket, and in a shareable region.
         """
@@ -106,8 +112,7 @@ class Source:
 
     def check(self) -> None:
         """Raise `InvalidStateError` if the tensor's memory is paused: reading it would be fatal."""
-        local = self.local
-        tag = _tag_of(local.data_ptr()) if local.numel() else None
+        tag = self.tag
         if tag is not None and memsaver.state(tag) == "paused":
             raise InvalidStateError(
                 f"{self.spec.name} cannot be sent while tag {tag!r} is paused: resume it first",

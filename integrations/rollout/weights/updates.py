@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from memsaver._runtime.native import _C
 from memsaver.errors import MemsaverError
 
 from ...engine.interface import Broadcast, Layout, SharedTensors, WeightLoad
@@ -17,6 +18,7 @@ from ..together import GRACE_SECONDS
 from .buckets import Bucket
 from .colocated import BucketMemory
 from .disaggregated import WeightGroup
+from .media import Medium
 from .meetings import meetings_of
 from .options import Options
 from .plan import agree
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
 __all__ = ["update"]
 
 Views = Sequence[tuple[str, int, Any]]
-Medium = BucketMemory | RegionTensors
 
 _WHAT = "an update of the engine's weights"
 
@@ -90,7 +91,8 @@ def update(
         flush_cache: whether to flush the prefix cache, which the old weights computed. Default
             True, except with `pause="in_place"`, whose requests continue with the cache.
         timeout: seconds for each of the engine's calls, and to wait for other ranks; None means
-            the engine's timeout.
+            the engine's timeout. All tensors that are sent without a bucket, usually the whole
+            model, are one call.
         unknown: must be empty. Unknown arguments are accepted here so that all ranks raise the same
             error.
 
@@ -100,10 +102,10 @@ def update(
         ConfigError: the ranks send different tensors or pass different options, or an argument is
             invalid or unknown.
         InvalidStateError: the engine's weights are released, or a tag with memory of `state` is
-            paused.
+            paused. A pause by another thread waits for the end of the update.
         OutOfDeviceMemoryError: there is no room for the bucket; nothing was sent.
-        SharingError: a tag with memory of `state` was paused during the call, the engine cannot map
-            a tensor of it, or the engine's loader would write to the tensor.
+        SharingError: the engine cannot map a tensor of a shareable region, or the engine's loader
+            would write to the tensor; or this thread paused its tag at the last moment.
         EngineError, RankError, GroupError: the engine or a rank failed.
 
     Every error is raised on all ranks, and `state` is unchanged.
@@ -136,12 +138,15 @@ class _Update:
         with contextlib.ExitStack() as held:
             memory: list[BucketMemory] = []
 
-            def room() -> None:
-                bucket = BucketMemory(largest, plan.device, plan.has_parts)
-                memory.append(held.enter_context(bucket))
+            def begin() -> None:
+                held.enter_context(_C.Reservation(plan.tags))  # no other thread pauses them
+                for source in plan.sources.values():
+                    source.check()
+                if plan.buckets:
+                    bucket = BucketMemory(largest, plan.device, plan.has_parts)
+                    memory.append(held.enter_context(bucket))
 
-            if plan.buckets:
-                self._meetings.gather(f"{_WHAT}: room for a bucket", room, timeout)
+            self._meetings.gather(f"{_WHAT}: its memory", begin, timeout)
             if plan.has_parts:
                 self._open(memory[0])
             loads: list[tuple[str, Bucket, Medium]] = [
@@ -149,7 +154,8 @@ class _Update:
                 for at, bucket in enumerate(plan.buckets, 1)
             ]
             if plan.mapped is not None:
-                loads.insert(0, ("tensors in regions", plan.mapped, RegionTensors(plan.device)))
+                tensors = held.enter_context(RegionTensors(plan.device))
+                loads.insert(0, ("tensors in regions", plan.mapped, tensors))
             with self._paused(), self._session():
                 for load in loads:
                     self._send(*load, load is loads[-1])
@@ -237,11 +243,13 @@ class _Update:
         places = verified_places(bucket, self._options.verify, self._number)
         # The first step does not wait for the device: the wait would not end without all ranks.
         views: list[tuple[str, int, Any]] = []
-        self._meetings.gather(
-            f"{what}, gathered",
-            lambda: views.extend(medium.write(bucket, self._plan.sources)),
-            self._options.timeout,
-        )
+
+        def gather() -> None:
+            for name in bucket.names:  # this thread may have paused a tag
+                self._plan.sources[name].check()
+            views.extend(medium.write(bucket, self._plan.sources))
+
+        self._meetings.gather(f"{what}, gathered", gather, self._options.timeout)
         if self._plan.has_parts:  # which other ranks wrote into this rank's memory
             self._meetings.gather(f"{what}, written", medium.settle, self._options.timeout)
 
@@ -249,10 +257,11 @@ class _Update:
             medium.settle()
             if self._options.group is not None:  # only the leader's tensors are sent
                 return "", digests_of(views, places) if self._engine.layout.is_leader else ()
-            digests = digests_of(views, places)
-            if self._engine.layout.tp_rank >= self._engine.tp_size:
-                return "", digests  # torch keeps memory until each receiver has closed it
-            return medium.payload(views, self._options.layout), digests
+            text = ""  # without a receiver: torch keeps memory until each one has closed it
+            if self._engine.layout.tp_rank < self._engine.tp_size:
+                # First, because it raises an error if the memory is paused.
+                text = medium.payload(views, self._options.layout)
+            return text, digests_of(views, places)
 
         timeout, engines = self._options.timeout, self._engine.layout
         with self._meetings.step(what, timeout) as own:

@@ -4,8 +4,8 @@ One thread for each connection sends and receives all messages, maps and unmaps,
 that changes extents. Other threads add jobs to its queue, and take no lock, because a finalizer may
 run in the middle of another call of the same thread.
 
-Each use of a sent tensor begins with a question to its process, which holds the memory until the
-use has ended here, on the devices too. Uses of many tensors begin with one question.
+Each use of a sent tensor begins with an import request to its process, which holds the memory until
+the use has ended here, on the devices too. Uses of many tensors begin with one import request.
 """
 
 from __future__ import annotations

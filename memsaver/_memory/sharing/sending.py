@@ -8,6 +8,7 @@ same place.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import sys
@@ -22,7 +23,15 @@ from memsaver._memory.sharing.uses import Place
 from memsaver._runtime.native import _C
 from memsaver.errors import MemsaverError, SharingError, TagSharedError, completions
 
-__all__ = ["can_send", "cover", "is_shareable", "make_shareable", "reduce", "reduce_named"]
+__all__ = [
+    "can_send",
+    "cancel",
+    "cover",
+    "is_shareable",
+    "make_shareable",
+    "reduce",
+    "reduce_named",
+]
 
 
 @dataclass
@@ -102,6 +111,15 @@ def reduce(tensor: Any, tag: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         SharingError: the tag is paused, the memory is not exportable, or the tensor has an autograd
             history.
     """
+    return importing.rebuild, _arguments(tensor, *_kept(tensor, tag))
+
+
+def _kept(tensor: Any, tag: str) -> tuple[Place, int]:
+    """Keep a tensor's storage for the receiver of a message. See `reduce`.
+
+    Returns:
+        The storage's place, and its device here.
+    """
     if tensor.requires_grad and not tensor.is_leaf:
         raise SharingError(
             f"a tensor of tag {tag!r} that has an autograd history cannot be sent to another "
@@ -132,7 +150,12 @@ def reduce(tensor: Any, tag: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         ids=tuple(row[4] for row in extents),
         device=importing.name_of(device),
     )
-    return importing.rebuild, (
+    return place, device
+
+
+def _arguments(tensor: Any, place: Place, device: int) -> tuple[Any, ...]:
+    """Return the arguments of `rebuild` for a tensor whose storage is at a place."""
+    return (
         type(tensor),
         tensor.dtype,
         tuple(tensor.size()),
@@ -157,24 +180,39 @@ def can_send(tensor: Any) -> bool:
         return False
 
 
-def reduce_named(named: Sequence[tuple[str, Any]]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def reduce_named(
+    named: Sequence[tuple[str, Any]], tokens: list[int]
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return a function and its arguments, which make a list of named tensors elsewhere.
 
     The receiver needs one exchange of messages for all tensors of a tag on a device.
 
     Args:
-        named: names, and tensors for which `can_send` is true.
+        named: names, and detached tensors for which `can_send` is true.
+        tokens: the list to which this function adds the storages' tokens, for `cancel`; also if it
+            raises.
 
     Raises:
         SharingError: see `reduce`; or a tensor is in no region.
     """
     rows = []
+    places: dict[int, tuple[Place, int]] = {}  # by storage: a receiver takes one message for each
     for name, tensor in named:
-        found = _C.locate(tensor.untyped_storage().data_ptr())
-        if found is None:
-            raise SharingError(f"{name} cannot be sent without a copy: it is in no region")
-        rows.append((name, reduce(tensor, found[0])[1]))
+        storage = tensor.untyped_storage()
+        if storage._cdata not in places:
+            found = _C.locate(storage.data_ptr())
+            if found is None:
+                raise SharingError(f"{name} cannot be sent without a copy: it is in no region")
+            places[storage._cdata] = _kept(tensor, found[0])
+            tokens.append(places[storage._cdata][0].token)
+        rows.append((name, _arguments(tensor, *places[storage._cdata])))
     return importing.rebuild_named, (rows,)
+
+
+def cancel(tokens: list[int]) -> None:
+    """Stop keeping storages for a message that no receiver will take. Clears the list."""
+    while tokens:
+        take(tokens.pop())
 
 
 def _keep(storage: Any, pool: tuple[str, int], address: int, nbytes: int) -> int:
@@ -227,13 +265,21 @@ def forget_expired(now: float | None = None) -> float | None:
     dead = []  # freed after the lock is released
     try:
         with _lock:
-            for sent in list(_in_flight.values()):
+            while (sent := _oldest()) is not None:
                 if sent.until > now:
                     return sent.until - now
                 dead.append(_end(sent))
         return None
     finally:
         dead.clear()
+
+
+def _oldest() -> Sent | None:
+    """Return the entry with the earliest deadline. Needs the lock."""
+    while True:
+        # A signal handler may send a tensor between the two calls.
+        with contextlib.suppress(RuntimeError):
+            return next(iter(_in_flight.values()), None)
 
 
 def _end(sent: Sent) -> Any:

@@ -11,6 +11,7 @@ from weight_ranks import run
 REGIONS = """
 import memsaver
 from memsaver import simulator
+from memsaver._memory.sharing.sending import kept
 from memsaver.errors import SharingError
 memsaver.configure(importer_seconds=10)
 
@@ -80,6 +81,13 @@ if backend is not None and RANK == 1:
     backend.domain = "elsewhere"
 report = update(engine, weights, verify="full")
 assert holds(backend, checkpoint(2)) and report.mapped == 0, report
+
+# One engine on several machines, of which only the leader's is known to be the engine's.
+engine, backend = engine_of(2)
+if RANK == 1:
+    patch.setattr("memsaver.integrations.rollout.weights.plan.domain", lambda: "elsewhere")
+report = update(engine, weights, verify="full")
+assert holds(backend, checkpoint(2)) and (report.mapped, report.held) == (0, 13), report
 """,
         2,
         tmp_path,
@@ -108,18 +116,21 @@ if RANK == 1:
 from memsaver.integrations.rollout.weights import regions
 mapped = regions.mapped
 
-def pausing(named):
+def pausing(*named):
     if RANK == 1:
         memsaver.pause("trainer")
-    return mapped(named)
+    return mapped(*named)
 
-patch.setattr(regions, "mapped", pausing)
-error = refused(SharingError, update, engine, weights, verify="off")
-assert error.tag == "trainer" and is_untouched()
-assert backend is None or backend.calls == ["begin", "end"]
-patch.setattr(regions, "mapped", mapped)
-if RANK == 1:
-    memsaver.resume("trainer")
+for verify in ("off", "sampled", "full"):
+    patch.setattr(regions, "mapped", pausing)
+    error = refused(SharingError, update, engine, weights, verify=verify)
+    assert error.tag == "trainer" and is_untouched() and kept() == 0
+    assert backend is None or backend.calls == ["begin", "end"]
+    patch.setattr(regions, "mapped", mapped)
+    if RANK == 1:
+        memsaver.resume("trainer")
+    if backend is not None:
+        backend.calls.clear()
 report = update(engine, weights, verify="full")
 assert holds(backend, checkpoint(2)) and report.mapped == 13
 # Ranks whose contents differ send nothing.
@@ -127,6 +138,7 @@ if RANK == 1:
     weights["layers.0.k.weight"][0, 0] += 1
 error = refused(WeightMismatchError, update, engine, weights, verify="full")
 assert error.tensors == ("layers.0.k.weight",) and "on rank 1" in str(error), error
+assert kept() == 0
 cycle("trainer")
 """,
         2,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 
 import pytest
 
@@ -14,7 +16,7 @@ from weight_engine import Backend, Model, checkpoint  # noqa: E402
 
 import memsaver  # noqa: E402
 from memsaver import simulator  # noqa: E402
-from memsaver._memory.sharing import importing  # noqa: E402
+from memsaver._memory.sharing import importing, sending  # noqa: E402
 from memsaver._runtime.native import _C  # noqa: E402
 from memsaver.errors import InvalidStateError, SharingError  # noqa: E402
 from memsaver.integrations.engine.errors import EngineError  # noqa: E402
@@ -165,8 +167,10 @@ def test_a_process_that_does_not_know_its_domain_sends_buckets(engine, backend, 
 # --- failures -------------------------------------------------------------------------------------
 
 
-def test_a_paused_tag_changes_nothing_in_the_engine(engine, backend, name):
-    weights = shareable(name, checkpoint(4))
+@pytest.mark.parametrize("verify", ["off", "sampled", "full"])
+@pytest.mark.parametrize("copies", [shareable, in_region])
+def test_a_paused_tag_changes_nothing_in_the_engine(engine, backend, name, copies, verify):
+    weights = copies(name, checkpoint(4))
     memsaver.pause(name)
     with pytest.raises(InvalidStateError, match="while tag") as caught:
         update(engine, weights)
@@ -178,14 +182,32 @@ def test_a_paused_tag_changes_nothing_in_the_engine(engine, backend, name):
         begin(timeout)
 
     backend.begin_update = pausing
-    with pytest.raises(SharingError) as caught:
-        update(engine, weights, verify="off", version="new")
+    with pytest.raises(InvalidStateError, match="while tag") as caught:
+        update(engine, weights, verify=verify, version="new")
     assert caught.value.tag == name and backend.calls == ["begin", "end"]
     assert is_untouched(backend) and backend.version is None
     memsaver.resume(name)
     del backend.begin_update
     update(engine, weights)
     assert holds(backend, checkpoint(4))
+
+
+@pytest.mark.parametrize("verify", ["off", "full"])
+@pytest.mark.parametrize("copies", [shareable, in_region])
+def test_a_pause_by_another_thread_waits_for_the_update(engine, backend, name, copies, verify):
+    weights = copies(name, checkpoint(4))
+    other = threading.Thread(target=memsaver.pause, args=(name,))
+
+    def begin(timeout, own=backend.begin_update):
+        other.start()
+        time.sleep(0.2)
+        own(timeout)
+
+    backend.begin_update = begin
+    update(engine, weights, verify=verify)
+    assert holds(backend, checkpoint(4))
+    other.join(30)
+    assert memsaver.state(name) == "paused"
 
 
 @pytest.mark.parametrize("pool", [False, True])
@@ -235,9 +257,16 @@ def test_tensors_that_the_engine_cannot_map_are_a_typed_error(engine, backend, n
     assert holds(backend, checkpoint(5))
 
 
-def test_a_loader_cannot_write_to_the_trainers_memory(engine, backend, name, monkeypatch):
+@pytest.mark.parametrize("with_the_model", [False, True])
+def test_a_loader_cannot_write_to_the_trainers_memory(
+    engine, backend, name, monkeypatch, with_the_model
+):
     def load(self, tensors, own=Model.load_weights):
-        own(self, ((key, tensor.mul_(2) if ".q." in key else tensor) for key, tensor in tensors))
+        for key, tensor in tensors:
+            if ".q." in key:
+                own_memory = [self.embed.data] if with_the_model else []
+                torch._foreach_mul_([*own_memory, tensor], 2)
+            own(self, [(key, tensor)])
 
     weights = checkpoint(5)
     sent = shareable(name, weights)
@@ -250,6 +279,16 @@ def test_a_loader_cannot_write_to_the_trainers_memory(engine, backend, name, mon
     assert all(torch.equal(sent[key], tensor) for key, tensor in weights.items())
     update(engine, sent, verify="full")
     assert holds(backend, weights)
+
+
+def test_tensors_of_one_storage_are_one_message(engine, backend, name, options, wait_until):
+    options(importer_seconds=60)
+    expected = {key: t for key, t in checkpoint(5).items() if t.shape == (8, 8)}
+    whole = shareable(name, {"": torch.stack(list(expected.values()))})[""]
+    report = update(engine, dict(zip(expected, whole, strict=True)), verify="full")
+    assert report.mapped == report.held == len(expected) == 8
+    del whole
+    wait_until(lambda: sending.kept() == 0 and _C.stats(name)[0]["allocations"] == 0)
 
 
 def test_the_trainer_may_free_its_tensors_after_the_update(engine, backend, name, wait_until):

@@ -53,7 +53,7 @@ def test_a_shareable_regions_tensors_are_received(sim, tag, unpickler, wait_unti
     received[0, 0] = 7
     assert name == "layer.weight" and weights[0, 0] == 7
     del received
-    data = base64.b64decode(mapped([("layer.weight", weights)]))
+    data = base64.b64decode(mapped([("layer.weight", weights)], []))
     with pytest.raises(RuntimeError, match="Blocked"):
         load(SafeUnpickler, data)
     ((name, received),) = load(unpickler, data)

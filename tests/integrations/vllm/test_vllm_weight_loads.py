@@ -115,7 +115,7 @@ def test_tensors_of_a_region_are_mapped_and_released(tiny, sim, tag, options, co
     worker = Worker(model)
     worker.call(BEGIN)
     for bucket in buckets(sent, 3):
-        check = worker.load(bucket, text=mapped(list(bucket.items())))
+        check = worker.load(bucket, text=mapped(list(bucket.items()), []))
         assert check.received == len(bucket) and check.failure is None
         memsaver.pause(name)
         memsaver.resume(name)
@@ -123,7 +123,7 @@ def test_tensors_of_a_region_are_mapped_and_released(tiny, sim, tag, options, co
             tensor.fill_(5)
     worker.call(END)
     assert equal(contents(model), contents(loaded(tiny, 2, converts=converts)))
-    text = mapped([("x", next(iter(sent.values())))])
+    text = mapped([("x", next(iter(sent.values())))], [])
     memsaver.pause(name)
     failure = worker.load({"x": torch.ones(2)}, text=text).failure
     assert (failure.kind, failure.tag) == ("SharingError", name)

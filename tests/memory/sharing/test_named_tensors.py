@@ -27,7 +27,7 @@ class Named:
         self._named = named
 
     def __reduce__(self):
-        return sending.reduce_named(self._named)
+        return sending.reduce_named(self._named, [])
 
 
 def allocations(name) -> int:
@@ -93,11 +93,11 @@ def test_only_tensors_of_mapped_shareable_tags_can_be_sent(sim, make, name, tag)
     ]
     for refused in (unshared, none):
         with pytest.raises(memsaver.SharingError):
-            sending.reduce_named([("x", refused)])
+            sending.reduce_named([("x", refused)], [])
     memsaver.pause(name)
     assert not sending.can_send(mine)
     with pytest.raises(memsaver.SharingError):
-        sending.reduce_named([("x", mine)])
+        sending.reduce_named([("x", mine)], [])
     memsaver.resume(name)
     memsaver.pause(later)
     memsaver.resume(later)
@@ -122,7 +122,7 @@ def test_processes_of_one_user_and_network_are_in_one_domain(importer, make, mon
 
 
 def test_arguments_of_another_place_are_refused(make, name):
-    rebuild, (rows,) = sending.reduce_named([("x", make(50))])
+    rebuild, (rows,) = sending.reduce_named([("x", make(50))], [])
     assert rebuild is importing.rebuild_named
     place = list(rows[0][1][-1])
     place[-1] = "GPU-of-another-process"
