@@ -31,14 +31,15 @@ def times(rows: Sequence[Mapping[str, Any]]) -> str:
     taken, copied = (asleep["detail"][f"{way}_by_piece_MiB"] for way in ("asleep", "copied"))
     saved, size = max((copied[mib]["all"] - taken[mib]["all"], mib) for mib in taken)
     of_a_step = (
-        f", {saved / 10 / step['memsaver']:.1f} % of the {step['memsaver']:.1f} s that an RL step's "
-        f"transitions take on one {step['gpu']}"
+        f",\n{saved / 10 / step['memsaver']:.1f} % of the {step['memsaver']:.1f} s that the "
+        f"transitions of an RL step take on one {step['gpu']}"
         if step
         else ""
     )
     lines = [
-        f"On one {awake['gpu']}, {awake['date']}, 16 GB of weights, medians in ms (of {SLOW_MIB} MiB: "
-        f"one cycle). A copy between mapped tensors takes {awake['peer_value']:.1f} ms.",
+        f"On one {awake['gpu']}, {awake['date']}, 16 GB of weights, medians in ms "
+        f"({SLOW_MIB} MiB: one cycle).",
+        f"A copy between mapped tensors takes {awake['peer_value']:.1f} ms.",
         "",
         "| pieces of physical memory | both sides mapped | engine resumes, trainer pauses "
         "| the same with a copy |",

@@ -199,5 +199,5 @@ def test_the_page_has_the_measured_times(benchmark_module, rows):
     assert text.endswith("the best difference from a copy is 8.0 ms (256 MiB).")
     step = {"metric": "rl_transition_seconds", "memsaver": 4.0, "gpu": "H"}
     assert page.times([*measured, step]).endswith(
-        "0.2 % of the 4.0 s that an RL step's transitions take on one H."
+        "0.2 % of the 4.0 s that the transitions of an RL step take on one H."
     )
