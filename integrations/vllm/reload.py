@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -24,13 +23,14 @@ def is_converted(model: Any) -> bool:
 def domain_of(worker: Any) -> str:
     """Return the domain of the processes whose tensors a worker's model may load in place.
 
-    "" for a model whose weights vLLM converts: its loads may write to their tensors, and such
-    writes are not detected.
+    "" without a model, and for a model whose weights vLLM converts: its loads may write to their
+    tensors, and such writes are not detected.
     """
-    with contextlib.suppress(AttributeError):  # there is no model yet
-        if is_converted(worker.model_runner.get_model()):
-            return ""
-    return domain()
+    try:
+        model = worker.model_runner.get_model()
+    except (AttributeError, ValueError):  # it is not loaded yet
+        return ""
+    return "" if is_converted(model) else domain()
 
 
 def _is_converted(layer: Any) -> bool:

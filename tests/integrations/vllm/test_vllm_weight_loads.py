@@ -132,6 +132,20 @@ def test_tensors_of_a_region_are_mapped_and_released(tiny, sim, tag, options, co
     release_shared(wait_until)
 
 
+def test_only_a_model_that_is_loaded_and_not_converted_maps_tensors(tiny):
+    from memsaver._memory.sharing.wire import domain
+    from memsaver.integrations.vllm.reload import domain_of
+
+    workers = [Worker(loaded(tiny, 1, converts=converts)) for converts in (False, True)]
+    assert [domain_of(worker) for worker in workers] == [domain(), ""] != ["", ""]
+
+    def get_model():
+        raise ValueError("Cannot get model before model has been initialized")
+
+    workers[0].model_runner.get_model = get_model
+    assert domain_of(workers[0]) == ""
+
+
 def test_an_update_that_was_not_ended_is_abandoned(tiny):
     model = loaded(tiny, 1, converts=True)
     worker, new = Worker(model), tiny.checkpoint(2)
