@@ -17,6 +17,7 @@ if another allocator than memsaver has released the memory, the hooks do nothing
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable
@@ -133,10 +134,12 @@ async def _checked(engine: Any, work: Awaitable[Any]) -> Any:
     try:
         return await alive(engine, work)
     except Exception as error:
+        found = error
+        with contextlib.suppress(Exception):  # an engine whose worker has ended does not answer
+            query = memory_of_async(engine.engine_core, failed=True)
+            found = error_from(error, await alive(engine, query))
         if engine.errored:
             raise engine.dead_error from error
-        memory = await alive(engine, memory_of_async(engine.engine_core, failed=True))
-        found = error_from(error, memory)
         if found is error:
             raise
         raise found from error

@@ -78,14 +78,6 @@ def test_a_level_2_sleep_that_fails_saves_nothing_of_a_draft_model(sim, start):
     assert (engine.runner.draft.cos_sin_cache == 5).all()
 
 
-def feature(module: str, name: str):
-    """Return an attribute of vLLM's module; skip the test if this version does not have it."""
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (AttributeError, ImportError):
-        pytest.skip(f"this version of vLLM has no {name}")
-
-
 class OnDevice(torch.nn.Parameter):
     """A parameter in simulated memory that a copy to the host leaves, as on a GPU."""
 
@@ -111,8 +103,11 @@ def test_parameters_that_vllm_preserves_survive_level_2(start, order):
 
 
 def test_graphs_that_vllm_offloads_survive_level_2(start, monkeypatch):
-    capture_pool = feature("vllm.compilation.cudagraph_pool", "capture_pool")
-    config = feature("vllm.config", "VllmConfig")
+    try:
+        capture_pool = importlib.import_module("vllm.compilation.cudagraph_pool").capture_pool
+    except ImportError:
+        pytest.skip("this version of vLLM has no sleep_mode_offload_cudagraph")
+    config = importlib.import_module("vllm.config").VllmConfig
     engine = start()
     engine.worker.model_config.sleep_mode_offload_cudagraph = True
     compilation = SimpleNamespace(cudagraph_mode=None)
@@ -155,10 +150,9 @@ def test_workspaces_are_released_without_a_backup(start, monkeypatch):
 
 
 def test_release_of_the_kv_cache_memory_keeps_everything_else(start):
-    core = feature("vllm.v1.engine.core", "EngineCore")
-    if not hasattr(core, "release_kv_cache_memory"):
-        pytest.skip("this version of vLLM has no release_kv_cache_memory")
     engine = start(has_lora=True, has_draft=True)
+    if not hasattr(engine.core, "release_kv_cache_memory"):
+        pytest.skip("this version of vLLM has no release_kv_cache_memory")
     with pytest.raises(RuntimeError, match="completed pause"):
         engine.core.release_kv_cache_memory()
     engine.core.pause_scheduler()
