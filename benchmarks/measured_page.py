@@ -285,7 +285,7 @@ def on_h100(rows: list[Mapping[str, Any]]) -> list[str]:
     gpus = " and ".join(sorted({row["gpu"] for row in rows}))
     return [
         f"All measurements of `benchmarks/results/h100.json`, on {gpus}, {dates(rows)}.",
-        "Those of one GPU ran while other programs used the machine's second GPU.",
+        "The measurements with one GPU ran while other programs used the machine's second GPU.",
         "",
         *table(rows),
     ]

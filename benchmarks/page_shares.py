@@ -1,11 +1,11 @@
-"""Compute which part of an engine's weights lies in pages that a trainer's memory has too.
+"""Compute the share of an engine's weights in pages that are equal in a trainer's memory.
 
 Pages are equal if they contain the same bytes of the same tensors at the same places, and nothing
 else; unused bytes do not count. Only an equal page could be mapped in place of a copy. Physical
 memory is mapped as a whole, so pages may be larger than the granularity of 2 MiB.
 
-Layouts are placed as torch's allocator does ("torch"), or each allocation begins at a multiple of
-2 MiB ("boundaries"). See weight_layouts.py for the layouts.
+Layouts are placed as torch's allocator places them ("torch"), or each allocation begins at a
+multiple of 2 MiB ("boundaries"). See weight_layouts.py for the layouts.
 
 usage: page_shares.py      prints the table
 """
@@ -126,8 +126,8 @@ def _continues(before: tuple[int, Run], place: int, run: Run) -> bool:
 def share(engine: Placed, trainer: Placed, page: int) -> tuple[int, int]:
     """Return the bytes of the engine's weights in equal pages, and the number of their runs.
 
-    A run is equal pages that are neighbours on both sides: the least number of pieces of physical
-    memory in which the trainer's memory must have been created for these pages to be mapped.
+    A run is a sequence of equal pages that are neighbours on both sides. Their number is the least
+    number of pieces in which the trainer's memory must be created so that they can be mapped.
     """
     numbers = {content: number for number, content in contents(trainer, page).items()}
     total, count, last = 0, 0, (-2, -2)

@@ -167,7 +167,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def measured() -> list[dict[str, Any]]:
-    """Return the rows of both kinds of GPUs; those of an H200 for what was measured on both."""
+    """Return the rows of both kinds of GPUs; a metric that both have is that of the H200."""
     rows = read(DEFAULT_PATH)
     known = {row["metric"] for row in rows}
     return rows + [row for row in read(ON_H100) if row["metric"] not in known]

@@ -122,8 +122,8 @@ class KindWorker(Worker):
     def tier(self) -> dict[str, Any]:
         """Release memory while the host tier holds a prompt's prefix, which no flush has removed.
 
-        Raises RuntimeError if the output for the prompt differs afterwards: from that with the
-        prefix if it is still cached, otherwise from that without it.
+        Raises RuntimeError if the output for the prompt differs afterwards: from the output with a
+        cached prefix if the prefix is still cached, otherwise from the output without one.
 
         Returns:
             The number of the prompt's tokens that were read from the host tier after a release of
@@ -153,7 +153,8 @@ class KindWorker(Worker):
     def _cached(self, prompt: list[int]) -> tuple[list[int], int, int]:
         """Generate without a flush.
 
-        Returns the tokens, and how many of the prompt were cached, at all and in the host tier.
+        Returns the tokens; and the number of the prompt's tokens that were cached anywhere, and in
+        the host tier.
         """
         reply = self.controller.generate(input_ids=prompt, sampling_params=_greedy(TOKENS))
         meta = reply["meta_info"]
@@ -161,7 +162,7 @@ class KindWorker(Worker):
         return reply["output_ids"], meta["cached_tokens"], host
 
     def _fill_cache(self) -> None:
-        """Generate for so many other prompts that the cache on the GPU drops all earlier ones."""
+        """Generate for enough other prompts that the cache on the GPU drops all earlier ones."""
         for number in range(1, 2 + KV_TOKENS // LONG_PROMPT):
             self._cached(_long_prompt(number))
 

@@ -2,11 +2,11 @@
 
 A layout is a list of allocations in the order in which they are made; an allocation is a list of
 runs. A run is consecutive bytes of a named checkpoint tensor. A rank's columns of a tensor have a
-name of their own: they are no consecutive bytes of the whole tensor.
+name of their own, because they are not consecutive bytes of the whole tensor.
 
 Engines are SGLang and vLLM with unquantised weights: q, k and v are rows of one tensor, as are gate
-and up, and the experts of a layer are stacked. Trainers hold bfloat16 weights without padding of
-the vocabulary, by one of TRAINERS.
+and up, and the experts of a layer are stacked. Trainers have bfloat16 weights without padding of
+the vocabulary, in one of the layouts of TRAINERS.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def megatron(model: Model, rank: int, ranks: int) -> list[Allocation]:
 
 
 def megatron_buffer(model: Model, rank: int, ranks: int) -> list[Allocation]:
-    """Return the same in the one buffer of the distributed optimizer, last tensors first."""
+    """Return Megatron's layout in its distributed optimizer's only buffer, last tensors first."""
     found: Allocation = []
     for allocation in reversed(megatron(model, rank, ranks)):
         found += allocation

@@ -4,8 +4,8 @@ The server holds requests while its memory is released (MEMSAVER_SGLANG_ASLEEP=w
 requests of each cycle arrives before and during the release, the others while the memory is
 released. Each must be answered as by an awake server: generations with the same tokens, all other
 requests with the same status. The updates alternate between two sets of weights, so that a skipped
-update changes later tokens: a generation that overlaps no update must have its weights' tokens, and
-one that overlaps some the tokens of one of their weights.
+update changes later tokens. A generation that overlaps no update must return the tokens of the
+current weights; one that overlaps updates may return those of the weights before or after them.
 
 The server runs one generation at a time, because batching changes the arithmetic, and with it the
 tokens. The clients' requests overlap.
@@ -60,8 +60,8 @@ ASLEEP_SECONDS = 0.05
 Outcome = str  # "answered", "disconnected", "lost: ..." or "wrong: ..."
 
 
-# Requests that have one right answer: the path, the payload, and possible statuses. Without a
-# tokenizer, the server cannot answer a completion in text, and its model has no embeddings.
+# Requests whose status is always the same: the path, the payload, and the possible statuses.
+# Without a tokenizer, the server cannot answer a completion in text. Its model has no embeddings.
 _COMPLETION = {"model": "model", "prompt": PROMPTS[0], "max_tokens": TOKENS, "temperature": 0}
 FIXED: dict[str, tuple[str, Any, tuple[int, ...]]] = {
     "completion": ("/v1/completions", _COMPLETION, (200, 400, 500)),
@@ -193,7 +193,7 @@ class Storm:
         return _among(last["output_ids"], [one[which] for one in expected()])
 
     def _expecting(self) -> Callable[[], list[list[list[int]]]]:
-        """Begin a generation. The result ends it, and returns the tokens of possible weights."""
+        """Begin a generation. Returns a function that ends it and returns the possible tokens."""
         done = self._done
 
         def expected() -> list[list[list[int]]]:
@@ -348,7 +348,7 @@ def run(
     """Send all requests during the cycles.
 
     Returns the number of cycles; the kind and the outcome of each request; and the number of
-    requests that had no answer at the end of a sleep, without those whose clients disconnect.
+    requests that were unanswered at the end of a sleep, except those whose clients disconnect.
     """
     plan = storm.plan(options.requests)
     sent: list[tuple[str, Future[Outcome]]] = []

@@ -3,16 +3,16 @@
 share_16GB_ms is the time until another process has read the last byte of each of 16 tensors of
 1 GB: pickling, unpickling with the mapping of the memory, and the kernels that read. Each time, the
 memory is new to the other process: the region has been paused and resumed, or, with CUDA IPC, the
-receiver has closed the memory. A message is sent --gap seconds later, when the driver has cleared
-the released memory. share_195_tensors_ms is the same for the 195 tensors of the decoder.
+receiver has closed the memory. The tensors are sent --gap seconds later, so that the driver can
+clear the released memory. share_195_tensors_ms is the same for the 195 tensors of the decoder.
 
 Each of these times is the sum of the two processes' own times; the transport of the pickle is left
 out.
 
 update_from_region_ms is the time of `memsaver.integrations.rollout.weights.update` for 16 GB of
 weights, without verification, to an engine on the same GPU, which is a process that copies the
-tensors into its own. Once the engine maps the trainer's tensors, which are in a shareable region,
-and once it does not report that it can, so that they are sent in buckets outside of regions.
+tensors into its own. The trainer's tensors are in a shareable region. They are sent once in place,
+and once in buckets outside of regions, to an engine that does not report that it can map them.
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
 take_over_16GB_ms: trainer and engine are both mapped, before and after. The peer is a copy, by
 torch, of the decoder's 195 tensors from another process's shareable region into the engine's
-tensors. Instead of it, bare driver calls import the trainer's physical memory, map it in place of
-the engine's, and give the trainer new memory, without contents.
+tensors. A takeover replaces it by bare driver calls that import the trainer's physical memory, map
+it in place of the engine's, and create new memory, without contents, for the trainer.
 
-take_over_asleep_16GB_ms: the engine is paused without a backup before, and the trainer is paused
-without one afterwards. The peer's bare driver calls create and map the engine's memory, copy, and
-release the trainer's memory; without the copy, they import and map the trainer's memory, and unmap
-and release the trainer's side.
+take_over_asleep_16GB_ms: before, the engine is paused without a backup; afterwards, the trainer is
+paused without one. The peer's bare driver calls create and map the engine's memory, copy, and
+release the trainer's memory. Those of the takeover import and map the trainer's memory for the
+engine, and unmap and release it for the trainer.
 
 The driver's calls are made for pieces of physical memory of several sizes, in one process; the
 values are those of the size with the lowest median, and the details have all of them. A real
@@ -138,7 +138,7 @@ class Sides:
 
 
 class Pages(Worker):
-    """Makes the driver's calls of all ways. Creates no memory besides that of the two sides."""
+    """Makes the driver calls of the takeovers and the copy. Creates only the two sides' memory."""
 
     imports = ()
 

@@ -69,8 +69,8 @@ class EngineWorker:
             settings: the run's settings.
             tp: the number of the engine's ranks, on all machines.
             gpus: the GPUs on this machine, for CUDA_VISIBLE_DEVICES.
-            part: SGLang's arguments for an engine on several machines, whose first part receives
-                all requests; each part answers when all of them have started.
+            part: SGLang's arguments for this part of an engine on several machines. The first part
+                receives all requests; each part answers when all of them have started.
 
         Raises:
             RuntimeError: the server ended, or did not answer in time; the message has the end of
@@ -248,7 +248,7 @@ def parts_of_engine(nodes: int, place: tuple[str, int]) -> list[dict[str, Any]]:
 def first_failure_or_all(calls: Sequence[Any], seconds: float) -> list[Any]:
     """Return the results of all calls, or raise as soon as one of them fails.
 
-    If a part of an engine does not start, the other parts wait for it.
+    If a part of an engine does not start, the calls of the other parts only wait for it.
 
     Raises:
         RayError: a call failed, or did not return in time.
@@ -303,7 +303,7 @@ def _answers(url: str) -> bool:
 def main(
     ranks: Annotated[int, typer.Option(min=1, help="The trainer's ranks: one for each GPU.")] = 1,
     tp: Annotated[int, typer.Option(min=0, help="The ranks of an engine; 0: all.")] = 0,
-    nodes: Annotated[int, typer.Option(min=1, help="The machines of an engine.")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, help="The number of an engine's machines.")] = 1,
     address: Annotated[str, typer.Option(help="The address of a cluster, or local.")] = "local",
     preload: Annotated[bool, typer.Option("--preload", help="Preload the engines.")] = False,
     engine: Annotated[

@@ -189,7 +189,7 @@ class Admission:
         is_full = self._held >= self.policy.most_held
         if is_full or self.policy.when_asleep == "refuse":
             if await self.refresh() & needs:
-                more = f"{self._held} requests wait already, which is the limit" if is_full else ""
+                more = f"{self._held} requests are held, which is the limit" if is_full else ""
                 raise self._error(what, more)
             return
         self._held += 1

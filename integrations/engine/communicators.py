@@ -1,12 +1,12 @@
 """Suspends an engine's NCCL communicators while its memory is released, on all ranks or on none.
 
 NCCL waits in each call for the other ranks of the communicator, without a bound. So a communicator
-is suspended only if all of its ranks take part here, which the ranks find out by an exchange; and
-before a resume, all ranks check that its memory is free, because the others may wait in NCCL's call
-for a rank that fails in its own, and then the communicator is lost.
+is suspended only if all of its ranks take part here, which the ranks verify by an exchange. Before
+a resume, all ranks check that there is enough free memory: if NCCL's call failed on one rank, the
+other ranks would wait in theirs, and the communicator would be lost.
 
-A call waits mostly for NCCL's messages between the ranks, so the calls for several communicators
-run at the same time.
+A call spends most of its time on NCCL's messages between the ranks, so the calls for several
+communicators run at the same time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .ranks import Group, first_failure
 __all__ = ["Suspender", "of_torch"]
 
 _SPARE = 64 << 20  # bytes that other allocations may take between the check and the resume
-_AMPLE = 1 << 30  # beside it, for memory that is resumed at the same time
+_AMPLE = 1 << 30  # additional bytes that must be free to resume other memory at the same time
 
 
 class Suspender:
@@ -84,11 +84,11 @@ class Suspender:
     ) -> tuple[list[RankReport], list[RankReport]]:
         """Resume all suspended communicators, and call `work`.
 
-        If every rank has ample memory for both, they run at the same time, because `work` waits for
-        copies and the resume for the driver; otherwise `work` runs after the resume.
+        If every rank has ample memory for both, they run at the same time, because `work` mostly
+        waits for copies, and the resume for the driver. Otherwise, `work` runs after the resume.
 
-        Nothing is done if memory is short for the communicators on a rank, or if one cannot be
-        resumed after a failure of `suspend`. `work` may have run although a communicator failed.
+        Nothing is done if a rank lacks memory for the communicators, or if one of them cannot be
+        resumed because `suspend` failed. `work` may have run even if a communicator's resume fails.
 
         Args:
             group: the ranks.
@@ -133,7 +133,7 @@ class Suspender:
     def _check(
         self, chosen: Sequence[Communicator], lacking: Sequence[Communicator], nbytes: int
     ) -> bool:
-        """Raise if a resume would fail; return whether there is also ample room for `nbytes`."""
+        """Raise if a resume would fail; return whether `nbytes` can be mapped at the same time."""
         if self._lost:
             raise EngineError(self._lost)
         if lacking:
@@ -158,8 +158,8 @@ class Suspender:
     def _ended(self, calls: Iterable[tuple[Communicator, Call]]) -> Iterator[Communicator]:
         """Yield the communicators whose calls succeed, then raise the first error.
 
-        The error of a call that still waits for other ranks, which NCCL cannot cancel, is kept; it
-        is raised only if there is no other, which may be its cause.
+        NCCL cannot cancel a call that still waits for other ranks. Such a timeout is recorded for
+        later calls, and raised only if no call has another error, which may be its cause.
         """
         deadline = time.monotonic() + nccl.SECONDS
         errors: list[Exception] = []
@@ -182,7 +182,7 @@ def _complete(
 ) -> tuple[list[Communicator], list[Communicator], bool]:
     """Split communicators into those that all of their ranks list, and the others. Collective.
 
-    Also returns whether any rank has listed one.
+    Also returns whether any rank lists a communicator.
     """
     listed = group.gather({"each": [[one.name, list(one.ranks), one.rank] for one in mine]})
     places: dict[Key, list[int]] = {}

@@ -33,7 +33,7 @@ def is_mapped(tags: Sequence[str]) -> bool:
 
 
 def paused_bytes(tags: Sequence[str]) -> int:
-    """Return the device memory that a resume of these tags will map on this rank, at most."""
+    """Return an upper bound of the device memory that a resume of these tags maps on this rank."""
     known = memsaver.stats()
     rows = (row for name in _names(tags) for row in known[name] if row.state != "mapped")
     return sum(max(row.paused_now_bytes, row.last_paused_bytes) for row in rows)

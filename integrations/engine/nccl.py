@@ -58,12 +58,12 @@ class Nccl:
         return self.version >= SINCE and hasattr(self._library, "ncclCommSuspend")
 
     def begin_suspend(self, handle: int) -> Call:
-        """Begin to release a communicator's memory, which waits for its other ranks."""
+        """Begin to release a communicator's memory. The call waits for the other ranks."""
         arguments = ctypes.c_void_p(handle), ctypes.c_int(_MEMORY)
         return Call("ncclCommSuspend", self._library.ncclCommSuspend, *arguments)
 
     def begin_resume(self, handle: int) -> Call:
-        """Begin to allocate a suspended communicator's memory again, like `begin_suspend`."""
+        """Begin to allocate a suspended communicator's memory again. See `begin_suspend`."""
         return Call("ncclCommResume", self._library.ncclCommResume, ctypes.c_void_p(handle))
 
     def suspendable_bytes(self, handle: int) -> int:
@@ -111,7 +111,7 @@ class Call:
         try:
             # NCCL cannot cancel the wait: after a timeout, the thread stays in it.
             threading.Thread(target=work, daemon=True).start()
-        except RuntimeError as error:  # `wait` raises it, as every other failure
+        except RuntimeError as error:  # `wait` raises it, like every other failure
             self._status.set_exception(error)
 
     def wait(self, seconds: float) -> None:

@@ -22,7 +22,7 @@ class Policy:
         sleep_after: seconds without a request after which the engine releases its memory itself; 0
             disables this.
         most_held: the largest number of requests that are held at the same time; a batch counts as
-            one. Further requests raise.
+            one. Further requests raise `EngineAsleepError`.
     """
 
     when_asleep: WhenAsleep = "refuse"

@@ -11,7 +11,7 @@ _logger = logging.getLogger("memsaver.engine")
 
 
 class RefusalLog:
-    """Logs each reason once while an engine is asleep, and counts the other requests.
+    """Logs up to 20 different reasons while an engine is asleep, and counts all other requests.
 
     A storm of requests to a sleeping engine therefore writes at most 21 lines, even if the reasons
     differ in details such as numbers of bytes.

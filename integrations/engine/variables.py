@@ -30,8 +30,9 @@ def flag(name: str, default: bool) -> bool:
 
 
 def policy(prefix: str) -> Policy:
-    """Return the policy in the variables `prefix`_ASLEEP and _SLEEP_AFTER, and in the variables
-    `prefix`_ASLEEP_WAIT and _ASLEEP_REQUESTS.
+    """Return the policy that environment variables with a prefix define.
+
+    These are `prefix`_ASLEEP, _ASLEEP_WAIT, _ASLEEP_REQUESTS and _SLEEP_AFTER.
 
     Raises:
         ConfigError: a variable is invalid, or no request would wake an engine that fell asleep.

@@ -1,7 +1,7 @@
-"""Makes the KV cache of models with sliding windows pausable in older versions (0.5.11 and 0.5.16).
+"""Makes the KV cache of models with sliding windows pausable in older versions, such as 0.5.16.
 
 `SWAKVPool` consists of two pools, for the layers with full attention and for those with a sliding
-window. In these versions it builds both without a memory saver, whatever the engine's option is.
+window. In these versions, it builds both without a memory saver and ignores the engine's option.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _is_building: ContextVar[bool] = ContextVar("memsaver_builds_hybrid_pool", defau
 
 
 def build(original: Callable[..., Any], pool: Any, *args: Any, **named: Any) -> Any:
-    """Wrap `SWAKVPool.__init__`: savers that it requests are enabled if the engine's is.
+    """Wrap `SWAKVPool.__init__`, so that its pools get an enabled saver if the engine has one.
 
     Does nothing in versions in which the engine passes the option to the pool.
     """

@@ -3,8 +3,8 @@
 Torch's cache goes to the driver in any case, and cuBLAS's workspaces if the engine captures no CUDA
 graphs. NCCL's communicators are suspended if MEMSAVER_SGLANG_SUSPEND_NCCL is set, and if no code
 uses them while memory is released: the guard refuses requests, and the engine has none of the
-settings with which it communicates even if it is idle, on all ranks. They are resumed with the
-first memory: at the same time, if there is room for both, and before it otherwise.
+settings with which it communicates even if it is idle, on all ranks. They are resumed together with
+the first memory: at the same time if there is room for both, otherwise before it.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def create(original: Callable[..., Any], enable: bool) -> Any:
     """Wrap SGLang's `TorchMemorySaverAdapter.create`. Any thread.
 
     A pool that ignores the engine's option (`hybrid_pools`) gets an enabled saver if the process
-    has requested one before: model runners request theirs first.
+    has already requested one, because a model runner requests its own saver before the pool's.
 
     Raises:
         NotLoadedError: an enabled saver is requested, and there is no CUDA driver.

@@ -1,7 +1,7 @@
 """Let SGLang receive tensors of a trainer's shareable regions.
 
-SGLang's unpickler of tensors rejects all functions but those that it knows. memsaver adds the
-functions that map memory of a shareable region, and none of its other functions.
+SGLang's unpickler of tensors rejects all functions that are not on its list. memsaver adds its
+functions that map memory of a shareable region, and no others.
 """
 
 from __future__ import annotations

@@ -218,10 +218,10 @@ def _held_by(engine: Any) -> admitted.HeldRequests:
 
 
 async def _is_gone(engine: Any) -> bool:
-    """Return whether a held request is over: never, as a client that disconnects cancels its task.
+    """Return False: a client that disconnects cancels the task of its held request.
 
     Raises:
-        EngineDeadError: vLLM's, if the engine has ended.
+        EngineDeadError: vLLM's error; the engine has ended.
     """
     if engine.errored:
         raise engine.dead_error

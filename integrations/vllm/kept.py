@@ -4,7 +4,7 @@ vLLM 0.33 creates LoRA's stacks of adapters in the pool `runtime`, whose content
 and saves the buffers of a draft model like those of the model. Older versions create the stacks in
 the pool of the weights, and save neither. After a wake-up from level 2, the adapters would be
 zeros, although their manager counts them as loaded, and the engine would generate with the base
-model. The wrappers here do the same as 0.33, in versions that do not.
+model. The wrappers in this module add the behaviour of 0.33 to versions that lack it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def saves_draft(sleep: Callable[..., None], allocator_of: AllocatorOf) -> Callab
 
 
 def restores_draft(wake_up: Callable[..., None]) -> Callable[..., None]:
-    """Return a worker's wake-up that restores what `saves_draft` saved, with the weights."""
+    """Return a worker's wake-up that restores the draft's saved buffers with the weights."""
 
     @functools.wraps(wake_up)
     def call(worker: Any, tags: list[str] | None = None) -> None:

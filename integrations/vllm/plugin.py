@@ -65,7 +65,7 @@ _logger = logging.getLogger("memsaver.vllm")
 
 def load_plugin() -> None:
     """Load memsaver as a plugin of vLLM. Idempotent. Never raises."""
-    when_imported(_RAY, _guarded([_copy_variables]))  # MEMSAVER_VLLM=0 too
+    when_imported(_RAY, _guarded([_copy_variables]))  # the workers also need MEMSAVER_VLLM=0
     try:
         if not settings.is_on():
             return

@@ -23,8 +23,8 @@ def is_converted(model: Any) -> bool:
 def domain_of(worker: Any) -> str:
     """Return the domain of the processes whose tensors a worker's model may load in place.
 
-    "" without a model, and for a model whose weights vLLM converts: its loads may write to their
-    tensors, and such writes are not detected.
+    Returns "" without a model, and for a model whose weights vLLM converts: its loads may write to
+    the sender's tensors, and memsaver does not detect such writes.
     """
     try:
         model = worker.model_runner.get_model()

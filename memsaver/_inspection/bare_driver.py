@@ -220,10 +220,10 @@ class BareMemory:
             raise
 
     def import_from(self, owner: BareMemory) -> None:
-        """Import the owner's exportable memory, of the same size in the same pieces, unmapped.
+        """Import the owner's exportable memory without mapping it.
 
-        Both own it afterwards. This object must own no memory before; if this fails, call
-        `release`.
+        The owner must have the same size and pieces. Both objects own the memory afterwards. This
+        object must own no memory before the call; if the call fails, call `release`.
         """
         for source in owner._handles:
             file, handle = ctypes.c_int(), ctypes.c_uint64()

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def cluster():
-    """Connect to a Ray of two nodes with two GPUs each; Ray does not look for the GPUs."""
+    """Connect to a local Ray cluster of two nodes, each of which claims to have two GPUs."""
     from ray.cluster_utils import Cluster
 
     node = {"num_cpus": 4, "num_gpus": 2}

@@ -1,4 +1,4 @@
-"""Test the parts of examples/grpo/ray_workers.py that need no Ray, with fake modules of Ray."""
+"""Test the functions of examples/grpo/ray_workers.py that need no Ray, with a fake Ray."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def workers(monkeypatch):
             del sys.modules[name]
 
 
-def test_a_server_is_ready_when_its_health_is(workers):
+def test_a_server_is_ready_when_its_health_check_succeeds(workers):
     class Handler(http.server.BaseHTTPRequestHandler):
         status = 503
 

@@ -165,7 +165,7 @@ class OtherRank:
 
 
 def be_an_engine() -> None:
-    """Load tensors into a model of float32 until rank 0 asks no more."""
+    """Load tensors into a float32 model until rank 0 sends no more requests."""
     import torch
     import torch.distributed as dist
 

@@ -216,7 +216,7 @@ def an_idle_engine_sleeps(session: Session) -> None:
 
 
 def embeddings_while_asleep(session: Session) -> None:
-    """A request for an embedding is refused, held, or wakes the engine, by the policy."""
+    """Depending on the policy, an embedding is refused, is held, or wakes the engine."""
 
     def is_right() -> bool:
         return session.embedding(PROMPTS[2]) == session.expected[2]
@@ -286,7 +286,7 @@ def under_each_policy(
 
 
 def two_models_take_turns(session: Session) -> None:
-    """Servers whose memory does not fit together answer requests, and no caller releases memory."""
+    """Two servers that do not fit on the GPU together answer requests without explicit sleeps."""
     other = session.other
     assert other is not None and other.expected != session.expected
     servers = (session, other)

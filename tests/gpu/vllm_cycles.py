@@ -139,7 +139,7 @@ def level_2(session: Session) -> None:
 
 
 def level_2_kv_cache_first(session: Session) -> None:
-    """The same if the KV cache wakes first."""
+    """After a sleep at level 2, a reload restores the output, even if the KV cache wakes first."""
     for _ in range(2):
         lose_and_reload(session, ("kv_cache", "weights"))
     level_1(session)
@@ -178,19 +178,19 @@ def level_0(session: Session) -> None:
 
 
 def fifty_cycles(session: Session) -> None:
-    """The memory in use after a cycle does not grow, on the GPUs and in the processes."""
+    """The memory of the GPUs and the processes does not grow over 50 cycles."""
     check_growth(session, 50, 4 * MIB, 16 * MIB)
 
 
 def thousand_cycles(session: Session) -> None:
-    """The same for 1,000 cycles, together."""
+    """The memory of the GPUs and the processes hardly grows over 1,000 cycles."""
     check_growth(session, 1000, 32 * MIB, 64 * MIB)
 
 
 def check_growth(session: Session, cycles: int, gpu_bytes: int, host_bytes: int) -> None:
-    """Check that cycles use at most so many more bytes of each GPU and process than the first 10.
+    """Check that the memory in use grows by at most these bytes after the first 10 cycles.
 
-    The processes are the workers' and this one.
+    Measures each GPU, each worker's process, and this process.
     """
     readings, begin = [], time.monotonic()
     step = max(10, cycles // 10)
@@ -226,7 +226,7 @@ def drafts_are_accepted(session: Session) -> None:
 
 
 def steps_of_a_request(session: Session) -> int:
-    """Return in how many steps the engine generates the tokens of the first prompt."""
+    """Return the number of steps in which the engine generates the first prompt's tokens."""
     engine = session.llm.llm_engine
     engine.add_request("steps", {"prompt_token_ids": PROMPTS[0]}, greedy(TOKENS))
     steps = 0
@@ -252,7 +252,7 @@ def adapters(session: Session) -> None:
 
 
 def adapters_at_level_2(session: Session) -> None:
-    """A loaded LoRA adapter keeps its effect over sleeps at level 2, after which others load."""
+    """A loaded LoRA adapter works after sleeps at level 2, and further adapters can be loaded."""
     loaded = vllm_adapters.save(session.folder / "third", seed=3)
     expected = session.outputs(loaded)
     assert expected != session.expected

@@ -165,9 +165,9 @@ def a_second_engine(session: Session) -> None:
 
 
 def a_killed_worker(session: Session) -> None:
-    """A worker that is killed while it sleeps leaves no GPU memory behind. Ends the engine.
+    """Workers that are killed while they sleep leave no GPU memory allocated. Ends the engine.
 
-    Later calls raise in a bounded time, and in the end the error that names the engine's death.
+    Later calls raise errors in a bounded time, and finally the error of a dead engine.
     """
     pids = session.in_workers("check_pid")
     assert os.getpid() not in pids

@@ -130,7 +130,7 @@ def check_failing_engine(engine: Any, weights: dict[str, Any]) -> None:
 
 
 def check_wake_without_memory(engine: Any, first: list[list[int]], dist: Any) -> None:
-    """Check that a wake-up for which the last node lacks memory raises on all, and maps nothing."""
+    """Check that a wake-up raises on all nodes and maps nothing if the last node lacks memory."""
     import torch
     from gpu_trainer import MIB, Trainer
     from sglang_checks import ROOM

@@ -1,4 +1,4 @@
-"""Processes that import the model's memory, write it as told, and may be killed.
+"""Processes that import the model's memory, write to it on request, and may be killed.
 
     python -m model.importers FD
 
@@ -36,7 +36,7 @@ REFUSED = 1  # the code of a refused driver call
 
 
 class _Importer:
-    """What an importer does: each method is a request."""
+    """An importer in its own process: each method handles a request."""
 
     def __init__(self) -> None:
         self._memories: dict[int, Any] = {}
@@ -46,7 +46,7 @@ class _Importer:
         return os.getpid()
 
     def receive(self, key: int, place: tuple[Any, ...], refused: str | None) -> None:
-        """Import a sent block; without torch, which would only make a tensor of the memory."""
+        """Import a sent block, but create no tensor in it, which would need torch."""
         with contextlib.ExitStack() as stack:
             if refused is not None:
                 stack.enter_context(simulator.fault(refused, REFUSED, times=0))
@@ -175,7 +175,7 @@ class Importers:
         wait_until(lambda: len(connections) == count, f"not {count} importers: {connections}")
 
     def reset(self) -> None:
-        """Forget what a failed sequence left; its blocks can then be freed by their addresses."""
+        """Discard a failed sequence's owners, so that its blocks can be freed by address."""
         if not self.owners:
             return
         for owner in self.owners:

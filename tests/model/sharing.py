@@ -70,7 +70,7 @@ class Sharing(Apparatus):
         return self.process.importers
 
     def refusals(self, going: Iterable[Tag]) -> tuple[type[MemsaverError], ...]:
-        """Return the errors of which a pause of these tags must raise one; none if it may begin."""
+        """Return the errors one of which a pause of these tags must raise; none if it may begin."""
         found: list[type[MemsaverError]] = []
         if any(tag.regions for tag in going):
             found.append(InvalidStateError)
@@ -107,7 +107,7 @@ class Sharing(Apparatus):
     # --- sending and importing
 
     def own(self, allocation: Allocation) -> Owner:
-        """Return the tensor that owns a block from its first message on."""
+        """Return the tensor that owns a block; create it when the block is first sent."""
         if allocation.owner is None:
             allocation.owner = Owner(allocation.address, allocation.nbytes)
             self.importers.owners.append(allocation.owner)
@@ -148,7 +148,7 @@ class Sharing(Apparatus):
         return bool(seen == hashlib.blake2b(used.allocation.contents).digest())
 
     def expire(self) -> None:
-        """Let the time pass in which messages keep deleted blocks."""
+        """Expire all messages, which then no longer keep deleted blocks."""
         self.synchronize()
         for allocation in self.allocations():
             allocation.in_transit = 0

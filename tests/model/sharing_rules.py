@@ -110,7 +110,7 @@ class SharingRules(MemoryRules, TransitionRules):
         return among[pick % len(among)] if among else None
 
     def make_shareable(self, name: str) -> None:
-        """Make a tag shareable, which lasts as long as the process."""
+        """Make a tag shareable for the rest of the process's life."""
         self.begin("make_shareable", name)
         (tag,) = self.named((name,))
         entered = memsaver.region(name, shareable=True)
@@ -145,7 +145,7 @@ class SharingRules(MemoryRules, TransitionRules):
                     self.receive(self.messages[-1], importer, refused)
 
     def receive(self, message: Message, importer: int, refused: str | None) -> None:
-        """Receive a message: maybe late or once more, or of memory that was freed or replaced."""
+        """Receive a message, maybe late or again, or after its memory was freed or replaced."""
         if len(self.imports) >= MOST_IMPORTS:
             return
         allocation, tag = message.allocation, message.allocation.tag

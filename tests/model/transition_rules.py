@@ -41,7 +41,7 @@ class TransitionRules(Sharing):
         """Run some transitions one after the other, most of them under faults."""
         for i, (kind, some_of, over, backup, chances, thread, value) in enumerate(drawn):
             if i > 0:
-                self.release_imports()  # the first pause meets them
+                self.release_imports()  # only the first transition may be refused because of them
                 self.compare()
             elif self.imports and kind == "turn":
                 kind, some_of = "pause", (self.imports[0].allocation.tag.name,)

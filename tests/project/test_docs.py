@@ -258,15 +258,8 @@ def test_the_messages_of_the_troubleshooting_page_are_the_sources():
     assert [part for part in parts if part not in text] == []
 
 
-def test_the_measured_page_is_the_result_files():
-    path = ROOT / "benchmarks" / "measured_page.py"
-    sys.path.insert(0, str(path.parent))
-    try:
-        spec = importlib.util.spec_from_file_location("measured_page", path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(path.parent))
+def test_the_measured_page_is_the_result_files(benchmark_module):
+    module = benchmark_module("measured_page")
     assert module.page() == (DOCS / "measured.md").read_text(), "make pages"
     results = json.loads(module.RESULTS.read_text())
     assert all(

@@ -44,13 +44,6 @@ SHARING_SABOTAGE = {
         """,
         "not refused",
     ),
-    "memory that is not kept for an importer": (
-        """
-        hold = exporter._Held.__init__
-        exporter._Held.__init__ = lambda held, storage: hold(held, None)
-        """,
-        "is freed, or is not",
-    ),
 }
 
 

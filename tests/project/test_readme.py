@@ -1,6 +1,5 @@
 """Test README.md: its program runs, its figures match the result file, its names exist."""
 
-import importlib
 import json
 import re
 
@@ -20,15 +19,14 @@ README = (ROOT / "README.md").read_text()
 
 
 @pytest.fixture
-def drawn(monkeypatch):
+def drawn(benchmark_module):
     """Return the module that draws the picture."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module("readme_picture")
+    return benchmark_module("readme_picture")
 
 
 @pytest.fixture
-def readme_table(drawn):
-    return importlib.import_module("readme_table")
+def readme_table(benchmark_module):
+    return benchmark_module("readme_table")
 
 
 def test_the_measured_tables_are_the_result_files(readme_table):

@@ -9,7 +9,7 @@ import pytest
 
 
 class FakeServer:
-    """A server that generates the length of a prompt, and can give other answers by path.
+    """A server that generates the length of a prompt; a path can be given another answer.
 
     With other weights than the first ones, the generated number is larger by 1000.
     """

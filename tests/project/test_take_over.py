@@ -43,8 +43,8 @@ def test_layouts_have_all_parameters_of_the_model(layouts, name, parameters):
 
 
 @pytest.mark.parametrize("trainer", ["fsdp2", "megatron", "megatron_buffer"])
-def test_the_bytes_of_an_engines_rank_are_in_both_orders(layouts, trainer):
-    """Sums of offsets distinguish bytes that are sent twice or left out."""
+def test_engine_and_trainer_ranks_have_the_same_bytes(layouts, trainer):
+    """Compares the offsets of q, k and v, which find bytes that are left out or misplaced."""
     model = layouts.MODELS["Qwen3-0.6B"]
 
     def attention_bytes(layout):
@@ -168,7 +168,7 @@ def rows(benchmark_module):
     return lambda copies: list(make(copies, cycles, [{"x": 1}]))
 
 
-def test_a_row_has_the_fastest_size_and_every_step(rows):
+def test_a_row_has_the_times_of_the_fastest_size_and_of_every_step(rows):
     asleep, awake = rows([9.0, 8.0, 9.5])
     assert (awake["metric"], awake["memsaver"], awake["peer_value"]) == (
         "take_over_16GB_ms",

@@ -1,4 +1,4 @@
-"""Test that SGLang's KV cache of models with sliding windows is released with the others."""
+"""Test that the KV cache of models with sliding windows is released like any other, in SGLang."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def sources():
 
 
 def differences(fake, real):
-    """Yield what callers of the fake could not do with vLLM, or the reverse."""
+    """Yield the calls that only the fake or only vLLM accepts."""
     for module in set(fake.modules()).intersection(real.modules()):
         for name, made in fake.defined(module).items():
             where = f"{module}.{name}"

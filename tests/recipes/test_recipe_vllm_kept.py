@@ -1,4 +1,4 @@
-"""Test sleeps of what vLLM has besides the weights and the KV cache, with vLLM's own modules."""
+"""Test that vLLM's memory besides weights and KV cache survives sleeps, with vLLM's own modules."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_level_2_sleep_that_fails_saves_nothing_of_a_draft_model(sim, start):
 
 
 class OnDevice(torch.nn.Parameter):
-    """A parameter in simulated memory that a copy to the host leaves, as on a GPU."""
+    """A parameter whose copies to the host leave the simulated memory, as on a GPU."""
 
     is_cpu = False
 

@@ -50,7 +50,7 @@ class Interface:
 
 
 class Sources:
-    """The modules of a package, which stand in a folder.
+    """The modules of a package in a folder.
 
     Args:
         folder: the folder that contains the package's.
@@ -72,7 +72,7 @@ class Sources:
         return {name: self.find(module, name) for name in names if not name.startswith("_")}
 
     def find(self, module: str, name: str) -> Interface | None:
-        """Return what a module calls by a name; None if it is nothing of the package's."""
+        """Return the class or function of the package that a name means in a module, or None."""
         for statement in self._body(module):
             if isinstance(statement, ast.ClassDef) and statement.name == name:
                 return self._class(module, statement)

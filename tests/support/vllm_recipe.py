@@ -61,7 +61,7 @@ class Model(torch.nn.Module):
 
 
 class Adapters:
-    """The manager of LoRA adapters: a stack of them, in memory that is no buffer of the model."""
+    """The manager of LoRA adapters: their stack, whose memory is not a buffer of the model."""
 
     def __init__(self, *_) -> None:
         pass

@@ -15,7 +15,10 @@ from memsaver.errors import SharingError
 
 
 class Shares:
-    """Any thread may use it, also in handlers and finalizers, except for `receive`."""
+    """A process's shareable tensors, which it sends and receives itself.
+
+    Any thread may use it, even in signal handlers and finalizers, except for `receive`.
+    """
 
     def __init__(self, blocks: Iterable[Block]) -> None:
         register(torch)

@@ -37,7 +37,7 @@ class PhysicalMemory {
   // The number under which the memory is exported, unique in this process; 0 if it is not
   // exportable.
   uint64_t export_id() const { return export_id_; }
-  // Replaces the number, if there is one, by a new one.
+  // Gives exportable memory a new number. Does nothing for other memory.
   void renew_export_id() noexcept;
   // Exports the memory. The descriptor keeps the memory allocated. Throws kDriverFailed,
   // kOutOfHostMemory.
@@ -102,7 +102,7 @@ class Mapping {
   uint64_t bytes() const { return memory_.bytes(); }
   uint64_t end() const { return address() + bytes(); }
   const PhysicalMemory& memory() const { return memory_; }
-  // Renews the export number, because the memory is mapped for another tag or again.
+  // Renews the export number. Called when the memory is mapped again, or for another tag.
   void renew_export_id() noexcept { memory_.renew_export_id(); }
 
   // Unmaps the memory and returns it with its contents. The caller has drained the device. Throws

@@ -18,7 +18,7 @@ namespace memsaver {
 struct ExportedExtent {
   Range range;
   Range span;  // the span of the heap that contains the extent
-  // Unique in this process: memory that a resume or a swap maps has a new id, even if it is old.
+  // Unique in this process. A resume or a swap gives a new id to all memory that it maps.
   uint64_t id;
   int device;
   Descriptor descriptor;

@@ -238,7 +238,7 @@ void Transition::commit() noexcept {
   }
   for (Arriving& to : into_) {
     Pool& pool = *to.pool;
-    // A message that was sent before must not lead to pages that belonged to another tag then.
+    // A message from before this transition must not give access to pages of another tag.
     for (auto& [address, mapping] : to.mappings) mapping.renew_export_id();
     pool.heap.commit_extents(to.mappings);
     pool.retained.swap(pool.saved);

@@ -53,7 +53,7 @@ class LoadCheck:
         self._differing: set[str] = set()
         self._used: set[str] = set()
         self._unverified: list[str] = []
-        self._has_caught = False  # an exception of a loader
+        self._has_caught = False  # whether the load or the comparison raised an exception
 
     def fail(self, error: BaseException) -> None:
         """Record an exception as the failure, unless there is one already."""
@@ -169,13 +169,13 @@ class LoadCheck:
     def synchronize(self) -> None:
         """Wait until the device has read the sender's memory. Records a failure; never raises.
 
-        Call it after the load, outside of the handling of its exceptions.
+        Call it after the load, and not in an `except` block, which keeps its exception.
         """
         import torch
 
         if self._has_caught:
-            # An exception and the futures of a loader's thread pool refer to each other, and so
-            # keep the tensors, with which the sender's tag could not be paused.
+            # An exception and the futures of a loader's thread pool refer to each other, which
+            # keeps the tensors alive; until they are deleted, the sender cannot pause their tag.
             gc.collect()
         try:
             if torch.cuda.is_initialized():

@@ -53,7 +53,7 @@ def named_tensors(text: str) -> Named:
     Raises:
         ConfigError: the tensors' GPU is not visible to this process.
         SharingError: the tensors of a shareable region cannot be mapped.
-        EngineError: the text is not such a text, or contains anything but tensors.
+        EngineError: the text is malformed, or contains anything but tensors.
     """
     try:
         value = _Unpickler(io.BytesIO(base64.b64decode(text, validate=True))).load()

@@ -108,13 +108,13 @@ class Writes:
         return self.write(operation, written, self.source.writes(sources))
 
     def _protect_sender(self, targets: Iterable[Any]) -> None:
-        """Raise `SharingError` if a target of a write is in the sender's own tensors."""
+        """Raise `SharingError` if an operation would write to the sender's own tensors."""
         for tensor in targets:
             if is_imported(tensor.untyped_storage().data_ptr()):
                 names = ", ".join(self.source.views(tensor)) or "a tensor"
                 raise SharingError(
-                    f"the model's loader writes to {names} itself, which is in a shareable region "
-                    "of the sender: send a copy that is in no region"
+                    f"the model's loader writes to {names} in the sender's shareable region: "
+                    "send a copy that is outside of all regions"
                 )
 
     def read(self, operation: Operation) -> Any:

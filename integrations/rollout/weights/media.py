@@ -16,7 +16,7 @@ class Medium(Protocol):
     """A rank's memory with the tensors of one load at a time, for the engine on the same GPU."""
 
     def write(self, bucket: Bucket, sources: Mapping[str, Source]) -> list[tuple[str, int, Any]]:
-        """Prepare a load's tensors in the memory. Collective; may queue its work.
+        """Prepare a load's tensors in the memory. Collective; `settle` waits for its work.
 
         Returns:
             For each tensor its name, the offset of its first byte in the payload's memory, and the

@@ -33,8 +33,8 @@ class Plan:
         device: the device of this rank's buckets.
         specs: the tensors to send, in their order.
         tied: the tensors that are not sent, because they share the memory of another tensor.
-        mapped: the tensors that the engine maps, in one load.
-        buckets: the others, in buckets.
+        mapped: the tensors that the engine maps, in one load; None if there are none.
+        buckets: the buckets with all other tensors.
     """
 
     sources: Mapping[str, Source]
@@ -75,7 +75,7 @@ def agree(
     devices: list[Any] = []
 
     def offer() -> tuple[dict[str, str], list[Spec], frozenset[str], str]:
-        """Check the arguments; return the options and tensors, which all ranks compare."""
+        """Check the arguments; return this rank's values, which all ranks compare."""
         sources.update(_checked_sources(engine, state, options))
         devices.append(_device(sources.values(), options))
         specs = [source.spec for source in sources.values()]
@@ -85,7 +85,7 @@ def agree(
     # The engine's own timeout, because the update's may be the invalid argument.
     offers = meetings.gather(f"{what}: its plan", offer, engine.timeout)
     given, everyones, mappable, domains = zip(*offers, strict=True)
-    if len(set(domains)) > 1:  # only the leader's is compared with the engine's
+    if len(set(domains)) > 1:  # `_mappable` compares only the leader's domain with the engine's
         mappable = (frozenset(),)
     timeout, ranks = options.timeout, engine.layout.tp_ranks
     what = f"{what}: its tensors"
@@ -158,7 +158,7 @@ def _device(sources: Any, options: Options) -> Any:
 def _mappable(
     engine: RolloutEngine | EngineSet, options: Options, sources: Mapping[str, Source], device: Any
 ) -> frozenset[str]:
-    """Return the tensors that the engine may map, as far as this rank knows."""
+    """Return the names of the tensors that the engine can map, as far as this rank knows."""
     if options.group is not None:
         return frozenset()
     found = frozenset(name for name, one in sources.items() if one.can_be_mapped(device))

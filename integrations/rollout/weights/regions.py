@@ -1,7 +1,7 @@
 """Weights for an engine on the same GPUs: the trainer's own tensors, which the engine's ranks map.
 
-The trainer's tensors are in shareable regions. Their tags cannot be paused before the engine's
-ranks have deleted their tensors, which they do before they answer.
+The trainer's tensors are in shareable regions. A pause of their tags waits until the engine's ranks
+have deleted the mapped tensors, which they do before they answer.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ __all__ = ["RegionTensors"]
 class RegionTensors:
     """The tensors of this rank, in their own memory; a context manager.
 
-    memsaver keeps the memory of a payload for its receiver. After a failure without a receiver, the
-    end of the context manager releases the memory.
+    memsaver keeps the memory of a payload for its receiver. If the update fails and no receiver
+    will take the payload, the end of the context manager releases the memory.
 
     Args:
         device: the tensors' device.
@@ -60,7 +60,7 @@ class RegionTensors:
             torch.cuda.current_stream(self._device).synchronize()
 
     def payload(self, views: list[tuple[str, int, Any]], layout: Layout) -> str:
-        """Return the tensors' places as text. `layout` makes no difference."""
+        """Return the tensors' places as text. `layout` is ignored."""
         return mapped([(name, view) for name, _, view in views], self._tokens)
 
     def sending(self) -> None:

@@ -73,7 +73,7 @@ class Source:
     def can_be_mapped(self, device: Any) -> bool:
         """Return whether an engine's rank on the device can read the tensor in place.
 
-        The tensor must be whole on this rank, contiguous as in a bucket, and in a shareable region.
+        The tensor must be whole on this rank, contiguous, and in a mapped, shareable region.
         """
         import torch
 

@@ -92,7 +92,7 @@ def update(
             True, except with `pause="in_place"`, whose requests continue with the cache.
         timeout: seconds for each of the engine's calls, and to wait for other ranks; None means
             the engine's timeout. All tensors that are sent without a bucket, usually the whole
-            model, are one call.
+            model, are sent in one call.
         unknown: must be empty. Unknown arguments are accepted here so that all ranks raise the same
             error.
 
@@ -105,7 +105,7 @@ def update(
             paused. A pause by another thread waits for the end of the update.
         OutOfDeviceMemoryError: there is no room for the bucket; nothing was sent.
         SharingError: the engine cannot map a tensor of a shareable region, or the engine's loader
-            would write to the tensor; or this thread paused its tag at the last moment.
+            would write to the tensor, or this thread paused the tensor's tag during the update.
         EngineError, RankError, GroupError: the engine or a rank failed.
 
     Every error is raised on all ranks, and `state` is unchanged.
@@ -257,7 +257,7 @@ class _Update:
             medium.settle()
             if self._options.group is not None:  # only the leader's tensors are sent
                 return "", digests_of(views, places) if self._engine.layout.is_leader else ()
-            text = ""  # without a receiver: torch keeps memory until each one has closed it
+            text = ""  # if nobody receives it: torch keeps memory until each receiver closes it
             if self._engine.layout.tp_rank < self._engine.tp_size:
                 # First, because it raises an error if the memory is paused.
                 text = medium.payload(views, self._options.layout)

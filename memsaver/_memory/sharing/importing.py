@@ -68,7 +68,7 @@ def rebuild(*reduced: Any) -> Any:
 def rebuild_named(named: Sequence[tuple[str, Sequence[Any]]]) -> list[tuple[str, Any]]:
     """Return named tensors in sent memory, all of them or none.
 
-    Takes one exchange of messages for each tag and device, however many tensors there are.
+    Takes one exchange of messages for up to `wire.MOST_TOKENS` storages of a tag on a device.
 
     Args:
         named: the tensors' names, and the arguments of `rebuild` for each.
@@ -154,7 +154,7 @@ class _Memory:
 
 
 def _memories_at(places: Sequence[Place]) -> list[_Memory]:
-    """Return the memory of sent tensors, used once for all their tensors in this process.
+    """Return the memory of sent tensors. All tensors in the same memory share one use of it.
 
     Two threads may each begin a use of the same memory; each then ends its own.
     """
@@ -180,7 +180,7 @@ def _begun(places: dict[_Key, Place]) -> dict[_Key, _Memory]:
     peer = peers.peer_at(first.endpoint, first.tag)
     ordinal = _ordinal(first)
     uses = {key: Use(place) for key, place in places.items()}
-    # The objects end their uses, also if the wait is interrupted.
+    # The objects end their uses, even if the wait is interrupted.
     begun = {key: _Memory(use, ordinal, peer) for key, use in uses.items()}
     peer.begin(list(uses.values()), ordinal)
     return begun

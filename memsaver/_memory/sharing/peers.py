@@ -38,7 +38,8 @@ class Peer:
         self.endpoint = endpoint
         self.extents: dict[int, Extent] = {}  # by id
         self.spans: dict[tuple[int, int], Span] = {}  # by address there, and device here
-        self._jobs: queue.SimpleQueue[Beginning | Use] = queue.SimpleQueue()  # a use is to end
+        # A `Use` in the queue is a use to end.
+        self._jobs: queue.SimpleQueue[Beginning | Use] = queue.SimpleQueue()
         self._is_woken = False  # the thread will look at the queue
         self._is_urgent = False  # it will do so without a delay
         self._is_connected = True
@@ -67,8 +68,9 @@ class Peer:
     # --- any thread
 
     def begin(self, uses: Sequence[Use], ordinal: int) -> None:
-        """Map the memory of sent tensors. It stays mapped until the `end` of each use, which must
-        follow, also after an error.
+        """Map the memory of sent tensors.
+
+        It stays mapped until the `end` of each use, which must follow, even after an error.
 
         Args:
             uses: 1 to MOST_TOKENS uses of memory of one tag on one device.

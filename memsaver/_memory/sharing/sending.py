@@ -183,20 +183,21 @@ def can_send(tensor: Any) -> bool:
 def reduce_named(
     named: Sequence[tuple[str, Any]], tokens: list[int]
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return a function and its arguments, which make a list of named tensors elsewhere.
+    """Return a function and its arguments, which create a list of named tensors in a receiver.
 
-    The receiver needs one exchange of messages for all tensors of a tag on a device.
+    The receiver needs one exchange of messages for up to `wire.MOST_TOKENS` storages of a tag on a
+    device.
 
     Args:
         named: names, and detached tensors for which `can_send` is true.
-        tokens: the list to which this function adds the storages' tokens, for `cancel`; also if it
+        tokens: the list to which this function adds the storages' tokens, for `cancel`, even if it
             raises.
 
     Raises:
         SharingError: see `reduce`; or a tensor is in no region.
     """
     rows = []
-    places: dict[int, tuple[Place, int]] = {}  # by storage: a receiver takes one message for each
+    places: dict[int, tuple[Place, int]] = {}  # by storage, so that each is kept only once
     for name, tensor in named:
         storage = tensor.untyped_storage()
         if storage._cdata not in places:
@@ -277,7 +278,7 @@ def forget_expired(now: float | None = None) -> float | None:
 def _oldest() -> Sent | None:
     """Return the entry with the earliest deadline. Needs the lock."""
     while True:
-        # A signal handler may send a tensor between the two calls.
+        # `next` raises if a signal handler sends a tensor after the call of `iter`.
         with contextlib.suppress(RuntimeError):
             return next(iter(_in_flight.values()), None)
 

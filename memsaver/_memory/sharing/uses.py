@@ -1,4 +1,4 @@
-"""The memory of another process that is mapped here, and its uses."""
+"""Memory of another process that is mapped in this process, and its uses."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Use:
 
 
 class Beginning:
-    """The beginning of uses of one tag's memory on one device: of all of them, or of none."""
+    """A request to begin uses of one tag's memory on one device: all of them begin, or none."""
 
     def __init__(self, uses: Sequence[Use], ordinal: int) -> None:
         self.uses, self.ordinal = uses, ordinal

@@ -42,7 +42,7 @@ def domain() -> str:
 
     They belong to the same user, machine and network namespace, and use the same version of
     memsaver, whose messages and pickles may change with each version. The name is a digest, because
-    an engine's clients may see it. "" if /proc is missing, so that the domain is unknown.
+    an engine's clients may see it. Returns "" if the domain is unknown because /proc is missing.
     """
     import hashlib
 

@@ -331,7 +331,7 @@ def test_requests_beyond_the_limit_are_refused(when):
         found = made(when, engine, most_held=3)
         held = [asyncio.ensure_future(found.admit(EVERYTHING, "generate")) for _ in range(3)]
         await asyncio.sleep(0)
-        with pytest.raises(EngineAsleepError, match="3 requests wait already"):
+        with pytest.raises(EngineAsleepError, match="3 requests are held"):
             await found.admit(EVERYTHING, "generate")
         held.pop().cancel()
         await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Test updates from shareable regions on several ranks, whose processes the engine maps."""
+"""Test updates from the shareable regions of several ranks, which the engine maps."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ cycle("trainer")
 
 
 @pytest.mark.timeout(200)
-def test_a_tensor_is_mapped_if_it_can_be_on_all_ranks(tmp_path):
+def test_a_tensor_is_mapped_only_if_all_ranks_can_send_it_in_place(tmp_path):
     run(
         REGIONS
         + """

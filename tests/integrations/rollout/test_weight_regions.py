@@ -1,4 +1,4 @@
-"""Test updates whose tensors the engine maps in the trainer's shareable regions. One process."""
+"""Test updates with tensors in shareable regions, which the engine maps, in a single process."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def name(sim, tag, options, wait_until):
 
 
 def in_region(name, weights, **options):
-    """Return copies of tensors in a region; tensors that are the same stay the same."""
+    """Return copies of tensors in a region; tied tensors stay tied."""
     copies = {}
     with memsaver.region(name, backup="host", **options):
         for tensor in weights.values():
@@ -105,7 +105,7 @@ def test_an_offloaded_model_is_sent_without_a_bucket(engine, backend, name, veri
     handle.close()
 
 
-def test_shards_in_the_engines_layout(engine, backend, name):
+def test_shards_in_the_engines_layout_are_mapped(engine, backend, name):
     like = Model()
     like.load_weights(checkpoint(6).items())
     shards = shareable(name, dict(like.named_parameters()))
@@ -116,7 +116,7 @@ def test_shards_in_the_engines_layout(engine, backend, name):
     cycle(name)
 
 
-def test_a_region_keeps_its_tensors_and_the_bucket_has_the_others(engine, backend, name, tag):
+def test_tensors_that_cannot_be_mapped_are_sent_in_a_bucket(engine, backend, name, tag):
     expected = checkpoint(2)
     weights = shareable(name, expected)
     square = weights["layers.0.q.weight"]
@@ -244,7 +244,7 @@ def test_a_loader_that_cannot_run_twice_releases_the_memory(engine, backend, nam
     assert holds(backend, checkpoint(5))
 
 
-def test_tensors_that_the_engine_cannot_map_are_a_typed_error(engine, backend, name, monkeypatch):
+def test_an_engine_that_fails_to_map_raises_sharing_error(engine, backend, name, monkeypatch):
     weights = shareable(name, checkpoint(5))
     with monkeypatch.context() as patch:
         backend.damage = lambda _: patch.setattr(importing, "_names", lambda: ())
@@ -281,7 +281,7 @@ def test_a_loader_cannot_write_to_the_trainers_memory(
     assert holds(backend, weights)
 
 
-def test_tensors_of_one_storage_are_one_message(engine, backend, name, options, wait_until):
+def test_tensors_of_one_storage_are_sent_in_one_message(engine, backend, name, options, wait_until):
     options(importer_seconds=60)
     expected = {key: t for key, t in checkpoint(5).items() if t.shape == (8, 8)}
     whole = shareable(name, {"": torch.stack(list(expected.values()))})[""]

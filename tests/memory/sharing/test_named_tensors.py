@@ -48,7 +48,7 @@ def test_views_tied_tensors_and_several_tags_arrive(importer, make, tag):
     assert other[0] == 9
 
 
-def test_more_tensors_than_a_message_has_tokens(importer, make):
+def test_more_tensors_than_one_message_can_request_arrive(importer, make):
     mine = [make(50).add_(number) for number in range(7)]
     importer.do("peers.wire.MOST_TOKENS = 3")
     importer.load("x", Named(*((str(number), one) for number, one in enumerate(mine))))
@@ -56,7 +56,7 @@ def test_more_tensors_than_a_message_has_tokens(importer, make):
     assert importer.ask("[int(t[0]) for _, t in x]") == list(range(7))
 
 
-def test_more_extents_than_a_message_has_descriptors(importer, make, options, monkeypatch):
+def test_more_extents_than_one_message_can_carry_arrive(importer, make, options, monkeypatch):
     monkeypatch.setattr(wire, "MOST_FILES", 4)
     options(slab_bytes=2 * MIB, share_bytes=2 * MIB)
     mine = [make(MIB // 2).add_(number) for number in range(10)]
@@ -121,7 +121,7 @@ def test_processes_of_one_user_and_network_are_in_one_domain(importer, make, mon
     assert wire.domain() == ""
 
 
-def test_arguments_of_another_place_are_refused(make, name):
+def test_memory_of_an_invisible_gpu_is_refused(make, name):
     rebuild, (rows,) = sending.reduce_named([("x", make(50))], [])
     assert rebuild is importing.rebuild_named
     place = list(rows[0][1][-1])

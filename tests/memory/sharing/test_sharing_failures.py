@@ -138,8 +138,8 @@ def test_a_sender_killed_in_the_middle_of_an_answer(sender, monkeypatch):
         pickle.loads(message)
 
 
-def test_an_import_that_is_interrupted_at_its_begin(make, monkeypatch):
-    """A signal may raise anywhere, also before there is a use whose end could be reported."""
+def test_an_import_that_is_interrupted_at_its_beginning_can_be_repeated(make, monkeypatch):
+    """A signal handler may raise anywhere, even before there is a use that could be ended."""
     message = dumped(make(4))
     unraisable = []
     monkeypatch.setattr(sys, "unraisablehook", unraisable.append)

@@ -102,7 +102,7 @@ int run(uint64_t seed, uint64_t operations, unsigned count) {
   if (ms_configure("poison", seed % 2 ? "on" : "off", &error) != MS_OK) world.fail(error.message);
   // The devices have 128 MiB: most of it stays free of backups, so that every tag can be resumed.
   if (ms_configure("peer_margin_bytes", "96MiB", &error) != MS_OK) world.fail(error.message);
-  // So short that some pauses wait for an importer in vain.
+  // So short that some pauses time out while they wait for an importer.
   if (ms_configure("importer_seconds", "0.01", &error) != MS_OK) world.fail(error.message);
   make_tags(world);
   std::vector<std::unique_ptr<Thread>> threads;

@@ -8,7 +8,7 @@
 namespace stress {
 
 // Imports a block's memory, and checks and overwrites the block through the import. Holds no lock
-// until the memory is imported: the tag may be paused at any time before, and not afterwards.
+// until the memory is imported: the tag can be paused at any time before the import, but not after.
 bool Thread::import_block() {
   settle();
   Block* const block = any_block();
@@ -68,7 +68,7 @@ std::shared_lock<std::shared_mutex> Thread::hold_imported() {
   return lock;
 }
 
-// Ends the thread's import, if it has one: as a process that goes on, or as one that ends.
+// Ends the thread's import, if it has one: like a process that continues, or like one that exits.
 bool Thread::release_import() {
   if (!import_.span) return false;
   hold_imported();
