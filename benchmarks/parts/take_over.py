@@ -48,8 +48,8 @@ Step = tuple[str, Callable[[], object]]
 class Sides:
     """A trainer and an engine with memory of the same size, mapped, in equal pieces.
 
-    Needs the device's current context. Each measurement begins and ends with both sides mapped,
-    and checks that the engine reads what the trainer has written.
+    Needs the device's current context. Each measurement begins and ends with both sides mapped.
+    It checks that the engine's memory then contains the trainer's bytes.
     """
 
     def __init__(self, driver: BareDriver, total: int, piece: int, gap: float) -> None:

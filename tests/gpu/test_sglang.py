@@ -158,25 +158,17 @@ def test_scenarios_on_data_parallel_replicas(children: Children, name: str) -> N
     children.run("backup_dp2", name)
 
 
-@pytest.mark.two_gpus
-@each(WAIT)
-def test_asleep_wait_tensor_parallel(children: Children, name: str) -> None:
-    children.run("backup_wait_tp2", name)
+ON_TWO_GPUS = {
+    "backup_wait_tp2": WAIT,
+    "backup_wait_pp2": [*WAIT, "sglang_updates.plain_updates_that_fail"],
+    "backup_wake_tp2": WAKE,
+    "backup_wake_dp2": WAKE,
+}
 
 
 @pytest.mark.two_gpus
-@each([*WAIT, "sglang_updates.plain_updates_that_fail"])
-def test_stages(children: Children, name: str) -> None:
-    children.run("backup_wait_pp2", name)
-
-
-@pytest.mark.two_gpus
-@each(WAKE)
-def test_asleep_wake_tensor_parallel(children: Children, name: str) -> None:
-    children.run("backup_wake_tp2", name)
-
-
-@pytest.mark.two_gpus
-@each(WAKE)
-def test_asleep_wake_data_parallel(children: Children, name: str) -> None:
-    children.run("backup_wake_dp2", name)
+@pytest.mark.parametrize(
+    "group, name", [(group, name) for group, names in ON_TWO_GPUS.items() for name in names]
+)
+def test_asleep_on_two_gpus(children: Children, group: str, name: str) -> None:
+    children.run(group, name)

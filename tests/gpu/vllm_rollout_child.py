@@ -111,7 +111,6 @@ def check_sleep(engine: Any, expected: list[list[int]]) -> None:
 
 def check_updates(engine: Any, old: list[list[int]], new: list[list[int]]) -> None:
     """Load new weights, verified; a bucket that arrives damaged is loaded on no rank."""
-    from memsaver.integrations.rollout import WeightMismatchError
 
     report = engine.update_weights(
         weights(2), version="2", bucket_bytes=BUCKET, verify="full", flush_cache=True
@@ -121,13 +120,7 @@ def check_updates(engine: Any, old: list[list[int]], new: list[list[int]]) -> No
     assert not report.unverified, report
     assert outputs(engine) == new
     assert engine.generate([PROMPTS[0]], greedy(2)).weight_version == "2"
-    with damaged(engine.backend):
-        try:
-            engine.update_weights(weights(1), bucket_bytes=BUCKET, verify="full")
-        except WeightMismatchError as error:
-            print(f"--- {error}", flush=True)
-        else:
-            raise AssertionError("a damaged bucket was loaded")
+    check_damaged(engine, weights(1))
     assert outputs(engine) == new
     engine.sleep(wait_idle=True)
     with engine.staged_wake():
@@ -150,6 +143,19 @@ def check_mapped(engine: Any, old: list[list[int]], new: list[list[int]]) -> Non
         memsaver.pause("shared")  # at once
         assert outputs(engine) == (old if seed == 1 else new)
         memsaver.resume("shared")
+
+
+def check_damaged(engine: Any, state: dict[str, Any], ranks: int = 1) -> None:
+    """Check that an update fails if its buckets are damaged for the last of the engine's ranks."""
+    from memsaver.integrations.rollout import WeightMismatchError
+
+    with damaged(engine.backend, ranks):
+        try:
+            engine.update_weights(state, bucket_bytes=BUCKET, verify="full")
+        except WeightMismatchError as error:
+            print(f"--- {error}", flush=True)
+        else:
+            raise AssertionError("a damaged bucket was loaded")
 
 
 @contextmanager
@@ -359,13 +365,7 @@ def two_scene(folder: Path) -> None:
         else:
             raise AssertionError("ranks with different weights sent them")
         assert generated() == old
-        with damaged(engine.backend, ranks=2):
-            try:
-                engine.update_weights(weights(2), bucket_bytes=BUCKET, verify="full")
-            except WeightMismatchError as error:
-                print(f"--- {error}", flush=True)
-            else:
-                raise AssertionError("a bucket that was damaged on one rank was loaded")
+        check_damaged(engine, weights(2), ranks=2)
         assert generated() == old
     dist.destroy_process_group()
 

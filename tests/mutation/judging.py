@@ -144,7 +144,7 @@ class Judge:
                 spent += built.cpu_seconds
                 if built.status != 0:
                     return {"result": "not built", "seconds": spent}
-                if place.library() == self._unchanged[place.folder]:
+                if place.built_core() == self._unchanged[place.folder]:
                     return {"result": "same code", "seconds": spent}
             result = self._run(place, self.chosen(mutant, text))
         finally:
@@ -160,7 +160,7 @@ class Judge:
         ended = place.build()
         if ended.status != 0:
             raise RuntimeError(f"the unchanged core could not be built: {ended.output[-2000:]}")
-        self._unchanged[place.folder] = place.library()
+        self._unchanged[place.folder] = place.built_core()
 
     def _run(self, place: Place, tests: list[TestFile]) -> dict[str, Any]:
         spent, flaky = 0.0, 0

@@ -85,8 +85,8 @@ class Place:
         command = [str(self.python), "setup.py", "--quiet", "build_ext", "--inplace", "-j2"]
         return self.run(command, SECONDS_TO_BUILD)
 
-    def library(self) -> bytes:
-        """Return the core as built."""
+    def built_core(self) -> bytes:
+        """Return the bytes of the built core."""
         return (self.tree / "memsaver" / "libmemsaver.so").read_bytes()
 
     def run(self, command: list[str], seconds: float, **variables: str) -> Ended:

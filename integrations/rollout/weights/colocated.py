@@ -10,9 +10,9 @@ from typing import Any
 import memsaver
 from memsaver.errors import OutOfDeviceMemoryError
 
-from ...engine.errors import EngineDiedError
 from ...engine.interface import Layout
 from .buckets import Bucket
+from .media import is_unreceived
 from .parts import copy_box
 from .payloads import Receivers, flattened, listed, opened, shared
 from .sources import Source
@@ -69,7 +69,7 @@ class BucketMemory:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if isinstance(error, EngineDiedError) or (error is not None and not self._is_sent):
+        if is_unreceived(error, self._is_sent):
             self._receivers.release()
         self._memory, self._others = None, []
         # After an error the device may hang in a collective, and freeing would wait for it.

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from ...engine.errors import EngineDiedError
 from ...engine.interface import Layout
 from .buckets import Bucket
 from .sources import Source
 
-__all__ = ["Medium"]
+__all__ = ["Medium", "is_unreceived"]
 
 
 class Medium(Protocol):
@@ -36,3 +37,13 @@ class Medium(Protocol):
 
     def sending(self) -> None:
         """Note that the engine may receive the payload from now on."""
+
+
+def is_unreceived(error: BaseException | None, is_sent: bool) -> bool:
+    """Return whether no engine will read a payload, after an update that ended with `error`.
+
+    Args:
+        error: None after a success.
+        is_sent: whether the engine may have received the payload.
+    """
+    return isinstance(error, EngineDiedError) or (error is not None and not is_sent)

@@ -12,9 +12,9 @@ from typing import Any
 
 from memsaver._memory.sharing.sending import cancel
 
-from ...engine.errors import EngineDiedError
 from ...engine.interface import Layout
 from .buckets import Bucket
+from .media import is_unreceived
 from .payloads import mapped
 from .sources import Source
 
@@ -45,7 +45,7 @@ class RegionTensors:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if isinstance(error, EngineDiedError) or (error is not None and not self._is_sent):
+        if is_unreceived(error, self._is_sent):
             cancel(self._tokens)
 
     def write(self, bucket: Bucket, sources: Mapping[str, Source]) -> list[tuple[str, int, Any]]:
