@@ -187,6 +187,7 @@ def test_a_dead_engine_starts_again_with_the_weights(run_vllm):
     assert generated(engine) == first and holds(engine, 2)
     engine.close()
     """),
+        VLLM_FAKE_START="fork",
     )
 
 
