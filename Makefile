@@ -9,6 +9,8 @@ WHEEL_PYTHONS ?= $(BIN)/python
 WHEEL_PLAT ?= manylinux_2_35_$(shell uname -m)
 
 BIN := $(VENV)/bin
+# Else each test process would compile all test modules in each run.
+unexport PYTHONDONTWRITEBYTECODE
 # Python compiles modules when it imports them; pip would compile all of torch.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 EDITABLE := $(PIP_INSTALL) --no-build-isolation --editable
