@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -92,7 +93,7 @@ def install_cache(module: ModuleType, allocator_of: AllocatorOf) -> None:
         with allocator.use_memory_pool(KV_CACHE):
             return original(*arguments, **named)
 
-    is_static = isinstance(vars(owner)[name], staticmethod)
+    is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
     setattr(owner, name, staticmethod(allocate) if is_static else allocate)
 
 

@@ -139,18 +139,6 @@ def test_discard_releases_a_tag_of_an_engine_that_is_awake(vllm_engine):
     assert torch.equal(vllm_engine.runner.model.weight, weight())
 
 
-def test_runtime_state_survives_every_level(vllm_engine):
-    core, runner = vllm_engine.core, vllm_engine.runner
-    if not any(row.tag == "runtime" and row.resident_bytes for row in memsaver.stats().tags):
-        pytest.skip("this version of vLLM has no pool for runtime state")
-    runner.block_tables.fill_(7)
-    core.sleep(level=2)
-    assert "runtime" in released()
-    core.wake_up(["kv_cache"])
-    assert (runner.block_tables == 7).all() and released() == {"weights"}
-    core.wake_up(["weights"])
-
-
 def test_a_second_engine_is_refused_and_the_first_lives(vllm_engine):
     from vllm_recipe import worker
 
