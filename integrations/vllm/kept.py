@@ -108,16 +108,15 @@ def keeps_cache_state(
     @functools.wraps(pool)
     def call(worker: Any, tag: str) -> contextlib.AbstractContextManager[None]:
         found, allocator = pool(worker, tag), allocator_of()
-        is_pool = allocator is not None and not isinstance(found, contextlib.nullcontext)
-        if not (is_pool and tag == KV_CACHE and _opens_pool()):
+        if allocator is None or tag != KV_CACHE or isinstance(found, contextlib.nullcontext):
             return found
-        return allocator.use_memory_pool(RUNTIME)
+        return allocator.use_memory_pool(RUNTIME) if _opens_pool() else found
 
     return call
 
 
 def _opens_pool() -> bool:
-    """Return whether the functions of all imported modules that allocate the KV cache are hooked."""
+    """Return whether all imported functions that allocate the KV cache are hooked."""
     modules = [sys.modules[name] for name in CACHE_MODULES if name in sys.modules]
     functions = [getattr(*_allocating(module), None) for module in modules]
     return bool(functions) and all(hasattr(one, "__wrapped__") for one in functions)

@@ -286,6 +286,31 @@ def test_the_layers_whose_weights_stay_as_loaded_are_vllms(vllm_engine):
     assert not is_converted(model)
 
 
+@pytest.mark.parametrize("infix", ["", ".base_layer"])
+def test_layers_that_lora_wraps_are_loaded_by_the_names_of_the_checkpoint(vllm_engine, infix):
+    from vllm.lora.layers import BaseLayerWithLoRA
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.model_executor.models.utils import AutoWeightsLoader
+    from vllm_workers import Worker
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj = BaseLayerWithLoRA()
+            self.proj.base_layer = torch.nn.Linear(8, 8).requires_grad_(False)
+            self.norm = torch.nn.LayerNorm(8).requires_grad_(False)
+
+        def load_weights(self, weights):
+            return AutoWeightsLoader(self).load_weights(weights)
+
+    model = Model()
+    new = {f"proj{infix}.weight": torch.rand(8, 8), "norm.weight": torch.rand(8)}
+    check = Worker(model).load(new)
+    assert check.failure is None and check.received == check.held == 2 and not check.unused
+    assert torch.equal(model.proj.base_layer.weight, new[f"proj{infix}.weight"])
+    assert "self.lora_base_layer_prefix" in inspect.getsource(RoutedExperts.__init__)
+
+
 # --- clients --------------------------------------------------------------------------------------
 
 
