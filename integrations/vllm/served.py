@@ -94,11 +94,14 @@ class ServedEngine(served.ServedEngine, Link):
             raise EngineError(
                 f"{self._client.address} did not answer like a vLLM server: no parallel_config"
             )
+        model = config.get("model_config")
+        no_tokenizer = isinstance(model, dict) and model.get("skip_tokenizer_init") is True
         version = parsed(self._client.get("/version", timeout), "the server's version")
         return {
             "tp_size": ranks.get("tensor_parallel_size"),
             "pp_size": ranks.get("pipeline_parallel_size"),
             "dp_size": ranks.get("data_parallel_size"),
+            "skip_tokenizer_init": no_tokenizer,
             "version": version.get("version") if isinstance(version, dict) else None,
         }
 

@@ -464,3 +464,24 @@ def test_a_completion_has_the_fields_that_memsaver_sends_and_reads():
     answer = module.CompletionResponse(model="m", choices=choices, usage=usage).model_dump()
     first, _ = samples_in(answer, 2)
     assert (first.token_ids, first.logprobs, first.finish_reason) == ([5, 6], [-1, -2], "length")
+
+
+def test_the_samples_of_a_server_without_a_tokenizer_need_none():
+    module = pytest.importorskip("vllm.entrypoints.openai.completion.serving", reason="vLLM")
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.logprobs import Logprob
+
+    from memsaver.integrations.engine.interface import Request
+    from memsaver.integrations.vllm.samples import completions_of
+
+    serving = module.OpenAIServingCompletion.__new__(module.OpenAIServingCompletion)
+    serving.return_tokens_as_token_ids = False
+    [(_, body)] = completions_of([Request([1], {"max_tokens": 2})])
+    made = serving._create_completion_logprobs(
+        token_ids=[5, 6],
+        top_logprobs=[{5: Logprob(-1.0)}, {6: Logprob(-2.0)}],
+        num_output_top_logprobs=body["logprobs"],
+        tokenizer=None,
+        return_as_token_id=CompletionRequest(**body).return_tokens_as_token_ids,
+    )
+    assert made.token_logprobs == [-1.0, -2.0]
