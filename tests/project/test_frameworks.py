@@ -145,6 +145,10 @@ def test_the_pages_show_the_rows_or_that_nothing_was_measured(benchmark_module, 
     pages = tables.pages([row], tmp_path, str)
     assert "| a training step, s | 0.5 | other | 1.0 | 2.00 |" in pages[tmp_path / "trl.md"]
     assert pages[tmp_path / "transformers.md"] == "Not measured yet."
+    assert "Medians on G" in pages[tmp_path / "trl.md"]
+    row["detail"] = {"memsaver": [0.5], "peer": [1.0, 1.0]}
+    page = tables.pages([row], tmp_path, str)[tmp_path / "trl.md"]
+    assert "| 0.5 (once) | other | 1.0 | 2.00 |" in page and "or single measurements" in page
 
 
 def test_prompts_have_equal_lengths_and_their_words_repeat(benchmark_module):
