@@ -175,8 +175,8 @@ was measured once, or its cycles are not in the file. `ended` means that the pee
 measurement. `limit` is the time of the driver's bare calls, of a plain copy (with pinned memory, or
 between GPUs), or of direct I/O of the same bytes, in the same run. `ratio` is the factor by which
 memsaver is better; for this ratio, memory below 1 MiB counts as 1 MiB. Absolute times apply to one
-machine only. Without a backup, each resume starts half a second after its pause, when the driver has
-cleared the freed memory; rows with "right after" omit this wait.
+machine only. Without a backup, each resume starts half a second after its pause, when the driver
+has cleared the freed memory; rows with "right after" omit this wait.
 
 `retained backup` is torch_memory_saver's setting `retain_cpu_backup=True`, which keeps a backup's
 pinned host memory for the next pause; by default, each resume releases it. Notes on some rows:
