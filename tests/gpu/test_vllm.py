@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.timeout(TEST_SECOND
 CYCLES = [
     "vllm_cycles.memsaver_is_active",
     "vllm_cycles.level_1",
+    "vllm_cycles.runtime_state",
     "vllm_cycles.weights_first",
     "vllm_cycles.kv_cache_first",
     "vllm_cycles.level_2",

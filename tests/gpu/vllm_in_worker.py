@@ -25,6 +25,19 @@ class Checks:
 
         return {one.tag: one.resident_bytes for one in memsaver.stats().tags}
 
+    def check_runtime_state(self) -> dict[str, int]:
+        """Return the checksum of each tensor in the tag `runtime`, by address."""
+        import torch
+
+        gc.unfreeze()  # vLLM freezes the objects of its start, which are then not listed
+        kinds = (torch.Tensor, torch.nn.Parameter)  # and no tensors without memory
+        found = [one for one in gc.get_objects() if type(one) in kinds and one.is_cuda]
+        return {
+            str(one.data_ptr()): int(one.reshape(-1).view(torch.uint8).long().sum())
+            for one in found
+            if one.numel() and _is_in("runtime", one)
+        }
+
     def check_host_bytes(self) -> int:
         """Return the resident host memory of the worker's process."""
         return host_bytes()
