@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstring>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "memsaver.h"
@@ -153,6 +154,15 @@ inline py::list list_of(Row* rows, size_t count, Convert convert) {
 inline std::vector<const char*> pointers(const std::vector<std::string>& texts) {
   std::vector<const char*> out;
   for (const std::string& text : texts) out.push_back(text.c_str());
+  return out;
+}
+
+// The address and the bytes of a range.
+using Pair = std::pair<uint64_t, uint64_t>;
+
+inline std::vector<ms_range> ranges_of(const std::vector<Pair>& pairs) {
+  std::vector<ms_range> out;
+  for (const Pair& range : pairs) out.push_back({range.first, range.second});
   return out;
 }
 
