@@ -1,5 +1,5 @@
-/* memsaver_inspection.h: statistics, the timeline, addresses and fingerprints. Nothing here changes
- * a tag or its memory. The contract of memsaver.h applies.
+/* memsaver_inspection.h: statistics, the timeline, addresses and fingerprints. No function here
+ * changes a tag or its memory. The contract in memsaver.h applies.
  */
 #ifndef MEMSAVER_INSPECTION_H_
 #define MEMSAVER_INSPECTION_H_
@@ -63,16 +63,19 @@ typedef struct ms_usage {
 #undef MS_USAGE_MEMBER
 } ms_usage;
 
-/* Returns one row for each tag and device. A tag without memory has one row with device -1. */
+/* Returns one row for each tag and device. A tag without memory has one row, with device -1. Waits
+ * for no transition. */
 MS_API ms_status ms_stats(ms_usage** rows, size_t* row_count, ms_error* error);
 
 /* Returns the host memory in use for all backups, including their temporary buffers, and how much
- * more they may allocate now, within option host_bytes and the system's available memory. */
+ * more they may allocate now, within option host_bytes and the system's available memory.
+ * Errors: MS_BAD_CONFIG if the environment variable of the option is invalid. */
 MS_API ms_status ms_host_memory(uint64_t* held_bytes, uint64_t* available_bytes, ms_error* error);
 
-/* Reports driver objects that could not be released; every transition, allocation and trim retries
- * the release. Returns their number, and their device memory (an upper bound) and pinned host
- * memory in bytes. No tag counts this device memory; ms_host_memory counts the host memory. */
+/* Returns the number of driver objects that could not be released, and the device memory (an upper
+ * bound) and pinned host memory that they use. Every transition, allocation and trim retries the
+ * releases. The statistics of tags do not include this device memory; ms_host_memory includes the
+ * host memory. */
 MS_API ms_status ms_deferred_releases(uint64_t* objects, uint64_t* device_bytes,
                                       uint64_t* host_bytes, ms_error* error);
 
@@ -81,19 +84,21 @@ MS_API ms_status ms_deferred_releases(uint64_t* objects, uint64_t* device_bytes,
 /* The kind of a timeline event. */
 typedef enum ms_event_kind {
   MS_EVENT_BASELINE = 0, /* the state of a tag on a device before its first recorded event */
-  MS_EVENT_ALLOCATE = 1,
-  MS_EVENT_FREE = 2,  /* freed memory was released; frees in a transition take effect at its end */
-  MS_EVENT_BEGIN = 3, /* a transition began; one event for each of its tags and devices */
-  MS_EVENT_END = 4,   /* a transition ended; one event for each of its tags and devices */
-  MS_EVENT_MEMORY = 5 /* a sample of the driver's free and total memory of a device */
+  MS_EVENT_ALLOCATE = 1, /* memory was allocated */
+  MS_EVENT_FREE = 2,     /* memory was freed; if during a transition, recorded at its end */
+  MS_EVENT_BEGIN = 3,    /* a transition began; one event for each of its tags and devices */
+  MS_EVENT_END = 4,      /* a transition ended; one event for each of its tags and devices */
+  MS_EVENT_MEMORY = 5    /* a sample of the driver's free and total memory of a device */
 } ms_event_kind;
 
+/* The kind of a transition. */
 typedef enum ms_act { MS_NO_ACT = 0, MS_PAUSE = 1, MS_RESUME = 2, MS_SWAP = 3 } ms_act;
 
+/* The result of a transition. */
 typedef enum ms_outcome {
   MS_DONE = 0,
   MS_FAILED = 1,
-  MS_GIVEN_UP = 2 /* the transition was freed without being run */
+  MS_GIVEN_UP = 2 /* cancelled: the transition was freed without being run */
 } ms_outcome;
 
 /* One event of a timeline. Fields that do not apply to the event's kind are 0, "" or NULL. */
@@ -103,39 +108,38 @@ typedef struct ms_event {
   int32_t device;      /* -1 for a tag without memory */
   const char* tag;     /* NULL for MS_EVENT_MEMORY */
   int32_t state;       /* an ms_state: the tag's state after the event */
-  int32_t act;         /* an ms_act: the kind of transition */
+  int32_t act;         /* an ms_act */
   int32_t outcome;     /* an ms_outcome, for MS_EVENT_END */
   int64_t thread;      /* the system's id of the thread that began the transition */
-                       /* the tag's memory on the device, after the event */
+  /* the tag's memory on the device after the event, as in ms_usage */
   uint64_t allocated_bytes, resident_bytes;
   uint64_t transition; /* identifies the transition in all of its events */
-                       /* for MS_EVENT_END with MS_DONE: see ms_change */
+  /* for MS_EVENT_END with MS_DONE: as in ms_change */
   uint64_t device_bytes, copied_bytes;
-  uint64_t free_bytes, total_bytes; /* for MS_EVENT_MEMORY */
-  /* for MS_EVENT_END: the caller of the transition, as in ms_location; only the end of a
-   * long text */
+  /* for MS_EVENT_MEMORY: as in ms_device_memory */
+  uint64_t free_bytes, total_bytes;
+  /* for MS_EVENT_END: the text of ms_transition_set_caller; only the end of a long text */
   char caller[256];
 } ms_event;
 
-/* Starts recording the memory events of this process's tags in a ring of `capacity` events of about
- * 140 bytes each. New events replace the oldest. A process records one timeline at a time.
- *
- * Cost: a load and a branch per allocation while nothing is recorded, otherwise tens of
- * nanoseconds. While a timeline is recorded, transitions query the driver's free memory at their
- * start and end.
+/* Starts recording the memory events of this process's tags in a ring for `capacity` events, of
+ * about 140 bytes each. When the ring is full, new events replace the oldest. A process
+ * records one timeline at a time. Recording an allocation takes tens of nanoseconds; transitions
+ * also query the devices' free memory at their start and end.
  * Errors: MS_INVALID_ARGUMENT if `capacity` is 0 or above 2^24; MS_INVALID_STATE if a timeline is
  * being recorded. */
 MS_API ms_status ms_timeline_start(size_t capacity, ms_error* error);
 
 /* Returns the recorded events: first a baseline for each tag and device that existed before its
- * first event, then the events in chronological order. `dropped` counts the older events that were
- * replaced. Blocks other calls for about a millisecond for each 10,000 events.
+ * first event, then the events in chronological order. Sets `dropped`, which may be NULL, to the
+ * number of events that were replaced. Blocks other calls for about a millisecond for each 10,000
+ * events.
  * Errors: MS_INVALID_STATE if nothing is being recorded. */
 MS_API ms_status ms_timeline_read(ms_event** rows, size_t* row_count, uint64_t* dropped,
                                   ms_error* error);
 
-/* Records a sample of the driver's free memory for each device on which tags have memory, with one
- * driver call per device. Does nothing if nothing is being recorded. */
+/* Records a sample (MS_EVENT_MEMORY) for each device on which tags have memory, with one driver
+ * call for each. Does nothing if nothing is being recorded. */
 MS_API ms_status ms_timeline_sample(ms_error* error);
 
 /* Stops recording and frees the ring.
@@ -144,7 +148,8 @@ MS_API ms_status ms_timeline_stop(ms_error* error);
 
 /* --- addresses and their contents */
 
-/* Returns the live allocations of a tag in address order, on `device` or on all devices (-1). */
+/* Returns the live allocations of a tag in address order, on `device` or on all devices (-1).
+ * Errors: MS_UNKNOWN_TAG. */
 MS_API ms_status ms_ranges(const char* tag, int device, ms_range** rows, size_t* row_count,
                            ms_error* error);
 
@@ -153,9 +158,9 @@ typedef struct ms_location {
   const char* tag;
   int32_t device;
   int32_t state;           /* an ms_state: the tag's state */
-  uint64_t address, bytes; /* the live allocation that contains the address, or 0 bytes */
-  double since_seconds;    /* when the tag entered this state, in seconds since 1970 */
-  int64_t thread;          /* the system's id of the thread that began that transition */
+  uint64_t address, bytes; /* the live allocation that contains the address; 0 bytes if none */
+  double since_seconds;    /* when the tag entered its state, in seconds since 1970 */
+  int64_t thread;          /* the system's id of the thread that began the state's transition */
   /* the text of ms_transition_set_caller for that transition; only the end of a long text */
   char caller[1024];
 } ms_location;
@@ -163,7 +168,7 @@ typedef struct ms_location {
 /* Returns the allocation and the tag of an address, and the transition that brought the tag into
  * its state. Makes no driver call and waits for no transition, so it also works after an illegal
  * access.
- * Errors: MS_NOT_OURS. */
+ * Errors: MS_NOT_OURS if the address is not in memory that this library reserved. */
 MS_API ms_status ms_locate(const void* pointer, ms_location* location, ms_error* error);
 
 /* The 256-bit fingerprint of a piece of memory. */
@@ -171,15 +176,16 @@ typedef struct ms_digest {
   uint64_t lanes[4];
 } ms_digest;
 
-/* Computes fingerprints of device memory, whichever library allocated it. Each range is cut into
- * pieces of 1 MiB from its own start, the last one shorter, and `rows` has one row for each piece,
- * in order. A fingerprint depends only on the bytes, not on addresses: the same contents have the
- * same fingerprints in every process. Two different pieces of equal length have equal fingerprints
- * with a probability of 2^-128, unless they were constructed to collide. Waits for work submitted
- * earlier to those devices.
- * Errors: MS_INVALID_ARGUMENT if a range is not device memory; MS_INVALID_STATE if a range lies in
- * a paused tag, or outside live allocations; MS_DRIVER_FAILED also if no kernel image supports the
- * GPU or driver. */
+/* Computes fingerprints of device memory, regardless of the library that allocated it. Each range
+ * is divided into pieces of 1 MiB from its own start, the last one shorter, and `rows` has one row
+ * for each piece, in order. A fingerprint depends only on the bytes, not on addresses: equal
+ * contents have equal fingerprints in every process. Two different pieces of equal length have
+ * equal fingerprints with a probability of 2^-128, unless they were constructed to collide. Waits
+ * while a transition of a tag in the ranges is in progress, and for work submitted earlier to the
+ * devices.
+ * Errors: MS_INVALID_ARGUMENT if a range is not device memory; MS_INVALID_STATE if a range is in a
+ * paused tag or outside its live allocations, or the wait would deadlock; MS_DRIVER_FAILED also if
+ * the library has no device code for the GPU or driver. */
 MS_API ms_status ms_fingerprint(const ms_range* ranges, size_t count, ms_digest** rows,
                                 size_t* row_count, ms_error* error);
 

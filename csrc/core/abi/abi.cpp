@@ -7,7 +7,9 @@
 #include "core/driver/driver.h"
 #include "core/memory/allocation.h"
 #include "core/memory/backups.h"
+#include "core/memory/importer.h"
 #include "core/memory/region.h"
+#include "core/memory/reservation.h"
 #include "core/observe/stats_server.h"
 #include "core/platform/lifecycle.h"
 #include "core/platform/log.h"
@@ -227,8 +229,9 @@ ms_status ms_tag_pausable(const char* tag, int* pausable, ms_error* error) {
     const std::string_view name = view_of(tag, "the tag");
     std::lock_guard<std::mutex> lock(Registry::instance().mutex);
     require_place(pausable);
-    const Tag& found = Registry::instance().known(name);
-    *pausable = found.state == State::kMapped && found.open_regions == 0 && !found.hold;
+    Tag& found = Registry::instance().known(name);
+    *pausable = found.state == State::kMapped && found.open_regions == 0 &&
+                !would_wait({&found}, Need::kTransition) && !is_imported({&found});
   });
 }
 
