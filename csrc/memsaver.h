@@ -228,7 +228,7 @@ MS_API ms_status ms_malloc_any(uint64_t bytes, int device, void* stream, void** 
 MS_API ms_status ms_free_any(void* pointer, int device, ms_error* error);
 
 /* ms_malloc_any and ms_free_any with the signatures that torch's CUDAPluggableAllocator expects. A
- * failure returns NULL and adds a warning. */
+ * failure adds a warning, and ms_torch_malloc returns NULL. */
 MS_API void* ms_torch_malloc(ptrdiff_t bytes, int device, void* stream);
 MS_API void ms_torch_free(void* pointer, size_t bytes, int device, void* stream);
 

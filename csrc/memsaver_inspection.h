@@ -123,9 +123,9 @@ typedef struct ms_event {
 } ms_event;
 
 /* Starts recording the memory events of this process's tags in a ring for `capacity` events, of
- * about 140 bytes each. When the ring is full, new events replace the oldest. A process
- * records one timeline at a time. Recording an allocation takes tens of nanoseconds; transitions
- * also query the devices' free memory at their start and end.
+ * about 140 bytes each. When the ring is full, new events replace the oldest. A process records one
+ * timeline at a time. Recording an allocation takes tens of nanoseconds; transitions also query the
+ * devices' free memory at their start and end.
  * Errors: MS_INVALID_ARGUMENT if `capacity` is 0 or above 2^24; MS_INVALID_STATE if a timeline is
  * being recorded. */
 MS_API ms_status ms_timeline_start(size_t capacity, ms_error* error);

@@ -102,8 +102,8 @@ MS_API ms_status ms_foreign_span_reserve(int device, uint64_t bytes, ms_foreign_
                                          uint64_t* address, ms_error* error);
 
 /* Imports and maps extents, all or none, with access for the device and its peers in use.
- * Errors: MS_INVALID_ARGUMENT if an extent is empty, is outside the span, overlaps another, or is
- * not a multiple of the granularity; MS_OUT_OF_DEVICE_MEMORY. */
+ * Errors: MS_INVALID_ARGUMENT if an extent is empty, is outside the span or overlaps another, or
+ * its offset or size is not a multiple of the granularity; MS_OUT_OF_DEVICE_MEMORY. */
 MS_API ms_status ms_foreign_span_map(ms_foreign_span* span, const ms_foreign_extent* extents,
                                      size_t count, ms_error* error);
 
