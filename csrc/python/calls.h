@@ -157,7 +157,8 @@ inline std::vector<const char*> pointers(const std::vector<std::string>& texts) 
   return out;
 }
 
-// The address and the bytes of a range.
+inline void* pointer(uint64_t address) { return reinterpret_cast<void*>(address); }
+
 using Pair = std::pair<uint64_t, uint64_t>;
 
 inline std::vector<ms_range> ranges_of(const std::vector<Pair>& pairs) {
@@ -165,7 +166,5 @@ inline std::vector<ms_range> ranges_of(const std::vector<Pair>& pairs) {
   for (const Pair& range : pairs) out.push_back({range.first, range.second});
   return out;
 }
-
-inline void* pointer(uint64_t address) { return reinterpret_cast<void*>(address); }
 
 }  // namespace memsaver::python
