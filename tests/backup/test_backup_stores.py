@@ -222,19 +222,6 @@ def on_disk(sim, tag, make_blocks, options, tmp_path):
     return make
 
 
-def test_a_file_is_private_and_without_a_name(sim, on_disk, tmp_path):
-    name, blocks, file = on_disk()
-    assert os.listdir(tmp_path) == []
-    facts = os.fstat(file)
-    assert facts.st_nlink == 0 and facts.st_mode & 0o777 == 0o600
-    assert not os.get_inheritable(file)
-    assert row_of(name).disk_bytes == pages_of(name) <= facts.st_blocks * 512 < 20 * MIB
-    memsaver.resume(name)
-    assert intact(blocks) and os.listdir(tmp_path) == []
-    assert memsaver.trim(wait=True) >= 18 * MIB
-    assert deleted_files(tmp_path) == [] and row_of(name).disk_bytes == 0
-
-
 def test_disk_space_is_released_when_less_is_saved(sim, tag, on_disk, tmp_path):
     name, blocks, file = on_disk([66 * MIB, 2 * MIB])
     memsaver.resume(name)
