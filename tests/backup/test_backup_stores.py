@@ -5,7 +5,6 @@ import os
 import textwrap
 
 import pytest
-from backup_files import deleted_files
 from looks import intact, row_of
 
 import memsaver
@@ -203,23 +202,6 @@ def test_pinning_ends_in_the_middle(sim, tag, make_blocks):
 
 
 # --- disk -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def on_disk(sim, tag, make_blocks, options, tmp_path):
-    """Return a function that creates a tag and pauses it to disk.
-
-    The function returns the tag's name, its blocks and its file's descriptor.
-    """
-
-    def make(sizes=(18 * MIB, 5000)):
-        options(disk_dir=tmp_path)
-        blocks = make_blocks(name := tag(), list(sizes), backup="disk")
-        memsaver.pause(name)
-        (file,) = deleted_files(tmp_path)
-        return name, blocks, file
-
-    return make
 
 
 def test_disk_space_is_released_when_less_is_saved(sim, tag, on_disk, tmp_path):

@@ -212,8 +212,6 @@ def test_host_memory_is_kept_for_the_next_time_until_a_trim(sim, memory):
     assert sim.counts().registered_bytes == before
 
 
-
-
 # --- the unit, as higher layers use it ------------------------------------------------------------
 
 
