@@ -18,16 +18,6 @@ MIB = 1 << 20
 # --- tags of allocations --------------------------------------------------------------------------
 
 
-def test_memory_made_inside_belongs_to_the_tag(sim, tag):
-    name = tag()
-    with memsaver.region(name):
-        inside = simulator.buffer(4096)
-        assert _C.region_tag() == name
-    assert _C.region_tag() is None
-    assert owned(name) == [inside.address]
-    assert memsaver.state(name) == "mapped"
-
-
 def test_memory_outside_every_region_is_refused(sim):
     with pytest.raises(InvalidStateError, match="in no region"):
         simulator.buffer(4096)
