@@ -62,19 +62,6 @@ def test_the_hooks_attach(vllm_engine, purpose):
         assert hasattr(owner.get_global_graph_pool, "__wrapped__")
 
 
-def test_level_1_keeps_the_weights_and_the_buffers(vllm_engine):
-    core, runner = vllm_engine.core, vllm_engine.runner
-    for _ in range(2):
-        core.sleep(level=1)
-        assert released() >= {"weights", "kv_cache"}
-        assert core.is_sleeping()
-        core.wake_up()
-        assert not released() and not core.is_sleeping()
-        assert torch.equal(runner.model.weight, weight())
-        assert torch.equal(runner.model.cos_sin_cache, torch.arange(64.0))
-        assert not runner.kv_cache.any()
-
-
 def test_level_2_keeps_only_the_buffers(vllm_engine):
     core, runner = vllm_engine.core, vllm_engine.runner
     core.sleep(level=2)
@@ -101,30 +88,6 @@ def test_tags_wake_up_in_any_order(vllm_engine, order, level):
     assert not released() and not core.is_sleeping()
     assert torch.equal(runner.model.cos_sin_cache, torch.arange(64.0))
     assert torch.equal(runner.model.weight, weight()) == (level == 1)
-
-
-def test_a_wake_up_without_memory_leaves_the_engine_asleep(sim, vllm_engine):
-    core, runner = vllm_engine.core, vllm_engine.runner
-    core.sleep()
-    before = released()
-    free, _ = memsaver.device_memory(0)
-    sim.occupy(free - MIB)
-    with pytest.raises(memsaver.OutOfDeviceMemoryError, match="released as before"):
-        core.wake_up()
-    assert released() == before and core.is_sleeping()
-    sim.occupy(0)
-    core.wake_up()
-    assert torch.equal(runner.model.weight, weight())
-
-
-def test_a_sleep_without_host_memory_leaves_the_engine_awake(sim, vllm_engine):
-    core, runner = vllm_engine.core, vllm_engine.runner
-    sim.host_limit(1 << 16)
-    with pytest.raises(memsaver.OutOfHostMemoryError, match="with its contents"):
-        core.sleep()
-    assert not released() and not core.model_executor.is_sleeping
-    assert not core.is_scheduler_paused()
-    assert torch.equal(runner.model.weight, weight())
 
 
 def test_discard_releases_a_tag_of_an_engine_that_is_awake(vllm_engine):
