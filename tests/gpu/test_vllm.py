@@ -76,6 +76,7 @@ ENVIRONMENTS = {
         "MEMSAVER_VLLM_GRAPHS": "1",
     },
     "graphs_tp2": {"MEMSAVER_VLLM_GRAPHS": "1"},
+    "adapters": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
     "ray": {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"},
 }
 
@@ -162,6 +163,7 @@ def test_a_worker_of_ray(children: Children, name: str) -> None:
     ]
 )
 def test_adapters(children: Children, name: str) -> None:
+    """torch's expandable segments are on, with the V2 runner."""
     children.run("adapters", name)
 
 
