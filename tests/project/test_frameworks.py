@@ -125,6 +125,14 @@ def test_a_cycle_is_a_sleep_and_its_wake_ups(benchmark_module, calls, seconds):
         assert part.cycles_of(calls) == seconds
 
 
+def test_a_value_that_was_measured_once_is_marked(benchmark_module):
+    row = {"bench": "b", "metric": "m", "memsaver": 0.5, "peer": "other", "peer_value": 1.0}
+    row |= {"ratio": 2.0, "gpu": "G", "date": "2026-01-01", "versions": {}}
+    row["detail"] = {"memsaver": [0.5], "peer": [1.0, 1.0]}
+    table = benchmark_module("framework_tables").table([row], "b", [("m", "a step")], str)
+    assert "| a step | 0.5 (once) | other | 1.0 | 2.00 |" in table
+
+
 def test_prompts_have_equal_lengths_and_their_words_repeat(benchmark_module):
     model = benchmark_module("framework_model")
     prompts = [prompt.split() for prompt in model.prompts(600)]

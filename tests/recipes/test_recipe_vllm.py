@@ -102,16 +102,33 @@ def test_discard_releases_a_tag_of_an_engine_that_is_awake(vllm_engine):
     assert torch.equal(vllm_engine.runner.model.weight, weight())
 
 
-def test_runtime_state_survives_every_level(vllm_engine):
-    core, runner = vllm_engine.core, vllm_engine.runner
-    if not any(row.tag == "runtime" and row.resident_bytes for row in memsaver.stats().tags):
-        pytest.skip("this version of vLLM has no pool for runtime state")
-    runner.block_tables.fill_(7)
-    core.sleep(level=2)
-    assert "runtime" in released()
-    core.wake_up(["kv_cache"])
-    assert (runner.block_tables == 7).all() and released() == {"weights"}
-    core.wake_up(["weights"])
+def test_another_sleep_mode_backend_sleeps_in_its_own_way(vllm_engine, monkeypatch):
+    from vllm.device_allocator.sleep_mode_backend import SleepModeBackend, SleepModeBackendFactory
+
+    calls = []
+
+    class Backend(SleepModeBackend):
+        def suspend(self, level=1):
+            calls.append(level)
+
+        def resume(self, tags=None):
+            calls.append(tags)
+
+        def state(self):
+            raise AssertionError("not used")
+
+        def discard(self, tags):
+            raise AssertionError("not used")
+
+    registry = SleepModeBackendFactory._registry | {"other": lambda: Backend}
+    monkeypatch.setattr(SleepModeBackendFactory, "_registry", registry)
+    core, model_config = vllm_engine.core, vllm_engine.worker.model_config
+    model_config.sleep_mode_backend = "other"
+    core.sleep(level=1)
+    assert core.is_sleeping() and not released()
+    core.wake_up()
+    assert not core.is_sleeping() and len(calls) == 2
+    assert torch.equal(vllm_engine.runner.model.weight, weight())
 
 
 def test_a_second_engine_is_refused_and_the_first_lives(vllm_engine):

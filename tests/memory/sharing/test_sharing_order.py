@@ -102,14 +102,14 @@ def test_an_interrupted_use_ends(make, name, monkeypatch, wait_until):
     def interrupted(seconds):
         raise KeyboardInterrupt
 
-    class Interrupting(peers.Beginning):
+    class Interrupting(peers.ImportRequest):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             self.is_decided.wait = interrupted
 
     message = dumped(make(50))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(peers, "Beginning", Interrupting)
+        patch.setattr(peers, "ImportRequest", Interrupting)
         pickle.loads(message)
     wait_until(lambda: allocations(name) == 0)
 
