@@ -8,7 +8,6 @@ import sys
 import types
 
 import pytest
-import scheduler_calls
 import sglang_stand_in as stand_in
 from scheduler_calls import ask
 from sglang_stand_in import messages
@@ -17,24 +16,11 @@ import memsaver
 from memsaver.integrations.engine import moves
 from memsaver.integrations.engine.errors import EngineAsleepError
 from memsaver.integrations.engine.refusals import asleep_in, asleep_text
-from memsaver.integrations.sglang import hooks
 
 
-@pytest.fixture(params=[False, True], ids=["updater", "mixin"])
-def sglang(request, monkeypatch):
-    with stand_in.modules(monkeypatch, older=request.param) as classes:
-        hooks.install()
-        yield classes
-
-
-@pytest.fixture
-def engine(sglang, sim, tag, make_blocks):
-    """Yield a scheduler whose weights (with a backup), KV cache and graphs are in tags."""
-    tag.names.extend(stand_in.TAGS)
-    scheduler = sglang.Scheduler(sglang.Updater)
-    scheduler_calls.hold(scheduler, make_blocks)
-    yield scheduler
-    scheduler_calls.let_go(scheduler)
+@pytest.fixture(params=["0.5.23", "0.5.12"])
+def version(request):
+    return request.param
 
 
 def send(engine, *requests):

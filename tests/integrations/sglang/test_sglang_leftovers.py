@@ -3,8 +3,6 @@
 import types
 
 import pytest
-import scheduler_calls
-import sglang_stand_in as stand_in
 from fake_nccl import FakeNccl
 from scheduler_calls import ask, states
 
@@ -12,7 +10,7 @@ import memsaver
 from memsaver.integrations.engine import held, nccl
 from memsaver.integrations.engine.messages import error_of
 from memsaver.integrations.engine.reports import SleepReport, Step
-from memsaver.integrations.sglang import hooks, leftovers
+from memsaver.integrations.sglang import leftovers
 
 MIB = 1 << 20
 GRAPH = ["cuda_graph"]
@@ -20,16 +18,9 @@ WORLD = {"pp_size": 1, "enable_dp_attention": False, "disaggregation_mode": "nul
 
 
 @pytest.fixture
-def engine(monkeypatch, sim, tag, make_blocks):
-    """Yield a scheduler with memory in all tags."""
-    with stand_in.modules(monkeypatch) as classes:
-        hooks.install()
-        tag.names.extend(stand_in.TAGS)
-        scheduler = classes.Scheduler(classes.Updater)
-        scheduler.server_args = types.SimpleNamespace(**WORLD)
-        scheduler_calls.hold(scheduler, make_blocks)
-        yield scheduler
-        scheduler_calls.let_go(scheduler)
+def engine(engine):
+    engine.server_args = types.SimpleNamespace(**WORLD)
+    return engine
 
 
 @pytest.fixture
