@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import scheduler_calls
 import sglang_stand_in as stand_in
+import sleeping_manager
 
 from memsaver.integrations.sglang import hooks
 
@@ -31,3 +34,16 @@ def engine(sglang, sim, tag, make_blocks):
     scheduler_calls.hold(scheduler, make_blocks)
     yield scheduler
     scheduler_calls.let_go(scheduler)
+
+
+@pytest.fixture
+def policy(monkeypatch):
+    """Return a function that sets the policy for requests to a sleeping engine."""
+    return functools.partial(sleeping_manager.choose, monkeypatch)
+
+
+@pytest.fixture
+def manager_modules():
+    """Install the fake modules that a fake tokenizer manager needs."""
+    with sleeping_manager.modules():
+        yield

@@ -81,21 +81,6 @@ assert admission_of(engine).waiting == 0
     )
 
 
-def test_a_request_waits_no_longer_than_the_bound(asleep):
-    asleep(
-        """
-await engine.sleep()
-begun = time.monotonic()
-error = await refusal(generate(engine))
-assert time.monotonic() - begun >= 2 and "within 2 s" in str(error)
-await engine.wake_up()
-await generate(engine)
-""",
-        when="wait",
-        wait=2,
-    )
-
-
 @pytest.mark.each_python
 @pytest.mark.parametrize("version", ["0.26.0", "0.33.0"])
 @pytest.mark.parametrize("ranks", ["", "distributed_executor_backend='mp', world_size=2"])
