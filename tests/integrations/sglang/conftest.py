@@ -47,3 +47,12 @@ def manager_modules():
     """Install the fake modules that a fake tokenizer manager needs."""
     with sleeping_manager.modules():
         yield
+
+
+@pytest.fixture
+def manager(monkeypatch):
+    """Yield the class of a rank that updates the weights of a fake model, with the hooks."""
+    import weight_engine
+
+    with weight_engine.hooked(monkeypatch) as kind:
+        yield kind

@@ -162,54 +162,43 @@ def test_a_communicator_that_cannot_be_resumed_leaves_everything_released(
     assert ask(engine, "resume").failure is None and world() and engine.model.is_intact()
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        {"enable_dp_attention": True},
-        {"pp_size": 2},
-        {"disaggregation_mode": "decode"},
-        {"elastic_ep_backend": "mooncake"},
-        {"enable_symm_mem": True},
-        {"expert_distribution_recorder_mode": "stat"},
-    ],
-)
-def test_an_idle_engine_that_communicates_keeps_its_communicators(engine, world, setting):
-    vars(engine.server_args).update(setting)
-    assert ask(engine, "release").failure is None
-    assert world()
-    assert ask(engine, "resume").failure is None
-
-
-def test_an_engine_with_unknown_settings_keeps_its_communicators(engine, world):
-    del engine.server_args
-    assert ask(engine, "release").failure is None
-    assert world()
-    assert ask(engine, "resume").failure is None
-
-
-def test_an_engine_without_the_guard_keeps_its_communicators(engine, world):
-    engine.init_request_dispatcher = None
-    engine._request_dispatcher = engine._dispatch
-    assert ask(engine, "release").failure is None
-    assert world()
-    assert ask(engine, "resume").failure is None
-
-
-def test_communicators_stay_unless_the_setting_is_on(engine, world, monkeypatch):
-    monkeypatch.delenv("MEMSAVER_SGLANG_SUSPEND_NCCL")
-    assert ask(engine, "release").failure is None
-    assert world()
-    assert ask(engine, "resume").failure is None
-
-
-def test_communicators_stay_if_another_rank_keeps_its_own(engine, world, monkeypatch):
+def of_another_rank(engine, patch):
     gather = leftovers.Group.gather
 
     def with_another_vote(group, fields):
         others = [{**fields, "suspends": False}] if "suspends" in fields else []
         return [*gather(group, fields), *others]
 
-    monkeypatch.setattr(leftovers.Group, "gather", with_another_vote)
+    patch.setattr(leftovers.Group, "gather", with_another_vote)
+
+
+def without_a_guard(engine, patch):
+    engine.init_request_dispatcher = None
+    engine._request_dispatcher = engine._dispatch
+
+
+def of(**setting):
+    return lambda engine, patch: vars(engine.server_args).update(setting)
+
+
+REASONS = {
+    "attention": of(enable_dp_attention=True),
+    "stages": of(pp_size=2),
+    "disaggregation": of(disaggregation_mode="decode"),
+    "elastic": of(elastic_ep_backend="mooncake"),
+    "symmetric memory": of(enable_symm_mem=True),
+    "recorder": of(expert_distribution_recorder_mode="stat"),
+    "unknown settings": lambda engine, patch: delattr(engine, "server_args"),
+    "no guard": without_a_guard,
+    "not requested": lambda engine, patch: patch.delenv("MEMSAVER_SGLANG_SUSPEND_NCCL"),
+    "another rank": of_another_rank,
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_communicators_that_may_be_used_stay(engine, world, monkeypatch, reason):
+    """Ranks of an idle engine communicate with some settings; others keep theirs for all."""
+    REASONS[reason](engine, monkeypatch)
     assert ask(engine, "release").failure is None
     assert world()
     assert ask(engine, "resume").failure is None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
+import contextlib
 import types
 from dataclasses import dataclass, replace
 
 import pytest
 import sglang_stand_in as stand_in
+from sleep_worlds import started
 
 from memsaver.errors import InvalidStateError
 from memsaver.integrations.engine.errors import EngineError
@@ -28,16 +29,13 @@ class Empty:
 
 @pytest.fixture(params=["local", "server"])
 def world(request, monkeypatch):
-    with stand_in.modules(monkeypatch) as classes:
-        manager = classes.Tokenizer([classes.Scheduler(classes.Updater)])
-        local = request.param == "local"
-        engine = (stand_in.Engine if local else stand_in.Server)(manager)
-        messages = sys.modules["sglang.srt.managers.io_struct"]
+    with contextlib.ExitStack() as cleanup:
+        manager, target = started(cleanup, monkeypatch, request.param)
         for name in ("BeginWeightUpdate", "EndWeightUpdate", "CheckWeights"):
-            monkeypatch.setattr(messages, f"{name}ReqInput", Empty, raising=False)
-        backend = backend_of(engine if local else engine.url, timeout=30)
+            kind = f"sglang.srt.managers.io_struct.{name}ReqInput"
+            monkeypatch.setattr(kind, Empty, raising=False)
+        backend = backend_of(target, timeout=30)
         yield types.SimpleNamespace(manager=manager, backend=backend, monkeypatch=monkeypatch)
-        engine.shutdown()
 
 
 def answering(world, done, message):

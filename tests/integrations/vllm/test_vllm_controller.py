@@ -20,13 +20,6 @@ from memsaver.integrations.vllm.launch import launch
 from memsaver.integrations.engine.placement import Placement
 from memsaver.integrations.vllm.engines import connect
 
-def refused(kind, call, *args, **named):
-    try:
-        call(*args, **named)
-    except kind as error:
-        return error
-    raise AssertionError("nothing was refused")
-
 def rpc(function, *arguments):
     return backend.link.rpc(function, arguments, 30)
 
