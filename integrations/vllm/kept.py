@@ -14,6 +14,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from ..engine import hooking
 from ..engine.tags import WEIGHTS
 from .allocator import RUNTIME, MemsaverAllocator
 
@@ -32,19 +33,17 @@ def install_lora(module: ModuleType, allocator_of: AllocatorOf) -> None:
         AttributeError: the module does not have the expected class and method.
     """
     owner: Any = module.LoRAModelRunnerMixin
-    original = owner.load_lora_model
-    if hasattr(module, "get_mem_allocator_instance") or hasattr(original, "__wrapped__"):
+    if hasattr(module, "get_mem_allocator_instance"):
         return
 
-    @functools.wraps(original)
-    def load_lora_model(self: Any, *arguments: Any, **named: Any) -> Any:
+    def load(original: Callable[..., Any], runner: Any, *arguments: Any, **named: Any) -> Any:
         allocator = allocator_of()
         if allocator is None:
-            return original(self, *arguments, **named)
+            return original(runner, *arguments, **named)
         with allocator.use_memory_pool(RUNTIME):
-            return original(self, *arguments, **named)
+            return original(runner, *arguments, **named)
 
-    owner.load_lora_model = load_lora_model
+    hooking.around(owner, "load_lora_model", load)
 
 
 def saves_draft(sleep: Callable[..., None], allocator_of: AllocatorOf) -> Callable[..., None]:
