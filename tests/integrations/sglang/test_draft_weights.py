@@ -60,7 +60,6 @@ def test_sglangs_own_copy_of_the_draft_model_is_deleted(scheduler):
     updater.stashed_draft_model_state = {"tensors": [("weight", torch.ones(2))]}
     assert scheduler_calls.ask(scheduler, "release").failure is None
     assert updater.stashed_draft_model_state is None
-    assert scheduler_calls.ask(scheduler, "resume").failure is None
 
 
 def test_a_copy_that_memsaver_has_no_backup_for_remains(scheduler, monkeypatch):
@@ -69,7 +68,6 @@ def test_a_copy_that_memsaver_has_no_backup_for_remains(scheduler, monkeypatch):
     updater.stashed_draft_model_state = copy = {"tensors": [("weight", torch.ones(2))]}
     scheduler_calls.ask(scheduler, "release")
     assert updater.stashed_draft_model_state is copy
-    scheduler_calls.ask(scheduler, "resume")
 
 
 def test_a_request_for_the_draft_models_tag_alone_does_nothing(scheduler):
@@ -79,4 +77,3 @@ def test_a_request_for_the_draft_models_tag_alone_does_nothing(scheduler):
         assert answer.failure is None and scheduler_calls.states() == before
     answer = scheduler_calls.ask(scheduler, "release", ["weights", "weights_drafter"])
     assert answer.released == ("weights",)
-    scheduler_calls.ask(scheduler, "resume")

@@ -101,7 +101,6 @@ def test_an_update_needs_only_the_weights(engine, request_):
     if not isinstance(request_, messages.LoadLoRAAdapterReqInput):
         send(engine, request_)
         assert engine.handled[-1] is request_
-    ask(engine, "resume")
 
 
 def test_an_update_that_captures_graphs_again_needs_all_memory(engine):
@@ -109,14 +108,12 @@ def test_an_update_that_captures_graphs_again_needs_all_memory(engine):
     request = messages.UpdateWeightFromDiskReqInput("path", recapture_cuda_graph=True)
     (answer,) = send(engine, request)
     assert answer.success is False and refusal_in(answer).tags == ("kv_cache",)
-    ask(engine, "resume")
 
 
 def test_a_refused_read_of_a_weight_returns_none(engine):
     ask(engine, "release")
     (answer,) = send(engine, messages.GetWeightsByNameReqInput("model.norm.weight"))
     assert answer == messages.GetWeightsByNameReqOutput(None)
-    ask(engine, "resume")
 
 
 def test_remote_calls_are_refused(engine):
@@ -138,7 +135,6 @@ def test_requests_that_need_no_device_memory_pass(engine):
     ]
     send(engine, *passing)
     assert engine.handled[-len(passing) :] == passing
-    ask(engine, "resume")
 
 
 @dataclasses.dataclass
@@ -165,7 +161,6 @@ def test_an_unknown_request_passes_only_while_nothing_is_released(engine, monkey
     (answer,) = send(engine, DrainReqInput())
     assert answer.success is False and refusal_in(answer)
     assert len(engine.handled) == before
-    ask(engine, "resume")
 
 
 def test_a_flush_succeeds_without_the_cache(engine):
@@ -249,7 +244,6 @@ def test_graphs_without_memory_do_not_block_requests(engine, monkeypatch):
     assert engine.handled[-1] is request
     engine.death = None
     monkeypatch.undo()
-    ask(engine, "resume")
 
 
 def test_graphs_without_memory_do_not_postpone_a_continuation(engine, monkeypatch):
@@ -265,7 +259,6 @@ def test_graphs_without_memory_do_not_postpone_a_continuation(engine, monkeypatc
             send(engine, messages.ContinueGenerationReqInput())
         assert not engine._engine_paused
     monkeypatch.undo()
-    ask(engine, "resume")
 
 
 def test_a_scheduler_without_a_memory_saver_has_no_guard(sglang):

@@ -113,7 +113,6 @@ def test_workspaces_whose_addresses_graphs_contain_are_kept(
     answer = ask(engine, "release")
     assert answer.failure is None and torch.released == released
     assert answer.ranks[0].held["cache"] == 15 * MIB
-    assert ask(engine, "resume").failure is None
 
 
 def test_communicators_are_suspended_while_no_memory_is_mapped(engine, world):
@@ -201,7 +200,6 @@ def test_communicators_that_may_be_used_stay(engine, world, monkeypatch, reason)
     REASONS[reason](engine, monkeypatch)
     assert ask(engine, "release").failure is None
     assert world()
-    assert ask(engine, "resume").failure is None
 
 
 def test_the_memory_of_the_current_device_is_measured(engine, monkeypatch):
@@ -210,7 +208,6 @@ def test_the_memory_of_the_current_device_is_measured(engine, monkeypatch):
     monkeypatch.setattr(held, "_initialized", lambda: torch)
     monkeypatch.setattr(held, "measure", lambda device, _: devices.append(device) or {})
     assert ask(engine, "release").failure is None and devices == [1]
-    assert ask(engine, "resume").failure is None
 
 
 def test_a_communicator_that_cannot_be_suspended_does_not_fail_the_release(
@@ -224,4 +221,3 @@ def test_a_communicator_that_cannot_be_suspended_does_not_fail_the_release(
     assert answer.failure is None and answer.ranks[0].held == {}
     assert "could not suspend all of NCCL's communicators" in caplog.text
     assert "torch has changed" in caplog.text and set(states().values()) == {"paused"}
-    assert ask(engine, "resume").failure is None

@@ -254,10 +254,11 @@ def test_an_sglang_without_the_functions_that_the_hooks_need(sglang, monkeypatch
 
 
 @pytest.mark.parametrize("version", ["0.5.13"])
-def test_an_updater_without_a_scheduler_or_its_methods_gets_no_hooks(engine):
-    assert handlers.is_as_expected(engine.handlers)
-    engine.handlers.is_fully_idle = lambda: True
-    assert not handlers.is_as_expected(engine.handlers)
+def test_an_updater_without_a_scheduler_or_its_methods_gets_no_hooks(sglang):
+    updater = sglang.Scheduler(sglang.Updater).handlers
+    assert handlers.is_as_expected(updater)
+    updater.is_fully_idle = lambda: True
+    assert not handlers.is_as_expected(updater)
 
 
 def test_answers_without_room_for_a_text_are_not_guarded(sglang, monkeypatch):

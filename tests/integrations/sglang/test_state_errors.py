@@ -57,29 +57,28 @@ def call(main_process, operation, tags=None, rid=None):
 
 @pytest.mark.usefixtures("reports")
 class TestReported:
-    def test_a_resume_of_mapped_tags(self, main_process):
-        with pytest.raises(RuntimeError, match="kv_cache is not currently released"):
-            call(main_process, "resume", ["kv_cache"])
-        with pytest.raises(RuntimeError, match="not currently released"):
-            call(main_process, "resume")
-
-    def test_a_resume_of_another_tag_changes_nothing(self, main_process):
-        call(main_process, "release", ["kv_cache"])
+    @pytest.mark.parametrize(
+        ("released", "operation", "tags", "text"),
+        [
+            ([], "resume", ["kv_cache"], "kv_cache is not currently released"),
+            ([], "resume", None, "weights, kv_cache are not currently released"),
+            (["kv_cache"], "resume", ["weights"], "weights is not currently released"),
+            (["kv_cache"], "resume", ["kv_cache", "weights"], "weights is not currently released"),
+            (["kv_cache"], "release", ["kv_cache"], "kv_cache is already released"),
+            (["kv_cache"], "release", ["kv_cache", "weights"], "kv_cache is already released"),
+        ],
+    )
+    def test_a_call_for_a_tag_in_the_requested_state_changes_nothing(
+        self, main_process, scheduler, released, operation, tags, text
+    ):
+        if released:
+            call(main_process, "release", released)
         before = states()
-        for tags in (["weights"], ["kv_cache", "weights"]):
-            with pytest.raises(InvalidStateError, match="weights is not currently released"):
-                call(main_process, "resume", tags)
-            assert states() == before
-        call(main_process, "resume", ["kv_cache"])
-
-    def test_a_second_release_changes_nothing(self, main_process, scheduler):
-        call(main_process, "release", ["kv_cache"])
-        before = states()
-        for tags in (["kv_cache"], ["kv_cache", "weights"]):
-            with pytest.raises(RuntimeError, match="kv_cache is already released"):
-                call(main_process, "release", tags)
-            assert states() == before
-        call(main_process, "resume", ["kv_cache"])
+        with pytest.raises(RuntimeError, match=text) as caught:
+            call(main_process, operation, tags)
+        assert isinstance(caught.value, InvalidStateError) and states() == before
+        if released:
+            call(main_process, "resume", released)
         assert scheduler.model.is_intact()
 
     def test_a_call_for_all_tags_is_for_those_that_remain(self, main_process, sim, scheduler):
@@ -116,7 +115,6 @@ class TestReported:
         assert not second.success and "kv_cache is already released" in second.message
         (answer,) = answers_of([second])
         assert type(error_of([answer])) is InvalidStateError and answer.released == ("kv_cache",)
-        scheduler_calls.ask(scheduler, "resume")
 
     def test_a_controller_may_repeat_its_calls(self, main_process, scheduler):
         controller = SleepController(main_process)
@@ -131,7 +129,6 @@ class TestReported:
     def test_an_idle_main_process_may_sleep_after_a_partial_release(self, scheduler):
         scheduler_calls.ask(scheduler, "release", ["kv_cache"])
         assert scheduler_calls.ask(scheduler, "release").failure is None
-        scheduler_calls.ask(scheduler, "resume")
 
 
 def test_other_versions_accept_them(main_process, scheduler):
