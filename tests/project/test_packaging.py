@@ -295,7 +295,8 @@ def test_a_wheel_has_the_package_and_a_manylinux_tag(wheel):
         "memsaver/libmemsaver_sim.so",
         "memsaver/_C.so",
     }
-    assert {"memsaver/py.typed", "memsaver/_C.pyi", "memsaver/include/memsaver.h"} <= names
+    headers = {f"memsaver/include/{path.name}" for path in (ROOT / "csrc").glob("*.h")}
+    assert {"memsaver/py.typed", "memsaver/_C.pyi", *headers} <= names
     outside = {name for name in names if not name.startswith("memsaver")}
     assert outside == set()
     sources = {p.relative_to(ROOT).as_posix() for p in (ROOT / "memsaver").rglob("*.py")}

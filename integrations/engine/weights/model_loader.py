@@ -8,13 +8,15 @@ from typing import Any
 
 from memsaver._runtime.native import _C
 
-from .writes import Load, Named
+from .writes import Load
 
 __all__ = ["replaced_loader"]
 
 
 @contextlib.contextmanager
-def replaced_loader(model: Any, run: Callable[[Named, Load], Any]) -> Iterator[None]:
+def replaced_loader(
+    model: Any, run: Callable[[Iterator[tuple[str, Any]], Load], Any]
+) -> Iterator[None]:
     """Replace `model.load_weights` for the block.
 
     The tensors of a load may lie on a device that this process uses for the first time, and that
@@ -22,16 +24,15 @@ def replaced_loader(model: Any, run: Callable[[Named, Load], Any]) -> Iterator[N
 
     Args:
         model: the model.
-        run: called with the tensors of a load, and with a function that loads tensors as the model
-            does; returns the result of the load. The function may be called several times.
+        run: called with an iterator over the names and tensors of a load, and with a function that
+            loads tensors as the model does; returns the result of the load. The function may be
+            called several times.
     """
     original = vars(model).get("load_weights")
     load = model.load_weights
 
     def replaced(weights: Iterable[tuple[str, Any]], *args: Any, **named: Any) -> Any:
-        given = list(weights)
-        _C.refresh_peers()
-        return run(given, lambda tensors: load(tensors, *args, **named))
+        return run(_opened(weights), lambda tensors: load(tensors, *args, **named))
 
     model.load_weights = replaced
     try:
@@ -41,3 +42,9 @@ def replaced_loader(model: Any, run: Callable[[Named, Load], Any]) -> Iterator[N
             del model.load_weights
         else:
             model.load_weights = original
+
+
+def _opened(weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    for named in weights:
+        _C.refresh_peers()
+        yield named

@@ -98,8 +98,8 @@ class PlainCheck:
     def around_loader(self, model: Any) -> contextlib.AbstractContextManager[None]:
         """Make the model's loader run the checks during the block."""
         if not self._watches:
-            return contextlib.nullcontext()
-        return replaced_loader(model, lambda given, load: self._checked(model, given, load))
+            return replaced_loader(model, lambda given, load: load(given))
+        return replaced_loader(model, lambda given, load: self._checked(model, list(given), load))
 
     def _checked(self, model: Any, given: Named, load: Load) -> Any:
         new = {(name, tuple(tensor.shape)) for name, tensor in given} - self._known

@@ -39,22 +39,23 @@ assert rights() == [3, 0]
 """
 
 LOADER = """
-from memsaver.integrations.engine.weights.model_loader import replaced_loader
+from memsaver.integrations.engine.weights.plain_check import PlainCheck
 
 
 def sent():
     use_device_1()
-    yield "a", 1
+    yield "a", SimpleNamespace(shape=[1])
 
 
 def load(tensors):
+    names = [name for name, _ in tensors]
     assert rights() == [3, 3]
-    return tensors
+    return names
 
 
 model = SimpleNamespace(load_weights=load)
-with replaced_loader(model, lambda given, load: load(given)):
-    assert model.load_weights(sent()) == [("a", 1)]
+with PlainCheck({("a", (1,))}, watches=WATCHES).around_loader(model):
+    assert model.load_weights(sent()) == ["a"]
 assert model.load_weights is load
 """
 
@@ -83,7 +84,14 @@ assert rights() == [3, 3]
 """
 
 
-@pytest.mark.parametrize("load", [LOADER, PAYLOAD])
+@pytest.mark.parametrize(
+    "load",
+    [
+        pytest.param(LOADER.replace("WATCHES", "True"), id="a watched load"),
+        pytest.param(LOADER.replace("WATCHES", "False"), id="a stage's load"),
+        pytest.param(PAYLOAD, id="a payload"),
+    ],
+)
 def test_a_device_used_first_by_the_tensors_of_a_load_may_write_the_model(run_python, load):
     if load is PAYLOAD:
         pytest.importorskip("torch")
