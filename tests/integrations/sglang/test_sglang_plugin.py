@@ -99,13 +99,6 @@ def test_every_process_uses_memsaver(run_sglang, scenario):
     assert len(lines) == len(set(lines)) == (1 if scenario == "actor" else 2)
 
 
-@pytest.mark.preloads
-def test_preload_mode_if_requested(run_sglang):
-    seen, log = run_sglang(SCENARIOS["data-parallel"], MEMSAVER_SGLANG_PRELOAD="1")
-    assert seen["preloaded"] and seen["awake"] == [[True] * 3] * 4
-    assert "preload mode" in log
-
-
 @pytest.mark.parametrize(
     ("scenario", "env"),
     [
@@ -121,11 +114,6 @@ def test_a_plugin_that_is_turned_off_does_nothing(run_sglang, scenario, env):
     # Indented lines are a traceback's frames, with the paths of files.
     said = [line for line in log.splitlines() if not line.startswith(" ")]
     assert "memsaver" not in "\n".join(said).replace("torch_memory_saver", "")
-
-
-def test_named_in_sglang_plugins(run_sglang):
-    seen, _ = run_sglang(SCENARIOS["data-parallel"], SGLANG_PLUGINS="another,memsaver")
-    assert seen["saver"] == "MemsaverAdapter"
 
 
 def test_an_invalid_flag(run_sglang):
@@ -303,21 +291,31 @@ plugin._replace_factory(types.ModuleType("other"))
 
 
 GRAPHS, REGISTER = "SGLANG_MEMORY_SAVER_CUDA_GRAPH", "NCCL_GRAPH_REGISTER"
+UNSET = "unset it, or set it to 0"
 
 
 @pytest.mark.parametrize(
-    "scenario, env, value, warned",
+    "scenario, env, values, warning",
     [
-        ("scheduler", {GRAPHS: "1"}, "0", False),
-        ("actor", {GRAPHS: "1"}, "0", False),
-        ("data-parallel", {GRAPHS: "true", REGISTER: "1"}, "1", True),
-        ("actor", {GRAPHS: "0", REGISTER: "1"}, "1", False),
+        ("data-parallel", {"SGLANG_PLUGINS": "another,memsaver"}, {"saver": "MemsaverAdapter"}, ""),
+        pytest.param(
+            "data-parallel",
+            {"MEMSAVER_SGLANG_PRELOAD": "1"},
+            {"preloaded": True, "awake": [[True] * 3] * 4},
+            "preload mode",
+            marks=pytest.mark.preloads,
+        ),
+        # NCCL registers no memory of graphs.
+        ("scheduler", {GRAPHS: "1"}, {"nccl": "0"}, ""),
+        ("actor", {GRAPHS: "1"}, {"nccl": "0"}, ""),
+        ("data-parallel", {GRAPHS: "true", REGISTER: "1"}, {"nccl": "1"}, UNSET),
+        ("actor", {GRAPHS: "0", REGISTER: "1"}, {"nccl": "1"}, ""),
     ],
 )
-def test_nccl_registers_no_graph_memory(run_sglang, scenario, env, value, warned):
+def test_variables_reach_every_process(run_sglang, scenario, env, values, warning):
     seen, log = run_sglang(SCENARIOS[scenario], **env)
-    assert seen["nccl"] == value
-    assert ("unset it, or set it to 0" in log) is warned
+    assert {name: seen[name] for name in values} == values
+    assert warning in log and (UNSET in log) == (warning == UNSET)
 
 
 @pytest.mark.parametrize(
