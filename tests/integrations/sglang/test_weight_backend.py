@@ -76,17 +76,19 @@ def test_requests_go_and_checks_come(world, call):
     assert call(world.backend) == []
 
 
-@pytest.mark.parametrize("call", [load, broadcast])
-def test_differences_are_reported_at_any_length(world, call):
-    names = tuple(f"model.layers.{number}.weight" for number in range(400))
-    checks = [RankCheck(0, "h", 1, damaged=names), *GOOD[1:]]
-    answering(world, False, text_of_checks(checks))
-    assert call(world.backend) == checks
+MANY = tuple(f"model.layers.{number}.weight" for number in range(400))
 
 
 @pytest.mark.parametrize("call", [load, broadcast])
-def test_names_that_no_rank_knows_are_an_answer(world, call):
-    checks = [replace(check, unused=("a",)) for check in GOOD]
+@pytest.mark.parametrize(
+    "checks",
+    [
+        [RankCheck(0, "h", 1, damaged=MANY), *GOOD[1:]],  # at any length
+        [replace(check, unused=("a",)) for check in GOOD],  # no rank knows the name
+    ],
+    ids=["damaged", "unused"],
+)
+def test_defects_are_an_answer(world, call, checks):
     answering(world, False, text_of_checks(checks))
     assert call(world.backend) == checks
 
