@@ -62,7 +62,8 @@ def around(owner: Any, name: str, hook: Callable[..., Any]) -> None:
     if not hasattr(original, INSTALLED):
         call = wrapped("AROUND", original, hook)
         vars(call)[INSTALLED] = True
-        setattr(owner, name, call)
+        is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+        setattr(owner, name, staticmethod(call) if is_static else call)
 
 
 def wrapped(kind: str, original: Callable[..., Any], hook: Callable[..., Any]) -> Any:

@@ -36,7 +36,7 @@ from ..engine.tags import KV_CACHE, RELEASE_ORDER, WEIGHTS
 from . import settings
 from .allocator import DEFERRABLE, MemsaverAllocator
 from .executor_ranks import group_of
-from .kept import restores_draft, saves_draft
+from .kept import keeps_cache_state, restores_draft, saves_draft
 from .protocol import RELEASE_PART
 from .reload import domain_of
 from .steps import Step
@@ -67,6 +67,8 @@ def install(worker: Any) -> None:
     worker.sleep = saves_draft(worker.sleep, installed_allocator)
     wake_up = in_any_order(restores_draft(worker.wake_up), installed_allocator)
     worker.wake_up = wake_up
+    pool = keeps_cache_state(worker._maybe_get_memory_pool_context, installed_allocator)
+    worker._maybe_get_memory_pool_context = pool
     part = _of_part(worker.sleep)
     setattr(worker, RELEASE_PART, _hooked("release", part, wake_up, names_tags=True))
     for name, operation in _OPERATIONS.items():

@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -159,8 +158,3 @@ def test_the_core_exports_the_functions_of_the_public_headers():
         exported = exports(ELFFile(file))
     declared = "".join(header.read_text() for header in HEADERS)
     assert exported == set(re.findall(r"^MS_API [^(]*\b(ms_\w+)\(", declared, re.M))
-
-
-def test_version_is_that_of_the_project():
-    text = (ROOT / "pyproject.toml").read_text()
-    assert re.search(r'^version = "(.*)"$', text, re.M)[1] == metadata.version("memsaver")

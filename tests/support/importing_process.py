@@ -43,6 +43,22 @@ for line in sys.stdin:
 """
 
 
+# Statements that fill the first 200 bytes of `x` on a stream that waits for `RUN_STREAMS`.
+FILL_LATER = """
+import ctypes
+from memsaver import simulator
+simulator.control().sim_hold_streams(1)
+driver, context = ctypes.CDLL(simulator.control()._name), ctypes.c_void_p()
+driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
+driver.cuCtxSetCurrent(context)
+driver.cuMemsetD8Async.argtypes = [
+    ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, ctypes.c_void_p
+]
+assert driver.cuMemsetD8Async(x.data_ptr(), 9, 200, None) == 0
+"""
+RUN_STREAMS = "simulator.control().sim_hold_streams(0)"
+
+
 class ImportFailed(Exception):
     """The process raised an error: its type's name and its text."""
 
@@ -68,7 +84,7 @@ class ImportingProcess:
 
     def load(self, name: str, value: Any) -> None:
         """Send a value as `torch.multiprocessing` does, and bind it to a name."""
-        self.load_pickle(name, bytes(ForkingPickler.dumps(value)))
+        self.load_pickle(name, dumped(value))
 
     def load_pickle(self, name: str, data: bytes) -> None:
         self._call("load", name, base64.b64encode(data).decode())
@@ -128,6 +144,18 @@ def release_shared(wait_until: Any) -> None:
     wait_until(lambda: not any(peer.extents for peer in peers._peers.values()))
 
 
+def dumped(value: Any) -> bytes:
+    """Return the message with which `torch.multiprocessing` sends a value."""
+    return bytes(ForkingPickler.dumps(value))
+
+
 def received(value: Any) -> Any:
     """Return what this process receives if it sends a value to itself."""
-    return pickle.loads(bytes(ForkingPickler.dumps(value)))
+    return pickle.loads(dumped(value))
+
+
+def allocations(tag: str) -> int:
+    """Return the number of a tag's live allocations."""
+    from memsaver._runtime.native import _C
+
+    return _C.stats(tag)[0]["allocations"]

@@ -67,6 +67,29 @@ assert await generate(engine) == before
     )
 
 
+@pytest.mark.parametrize("version", ["0.26.0", "0.33.0"])
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_sleep_saves_what_is_created_with_the_kv_cache_and_not_the_cache(
+    run_vllm, level, version
+):
+    run_vllm(
+        f"""
+def rows():
+    return {{row.tag: row for row in memsaver.stats().tags}}
+
+llm = LLM(enable_sleep_mode=True)
+assert rows()["kv_cache"].resident_bytes == 8 << 20
+before = llm.collective_rpc(vllm_calls.constants)
+llm.sleep({level})
+assert not any(row.resident_bytes for row in rows().values())
+assert rows()["kv_cache"].backup_bytes == 0 < rows()["runtime"].backup_bytes
+llm.wake_up(["kv_cache"])
+assert llm.collective_rpc(vllm_calls.constants) == before
+        """,
+        VLLM_FAKE_VERSION=version,
+    )
+
+
 def test_an_error_of_vllms_own_is_unchanged_after_a_failed_sleep(asleep):
     asleep(
         """

@@ -6,7 +6,7 @@ import pickle
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
-from importing_process import received
+from importing_process import allocations, dumped, received
 
 import memsaver
 from memsaver import simulator
@@ -111,19 +111,19 @@ def test_a_tag_that_becomes_shareable_can_be_sent_after_a_resume(importer, make,
 
 
 def test_a_deleted_tensor_is_kept_for_its_receiver(importer, make, name, wait_until):
-    data = bytes(ForkingPickler.dumps(make(50)))
-    assert _C.stats(name)[0]["allocations"] == 1
+    data = dumped(make(50))
+    assert allocations(name) == 1
     importer.load_pickle("x", data)
     assert importer.ask("x[-2:].tolist()") == [48, 49]
     importer.do("del x; gc.collect()")
-    wait_until(lambda: _C.stats(name)[0]["allocations"] == 0)
+    wait_until(lambda: allocations(name) == 0)
     wait_until(lambda: not _C.importers())  # the memory is released in the other process too
 
 
 def test_a_tensor_that_nobody_receives_is_freed(sim, make, name, options, wait_until):
     options(importer_seconds=0.05)
     ForkingPickler.dumps(make(50))
-    wait_until(lambda: _C.stats(name)[0]["allocations"] == 0)
+    wait_until(lambda: allocations(name) == 0)
 
 
 def test_a_process_can_send_to_itself(sim, make, options, wait_until):

@@ -11,7 +11,7 @@ import sys
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
-from importing_process import ImportFailed
+from importing_process import ImportFailed, dumped
 
 import memsaver
 from memsaver import simulator
@@ -21,10 +21,6 @@ from memsaver._runtime.native import _C
 torch = pytest.importorskip("torch")
 
 MIB = 1 << 20
-
-
-def dumped(value) -> bytes:
-    return bytes(ForkingPickler.dumps(value))
 
 
 def test_a_tensor_of_a_paused_tag_is_not_sent(make, name):
