@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -24,6 +23,7 @@ from typing import Any
 
 from memsaver._runtime.native import _C
 
+from ..engine import hooking
 from ..engine.tags import KV_CACHE, WEIGHTS
 from .allocator import RUNTIME, MemsaverAllocator
 
@@ -60,19 +60,8 @@ def install_lora(module: ModuleType, allocator_of: AllocatorOf) -> None:
         AttributeError: the module does not have the expected class and method.
     """
     owner: Any = module.LoRAModelRunnerMixin
-    original = owner.load_lora_model
-    if hasattr(module, "get_mem_allocator_instance") or hasattr(original, "__wrapped__"):
-        return
-
-    @functools.wraps(original)
-    def load_lora_model(self: Any, *arguments: Any, **named: Any) -> Any:
-        allocator = allocator_of()
-        if allocator is None:
-            return original(self, *arguments, **named)
-        with allocator.use_memory_pool(RUNTIME):
-            return original(self, *arguments, **named)
-
-    owner.load_lora_model = load_lora_model
+    if not hasattr(module, "get_mem_allocator_instance"):
+        hooking.around(owner, "load_lora_model", _in_pool(RUNTIME, allocator_of))
 
 
 def install_cache(module: ModuleType, allocator_of: AllocatorOf) -> None:
@@ -81,20 +70,24 @@ def install_cache(module: ModuleType, allocator_of: AllocatorOf) -> None:
     Does nothing if the module does not have its function, as since vLLM 0.29. Idempotent.
     """
     owner, name = _allocating(module)
-    original = getattr(owner, name, None)
-    if original is None or hasattr(original, "__wrapped__"):
-        return
+    if hasattr(owner, name):
+        # Outside of a region, the cache is for profiling.
+        hooking.around(owner, name, _in_pool(KV_CACHE, allocator_of, _C.region_depth))
 
-    @functools.wraps(original)
-    def allocate(*arguments: Any, **named: Any) -> Any:
+
+def _in_pool(
+    tag: str, allocator_of: AllocatorOf, applies: Callable[[], object] = lambda: True
+) -> Callable[..., Any]:
+    """Return an AROUND hook that opens a pool, if memsaver is the allocator and `applies()`."""
+
+    def hook(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         allocator = allocator_of()
-        if allocator is None or not _C.region_depth():  # such as a cache for profiling
+        if allocator is None or not applies():
             return original(*arguments, **named)
-        with allocator.use_memory_pool(KV_CACHE):
+        with allocator.use_memory_pool(tag):
             return original(*arguments, **named)
 
-    is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
-    setattr(owner, name, staticmethod(allocate) if is_static else allocate)
+    return hook
 
 
 def keeps_cache_state(
