@@ -216,9 +216,10 @@ def test_a_process_that_ends_without_any_resume():
     assert "PerformanceWarning" not in run_program("failed")
 
 
-def test_a_process_that_ends_after_a_look_at_the_backup():
+def test_a_process_that_ends_after_a_look_at_the_backup(run_python):
     pytest.importorskip("torch")
-    assert run_program("viewed") == ""
+    program = PROGRAM.replace("sys.argv", "('viewed',)")
+    assert run_python(program, with_torch=True).stderr == ""
 
 
 # --- warnings and failing checks do not affect transitions ----------------------------------------

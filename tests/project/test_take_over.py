@@ -1,6 +1,9 @@
 """Test the benchmark of page takeovers: layouts, driver calls on the simulator, rows."""
 
+import importlib
+
 import pytest
+from repository import ROOT
 
 from memsaver._inspection.bare_driver import BareDriver
 
@@ -88,10 +91,17 @@ def test_pages_are_equal_only_with_the_same_bytes_at_the_same_place(page_shares,
     assert page_shares.share([(0, run("a", 0, page // 2))], also_another, page) == (0, 0)
 
 
-def test_shares_depend_on_the_layout(page_shares):
+@pytest.fixture(scope="module")
+def shares():
+    """Return the computed rows, which take seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        return list(importlib.import_module("page_shares").shares())
+
+
+def test_shares_depend_on_the_layout(page_shares, shares):
     found = {
-        (row["model"], row["engine_ranks"], row["trainer"], row["placement"]): row
-        for row in page_shares.shares()
+        (row["model"], row["engine_ranks"], row["trainer"], row["placement"]): row for row in shares
     }
     assert len(found) == 2 * len(page_shares.CASES)
     same = found["Qwen3-8B", 1, "whole tensors", "torch"]
@@ -152,7 +162,8 @@ def test_a_failed_import_is_released(benchmark_module, sim):
 # --- rows and the page ----------------------------------------------------------------------------
 
 
-def test_the_page_has_the_measured_times(benchmark_module):
+def test_the_page_has_the_measured_times(benchmark_module, shares, monkeypatch):
     page = benchmark_module("take_over_page")
+    monkeypatch.setattr(page.page_shares, "shares", lambda: shares)
     there = page.PAGE.read_text()
     assert page.rewritten(there, page.results.measured()) == there, "make pages"

@@ -11,36 +11,13 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from repository import IMPORT_PATH
+from repository import IMPORT_PATH, SUPPORT
 
-_PROGRAM = """
-import base64, gc, json, os, pickle, sys
-import torch, memsaver
-from memsaver._memory.sharing import importing, peers
-
-names = {"torch": torch, "memsaver": memsaver, "peers": peers, "gc": gc, "os": os}
-print("ready", flush=True)
-for line in sys.stdin:
-    kind, name, text = json.loads(line)
-    try:
-        if kind == "load":
-            names[name] = pickle.loads(base64.b64decode(text))
-            answer = None
-        elif kind == "do":
-            exec(text, names)
-            answer = None
-        else:
-            answer = eval(text, names)
-        reply = {"answer": answer}
-    except BaseException as error:
-        reply = {"error": type(error).__name__, "text": str(error)}
-        del error
-    print(json.dumps(reply), flush=True)
-"""
+Popen = Callable[..., "subprocess.Popen[str]"]
 
 
 # Statements that fill the first 200 bytes of `x` on a stream that waits for `RUN_STREAMS`.
@@ -68,12 +45,17 @@ class ImportFailed(Exception):
 
 
 class ImportingProcess:
-    """A process that receives tensors under names, and evaluates code with them."""
+    """A process that receives tensors under names, and evaluates code with them.
 
-    def __init__(self, **environment: str) -> None:
+    Args:
+        popen: starts the process, as `subprocess.Popen`.
+        environment: variables besides those of this process.
+    """
+
+    def __init__(self, popen: Popen = subprocess.Popen, **environment: str) -> None:
         path = [IMPORT_PATH, *filter(None, [os.environ.get("PYTHONPATH")])]
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM],
+        self.process = popen(
+            [sys.executable, str(SUPPORT / "tensor_importer.py")],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path), **environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -123,9 +105,11 @@ class ImportingProcess:
 
 
 @contextlib.contextmanager
-def importing_process(**environment: str) -> Iterator[ImportingProcess]:
-    """Start a process, and end it with the block."""
-    started = ImportingProcess(**environment)
+def importing_process(
+    popen: Popen = subprocess.Popen, **environment: str
+) -> Iterator[ImportingProcess]:
+    """Start a process as `ImportingProcess` does, and end it with the block."""
+    started = ImportingProcess(popen, **environment)
     try:
         yield started
     finally:

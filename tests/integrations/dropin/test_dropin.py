@@ -217,7 +217,7 @@ def test_first_regions_of_a_tag_on_several_threads_agree(run_dropin):
             def make(byte, **options):
                 start.wait(30)
                 with saver.region(tag, **options):
-                    made[byte] = block(byte)
+                    made[byte] = block(byte, 4096)
             asked = {1: {}, 2: {"enable_cpu_backup": True}, 3: {"enable_disk_backup": True}}
             threads = [threading.Thread(target=make, args=[byte], kwargs=options)
                        for byte, options in asked.items()]

@@ -12,6 +12,7 @@ from multiprocessing.reduction import ForkingPickler
 
 import pytest
 from importing_process import ImportFailed, dumped
+from warm_processes import WarmPopen
 
 import memsaver
 from memsaver import simulator
@@ -92,10 +93,12 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def sender(sim, wait_until):
+def sender(sim, wait_until, tmp_path):
     """Yield a process that has sent a tensor, and the message."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", SENDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    script = tmp_path / "sender.py"
+    script.write_text(SENDER)
+    process = WarmPopen(
+        [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     with process:
         yield process, bytes.fromhex(process.stdout.readline().decode())

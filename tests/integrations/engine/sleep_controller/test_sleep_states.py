@@ -114,6 +114,7 @@ def test_a_busy_engine_does_not_sleep(world, in_thread, wait_until):
     world.controller.sleep(wait_idle=True)
     assert world.released == ALL and request.result()["text"] == "a!"
     world.controller.wake_up()
+    world.manager.generate_seconds = 0
     assert world.controller.generate(prompt="b")["text"] == "b!"
 
 
