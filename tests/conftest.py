@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import coroutine_tests
 import pytest
 from child_process import environment_without, run_code
 from driver_choice import GPUS, asks_for_gpu_tests, why_not
@@ -37,6 +38,7 @@ PEER = TESTS / "fixtures" / "peer"
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(coroutine_tests)
     gc.disable()  # until all tests are collected, which creates only permanent objects
     expression = config.getoption("markexpr") or ""
     config.real_driver = bool(GPUS) and asks_for_gpu_tests(expression)

@@ -8,6 +8,7 @@ same place.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import itertools
@@ -42,13 +43,15 @@ class Sent:
     pool: tuple[str, int]  # tag and device
     address: int
     nbytes: int
-    weak: Any  # torch's weak reference to the storage, whose address is therefore not reused
+    weak: Any  # torch's weak reference to the storage, whose address is not reused; None at exit
     storage: Any = None  # keeps the memory, while a message is in transit
     messages: int = 0  # in transit
     until: float = 0.0  # on time.monotonic(); then they are no longer in transit
 
     def alive(self, torch: Any) -> Any:
         """Return the storage, if it still has the memory that was sent; otherwise None."""
+        if self.weak is None:
+            return None
         storage = torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata)
         if storage is None or storage.data_ptr() != self.address or storage.nbytes() < self.nbytes:
             return None
@@ -210,6 +213,15 @@ def reduce_named(
     return importing.rebuild_named, (rows,)
 
 
+def _forget_all() -> None:
+    """Drop torch's weak references, whose finalizers need modules that an exit removes."""
+    with _lock:
+        for sent in (*_sent.values(), *_in_flight.values()):
+            sent.weak = None
+        _token_of.clear()
+        _sent.clear()
+
+
 def cancel(tokens: list[int]) -> None:
     """Stop keeping storages for a message that no receiver will take. Clears the list."""
     while tokens:
@@ -228,6 +240,8 @@ def _keep(storage: Any, pool: tuple[str, int], address: int, nbytes: int) -> int
         if token is None:
             _prune()
             token = _token_of[key] = next(_tokens)
+            if token == 1:
+                atexit.register(_forget_all)
             _sent[token] = Sent(token, pool, address, nbytes, StorageWeakRef(storage))
         sent = _sent[token]
         is_first = not _in_flight

@@ -138,7 +138,7 @@ class TorchOnDevice(threading.local):
 
 def test_the_library_is_called_on_the_callers_device(monkeypatch):
     torch, called_on = TorchOnDevice(), []
-    monkeypatch.setattr(held, "_initialized", lambda: torch)
+    monkeypatch.setattr(held, "torch_with_cuda", lambda: torch)
     torch.cuda.set_device(1)
     library = types.SimpleNamespace(
         ncclCommResume=lambda handle: called_on.append(torch.cuda.current_device()) or 0

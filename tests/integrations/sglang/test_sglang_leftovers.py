@@ -104,7 +104,7 @@ def test_workspaces_whose_addresses_graphs_contain_are_kept(
     engine, monkeypatch, pools, settings, has_graphs, released
 ):
     torch = FakeTorch(*pools)
-    monkeypatch.setattr(held, "_initialized", lambda: torch)
+    monkeypatch.setattr(held, "torch_with_cuda", lambda: torch)
     vars(engine.server_args).update(settings)
     known = leftovers.moves.are_memsavers
     monkeypatch.setattr(
@@ -205,7 +205,7 @@ def test_communicators_that_may_be_used_stay(engine, world, monkeypatch, reason)
 def test_the_memory_of_the_current_device_is_measured(engine, monkeypatch):
     torch, devices = FakeTorch(), []
     torch.cuda.current_device = lambda: 1
-    monkeypatch.setattr(held, "_initialized", lambda: torch)
+    monkeypatch.setattr(held, "torch_with_cuda", lambda: torch)
     monkeypatch.setattr(held, "measure", lambda device, _: devices.append(device) or {})
     assert ask(engine, "release").failure is None and devices == [1]
 

@@ -201,3 +201,16 @@ def test_messages_are_pickles_of_memsavers_functions_and_plain_values(make, impo
     function, arguments = ForkingPickler._extra_reducers[torch.Tensor](make(3))
     assert function.__module__.startswith("memsaver.")
     pickle.dumps(arguments)
+
+
+def test_a_process_that_has_sent_tensors_ends_without_a_message(run_python):
+    code = """
+    from multiprocessing.reduction import ForkingPickler
+    import memsaver
+    from memsaver import simulator
+
+    with memsaver.region("t", shareable=True):
+        kept = [simulator.empty(4) for _ in range(2)]
+    ForkingPickler.dumps(kept)
+    """
+    assert run_python(code).stderr == ""
