@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstring>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "memsaver.h"
@@ -157,5 +158,13 @@ inline std::vector<const char*> pointers(const std::vector<std::string>& texts) 
 }
 
 inline void* pointer(uint64_t address) { return reinterpret_cast<void*>(address); }
+
+using Pair = std::pair<uint64_t, uint64_t>;
+
+inline std::vector<ms_range> ranges_of(const std::vector<Pair>& pairs) {
+  std::vector<ms_range> out;
+  for (const Pair& range : pairs) out.push_back({range.first, range.second});
+  return out;
+}
 
 }  // namespace memsaver::python

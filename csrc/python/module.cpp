@@ -25,8 +25,6 @@
 namespace memsaver::python {
 namespace {
 
-using Pair = std::pair<uint64_t, uint64_t>;
-
 // Throws unless the process's libmemsaver.so, the first that was loaded, is this package's: a
 // preloaded one may belong to another installation.
 void require_own_core() {
@@ -38,12 +36,6 @@ void require_own_core() {
                          ms_version() + " from " +
                          (info.dli_fname ? info.dli_fname : "another place") +
                          ": use one installation, and take the other's library out of LD_PRELOAD");
-}
-
-std::vector<ms_range> ranges_of(const std::vector<Pair>& pairs) {
-  std::vector<ms_range> out;
-  for (const Pair& range : pairs) out.push_back({range.first, range.second});
-  return out;
 }
 
 }  // namespace
@@ -212,6 +204,7 @@ PYBIND11_MODULE(_C, m) {
       .def("hand_over", &Transition::hand_over)
       .def("progress", &Transition::progress)
       .def("wait_stream", &Transition::wait_stream, py::arg("stream"))
+      .def("wait_ranges", &Transition::wait_ranges, py::arg("ranges"), py::arg("stream"))
       .def("give_up", &Transition::give_up);
   m.def(
       "begin",
@@ -353,8 +346,7 @@ PYBIND11_MODULE(_C, m) {
     return py::make_tuple(objects, device_bytes, host_bytes);
   });
   m.def("fingerprint", [](const std::vector<Pair>& ranges) {
-    std::vector<ms_range> wanted;
-    for (const Pair& range : ranges) wanted.push_back({range.first, range.second});
+    const std::vector<ms_range> wanted = ranges_of(ranges);
     ms_digest* rows = nullptr;
     size_t count = 0;
     without_gil([&](ms_error* error) {

@@ -192,6 +192,15 @@ ms_status ms_transition_wait_stream(ms_transition* transition, void* stream, ms_
   });
 }
 
+ms_status ms_transition_wait_ranges(ms_transition* transition, const ms_range* ranges,
+                                    size_t range_count, void* const* stream, ms_error* error) {
+  return guarded(error, [&] {
+    require_not_forked();
+    const CUstream waiting = stream ? static_cast<CUstream>(*stream) : nullptr;
+    unwrap(transition)->wait_ranges(ranges_of(ranges, range_count), stream ? &waiting : nullptr);
+  });
+}
+
 void ms_transition_free(ms_transition* transition) {
   guarded(nullptr, [&] {
     if (!transition || forked()) return;  // a child has no thread that runs the transition
