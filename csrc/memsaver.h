@@ -463,7 +463,7 @@ MS_API ms_status ms_transition_wait_stream(ms_transition* transition, void* stre
                                            ms_error* error);
 
 /* Like ms_transition_wait_stream, but work waits only for the contents of some addresses: for the
- * copies of a resume into `ranges` (disjoint), and those queued before them. If an address does not
+ * copies of a resume into `ranges`, and those queued before them. If an address does not
  * belong to the resume, it waits for all copies. Without ranges, it waits for none, and the call
  * only returns later. `stream` points to the CUstream; if it is NULL, the calling thread waits.
  * Errors: see ms_transition_wait_stream; MS_DRIVER_FAILED if a copy fails during the wait of this

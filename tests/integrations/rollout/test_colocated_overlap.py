@@ -185,9 +185,9 @@ def test_states_that_cannot_return_are_an_error_of_the_step(known, sim):
     with pytest.MonkeyPatch.context() as patch:
         begin = session._trainer.begin_resume
 
-        def failing():
+        def failing(tag):
             sim.fail("cuMemCreate", sim.OUT_OF_MEMORY)
-            return begin()
+            return begin(tag)
 
         patch.setattr(session._trainer, "begin_resume", failing)
         for uses in (lambda: known.train(), lambda: None):  # the step, or the end of the block
