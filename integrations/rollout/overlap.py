@@ -61,7 +61,9 @@ class Overlap:
     def resume(self) -> Report | None:
         """Resume other memory, and begin to resume `awaited`, the model first. Collective."""
         awaited = self._trainer.awaited
-        report = self._trainer.resume(*(t for t in self._trainer.tags if t not in awaited))
+        report: Report | None = self._trainer.resume(
+            *(t for t in self._trainer.tags if t not in awaited)
+        )
         for tag in awaited:
             self._coming.append(self._trainer.begin_resume(tag))
         return report

@@ -25,7 +25,8 @@ def ranges_of(memory: Any) -> list[tuple[int, int]]:
         return [memory]
     if hasattr(memory, "data_ptr") and hasattr(memory, "stride"):
         return [_range_of_tensor(memory)]
-    address, nbytes = getattr(memory, "address", None), getattr(memory, "nbytes", None)
+    address: Any = getattr(memory, "address", None)
+    nbytes: Any = getattr(memory, "nbytes", None)
     if _is_size(address) and _is_size(nbytes):
         return [(address, nbytes)]
     raise ConfigError(
