@@ -151,7 +151,15 @@ ms_status ms_transition_run(ms_transition* transition, ms_change** rows, size_t*
     require_not_forked();
     Transition* const begun = unwrap(transition);
 
-    auto list = make_list<ms_change>(rows ? begun->row_count() : 0);
+    const auto make_rows = [&] {
+      try {
+        return make_list<ms_change>(rows ? begun->row_count() : 0);
+      } catch (...) {
+        begun->cancel();  // other threads may already wait for it
+        throw;
+      }
+    };
+    auto list = make_rows();
     const std::vector<Change> changes = begun->run();
     for (size_t i = 0; list && i < changes.size(); ++i) {
       const Change& c = changes[i];

@@ -106,6 +106,10 @@ std::vector<Change> Transition::run() {
   return std::move(rows_);
 }
 
+void Transition::cancel() noexcept {
+  if (hold_) end(false);
+}
+
 // Releases the tags. The outcome of a transition that succeeded is already recorded.
 void Transition::end(bool succeeded) noexcept {
   pausing_.end(Outcome::kFailed);

@@ -55,6 +55,9 @@ class Transition {
   //     restores all of them.
   std::vector<Change> run();
 
+  // Ends a transition that has not run; waits for it fail. The tags are unchanged.
+  void cancel() noexcept;
+
   // Sets the description of the caller that errors report after an access to paused memory. Call
   // before run(), on one thread. Throws kInvalidState after run().
   void set_caller(const std::string& caller);
