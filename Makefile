@@ -1,14 +1,17 @@
 # Everything runs in the virtual environment .venv, which is made when it is first needed.
 PYTHON ?= python3
 VENV ?= .venv
-# Two processes, each with files of its own; tests on a GPU are chosen without them.
-PYTEST_ARGS ?= -m "not soak and not long" -n 2 --dist loadfile
+# Three processes, each with files of its own, because tests wait for a quarter of their time. Tests
+# on a GPU are chosen without them.
+PYTEST_ARGS ?= -m "not soak and not long" -n 3 --dist loadfile
 BENCH_ARGS ?=
 # `make wheel` builds a wheel for each of these interpreters, for this platform (Ubuntu 22.04's).
 WHEEL_PYTHONS ?= $(BIN)/python
 WHEEL_PLAT ?= manylinux_2_35_$(shell uname -m)
 
 BIN := $(VENV)/bin
+# Else each test process would compile all test modules in each run.
+unexport PYTHONDONTWRITEBYTECODE
 # Python compiles modules when it imports them; pip would compile all of torch.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 EDITABLE := $(PIP_INSTALL) --no-build-isolation --editable

@@ -84,13 +84,26 @@ def _of_one_gpu(
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     versions = ", ".join(f"{name} {text}" for name, text in first["versions"].items())
     lines = [
-        f"Medians on {first['gpu']}, {when} ({versions}).",
+        f"{medians([row for row, _ in shown])} on {first['gpu']}, {when} ({versions}).",
         "A factor above 1 means that memsaver is better.",
         "",
         "| | memsaver | compared with | its value | factor |",
         "|---|--:|---|--:|--:|",
     ]
     for row, words in shown:
-        ours, theirs = figure(row["memsaver"]), figure(row["peer_value"])
+        ours = figure(row["memsaver"]) + " (once)" * is_single(row, "memsaver")
+        theirs = figure(row["peer_value"]) + " (once)" * is_single(row, "peer")
         lines.append(f"| {words} | {ours} | {row['peer']} | {theirs} | {row['ratio']:.2f} |")
     return "\n".join(lines)
+
+
+def medians(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the first words of a table's heading, which say how its values were obtained."""
+    has_single = any(is_single(row, side) for row in rows for side in ("memsaver", "peer"))
+    return "Medians, or single measurements (once)," if has_single else "Medians"
+
+
+def is_single(row: Mapping[str, Any], side: str) -> bool:
+    """Return whether a value of a row, "memsaver" or "peer", was measured once."""
+    cycles = (row.get("detail") or {}).get(side)
+    return isinstance(cycles, list) and len(cycles) == 1

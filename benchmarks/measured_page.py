@@ -39,6 +39,8 @@ ORDER = (1, 2, 0, 3, 4, 5, 6, 7, 8, 9, 10, 12, 11, 13)
 WORDS = {
     **dict(ENGINES_ON_TWO),
     "sglang_tp2_resume_ms": "resume of all tags on two GPUs, ms",
+    "sglang_resume_tp2_ms": "resume of all tags on two GPUs, ms",
+    "sglang_resume_tp2_8_ctas_ms": "the same with NCCL_MAX_CTAS=8, ms",
     "discarded_16GB_pause_at_once_ms": "pause 16 GB in 195 tensors right after its resume, ms",
     "discarded_16GB_resume_at_once_ms": "resume 16 GB in 195 tensors right after its pause, ms",
     "many_10k_pause_at_once_ms": "pause 10,000 allocations right after their resume, ms",
@@ -97,6 +99,8 @@ WORDS = {
     "sglang_decode_tokens_per_s": "decoding of 8 sequences, tokens/s",
     "sglang_switch_ms": "switch from one model to another on the same GPU, to the first token, ms",
     "sglang_tp2_resident_MiB": "memory in use on one of two GPUs, all tags released, MiB",
+    "sglang_resident_tp2_MiB": "memory in use on one of two GPUs, all tags released, MiB",
+    "sglang_resident_tp2_8_ctas_MiB": "the same with NCCL_MAX_CTAS=8, MiB",
     "sglang_storm_answered_requests": "answered requests; the engine sleeps and wakes 100 times",
     "sglang_resident_MiB": "memory in use, all tags released, MiB",
     "sglang_max_mem_fraction": "largest mem_fraction_static beside a trainer",
@@ -165,13 +169,14 @@ This page contains all measurements of `benchmarks/results/h200.json`, on {gpu},
 `make bench` repeats them on your machine.
 
 In each row, memsaver and the peer alternated in one run, on the same tensors (engines ran one after
-the other, except for SGLang's decoding against an engine without a memory saver). Values are
-medians, with the minimum and maximum of the cycles in parentheses; `ended` means that the peer
-ended before the measurement. `limit` is the time of the driver's bare calls, of a plain copy (with
-pinned memory, or between GPUs), or of direct I/O of the same bytes, in the same run. `ratio` is the
-factor by which memsaver is better; for this ratio, memory below 1 MiB counts as 1 MiB. Absolute
-times apply to one machine only. Without a backup, each resume starts half a second after its pause,
-when the driver has cleared the freed memory; rows with "right after" omit this wait.
+the other, except for SGLang's decoding against an engine without a memory saver). A value with
+parentheses is the median of several cycles, whose minimum and maximum they contain; any other value
+was measured once, or its cycles are not in the file. `ended` means that the peer ended before the
+measurement. `limit` is the time of the driver's bare calls, of a plain copy (with pinned memory, or
+between GPUs), or of direct I/O of the same bytes, in the same run. `ratio` is the factor by which
+memsaver is better; for this ratio, memory below 1 MiB counts as 1 MiB. Absolute times apply to one
+machine only. Without a backup, each resume starts half a second after its pause, when the driver
+has cleared the freed memory; rows with "right after" omit this wait.
 
 `retained backup` is torch_memory_saver's setting `retain_cpu_backup=True`, which keeps a backup's
 pinned host memory for the next pause; by default, each resume releases it. Notes on some rows:
@@ -193,7 +198,7 @@ pinned host memory for the next pause; by default, each resume releases it. Note
 """
 
 
-def median(value: float, cycles: object) -> str:
+def value_and_range(value: float, cycles: object) -> str:
     """Return a value, and the range of its cycles if there are several figures."""
     if not isinstance(cycles, list) or len(cycles) < 2:
         return figure(value)
@@ -213,9 +218,11 @@ def table(rows: list[Mapping[str, Any]]) -> list[str]:
         words = WORDS.get(row["metric"], f"`{row['metric']}`")
         cells = [
             words if words != last[0] else "",
-            "" if (words, row["memsaver"]) == last else median(row["memsaver"], cycles),
+            "" if (words, row["memsaver"]) == last else value_and_range(row["memsaver"], cycles),
             row["peer"],
-            "ended" if row["peer_value"] is None else median(row["peer_value"], detail.get("peer")),
+            "ended"
+            if row["peer_value"] is None
+            else value_and_range(row["peer_value"], detail.get("peer")),
             "" if row["limit"] is None else f"{row['limit']:,.1f}",
             "" if row["ratio"] is None else f"{row['ratio']:.2f}",
         ]

@@ -93,14 +93,16 @@ def table(rows: list[dict[str, Any]], wanted: tuple[tuple[str, str], ...] = LINE
     first = all_rows[0]
     versions = ", ".join(f"{name} {text}" for name, text in first["versions"].items())
     lines = [
-        f"Medians on one {first['gpu']}, {dates(all_rows)}",
+        f"{framework_tables.medians(all_rows)} on one {first['gpu']}, {dates(all_rows)}",
         f"({versions}). Less is better.",
         "",
         "| | memsaver | torch_memory_saver, default | torch_memory_saver, retained |",
         "|---|--:|--:|--:|",
     ]
     for words, by_peer in shown:
-        ours = figure(next(iter(by_peer.values()))["memsaver"])
+        own = next(iter(by_peer.values()))
+        once = " (once)" * framework_tables.is_single(own, "memsaver")
+        ours = figure(own["memsaver"]) + once
         theirs = (their_figure(by_peer.get(peer)) for peer in (DEFAULT, RETAINED))
         lines.append(f"| {words} | {ours} | {' | '.join(theirs)} |")
     return "\n".join(lines)
@@ -113,7 +115,8 @@ def their_figure(row: dict[str, Any] | None) -> str:
     if row["peer_value"] is None:
         return "ended"
     ratio = row["ratio"]
-    return f"{figure(row['peer_value'])} ({ratio:,.{0 if ratio >= 100 else 2}f}x)"
+    once = ", once" * framework_tables.is_single(row, "peer")
+    return f"{figure(row['peer_value'])} ({ratio:,.{0 if ratio >= 100 else 2}f}x{once})"
 
 
 def pages(rows: list[dict[str, Any]]) -> dict[Path, str]:

@@ -18,7 +18,8 @@ class Goal:
     Attributes:
         ratio: the minimum ratio; or
         at_most: the maximum value of memsaver; or
-        alone: a value that memsaver must reach and the peer must not reach.
+        alone: a value that memsaver must reach and the peer must not reach; or
+        within: the maximum difference between memsaver's value and the peer's.
         peer: the peer that the goal applies to; None for all.
         otherwise: another metric, whose goal may be reached instead.
     """
@@ -26,6 +27,7 @@ class Goal:
     ratio: float | None = None
     at_most: float | None = None
     alone: float | None = None
+    within: float | None = None
     peer: str | None = None
     otherwise: str | None = None
 
@@ -35,11 +37,15 @@ class Goal:
             return float(row["memsaver"]) <= self.at_most
         if self.alone is not None:
             return float(row["peer_value"]) < self.alone <= float(row["memsaver"])
+        if self.within is not None:
+            return float(row["memsaver"]) - float(row["peer_value"]) <= self.within
         return self.ratio is None or float(row["ratio"]) >= self.ratio
 
     def __str__(self) -> str:
         if self.at_most is not None:
             return f"<= {self.at_most:g}"
+        if self.within is not None:
+            return f"+ {self.within:g}"
         return f">= {self.alone:g} alone" if self.alone is not None else f"{self.ratio:.3f}"
 
 
@@ -86,7 +92,8 @@ GOALS: tuple[tuple[str, Goal | None], ...] = (
     ("sglang_*_kv_ms", Goal(1.0)),
     ("sglang_decode_tokens_per_s", Goal(0.99)),
     ("sglang_resident_MiB", Goal(at_most=1126)),
-    ("sglang_tp2_resident_MiB", Goal(at_most=1433)),
+    ("sglang_resident_tp2*_MiB", Goal(at_most=1433)),
+    ("sglang_resume_tp2*_ms", Goal(within=200)),
     ("sglang_switch_ms", Goal(4.0, peer=PEERS[DEFAULT])),
     ("sglang_storm_answered_requests", Goal(1.0)),
     ("sglang_max_mem_fraction", Goal(alone=0.9)),

@@ -29,7 +29,7 @@ from setuptools import Extension
 from setuptools.command.build_ext import build_ext
 
 PACKAGE = "memsaver"
-PUBLIC_HEADER = "memsaver.h"
+PUBLIC_HEADERS = ("memsaver.h", "memsaver_inspection.h", "memsaver_sharing.h")
 
 CXXFLAGS = [
     "-std=c++17",
@@ -364,10 +364,11 @@ def build(
 
 
 def place(root: Path, artefacts: list[Artefact], built: Path, package: Path) -> None:
-    """Copy the artefacts and the public header into a package's folder."""
+    """Copy the artefacts and the public headers into a package's folder."""
     for artefact in artefacts:
         install_file(built / artefact.file_name, package / artefact.file_name)
-    install_file(root / "csrc" / PUBLIC_HEADER, package / "include" / PUBLIC_HEADER)
+    for header in PUBLIC_HEADERS:
+        install_file(root / "csrc" / header, package / "include" / header)
 
 
 def build_native(root: Path, artefacts: list[Artefact]) -> type[build_ext]:

@@ -1,7 +1,8 @@
 """Write the figures of MS_USAGE_FIELDS into TagStats: `python build_support/usage_fields.py`.
 
-Run it after a change of that list in csrc/memsaver.h: it generates the attributes of TagStats in
-memsaver/_inspection/statistics.py, their types and their documentation. A test compares the two.
+Run it after a change of that list in csrc/memsaver_inspection.h: it generates the attributes of
+TagStats in memsaver/_inspection/statistics.py, their types and their documentation. A test compares
+the two.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-HEADER = ROOT / "csrc" / "memsaver.h"
+HEADER = ROOT / "csrc" / "memsaver_inspection.h"
 MODULE = ROOT / "memsaver" / "_inspection" / "statistics.py"
 
 PYTHON_TYPES = {"uint64_t": "int", "double": "float"}

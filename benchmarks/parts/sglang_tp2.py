@@ -1,8 +1,8 @@
 """Measure the memory that a sleeping SGLang engine holds with tensor parallelism on two GPUs.
 
 Compares suspended NCCL communicators (MEMSAVER_SGLANG_SUSPEND_NCCL=1) with communicators that keep
-their memory, and the resumes of all memory. The memory in use is that of the GPU with more. Needs
-NCCL 2.29.7 or newer.
+their memory, and the resumes of all memory; both again with NCCL_MAX_CTAS=8, for which NCCL
+allocates less memory. The memory in use is that of the GPU with more. Needs NCCL 2.29.7 or newer.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import results
@@ -19,8 +20,9 @@ from libraries import OURS
 from raw_driver import count_gpus
 from sglang_engine import BENCH, engine_process
 
-METRIC = "sglang_tp2_resident_MiB"
-RESUME = "sglang_tp2_resume_ms"
+METRIC = "sglang_resident_tp2_MiB"
+RESUME = "sglang_resume_tp2_ms"
+FEW_CTAS = "8_ctas"  # with NCCL_MAX_CTAS=8
 PEER = "memsaver, communicators not suspended"
 WORKER = "parts.sglang_switch:Switching"
 FRACTION = 0.75
@@ -31,31 +33,54 @@ def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[s
     if options.device != "cpu" and count_gpus() < 2:
         say(f"{METRIC} needs two GPUs")
         return
-    used: dict[str, list[list[float]]] = {"1": [], "0": []}  # of each GPU
-    held: dict[str, list[dict[str, int]]] = {"1": [], "0": []}
-    resumes: dict[str, list[float]] = {"1": [], "0": []}
-    for suspends in used:
-        wait_until_free(options.idle_mib)
-        variables = {"MEMSAVER_SGLANG_SUSPEND_NCCL": suspends}
-        settings: dict[str, Any] = {"fraction": FRACTION, "backup": True, "gpus": 2}
-        with (
-            attempt(failures),
-            engine_process(WORKER, OURS, options, variables=variables, **settings) as child,
-        ):
-            begin(child, options)
-            for _ in range(options.cycles):
-                time.sleep(options.wait)
-                held[suspends] += child.ask("release")["held"]
-                time.sleep(options.wait)
-                used[suspends].append([used_mib(0), used_mib(1)])
-                answer = child.ask("generate_first", resume=True)
-                if answer["lost"]:
-                    raise Failed(f"{METRIC}, suspended={suspends}: {answer['lost']}")
-                resumes[suspends].append(answer["resume"])
-    if all(used.values()):
-        ours, theirs = ([max(gpus) for gpus in used[suspends]] for suspends in ("1", "0"))
-        row = results.measurement(METRIC, ours, PEER, theirs, bench=BENCH)
-        row["detail"] |= {"memsaver_gpus": used["1"], "peer_gpus": used["0"]}
-        row["detail"] |= {"memsaver_held": held["1"], "peer_held": held["0"]}
-        yield row
-        yield results.measurement(RESUME, resumes["1"], PEER, resumes["0"], bench=BENCH)
+    for name, variables in (("", {}), (FEW_CTAS, {"NCCL_MAX_CTAS": "8"})):
+        with attempt(failures):
+            ours = measure_one(options, {**variables, "MEMSAVER_SGLANG_SUSPEND_NCCL": "1"})
+            theirs = measure_one(options, {**variables, "MEMSAVER_SGLANG_SUSPEND_NCCL": "0"})
+            used = [[max(gpus) for gpus in found.used] for found in (ours, theirs)]
+            row = results.measurement(metric(METRIC, name), used[0], PEER, used[1], bench=BENCH)
+            for who, found in (("memsaver", ours), ("peer", theirs)):
+                row["detail"] |= {f"{who}_gpus": found.used, f"{who}_held": found.held}
+            yield row
+            resumes = ours.resumes, PEER, theirs.resumes
+            yield results.measurement(metric(RESUME, name), *resumes, bench=BENCH)
+
+
+def metric(whole: str, name: str) -> str:
+    """Return the metric's name with `name`, if there is one, before its unit."""
+    stem, _, unit = whole.rpartition("_")
+    return f"{stem}_{name}_{unit}" if name else whole
+
+
+@dataclass
+class Found:
+    """Measurements of one engine, one for each cycle.
+
+    Attributes:
+        used: the memory in use on each GPU while all tags are released, in MiB.
+        held: what the release reports as still in use, in bytes by owner.
+        resumes: the duration of a resume of all tags, in ms.
+    """
+
+    used: list[list[float]] = field(default_factory=list)
+    held: list[dict[str, int]] = field(default_factory=list)
+    resumes: list[float] = field(default_factory=list)
+
+
+def measure_one(options: argparse.Namespace, variables: dict[str, str]) -> Found:
+    """Release and resume an engine with environment variables. Raises Failed if it loses data."""
+    found = Found()
+    wait_until_free(options.idle_mib)
+    settings: dict[str, Any] = {"fraction": FRACTION, "backup": True, "gpus": 2}
+    with engine_process(WORKER, OURS, options, variables=variables, **settings) as child:
+        begin(child, options)
+        for _ in range(options.cycles):
+            time.sleep(options.wait)
+            found.held += child.ask("release")["held"]
+            time.sleep(options.wait)
+            found.used.append([used_mib(0), used_mib(1)])
+            answer = child.ask("generate_first", resume=True)
+            if answer["lost"]:
+                raise Failed(f"{METRIC} with {variables}: {answer['lost']}")
+            found.resumes.append(answer["resume"])
+    return found

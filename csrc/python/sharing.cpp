@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "memsaver.h"
+#include "memsaver_sharing.h"
 #include "python/calls.h"
 
 namespace memsaver::python {
@@ -35,9 +35,8 @@ class Importer {
     importer_.reset(opened);
   }
 
-  py::list export_extents(const std::vector<std::pair<uint64_t, uint64_t>>& ranges, size_t most) {
-    std::vector<ms_range> wanted;
-    for (const auto& range : ranges) wanted.push_back({range.first, range.second});
+  py::list export_extents(const std::vector<Pair>& ranges, size_t most) {
+    const std::vector<ms_range> wanted = ranges_of(ranges);
     ms_exported* rows = nullptr;
     size_t count = 0;
     without_gil([&](ms_error* error) {

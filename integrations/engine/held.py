@@ -32,21 +32,28 @@ __all__ = [
     "measure",
     "of_segments",
     "release_cache",
+    "torch_with_cuda",
     "use_device",
 ]
 
 PARTS = ("tags", "graphs", "tensors", "cache", "nccl", "rest")
 
 
+def torch_with_cuda() -> Any:
+    """Return torch if it has CUDA contexts in this process; None otherwise."""
+    torch: Any = sys.modules.get("torch")
+    return torch if torch is not None and torch.cuda.is_initialized() else None
+
+
 def device() -> int:
     """Return torch's current device; 0 if torch has no CUDA context in this process."""
-    torch = _initialized()
+    torch = torch_with_cuda()
     return 0 if torch is None else int(torch.cuda.current_device())
 
 
 def use_device(device: int) -> None:
     """Make a device the current one of this thread, if torch has a CUDA context in this process."""
-    torch = _initialized()
+    torch = torch_with_cuda()
     if torch is not None:
         torch.cuda.set_device(device)
 
@@ -81,7 +88,7 @@ def of_segments(segments: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 
 def release_cache() -> None:
     """Release torch's cached memory to the driver."""
-    torch = _initialized()
+    torch = torch_with_cuda()
     if torch is not None:
         torch.cuda.empty_cache()
 
@@ -92,20 +99,14 @@ def clear_workspaces(device: int) -> None:
     Does nothing if torch has a private pool outside tags, which CUDA graphs have: graphs contain
     the workspaces' addresses. The caller knows of graphs in tags.
     """
-    torch = _initialized()
+    torch = torch_with_cuda()
     if torch is not None and not of_segments(_segments(device))["graphs"]:
         with contextlib.suppress(AttributeError):  # a torch without this private function
             torch._C._cuda_clearCublasWorkspaces()
 
 
 def _segments(device: int) -> list[Mapping[str, Any]]:
-    torch = _initialized()
+    torch = torch_with_cuda()
     if torch is None:
         return []
     return [one for one in torch.cuda.memory_snapshot() if one["device"] == device]
-
-
-def _initialized() -> Any:
-    """Return torch if it has CUDA contexts in this process; None otherwise."""
-    torch: Any = sys.modules.get("torch")
-    return torch if torch is not None and torch.cuda.is_initialized() else None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-__all__ = ["INSTALLED", "Hooks", "install", "modules_of", "wrapped"]
+__all__ = ["INSTALLED", "Hooks", "around", "install", "modules_of", "wrapped"]
 
 Hooks = Mapping[str, tuple[str, Callable[..., Any]]]
 """By method, "module.Class.method", the hook and its kind.
@@ -17,7 +17,7 @@ AROUND hooks are called with the original and its arguments, AFTER hooks with it
 arguments, and REPLACE hooks with its arguments.
 """
 
-INSTALLED = "_memsaver_hooks"  # an attribute of a class
+INSTALLED = "_memsaver_hooks"  # an attribute of a class, or of a function that is hooked alone
 
 
 def modules_of(*all_hooks: Hooks) -> tuple[str, ...]:
@@ -50,6 +50,20 @@ def install(module: ModuleType, hooks: Hooks, optional: Hooks) -> set[str]:
             setattr(owner, name, wrapped(kind, getattr(owner, name), hook))
             setattr(owner, INSTALLED, done | {name})
     return missing
+
+
+def around(owner: Any, name: str, hook: Callable[..., Any]) -> None:
+    """Install an AROUND hook in a function of a class or a module. Idempotent.
+
+    Raises:
+        AttributeError: the owner lacks the function.
+    """
+    original = getattr(owner, name)
+    if not hasattr(original, INSTALLED):
+        call = wrapped("AROUND", original, hook)
+        vars(call)[INSTALLED] = True
+        is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+        setattr(owner, name, staticmethod(call) if is_static else call)
 
 
 def wrapped(kind: str, original: Callable[..., Any], hook: Callable[..., Any]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -109,6 +109,6 @@ def _report(place: int, outcome: Outcome[dict[str, Any]]) -> RankReport:
     return RankReport(place, failure.host, 0, failure=what)
 
 
-def first_failure(ranks: list[RankReport]) -> RankReport | None:
+def first_failure(ranks: Sequence[RankReport]) -> RankReport | None:
     """Return the report of the first rank that failed, or None."""
     return next((rank for rank in ranks if rank.failure is not None), None)

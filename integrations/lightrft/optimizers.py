@@ -46,7 +46,7 @@ class OptimizerMemory:
                 "on the other ranks it is in the tag, which changes no contents; call it again",
             )
             self._settled.add(inner)
-        _pause([self._tags[inner]])
+        _transitions().pause(self._tags[inner])
 
     def resume(self, optimizer: Any) -> None:
         """Map an optimizer's memory again, on every rank or on none. Does nothing if it is mapped.
@@ -58,25 +58,25 @@ class OptimizerMemory:
         """
         inner, _ = _inner(optimizer)
         if self._is_settled(inner):
-            _resume([self._tags[inner]])
+            _transitions().resume(self._tags[inner])
 
     @collective_block
     def there(self) -> Iterator[None]:
         """Map the memory of all optimizers for the block. Raises like `resume` and `pause`."""
         tags = sorted(handle.tag for handle in self._handles.values() if _is_paused(handle))
         if tags:
-            _resume(tags)
+            _transitions().resume(*tags)
         try:
             yield
         finally:
             if tags:
-                _pause(tags)
+                _transitions().pause(*tags)
 
     def close(self) -> None:
         """Resume all optimizers, and stop moving their new memory. Raises like `resume`."""
         tags = sorted(handle.tag for handle in self._handles.values() if _is_paused(handle))
         if tags:
-            _resume(tags)
+            _transitions().resume(*tags)
         for handle in self._handles.values():
             handle.close()
         self._handles.clear()
@@ -118,15 +118,6 @@ def _is_paused(handle: Offloaded) -> bool:
     return handle.state == "paused"
 
 
-def _pause(tags: list[str]) -> None:
-    if has_other_ranks():
-        memsaver.distributed.pause(*tags)
-    else:
-        memsaver.pause(*tags)
-
-
-def _resume(tags: list[str]) -> None:
-    if has_other_ranks():
-        memsaver.distributed.resume(*tags)
-    else:
-        memsaver.resume(*tags)
+def _transitions() -> Any:
+    """Return the module whose `pause` and `resume` act on every rank."""
+    return memsaver.distributed if has_other_ranks() else memsaver

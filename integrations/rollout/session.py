@@ -18,6 +18,7 @@ from memsaver._runtime.timeouts import check_timeout
 from memsaver.distributed.words import listed
 from memsaver.errors import InvalidStateError, MemsaverError, OutOfDeviceMemoryError
 
+from ..engine.held import release_cache
 from .fence import Fence
 from .overlap import Overlap
 from .rollout_engine import RolloutEngine
@@ -322,7 +323,7 @@ class ColocatedSession(StageRuns):
 
     def _enter_rollout(self) -> None:
         trainer, overlap = self._trainer, self._overlap
-        self._stage(Stage.SETTLE, trainer.synchronize, trainer.empty_cache)
+        self._stage(Stage.SETTLE, trainer.synchronize, release_cache)
         overlaps = not self._is_current and self._all_agree(
             "the pause's overlap", overlap.may_leave
         )
@@ -365,7 +366,7 @@ class ColocatedSession(StageRuns):
         if self._sleeps:
             options = _options(keep_weights=not self._rewrites)
             woken = self._stage(Stage.WAKE_WEIGHTS, lambda: self._wake(_WEIGHTS, **options))
-        self._stage(Stage.UPDATE, self._update, self._trainer.empty_cache)
+        self._stage(Stage.UPDATE, self._update, release_cache)
         self._is_current = True
         return bool(getattr(woken, "changed", ()))
 

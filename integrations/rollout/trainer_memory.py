@@ -1,4 +1,4 @@
-"""A trainer's memory on all ranks: its tags, and torch's cache."""
+"""A trainer's memory on all ranks: its tags."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from memsaver._runtime.native import Backup, check_tag
 from memsaver._transitions.handles import state
 from memsaver.errors import ConfigError, MemsaverError
 
+from ..engine.held import torch_with_cuda
 from ..trainer import Offloaded, offload
 from ..trainer.offloading import close_all, has_no_backup
 
@@ -142,15 +143,9 @@ class TrainerMemory:
 
     def synchronize(self) -> None:
         """Wait until this rank's device has finished all work. Raises the errors of its kernels."""
-        torch = _torch_with_cuda()
+        torch = torch_with_cuda()
         if torch is not None:
             torch.cuda.synchronize(self.device)
-
-    def empty_cache(self) -> None:
-        """Release torch's cache to the driver."""
-        torch = _torch_with_cuda()
-        if torch is not None:
-            torch.cuda.empty_cache()
 
     def undo(self) -> None:
         """Remove the hooks that were installed here, but not those of the caller's handles."""
@@ -179,12 +174,6 @@ def _check_backups(tags: Sequence[str]) -> None:
                 'backup="host")',
                 tag=tag,
             )
-
-
-def _torch_with_cuda() -> Any:
-    """Return the module torch if it has used CUDA, otherwise None."""
-    torch: Any = sys.modules.get("torch")
-    return torch if torch is not None and torch.cuda.is_initialized() else None
 
 
 def _current_device() -> int:

@@ -29,19 +29,17 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
-import secrets
-import socket
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from memsaver._memory.sharing.wire import domain
 from memsaver.errors import ConfigError, InvalidStateError
 
 from ..engine import moves
+from ..engine.answers import failure_of, last_answer, name_of, next_answer
 from ..engine.errors import EngineBusyError
-from ..engine.messages import Answer, Failure, RankReport, SchedulerState
+from ..engine.messages import Failure, RankReport, SchedulerState
 from ..engine.ranks import Group, first_failure
 from ..engine.tags import RELEASE_ORDER, RESUME_ORDER, WEIGHTS
 from . import draft_weights, handlers, leftovers, pipeline, settings
@@ -51,9 +49,6 @@ from .updaters import resume_of, scheduler_of, updater_of
 
 __all__ = ["add_state", "release", "resume"]
 
-# Attributes of a scheduler.
-_LAST = "_memsaver_last_answer"
-_NAME = "_memsaver_name"
 _logger = logging.getLogger("memsaver.sglang")
 
 
@@ -229,10 +224,10 @@ def add_state(result: Any, scheduler: Any, *_: Any) -> Any:
         updater = updater_of(scheduler)
         if handlers.is_as_expected(updater):
             state = SchedulerState(
-                _name(scheduler),
+                name_of(scheduler),
                 tuple(sorted(updater.offload_tags)),
                 handlers.is_idle(updater),
-                getattr(scheduler, _LAST, None),
+                last_answer(scheduler),
                 settings.policy().when_asleep,
                 _update_ranks(updater),
                 domain(),
@@ -289,8 +284,8 @@ class _Answering:
         self._updater = updater
         self._scheduler = scheduler_of(updater)
         self._operation = operation
-        self._before: Answer | None = getattr(self._scheduler, _LAST, None)
-        self.held: frozenset[str] = frozenset(self._before.held if self._before else ())
+        before = last_answer(self._scheduler)
+        self.held: frozenset[str] = frozenset(before.held if before else ())
 
     def refused(self, error: ConfigError | InvalidStateError) -> Any:
         return self._made([], [], Failure.of(error))
@@ -314,12 +309,8 @@ class _Answering:
         """Answer with the first failure of a rank; `then` describes the state afterwards."""
         rank = first_failure(ranks)
         failure = rank.failure if rank is not None else None
-        if rank is not None and failure is not None and failure.kind != EngineBusyError.__name__:
-            message = (
-                f"{self._operation} of {', '.join(tags)} failed on rank {rank.rank} of "
-                f"{len(ranks)} ({rank.host}): {failure.message}; {then}"
-            )
-            failure = replace(failure, message=message)
+        if failure is not None and failure.kind != EngineBusyError.__name__:
+            failure = failure_of(ranks, f"{self._operation} of {', '.join(tags)}", then)
         return self._made(tags, ranks, failure, held, lost)
 
     def _made(
@@ -330,28 +321,18 @@ class _Answering:
         held: Collection[str] | None = None,
         lost: Collection[str] = (),
     ) -> Any:
-        answer = Answer(
-            _name(self._scheduler),
+        answer = next_answer(
+            self._scheduler,
             self._operation,
-            tuple(tags),
-            tuple(sorted(self._updater.offload_tags)),
-            tuple(sorted(self.held if held is None else held)),
-            tuple(ranks),
+            tags,
+            self._updater.offload_tags,
+            ranks,
             failure,
-            self._before.number + 1 if self._before is not None else 1,
-            tuple(sorted(lost)),
+            held=self.held if held is None else held,
+            lost=lost,
         )
-        setattr(self._scheduler, _LAST, answer)
         trouble = failure.message if failure is not None else ""
         return handlers.output_of(self._operation, text_of(answer), trouble)
-
-
-def _name(scheduler: Any) -> str:
-    """Return a scheduler's unique name: containers may share host names and pids."""
-    if not hasattr(scheduler, _NAME):
-        name = f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(8)}"
-        setattr(scheduler, _NAME, name)
-    return str(getattr(scheduler, _NAME))
 
 
 def _is_moved(tag: str, ranks: Sequence[RankReport]) -> bool:

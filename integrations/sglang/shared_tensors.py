@@ -6,11 +6,13 @@ functions that map memory of a shareable region, and no others.
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from memsaver._memory.sharing.importing import rebuild, rebuild_named
+
+from ..engine import hooking
 
 __all__ = ["MODULE", "install"]
 
@@ -22,12 +24,9 @@ _FUNCTIONS = {(known.__module__, known.__name__): known for known in (rebuild, r
 def install(module: ModuleType) -> None:
     """Extend the unpickler of the module, if it has one. Idempotent."""
     owner: Any = getattr(module, _CLASS, None)
-    original = getattr(owner, "find_class", None)
-    if original is None or hasattr(original, "__wrapped__"):
-        return
+    if hasattr(owner, "find_class"):
+        hooking.around(owner, "find_class", _find_class)
 
-    @functools.wraps(original)
-    def find_class(self: Any, module: str, name: str) -> Any:
-        return _FUNCTIONS.get((module, name)) or original(self, module, name)
 
-    owner.find_class = find_class
+def _find_class(original: Callable[..., Any], self: Any, module: str, name: str) -> Any:
+    return _FUNCTIONS.get((module, name)) or original(self, module, name)

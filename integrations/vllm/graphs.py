@@ -9,8 +9,10 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+from collections.abc import Callable
 from typing import Any
 
+from ..engine import hooking
 from .worker import installed_allocator
 
 __all__ = ["install"]
@@ -25,18 +27,14 @@ def install(platform: Any) -> None:
     Raises:
         AttributeError: the class does not have the method.
     """
-    original = platform.get_global_graph_pool
-    if hasattr(original, "__wrapped__"):
-        return
+    hooking.around(platform, "get_global_graph_pool", _graph_pool)
 
-    @functools.wraps(original)
-    def get_global_graph_pool(self: Any) -> Any:
-        allocator = installed_allocator()
-        if allocator is None or _are_registered():
-            return original(self)
-        return allocator.graph_pool()
 
-    platform.get_global_graph_pool = get_global_graph_pool
+def _graph_pool(original: Callable[..., Any], platform: Any) -> Any:
+    allocator = installed_allocator()
+    if allocator is None or _are_registered():
+        return original(platform)
+    return allocator.graph_pool()
 
 
 def _are_registered() -> bool:

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from ..engine import hooking
 from ..engine.admission import Admission
 from ..engine.http.asleep_answers import add_innermost
 from .admissions import admission_of
@@ -27,18 +28,14 @@ _ASYNC = "AsyncLLM"
 
 def install(module: ModuleType) -> None:
     """Make one of `MODULES` add the middleware to each application that it builds. Idempotent."""
-    original = getattr(module, _BUILD, None)
-    if original is None or hasattr(original, "_memsaver"):
-        return  # in 0.33, a module of the same name builds no application
+    if hasattr(module, _BUILD):  # in 0.33, a module of the same name builds no application
+        hooking.around(module, _BUILD, _build_app)
 
-    @functools.wraps(original)
-    def build_app(*args: Any, **named: Any) -> Any:
-        app = original(*args, **named)
-        _add(app)
-        return app
 
-    vars(build_app)["_memsaver"] = True
-    setattr(module, _BUILD, build_app)
+def _build_app(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    app = original(*args, **named)
+    _add(app)
+    return app
 
 
 def _add(app: Any) -> None:

@@ -1,25 +1,53 @@
-"""State of LoRA adapters and draft models that a sleep at level 2 keeps.
+"""State besides the weights that a sleep keeps, as vLLM 0.33 does, for versions that lose it.
 
 vLLM 0.33 creates LoRA's stacks of adapters in the pool `runtime`, whose contents every sleep keeps,
 and saves the buffers of a draft model like those of the model. Older versions create the stacks in
 the pool of the weights, and save neither. After a wake-up from level 2, the adapters would be
 zeros, although their manager counts them as loaded, and the engine would generate with the base
-model. The wrappers in this module add the behaviour of 0.33 to versions that lack it.
+model.
+
+Since 0.32, block tables and constants of the attention backends are in the pool `runtime` too. From
+0.26 to 0.28, they are created in the pool of the KV cache, whose contents every sleep discards. So
+`keeps_cache_state` replaces that pool by `runtime`, and the functions that allocate the tensors of
+the KV cache, and nothing else, open the pool of the KV cache (`install_cache`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ..engine.tags import WEIGHTS
+from memsaver._runtime.native import _C
+
+from ..engine import hooking
+from ..engine.tags import KV_CACHE, WEIGHTS
 from .allocator import RUNTIME, MemsaverAllocator
 
-__all__ = ["LORA", "install_lora", "restores_draft", "saves_draft"]
+__all__ = [
+    "CACHE_MODULES",
+    "LORA",
+    "install_cache",
+    "install_lora",
+    "keeps_cache_state",
+    "restores_draft",
+    "saves_draft",
+]
 
 LORA = "vllm.v1.worker.lora_model_runner_mixin"
+# The functions that allocate the KV cache until vLLM 0.28, with their classes, by module.
+_ALLOCATING = {
+    "vllm.v1.worker.gpu_model_runner": ("GPUModelRunner", "_allocate_kv_cache_tensors"),
+    "vllm.v1.worker.kv_connector_model_runner_mixin": (
+        "KVConnectorModelRunnerMixin",
+        "allocate_uniform_kv_caches",
+    ),
+    "vllm.v1.worker.gpu.attn_utils": ("", "_allocate_kv_cache"),
+}
+CACHE_MODULES = tuple(_ALLOCATING)
 _OWN = "_sleep_saved_draft_buffers"  # vLLM's attribute of a worker, if it saves these buffers
 _SAVED = "_sleep_memsaver_draft_buffers"  # memsaver's; `wake_order` handles both
 AllocatorOf = Callable[[], MemsaverAllocator | None]
@@ -32,19 +60,65 @@ def install_lora(module: ModuleType, allocator_of: AllocatorOf) -> None:
         AttributeError: the module does not have the expected class and method.
     """
     owner: Any = module.LoRAModelRunnerMixin
-    original = owner.load_lora_model
-    if hasattr(module, "get_mem_allocator_instance") or hasattr(original, "__wrapped__"):
-        return
+    if not hasattr(module, "get_mem_allocator_instance"):
+        hooking.around(owner, "load_lora_model", _in_pool(RUNTIME, allocator_of))
 
-    @functools.wraps(original)
-    def load_lora_model(self: Any, *arguments: Any, **named: Any) -> Any:
+
+def install_cache(module: ModuleType, allocator_of: AllocatorOf) -> None:
+    """Put the tensors of the KV cache into the pool `kv_cache`, in one of `CACHE_MODULES`.
+
+    Does nothing if the module does not have its function, as since vLLM 0.29. Idempotent.
+    """
+    owner, name = _allocating(module)
+    if hasattr(owner, name):
+        # Outside of a region, the cache is for profiling.
+        hooking.around(owner, name, _in_pool(KV_CACHE, allocator_of, _C.region_depth))
+
+
+def _in_pool(
+    tag: str, allocator_of: AllocatorOf, applies: Callable[[], object] = lambda: True
+) -> Callable[..., Any]:
+    """Return an AROUND hook that opens a pool, if memsaver is the allocator and `applies()`."""
+
+    def hook(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         allocator = allocator_of()
-        if allocator is None:
-            return original(self, *arguments, **named)
-        with allocator.use_memory_pool(RUNTIME):
-            return original(self, *arguments, **named)
+        if allocator is None or not applies():
+            return original(*arguments, **named)
+        with allocator.use_memory_pool(tag):
+            return original(*arguments, **named)
 
-    owner.load_lora_model = load_lora_model
+    return hook
+
+
+def keeps_cache_state(
+    pool: Callable[..., contextlib.AbstractContextManager[None]], allocator_of: AllocatorOf
+) -> Callable[..., contextlib.AbstractContextManager[None]]:
+    """Return a worker's method for its pools, with `runtime` in place of that of the KV cache.
+
+    The pool of the KV cache stays if some function that allocates the cache would not open it.
+    """
+
+    @functools.wraps(pool)
+    def call(worker: Any, tag: str) -> contextlib.AbstractContextManager[None]:
+        found, allocator = pool(worker, tag), allocator_of()
+        if allocator is None or tag != KV_CACHE or isinstance(found, contextlib.nullcontext):
+            return found
+        return allocator.use_memory_pool(RUNTIME) if _opens_pool() else found
+
+    return call
+
+
+def _opens_pool() -> bool:
+    """Return whether all imported functions that allocate the KV cache are hooked."""
+    modules = [sys.modules[name] for name in CACHE_MODULES if name in sys.modules]
+    functions = [getattr(*_allocating(module), None) for module in modules]
+    return bool(functions) and all(hasattr(one, "__wrapped__") for one in functions)
+
+
+def _allocating(module: ModuleType) -> tuple[Any, str]:
+    """Return the owner and the name of a module's function that allocates the KV cache."""
+    owner, name = _ALLOCATING[module.__name__]
+    return (getattr(module, owner, None) if owner else module), name
 
 
 def saves_draft(sleep: Callable[..., None], allocator_of: AllocatorOf) -> Callable[..., None]:

@@ -9,7 +9,8 @@ some of them more than once. The effects begin when vLLM imports the modules con
 - The worker's `sleep`, `wake_up` and `discard` change all ranks or none (`worker`).
 - The workers load and verify weights that a trainer sends (`weight_loads`), and the engine core
   answers memsaver's calls (`core_calls`), which a server announces (`routes`).
-- LoRA adapters and the buffers of draft models survive sleeps at level 2 (`kept`).
+- LoRA adapters, the buffers of draft models, and state that is created with the KV cache survive
+  sleeps (`kept`).
 - vLLM copies memsaver's variables to the workers of Ray's executor.
 - CUDA graphs are captured into pausable memory, if `settings` request it (`graphs`).
 - Requests to a sleeping engine are refused, wait, or wake it (`hooks`, `http_answers`).
@@ -98,6 +99,8 @@ def _effects(graphs_too: bool) -> dict[str, list[Install]]:
         _ROUTER: [routes.install],
         kept.LORA: [lambda module: kept.install_lora(module, worker.installed_allocator)],
     }
+    for name in kept.CACHE_MODULES:
+        found[name] = [lambda module: kept.install_cache(module, worker.installed_allocator)]
     if graphs_too:
         found[_PLATFORM] = [lambda module: graphs.install(module.Platform)]
     for name in hooks.modules():

@@ -7,6 +7,8 @@ from typing import Any
 
 from memsaver._memory.sharing.wire import domain
 
+from ..engine.weights.adapters import without_adapters
+
 __all__ = ["LayerwiseReload", "domain_of", "is_converted"]
 
 # The methods whose weights stay as the loader writes them, on CUDA devices.
@@ -61,7 +63,8 @@ class LayerwiseReload:
 
         self._functions: Any = reload
         self._model, self._config = model, config
-        reload.initialize_layerwise_reload(model)
+        with without_adapters(model):
+            reload.initialize_layerwise_reload(model)
 
     def load(self, named: Iterable[tuple[str, Any]]) -> Any:
         """Load tensors. Those of incomplete layers are copied, as their memory is the sender's."""
@@ -80,7 +83,8 @@ class LayerwiseReload:
         if failed:
             for _, info in self._incomplete():
                 info.loaded_weights, info.load_numel = [], 0
-        self._functions.finalize_layerwise_reload(self._model, self._config)
+        with without_adapters(self._model):
+            self._functions.finalize_layerwise_reload(self._model, self._config)
 
     def _incomplete(self) -> Iterator[tuple[Any, Any]]:
         for layer in self._model.modules():

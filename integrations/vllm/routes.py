@@ -6,11 +6,12 @@ only with VLLM_SERVER_DEV_MODE=1.
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import memsaver
 
+from ..engine import hooking
 from .protocol import ROUTE
 
 __all__ = ["install"]
@@ -18,16 +19,12 @@ __all__ = ["install"]
 
 def install(module: Any) -> None:
     """Add the route to the router of /collective_rpc. Idempotent."""
-    original = module.attach_router
-    if hasattr(original, "__wrapped__"):
-        return
+    hooking.around(module, "attach_router", _attach_router)
 
-    @functools.wraps(original)
-    def attach_router(app: Any) -> None:
-        original(app)
-        app.add_api_route(ROUTE, _describe, methods=["GET"])
 
-    module.attach_router = attach_router
+def _attach_router(original: Callable[..., None], app: Any) -> None:
+    original(app)
+    app.add_api_route(ROUTE, _describe, methods=["GET"])
 
 
 async def _describe() -> dict[str, str]:

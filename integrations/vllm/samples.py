@@ -19,6 +19,8 @@ __all__ = [
 ]
 
 _MULTIMODAL = "multi_modal_data"
+# A server names each token in its log-probabilities; by its number, it needs no tokenizer.
+_IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 
 
 def prompt_of(request: Request) -> dict[str, Any]:
@@ -94,7 +96,7 @@ def completions_of(requests: Sequence[Request]) -> list[tuple[list[int], dict[st
         key = repr(sorted(request.sampling_params.items())), request.text is None
         if key not in places:
             places[key] = len(found)
-            own = {"logprobs": 0, **request.sampling_params, "return_token_ids": True}
+            own = {"logprobs": 0, **request.sampling_params, **_IDS}
             found.append(([], {**own, "prompt": []}))
         numbers, body = found[places[key]]
         numbers.append(number)

@@ -87,10 +87,9 @@ class ServedEngine(served.ServedEngine, Link):
         """See `Link`."""
         text = self._client.get("/server_info?config_format=json", timeout)
         # No message quotes the answer, because a server's arguments may contain keys.
-        info = parsed(text, "the server's information")
-        config = info.get("vllm_config") if isinstance(info, dict) else None
-        ranks = config.get("parallel_config") if isinstance(config, dict) else None
-        if not isinstance(ranks, dict):
+        config = _part(parsed(text, "the server's information"), "vllm_config")
+        ranks = _part(config, "parallel_config")
+        if not ranks:
             raise EngineError(
                 f"{self._client.address} did not answer like a vLLM server: no parallel_config"
             )
@@ -99,6 +98,7 @@ class ServedEngine(served.ServedEngine, Link):
             "tp_size": ranks.get("tensor_parallel_size"),
             "pp_size": ranks.get("pipeline_parallel_size"),
             "dp_size": ranks.get("data_parallel_size"),
+            "skip_tokenizer_init": _part(config, "model_config").get("skip_tokenizer_init") is True,
             "version": version.get("version") if isinstance(version, dict) else None,
         }
 
@@ -128,6 +128,12 @@ class ServedEngine(served.ServedEngine, Link):
                 client.disconnect()
                 time.sleep(_POLL_SECONDS)
         return [found[number] for number in range(len(requests))]
+
+
+def _part(value: Any, name: str) -> dict[str, Any]:
+    """Return a JSON object in another one; {} if there is none."""
+    part = value.get(name) if isinstance(value, dict) else None
+    return part if isinstance(part, dict) else {}
 
 
 def _word(value: Any) -> Any:

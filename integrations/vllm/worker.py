@@ -23,22 +23,20 @@ import contextlib
 import copy
 import functools
 import logging
-import os
-import secrets
-import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from ..engine import moves
+from ..engine.answers import failure_of, last_answer, name_of, next_answer
 from ..engine.messages import Answer, RankReport, SchedulerState, raisable
 from ..engine.ranks import first_failure
 from ..engine.tags import KV_CACHE, RELEASE_ORDER, WEIGHTS
 from . import settings
 from .allocator import DEFERRABLE, MemsaverAllocator
 from .executor_ranks import group_of
-from .kept import restores_draft, saves_draft
+from .kept import keeps_cache_state, restores_draft, saves_draft
 from .protocol import RELEASE_PART
 from .reload import domain_of
 from .steps import Step
@@ -48,7 +46,6 @@ __all__ = ["install", "installed_allocator", "memsaver_state"]
 
 CUMEM = "vllm.device_allocator.cumem"
 _TRANSFERS = "vllm.distributed.kv_transfer"
-_LAST, _NAME = "_memsaver_last_answer", "_memsaver_name"  # attributes of a worker
 _OPERATIONS = {"sleep": "release", "wake_up": "resume", "discard": "release"}
 _UNDO_NOTHING = {
     "release": lambda group: moves.resume(group, []),
@@ -70,6 +67,8 @@ def install(worker: Any) -> None:
     worker.sleep = saves_draft(worker.sleep, installed_allocator)
     wake_up = in_any_order(restores_draft(worker.wake_up), installed_allocator)
     worker.wake_up = wake_up
+    pool = keeps_cache_state(worker._maybe_get_memory_pool_context, installed_allocator)
+    worker._maybe_get_memory_pool_context = pool
     part = _of_part(worker.sleep)
     setattr(worker, RELEASE_PART, _hooked("release", part, wake_up, names_tags=True))
     for name, operation in _OPERATIONS.items():
@@ -129,10 +128,10 @@ def memsaver_state(worker: Any) -> dict[str, Any]:
     allocator = installed_allocator()
     released = allocator.released if allocator is not None else ()
     state = SchedulerState(
-        _name(worker),
+        name_of(worker),
         tuple(sorted(set(released).intersection(RELEASE_ORDER))),
         True,
-        getattr(worker, _LAST, None),
+        last_answer(worker),
         settings.policy().when_asleep,
         domain=domain_of(worker),
     )
@@ -165,7 +164,6 @@ def _hooked(
                 delattr(worker, name)
             vars(worker).update(before_the_call)
         answer = _answer(worker, operation, step, before ^ set(allocator.released), allocator)
-        setattr(worker, _LAST, answer)
         if answer.failure is None:
             return
         if operation == "release" and first_failure(step.undone):
@@ -187,27 +185,16 @@ def _wake(worker: Any, wake_up: Callable[..., None], tags: list[str]) -> None:
 def _answer(
     worker: Any, operation: str, step: Step, changed: set[str], allocator: MemsaverAllocator
 ) -> Answer:
-    last: Answer | None = getattr(worker, _LAST, None)
     lost = _lost(step.undone, allocator) if operation == "release" else set()
-    rank = first_failure(step.failed)
-    failure = rank.failure if rank is not None else None
-    if rank is not None and failure is not None:
-        after = _state_after(operation, step, lost)
-        message = (
-            f"the {_WORDS[operation]} failed on rank {rank.rank} of {len(step.failed)} "
-            f"({rank.host}): {failure.message}; {after}"
-        )
-        failure = replace(failure, message=message)
-    return Answer(
-        _name(worker),
+    what, then = f"the {_WORDS[operation]}", _state_after(operation, step, lost)
+    return next_answer(
+        worker,
         operation,
-        tuple(sorted(changed)),
-        tuple(sorted(set(allocator.released).intersection(RELEASE_ORDER))),
-        (),
-        tuple(step.failed or step.reports),
-        failure,
-        last.number + 1 if last is not None else 1,
-        tuple(sorted(lost)),
+        sorted(changed),
+        set(allocator.released).intersection(RELEASE_ORDER),
+        step.failed or step.reports,
+        failure_of(step.failed, what, then),
+        lost=lost,
     )
 
 
@@ -236,11 +223,3 @@ def _lost(undone: list[RankReport], allocator: MemsaverAllocator) -> set[str]:
 
 def _runs_one_rank(worker: Any) -> bool:
     return worker.parallel_config.distributed_executor_backend in _OF_ONE_RANK
-
-
-def _name(worker: Any) -> str:
-    """Return a worker's unique name: containers may share host names and pids."""
-    if not hasattr(worker, _NAME):
-        name = f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(8)}"
-        setattr(worker, _NAME, name)
-    return str(getattr(worker, _NAME))

@@ -26,7 +26,8 @@ class Holder:
         bytes: device memory in use, as counted by the driver.
         state: the tag's state.
         pausable: whether a pause of the tag would begin at once: the tag is mapped, no region of it
-            is open, and it is in no transition.
+            is open, no transition and no other thread's callbacks use it, and no other process
+            uses its tensors.
     """
 
     tag: str

@@ -83,7 +83,7 @@ class Job(Generic[Result]):
         name: str,
         what: str,
         work: Callable[[], Result],
-        take_over: Callable[[], None] = lambda: None,
+        acquire: Callable[[], None] = lambda: None,
         release: Callable[[], None] = lambda: None,
     ) -> None:
         """Start the work.
@@ -93,7 +93,7 @@ class Job(Generic[Result]):
             what: a description of the work, for messages.
             work: the work. Runs on the calling thread if no thread can be started, because of a
                 limit on threads or during interpreter exit.
-            take_over: called before the work, on the thread that runs it. Until it returns, the
+            acquire: called before the work, on the thread that runs it. Until it returns, the
                 garbage collector is disabled, because a finalizer on the new thread could wait for
                 a tag that this thread owns, while this thread waits for the new thread to start.
             release: called when `done` is true, on the thread that ran the work.
@@ -106,7 +106,7 @@ class Job(Generic[Result]):
         def run() -> None:
             if claim.acquire(blocking=False):
                 try:
-                    take_over()
+                    acquire()
                 finally:
                     _C.resume_collection()
                 try:

@@ -5,7 +5,6 @@ import os
 import textwrap
 
 import pytest
-from backup_files import deleted_files
 from looks import intact, row_of
 
 import memsaver
@@ -203,36 +202,6 @@ def test_pinning_ends_in_the_middle(sim, tag, make_blocks):
 
 
 # --- disk -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def on_disk(sim, tag, make_blocks, options, tmp_path):
-    """Return a function that creates a tag and pauses it to disk.
-
-    The function returns the tag's name, its blocks and its file's descriptor.
-    """
-
-    def make(sizes=(18 * MIB, 5000)):
-        options(disk_dir=tmp_path)
-        blocks = make_blocks(name := tag(), list(sizes), backup="disk")
-        memsaver.pause(name)
-        (file,) = deleted_files(tmp_path)
-        return name, blocks, file
-
-    return make
-
-
-def test_a_file_is_private_and_without_a_name(sim, on_disk, tmp_path):
-    name, blocks, file = on_disk()
-    assert os.listdir(tmp_path) == []
-    facts = os.fstat(file)
-    assert facts.st_nlink == 0 and facts.st_mode & 0o777 == 0o600
-    assert not os.get_inheritable(file)
-    assert row_of(name).disk_bytes == pages_of(name) <= facts.st_blocks * 512 < 20 * MIB
-    memsaver.resume(name)
-    assert intact(blocks) and os.listdir(tmp_path) == []
-    assert memsaver.trim(wait=True) >= 18 * MIB
-    assert deleted_files(tmp_path) == [] and row_of(name).disk_bytes == 0
 
 
 def test_disk_space_is_released_when_less_is_saved(sim, tag, on_disk, tmp_path):

@@ -21,24 +21,6 @@ def saved_bytes(name):
     return sum(each.bytes for each in memsaver.ranges(name))
 
 
-@pytest.fixture
-def on_disk(sim, tag, make_blocks, options, tmp_path):
-    """Return a function that creates a tag and pauses it to disk.
-
-    The function returns the tag's name, its blocks and its file's descriptor.
-    """
-
-    def make(sizes=(18 * MIB, 5000)):
-        options(disk_dir=tmp_path)
-        others = deleted_files(tmp_path)
-        blocks = make_blocks(name := tag(), list(sizes), backup="disk")
-        memsaver.pause(name)
-        (file,) = set(deleted_files(tmp_path)) - set(others)
-        return name, blocks, file
-
-    return make
-
-
 def load_again(sim, name, blocks):
     """Follow the error's advice: free the tensors, resume, and load the same contents again.
 

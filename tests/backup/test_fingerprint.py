@@ -212,28 +212,6 @@ def test_host_memory_is_kept_for_the_next_time_until_a_trim(sim, memory):
     assert sim.counts().registered_bytes == before
 
 
-def test_a_forked_child_is_refused(run_python):
-    run_python(
-        """
-        import os
-        import memsaver
-        from memsaver import simulator
-        from memsaver._runtime.native import _C
-        with memsaver.region("tag"):
-            buffer = simulator.buffer(4096)
-        _C.fingerprint([(buffer.address, 4096)])
-        child = os.fork()
-        if child == 0:
-            try:
-                _C.fingerprint([(buffer.address, 4096)])
-            except memsaver.InvalidStateError:
-                os._exit(0)
-            os._exit(1)
-        assert os.waitpid(child, 0)[1] == 0
-        """
-    )
-
-
 # --- the unit, as higher layers use it ------------------------------------------------------------
 
 

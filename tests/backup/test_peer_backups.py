@@ -1,18 +1,6 @@
 """Test backups in another device's memory: places, contents, figures, ownership."""
 
-import textwrap
-
 import pytest
-from peer_scene import CODE
-
-
-@pytest.fixture
-def run(run_python):
-    def run(code: str, devices: int = 2, **env: object):
-        return run_python(CODE + textwrap.dedent(code), MEMSAVER_SIM_DEVICES=devices, **env)
-
-    return run
-
 
 # --- places ---------------------------------------------------------------------------------------
 

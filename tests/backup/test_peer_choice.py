@@ -1,18 +1,6 @@
 """Test the choice of the device for backups in another device's memory, and failing calls."""
 
-import textwrap
-
 import pytest
-from peer_scene import CODE
-
-
-@pytest.fixture
-def run(run_python):
-    def run(code: str, devices: int = 2, **env: object):
-        return run_python(CODE + textwrap.dedent(code), MEMSAVER_SIM_DEVICES=devices, **env)
-
-    return run
-
 
 # --- which neighbour ------------------------------------------------------------------------------
 

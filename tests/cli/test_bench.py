@@ -4,8 +4,6 @@ import dataclasses
 import io
 import json
 import os
-import resource
-import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -17,11 +15,10 @@ from typer.testing import CliRunner
 import memsaver
 from memsaver._inspection.bare_driver import BareDriver, BareMemory, PinnedMemory
 from memsaver._runtime.native import LIBRARY_DIR
-from memsaver.cli import bench, measurements
+from memsaver.cli import bench
 from memsaver.cli.app import app
 from memsaver.cli.measurements import Measured, cycles, machine, measure_machine
 from memsaver.cli.measurements.figures import Figure, Limits
-from memsaver.cli.measurements.picture import draw_picture
 from memsaver.errors import ConfigError, DriverError, MemsaverError, OutOfDeviceMemoryError
 
 MIB = 1 << 20
@@ -157,42 +154,6 @@ def test_the_table_fits_the_terminal(draw, columns):
     assert "5,377.7" in text and "11.9" in text and "23 %" in text
     assert "64 GiB, 16 GiB with a backup; medians of 5" in text and "something to know" in text
     assert "simulated" not in text
-
-
-def test_notes_are_coloured_unless_disabled(draw, monkeypatch):
-    coloured = draw(width=80, force_terminal=True, color_system="truecolor")
-    assert "\x1b[33msomething to know" in coloured
-    plain = draw(width=80, force_terminal=True, color_system="truecolor", no_color=True)
-    assert "\x1b[33m" not in plain and "something to know" in plain
-
-
-def test_an_output_of_plain_ascii(draw):
-    class Ascii(io.StringIO):
-        encoding = "ascii"
-
-    console = Console(file=Ascii(), width=80)
-    assert console.options.ascii_only
-    bench.draw(console, Measured(0, "a GPU", 13000, True, MIB, 0, 1, []))
-    assert console.file.getvalue().isascii()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "status", "says"),
-    [
-        (["--size", "3x"], 2, "'3x' is not a size"),
-        (["--size", "1MiB"], 2, "at least 32 MiB"),
-        (["--size", "100GiB"], 1, "device 0 has 80 GiB free"),
-        (["--device", "3"], 2, "no device 3: the driver offers 1"),
-        (["--rounds", "0"], 2, "--rounds"),
-        (["--picture", "x.doc"], 2, ".png, .svg, .pdf"),
-        (["--picture", "no/such/x.png"], 2, "the folder does not exist"),
-    ],
-)
-def test_invalid_measurements_are_rejected(sim, monkeypatch, arguments, status, says):
-    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: name)
-    done = CliRunner().invoke(app, ["bench", *arguments])
-    assert (done.exit_code, done.stdout) == (status, "")
-    assert says in done.stderr
 
 
 def test_without_a_driver_bench_is_an_error():
@@ -433,29 +394,6 @@ def test_the_picture_is_written_in_the_requested_format(sim, tmp_path):
         assert (done.exit_code, done.stderr) == (0, "")
         assert done.stdout.endswith(f"picture: {file}\n")
         assert file.read_bytes().startswith(begins)
-
-
-def test_a_picture_that_fails_leaves_the_file_unchanged(sim, tmp_path, monkeypatch):
-    """A write that fails half-way, as on a full disk, leaves the existing picture unchanged."""
-    monkeypatch.setattr(measurements, "measure_machine", lambda *given: fake_machine())
-    file = tmp_path / "bench.png"
-    file.write_bytes(b"before")
-    assert draw_picture(fake_machine(), "png").startswith(b"\x89PNG")  # also looks up the fonts
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    try:
-        done = CliRunner().invoke(app, ["bench", "--picture", str(file)])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, handler)
-    assert done.exit_code == 1 and str(file) in done.stderr, done.stderr
-    assert file.read_bytes() == b"before" and os.listdir(tmp_path) == [file.name]
-
-
-def fake_machine():
-    figure = Figure("pause, none", "no backup", "pause", MIB, (1.0,), "unmap, release", 0.5)
-    return Measured(0, "a GPU", 13000, True, MIB, 0, 1, [figure])
 
 
 def test_a_picture_without_matplotlib(sim, monkeypatch):

@@ -99,12 +99,6 @@ def test_colours_follow_the_users_settings(sim, plain, without):
     assert bool(re.search(r"\x1b\[[0-9;]*3[0-9]", done.stdout)) is (without is None)
 
 
-def test_an_output_of_plain_ascii():
-    done = run_doctor(PYTHONIOENCODING="ascii")
-    assert (done.returncode, done.stderr) == (0, "") and done.stdout.isascii()
-    assert " + device 0 VMM" in done.stdout and "-> unset MEMSAVER_DRIVER" in done.stdout
-
-
 @pytest.mark.parametrize("command", COMMANDS, ids=["module", "console script"])
 def test_a_path_beyond_the_outputs_encoding_is_escaped(command, tmp_path):
     folder = tmp_path / "é"

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 
 import pytest
 from made_traces import made, transition
@@ -148,29 +147,3 @@ def test_control_characters_in_a_tag_are_escaped(tmp_path, monkeypatch):
 def test_an_empty_trace_is_reported(tmp_path):
     done = run_trace(files.save(made(), tmp_path / "t.json"))
     assert done.exit_code == 0 and "No tag had memory" in done.stdout
-
-
-def test_colour_only_where_it_is_wanted(tmp_path, monkeypatch, run_python):
-    path = files.save(made(samples=[TagSample(0.0, "t", 0, 1, 1)]), tmp_path / "t.json")
-    code = f"import sys; sys.argv = ['memsaver', 'trace', {str(path)!r}]\n"
-    code += "from memsaver.cli import main; main()"
-    assert "\x1b" not in run_python(code, TERM="xterm").stdout  # a pipe
-    assert "\x1b[" in run_python(code, TERM="xterm", FORCE_COLOR="1").stdout
-    plain = run_python(code, TERM="xterm", FORCE_COLOR="1", NO_COLOR="1").stdout
-    assert not re.search("\x1b\\[[0-9;]*3[0-9]m", plain)
-
-
-def test_invalid_arguments_of_the_command(tmp_path):
-    good = files.save(made(), tmp_path / "t.json")
-    bad = tmp_path / "bad.json"
-    bad.write_text("{}")
-    for arguments, status, words in (
-        ([tmp_path / "none.json"], 1, "none.json: No such file"),
-        ([bad], 1, "not a memsaver trace"),
-        ([good, "--html", "x.txt"], 2, "does not end in .html"),
-        ([good, "--picture", "x.html"], 2, ".png, .svg, .pdf"),
-        ([good, "--html", tmp_path / "no" / "x.html"], 1, "No such file"),
-    ):
-        done = run_trace(*arguments)
-        assert done.exit_code == status and words in done.stderr, done.output
-        assert len(done.stderr.splitlines()) == 1

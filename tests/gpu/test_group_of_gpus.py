@@ -6,16 +6,12 @@ guarantees for all ranks is true when the call returns on any rank.
 
 from __future__ import annotations
 
-import os
-import socket
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
-from child_process import run_together
-
-import memsaver
+from torch_environment import run_on_ranks
 
 RANK = """
 import datetime, os, sys
@@ -123,13 +119,5 @@ dist.destroy_process_group()
 def test_all_ranks_or_none(backend: str, tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(textwrap.dedent(RANK))
-    env = {name: value for name, value in os.environ.items() if not name.startswith("MEMSAVER_")}
-    root = str(Path(memsaver.__file__).resolve().parent.parent)
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
-    command = [sys.executable, str(script), backend]
-    each = [{**env, "RANK": str(rank), "WORLD_SIZE": "2"} for rank in range(2)]
-    said = run_together([(command, environment) for environment in each], timeout=200)
+    said = run_on_ranks([sys.executable, str(script), backend], 2)
     assert all("held" in text for text in said), "\n".join(said)

@@ -5,16 +5,12 @@ Needs NCCL 2.29.7 or newer, which torch 2.11 does not bring.
 
 from __future__ import annotations
 
-import os
-import socket
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
-from child_process import run_together
-
-import memsaver
+from torch_environment import run_on_ranks
 
 RANK = """
 import datetime, os
@@ -83,16 +79,8 @@ dist.destroy_process_group()
 def test_suspended_communicators(ranks: int, tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(textwrap.dedent(RANK))
-    env = {name: value for name, value in os.environ.items() if not name.startswith("MEMSAVER_")}
-    root = str(Path(memsaver.__file__).resolve().parent.parent)
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
-    env |= {"NCCL_CUMEM_ENABLE": "1", "NCCL_GRAPH_REGISTER": "0", "NCCL_NVLS_ENABLE": "0"}
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
-    each = [{**env, "RANK": str(rank), "WORLD_SIZE": str(ranks)} for rank in range(ranks)]
-    command = [sys.executable, str(script)]
-    said = run_together([(command, environment) for environment in each], timeout=200)
+    variables = {"NCCL_CUMEM_ENABLE": "1", "NCCL_GRAPH_REGISTER": "0", "NCCL_NVLS_ENABLE": "0"}
+    said = run_on_ranks([sys.executable, str(script)], ranks, **variables)
     if all("too old" in text for text in said):
         pytest.skip(f"NCCL cannot suspend communicators: {said[0].strip()}")
     assert all("released" in text for text in said), "\n".join(said)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ast
-import socket
 import sys
 from pathlib import Path
 
 import pytest
-from child_process import run_together
-from torch_environment import torch_environment
+from torch_environment import run_on_ranks
 
 CASES = {
     node.name: path
@@ -22,13 +20,7 @@ ALONE = [name for name in CASES if name not in {"case_fsdp2", "case_on_the_secon
 
 def run(name: str, ranks: int = 1, expandable: bool = False) -> None:
     """Run a case on `ranks` ranks; fail with their output."""
-    env = torch_environment(expandable)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
-    command = [sys.executable, str(CASES[name]), name]
-    each = [{**env, "RANK": str(rank), "WORLD_SIZE": str(ranks)} for rank in range(ranks)]
-    said = run_together([(command, environment) for environment in each], timeout=200)
+    said = run_on_ranks([sys.executable, str(CASES[name]), name], ranks, expandable)
     assert all(text.splitlines()[-1] == "held" for text in said), "\n".join(said)
 
 

@@ -32,7 +32,10 @@ def run(folder: Path, *words: str) -> str:
     return program_runs.run(words, env, folder, SECONDS)
 
 
-@pytest.mark.parametrize("scene", ["launched", "quantized", "group", "llm", "async", "url"])
+SCENES = ["launched", "quantized", "adapters", "group", "llm", "async", "url"]
+
+
+@pytest.mark.parametrize("scene", SCENES)
 def test_a_rollout_engine(scene: str, tmp_path: Path) -> None:
     for package in ("uvicorn", "httpx") if scene == "url" else ():
         pytest.importorskip(package)

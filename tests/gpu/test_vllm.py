@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.timeout(TEST_SECOND
 CYCLES = [
     "vllm_cycles.memsaver_is_active",
     "vllm_cycles.level_1",
+    "vllm_cycles.runtime_state",
     "vllm_cycles.weights_first",
     "vllm_cycles.kv_cache_first",
     "vllm_cycles.level_2",
@@ -75,6 +76,7 @@ ENVIRONMENTS = {
         "MEMSAVER_VLLM_GRAPHS": "1",
     },
     "graphs_tp2": {"MEMSAVER_VLLM_GRAPHS": "1"},
+    "adapters": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
     "ray": {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"},
 }
 
@@ -161,6 +163,7 @@ def test_a_worker_of_ray(children: Children, name: str) -> None:
     ]
 )
 def test_adapters(children: Children, name: str) -> None:
+    """torch's expandable segments are on, with the V2 runner."""
     children.run("adapters", name)
 
 

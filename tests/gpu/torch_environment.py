@@ -1,10 +1,13 @@
-"""The environment of a child process that uses torch."""
+"""Child processes that use torch: their environment, and runs of a program as several ranks."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
+from child_process import run_together
+from program_runs import free_port
 from repository import IMPORT_PATH
 
 import memsaver
@@ -29,3 +32,13 @@ def torch_environment(expandable: bool) -> dict[str, str]:
     if expandable:
         env["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     return env
+
+
+def run_on_ranks(
+    command: Sequence[str], ranks: int, expandable: bool = False, **variables: str
+) -> list[str]:
+    """Run a program, which must succeed, once for each rank; return the output of each."""
+    env = torch_environment(expandable) | variables
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+    each = [(command, {**env, "RANK": str(rank)}) for rank in range(ranks)]
+    return run_together(each, timeout=200)

@@ -286,7 +286,6 @@ async def application(scene: str, engine: Any, path: str) -> Any:
         from vllm.utils.argparse_utils import FlexibleArgumentParser
 
         given = ["--model", path, "--served-model-name", MODEL, "--skip-tokenizer-init"]
-        given += ["--return-tokens-as-token-ids"]  # needed for log-probabilities
         arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(given)
     app = fake_packages.fake_missing(
         lambda: module.build_app(arguments, ("generate",), engine.model_config), patch

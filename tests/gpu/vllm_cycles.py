@@ -78,6 +78,17 @@ def level_1(session: Session) -> None:
     check_output(session)
 
 
+def runtime_state(session: Session) -> None:
+    """A sleep keeps the state that vLLM creates with the KV cache. The wake-up replaces a part."""
+    before = session.in_workers("check_runtime_state")
+    session.llm.sleep(level=1)
+    session.llm.wake_up()
+    for then, now in zip(before, session.in_workers("check_runtime_state"), strict=True):
+        same = then.keys() & now.keys()
+        assert same and {at: then[at] for at in same} == {at: now[at] for at in same}
+    check_output(session)
+
+
 def weights_first(session: Session) -> None:
     """The weights wake alone; the engine stays asleep until the KV cache is mapped too."""
     in_stages(session, ("weights", "kv_cache"))

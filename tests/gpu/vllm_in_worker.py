@@ -25,6 +25,19 @@ class Checks:
 
         return {one.tag: one.resident_bytes for one in memsaver.stats().tags}
 
+    def check_runtime_state(self) -> dict[str, int]:
+        """Return the checksum of each tensor in the tag `runtime`, by address."""
+        import torch
+
+        gc.unfreeze()  # vLLM freezes the objects of its start, which are then not listed
+        kinds = (torch.Tensor, torch.nn.Parameter)  # and no tensors without memory
+        found = [one for one in gc.get_objects() if type(one) in kinds and one.is_cuda]
+        return {
+            str(one.data_ptr()): int(one.reshape(-1).view(torch.uint8).long().sum())
+            for one in found
+            if one.numel() and _is_in("runtime", one)
+        }
+
     def check_host_bytes(self) -> int:
         """Return the resident host memory of the worker's process."""
         return host_bytes()
@@ -58,22 +71,13 @@ class Checks:
         """Load the weights of a model whose layers LoRA wraps, which vLLM's own reload rejects."""
         from vllm.model_executor.model_loader import get_model_loader
 
+        from memsaver.integrations.engine.weights.adapters import without_adapters
+
         worker: Any = self
         model = worker.model_runner.get_model()
-        modules = dict(model.named_modules(remove_duplicate=False))
-        packed = {
-            part: whole for whole, parts in model.packed_modules_mapping.items() for part in parts
-        }
-
-        def adapted(name: str) -> str:
-            path, _, leaf = name.rpartition(".")
-            outer, dot, layer = path.rpartition(".")
-            is_wrapped = f"{outer}{dot}{packed.get(layer, layer)}.base_layer" in modules
-            return f"{path}.base_layer.{leaf}" if is_wrapped else name
-
         loader = get_model_loader(worker.vllm_config.load_config)
-        found = loader.get_all_weights(worker.model_config, model)
-        model.load_weights((adapted(name), tensor) for name, tensor in found)
+        with without_adapters(model):
+            model.load_weights(loader.get_all_weights(worker.model_config, model))
 
     def check_out_of_memory(self) -> None:
         """An allocation in a pool that fails raises; later ones, in and out of it, succeed."""

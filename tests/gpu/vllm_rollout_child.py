@@ -288,14 +288,19 @@ def connected(target: Any, **others: Any) -> Iterator[Any]:
         yield engine
 
 
-def llm_scene(folder: Path) -> None:
+def llm_scene(folder: Path, **others: Any) -> None:
     """A `vllm.LLM` of this process."""
     from vllm import LLM
 
-    llm = LLM(**arguments(folder, logprobs_mode="processed_logprobs"))
+    llm = LLM(**arguments(folder, logprobs_mode="processed_logprobs", **others))
     with connected(llm):
         pass
     llm.llm_engine.engine_core.shutdown()
+
+
+def adapters_scene(folder: Path) -> None:
+    """A `vllm.LLM` whose layers are wrapped for LoRA adapters."""
+    llm_scene(folder, enable_lora=True, max_lora_rank=8, max_loras=1)
 
 
 def async_scene(folder: Path) -> None:
@@ -374,6 +379,7 @@ SCENES = {
     "two": two_scene,
     "launched": launched_scene,
     "quantized": quantized_scene,
+    "adapters": adapters_scene,
     "group": group_scene,
     "llm": llm_scene,
     "async": async_scene,

@@ -77,8 +77,9 @@ def test_a_tag_mostly_of_dead_blocks(sim, name, make_blocks, pools, wait):
 
 
 def test_dead_blocks_that_are_few_small_or_anothers(sim, tag, make_blocks, pools):
-    large, other = tag("large"), tag("other")
+    large, small, other = tag("large"), tag("small"), tag("other")
     blocks = make_blocks(large, [16 * MIB], backup="host")
+    few = make_blocks(small, [4 * MIB], backup="host")
     others = make_blocks(other, [16 * MIB], backup="host")
     pools.dead = [(blocks[0].address, 7 * MIB)]  # less than half of the tag
     assert warned(memsaver.pause, large) == []
@@ -88,14 +89,9 @@ def test_dead_blocks_that_are_few_small_or_anothers(sim, tag, make_blocks, pools
     memsaver.resume(large)
     (text,) = warned(memsaver.pause, other)
     assert repr(other) in text
-    memsaver.resume(other)
-
-
-def test_small_amounts_of_dead_blocks_are_not_reported(sim, name, make_blocks, pools, monkeypatch):
-    blocks = make_blocks(name, [4 * MIB], backup="host")
-    pools.dead = [(blocks[0].address, 3 * MIB)]
-    assert warned(memsaver.pause, name) == []
-    memsaver.resume(name)
+    pools.dead = [(few[0].address, 3 * MIB)]  # less than LARGE_BYTES
+    assert warned(memsaver.pause, small) == []
+    memsaver.resume(small, other)
 
 
 def test_nothing_is_checked_without_a_backup(sim, name, make_blocks, monkeypatch):
@@ -220,9 +216,10 @@ def test_a_process_that_ends_without_any_resume():
     assert "PerformanceWarning" not in run_program("failed")
 
 
-def test_a_process_that_ends_after_a_look_at_the_backup():
+def test_a_process_that_ends_after_a_look_at_the_backup(run_python):
     pytest.importorskip("torch")
-    assert run_program("viewed") == ""
+    program = PROGRAM.replace("sys.argv", "('viewed',)")
+    assert run_python(program, with_torch=True).stderr == ""
 
 
 # --- warnings and failing checks do not affect transitions ----------------------------------------

@@ -11,7 +11,7 @@ import pytest
 
 import memsaver
 from memsaver._runtime.native import _C
-from memsaver.errors import ConfigError, DriverError, InvalidStateError, OutOfDeviceMemoryError
+from memsaver.errors import ConfigError, DriverError, OutOfDeviceMemoryError
 
 MIB = 1 << 20
 PAGE = 2 * MIB
@@ -200,15 +200,6 @@ def test_the_callers_of_a_pause_and_a_resume_are_reported(sim, tag, make_blocks)
     assert f"memsaver.resume({name!r})" not in text  # it is mapped
 
 
-def test_the_words_for_paused_memory(sim, tag, make_blocks):
-    name = tag()
-    (block,) = make_blocks(name, [PAGE])
-    memsaver.pause(name)
-    text = str(memsaver.explain(block.address + 77))
-    assert f"77 bytes into an allocation of 2 MiB at {block.address:#x}" in text
-    assert f"before memsaver.resume({name!r})" in text
-
-
 def test_each_tag_reports_its_own_thread_and_caller(sim, tag, make_blocks):
     """The report for each tag names its own thread and caller."""
     names = [tag("first"), tag("second")]
@@ -297,15 +288,6 @@ def test_a_failed_transition_keeps_the_earlier_one_in_the_report(sim, tag, make_
     sim.occupy(0)
     after = memsaver.explain(block.address)
     assert (after.state, after.since, after.caller) == ("paused", before.since, before.caller)
-
-
-def test_a_call_that_is_refused(sim, tag, make_blocks):
-    name = tag()
-    (block,) = make_blocks(name, [PAGE])
-    before = memsaver.explain(block.address)
-    with memsaver.region(name), pytest.raises(InvalidStateError):
-        memsaver.pause(name)
-    assert memsaver.explain(block.address).since == before.since
 
 
 def test_a_pause_that_failed_twice(sim, tag, make_blocks, options):
@@ -470,21 +452,3 @@ def test_explain_works_after_an_illegal_access(run_python):
             os._exit(0)
     """)
     assert done.stdout.split() == ["kv", "mapped", "5"]
-
-
-def test_explain_is_rejected_in_a_forked_child(run_python):
-    done = run_python("""
-        import os
-        import memsaver
-        from memsaver import simulator
-        with memsaver.region("kv"):
-            block = simulator.buffer(4096)
-        if os.fork() == 0:
-            try:
-                memsaver.explain(block.address)
-            except memsaver.InvalidStateError:
-                os._exit(7)
-            os._exit(1)
-        print(os.waitstatus_to_exitcode(os.wait()[1]))
-    """)
-    assert done.stdout.split() == ["7"]

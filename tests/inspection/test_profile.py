@@ -56,18 +56,6 @@ def profile(run_python, injection, tmp_path):
     return run
 
 
-def test_a_pause_and_a_resume_are_ranges_with_tag_and_bytes(profile):
-    said, threads = profile("""
-print(memsaver.pause("weights").bytes, memsaver.resume("weights").bytes)
-assert all(block.is_intact() for block in weights)
-""")
-    assert said == [str(16 * MIB)] * 2
-    size = "16 MiB"
-    (ranges,) = threads
-    assert (f"pause 'weights' {size}", 16 * MIB) in ranges
-    assert (f"resume 'weights' {size}", 16 * MIB) in ranges
-
-
 def of(verb, ranges):
     return [(message, payload) for message, payload in ranges if message.startswith(verb + " ")]
 

@@ -120,18 +120,6 @@ def test_unchanged_pieces_of_a_pause_are_counted(sim, tag, make_blocks):
     assert (row.unchanged_pieces, row.unchanged_bytes) == (15, 15 * MIB)
 
 
-def test_without_fingerprints_nothing_is_found_unchanged(sim, tag, make_blocks, options):
-    options(fingerprints="off")
-    name = tag()
-    blocks = make_blocks(name, [4 * MIB], backup="host")
-    for _ in range(2):
-        memsaver.pause(name)
-        memsaver.resume(name)
-    row = row_of(name)
-    assert (row.unchanged_pieces, row.unchanged_bytes) == (0, 0)
-    assert row.saved_bytes == 2 * blocks[0].nbytes
-
-
 def test_a_swap_counts_on_both_sides(sim, tag, make_blocks):
     going, coming = tag("going"), tag("coming")
     blocks = make_blocks(coming, [4 * MIB], backup="host")
@@ -165,17 +153,6 @@ def test_failures_are_counted_and_nothing_else_of_them(sim, tag, make_blocks):
     assert (row.failures, row.resumes, row.resumed_bytes, row.resume_seconds) == (2, 0, 0, 0)
     memsaver.resume(name)
     assert row_of(name).failures == 2 and blocks[0].is_intact()
-
-
-def test_calls_without_effect_are_not_counted(sim, tag, make_blocks):
-    name = tag()
-    blocks = make_blocks(name, [2 * MIB], backup="host")
-    memsaver.resume(name)
-    memsaver.pause(name)
-    before = row_of(name)
-    memsaver.pause(name)
-    assert row_of(name) == before and before.pauses == 1 and before.resumes == 0
-    assert len(blocks) == 1
 
 
 def test_bytes_are_of_the_device_and_counters_of_the_tag(run_python):

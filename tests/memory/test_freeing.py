@@ -30,69 +30,39 @@ def test_freeing_while_paused(sim, tag, make_blocks):
     assert sim.tag_bytes() == 0
 
 
-def test_freeing_while_another_thread_pauses(sim, tag, make_blocks, in_thread, wait_until, slow):
-    name = tag()
-    blocks = make_blocks(name, [MIB] * 8, backup="host")
-    slow()
-    task = in_thread(memsaver.pause, name)
-    wait_until(lambda: memsaver.state(name) == "saving")
-    start = time.perf_counter()
-    del blocks[::2]
-    assert time.perf_counter() - start < 0.1, "freeing waited for the pause"
-    assert len(memsaver.ranges(name)) == 4
-    assert memsaver.state(name) == "saving"
-    task.result()
-    assert sim.tag_bytes() == 0
-    memsaver.resume(name)
-    assert all(b.is_intact() for b in blocks)
-    assert row_of(name).allocations == 4
-
-
-def test_freeing_while_another_thread_resumes(sim, tag, make_blocks, in_thread, wait_until, slow):
-    name = tag()
-    blocks = make_blocks(name, [MIB] * 8, backup="host")
-    memsaver.pause(name)
-    slow()
-    task = in_thread(memsaver.resume, name)
-    wait_until(lambda: memsaver.state(name) == "restoring")
-    del blocks[::2]
-    task.result()
-    sim.stream_delay(0)
-    assert all(b.is_intact() for b in blocks)
-    assert row_of(name).allocations == 4
-    blocks.clear()
-    assert sim.tag_bytes() == 0
-
-
-def test_freeing_everything_while_another_thread_pauses(
-    sim, tag, make_blocks, in_thread, wait_until, slow
+@pytest.mark.parametrize("kind", ["pause", "resume", "failing pause"])
+@pytest.mark.parametrize("left", [4, 0])
+def test_freeing_during_another_threads_transition(
+    sim, tag, make_blocks, in_thread, wait_until, slow, kind, left
 ):
     name = tag()
-    blocks = make_blocks(name, [MIB, 80 * MIB], backup="host")
+    blocks = make_blocks(name, [MIB] * 7 + [80 * MIB], backup="host")
+    if kind == "resume":
+        memsaver.pause(name)
     slow()
-    task = in_thread(memsaver.pause, name)
-    wait_until(lambda: memsaver.state(name) == "saving")
-    blocks.clear()
-    task.result()
-    assert row_of(name).allocations == 0 and row_of(name).backup_bytes == 0
-    assert memsaver.resume(name).bytes == 0
-    assert sim.tag_bytes() == 0
-
-
-def test_freeing_while_a_pause_fails(sim, tag, make_blocks, in_thread, wait_until, slow):
-    name = tag()
-    blocks = make_blocks(name, [MIB] * 8, backup="host")
-    slow()
-    sim.fail("cuMemUnmap", 1)
-    task = in_thread(memsaver.pause, name)
-    wait_until(lambda: memsaver.state(name) == "saving")
-    del blocks[::2]
-    with pytest.raises(memsaver.DriverError):
+    if kind == "failing pause":
+        sim.fail("cuMemUnmap", 1)
+    task = in_thread(memsaver.resume if kind == "resume" else memsaver.pause, name)
+    wait_until(lambda: memsaver.state(name) in ("saving", "restoring"))
+    start = time.perf_counter()
+    del blocks[: 8 - left]
+    if kind != "resume":
+        assert time.perf_counter() - start < 0.1, "freeing waited for the pause"
+        assert memsaver.state(name) == "saving" and len(memsaver.ranges(name)) == left
+    if kind == "failing pause":
+        with pytest.raises(memsaver.DriverError):
+            task.result()
+        sim.clear_faults()
+    else:
         task.result()
-    sim.clear_faults()
-    assert memsaver.state(name) == "mapped"
-    assert all(b.is_intact() for b in blocks)
-    assert row_of(name).allocations == 4
+    sim.stream_delay(0)
+    if kind == "pause":
+        assert sim.tag_bytes() == 0 and (left or row_of(name).backup_bytes == 0)
+        memsaver.resume(name)
+    assert memsaver.state(name) == "mapped" and all(b.is_intact() for b in blocks)
+    assert row_of(name).allocations == left
+    blocks.clear()
+    assert sim.tag_bytes() == 0
 
 
 def test_freeing_from_other_threads(sim, tag, in_thread):

@@ -8,7 +8,7 @@ from region_memory import buffer_in, owned
 import memsaver
 from memsaver import simulator
 from memsaver._runtime.native import _C, note
-from memsaver.errors import ConfigError, InvalidStateError, OutOfDeviceMemoryError
+from memsaver.errors import InvalidStateError, OutOfDeviceMemoryError
 
 pytestmark = pytest.mark.each_python
 
@@ -16,16 +16,6 @@ MIB = 1 << 20
 
 
 # --- tags of allocations --------------------------------------------------------------------------
-
-
-def test_memory_made_inside_belongs_to_the_tag(sim, tag):
-    name = tag()
-    with memsaver.region(name):
-        inside = simulator.buffer(4096)
-        assert _C.region_tag() == name
-    assert _C.region_tag() is None
-    assert owned(name) == [inside.address]
-    assert memsaver.state(name) == "mapped"
 
 
 def test_memory_outside_every_region_is_refused(sim):
@@ -399,20 +389,6 @@ def test_disabled_sections_are_left_in_order_too(sim, tag, in_thread):
     assert _C.region_tag() == name
     outer.__exit__(None, None, None)
     assert _C.region_depth() == 0
-
-
-def test_functions_that_run_later_are_refused(sim, tag):
-    async def coroutine(): ...
-
-    async def asynchronous():
-        yield
-
-    def generator():
-        yield
-
-    for function in (coroutine, asynchronous, generator):
-        with pytest.raises(ConfigError, match=function.__name__):
-            memsaver.region(tag(function.__name__))(function)
 
 
 def test_a_warning_at_a_regions_end_is_of_the_line_that_leaves_it(sim, tag):

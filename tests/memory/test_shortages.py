@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -90,6 +91,25 @@ def test_tags_under_a_transition_are_not_pausable(sim, tag, make_blocks):
     assert _C.tag_pausable(name) and blocks[0].is_intact()
     with pytest.raises(memsaver.UnknownTagError):
         _C.tag_pausable("nobody's")
+
+
+def test_tags_that_another_thread_or_process_uses_are_not_pausable(tag):
+    name = tag()
+    with memsaver.region(name, shareable=True):
+        block = simulator.buffer(2 * MIB)
+    reservation = _C.Reservation([name])
+    reservation.take()
+    assert _C.tag_pausable(name)  # this thread has the reservation
+    with ThreadPoolExecutor(1) as pool:
+        assert not pool.submit(_C.tag_pausable, name).result(10)
+    reservation.release()
+    importer = _C.Importer(os.getpid())
+    extents = importer.export_extents([(block.address, 1)])
+    assert not _C.tag_pausable(name)
+    for *_, descriptor in extents:
+        os.close(descriptor)
+    importer.close()
+    assert _C.tag_pausable(name)
 
 
 class Nvml:

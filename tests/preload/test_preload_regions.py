@@ -33,17 +33,19 @@ def test_a_region_is_served_by_the_core(python):
     assert out == ["cudaFree", "cudaMalloc", "cudaFree"]
 
 
-def test_the_device_is_the_callers_runtimes(python):
+@pytest.mark.parametrize("capturing", [False, True])
+def test_plain_memory_is_ours_on_the_callers_device_also_while_capturing(python, capturing):
     out = python(
-        """
+        f"""
         runtime, caller, core = Runtime("libcudart.so.13"), Caller("caller_1.so"), Core()
         core.enter("t")
-        caller.malloc(MIB)
-        print(caller.status, *runtime.calls())
+        runtime.capture({capturing})
+        pointer = caller.malloc(4 * MIB)
+        print(caller.status, core.owns(pointer), *runtime.calls())
         """,
         SIM,
     )
-    assert out == ["0", "cudaGetDevice"]
+    assert out == ["0", "True", "cudaGetDevice"]
 
 
 def test_out_of_memory_is_an_error_code_and_passes(python):
@@ -191,20 +193,6 @@ def test_a_capture_keeps_its_own_nodes(python, suffix):
         SIM,
     )
     assert out == ["1", "0", "900", "cudaStreamIsCapturing(3)", "0", "1"]
-
-
-def test_plain_memory_is_ours_while_capturing(python):
-    out = python(
-        """
-        runtime, caller, core = Runtime("libcudart.so.13"), Caller("caller_1.so"), Core()
-        core.enter("graph")
-        runtime.capture(True)
-        pointer = caller.malloc(4 * MIB)
-        print(core.owns(pointer), *runtime.calls())
-        """,
-        SIM,
-    )
-    assert out == ["True", "cudaGetDevice"]
 
 
 def test_an_ipc_handle_of_ours_never_reaches_the_runtime(python):

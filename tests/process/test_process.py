@@ -36,7 +36,9 @@ def test_a_child_forked_after_the_driver_was_opened_is_inert(run_python):
                     raises(error, call)
                 raises(error, memsaver.state, "mapped")
                 raises(error, memsaver.ranges, "mapped")
+                raises(error, memsaver.explain, addresses[0])
                 raises(error, _C.malloc, 4096)
+                raises(error, _C.fingerprint, [(addresses[0], 4096)])
                 raises(error, _C.backup_view, addresses[1], 1)
                 assert _C.owns(addresses[0]) and _C.region_tag() is None
                 del globals()["block"], globals()["other"]

@@ -1,15 +1,18 @@
 """Test the exports, dependencies and hardening of the shipped binaries from their ELF headers."""
 
 import re
-from importlib import metadata
+import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from built_sources import CC
 from c_library import needs_a_c_library_before_2_38
 from elftools.elf.dynamic import DynamicSection
 from elftools.elf.elffile import ELFFile
 from repository import ROOT
+
+HEADERS = sorted((ROOT / "csrc").glob("*.h"))
 
 LIBC = {"libc.so.6", "libdl.so.2", "libm.so.6", "libpthread.so.0", "librt.so.1"}
 LOADER = re.compile(r"ld-linux.*\.so\.\d")
@@ -63,13 +66,17 @@ def dynamic(elf):
     return tags
 
 
-def test_exports_only_its_interface(elf, name):
-    symbols = elf.get_section_by_name(".dynsym").iter_symbols()
-    exported = {
+def exports(elf):
+    """Return the names of the symbols that the file defines for others."""
+    return {
         symbol.name
-        for symbol in symbols
+        for symbol in elf.get_section_by_name(".dynsym").iter_symbols()
         if symbol.entry.st_shndx != "SHN_UNDEF" and symbol.entry.st_info.bind != "STB_LOCAL"
     }
+
+
+def test_exports_only_its_interface(elf, name):
+    exported = exports(elf)
     assert exported
     strangers = {symbol for symbol in exported if not re.fullmatch(ARTEFACTS[name][0], symbol)}
     assert not strangers
@@ -138,12 +145,16 @@ def test_is_bound_at_load_and_read_only_afterwards(elf):
     )
 
 
-def test_ships_the_public_header():
-    header = package_dir() / "include" / "memsaver.h"
-    source = ROOT / "csrc" / "memsaver.h"
-    assert header.read_bytes() == source.read_bytes()
+@pytest.mark.parametrize("header", HEADERS, ids=lambda path: path.name)
+def test_ships_the_public_headers_which_are_c(header):
+    shipped = package_dir() / "include" / header.name
+    assert shipped.read_bytes() == header.read_bytes()
+    flags = ["-std=c99", "-pedantic", "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]
+    subprocess.run([*CC, *flags, str(shipped)], check=True)
 
 
-def test_version_is_that_of_the_project():
-    text = (ROOT / "pyproject.toml").read_text()
-    assert re.search(r'^version = "(.*)"$', text, re.M)[1] == metadata.version("memsaver")
+def test_the_core_exports_the_functions_of_the_public_headers():
+    with path_of("libmemsaver.so").open("rb") as file:
+        exported = exports(ELFFile(file))
+    declared = "".join(header.read_text() for header in HEADERS)
+    assert exported == set(re.findall(r"^MS_API [^(]*\b(ms_\w+)\(", declared, re.M))

@@ -19,13 +19,11 @@ from repository import IMPORT_PATH, ROOT
 import memsaver
 from memsaver._runtime.native import LIBRARY_DIR
 from memsaver._runtime.variables import KNOWN_VARIABLES
-from memsaver.integrations.engine.tags import RELEASE_ORDER
 from memsaver.integrations.sglang import versions
 from memsaver.integrations.vllm import versions as vllm_versions
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("**/*.md"))
-SGLANG = DOCS / "sglang.md"
 SIMULATED = [path for path in PAGES if any(b.where == "sim" for b in pages.blocks_of(path))]
 WITH_BLOCKS = [path for path in [*PAGES, ROOT / "README.md"] if pages.blocks_of(path)]
 
@@ -270,35 +268,6 @@ def test_the_measured_page_is_the_result_files(benchmark_module):
 # --- SGLang and its hosts -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("page", "section"),
-    [
-        ("sglang.md", "Install and turn on"),
-        ("how-to/verl.md", "Install and turn on"),
-        ("how-to/lightrft.md", "Install and turn on"),
-        ("how-to/slime.md", "slime"),
-        ("how-to/slime.md", "miles"),
-        ("how-to/xtuner.md", "Install and turn on"),
-    ],
-)
-def test_installation_sections_have_at_most_ten_lines(page, section):
-    marks = ("<!--", "**Needs ")
-    lines = [line for line in sections(DOCS / page)[section] if not line.startswith(marks)]
-    assert 0 < len(lines) <= 10
-
-
-def test_the_versions_are_those_of_the_plugin():
-    rows = [row.split("|") for row in sections(SGLANG)["Versions"] if row.startswith("| SGLang")]
-    by_meaning = {row[3].strip(): row[2] for row in rows}
-    for version in versions.TRIED:
-        assert version in by_meaning["run"]
-    handlers = [version for meaning, version in by_meaning.items() if "its own handlers" in meaning]
-    assert handlers == [f" {versions.SIMULATED[0]} to {versions.SIMULATED[-1]} "]
-    since = versions.PLUGINS_SINCE
-    assert f"SGLang {since} or newer" in " ".join(sections(SGLANG)["Install and turn on"])
-    assert sum(f"from {since}" in row[2] or f"before {since}" in row[2] for row in rows) == 2
-
-
 def test_the_versions_of_vllm_are_those_of_the_plugin():
     first, last = vllm_versions.SIMULATED[0], vllm_versions.SIMULATED[-1]
     needed = " ".join(sections(DOCS / "vllm.md")["Install and turn on"])
@@ -322,8 +291,3 @@ def test_the_tables_of_engines_versions_are_generated(monkeypatch, name, known):
     }
     failed = {one for one, result in engine.record.items() if not tables.is_good(result)}
     assert passed == set(known) and not failed
-
-
-def test_the_tags_are_those_of_the_protocol():
-    text = SGLANG.read_text()
-    assert all(f"`{tag}`" in text for tag in RELEASE_ORDER)

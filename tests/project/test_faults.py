@@ -143,7 +143,7 @@ def test_a_swap_that_cannot_be_undone_reports_so_even_without_host_memory(tmp_pa
             try:
                 memsaver.swap(out="out", into="into")
             except memsaver.MemsaverError as error:
-                system.clear()
+                met = system.os.os_faults_clear()
                 said, state = str(error), memsaver.state("out")
                 kept += state == "mapped"
                 if state == "paused":
@@ -156,6 +156,8 @@ def test_a_swap_that_cannot_be_undone_reports_so_even_without_host_memory(tmp_pa
             memsaver.resume("out")
             for index, block in enumerate(going):
                 assert sim.read(block.address, 512) == bytes([index + 1]) * 512
+            if not met:  # the swap makes fewer allocations
+                break
         print(kept > 0, parked > 0, drivers > 0)
         """,
         PYTHONPATH=IMPORT_PATH,

@@ -51,15 +51,24 @@ def place(tmp_path_factory):
     return Place.create(source.parent / "p" / "0", str(archive))
 
 
+@pytest.fixture(scope="module")
+def measured(place):
+    return measure(place, "tests/toys/test_toy.py", Limits())
+
+
+def test_a_test_file_is_measured_with_its_calls(measured):
+    assert measured.usable and not measured.failed
+    assert "twice" in measured.calls["memsaver/toy.py"]
+    assert "unseen" not in measured.calls["memsaver/toy.py"]
+
+
 @pytest.mark.parametrize("line, after, result", JUDGED.values(), ids=JUDGED)
-def test_a_mutant_is_judged_by_the_tests_that_run_its_function(place, line, after, result):
-    limits = Limits(one_test=3)
-    test = measure(place, "tests/toys/test_toy.py", limits)
-    assert test.usable and not test.failed
-    assert "twice" in test.calls["memsaver/toy.py"]
-    assert "unseen" not in test.calls["memsaver/toy.py"]
+def test_a_mutant_is_judged_by_the_tests_that_run_its_function(
+    place, measured, line, after, result
+):
     before = CODE.splitlines(keepends=True)[line - 1]
-    judged = Judge([test], limits).judge(place, Mutant("memsaver/toy.py", line, before, after))
+    limits = Limits(one_test=1 if result == "hung" else 60)
+    judged = Judge([measured], limits).judge(place, Mutant("memsaver/toy.py", line, before, after))
     assert judged["result"] == result
     assert (place.tree / "memsaver" / "toy.py").read_text() == CODE
 

@@ -99,10 +99,6 @@ def test_workflows_run_targets_and_nothing_else(path):
         assert target and target[1] in targets
 
 
-def test_there_is_a_workflow_for_each():
-    assert {path.stem for path in WORKFLOWS} >= {"lint", "test", "wheels", "docs"}
-
-
 def test_pythons_are_the_same_everywhere():
     named = {
         text.rsplit(" ", 1)[1]
@@ -136,12 +132,6 @@ def test_make_replaces_no_environment_that_it_did_not_create(tmp_path, monkeypat
     else:
         make_venv.main()
         assert (tmp_path / "test-extra").read_text().startswith("test")
-
-
-def test_make_help_fits_a_terminal():
-    shown = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "wheel" in shown.stdout
-    assert [line for line in shown.stdout.splitlines() if len(line) > 100] == []
 
 
 # --- licences -------------------------------------------------------------------------------------
@@ -295,7 +285,8 @@ def test_a_wheel_has_the_package_and_a_manylinux_tag(wheel):
         "memsaver/libmemsaver_sim.so",
         "memsaver/_C.so",
     }
-    assert {"memsaver/py.typed", "memsaver/_C.pyi", "memsaver/include/memsaver.h"} <= names
+    headers = {f"memsaver/include/{path.name}" for path in (ROOT / "csrc").glob("*.h")}
+    assert {"memsaver/py.typed", "memsaver/_C.pyi", *headers} <= names
     outside = {name for name in names if not name.startswith("memsaver")}
     assert outside == set()
     sources = {p.relative_to(ROOT).as_posix() for p in (ROOT / "memsaver").rglob("*.py")}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 
 import pytest
@@ -31,19 +30,16 @@ def kinds(benchmark_module):
     return benchmark_module("sglang_kinds")
 
 
-def test_equal_outputs_of_both_engines_are_the_same(kinds):
-    found = _verdicts(kinds, _steps(ONE, OTHER), _steps(OTHER, ONE))
-    assert found == ("same", "same", "same")
-
-
 @pytest.mark.parametrize(
     ("backed", "plain", "expected"),
     [
+        ({}, {}, ("same", "same", "same")),
         ({"cycle": OTHER}, {}, ("differs", "same", "same")),
         ({"update": ONE}, {}, ("same", "differs", "same")),
         ({"restore": OTHER}, {}, ("same", "differs", "same")),
         ({}, {"update": OTHER}, ("same", "same", "differs")),
         ({}, {"restore": ONE}, ("same", "same", "differs")),
+        ({"update": ONE}, {"update": OTHER}, ("same", "differs", "differs")),
     ],
 )
 def test_a_changed_output_differs(kinds, backed, plain, expected):
@@ -58,11 +54,6 @@ def test_a_step_that_was_not_reached_failed_and_the_row_has_its_error(kinds):
     assert _verdicts(kinds, backed, _steps(OTHER, ONE)) == ("same", "failed", "same")
     row = kinds.judged(kinds.KINDS[0], backed, _steps(OTHER, ONE))
     assert row["errors"] == {"with_backup": backed["error"]}
-
-
-def test_an_update_that_could_not_be_seen_failed(kinds):
-    found = _verdicts(kinds, _steps(ONE, ONE), _steps(ONE, ONE))
-    assert found == ("same", "failed", "failed")
 
 
 def test_kinds_that_cannot_be_updated_are_only_resumed(kinds):
@@ -110,11 +101,6 @@ def test_an_engine_that_fails_at_its_end_is_a_failure(kinds, tmp_path, monkeypat
     assert kinds.run(options) == 1
 
 
-def test_unknown_kinds_are_rejected(kinds):
-    with pytest.raises(argparse.ArgumentTypeError, match="unknown kinds: sparse"):
-        kinds.kind_names("dense,sparse")
-
-
 def test_a_failed_engine_ends_with_the_last_exception_of_its_log(kinds, tmp_path, monkeypatch):
     """The child is started, and fails without SGLang."""
     monkeypatch.setattr(kinds, "environment", lambda name: {})
@@ -127,36 +113,6 @@ def test_the_table_is_the_result_file(benchmark_module):
     rows = page.results.read(page.RESULTS)
     there = (ROOT / "docs" / "sglang.md").read_text()
     assert page.rewritten(there, rows) == there, "make pages"
-
-
-@pytest.mark.parametrize("resumed", ["failed", "same"])
-def test_a_row_shows_its_error_in_one_cell(benchmark_module, resumed):
-    page = benchmark_module("sglang_kinds_page")
-    error = {"step": "start", "text": "x", "log": "ValueError: a | b `c`"}
-    row = {"name": "dense", "resumed": resumed, "errors": {"with_backup": error}}
-    (line,) = [line for line in page.table([row]).splitlines() if line.startswith("| dense |")]
-    assert "with backup, start: `ValueError: a / b 'c'`" in line and line.count("|") == 9
-
-
-def test_the_table_says_that_a_random_draft_shows_no_acceptance(benchmark_module):
-    page = benchmark_module("sglang_kinds_page")
-    rows = [
-        {"name": name, "resumed": "same", "tokens_per_verification": 1.04}
-        for name in ("eagle", "standalone")
-    ]
-    lines = [line for line in page.table(rows).splitlines() if "per verification" in line]
-    assert ["random draft" in line for line in lines] == [True, False]
-
-
-@pytest.mark.parametrize("backup", [True, False])
-def test_an_engine_without_a_backup_has_none_of_its_draft(benchmark_module, tmp_path, backup):
-    cls = benchmark_module("sglang_kind_worker").KindWorker
-    worker = cls.__new__(cls)
-    kind = next(k for k in benchmark_module("sglang_kind_table").KINDS if k.name == "standalone")
-    worker._kind, worker._backup, worker._seed, worker._folder = kind, backup, 1, tmp_path
-    options = worker._arguments()
-    assert options.get("enable_draft_weights_cpu_backup", False) is backup
-    assert options["speculative_draft_model_path"] == str(tmp_path / "weights1")
 
 
 class FakeTieredEngine:
@@ -210,13 +166,8 @@ def test_a_prefix_in_the_host_tier_is_hit_or_dropped(
     assert (result["weights"], result["all"]) == found and result["output"] == ONE
 
 
-def test_the_host_tiers_tokens_are_in_the_row_and_on_the_page(benchmark_module, kinds):
+def test_a_host_tier_that_was_not_measured_is_a_failure(kinds):
     backed = _steps(ONE, OTHER)
+    assert _verdicts(kinds, backed, _steps(OTHER, ONE), "hicache")[0] == "failed"
     backed["tier"] = {"weights": 1499, "all": 0, "output": ONE}
-    kind = next(kind for kind in kinds.KINDS if kind.name == "hicache")
-    row = kinds.judged(kind, backed, _steps(OTHER, ONE))
-    assert row["resumed"] == "same"
-    text = benchmark_module("sglang_kinds_page").table([row])
-    assert "after a release: 1,499 (weights) and 0 (all)" in text
-    del backed["tier"]
-    assert kinds.judged(kind, backed, _steps(OTHER, ONE))["resumed"] == "failed"
+    assert _verdicts(kinds, backed, _steps(OTHER, ONE), "hicache")[0] == "same"

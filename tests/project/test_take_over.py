@@ -1,6 +1,9 @@
 """Test the benchmark of page takeovers: layouts, driver calls on the simulator, rows."""
 
+import importlib
+
 import pytest
+from repository import ROOT
 
 from memsaver._inspection.bare_driver import BareDriver
 
@@ -88,10 +91,17 @@ def test_pages_are_equal_only_with_the_same_bytes_at_the_same_place(page_shares,
     assert page_shares.share([(0, run("a", 0, page // 2))], also_another, page) == (0, 0)
 
 
-def test_shares_depend_on_the_layout(page_shares):
+@pytest.fixture(scope="module")
+def shares():
+    """Return the computed rows, which take seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        return list(importlib.import_module("page_shares").shares())
+
+
+def test_shares_depend_on_the_layout(page_shares, shares):
     found = {
-        (row["model"], row["engine_ranks"], row["trainer"], row["placement"]): row
-        for row in page_shares.shares()
+        (row["model"], row["engine_ranks"], row["trainer"], row["placement"]): row for row in shares
     }
     assert len(found) == 2 * len(page_shares.CASES)
     same = found["Qwen3-8B", 1, "whole tensors", "torch"]
@@ -152,52 +162,8 @@ def test_a_failed_import_is_released(benchmark_module, sim):
 # --- rows and the page ----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def rows(benchmark_module):
-    """Return the function that makes rows of fixed times of the driver's calls."""
-
-    def cycle(factor):
-        return {
-            "awake": {"engine imports": 2.0 * factor, "engine maps": factor},
-            "asleep": {"engine imports": factor},
-            "copied": {"engine creates": 3.0, "copy": 9.0},
-        }
-
-    cycles = {2: [cycle(100), cycle(110), cycle(90)], 256: [cycle(4), cycle(3), cycle(5)]}
-    make = benchmark_module("parts.take_over").rows
-    return lambda copies: list(make(copies, cycles, [{"x": 1}]))
-
-
-def test_a_row_has_the_times_of_the_fastest_size_and_of_every_step(rows):
-    asleep, awake = rows([9.0, 8.0, 9.5])
-    assert (awake["metric"], awake["memsaver"], awake["peer_value"]) == (
-        "take_over_16GB_ms",
-        12.0,
-        9.0,
-    )
-    assert awake["ratio"] == 0.75 and awake["detail"]["piece_MiB"] == 256
-    assert awake["detail"]["awake_by_piece_MiB"]["2"] == {
-        "engine imports": 200.0,
-        "engine maps": 100,
-        "all": 300.0,
-    }
-    assert (asleep["memsaver"], asleep["peer_value"], asleep["ratio"]) == (4.0, 12.0, 3.0)
-    assert asleep["detail"]["copied_by_piece_MiB"]["256"]["all"] == 12.0
-    assert [row["metric"] for row in rows([])] == ["take_over_asleep_16GB_ms"]
-
-
-def test_the_page_has_the_measured_times(benchmark_module, rows):
+def test_the_page_has_the_measured_times(benchmark_module, shares, monkeypatch):
     page = benchmark_module("take_over_page")
-    assert page.PAGE.read_text() == page.rewritten(
-        page.PAGE.read_text(), page.results.measured()
-    ), "make pages"
-    measured = [row | {"gpu": "G", "date": "2026-01-01"} for row in rows([9.0])]
-    assert page.times(measured[:1]) == page.NOT_RUN
-    measured[0]["peer_value"] = 5.0  # a copy in pieces of another size
-    text = page.times(measured)
-    assert "takes 9.0 ms" in text and "| 2 MiB | 300.0 | 100.0 | 12.0 |" in text
-    assert text.endswith("the best difference from a copy is 8.0 ms (256 MiB).")
-    step = {"metric": "rl_transition_seconds", "memsaver": 4.0, "gpu": "H"}
-    assert page.times([*measured, step]).endswith(
-        "0.2 % of the 4.0 s that the transitions of an RL step take on one H."
-    )
+    monkeypatch.setattr(page.page_shares, "shares", lambda: shares)
+    there = page.PAGE.read_text()
+    assert page.rewritten(there, page.results.measured()) == there, "make pages"

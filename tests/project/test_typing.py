@@ -7,7 +7,6 @@ import pickle
 import subprocess
 import sys
 import typing
-from pathlib import Path
 
 import pytest
 from repository import ROOT, TESTS
@@ -120,8 +119,3 @@ def test_tensors_have_tensor_types(tmp_path):
         timeout=100,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_the_package_is_marked_as_typed():
-    folder = Path(memsaver.__file__).parent
-    assert (folder / "py.typed").is_file() and (folder / "_C.pyi").is_file()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import importlib.util
 import pickle
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -91,6 +93,16 @@ def session(backend):
     backend.begin_update(30.0)
     yield
     backend.end_update(30.0)
+
+
+def test_the_wrapper_of_a_layer_for_lora_has_the_expected_names():
+    found = importlib.util.find_spec("sglang")
+    if found is None:
+        pytest.skip("SGLang is not installed")
+    source = Path(found.origin).with_name("srt") / "lora" / "layers.py"  # its import needs triton
+    assert {"class BaseLayerWithLoRA(nn.Module):", "self.base_layer: nn.Module = base_layer"} <= {
+        line.strip() for line in source.read_text().splitlines()
+    }
 
 
 def new(value):

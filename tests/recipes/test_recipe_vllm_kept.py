@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import vllm_kv_caches
 
 import memsaver
 from memsaver import simulator
@@ -76,6 +77,26 @@ def test_a_level_2_sleep_that_fails_saves_nothing_of_a_draft_model(sim, start):
     engine.core.sleep(level=1)
     engine.core.wake_up()
     assert (engine.runner.draft.cos_sin_cache == 5).all()
+
+
+@pytest.mark.parametrize("function", vllm_kv_caches.ALL)
+@pytest.mark.parametrize("level", [1, 2])
+def test_state_that_is_created_with_the_kv_cache_survives(start, monkeypatch, level, function):
+    monkeypatch.setattr("vllm_recipe.Runner.allocates", staticmethod(function))
+    engine = start()
+    rows = {row.tag: row for row in memsaver.stats().tags}
+    assert rows["kv_cache"].resident_bytes == vllm_kv_caches.KV_CACHE
+    if "runtime" not in rows or not rows["runtime"].resident_bytes:
+        assert not vllm_kv_caches.exist()
+        pytest.skip("this version of vLLM has no pool for runtime state")
+    for tag in ("weights", "kv_cache"):
+        engine.core.sleep(level)
+        rows = {row.tag: row for row in memsaver.stats().tags}
+        assert not any(row.resident_bytes for row in rows.values())
+        assert rows["kv_cache"].backup_bytes == 0 < rows["runtime"].backup_bytes
+        engine.core.wake_up([tag])
+        assert torch.equal(engine.runner.positions, torch.arange(64.0))
+        engine.core.wake_up()
 
 
 class OnDevice(torch.nn.Parameter):

@@ -286,6 +286,31 @@ def test_the_layers_whose_weights_stay_as_loaded_are_vllms(vllm_engine):
     assert not is_converted(model)
 
 
+@pytest.mark.parametrize("infix", ["", ".base_layer"])
+def test_layers_that_lora_wraps_are_loaded_by_the_names_of_the_checkpoint(vllm_engine, infix):
+    from vllm.lora.layers import BaseLayerWithLoRA
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.model_executor.models.utils import AutoWeightsLoader
+    from vllm_workers import Worker
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj = BaseLayerWithLoRA()
+            self.proj.base_layer = torch.nn.Linear(8, 8).requires_grad_(False)
+            self.norm = torch.nn.LayerNorm(8).requires_grad_(False)
+
+        def load_weights(self, weights):
+            return AutoWeightsLoader(self).load_weights(weights)
+
+    model = Model()
+    new = {f"proj{infix}.weight": torch.rand(8, 8), "norm.weight": torch.rand(8)}
+    check = Worker(model).load(new)
+    assert check.failure is None and check.received == check.held == 2 and not check.unused
+    assert torch.equal(model.proj.base_layer.weight, new[f"proj{infix}.weight"])
+    assert "self.lora_base_layer_prefix" in inspect.getsource(RoutedExperts.__init__)
+
+
 # --- clients --------------------------------------------------------------------------------------
 
 
@@ -439,3 +464,24 @@ def test_a_completion_has_the_fields_that_memsaver_sends_and_reads():
     answer = module.CompletionResponse(model="m", choices=choices, usage=usage).model_dump()
     first, _ = samples_in(answer, 2)
     assert (first.token_ids, first.logprobs, first.finish_reason) == ([5, 6], [-1, -2], "length")
+
+
+def test_the_samples_of_a_server_without_a_tokenizer_need_none():
+    module = pytest.importorskip("vllm.entrypoints.openai.completion.serving", reason="vLLM")
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.logprobs import Logprob
+
+    from memsaver.integrations.engine.interface import Request
+    from memsaver.integrations.vllm.samples import completions_of
+
+    serving = module.OpenAIServingCompletion.__new__(module.OpenAIServingCompletion)
+    serving.return_tokens_as_token_ids = False
+    [(_, body)] = completions_of([Request([1], {"max_tokens": 2})])
+    made = serving._create_completion_logprobs(
+        token_ids=[5, 6],
+        top_logprobs=[{5: Logprob(-1.0)}, {6: Logprob(-2.0)}],
+        num_output_top_logprobs=body["logprobs"],
+        tokenizer=None,
+        return_as_token_id=CompletionRequest(**body).return_tokens_as_token_ids,
+    )
+    assert made.token_logprobs == [-1.0, -2.0]

@@ -11,36 +11,29 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from repository import IMPORT_PATH
+from repository import IMPORT_PATH, SUPPORT
 
-_PROGRAM = """
-import base64, gc, json, os, pickle, sys
-import torch, memsaver
-from memsaver._memory.sharing import importing, peers
+Popen = Callable[..., "subprocess.Popen[str]"]
 
-names = {"torch": torch, "memsaver": memsaver, "peers": peers, "gc": gc, "os": os}
-print("ready", flush=True)
-for line in sys.stdin:
-    kind, name, text = json.loads(line)
-    try:
-        if kind == "load":
-            names[name] = pickle.loads(base64.b64decode(text))
-            answer = None
-        elif kind == "do":
-            exec(text, names)
-            answer = None
-        else:
-            answer = eval(text, names)
-        reply = {"answer": answer}
-    except BaseException as error:
-        reply = {"error": type(error).__name__, "text": str(error)}
-        del error
-    print(json.dumps(reply), flush=True)
+
+# Statements that fill the first 200 bytes of `x` on a stream that waits for `RUN_STREAMS`.
+FILL_LATER = """
+import ctypes
+from memsaver import simulator
+simulator.control().sim_hold_streams(1)
+driver, context = ctypes.CDLL(simulator.control()._name), ctypes.c_void_p()
+driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
+driver.cuCtxSetCurrent(context)
+driver.cuMemsetD8Async.argtypes = [
+    ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, ctypes.c_void_p
+]
+assert driver.cuMemsetD8Async(x.data_ptr(), 9, 200, None) == 0
 """
+RUN_STREAMS = "simulator.control().sim_hold_streams(0)"
 
 
 class ImportFailed(Exception):
@@ -52,12 +45,17 @@ class ImportFailed(Exception):
 
 
 class ImportingProcess:
-    """A process that receives tensors under names, and evaluates code with them."""
+    """A process that receives tensors under names, and evaluates code with them.
 
-    def __init__(self, **environment: str) -> None:
+    Args:
+        popen: starts the process, as `subprocess.Popen`.
+        environment: variables besides those of this process.
+    """
+
+    def __init__(self, popen: Popen = subprocess.Popen, **environment: str) -> None:
         path = [IMPORT_PATH, *filter(None, [os.environ.get("PYTHONPATH")])]
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM],
+        self.process = popen(
+            [sys.executable, str(SUPPORT / "tensor_importer.py")],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path), **environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -68,7 +66,7 @@ class ImportingProcess:
 
     def load(self, name: str, value: Any) -> None:
         """Send a value as `torch.multiprocessing` does, and bind it to a name."""
-        self.load_pickle(name, bytes(ForkingPickler.dumps(value)))
+        self.load_pickle(name, dumped(value))
 
     def load_pickle(self, name: str, data: bytes) -> None:
         self._call("load", name, base64.b64encode(data).decode())
@@ -107,9 +105,11 @@ class ImportingProcess:
 
 
 @contextlib.contextmanager
-def importing_process(**environment: str) -> Iterator[ImportingProcess]:
-    """Start a process, and end it with the block."""
-    started = ImportingProcess(**environment)
+def importing_process(
+    popen: Popen = subprocess.Popen, **environment: str
+) -> Iterator[ImportingProcess]:
+    """Start a process as `ImportingProcess` does, and end it with the block."""
+    started = ImportingProcess(popen, **environment)
     try:
         yield started
     finally:
@@ -128,6 +128,18 @@ def release_shared(wait_until: Any) -> None:
     wait_until(lambda: not any(peer.extents for peer in peers._peers.values()))
 
 
+def dumped(value: Any) -> bytes:
+    """Return the message with which `torch.multiprocessing` sends a value."""
+    return bytes(ForkingPickler.dumps(value))
+
+
 def received(value: Any) -> Any:
     """Return what this process receives if it sends a value to itself."""
-    return pickle.loads(bytes(ForkingPickler.dumps(value)))
+    return pickle.loads(dumped(value))
+
+
+def allocations(tag: str) -> int:
+    """Return the number of a tag's live allocations."""
+    from memsaver._runtime.native import _C
+
+    return _C.stats(tag)[0]["allocations"]

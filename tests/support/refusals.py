@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import types
+
+
+@contextlib.contextmanager
+def raising(kind):
+    """Check that the block raises an error of that class, which is the yielded object's `error`."""
+    caught = types.SimpleNamespace(error=None)
+    try:
+        yield caught
+    except kind as error:
+        caught.error = error
+    else:
+        raise AssertionError(f"the block did not raise {kind}")
+
+
+def refused(kind, call, *arguments, **named):
+    """Make the call, which must raise an error of that class; return the error."""
+    with raising(kind) as caught:
+        call(*arguments, **named)
+    return caught.error
+
 
 def raises(kind, call, *arguments, **named) -> str:
     """Make the call, which must raise an error of that class; return the error's text."""
-    try:
-        call(*arguments, **named)
-    except kind as error:
-        return str(error)
-    raise AssertionError(f"{call} did not raise {kind}")
+    return str(refused(kind, call, *arguments, **named))

@@ -18,8 +18,9 @@ def hold(scheduler, make_blocks):
 
 
 def let_go(scheduler):
-    """Check that the scheduler is alive, and free its memory."""
+    """Check that the scheduler is alive and can resume its memory, and free it."""
     assert scheduler.death is None
+    assert ask(scheduler, "resume").failure is None
     del scheduler.model, scheduler.kv, scheduler.graph
 
 

@@ -151,10 +151,6 @@ async def own_abort_reason(manager, output, is_stream):
     return output
 
 
-def run(work):
-    return asyncio.run(asyncio.wait_for(work, 30))
-
-
 async def outputs(manager, obj, request=None):
     found = admissions.generate(Manager.generate_request, manager, obj, request)
     return [output async for output in found]
@@ -168,3 +164,10 @@ async def update(manager, obj="weights"):
 def change(manager, operation, tags=None, rid=None):
     hook = {"release": tokenizer.request_release, "resume": tokenizer.request_resume}[operation]
     return hook(manager, types.SimpleNamespace(tags=tags, rid=rid))
+
+
+async def asleep(**arguments):
+    """Return a manager whose memory has been released."""
+    manager = Manager(**arguments)
+    await change(manager, "release")
+    return manager

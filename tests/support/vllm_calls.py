@@ -66,6 +66,11 @@ def break_next(worker, name: str, rank: int = 0) -> None:
     setattr(owner, name, broken)
 
 
+def constants(worker) -> bytes:
+    """Return the contents that the model runner wrote once, at its start."""
+    return bytes(worker.model_runner.positions)
+
+
 def resident(worker) -> dict[str, int]:
     """Return the mapped bytes of each tag."""
     import memsaver

@@ -14,6 +14,7 @@ from typing import ClassVar
 
 import torch
 import vllm.platforms
+import vllm_kv_caches
 from vllm.platforms.interface import Platform, PlatformEnum
 from vllm.plugins import load_general_plugins
 from vllm.v1.engine.core import EngineCore
@@ -26,7 +27,7 @@ from memsaver import simulator
 from memsaver._runtime.native import _C
 
 MIB = 1 << 20
-KV_CACHE = 8 * MIB
+KV_CACHE_CONFIG = vllm_kv_caches.config()
 SAVED = ("_sleep_saved_buffers", "_sleep_saved_parameters", "_sleep_saved_draft_buffers")
 
 
@@ -72,7 +73,13 @@ class Adapters:
 
 
 class Runner(lora_model_runner_mixin.LoRAModelRunnerMixin):
-    """The parts of a model runner that allocate memory."""
+    """The parts of a model runner that allocate memory.
+
+    Attributes:
+        allocates: vLLM's function that allocates the KV cache.
+    """
+
+    allocates = staticmethod(vllm_kv_caches.of_v2_runner)
 
     def __init__(self, vllm_config, has_lora: bool, has_draft: bool) -> None:
         self.vllm_config, self.has_lora, self.has_draft = vllm_config, has_lora, has_draft
@@ -90,8 +97,9 @@ class Runner(lora_model_runner_mixin.LoRAModelRunnerMixin):
         # Outside of the pools in some versions.
         allocate = simulator.empty if _C.region_depth() else torch.empty
         self.block_tables = allocate(64, dtype=torch.int32).zero_()
+        self.positions = allocate(64).copy_(torch.arange(64.0))
         with kv_cache_allocation_context or contextlib.nullcontext():
-            self.kv_cache = simulator.empty(KV_CACHE, torch.uint8)
+            self.kv_cache = vllm_kv_caches.allocate(self.allocates, kv_cache_config)
 
     def post_kv_cache_wake_up(self) -> None:  # 0.26
         self.block_tables.zero_()
@@ -100,7 +108,8 @@ class Runner(lora_model_runner_mixin.LoRAModelRunnerMixin):
         return self.model
 
     def shutdown(self) -> None:
-        self.model = self.draft = self.lora_manager = self.kv_cache = self.block_tables = None
+        self.model = self.draft = self.lora_manager = self.kv_cache = None
+        self.block_tables = self.positions = None
 
 
 def simulate(patch) -> None:
@@ -134,15 +143,6 @@ def core_with(executor) -> EngineCore:
     core.batch_queue = None
     core._reset_caches = lambda *_, **__: None
     return core
-
-
-KV_CACHE_CONFIG = SimpleNamespace(
-    num_blocks=1,
-    needs_kv_cache_zeroing=False,
-    kv_cache_layout=None,
-    hash_block_size=None,
-    cache_hit_alignment_tokens=None,
-)
 
 
 class Engine:

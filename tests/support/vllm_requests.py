@@ -8,6 +8,7 @@ import json
 import time
 from types import SimpleNamespace
 
+from refusals import raising
 from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 from vllm.plugins import load_general_plugins
 from vllm.pooling_params import PoolingParams
@@ -62,11 +63,9 @@ async def refusal(work):
     """Return the error with which a request is refused."""
     from memsaver.integrations.engine.errors import EngineAsleepError
 
-    try:
+    with raising(EngineAsleepError) as caught:
         await work
-    except EngineAsleepError as error:
-        return error
-    raise AssertionError("the request was not refused")
+    return caught.error
 
 
 async def until(condition, seconds=30):

@@ -73,6 +73,9 @@ class Server:
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=body["max_tokens"], logprobs=body["logprobs"])
+        model = self.llm.llm_engine.vllm_config.model_config
+        if model.skip_tokenizer_init and not body.get("return_tokens_as_token_ids"):
+            raise ValueError("Unable to get tokenizer because `skip_tokenizer_init=True`")
         choices = []
         for index, prompt in enumerate(body["prompt"]):
             self.llm.llm_engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
@@ -124,4 +127,7 @@ class Server:
     def on_server_info(self, query, body):
         assert query["config_format"] == ["json"]
         ranks = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1}
-        return {"vllm_config": {"parallel_config": ranks}}
+        model = {
+            "skip_tokenizer_init": self.llm.llm_engine.vllm_config.model_config.skip_tokenizer_init
+        }
+        return {"vllm_config": {"parallel_config": ranks, "model_config": model}}

@@ -62,9 +62,9 @@ def parameter(*shape, dtype=torch.bfloat16):
 class Model(torch.nn.Module):
     """A rank's part of a model, and its loader."""
 
-    def __init__(self, rank: int = 0, size: int = 1, pool: bool = False, clears: bool = False):
+    def __init__(self, rank: int = 0, size: int = 1, pool: bool = False):
         super().__init__()
-        self.rank, self.size, self.pool, self.clears = rank, size, pool, clears
+        self.rank, self.size, self.pool = rank, size, pool
         part = HIDDEN // size
         self.embed = parameter(PADDED, HIDDEN)
         for layer in range(LAYERS):
@@ -92,10 +92,7 @@ class Model(torch.nn.Module):
         begin = self.rank * part
         if name == "embed.weight":
             assert tensor.shape == (VOCAB, HIDDEN), f"a vocabulary of {len(tensor)}"
-            if self.clears:
-                self.embed.data.zero_()
-            else:
-                self.embed.data[VOCAB:].fill_(0)
+            self.embed.data[VOCAB:].fill_(0)
             return [(self.embed.data[:VOCAB], tensor)]
         if not name.startswith("layers."):
             return []  # as in SGLang, which logs it

@@ -85,18 +85,6 @@ def test_a_conflicting_call_of_the_same_thread_waits(sim, tag, make_blocks):
     pause.wait(), resume.wait()
 
 
-def test_a_conflicting_call_of_another_thread_waits(sim, tag, make_blocks, in_thread):
-    name = tag()
-    blocks = make_blocks(name, [MIB], backup="host")
-    with held(sim):
-        pause = memsaver.pause(name, wait=False)
-        task = in_thread(memsaver.resume, name)
-        time.sleep(0.05)
-        assert task.is_alive() and memsaver.state(name) == "saving"
-    assert task.result().changed == (name,)
-    assert pause.done() and intact(blocks)
-
-
 def test_a_region_and_paused_wait_for_it(sim, tag, make_blocks, make_paused):
     name = tag()
     blocks = make_paused(name)

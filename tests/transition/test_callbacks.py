@@ -287,24 +287,6 @@ def test_a_callback_that_raises_after_a_resume(sim, tag, make_blocks, events):
     assert all(b.is_intact() for b in blocks)
 
 
-def test_a_failed_pause_announces_the_resume(sim, tag, make_blocks, events):
-    first, second = tag("first"), tag("second")
-    blocks = make_blocks(first, [MIB], backup="host") + make_blocks(second, [MIB], backup="host")
-    events.on(memsaver.on_pause, events.note("pause"))
-    events.on(memsaver.on_resume, events.note("resume"))
-    with sim.fault("cuMemUnmap"):
-        with pytest.raises(memsaver.DriverError):
-            memsaver.pause(first, second)
-    assert [(what, name) for what, name, _ in events] == [
-        ("pause", first),
-        ("pause", second),
-        ("resume", first),
-        ("resume", second),
-    ]
-    assert {state for _, _, state in events} == {"mapped"}
-    assert all(b.is_intact() for b in blocks)
-
-
 def test_a_failed_pause_notifies_all_and_raises_its_own_error(sim, tag, make_blocks, events):
     # Even if a callback fails in addition to the pause.
     first, second = tag("first"), tag("second")

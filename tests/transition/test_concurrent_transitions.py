@@ -17,50 +17,31 @@ def test_threads_that_read_contents_at_once_each_see_their_own(sim, tag, make_bl
     assert [task.result() for task in tasks] == [0] * 4
 
 
-def test_a_region_waits_for_a_resume_and_is_entered(
-    sim, tag, make_blocks, in_thread, wait_until, slow
+@pytest.mark.parametrize("kind", ["resume", "pause", "failing pause"])
+def test_a_region_waits_for_a_transition_and_is_entered_if_the_tag_is_mapped(
+    sim, tag, make_blocks, in_thread, wait_until, slow, kind
 ):
     name = tag()
     blocks = make_blocks(name, [MIB] * 2, backup="host")
-    memsaver.pause(name)
+    if kind == "resume":
+        memsaver.pause(name)
     slow()
-    task = in_thread(memsaver.resume, name)
-    wait_until(lambda: memsaver.state(name) == "restoring")
-    blocks += make_blocks(name, [MIB])
-    assert memsaver.state(name) == "mapped"
-    task.result()
-    assert all(b.is_intact() for b in blocks)
-
-
-def test_a_region_waits_for_a_pause_and_is_refused(
-    sim, tag, make_blocks, in_thread, wait_until, slow
-):
-    name = tag()
-    blocks = make_blocks(name, [MIB] * 2, backup="host")
-    slow()
-    task = in_thread(memsaver.pause, name)
-    wait_until(lambda: memsaver.state(name) == "saving")
-    with pytest.raises(InvalidStateError, match="paused"):
-        with memsaver.region(name):
+    if kind == "failing pause":
+        sim.fail("cuMemUnmap", 1)
+    task = in_thread(memsaver.resume if kind == "resume" else memsaver.pause, name)
+    wait_until(lambda: memsaver.state(name) in ("saving", "restoring"))
+    if kind == "pause":
+        with pytest.raises(InvalidStateError, match="paused"), memsaver.region(name):
             pytest.fail("entered")
-    task.result()
-    sim.stream_delay(0)
-    memsaver.resume(name)
-    assert all(b.is_intact() for b in blocks)
-
-
-def test_a_region_waits_for_a_pause_that_fails_and_is_entered(
-    sim, tag, make_blocks, in_thread, wait_until, slow
-):
-    name = tag()
-    blocks = make_blocks(name, [MIB] * 2, backup="host")
-    slow()
-    sim.fail("cuMemUnmap", 1)
-    task = in_thread(memsaver.pause, name)
-    wait_until(lambda: memsaver.state(name) == "saving")
-    blocks += make_blocks(name, [MIB])
-    with pytest.raises(memsaver.DriverError):
         task.result()
+        sim.stream_delay(0)
+        memsaver.resume(name)
+    else:
+        blocks += make_blocks(name, [MIB])
+        assert memsaver.state(name) == "mapped"
+    if kind == "failing pause":
+        with pytest.raises(memsaver.DriverError):
+            task.result()
     assert all(b.is_intact() for b in blocks)
 
 

@@ -64,34 +64,11 @@ def test_a_title_is_taken_as_it_is():
     assert screen.last_line().startswith("resume '[red]{tag}[/]' ")
 
 
-def test_nothing_is_written_without_a_terminal(capfd):
-    screen = Screen(terminal=False)
-    for console in (screen.console, None):
-        with ProgressBar("pause", console) as bar:
-            bar(1, 2)
-            bar(2, 2)
-    assert screen.file.getvalue() == ""
-    assert tuple(capfd.readouterr()) == ("", "")
-
-
 def test_the_bar_moves_from_any_thread(in_thread):
     screen = Screen()
     with ProgressBar("pause", screen.console) as bar:
         in_thread(bar, 3 * GIB, 4 * GIB).result()
     assert " 3.0/4.0 GiB " in screen.last_line()
-
-
-@pytest.mark.parametrize("progress", [None, False])
-def test_no_progress_is_no_callback(progress):
-    with callback_of(progress, "pause") as callback:
-        assert callback is None
-
-
-def test_a_function_is_its_own_callback():
-    seen = []
-    with callback_of(lambda *numbers: seen.append(numbers), "pause") as callback:
-        callback(1, 2)
-    assert seen == [(1, 2)]
 
 
 def test_true_is_a_bar_on_stderr(monkeypatch):

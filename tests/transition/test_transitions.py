@@ -1,5 +1,7 @@
 """Test pauses and resumes: contents, addresses, selected tags, `paused()` and two devices."""
 
+import contextlib
+
 import pytest
 from looks import row_of
 
@@ -224,22 +226,15 @@ def test_the_message_for_an_unknown_tag(run_python):
 # --- paused() -------------------------------------------------------------------------------------
 
 
-def test_paused_is_a_pause_and_a_resume(sim, tag, make_blocks):
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, None])
+def test_paused_is_a_pause_and_a_resume_even_after_an_exception(sim, tag, make_blocks, error):
     name = tag()
     (block,) = make_blocks(name, [MIB], backup="host")
-    with memsaver.paused(name) as report:
-        assert report.changed == (name,)
-        assert memsaver.state(name) == "paused"
-    assert memsaver.state(name) == "mapped" and block.is_intact()
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_paused_resumes_after_an_exception(sim, tag, make_blocks, error):
-    name = tag()
-    (block,) = make_blocks(name, [MIB], backup="host")
-    with pytest.raises(error, match="mine"):
-        with memsaver.paused(name):
-            raise error("mine")
+    with pytest.raises(error, match="mine") if error else contextlib.nullcontext():
+        with memsaver.paused(name) as report:
+            assert report.changed == (name,) and memsaver.state(name) == "paused"
+            if error:
+                raise error("mine")
     assert memsaver.state(name) == "mapped" and block.is_intact()
 
 

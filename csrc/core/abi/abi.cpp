@@ -1,23 +1,16 @@
 // abi: memsaver.h's functions, except those for transitions. Only converts C types to the core's,
 // and exceptions to status codes.
-#include <algorithm>
 #include <cstdlib>
-#include <memory>
 
 #include "core/abi/marshal.h"
 #include "core/backup/fingerprint.h"
-#include "core/driver/deferred_release.h"
 #include "core/driver/driver.h"
 #include "core/memory/allocation.h"
 #include "core/memory/backups.h"
-#include "core/memory/location.h"
+#include "core/memory/importer.h"
 #include "core/memory/region.h"
 #include "core/memory/reservation.h"
-#include "core/memory/timeline.h"
-#include "core/observe/contents.h"
-#include "core/observe/stats.h"
 #include "core/observe/stats_server.h"
-#include "core/platform/host_budget.h"
 #include "core/platform/lifecycle.h"
 #include "core/platform/log.h"
 #include "core/platform/options.h"
@@ -236,8 +229,9 @@ ms_status ms_tag_pausable(const char* tag, int* pausable, ms_error* error) {
     const std::string_view name = view_of(tag, "the tag");
     std::lock_guard<std::mutex> lock(Registry::instance().mutex);
     require_place(pausable);
-    const Tag& found = Registry::instance().known(name);
-    *pausable = found.state == State::kMapped && found.open_regions == 0 && !found.hold;
+    Tag& found = Registry::instance().known(name);
+    *pausable = found.state == State::kMapped && found.open_regions == 0 &&
+                !would_wait({&found}, Need::kTransition) && !is_imported({&found});
   });
 }
 
@@ -248,83 +242,6 @@ ms_status ms_tag_backup(const char* tag, int* backup, ms_error* error) {
     std::lock_guard<std::mutex> lock(Registry::instance().mutex);
     require_place(backup);
     *backup = static_cast<int>(Registry::instance().known(name).policy);
-  });
-}
-
-ms_status ms_stats(ms_usage** rows, size_t* row_count, ms_error* error) {
-  return guarded(error, [&] {
-    require_tags();
-    return_list(usage(), [](const Usage& row) -> ms_usage { return row; }, rows, row_count);
-  });
-}
-
-ms_status ms_timeline_start(size_t capacity, ms_error* error) {
-  return guarded(error, [&] {
-    require_tags();
-    timeline::start(capacity);
-    timeline::note_memory();
-  });
-}
-
-ms_status ms_timeline_read(ms_event** rows, size_t* row_count, uint64_t* dropped, ms_error* error) {
-  return guarded(error, [&] {
-    require_not_forked();
-    const timeline::Recorded recorded = timeline::read();
-    return_list(recorded.records, event_row, rows, row_count);
-    if (dropped) *dropped = recorded.dropped;
-  });
-}
-
-ms_status ms_timeline_sample(ms_error* error) {
-  return guarded(error, [&] {
-    require_not_forked();
-    timeline::note_memory();
-  });
-}
-
-ms_status ms_timeline_stop(ms_error* error) {
-  return guarded(error, [&] {
-    require_not_forked();
-    timeline::stop();
-  });
-}
-
-ms_status ms_ranges(const char* tag, int device, ms_range** rows, size_t* row_count,
-                    ms_error* error) {
-  return guarded(error, [&] {
-    require_tags();
-    const std::string name = text_of(tag, "the tag");
-    std::vector<Range> ranges;
-    {
-      std::lock_guard<std::mutex> lock(Registry::instance().mutex);
-      for (const auto& [ordinal, pool] : Registry::instance().known(name).pools) {
-        if (device >= 0 && ordinal != device) continue;
-        for (const Range& range : pool.heap.live()) ranges.push_back(range);
-      }
-    }
-    std::sort(ranges.begin(), ranges.end(),
-              [](const Range& a, const Range& b) { return a.address < b.address; });
-    return_list(
-        ranges, [](const Range& r) { return ms_range{r.address, r.bytes}; }, rows, row_count);
-  });
-}
-
-ms_status ms_locate(const void* pointer, ms_location* location, ms_error* error) {
-  return guarded(error, [&] {
-    require_not_forked();
-    require_place(location);
-    const Location found = locate(reinterpret_cast<uint64_t>(pointer));
-    *location = ms_location{found.tag->name.c_str(),
-                            found.device,
-                            static_cast<int32_t>(found.state),
-                            found.block.address,
-                            found.block.bytes,
-                            found.transition.at_seconds,
-                            found.transition.thread,
-                            ""};
-    if (found.transition.caller) {
-      copy_end_of_text(location->caller, sizeof(location->caller), *found.transition.caller);
-    }
   });
 }
 
@@ -343,40 +260,6 @@ ms_status ms_retained_view(uint64_t address, uint64_t bytes, int writable, void*
     require_not_forked();
     require_place(host);
     *host = view_retained({address, bytes}, writable != 0);
-  });
-}
-
-ms_status ms_host_memory(uint64_t* held_bytes, uint64_t* available_bytes, ms_error* error) {
-  return guarded(error, [&] {
-    require_not_forked();
-    const HostUsage usage = host_usage();
-    if (held_bytes) *held_bytes = usage.held_bytes;
-    if (available_bytes) *available_bytes = usage.available_bytes;
-  });
-}
-
-ms_status ms_deferred_releases(uint64_t* objects, uint64_t* device_bytes, uint64_t* host_bytes,
-                               ms_error* error) {
-  return guarded(error, [&] {
-    require_not_forked();
-    const Deferred deferred = deferred_releases();
-    if (objects) *objects = deferred.objects;
-    if (device_bytes) *device_bytes = deferred.device_bytes;
-    if (host_bytes) *host_bytes = deferred.host_bytes;
-  });
-}
-
-ms_status ms_fingerprint(const ms_range* ranges, size_t count, ms_digest** rows, size_t* row_count,
-                         ms_error* error) {
-  return guarded(error, [&] {
-    require_not_forked();
-    require_list(ranges, count, "ranges");
-    std::vector<Range> wanted;
-    for (size_t i = 0; i < count; ++i) wanted.push_back({ranges[i].address, ranges[i].bytes});
-    return_list(
-        fingerprints(wanted),
-        [](const Digest& d) { return ms_digest{{d.lanes[0], d.lanes[1], d.lanes[2], d.lanes[3]}}; },
-        rows, row_count);
   });
 }
 

@@ -1,5 +1,4 @@
-// abi_sharing: memsaver.h's functions that share memory between processes. Only converts types and
-// exceptions.
+// abi_sharing: memsaver_sharing.h's functions. Only converts types and exceptions.
 #include <memory>
 #include <vector>
 
@@ -8,7 +7,7 @@
 #include "core/memory/foreign_span.h"
 #include "core/memory/importer.h"
 #include "core/platform/lifecycle.h"
-#include "memsaver.h"
+#include "memsaver_sharing.h"
 
 namespace {
 

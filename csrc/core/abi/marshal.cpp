@@ -34,41 +34,6 @@ static_assert(MS_BACKUP_NONE == static_cast<int>(Backup::kNone) &&
               MS_BACKUP_DISK == static_cast<int>(Backup::kDisk) &&
               MS_BACKUP_PEER == static_cast<int>(Backup::kPeer));
 
-static_assert(MS_EVENT_BASELINE == static_cast<int>(Record::Kind::kBaseline) &&
-              MS_EVENT_ALLOCATE == static_cast<int>(Record::Kind::kAllocate) &&
-              MS_EVENT_FREE == static_cast<int>(Record::Kind::kFree) &&
-              MS_EVENT_BEGIN == static_cast<int>(Record::Kind::kBegin) &&
-              MS_EVENT_END == static_cast<int>(Record::Kind::kEnd) &&
-              MS_EVENT_MEMORY == static_cast<int>(Record::Kind::kMemory));
-static_assert(MS_NO_ACT == static_cast<int>(Act::kNone) &&
-              MS_PAUSE == static_cast<int>(Act::kPause) &&
-              MS_RESUME == static_cast<int>(Act::kResume) &&
-              MS_SWAP == static_cast<int>(Act::kSwap));
-static_assert(MS_DONE == static_cast<int>(Outcome::kDone) &&
-              MS_FAILED == static_cast<int>(Outcome::kFailed) &&
-              MS_GIVEN_UP == static_cast<int>(Outcome::kGivenUp));
-
-ms_event event_row(const Record& record) {
-  ms_event row{};
-  row.time_seconds = static_cast<double>(record.time_ns) * 1e-9;
-  row.kind = static_cast<int32_t>(record.kind);
-  row.device = record.device;
-  row.tag = record.tag ? record.tag->name.c_str() : nullptr;
-  row.state = static_cast<int32_t>(record.state);
-  row.act = static_cast<int32_t>(record.act);
-  row.outcome = static_cast<int32_t>(record.outcome);
-  row.thread = record.thread;
-  row.allocated_bytes = record.allocated_bytes;
-  row.resident_bytes = record.resident_bytes;
-  row.transition = record.transition;
-  row.device_bytes = record.device_bytes;
-  row.copied_bytes = record.copied_bytes;
-  row.free_bytes = record.free_bytes;
-  row.total_bytes = record.total_bytes;
-  if (record.caller) copy_end_of_text(row.caller, sizeof(row.caller), *record.caller);
-  return row;
-}
-
 void copy_end_of_text(char* field, size_t capacity, const std::string& text) {
   size_t from = text.size() - std::min(text.size(), capacity - 1);
   while (from > 0 && from < text.size() && (static_cast<unsigned char>(text[from]) & 0xC0) == 0x80)

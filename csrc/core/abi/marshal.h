@@ -1,4 +1,4 @@
-// marshal: converts arguments and results of the C ABI. For abi.cpp.
+// marshal: converts arguments and results of the C ABI. For the abi units.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,6 @@
 #include <vector>
 
 #include "core/memory/registry.h"
-#include "core/memory/timeline.h"
-#include "core/observe/stats.h"
 #include "core/platform/range.h"
 #include "core/platform/status.h"
 #include "memsaver.h"
@@ -39,8 +37,6 @@ void require_place(const void* place);
 void require_list(const void* list, size_t count, const char* what);
 
 // --- results
-
-ms_event event_row(const Record& record);
 
 // Copies text into a fixed-size field, truncated at a UTF-8 boundary.
 void copy_text(char* field, size_t capacity, const std::string& text);

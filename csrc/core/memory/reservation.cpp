@@ -146,6 +146,10 @@ uint64_t this_thread() noexcept {
 
 void while_waiting(const Look& wanted) noexcept { look = wanted; }
 
+bool would_wait(const std::vector<Tag*>& tags, Need need) noexcept {
+  return !is_free({this_thread(), &tags, need});
+}
+
 bool would_wait_for_ever(const std::vector<Tag*>& tags, Need need) {
   return is_in_a_circle({this_thread(), &tags, need});
 }

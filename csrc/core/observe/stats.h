@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "core/memory/registry.h"
-#include "memsaver.h"
+#include "memsaver_inspection.h"
 
 namespace memsaver {
 

@@ -13,6 +13,7 @@ from typing import Any
 from memsaver.errors import MemsaverError
 
 from ..messages import Failure
+from .adapters import Renamed, without_adapters
 from .checks import RankCheck, VerificationRequest
 from .digests import digest
 from .held import Load, Named, differing, watched
@@ -95,10 +96,11 @@ class LoadCheck:
 
     def load(self, model: Any, tensors: Named, load: Load, again: Load) -> Any:
         """Load tensors that arrived as sent, with the checks of the model. See `run`."""
-        result, unused = watched(model, tensors, load)
-        self._used.update(name for name, _ in tensors if name not in unused)
-        self._refuse_taken(model, tensors)
-        self._compare(model, tensors, again)
+        with without_adapters(model) as renamed:
+            result, unused = watched(model, tensors, _with_names(renamed, load))
+            self._used.update(name for name, _ in tensors if name not in unused)
+            self._refuse_taken(model, tensors)
+            self._compare(model, tensors, _with_names(renamed, again))
         return result
 
     def load_unseen(self, model: Any, tensors: Named, load: Load, why: str) -> None:
@@ -112,7 +114,8 @@ class LoadCheck:
             load: loads all of them.
             why: the reason why the model's contents cannot be compared.
         """
-        load(tensors)
+        with without_adapters(model) as renamed:
+            load(renamed(tensors))
         self._used.update(name for name, _ in tensors)
         self._refuse_taken(model, tensors)
         if self._looked_at:
@@ -182,3 +185,7 @@ class LoadCheck:
                 torch.cuda.synchronize()
         except RuntimeError as error:
             self.fail(error)
+
+
+def _with_names(renamed: Renamed, load: Load) -> Load:
+    return lambda tensors: load(renamed(tensors))

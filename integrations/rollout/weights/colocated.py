@@ -12,8 +12,8 @@ from memsaver.errors import OutOfDeviceMemoryError
 
 from ...engine.interface import Layout
 from .buckets import Bucket
-from .media import is_unreceived
 from .parts import copy_box
+from .payload_memory import is_unreceived
 from .payloads import Receivers, flattened, listed, opened, shared
 from .sources import Source
 

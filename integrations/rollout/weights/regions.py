@@ -14,7 +14,7 @@ from memsaver._memory.sharing.sending import cancel
 
 from ...engine.interface import Layout
 from .buckets import Bucket
-from .media import is_unreceived
+from .payload_memory import is_unreceived
 from .payloads import mapped
 from .sources import Source
 

@@ -18,9 +18,9 @@ from ..together import GRACE_SECONDS
 from .buckets import Bucket
 from .colocated import BucketMemory
 from .disaggregated import WeightGroup
-from .media import Medium
 from .meetings import meetings_of
 from .options import Options
+from .payload_memory import PayloadMemory
 from .plan import agree
 from .regions import RegionTensors
 from .report import WeightUpdate
@@ -149,7 +149,7 @@ class _Update:
             self._meetings.gather(f"{_WHAT}: its memory", begin, timeout)
             if plan.has_parts:
                 self._open(memory[0])
-            loads: list[tuple[str, Bucket, Medium]] = [
+            loads: list[tuple[str, Bucket, PayloadMemory]] = [
                 (f"bucket {at} of {len(plan.buckets)}", bucket, memory[0])
                 for at, bucket in enumerate(plan.buckets, 1)
             ]
@@ -237,7 +237,7 @@ class _Update:
             raise
         self._meetings.on_leader(f"{_WHAT}: its end", end, timeout)
 
-    def _send(self, which: str, bucket: Bucket, medium: Medium, last: bool) -> None:
+    def _send(self, which: str, bucket: Bucket, memory: PayloadMemory, last: bool) -> None:
         """Send the tensors of one load from the trainer's memory into the engine's."""
         what = f"{_WHAT}: {which}"
         places = verified_places(bucket, self._options.verify, self._number)
@@ -247,20 +247,20 @@ class _Update:
         def gather() -> None:
             for name in bucket.names:  # this thread may have paused a tag
                 self._plan.sources[name].check()
-            views.extend(medium.write(bucket, self._plan.sources))
+            views.extend(memory.write(bucket, self._plan.sources))
 
         self._meetings.gather(f"{what}, gathered", gather, self._options.timeout)
         if self._plan.has_parts:  # which other ranks wrote into this rank's memory
-            self._meetings.gather(f"{what}, written", medium.settle, self._options.timeout)
+            self._meetings.gather(f"{what}, written", memory.settle, self._options.timeout)
 
         def payload() -> tuple[str, tuple[str, ...]]:
-            medium.settle()
+            memory.settle()
             if self._options.group is not None:  # only the leader's tensors are sent
                 return "", digests_of(views, places) if self._engine.layout.is_leader else ()
             text = ""  # if nobody receives it: torch keeps memory until each receiver closes it
             if self._engine.layout.tp_rank < self._engine.tp_size:
                 # First, because it raises an error if the memory is paused.
-                text = medium.payload(views, self._options.layout)
+                text = memory.payload(views, self._options.layout)
             return text, digests_of(views, places)
 
         timeout, engines = self._options.timeout, self._engine.layout
@@ -274,12 +274,12 @@ class _Update:
         each = self._meetings.along(what, (engines.dp_rank, sent), timeout)
         flat = [tuple(itertools.chain(*theirs)) for _, theirs in each]
         raise_unlike(bucket, places * len(sent), flat, [f"engine {at}" for at, _ in each])
-        medium.sending()
+        memory.sending()
         with self._meetings.step(what, timeout) as own:
             checks = own.on_leader(
                 what,
                 lambda: self._load(
-                    bucket, medium, views, places, [text for text, _ in rows], sent, last
+                    bucket, memory, views, places, [text for text, _ in rows], sent, last
                 ),
                 timeout,
             )
@@ -288,7 +288,7 @@ class _Update:
     def _load(
         self,
         bucket: Bucket,
-        medium: Medium,
+        memory: PayloadMemory,
         views: Views,
         places: Sequence[int],
         payloads: Sequence[str],
@@ -303,7 +303,7 @@ class _Update:
         if options.group is None:
             # The engine may have fewer ranks than the trainer.
             payloads, sent = payloads[: backend.tp_size], sent[: backend.tp_size]
-            in_bucket = isinstance(medium, BucketMemory)
+            in_bucket = isinstance(memory, BucketMemory)
             source = SharedTensors(tuple(payloads), options.layout, in_bucket)
         else:
             dtypes = (str(tensor.dtype).removeprefix("torch.") for tensor in tensors)

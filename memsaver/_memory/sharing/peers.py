@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Sequence
 
 from memsaver._memory.sharing import wire
-from memsaver._memory.sharing.uses import Beginning, Extent, Span, Use
+from memsaver._memory.sharing.uses import Extent, ImportRequest, Span, Use
 from memsaver.errors import MemsaverError, SharingError
 
 __all__ = ["Peer", "is_foreign", "peer_at"]
@@ -39,7 +39,7 @@ class Peer:
         self.extents: dict[int, Extent] = {}  # by id
         self.spans: dict[tuple[int, int], Span] = {}  # by address there, and device here
         # A `Use` in the queue is a use to end.
-        self._jobs: queue.SimpleQueue[Beginning | Use] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[ImportRequest | Use] = queue.SimpleQueue()
         self._is_woken = False  # the thread will look at the queue
         self._is_urgent = False  # it will do so without a delay
         self._is_connected = True
@@ -79,28 +79,28 @@ class Peer:
         Raises:
             SharingError: see `importing.rebuild`.
         """
-        beginning = Beginning(uses, ordinal)
-        self._add(beginning)
+        request = ImportRequest(uses, ordinal)
+        self._add(request)
         deadline = time.monotonic() + _ANSWER_SECONDS
-        while not beginning.is_decided.wait(_LOOK_SECONDS):
-            if self._has_ended and not beginning.is_decided.is_set():
-                raise _gone(beginning.tag)
+        while not request.is_decided.wait(_LOOK_SECONDS):
+            if self._has_ended and not request.is_decided.is_set():
+                raise _gone(request.tag)
             if time.monotonic() > deadline:
                 raise SharingError(
-                    f"a tensor of tag {beginning.tag!r} cannot be imported: its process did not "
+                    f"a tensor of tag {request.tag!r} cannot be imported: its process did not "
                     f"answer within {_ANSWER_SECONDS:.0f} s",
-                    tag=beginning.tag,
+                    tag=request.tag,
                 )
-        if beginning.error is not None:
-            raise beginning.error
+        if request.error is not None:
+            raise request.error
 
     def end(self, use: Use) -> None:
         """End a use, also one that failed or was interrupted. Finalizers may call it."""
         self._add(use)
 
-    def _add(self, job: Beginning | Use) -> None:
+    def _add(self, job: ImportRequest | Use) -> None:
         self._jobs.put(job)
-        begins = isinstance(job, Beginning)
+        begins = isinstance(job, ImportRequest)
         if begins:
             self._is_urgent = True
         if (begins or not self._is_woken) and not self._has_ended:
@@ -139,7 +139,7 @@ class Peer:
                 job = self._jobs.get_nowait()
             except queue.Empty:
                 break
-            if isinstance(job, Beginning):
+            if isinstance(job, ImportRequest):
                 self._begin(job)
             else:
                 ended.append(job)
@@ -202,15 +202,15 @@ class Peer:
                     released.append(extent.id)
         self._tell("released", released)
 
-    def _begin(self, beginning: Beginning) -> None:
-        tag, uses = beginning.tag, beginning.uses
+    def _begin(self, request: ImportRequest) -> None:
+        tag, uses = request.tag, request.uses
         tokens = [use.place.token for use in uses]
         wanted = {number for use in uses for number in use.place.ids}
         self._is_importing, self._was_requested = True, False
         try:
             is_missing = not wanted <= self.extents.keys()
             wire.send(self._socket, {"import": tokens, "missing": is_missing})
-            while self._take_extents(beginning):
+            while self._take_extents(request):
                 pass
             if not wanted <= self.extents.keys():
                 raise SharingError(
@@ -225,23 +225,23 @@ class Peer:
                 for extent in extents:
                     extent.users += 1
         except MemsaverError as error:
-            beginning.error = error
+            request.error = error
         except OSError as error:
-            beginning.error = _gone(tag)
-            beginning.error.__cause__ = error
+            request.error = _gone(tag)
+            request.error.__cause__ = error
         except Exception as error:
-            beginning.error = SharingError(
+            request.error = SharingError(
                 f"a tensor of tag {tag!r} cannot be imported: {error}", tag=tag
             )
         finally:
             self._is_importing = False
-            if beginning.is_held and beginning.error is not None:
+            if request.is_held and request.error is not None:
                 self._tell("drop", tokens)
             if self._was_requested:
                 self._release(list(self.extents.values()))
-            beginning.is_decided.set()
+            request.is_decided.set()
 
-    def _take_extents(self, beginning: Beginning) -> bool:
+    def _take_extents(self, request: ImportRequest) -> bool:
         """Receive a message of an import, and map its extents. Returns whether another follows.
 
         If its extents cannot be mapped, they are reported as released, and the remaining messages
@@ -250,19 +250,19 @@ class Peer:
         message, files = wire.receive(self._socket)
         try:
             if not message:
-                raise _gone(beginning.tag)
+                raise _gone(request.tag)
             if "error" in message:
-                raise SharingError(message["error"], tag=message["tag"] or beginning.tag)
+                raise SharingError(message["error"], tag=message["tag"] or request.tag)
             if "extents" not in message:
                 self._note(message)
                 return True
-            beginning.is_held = not message["more"]
+            request.is_held = not message["more"]
             try:
-                self._map(beginning.ordinal, message["extents"], files)
+                self._map(request.ordinal, message["extents"], files)
             except BaseException:
                 if message["more"]:
                     with contextlib.suppress(MemsaverError):
-                        while self._take_extents(beginning):
+                        while self._take_extents(request):
                             pass
                 raise
             return bool(message["more"])

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from memsaver._runtime.native import _C
 
-__all__ = ["Beginning", "Extent", "Place", "Span", "Use"]
+__all__ = ["Extent", "ImportRequest", "Place", "Span", "Use"]
 
 
 class Place(NamedTuple):
@@ -60,7 +60,7 @@ class Use:
         return self.extents[0].span.native.address + self.place.address - self.place.span_address
 
 
-class Beginning:
+class ImportRequest:
     """A request to begin uses of one tag's memory on one device: all of them begin, or none."""
 
     def __init__(self, uses: Sequence[Use], ordinal: int) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import pytest
 from repository import ROOT
 
-NAMES = ("slime", "miles", "miles_disk", "miles_rematerialize")
+# The trainers of a process have the same variables.
+PROCESSES = {"host": ("slime", "miles", "miles_rematerialize"), "disk": ("miles_disk",)}
 ROUNDS = 3
 
 # The trainer's steps are performed on blocks of the size of parameters, gradients and master
@@ -74,35 +75,48 @@ class Trainer:
 def _nothing():
     import contextlib
     return contextlib.nullcontext()
+
+def train(tagged, rounds):
+    trainer = Trainer(tagged)
+    for calls in rounds:
+        for call, arguments in calls:
+            getattr(trainer, call)(**arguments)
+    assert trainer.value == len(rounds)
+    saver.resume()
+    assert trainer.masters.eq(trainer.value).all()
+    assert trainer.parameters.eq(0 if trainer.tagged else trainer.value).all()
+
+def train_in_fork(name, *arguments):
+    child = os.fork()  # which need not import torch
+    if child == 0:
+        status = 1
+        try:
+            train(*arguments)
+            status = 0
+        finally:
+            if status:
+                sys.excepthook(*sys.exc_info())
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0, name
 """
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("names", PROCESSES.values(), ids=PROCESSES)
 def test_a_trainer_keeps_its_contents_and_leaves_the_gpu_to_the_engine(
-    preloaded, benchmark_module, tmp_path, name
+    preloaded, benchmark_module, tmp_path, names
 ):
     pytest.importorskip("torch")
     steps = benchmark_module("framework_steps")
-    framework = steps.FRAMEWORKS[name]
-    rounds = [
-        [(step.call, dict(step.arguments)) for step in group if step.side != steps.ENGINE]
-        for group in (framework.start, *[framework.round] * ROUNDS)
-    ]
-    preloaded(
-        TRAINER
-        + f"""
-trainer = Trainer({framework.tagged})
-for calls in {rounds}:
-    for call, arguments in calls:
-        getattr(trainer, call)(**arguments)
-assert trainer.value == 1 + {ROUNDS}
-saver.resume()
-assert trainer.masters.eq(trainer.value).all()
-assert trainer.parameters.eq(0 if trainer.tagged else trainer.value).all()
-""",
-        TMS_DISK_BACKUP_DIR=str(tmp_path),
-        **framework.trainer,
-    )
+    frameworks = [steps.FRAMEWORKS[name] for name in names]
+    code = TRAINER
+    for name, framework in zip(names, frameworks, strict=True):
+        assert framework.trainer == frameworks[0].trainer
+        rounds = [
+            [(step.call, dict(step.arguments)) for step in group if step.side != steps.ENGINE]
+            for group in (framework.start, *[framework.round] * ROUNDS)
+        ]
+        code += f"train_in_fork({name!r}, {framework.tagged}, {rounds})\n"
+    preloaded(code, TMS_DISK_BACKUP_DIR=str(tmp_path), **frameworks[0].trainer)
 
 
 def test_each_framework_is_described_on_a_page_that_names_its_commit(benchmark_module):

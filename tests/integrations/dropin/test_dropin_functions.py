@@ -6,7 +6,7 @@ import subprocess
 import textwrap
 
 import pytest
-from dropin_preload import CC, CHILD, LIBRARIES
+from dropin_preload import CC, LIBRARIES
 
 pytestmark = pytest.mark.each_python
 
@@ -34,24 +34,14 @@ ours = lambda array: ctypes.addressof(array) >> 56 == 0
 
 
 @pytest.fixture
-def preloaded(run_dropin, dropin_site, runtime):
-    """Run code in a child with `LD_PRELOAD` set as a framework sets it."""
-
-    def go(code, **options):
-        options = {
-            "LD_PRELOAD": str(dropin_site / LIBRARIES[0]),
-            "FIXTURES": str(runtime),
-        } | options
-        done = run_dropin(CHILD + FUNCTIONS + textwrap.dedent(code), **options)
-        assert done.stderr == ""
-        return done
-
-    return go
+def by_ctypes(preloaded):
+    """Run code with the functions as `tms` in a preloaded child."""
+    return lambda code, **options: preloaded(FUNCTIONS + textwrap.dedent(code), **options)
 
 
-def test_a_whole_process_is_paused_and_resumed_by_ctypes(preloaded):
+def test_a_whole_process_is_paused_and_resumed_by_ctypes(by_ctypes):
     """Allocations have odd sizes, and some are freed while they are paused."""
-    preloaded(
+    by_ctypes(
         """
         pointers = [caller.malloc(6912) for _ in range(3)]
         write = lambda pointer, byte: ctypes.memset(pointer, byte, 6912)
@@ -72,9 +62,9 @@ def test_a_whole_process_is_paused_and_resumed_by_ctypes(preloaded):
     )
 
 
-def test_regions_by_ctypes(preloaded):
+def test_regions_by_ctypes(by_ctypes):
     """A region may surround a single allocation, as in a C++ engine for its cache."""
-    preloaded("""
+    by_ctypes("""
         assert (tms.tms_get_interesting_region(), tms.tms_get_current_tag()) == (False, b"default")
         def begin(tag, cpu):
             tms.tms_set_current_tag(tag)
@@ -118,8 +108,8 @@ def test_regions_by_ctypes(preloaded):
     """)
 
 
-def test_settings_by_ctypes(preloaded, tmp_path):
-    preloaded(f"""
+def test_settings_by_ctypes(by_ctypes, tmp_path):
+    by_ctypes(f"""
         assert tms.tms_get_cpu_backup_backend() == b"pinned"
         tms.tms_set_interesting_region(True)
         assert (tms.tms_get_current_tag(), tms.tms_get_enable_cpu_backup()) == (b"default", False)
@@ -153,8 +143,8 @@ def test_settings_by_ctypes(preloaded, tmp_path):
     """)
 
 
-def test_a_failure_is_a_number_and_a_warning(preloaded):
-    preloaded(
+def test_a_failure_is_a_number_and_a_warning(by_ctypes):
+    by_ctypes(
         """
         import warnings
         made = filled(1, 64 * MIB)

@@ -56,294 +56,153 @@ def made(when, engine, seconds=5.0, most_held=100, **options) -> Admission:
     return found
 
 
-def run(test):
-    """Run a test's coroutine, with a bound."""
-    asyncio.run(asyncio.wait_for(test(), 30))
-
-
 @pytest.mark.parametrize("when", ["refuse", "wait", "wake"])
-def test_an_awake_engine_admits_without_a_query(when):
-    async def test():
-        engine = Engine(released=())
-        await made(when, engine).admit(EVERYTHING, "generate")
-        assert engine.queries == 0 and engine.resumes == []
-
-    run(test)
-
-
-@pytest.mark.parametrize("when", ["refuse", "wait", "wake"])
-def test_a_request_that_needs_only_mapped_tags_is_admitted(when):
-    async def test():
-        engine = Engine(released={KV_CACHE})
-        await made(when, engine).admit(WEIGHTS_ONLY, "update its weights")
-        assert engine.tags == {KV_CACHE} and engine.resumes == []
-
-    run(test)
+@pytest.mark.parametrize(
+    ("released", "needed"), [(frozenset(), EVERYTHING), ({KV_CACHE}, WEIGHTS_ONLY)]
+)
+async def test_a_request_whose_tags_are_mapped_is_admitted_without_a_query(when, released, needed):
+    engine = Engine(released)
+    await made(when, engine).admit(needed, "work")
+    assert (engine.queries, engine.resumes, engine.tags) == (0, [], released)
 
 
-def test_a_refusal_names_the_released_tags():
-    async def test():
-        with pytest.raises(EngineAsleepError, match="cannot generate") as caught:
-            await made("refuse", Engine({KV_CACHE, WEIGHTS})).admit(EVERYTHING, "generate")
-        assert caught.value.tags == (KV_CACHE, WEIGHTS)
-
-    run(test)
-
-
-def test_a_refusal_is_checked_with_the_engine():
+async def test_a_refusal_is_checked_with_the_engine():
     """Another process may have resumed the memory."""
-
-    async def test():
-        engine = Engine()
-        found = made("refuse", engine)
-        engine.tags.clear()
+    engine = Engine()
+    found = made("refuse", engine)
+    engine.tags.clear()
+    await found.admit(EVERYTHING, "generate")
+    assert found.released == frozenset()
+    found.learn(EVERYTHING)
+    engine.reports = False
+    with pytest.raises(EngineAsleepError):
         await found.admit(EVERYTHING, "generate")
-        assert found.released == frozenset()
-        found.learn(EVERYTHING)
-        engine.reports = False
-        with pytest.raises(EngineAsleepError):
-            await found.admit(EVERYTHING, "generate")
-
-    run(test)
 
 
-def test_requests_wait_in_order_until_the_engine_is_awake():
-    async def test():
-        engine, order = Engine(), []
-        found = made("wait", engine)
+async def test_a_query_in_progress_does_not_delay_the_first_request():
+    engine, order, asked = Engine(), [], asyncio.Event()
+    found = made("wait", engine)
 
-        async def request(number):
-            await found.admit(EVERYTHING, "generate")
-            order.append(number)
+    async def slow():
+        asked.set()
+        await asyncio.sleep(0.2)
+        return frozenset(engine.tags)
 
-        tasks = [asyncio.ensure_future(request(number)) for number in range(5)]
-        await asyncio.sleep(0.05)
-        assert order == [] and found.waiting == 5
-        found.learn({KV_CACHE})
-        await asyncio.sleep(0.01)
-        assert order == []
-        engine.tags.clear()
-        found.learn(())
-        await asyncio.gather(*tasks)
-        assert order == [0, 1, 2, 3, 4] and found.waiting == 0 and engine.resumes == []
+    engine.released = slow
 
-    run(test)
+    async def request(number):
+        await found.admit(EVERYTHING, "generate")
+        order.append(number)
 
-
-def test_a_query_in_progress_does_not_delay_the_first_request():
-    async def test():
-        engine, order, asked = Engine(), [], asyncio.Event()
-        found = made("wait", engine)
-
-        async def slow():
-            asked.set()
-            await asyncio.sleep(0.2)
-            return frozenset(engine.tags)
-
-        engine.released = slow
-
-        async def request(number):
-            await found.admit(EVERYTHING, "generate")
-            order.append(number)
-
-        tasks = [asyncio.ensure_future(request(number)) for number in range(3)]
-        await asked.wait()
-        engine.tags.clear()
-        found.learn(())
-        await asyncio.gather(*tasks)
-        assert order == [0, 1, 2]
-
-    run(test)
+    tasks = [asyncio.ensure_future(request(number)) for number in range(3)]
+    await asked.wait()
+    engine.tags.clear()
+    found.learn(())
+    await asyncio.gather(*tasks)
+    assert order == [0, 1, 2]
 
 
-def test_requests_wait_only_for_the_tags_that_they_need():
-    async def test():
-        engine = Engine({WEIGHTS, KV_CACHE})
-        found = made("wait", engine)
-        generation = asyncio.ensure_future(found.admit(EVERYTHING, "generate"))
-        update = asyncio.ensure_future(found.admit(WEIGHTS_ONLY, "update its weights"))
-        await asyncio.sleep(0.01)
-        engine.tags.discard(WEIGHTS)
-        found.learn(engine.tags)
-        await update
-        assert not generation.done()
-        engine.tags.clear()
-        found.learn(())
-        await generation
-
-    run(test)
-
-
-def test_a_waiting_request_notices_a_resume_by_another_process():
-    async def test():
-        engine = Engine()
-        found = made("wait", engine)
-        waiting = [asyncio.ensure_future(found.admit(EVERYTHING, "generate")) for _ in range(20)]
-        await asyncio.sleep(0.05)
-        queries = engine.queries
-        engine.tags.clear()
-        await asyncio.gather(*waiting)
-        assert engine.queries <= queries + 2  # only the first in the queue asks
-
-    run(test)
-
-
-def test_a_wait_ends_at_its_bound():
-    async def test():
-        found = made("wait", Engine(), seconds=0.05)
-        with pytest.raises(EngineAsleepError, match=r"no caller woke it up within 0\.05 s"):
-            await found.admit(EVERYTHING, "generate")
-        assert found.waiting == 0
-
-    run(test)
+async def test_a_waiting_request_notices_a_resume_by_another_process():
+    engine = Engine()
+    found = made("wait", engine)
+    waiting = [asyncio.ensure_future(found.admit(EVERYTHING, "generate")) for _ in range(20)]
+    await asyncio.sleep(0.05)
+    queries = engine.queries
+    engine.tags.clear()
+    await asyncio.gather(*waiting)
+    assert engine.queries <= queries + 2  # only the first in the queue asks
 
 
 @pytest.mark.parametrize("when", ["wait", "wake"])
-def test_a_client_that_disconnects_leaves_the_queue(when):
-    async def test():
-        engine = Engine()
-        engine.full = True
-        found = made(when, engine)
+async def test_a_client_that_disconnects_leaves_the_queue(when):
+    engine = Engine()
+    engine.full = True
+    found = made(when, engine)
 
-        async def is_gone():
-            return True
+    async def is_gone():
+        return True
 
-        with pytest.raises(ClientGoneError):
-            await found.admit(EVERYTHING, "generate", is_gone=is_gone)
-        task = asyncio.ensure_future(found.admit(EVERYTHING, "generate"))
-        await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert found.waiting == 0
-
-    run(test)
-
-
-def test_a_wake_up_resumes_once_for_all_requests_and_in_the_engines_order():
-    async def test():
-        engine = Engine()
-        found = made("wake", engine)
-        await asyncio.gather(*(found.admit(EVERYTHING, "generate") for _ in range(10)))
-        assert engine.resumes == [(GRAPH, WEIGHTS, KV_CACHE)] and found.released == frozenset()
-
-    run(test)
-
-
-def test_a_wake_up_resumes_only_what_the_request_needs():
-    async def test():
-        engine = Engine()
-        found = made("wake", engine)
-        await found.admit(WEIGHTS_ONLY, "update its weights")
-        assert engine.resumes == [(WEIGHTS,)] and found.released == {KV_CACHE, GRAPH}
-        await found.admit(EVERYTHING, "generate")
-        assert engine.tags == set()
-
-    run(test)
-
-
-def test_a_wake_up_of_a_part_does_not_use_up_the_time_of_a_request_that_needs_more():
-    async def test():
-        engine = Engine()
-        found = made("wake", engine, seconds=0.0)
-        await asyncio.gather(
-            found.admit(WEIGHTS_ONLY, "update its weights"), found.admit(EVERYTHING, "generate")
-        )
-        assert engine.resumes == [(WEIGHTS,), (GRAPH, KV_CACHE)] and engine.tags == set()
-
-    run(test)
-
-
-def test_a_wake_up_without_memory_is_repeated_until_its_bound():
-    async def test():
-        engine = Engine()
-        engine.full = True
-        found = made("wake", engine, seconds=0.2)
-        with pytest.raises(EngineAsleepError, match="8 MiB are needed") as caught:
-            await found.admit(EVERYTHING, "generate")
-        assert isinstance(caught.value.__cause__, OutOfDeviceMemoryError)
-        assert len(engine.resumes) > 1 and engine.tags == EVERYTHING
-        engine.full = False
-        await found.admit(EVERYTHING, "generate")
-
-    run(test)
-
-
-def test_a_wake_up_finds_memory_that_another_engine_releases():
-    async def test():
-        engine = Engine()
-        engine.full = True
-        found = made("wake", engine)
-        task = asyncio.ensure_future(found.admit(EVERYTHING, "generate"))
-        await asyncio.sleep(0.02)
-        engine.full = False
+    with pytest.raises(ClientGoneError):
+        await found.admit(EVERYTHING, "generate", is_gone=is_gone)
+    task = asyncio.ensure_future(found.admit(EVERYTHING, "generate"))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
         await task
-        assert engine.tags == set()
-
-    run(test)
+    assert found.waiting == 0
 
 
-def test_another_failure_of_a_wake_up_is_not_repeated():
-    async def test():
-        engine = Engine()
-        engine.error = ConfigError("no such tag")
-        with pytest.raises(EngineAsleepError, match="could not be woken: no such tag"):
-            await made("wake", engine).admit(EVERYTHING, "generate")
-        assert len(engine.resumes) == 1
-
-    run(test)
+async def test_a_wake_up_resumes_once_for_all_requests_and_in_the_engines_order():
+    engine = Engine()
+    found = made("wake", engine)
+    await asyncio.gather(*(found.admit(EVERYTHING, "generate") for _ in range(10)))
+    assert engine.resumes == [(GRAPH, WEIGHTS, KV_CACHE)] and found.released == frozenset()
 
 
-def test_a_wake_up_does_not_read_contents_that_were_discarded():
-    async def test():
-        engine = Engine({WEIGHTS, KV_CACHE})
-        found = made("wake", engine, without_backup={WEIGHTS})
-        with pytest.raises(EngineAsleepError, match="weights has no backup"):
-            await found.admit(EVERYTHING, "generate")
-        assert engine.resumes == []
-        await found.admit(WEIGHTS_ONLY, "update its weights", reads=False)
+async def test_a_wake_up_of_a_part_does_not_use_up_the_time_of_a_request_that_needs_more():
+    engine = Engine()
+    found = made("wake", engine, seconds=0.0)
+    await asyncio.gather(
+        found.admit(WEIGHTS_ONLY, "update its weights"), found.admit(EVERYTHING, "generate")
+    )
+    assert engine.resumes == [(WEIGHTS,), (GRAPH, KV_CACHE)] and engine.tags == set()
+
+
+async def test_a_wake_up_without_memory_is_repeated_until_its_bound():
+    """Another engine may release memory in the meantime."""
+    engine = Engine()
+    engine.full = True
+    found = made("wake", engine, seconds=0.2)
+    with pytest.raises(EngineAsleepError, match="8 MiB are needed") as caught:
         await found.admit(EVERYTHING, "generate")
-        assert engine.tags == set()
+    assert isinstance(caught.value.__cause__, OutOfDeviceMemoryError)
+    assert len(engine.resumes) > 1 and engine.tags == EVERYTHING
+    found = made("wake", engine)
+    task = asyncio.ensure_future(found.admit(EVERYTHING, "generate"))
+    await asyncio.sleep(0.02)
+    engine.full = False
+    await task
+    assert engine.tags == set()
 
-    run(test)
+
+async def test_another_failure_of_a_wake_up_is_not_repeated():
+    engine = Engine()
+    engine.error = ConfigError("no such tag")
+    with pytest.raises(EngineAsleepError, match="could not be woken: no such tag"):
+        await made("wake", engine).admit(EVERYTHING, "generate")
+    assert len(engine.resumes) == 1
 
 
-def test_a_cancelled_request_leaves_the_wake_up_in_progress():
-    async def test():
-        engine = Engine()
-        found = made("wake", engine)
-        task = asyncio.ensure_future(found.admit(EVERYTHING, "generate"))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.wait([task])
-        await found.admit(EVERYTHING, "generate")
-        assert len(engine.resumes) == 1 and engine.tags == set()
-
-    run(test)
+async def test_a_cancelled_request_leaves_the_wake_up_in_progress():
+    engine = Engine()
+    found = made("wake", engine)
+    task = asyncio.ensure_future(found.admit(EVERYTHING, "generate"))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    await found.admit(EVERYTHING, "generate")
+    assert len(engine.resumes) == 1 and engine.tags == set()
 
 
 @pytest.mark.parametrize("when", ["wait", "wake"])
-def test_requests_beyond_the_limit_are_refused(when):
-    async def test():
-        engine = Engine()
-        engine.full = True
-        found = made(when, engine, most_held=3)
-        held = [asyncio.ensure_future(found.admit(EVERYTHING, "generate")) for _ in range(3)]
-        await asyncio.sleep(0)
-        with pytest.raises(EngineAsleepError, match="3 requests are held"):
-            await found.admit(EVERYTHING, "generate")
-        held.pop().cancel()
-        await asyncio.sleep(0.01)
-        held.append(asyncio.ensure_future(found.admit(EVERYTHING, "generate")))
-        await asyncio.sleep(0)
-        assert not any(one.done() for one in held)
-        engine.tags.clear()
-        await found.admit(EVERYTHING, "generate")  # the query shows that the engine is awake
-        engine.full = False
-        await asyncio.gather(*held)
-
-    run(test)
+async def test_requests_beyond_the_limit_are_refused(when):
+    engine = Engine()
+    engine.full = True
+    found = made(when, engine, most_held=3)
+    held = [asyncio.ensure_future(found.admit(EVERYTHING, "generate")) for _ in range(3)]
+    await asyncio.sleep(0)
+    with pytest.raises(EngineAsleepError, match="3 requests are held"):
+        await found.admit(EVERYTHING, "generate")
+    held.pop().cancel()
+    await asyncio.sleep(0.01)
+    held.append(asyncio.ensure_future(found.admit(EVERYTHING, "generate")))
+    await asyncio.sleep(0)
+    assert not any(one.done() for one in held)
+    engine.tags.clear()
+    await found.admit(EVERYTHING, "generate")  # the query shows that the engine is awake
+    engine.full = False
+    await asyncio.gather(*held)
 
 
 async def _gone():
@@ -360,21 +219,18 @@ async def _gone():
         ("wake", 0.0, True, {}, "it could not be woken: out of memory: 8 MiB are needed"),
     ],
 )
-def test_a_request_that_fails_is_logged_once_until_the_engine_is_awake(
+async def test_a_request_that_fails_is_logged_once_until_the_engine_is_awake(
     caplog, when, seconds, full, options, reason
 ):
-    async def test():
-        engine = Engine({KV_CACHE, WEIGHTS})
-        engine.full = full
-        found = made(when, engine, seconds)
-        for _ in range(2):
-            for _ in range(30):
-                with pytest.raises((EngineAsleepError, ClientGoneError)):
-                    await found.admit(EVERYTHING, "generate", **options)
-            found.learn(())
-            found.learn(engine.tags)
-
-    run(test)
+    engine = Engine({KV_CACHE, WEIGHTS})
+    engine.full = full
+    found = made(when, engine, seconds)
+    for _ in range(2):
+        for _ in range(30):
+            with pytest.raises((EngineAsleepError, ClientGoneError)):
+                await found.admit(EVERYTHING, "generate", **options)
+        found.learn(())
+        found.learn(engine.tags)
     first, count, *again = [one.getMessage() for one in caplog.records]
     assert "(released: kv_cache, weights) and cannot generate" in first and reason in first
     assert "29 more requests" in count
@@ -382,82 +238,72 @@ def test_a_request_that_fails_is_logged_once_until_the_engine_is_awake(
     assert {(one.levelname, one.name) for one in caplog.records} == {("WARNING", "memsaver.engine")}
 
 
-def test_a_cancelled_request_is_logged(caplog):
-    async def test():
-        task = asyncio.ensure_future(made("wait", Engine()).admit(EVERYTHING, "generate"))
-        await asyncio.sleep(0)
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-
-    run(test)
+async def test_a_cancelled_request_is_logged(caplog):
+    task = asyncio.ensure_future(made("wait", Engine()).admit(EVERYTHING, "generate"))
+    await asyncio.sleep(0)
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
     assert ["the request was cancelled while it waited" in line for line in caplog.messages] == [
         True
     ]
 
 
-def test_a_storm_of_different_failures_is_logged_with_a_bound(caplog):
-    async def test():
-        engine = Engine()
-        found = made("wake", engine)
-        for number in range(100):
-            engine.error = ConfigError(f"{number} bytes")
-            with pytest.raises(EngineAsleepError):
-                await found.admit(EVERYTHING, "generate")
-        found.learn(())
-
-    run(test)
+async def test_a_storm_of_different_failures_is_logged_with_a_bound(caplog):
+    engine = Engine()
+    found = made("wake", engine)
+    for number in range(100):
+        engine.error = ConfigError(f"{number} bytes")
+        with pytest.raises(EngineAsleepError):
+            await found.admit(EVERYTHING, "generate")
+    found.learn(())
     assert len(caplog.messages) == 21 and "80 more requests" in caplog.messages[-1]
 
 
 @pytest.mark.parametrize("when", ["wait", "wake"])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_storm_of_releases_and_requests(when, seed):
+async def test_a_storm_of_releases_and_requests(when, seed):
     """No request runs without memory, none is lost, and the queue is empty at the end."""
     chance = random.Random(seed)
+    engine = Engine(released=())
+    found = made(when, engine, seconds=20)
+    running, served, retried = 0, 0, 0
 
-    async def test():
-        engine = Engine(released=())
-        found = made(when, engine, seconds=20)
-        running, served, retried = 0, 0, 0
-
-        async def change(operation):
-            async with found.changing():
-                await asyncio.sleep(0.001 * chance.random())
-                if operation == "resume":
-                    engine.tags.clear()
-                elif not running:  # a release needs an idle engine
-                    engine.tags |= {WEIGHTS, KV_CACHE}
-                found.learn(engine.tags)
-
-        async def request():
-            nonlocal running, served, retried
-            await asyncio.sleep(0.2 * chance.random())
-            while True:
-                await found.admit(EVERYTHING, "generate")
-                await asyncio.sleep(0.002 * chance.random())  # it is tokenised
-                if not engine.tags:
-                    break
-                retried += 1  # the scheduler refuses it
-                found.learn(engine.tags)
-            running += 1
+    async def change(operation):
+        async with found.changing():
             await asyncio.sleep(0.001 * chance.random())
-            assert not engine.tags
-            running -= 1
-            served += 1
+            if operation == "resume":
+                engine.tags.clear()
+            elif not running:  # a release needs an idle engine
+                engine.tags |= {WEIGHTS, KV_CACHE}
+            found.learn(engine.tags)
 
-        async def trainer():
-            for _ in range(60):
-                await asyncio.sleep(0.004 * chance.random())
-                await change(chance.choice(["release", "resume"]))
-            await change("resume")
+    async def request():
+        nonlocal running, served, retried
+        await asyncio.sleep(0.2 * chance.random())
+        while True:
+            await found.admit(EVERYTHING, "generate")
+            await asyncio.sleep(0.002 * chance.random())  # it is tokenised
+            if not engine.tags:
+                break
+            retried += 1  # the scheduler refuses it
+            found.learn(engine.tags)
+        running += 1
+        await asyncio.sleep(0.001 * chance.random())
+        assert not engine.tags
+        running -= 1
+        served += 1
 
-        requests = [asyncio.ensure_future(request()) for _ in range(100)]
-        leaving = [asyncio.ensure_future(request()) for _ in range(20)]
-        asyncio.get_running_loop().call_later(0.1, lambda: [one.cancel() for one in leaving])
-        await asyncio.gather(trainer(), trainer(), *requests)
-        await asyncio.wait(leaving)
-        assert found.waiting == 0 and served >= 100
-        assert when == "wake" or engine.resumes == []
+    async def trainer():
+        for _ in range(60):
+            await asyncio.sleep(0.004 * chance.random())
+            await change(chance.choice(["release", "resume"]))
+        await change("resume")
 
-    run(test)
+    requests = [asyncio.ensure_future(request()) for _ in range(100)]
+    leaving = [asyncio.ensure_future(request()) for _ in range(20)]
+    asyncio.get_running_loop().call_later(0.1, lambda: [one.cancel() for one in leaving])
+    await asyncio.gather(trainer(), trainer(), *requests)
+    await asyncio.wait(leaving)
+    assert found.waiting == 0 and served >= 100
+    assert when == "wake" or engine.resumes == []

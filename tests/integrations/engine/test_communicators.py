@@ -28,28 +28,21 @@ def fake():
     made.set_version(nccl.SINCE)
 
 
-def test_a_communicator_is_suspended_and_resumed(fake, tmp_path, sim):
+def test_a_communicator_is_suspended_and_resumed_and_a_repeated_call_does_nothing(
+    fake, tmp_path, sim
+):
     one = fake.communicator(tmp_path, "world", (0,), 0, 512 * MIB)
-    suspender, group = Suspender(lambda: [one], 0), Group(None)
-    for _ in range(2):
-        assert not first_failure(suspender.suspend(group))
-        assert not fake.is_usable(one)
-        assert fake.nccl.held_bytes(one.handle) == MIB
-        assert not first_failure(resume(suspender, group))
-        assert fake.is_usable(one)
-        assert fake.nccl.held_bytes(one.handle) == 513 * MIB
-
-
-def test_calling_twice_changes_nothing(fake, tmp_path, sim):
-    one = fake.communicator(tmp_path, "world", (0,), 0, MIB)
     suspender, group = Suspender(lambda: [one], 0), Group(None)
     assert not first_failure(resume(suspender, group))
     for _ in range(2):
-        assert not first_failure(suspender.suspend(group))
-    assert not fake.is_usable(one)
-    for _ in range(2):
-        assert not first_failure(resume(suspender, group))
-    assert fake.is_usable(one)
+        for _ in range(2):
+            assert not first_failure(suspender.suspend(group))
+            assert not fake.is_usable(one)
+            assert fake.nccl.held_bytes(one.handle) == MIB
+        for _ in range(2):
+            assert not first_failure(resume(suspender, group))
+            assert fake.is_usable(one)
+            assert fake.nccl.held_bytes(one.handle) == 513 * MIB
 
 
 @pytest.mark.parametrize(("version", "nbytes"), [(22809, MIB), (nccl.SINCE, 0)])

@@ -195,20 +195,6 @@ def test_a_wake_up_without_room_can_be_repeated(make_strategy, sim):
     assert strategy.gather_and_generate("a") == "a!"
 
 
-def test_a_busy_engine_keeps_its_memory_and_continues(make_strategy):
-    strategy = make_strategy(timeout=30)
-    strategy.setup_inference_engine(strategy.rollout)
-    strategy.wakeup_inference_engine()
-    strategy.scheduler.begin("somebody else's")
-    strategy.memory._engine._timeout = 0.3
-    with pytest.raises(EngineBusyError):
-        strategy.maybe_sleep_inference_engine()
-    strategy.memory._engine._timeout = 30
-    assert states() == all_of("mapped")
-    strategy.scheduler.end("somebody else's")
-    assert strategy.gather_and_generate("a") == "a!" and states()["kv_cache"] == "paused"
-
-
 def test_other_engines_are_left_to_lightrft(make_strategy):
     strategy = make_strategy()
     strategy.setup_inference_engine(strategy.rollout, "vllm", actor=Sender(strategy))

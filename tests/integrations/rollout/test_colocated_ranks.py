@@ -228,15 +228,6 @@ def test_a_failure_on_one_rank_is_raised_on_all_ranks(run_ranks):
         assert list(error.failures) == [1] and "no answer" in str(error)
         session._timeout, engine.sleep = 20, works
         training()
-
-        # A session that cannot begin on one rank: on none, and no hooks are left.
-        hooks = len(trainer.model._forward_pre_hooks)
-        optimizer = None if RANK == 0 else object()
-        error = raised(
-            memsaver.ConfigError, lambda: ColocatedSession(engine, trainer.model, optimizer)
-        )
-        assert list(error.failures) == [1] and "not object" in str(error)
-        assert len(trainer.model._forward_pre_hooks) == hooks
         """,
         2,
     )

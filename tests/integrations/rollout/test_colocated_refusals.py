@@ -66,6 +66,8 @@ def test_generating_during_training_is_refused(scene):
         ({"state": {}}, "state must be a function"),
         ({"timeout": "5"}, "timeout"),
         ({"on_stage": 3}, "on_stage"),
+        ({"block_timeout": "soon"}, "block_timeout"),
+        ({"tags": 5}, "tags"),
     ],
 )
 def test_bad_options_are_refused(sim, tag, options, what):

@@ -59,7 +59,7 @@ def group_of(backend):
     before = set(open_descriptors())
     yield make
     eventually(lambda: [one for one in threading.enumerate() if one.name == "memsaver-weights"], [])
-    assert set(open_descriptors()) == before
+    assert set(open_descriptors()) <= before
     assert listening() == [] and not dist.distributed_c10d._world.pg_map
 
 
@@ -138,7 +138,7 @@ def test_a_group_that_the_engine_does_not_join_is_not_left_behind(backend, group
     before = set(open_descriptors())
     with pytest.raises(EngineError, match="no such host") as caught:
         group_of(timeout=20)
-    assert listening() == [] and set(open_descriptors()) == before, caught.value
+    assert listening() == [] and set(open_descriptors()) <= before, caught.value
 
 
 @pytest.mark.parametrize(

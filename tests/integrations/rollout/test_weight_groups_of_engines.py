@@ -26,7 +26,7 @@ from memsaver.integrations.rollout import EngineSet
 from memsaver.integrations.rollout import engine_set
 from memsaver.integrations.rollout.weights import disaggregated, sender
 for module in (disaggregated, sender, engine_set):
-    patch.setattr(module, "END_SECONDS", 2)
+    patch.setattr(module, "END_SECONDS", 1)
 torch.ones(1).share_memory_()  # its helper process would inherit the sockets of a group
 if RANK > 0:
     serve(f"engine{RANK}", Manager)
@@ -118,7 +118,7 @@ def test_an_engine_of_a_set_that_fails_ends_the_update_of_all(tmp_path, kind):
         one.order("end")
 
 if {kind!r} == "dies":  # no barrier of all ranks is possible
-    time.sleep(2 * (RANK == 0))  # which has the others' store
+    time.sleep(RANK == 0)  # which has the others' store
     print("fine", flush=True)
     os._exit(0)
 """,
@@ -134,7 +134,7 @@ from remote_engines import Remote, serve
 from memsaver.integrations.engine.errors import EngineDiedError
 from memsaver.integrations.rollout.weights import disaggregated, sender
 for module in (disaggregated, sender):
-    patch.setattr(module, "END_SECONDS", 2)
+    patch.setattr(module, "END_SECONDS", 1)
 trainers = dist.new_group([0, 1])
 torch.ones(1).share_memory_()  # its helper process would inherit the sockets of a group
 if RANK > 1:
@@ -212,7 +212,7 @@ def test_an_engine_of_a_mesh_that_fails_ends_the_update_of_all(tmp_path, kind, w
     dist.barrier(trainers)
 
 if {kind!r} == "dies":  # no barrier of all ranks is possible
-    time.sleep(2 * (RANK == 0))  # which has the others' store
+    time.sleep(RANK == 0)  # which has the others' store
     print("fine", flush=True)
     os._exit(0)
 """,

@@ -145,23 +145,20 @@ def test_tensors_that_cannot_be_mapped_are_sent_in_a_bucket(engine, backend, nam
     assert [r.flush_cache for r in backend.requests] == [*[False] * 3, True] * 2
 
 
-@pytest.mark.parametrize("kind", ["without the plugin", "of an older version", "elsewhere"])
-def test_an_engine_that_cannot_map_receives_buckets(engine, backend, name, kind):
+@pytest.mark.parametrize(
+    "kind", ["without the plugin", "of an older version", "elsewhere", "in no domain"]
+)
+def test_an_engine_that_cannot_map_receives_buckets(engine, backend, name, monkeypatch, kind):
     if kind == "without the plugin":
         backend = Backend()
         engine = RolloutEngine(backend, timeout=30)
     else:
-        backend.domain = {"of an older version": "", "elsewhere": "another network"}[kind]
+        backend.domain = "another network" if kind == "elsewhere" else ""
+    if kind == "in no domain":  # this process does not know its domain either
+        monkeypatch.setattr("memsaver.integrations.engine.backend.domain", lambda: "")
     report = update(engine, shareable(name, checkpoint(3)), verify="full")
     assert holds(backend, checkpoint(3)) and (report.mapped, report.buckets) == (0, 1)
     cycle(name)
-
-
-def test_a_process_that_does_not_know_its_domain_sends_buckets(engine, backend, name, monkeypatch):
-    monkeypatch.setattr("memsaver.integrations.engine.backend.domain", lambda: "")
-    backend.domain = ""
-    report = update(engine, shareable(name, checkpoint(3)))
-    assert holds(backend, checkpoint(3)) and report.mapped == 0
 
 
 # --- failures -------------------------------------------------------------------------------------

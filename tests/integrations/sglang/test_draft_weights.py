@@ -6,11 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import scheduler_calls
-import sglang_stand_in as stand_in
 import torch
 from simulated_driver import Block
 
-from memsaver.integrations.sglang import draft_weights, hooks
+from memsaver.integrations.sglang import draft_weights
 from memsaver.integrations.sglang.adapter import MemsaverAdapter
 
 MIB = 1 << 20
@@ -51,15 +50,9 @@ def test_a_draft_models_own_tag_is_released_with_the_weights_and_kept(sim, tag):
 
 
 @pytest.fixture
-def scheduler(sim, tag, make_blocks, monkeypatch):
+def scheduler(engine, monkeypatch):
     monkeypatch.setattr(draft_weights, "_kept", [True])
-    tag.names.extend(stand_in.TAGS)
-    with stand_in.modules(monkeypatch) as classes:
-        hooks.install()
-        made = classes.Scheduler(classes.Updater)
-        scheduler_calls.hold(made, make_blocks)
-        yield made
-        scheduler_calls.let_go(made)
+    return engine
 
 
 def test_sglangs_own_copy_of_the_draft_model_is_deleted(scheduler):
@@ -67,7 +60,6 @@ def test_sglangs_own_copy_of_the_draft_model_is_deleted(scheduler):
     updater.stashed_draft_model_state = {"tensors": [("weight", torch.ones(2))]}
     assert scheduler_calls.ask(scheduler, "release").failure is None
     assert updater.stashed_draft_model_state is None
-    assert scheduler_calls.ask(scheduler, "resume").failure is None
 
 
 def test_a_copy_that_memsaver_has_no_backup_for_remains(scheduler, monkeypatch):
@@ -76,7 +68,6 @@ def test_a_copy_that_memsaver_has_no_backup_for_remains(scheduler, monkeypatch):
     updater.stashed_draft_model_state = copy = {"tensors": [("weight", torch.ones(2))]}
     scheduler_calls.ask(scheduler, "release")
     assert updater.stashed_draft_model_state is copy
-    scheduler_calls.ask(scheduler, "resume")
 
 
 def test_a_request_for_the_draft_models_tag_alone_does_nothing(scheduler):
@@ -86,4 +77,3 @@ def test_a_request_for_the_draft_models_tag_alone_does_nothing(scheduler):
         assert answer.failure is None and scheduler_calls.states() == before
     answer = scheduler_calls.ask(scheduler, "release", ["weights", "weights_drafter"])
     assert answer.released == ("weights",)
-    scheduler_calls.ask(scheduler, "resume")

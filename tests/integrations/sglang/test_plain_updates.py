@@ -19,12 +19,6 @@ from memsaver.integrations.sglang import weight_loads  # noqa: E402
 pytestmark = pytest.mark.usefixtures("tensors_in_files")
 
 
-@pytest.fixture
-def manager(monkeypatch):
-    with weight_engine.hooked(monkeypatch) as kind:
-        yield kind
-
-
 @pytest.mark.parametrize(
     "named, text",
     [

@@ -10,7 +10,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import weight_engine  # noqa: E402
 from weight_engine import Backend, Output, Request, checkpoint  # noqa: E402
 from weight_requests import payload, verification, weights  # noqa: E402
 
@@ -23,10 +22,9 @@ pytestmark = pytest.mark.usefixtures("tensors_in_files")
 
 
 @pytest.fixture
-def ranks(monkeypatch):
+def ranks(manager):
     """Return the two ranks of an engine with two replicas."""
-    with weight_engine.hooked(monkeypatch) as kind:
-        yield Backend(kind, replicas=2).ranks
+    return Backend(manager, replicas=2).ranks
 
 
 def test_each_replica_loads_its_own_payload_and_compares_its_own_digests(ranks):

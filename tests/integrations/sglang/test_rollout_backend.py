@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import threading
 import time
@@ -10,6 +11,7 @@ import types
 
 import pytest
 import sglang_stand_in as stand_in
+from sleep_worlds import started
 from tasks import Task
 
 from memsaver.errors import ConfigError, InvalidStateError
@@ -27,16 +29,7 @@ FOUR = {"max_new_tokens": 4}
 def make_world(monkeypatch):
     """Create an engine: `make_world("local" | "server")` returns its manager and its address."""
     with contextlib.ExitStack() as cleanup:
-
-        def make(kind: str, schedulers: int = 1):
-            classes = cleanup.enter_context(stand_in.modules(monkeypatch))
-            processes = [classes.Scheduler(classes.Updater) for _ in range(schedulers)]
-            manager = classes.Tokenizer(processes)
-            engine = (stand_in.Engine if kind == "local" else stand_in.Server)(manager)
-            cleanup.callback(engine.shutdown)
-            return manager, engine if kind == "local" else engine.url
-
-        yield make
+        yield functools.partial(started, cleanup, monkeypatch)
 
 
 @pytest.fixture(params=["local", "server"])
@@ -111,10 +104,10 @@ def test_a_generation_that_takes_too_long_is_aborted(world):
     world.backend.control.sleep(wait_idle=True)  # no requests are in flight
 
 
-def test_a_generation_and_a_sleep_keep_out_of_each_others_way(world):
+def test_a_generation_and_a_sleep_keep_out_of_each_others_way(world, wait_until):
     world.manager.generate_seconds = 60
     generation = Task(world.backend.generate, [Request([1], FOUR)], 30)
-    wait_for(lambda: world.manager.schedulers[0].running)
+    wait_until(lambda: world.manager.schedulers[0].running)
     with pytest.raises(EngineBusyError):
         world.backend.control.sleep()
     threading.Timer(0.3, setattr, (world.manager, "finishes", True)).start()
@@ -129,10 +122,10 @@ def test_a_generation_and_a_sleep_keep_out_of_each_others_way(world):
 # --- a pause of the generation --------------------------------------------------------------------
 
 
-def test_an_aborting_pause_returns_the_partial_output(world):
+def test_an_aborting_pause_returns_the_partial_output(world, wait_until):
     world.manager.generate_seconds = 60
     generation = Task(world.backend.generate, [Request([1], FOUR)], 30)
-    wait_for(lambda: world.manager.schedulers[0].running)
+    wait_until(lambda: world.manager.schedulers[0].running)
     world.backend.pause_generation("abort", 30)
     (sample,) = generation.result(30)
     assert sample.finish_reason == "abort" and sample.token_ids == [1, 2]
@@ -352,10 +345,3 @@ def test_outputs_that_are_not_sglangs():
     ):
         with pytest.raises(EngineError, match="does not have SGLang's format"):
             sample_of(bad)
-
-
-def wait_for(condition, seconds=30.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import pickle
 
 import pytest
@@ -13,9 +12,9 @@ from sleeping_manager import (
     EmbeddingReqInput,
     GenerateReqInput,
     Manager,
+    asleep,
     change,
     outputs,
-    run,
     update,
 )
 
@@ -27,83 +26,62 @@ from memsaver.integrations.engine.refusals import asleep_text
 from memsaver.integrations.sglang import admissions
 from memsaver.integrations.sglang.protocol import REWRITTEN
 
-
-@pytest.fixture(autouse=True)
-def modules():
-    with sleeping_manager.modules():
-        yield
-
-
-@pytest.fixture
-def policy(monkeypatch):
-    return functools.partial(sleeping_manager.choose, monkeypatch)
+pytestmark = pytest.mark.usefixtures("manager_modules")
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("kind", [GenerateReqInput, EmbeddingReqInput])
-def test_a_refused_request_raises_before_it_is_sent(kind, stream):
-    async def test():
-        manager = Manager()
-        await change(manager, "release")
-        with pytest.raises(EngineAsleepError) as caught:
-            await outputs(manager, kind("a", stream))
-        assert caught.value.tags == BOTH and caught.value.status_code == 503
-        assert ("embeddings" in str(caught.value)) == (kind is EmbeddingReqInput)
-        assert caught.value.detail == str(caught.value) and manager.sent == []
-        again = pickle.loads(pickle.dumps(caught.value))
-        assert (type(again), again.tags, str(again)) == (
-            type(caught.value),
-            BOTH,
-            str(caught.value),
-        )
-        await change(manager, "resume")
-        assert len(await outputs(manager, kind("b", stream))) == (3 if stream else 1)
-
-    run(test())
+async def test_a_refused_request_raises_before_it_is_sent(kind, stream):
+    manager = await asleep()
+    with pytest.raises(EngineAsleepError) as caught:
+        await outputs(manager, kind("a", stream))
+    assert caught.value.tags == BOTH and caught.value.status_code == 503
+    assert ("embeddings" in str(caught.value)) == (kind is EmbeddingReqInput)
+    assert caught.value.detail == str(caught.value) and manager.sent == []
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (type(again), again.tags, str(again)) == (
+        type(caught.value),
+        BOTH,
+        str(caught.value),
+    )
+    await change(manager, "resume")
+    assert len(await outputs(manager, kind("b", stream))) == (3 if stream else 1)
 
 
-def test_a_refusal_by_the_scheduler_raises_the_same_error():
-    async def test():
-        manager = Manager()
-        manager.tags = {"kv_cache"}  # released by another process
-        with pytest.raises(EngineAsleepError) as caught:
-            await outputs(manager, GenerateReqInput("a"))
-        assert caught.value.tags == ("kv_cache",)
-        # A stream yields the refusal in SGLang's own format, because it may have begun.
-        manager = Manager()
-        manager.tags = {"kv_cache"}
-        (output,) = await outputs(manager, GenerateReqInput("a", stream=True))
-        assert output["meta_info"]["finish_reason"]["status_code"] == 503
-
-    run(test())
+async def test_a_refusal_by_the_scheduler_raises_the_same_error():
+    manager = Manager()
+    manager.tags = {"kv_cache"}  # released by another process
+    with pytest.raises(EngineAsleepError) as caught:
+        await outputs(manager, GenerateReqInput("a"))
+    assert caught.value.tags == ("kv_cache",)
+    # A stream yields the refusal in SGLang's own format, because it may have begun.
+    manager = Manager()
+    manager.tags = {"kv_cache"}
+    (output,) = await outputs(manager, GenerateReqInput("a", stream=True))
+    assert output["meta_info"]["finish_reason"]["status_code"] == 503
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("when", ["wait", "wake"])
-def test_a_request_that_a_release_overtakes_is_sent_again(policy, when, stream):
+async def test_a_request_that_a_release_overtakes_is_sent_again(policy, when, stream):
     policy(when)
+    manager = await asleep()
+    if when == "wait":
+        await change(manager, "resume")
+    overtaken = []
 
-    async def test():
-        manager = Manager()
-        await change(manager, "release")
-        if when == "wait":
-            await change(manager, "resume")
-        overtaken = []
+    def between():
+        if not overtaken:
+            overtaken.append(1)
+            manager.tags = {"kv_cache"}
+            if when == "wait":
+                loop = asyncio.get_running_loop()
+                loop.call_later(0.05, lambda: loop.create_task(change(manager, "resume")))
 
-        def between():
-            if not overtaken:
-                overtaken.append(1)
-                manager.tags = {"kv_cache"}
-                if when == "wait":
-                    loop = asyncio.get_running_loop()
-                    loop.call_later(0.05, lambda: loop.create_task(change(manager, "resume")))
-
-        manager.between = between
-        found = await outputs(manager, GenerateReqInput("a", stream))
-        assert [output["text"] for output in found] == (["0", "1", "2"] if stream else ["0"])
-        assert len(manager.sent) == 2 and overtaken
-
-    run(test())
+    manager.between = between
+    found = await outputs(manager, GenerateReqInput("a", stream))
+    assert [output["text"] for output in found] == (["0", "1", "2"] if stream else ["0"])
+    assert len(manager.sent) == 2 and overtaken
 
 
 class Batches(Manager):
@@ -153,19 +131,15 @@ class Batches(Manager):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_accepted_parts_of_a_refused_batch_end_before_it_is_sent_again(policy, stream):
+async def test_accepted_parts_of_a_refused_batch_end_before_it_is_sent_again(policy, stream):
     policy("wake")
-
-    async def test():
-        manager = Batches()
-        manager.tags = {"kv_cache"}
-        obj = GenerateReqInput(["a", "b"], stream, is_single=False)
-        found = admissions.generate(Batches.generate_request, manager, obj)
-        assert [output async for output in found] == [[{"text": "a"}, {"text": "b"}]]
-        assert manager.ended == ["b"] and len(manager.sent) == 2 and not manager.rid_to_state
-        assert all(part.done() for part in manager.waiting)
-
-    run(test())
+    manager = Batches()
+    manager.tags = {"kv_cache"}
+    obj = GenerateReqInput(["a", "b"], stream, is_single=False)
+    found = admissions.generate(Batches.generate_request, manager, obj)
+    assert [output async for output in found] == [[{"text": "a"}, {"text": "b"}]]
+    assert manager.ended == ["b"] and len(manager.sent) == 2 and not manager.rid_to_state
+    assert all(part.done() for part in manager.waiting)
 
 
 class Part(GenerateReqInput):
@@ -199,81 +173,68 @@ class Streams(Manager):
 
 @pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("when", ["wait", "wake", "refuse"])
-def test_a_prompt_of_a_streamed_batch_that_is_refused_is_sent_again(policy, when, samples):
+async def test_a_prompt_of_a_streamed_batch_that_is_refused_is_sent_again(policy, when, samples):
     """The batch's other prompts have had outputs, so it cannot be sent again as a whole."""
     policy(when)
+    manager = Streams()
+    manager.refuses = False
+    await change(manager, "release")
+    await change(manager, "resume")
 
-    async def test():
-        manager = Streams()
-        manager.refuses = False
-        await change(manager, "release")
-        await change(manager, "resume")
+    def between():
+        manager.refuses, manager.tags = True, {"kv_cache"}
+        manager.between = lambda: None
+        if when == "wait":
+            loop = asyncio.get_running_loop()
+            loop.call_later(0.05, lambda: loop.create_task(change(manager, "resume")))
 
-        def between():
-            manager.refuses, manager.tags = True, {"kv_cache"}
-            manager.between = lambda: None
-            if when == "wait":
-                loop = asyncio.get_running_loop()
-                loop.call_later(0.05, lambda: loop.create_task(change(manager, "resume")))
-
-        manager.between = between
-        obj = Part(["a", "b", "c"], True, is_single=False)
-        obj.parallel_sample_num = samples
-        found = [o async for o in admissions.generate(Streams.generate_request, manager, obj)]
-        texts = [(one["index"], one.get("text")) for one in found]
-        others = [(0, "a0"), (2, "c0"), (0, "a1"), (2, "c1")]
-        if when == "refuse" or samples > 1:  # the prompt's output says why
-            assert texts == [others[0], (1, None), *others[1:]]
-            assert "kv_cache" in found[1]["meta_info"]["finish_reason"]["message"]
-            assert manager.sent == [["a", "b", "c"]]
-        else:
-            assert texts == [*others, (1, "b0"), (1, "b1")]
-            assert manager.sent == [["a", "b", "c"], "b"]
-
-    run(test())
+    manager.between = between
+    obj = Part(["a", "b", "c"], True, is_single=False)
+    obj.parallel_sample_num = samples
+    found = [o async for o in admissions.generate(Streams.generate_request, manager, obj)]
+    texts = [(one["index"], one.get("text")) for one in found]
+    others = [(0, "a0"), (2, "c0"), (0, "a1"), (2, "c1")]
+    if when == "refuse" or samples > 1:  # the prompt's output says why
+        assert texts == [others[0], (1, None), *others[1:]]
+        assert "kv_cache" in found[1]["meta_info"]["finish_reason"]["message"]
+        assert manager.sent == [["a", "b", "c"]]
+    else:
+        assert texts == [*others, (1, "b0"), (1, "b1")]
+        assert manager.sent == [["a", "b", "c"], "b"]
 
 
-def test_names_that_were_not_sent_are_forgotten(policy):
+async def test_names_that_were_not_sent_are_forgotten(policy):
     """Samples have other names than their prompts."""
     policy("wake")
-
-    async def test():
-        manager = Batches()
-        manager.tags = {"kv_cache"}
-        obj = GenerateReqInput(["a", "b"], is_single=False)
-        obj.parallel_sample_num = 2
-        assert [
-            output async for output in admissions.generate(Batches.generate_request, manager, obj)
-        ] and not manager.rid_to_state
-        assert manager.aborted == []
-
-    run(test())
+    manager = Batches()
+    manager.tags = {"kv_cache"}
+    obj = GenerateReqInput(["a", "b"], is_single=False)
+    obj.parallel_sample_num = 2
+    assert [
+        output async for output in admissions.generate(Batches.generate_request, manager, obj)
+    ] and not manager.rid_to_state
+    assert manager.aborted == []
 
 
-def test_a_request_is_held_until_a_resume(policy):
+async def test_a_request_is_held_until_a_resume(policy):
     policy("wait")
-
-    async def test():
-        manager = Manager()
-        await change(manager, "release")
-        tasks = [
-            asyncio.ensure_future(outputs(manager, GenerateReqInput(str(number))))
-            for number in range(4)
-        ]
-        updating = asyncio.ensure_future(update(manager))
-        await asyncio.sleep(0.05)
-        assert manager.sent == []
-        await change(manager, "resume", ["weights"])
-        assert (await updating)[0] is True and manager.sent == ["weights"]
-        await change(manager, "resume")
-        await asyncio.gather(*tasks)
-        assert [obj.rid for obj in manager.sent[1:]] == ["0'", "1'", "2'", "3'"]
-
-    run(test())
+    manager = await asleep()
+    tasks = [
+        asyncio.ensure_future(outputs(manager, GenerateReqInput(str(number))))
+        for number in range(4)
+    ]
+    updating = asyncio.ensure_future(update(manager))
+    await asyncio.sleep(0.05)
+    assert manager.sent == []
+    await change(manager, "resume", ["weights"])
+    assert (await updating)[0] is True and manager.sent == ["weights"]
+    await change(manager, "resume")
+    await asyncio.gather(*tasks)
+    assert [obj.rid for obj in manager.sent[1:]] == ["0'", "1'", "2'", "3'"]
 
 
 @pytest.mark.parametrize("is_background, count", [(False, 0), (True, 1)])
-def test_a_disconnected_client_ends_only_a_foreground_request(
+async def test_a_disconnected_client_ends_only_a_foreground_request(
     policy, monkeypatch, is_background, count
 ):
     policy("wait")
@@ -283,213 +244,151 @@ def test_a_disconnected_client_ends_only_a_foreground_request(
         async def is_disconnected(self):
             return True
 
-    async def test():
-        manager = Manager()
-        await change(manager, "release")
-        obj = GenerateReqInput("a")
-        obj.background = is_background
-        task = asyncio.ensure_future(outputs(manager, obj, Gone()))
-        await asyncio.sleep(0.05)
-        await change(manager, "resume")
-        await asyncio.wait([task])
-        assert len(manager.sent) == count
-        assert isinstance(task.exception(), type(None) if count else admission.ClientGoneError)
-
-    run(test())
+    manager = await asleep()
+    obj = GenerateReqInput("a")
+    obj.background = is_background
+    task = asyncio.ensure_future(outputs(manager, obj, Gone()))
+    await asyncio.sleep(0.05)
+    await change(manager, "resume")
+    await asyncio.wait([task])
+    assert len(manager.sent) == count
+    assert isinstance(task.exception(), type(None) if count else admission.ClientGoneError)
 
 
 @pytest.mark.parametrize("poll", [0.01, 1.0])
 @pytest.mark.parametrize("when", ["wait", "wake"])
 @pytest.mark.parametrize("rid, abort_all", [("a", False), ("", True), ("other", False)])
-def test_an_abort_ends_a_request_that_is_held(policy, monkeypatch, when, rid, abort_all, poll):
+async def test_an_abort_ends_a_request_that_is_held(
+    policy, monkeypatch, when, rid, abort_all, poll
+):
     """Also if the memory is resumed before the request looks whether it was aborted."""
     policy(when)
     monkeypatch.setattr(admission, "_POLL_SECONDS", poll)
-
-    async def test():
-        manager = Manager()
-        await change(manager, "release")
-        if when == "wake":
-            manager.failure = Failure("OutOfDeviceMemoryError", "no memory", "")
-        task = asyncio.ensure_future(outputs(manager, GenerateReqInput("a")))
-        await asyncio.sleep(0.02)
-        admissions.abort(Manager.abort_request, manager, rid, abort_all)
-        manager.failure = None
-        if when == "wait" and (rid == "other" or poll == 1.0):
-            await change(manager, "resume")
-        if rid == "other":
-            assert len(await task) == 1
-        else:
-            with pytest.raises(admission.RequestAbortedError):
-                await task
-            assert manager.sent == []
-
-    run(test())
+    manager = await asleep()
+    if when == "wake":
+        manager.failure = Failure("OutOfDeviceMemoryError", "no memory", "")
+    task = asyncio.ensure_future(outputs(manager, GenerateReqInput("a")))
+    await asyncio.sleep(0.02)
+    admissions.abort(Manager.abort_request, manager, rid, abort_all)
+    manager.failure = None
+    if when == "wait" and (rid == "other" or poll == 1.0):
+        await change(manager, "resume")
+    if rid == "other":
+        assert len(await task) == 1
+    else:
+        with pytest.raises(admission.RequestAbortedError):
+            await task
+        assert manager.sent == []
 
 
-def test_a_query_without_an_answer_in_time_is_not_cancelled(monkeypatch):
+async def test_a_query_without_an_answer_in_time_is_not_cancelled(monkeypatch):
     """SGLang 0.5.12 would wait forever for the answer in each later query."""
     monkeypatch.setattr(admission, "_QUERY_SECONDS", 0.01)
+    manager = await asleep()
+    query, answer = manager.get_internal_state, asyncio.Event()
+    queries, completed = 0, 0
 
-    async def test():
-        manager = Manager()
-        await change(manager, "release")
-        query, answer = manager.get_internal_state, asyncio.Event()
-        queries, completed = 0, 0
+    async def slow():
+        nonlocal queries, completed
+        queries += 1
+        await answer.wait()
+        completed += 1
+        return await query()
 
-        async def slow():
-            nonlocal queries, completed
-            queries += 1
-            await answer.wait()
-            completed += 1
-            return await query()
-
-        manager.get_internal_state = slow
-        for rid in "ab":
-            with pytest.raises(EngineAsleepError):
-                await outputs(manager, GenerateReqInput(rid))
-        cancelled = asyncio.ensure_future(outputs(manager, GenerateReqInput("c")))
-        await asyncio.sleep(0)
-        cancelled.cancel()
-        await asyncio.wait([cancelled])
-        manager.tags.clear()  # resumed by another process
-        answer.set()
-        await asyncio.sleep(0.05)
-        assert queries == completed == 1
-        assert await outputs(manager, GenerateReqInput("d"))
-
-    run(test())
+    manager.get_internal_state = slow
+    for rid in "ab":
+        with pytest.raises(EngineAsleepError):
+            await outputs(manager, GenerateReqInput(rid))
+    cancelled = asyncio.ensure_future(outputs(manager, GenerateReqInput("c")))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    await asyncio.wait([cancelled])
+    manager.tags.clear()  # resumed by another process
+    answer.set()
+    await asyncio.sleep(0.05)
+    assert queries == completed == 1
+    assert await outputs(manager, GenerateReqInput("d"))
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_waited_too_long_is_refused(policy, stream):
-    policy("wait", 0.05)
-
-    async def test():
-        manager = Manager()
-        await change(manager, "release")
-        with pytest.raises(EngineAsleepError, match="no caller woke it up"):
-            await outputs(manager, GenerateReqInput("a", stream))
-        with pytest.raises(EngineAsleepError, match="no caller woke it up"):
-            await update(manager)
-
-    run(test())
-
-
-def test_a_request_wakes_the_engine(policy):
+async def test_a_request_wakes_the_engine(policy):
     policy("wake")
-
-    async def test():
-        manager = Manager()
-        await change(manager, "release")
-        assert await update(manager) == (True, "Success")
-        assert manager.tags == {"kv_cache"}
-        assert await outputs(manager, GenerateReqInput("a"))
-        assert manager.tags == set()
-
-    run(test())
+    manager = await asleep()
+    assert await update(manager) == (True, "Success")
+    assert manager.tags == {"kv_cache"}
+    assert await outputs(manager, GenerateReqInput("a"))
+    assert manager.tags == set()
 
 
-def test_weights_are_read_after_a_wake_up_from_a_release_by_the_engine_itself(policy, monkeypatch):
+async def test_weights_are_read_after_a_wake_up_from_the_engines_own_release(policy, monkeypatch):
     """The scheduler's reply to a refused read is None, without a reason."""
     policy("wake")
     monkeypatch.setenv("MEMSAVER_SGLANG_SLEEP_AFTER", "5")
+    manager = Manager()
+    manager.tags = {"weights"}
 
-    async def test():
-        manager = Manager()
-        manager.tags = {"weights"}
+    async def get_weights_by_name(manager, obj):
+        return None if manager.tags else [0.5]
 
-        async def get_weights_by_name(manager, obj):
-            return None if manager.tags else [0.5]
-
-        hook = admissions.call("read its weights")
-        assert await hook(get_weights_by_name, manager, "a.weight") == [0.5]
-
-    run(test())
+    hook = admissions.call("read its weights")
+    assert await hook(get_weights_by_name, manager, "a.weight") == [0.5]
 
 
-def test_a_wake_up_without_memory_is_the_requests_error(policy):
+async def test_a_wake_up_without_memory_is_the_requests_error(policy):
     policy("wake", 0.1)
-
-    async def test():
-        manager = Manager()
-        await change(manager, "release")
-        manager.failure = Failure("OutOfDeviceMemoryError", "8 MiB are needed", "kv_cache", 8, 1)
-        with pytest.raises(EngineAsleepError, match="8 MiB are needed") as caught:
-            await outputs(manager, GenerateReqInput("a"))
-        assert isinstance(caught.value.__cause__, memsaver.OutOfDeviceMemoryError)
-        assert manager.tags == set(BOTH)
-        manager.failure = None
-        assert await outputs(manager, GenerateReqInput("b"))
-
-    run(test())
+    manager = await asleep()
+    manager.failure = Failure("OutOfDeviceMemoryError", "8 MiB are needed", "kv_cache", 8, 1)
+    with pytest.raises(EngineAsleepError, match="8 MiB are needed") as caught:
+        await outputs(manager, GenerateReqInput("a"))
+    assert isinstance(caught.value.__cause__, memsaver.OutOfDeviceMemoryError)
+    assert manager.tags == set(BOTH)
+    manager.failure = None
+    assert await outputs(manager, GenerateReqInput("b"))
 
 
-def test_weights_without_a_backup_are_not_woken_for_a_generation(policy):
+async def test_weights_without_a_backup_are_not_woken_for_a_generation(policy):
     policy("wake")
-
-    async def test():
-        manager = Manager(enable_weights_cpu_backup=False)
-        await change(manager, "release")
-        with pytest.raises(EngineAsleepError, match="weights has no backup"):
-            await outputs(manager, GenerateReqInput("a"))
-        assert (await update(manager))[0] is True
-
-    run(test())
+    manager = await asleep(enable_weights_cpu_backup=False)
+    with pytest.raises(EngineAsleepError, match="weights has no backup"):
+        await outputs(manager, GenerateReqInput("a"))
+    assert (await update(manager))[0] is True
 
 
-def test_weights_that_were_to_be_rewritten_are_not_woken_for_a_generation(policy):
+async def test_weights_that_were_to_be_rewritten_are_not_woken_for_a_generation(policy):
     policy("wake")
-
-    async def test():
-        manager = Manager()
-        await change(manager, "release", rid=REWRITTEN)
-        await change(manager, "release")  # of a sleeping engine
-        with pytest.raises(EngineAsleepError, match="weights has no backup"):
-            await outputs(manager, GenerateReqInput("a"))
-        await change(manager, "resume")
-        await change(manager, "release")
-        assert await outputs(manager, GenerateReqInput("a"))
-
-    run(test())
+    manager = Manager()
+    await change(manager, "release", rid=REWRITTEN)
+    await change(manager, "release")  # of a sleeping engine
+    with pytest.raises(EngineAsleepError, match="weights has no backup"):
+        await outputs(manager, GenerateReqInput("a"))
+    await change(manager, "resume")
+    await change(manager, "release")
+    assert await outputs(manager, GenerateReqInput("a"))
 
 
 @pytest.mark.parametrize("when", ["wait", "wake"])
-def test_a_health_check_neither_waits_nor_wakes_the_engine(policy, when):
+async def test_a_health_check_neither_waits_nor_wakes_the_engine(policy, when):
     policy(when)
-
-    async def test():
-        manager = Manager()
-        await change(manager, "release")
-        with pytest.raises(EngineAsleepError):
-            await outputs(manager, GenerateReqInput("HEALTH_CHECK_1"))
-        assert manager.tags == set(BOTH)
-
-    run(test())
+    manager = await asleep()
+    with pytest.raises(EngineAsleepError):
+        await outputs(manager, GenerateReqInput("HEALTH_CHECK_1"))
+    assert manager.tags == set(BOTH)
 
 
-def test_nothing_is_refused_without_a_memory_saver():
-    async def test():
-        manager = Manager(enable_memory_saver=False)
-        await change(manager, "release")
-        manager.tags.clear()  # such a release has no effect
-        assert await outputs(manager, GenerateReqInput("a"))
-        assert (await update(manager))[0] is True
-
-    run(test())
+async def test_nothing_is_refused_without_a_memory_saver():
+    manager = await asleep(enable_memory_saver=False)
+    manager.tags.clear()  # such a release has no effect
+    assert await outputs(manager, GenerateReqInput("a"))
+    assert (await update(manager))[0] is True
 
 
-def test_other_failures_of_an_update_are_returned():
-    async def test():
-        manager = Manager()
+async def test_other_failures_of_an_update_are_returned():
+    manager = Manager()
 
-        async def failing(manager, obj):
-            return False, "the model does not use a.weight"
+    async def failing(manager, obj):
+        return False, "the model does not use a.weight"
 
-        hook = admissions.call("update its weights", reads=False)
-        assert await hook(failing, manager, "x") == (False, "the model does not use a.weight")
-        manager.tags = {"weights"}
-        with pytest.raises(EngineAsleepError, match="cannot update its weights"):
-            await update(manager)
-
-    run(test())
+    hook = admissions.call("update its weights", reads=False)
+    assert await hook(failing, manager, "x") == (False, "the model does not use a.weight")
+    manager.tags = {"weights"}
+    with pytest.raises(EngineAsleepError, match="cannot update its weights"):
+        await update(manager)

@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import json
 import types
 
 import pytest
 import sleeping_manager
-from sleeping_manager import BOTH, GenerateReqInput, Manager, change, outputs, run
+from sleeping_manager import BOTH, GenerateReqInput, Manager, change, outputs
 
 from memsaver.integrations.engine.errors import EngineAsleepError
 from memsaver.integrations.engine.refusals import asleep_text
 from memsaver.integrations.sglang import admissions, http_answers
 
-
-@pytest.fixture(autouse=True)
-def modules():
-    with sleeping_manager.modules():
-        yield
-
-
-@pytest.fixture
-def policy(monkeypatch):
-    return functools.partial(sleeping_manager.choose, monkeypatch)
+pytestmark = pytest.mark.usefixtures("manager_modules")
 
 
 class Server:
@@ -87,110 +77,89 @@ class Server:
 
 
 @pytest.mark.parametrize("path", ["/raises", "/catches", "/stream"])
-def test_every_endpoint_refuses_with_status_503_and_the_tags(path):
-    async def test():
-        server = Server(Manager())
-        status, body = await server.get(path)
-        assert status == 200
-        await change(server.manager, "release")
-        status, body = await server.get(path)
-        answer = json.loads(body)
-        assert status == 503 and answer["error"]["tags"] == list(BOTH)
-        assert answer["error"]["type"] == "engine_asleep" and answer["error"]["code"] == 503
-        assert answer["success"] is False and "asleep" in answer["message"]
-        await change(server.manager, "resume")
-        assert (await server.get(path))[0] == 200
-
-    run(test())
+async def test_every_endpoint_refuses_with_status_503_and_the_tags(path):
+    server = Server(Manager())
+    status, body = await server.get(path)
+    assert status == 200
+    await change(server.manager, "release")
+    status, body = await server.get(path)
+    answer = json.loads(body)
+    assert status == 503 and answer["error"]["tags"] == list(BOTH)
+    assert answer["error"]["type"] == "engine_asleep" and answer["error"]["code"] == 503
+    assert answer["success"] is False and "asleep" in answer["message"]
+    await change(server.manager, "resume")
+    assert (await server.get(path))[0] == 200
 
 
 @pytest.mark.parametrize("path", ["/raises", "/stream"])
-def test_a_request_that_is_sent_again_is_answered_as_usual(policy, path):
+async def test_a_request_that_is_sent_again_is_answered_as_usual(policy, path):
     policy("wake")
+    server = Server(Manager())
+    await change(server.manager, "release")
+    overtaken = []
 
-    async def test():
-        server = Server(Manager())
-        await change(server.manager, "release")
-        overtaken = []
+    def between():
+        if not overtaken:
+            overtaken.append(1)
+            server.manager.tags = {"kv_cache"}
 
-        def between():
-            if not overtaken:
-                overtaken.append(1)
-                server.manager.tags = {"kv_cache"}
-
-        server.manager.between = between
-        status, body = await server.get(path)
-        assert status == 200 and b"asleep" not in body and overtaken
-
-    run(test())
+    server.manager.between = between
+    status, body = await server.get(path)
+    assert status == 200 and b"asleep" not in body and overtaken
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_refusal_of_another_part_of_a_batch_leaves_the_repeated_request(policy, stream):
+async def test_the_refusal_of_another_part_of_a_batch_leaves_the_repeated_request(policy, stream):
     """The parts of a batch are refused one by one, some after the request was sent again."""
     policy("wake")
+    server = Server(Manager())
+    await change(server.manager, "release")
+    parts = []
 
-    async def test():
-        server = Server(Manager())
-        await change(server.manager, "release")
-        parts = []
+    async def refuse_another():
+        text = asleep_text(["kv_cache"], "generate")
+        reason = {"type": "abort", "status_code": 503, "message": text}
+        output = {"meta_info": {"finish_reason": reason}}
+        with contextlib.suppress(EngineAsleepError):
+            await admissions.abort_reason(
+                sleeping_manager.own_abort_reason, server.manager, output, stream
+            )
 
-        async def refuse_another():
-            text = asleep_text(["kv_cache"], "generate")
-            reason = {"type": "abort", "status_code": 503, "message": text}
-            output = {"meta_info": {"finish_reason": reason}}
-            with contextlib.suppress(EngineAsleepError):
-                await admissions.abort_reason(
-                    sleeping_manager.own_abort_reason, server.manager, output, stream
-                )
+    def between():
+        if not parts:
+            server.manager.tags = {"kv_cache"}
+            parts.append(asyncio.ensure_future(refuse_another()))
 
-        def between():
-            if not parts:
-                server.manager.tags = {"kv_cache"}
-                parts.append(asyncio.ensure_future(refuse_another()))
-
-        server.manager.between = between
-        status, body = await server.get("/stream" if stream else "/raises")
-        assert status == 200 and b"asleep" not in body and parts[0].done()
-
-    run(test())
+    server.manager.between = between
+    status, body = await server.get("/stream" if stream else "/raises")
+    assert status == 200 and b"asleep" not in body and parts[0].done()
 
 
-def test_other_requests_and_errors_pass_while_asleep():
-    async def test():
-        server = Server(Manager())
-        await change(server.manager, "release")
-        assert await server.get("/model_info") == (200, b"fine")
-        with pytest.raises(KeyError):
-            await server.get("/fails")
-        server.manager = None  # before the manager exists
-        assert await server.get("/model_info") == (200, b"fine")
-
-    run(test())
+async def test_other_requests_and_errors_pass_while_asleep():
+    server = Server(Manager())
+    await change(server.manager, "release")
+    assert await server.get("/model_info") == (200, b"fine")
+    with pytest.raises(KeyError):
+        await server.get("/fails")
+    server.manager = None  # before the manager exists
+    assert await server.get("/model_info") == (200, b"fine")
 
 
 @pytest.mark.parametrize("when, status", [("refuse", 503), ("wait", 200), ("wake", 200)])
 @pytest.mark.parametrize("path", ["/health", "/health_generate"])
-def test_health_reports_a_sleeping_engine_without_generating(policy, when, status, path):
+async def test_health_reports_a_sleeping_engine_without_generating(policy, when, status, path):
     policy(when)
-
-    async def test():
-        server = Server(Manager())
-        assert await server.get(path) == (200, b"fine")
-        await change(server.manager, "release")
-        found, body = await server.get(path)
-        assert found == status and json.loads(body) == {"status": "asleep", "tags": list(BOTH)}
-        assert server.manager.tags == set(BOTH) and server.manager.sent == []
-        await change(server.manager, "resume")
-        assert await server.get(path) == (200, b"fine")
-
-    run(test())
+    server = Server(Manager())
+    assert await server.get(path) == (200, b"fine")
+    await change(server.manager, "release")
+    found, body = await server.get(path)
+    assert found == status and json.loads(body) == {"status": "asleep", "tags": list(BOTH)}
+    assert server.manager.tags == set(BOTH) and server.manager.sent == []
+    await change(server.manager, "resume")
+    assert await server.get(path) == (200, b"fine")
 
 
-def test_health_queries_the_schedulers_if_other_processes_release_memory():
-    async def test():
-        server = Server(Manager(tokenizer_worker_num=2))
-        server.manager.tags = {"kv_cache"}
-        assert (await server.get("/health"))[0] == 503
-
-    run(test())
+async def test_health_queries_the_schedulers_if_other_processes_release_memory():
+    server = Server(Manager(tokenizer_worker_num=2))
+    server.manager.tags = {"kv_cache"}
+    assert (await server.get("/health"))[0] == 503

@@ -5,12 +5,10 @@ from __future__ import annotations
 import types
 
 import pytest
-import scheduler_calls
 import sglang_stand_in as stand_in
 from scheduler_calls import ask, states
 from sglang_stand_in import messages
 
-from memsaver.integrations.sglang import hooks
 from memsaver.integrations.sglang.idle_sleep import IdleRelease, IdleSleep, install, with_handler
 
 GENERATION = messages.TokenizedGenerateReqInput("a")
@@ -134,20 +132,17 @@ def test_sglangs_own_input_blocker_comes_first(clock):
     assert idle.handle(["a"]) == ["a", "unblocked"]
 
 
-def test_an_engine_without_a_guard_does_not_sleep(monkeypatch, clock):
+def test_an_engine_without_a_guard_does_not_sleep(sglang, monkeypatch, clock):
     """The first request after the release would end it."""
-    with stand_in.modules(monkeypatch) as classes:
-        hooks.install()
-        scheduler = classes.Scheduler(classes.Updater)
-        scheduler.server_args = types.SimpleNamespace(enable_weights_cpu_backup=True)
-        inner = types.SimpleNamespace(handle=lambda requests: requests)
-        scheduler.input_blocker = IdleSleep(scheduler, 5, inner, clock)
-        io_struct = __import__("sglang.srt.managers.io_struct", fromlist=["_"])
-        monkeypatch.delattr(io_struct, "AbortReq")
-        scheduler._dispatch = Dispatcher([])
-        scheduler.init_request_dispatcher()
-        assert isinstance(scheduler._request_dispatcher, Dispatcher)
-        assert advance(clock, scheduler.input_blocker, 20) == []
+    scheduler = sglang.Scheduler(sglang.Updater)
+    scheduler.server_args = types.SimpleNamespace(enable_weights_cpu_backup=True)
+    inner = types.SimpleNamespace(handle=lambda requests: requests)
+    scheduler.input_blocker = IdleSleep(scheduler, 5, inner, clock)
+    monkeypatch.delattr("sglang.srt.managers.io_struct.AbortReq")
+    scheduler._dispatch = Dispatcher([])
+    scheduler.init_request_dispatcher()
+    assert isinstance(scheduler._request_dispatcher, Dispatcher)
+    assert advance(clock, scheduler.input_blocker, 20) == []
 
 
 class Dispatcher:
@@ -164,28 +159,18 @@ class Dispatcher:
         return self.handlers[type(request)](request)
 
 
-@pytest.mark.parametrize("older", [False, True])
-def test_an_idle_release_releases_memory_and_sends_no_reply(
-    monkeypatch, sim, tag, make_blocks, older
-):
-    monkeypatch.setenv("MEMSAVER_SGLANG_ASLEEP", "wake")
-    monkeypatch.setenv("MEMSAVER_SGLANG_SLEEP_AFTER", "5")
-    tag.names.extend(stand_in.TAGS)
-    with stand_in.modules(monkeypatch, older=older) as classes:
-        hooks.install()
-        scheduler = classes.Scheduler(classes.Updater)
-        scheduler.server_args = types.SimpleNamespace(enable_weights_cpu_backup=True)
-        scheduler_calls.hold(scheduler, make_blocks)
-        dispatcher = Dispatcher([])
-        assert with_handler(scheduler, dispatcher) is dispatcher and not dispatcher.handlers
-        scheduler.input_blocker = IdleSleep(scheduler, 5)
-        with_handler(scheduler, dispatcher)
-        scheduler.begin("a")
-        assert dispatcher(IdleRelease(("kv_cache", "weights"))) is None  # it is busy, and logs that
-        assert set(states().values()) == {"mapped"}
-        scheduler.end("a")
-        assert dispatcher(IdleRelease(("kv_cache", "weights"))) is None
-        assert states()["weights"] == states()["kv_cache"] == "paused" and scheduler.sent == []
-        ask(scheduler, "resume")
-        assert scheduler.model.is_intact()
-        scheduler_calls.let_go(scheduler)
+@pytest.mark.parametrize("version", ["0.5.23", "0.5.12"])
+def test_an_idle_release_releases_memory_and_sends_no_reply(engine):
+    engine.server_args = types.SimpleNamespace(enable_weights_cpu_backup=True)
+    dispatcher = Dispatcher([])
+    assert with_handler(engine, dispatcher) is dispatcher and not dispatcher.handlers
+    engine.input_blocker = IdleSleep(engine, 5)
+    with_handler(engine, dispatcher)
+    engine.begin("a")
+    assert dispatcher(IdleRelease(("kv_cache", "weights"))) is None  # it is busy, and logs that
+    assert set(states().values()) == {"mapped"}
+    engine.end("a")
+    assert dispatcher(IdleRelease(("kv_cache", "weights"))) is None
+    assert states()["weights"] == states()["kv_cache"] == "paused" and engine.sent == []
+    ask(engine, "resume")
+    assert engine.model.is_intact()

@@ -3,8 +3,6 @@
 import types
 
 import pytest
-import scheduler_calls
-import sglang_stand_in as stand_in
 from fake_nccl import FakeNccl
 from scheduler_calls import ask, states
 
@@ -12,7 +10,7 @@ import memsaver
 from memsaver.integrations.engine import held, nccl
 from memsaver.integrations.engine.messages import error_of
 from memsaver.integrations.engine.reports import SleepReport, Step
-from memsaver.integrations.sglang import hooks, leftovers
+from memsaver.integrations.sglang import leftovers
 
 MIB = 1 << 20
 GRAPH = ["cuda_graph"]
@@ -20,16 +18,9 @@ WORLD = {"pp_size": 1, "enable_dp_attention": False, "disaggregation_mode": "nul
 
 
 @pytest.fixture
-def engine(monkeypatch, sim, tag, make_blocks):
-    """Yield a scheduler with memory in all tags."""
-    with stand_in.modules(monkeypatch) as classes:
-        hooks.install()
-        tag.names.extend(stand_in.TAGS)
-        scheduler = classes.Scheduler(classes.Updater)
-        scheduler.server_args = types.SimpleNamespace(**WORLD)
-        scheduler_calls.hold(scheduler, make_blocks)
-        yield scheduler
-        scheduler_calls.let_go(scheduler)
+def engine(engine):
+    engine.server_args = types.SimpleNamespace(**WORLD)
+    return engine
 
 
 @pytest.fixture
@@ -122,7 +113,6 @@ def test_workspaces_whose_addresses_graphs_contain_are_kept(
     answer = ask(engine, "release")
     assert answer.failure is None and torch.released == released
     assert answer.ranks[0].held["cache"] == 15 * MIB
-    assert ask(engine, "resume").failure is None
 
 
 def test_communicators_are_suspended_while_no_memory_is_mapped(engine, world):
@@ -171,57 +161,45 @@ def test_a_communicator_that_cannot_be_resumed_leaves_everything_released(
     assert ask(engine, "resume").failure is None and world() and engine.model.is_intact()
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        {"enable_dp_attention": True},
-        {"pp_size": 2},
-        {"disaggregation_mode": "decode"},
-        {"elastic_ep_backend": "mooncake"},
-        {"enable_symm_mem": True},
-        {"expert_distribution_recorder_mode": "stat"},
-    ],
-)
-def test_an_idle_engine_that_communicates_keeps_its_communicators(engine, world, setting):
-    vars(engine.server_args).update(setting)
-    assert ask(engine, "release").failure is None
-    assert world()
-    assert ask(engine, "resume").failure is None
-
-
-def test_an_engine_with_unknown_settings_keeps_its_communicators(engine, world):
-    del engine.server_args
-    assert ask(engine, "release").failure is None
-    assert world()
-    assert ask(engine, "resume").failure is None
-
-
-def test_an_engine_without_the_guard_keeps_its_communicators(engine, world):
-    engine.init_request_dispatcher = None
-    engine._request_dispatcher = engine._dispatch
-    assert ask(engine, "release").failure is None
-    assert world()
-    assert ask(engine, "resume").failure is None
-
-
-def test_communicators_stay_unless_the_setting_is_on(engine, world, monkeypatch):
-    monkeypatch.delenv("MEMSAVER_SGLANG_SUSPEND_NCCL")
-    assert ask(engine, "release").failure is None
-    assert world()
-    assert ask(engine, "resume").failure is None
-
-
-def test_communicators_stay_if_another_rank_keeps_its_own(engine, world, monkeypatch):
+def of_another_rank(engine, patch):
     gather = leftovers.Group.gather
 
     def with_another_vote(group, fields):
         others = [{**fields, "suspends": False}] if "suspends" in fields else []
         return [*gather(group, fields), *others]
 
-    monkeypatch.setattr(leftovers.Group, "gather", with_another_vote)
+    patch.setattr(leftovers.Group, "gather", with_another_vote)
+
+
+def without_a_guard(engine, patch):
+    engine.init_request_dispatcher = None
+    engine._request_dispatcher = engine._dispatch
+
+
+def of(**setting):
+    return lambda engine, patch: vars(engine.server_args).update(setting)
+
+
+REASONS = {
+    "attention": of(enable_dp_attention=True),
+    "stages": of(pp_size=2),
+    "disaggregation": of(disaggregation_mode="decode"),
+    "elastic": of(elastic_ep_backend="mooncake"),
+    "symmetric memory": of(enable_symm_mem=True),
+    "recorder": of(expert_distribution_recorder_mode="stat"),
+    "unknown settings": lambda engine, patch: delattr(engine, "server_args"),
+    "no guard": without_a_guard,
+    "not requested": lambda engine, patch: patch.delenv("MEMSAVER_SGLANG_SUSPEND_NCCL"),
+    "another rank": of_another_rank,
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_communicators_that_may_be_used_stay(engine, world, monkeypatch, reason):
+    """Ranks of an idle engine communicate with some settings; others keep theirs for all."""
+    REASONS[reason](engine, monkeypatch)
     assert ask(engine, "release").failure is None
     assert world()
-    assert ask(engine, "resume").failure is None
 
 
 def test_the_memory_of_the_current_device_is_measured(engine, monkeypatch):
@@ -230,7 +208,6 @@ def test_the_memory_of_the_current_device_is_measured(engine, monkeypatch):
     monkeypatch.setattr(held, "_initialized", lambda: torch)
     monkeypatch.setattr(held, "measure", lambda device, _: devices.append(device) or {})
     assert ask(engine, "release").failure is None and devices == [1]
-    assert ask(engine, "resume").failure is None
 
 
 def test_a_communicator_that_cannot_be_suspended_does_not_fail_the_release(
@@ -244,4 +221,3 @@ def test_a_communicator_that_cannot_be_suspended_does_not_fail_the_release(
     assert answer.failure is None and answer.ranks[0].held == {}
     assert "could not suspend all of NCCL's communicators" in caplog.text
     assert "torch has changed" in caplog.text and set(states().values()) == {"paused"}
-    assert ask(engine, "resume").failure is None

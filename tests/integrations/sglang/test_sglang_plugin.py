@@ -99,13 +99,6 @@ def test_every_process_uses_memsaver(run_sglang, scenario):
     assert len(lines) == len(set(lines)) == (1 if scenario == "actor" else 2)
 
 
-@pytest.mark.preloads
-def test_preload_mode_if_requested(run_sglang):
-    seen, log = run_sglang(SCENARIOS["data-parallel"], MEMSAVER_SGLANG_PRELOAD="1")
-    assert seen["preloaded"] and seen["awake"] == [[True] * 3] * 4
-    assert "preload mode" in log
-
-
 @pytest.mark.parametrize(
     ("scenario", "env"),
     [
@@ -121,11 +114,6 @@ def test_a_plugin_that_is_turned_off_does_nothing(run_sglang, scenario, env):
     # Indented lines are a traceback's frames, with the paths of files.
     said = [line for line in log.splitlines() if not line.startswith(" ")]
     assert "memsaver" not in "\n".join(said).replace("torch_memory_saver", "")
-
-
-def test_named_in_sglang_plugins(run_sglang):
-    seen, _ = run_sglang(SCENARIOS["data-parallel"], SGLANG_PLUGINS="another,memsaver")
-    assert seen["saver"] == "MemsaverAdapter"
 
 
 def test_an_invalid_flag(run_sglang):
@@ -303,21 +291,31 @@ plugin._replace_factory(types.ModuleType("other"))
 
 
 GRAPHS, REGISTER = "SGLANG_MEMORY_SAVER_CUDA_GRAPH", "NCCL_GRAPH_REGISTER"
+UNSET = "unset it, or set it to 0"
 
 
 @pytest.mark.parametrize(
-    "scenario, env, value, warned",
+    "scenario, env, values, warning",
     [
-        ("scheduler", {GRAPHS: "1"}, "0", False),
-        ("actor", {GRAPHS: "1"}, "0", False),
-        ("data-parallel", {GRAPHS: "true", REGISTER: "1"}, "1", True),
-        ("actor", {GRAPHS: "0", REGISTER: "1"}, "1", False),
+        ("data-parallel", {"SGLANG_PLUGINS": "another,memsaver"}, {"saver": "MemsaverAdapter"}, ""),
+        pytest.param(
+            "data-parallel",
+            {"MEMSAVER_SGLANG_PRELOAD": "1"},
+            {"preloaded": True, "awake": [[True] * 3] * 4},
+            "preload mode",
+            marks=pytest.mark.preloads,
+        ),
+        # NCCL registers no memory of graphs.
+        ("scheduler", {GRAPHS: "1"}, {"nccl": "0"}, ""),
+        ("actor", {GRAPHS: "1"}, {"nccl": "0"}, ""),
+        ("data-parallel", {GRAPHS: "true", REGISTER: "1"}, {"nccl": "1"}, UNSET),
+        ("actor", {GRAPHS: "0", REGISTER: "1"}, {"nccl": "1"}, ""),
     ],
 )
-def test_nccl_registers_no_graph_memory(run_sglang, scenario, env, value, warned):
+def test_variables_reach_every_process(run_sglang, scenario, env, values, warning):
     seen, log = run_sglang(SCENARIOS[scenario], **env)
-    assert seen["nccl"] == value
-    assert ("unset it, or set it to 0" in log) is warned
+    assert {name: seen[name] for name in values} == values
+    assert warning in log and (UNSET in log) == (warning == UNSET)
 
 
 @pytest.mark.parametrize(
@@ -339,22 +337,18 @@ def test_settings_of_every_process(run_sglang, vmm, used, poison, version, warni
 # --- versions -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "version", ["0.5.12", "0.5.16", "0.5.23", "0.5.16.post1", "0.5.23+cu130", "v0.5.16"]
-)
-def test_tested_versions_cause_no_warning(version):
-    assert versions.doubt(version) is None
+UNTESTED = ("0.5.24", "0.6.0", "0.5.24.dev3", "0.0.0.dev0", "nonsense")
+WARNINGS = {
+    **dict.fromkeys(("0.5.12", "0.5.16", "0.5.23", "0.5.16.post1", "0.5.23+cu130", "v0.5.16"), ()),
+    **{one: (f"not tested with SGLang {one}", "MEMSAVER_SGLANG=0") for one in UNTESTED},
+    **dict.fromkeys(("0.4.9", "0.5.10", "0.5.10.post2"), ("torch_memory_saver instead",)),
+}
 
 
-@pytest.mark.parametrize("version", ["0.5.24", "0.6.0", "0.5.24.dev3", "0.0.0.dev0", "nonsense"])
-def test_versions_it_was_not_tried_with(version):
-    text = versions.doubt(version)
-    assert f"not tested with SGLang {version}" in text and "MEMSAVER_SGLANG=0" in text
-
-
-@pytest.mark.parametrize("version", ["0.4.9", "0.5.10", "0.5.10.post2"])
-def test_versions_without_plugins_get_advice(version):
-    assert "torch_memory_saver instead" in versions.doubt(version)
+@pytest.mark.parametrize(("version", "words"), WARNINGS.items(), ids=WARNINGS)
+def test_versions_that_were_not_tested_cause_a_warning(version, words):
+    doubt = versions.doubt(version)
+    assert (doubt is None) == (not words) and all(word in doubt for word in words)
 
 
 # --- parts ----------------------------------------------------------------------------------------

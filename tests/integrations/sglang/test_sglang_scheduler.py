@@ -6,7 +6,6 @@ import asyncio
 import threading
 
 import pytest
-import scheduler_calls
 import sglang_stand_in as stand_in
 from looks import held
 from scheduler_calls import ask, states
@@ -18,27 +17,15 @@ from memsaver._runtime.native import PartName
 from memsaver.integrations.engine import moves
 from memsaver.integrations.engine.errors import EngineBusyError
 from memsaver.integrations.engine.messages import SchedulerState, error_of
-from memsaver.integrations.sglang import hooks
+from memsaver.integrations.sglang import SleepController, Status, handlers, hooks
 from memsaver.integrations.sglang.protocol import REWRITTEN, answers_of
 
 MIB = 1 << 20
 
 
-@pytest.fixture
-def sglang(monkeypatch):
-    with stand_in.modules(monkeypatch) as classes:
-        hooks.install()
-        yield classes
-
-
-@pytest.fixture
-def engine(sglang, sim, tag, make_blocks):
-    """Yield a scheduler whose weights (with a backup), KV cache and graphs are in tags."""
-    tag.names.extend(stand_in.TAGS)
-    scheduler = sglang.Scheduler(sglang.Updater)
-    scheduler_calls.hold(scheduler, make_blocks)
-    yield scheduler
-    scheduler_calls.let_go(scheduler)
+@pytest.fixture(params=stand_in.HANDLERS)
+def version(request):
+    return request.param
 
 
 def test_release_and_resume_report_the_bytes_of_each_tag(engine, sim):
@@ -60,7 +47,7 @@ def test_release_and_resume_report_the_bytes_of_each_tag(engine, sim):
 
 
 def test_arguments_by_name_are_those_by_position(engine):
-    updater = engine.weight_updater
+    updater = engine.handlers
     request = stand_in.ReleaseMemoryOccupationReqInput(tags=["weights"])
     (answer,) = answers_of([updater.release_memory_occupation(recv_req=request)])
     assert (answer.failure, answer.tags) == (None, ("weights",))
@@ -90,7 +77,7 @@ def test_unknown_tags_change_nothing(engine):
         for tags in (["weights", "optimizer"], "weights", 5, [["weights"]], ["\ud800"], [None]):
             answer = ask(engine, operation, tags)
             assert isinstance(error_of([answer]), memsaver.ConfigError)
-    assert set(states().values()) == {"mapped"} and engine.weight_updater.offload_tags == set()
+    assert set(states().values()) == {"mapped"} and engine.handlers.offload_tags == set()
 
 
 def test_a_busy_engine_refuses(engine):
@@ -124,7 +111,7 @@ def test_a_release_that_fails_leaves_everything_mapped(engine, sim, call):
         answer = ask(engine, "release")
     assert isinstance(error_of([answer]), memsaver.MemsaverError)
     assert set(states().values()) == {"mapped"} and answer.released == ()
-    assert engine.weight_updater.offload_tags == set()
+    assert engine.handlers.offload_tags == set()
     assert engine.model.is_intact() and engine.graph.is_intact()
     assert ask(engine, "release").failure is None
     ask(engine, "resume")
@@ -159,11 +146,11 @@ def test_the_kv_cache_goes_before_other_contents_are_saved_again(engine, sim, wa
 
 
 def test_a_failure_of_sglangs_own_part_is_undone(engine):
-    engine.weight_updater.prepare_error = RuntimeError("a weight cache is active")
+    engine.handlers.prepare_error = RuntimeError("a weight cache is active")
     answer = ask(engine, "release")
     assert "a weight cache is active" in str(error_of([answer]))
-    assert set(states().values()) == {"mapped"} and engine.weight_updater.offload_tags == set()
-    engine.weight_updater.prepare_error = None
+    assert set(states().values()) == {"mapped"} and engine.handlers.offload_tags == set()
+    engine.handlers.prepare_error = None
     assert ask(engine, "release").failure is None
     assert ask(engine, "resume").failure is None and engine.model.is_intact()
 
@@ -171,7 +158,7 @@ def test_a_failure_of_sglangs_own_part_is_undone(engine):
 @pytest.mark.parametrize("where", ["before weights", "after weights", "after kv_cache"])
 def test_a_failure_of_sglangs_own_part_of_a_resume_is_undone(engine, sim, where):
     ask(engine, "release")
-    updater = engine.weight_updater
+    updater = engine.handlers
     updater.resume_errors[where] = RuntimeError("a buffer has another shape")
     for _ in range(2):
         answer = ask(engine, "resume")
@@ -187,7 +174,7 @@ def test_a_failure_of_sglangs_own_part_of_a_resume_is_undone(engine, sim, where)
 
 def test_weights_that_were_not_restored_for_an_update_do_not_become_a_backup(engine):
     ask(engine, "release")
-    updater = engine.weight_updater
+    updater = engine.handlers
     updater.resume_errors["after weights"] = RuntimeError("a buffer has another shape")
     answer = ask(engine, "resume", ["weights"], rid=REWRITTEN)
     assert answer.lost == ("weights",) and "load weights" in str(error_of([answer]))
@@ -199,7 +186,7 @@ def test_weights_that_were_not_restored_for_an_update_do_not_become_a_backup(eng
 
 def test_memory_that_a_failed_resume_leaves_mapped_is_released(engine, sim):
     ask(engine, "release")
-    updater = engine.weight_updater
+    updater = engine.handlers
     updater.resume_errors["after kv_cache"] = RuntimeError("no queue")
     with sim.fault("cuMemUnmap"):
         answer = ask(engine, "resume")
@@ -242,6 +229,7 @@ def test_a_release_that_is_refused_keeps_contents_without_a_backup(engine):
     assert ask(engine, "release").failure is None and ask(engine, "resume").failure is None
 
 
+@pytest.mark.parametrize("version", ["0.5.23"])
 def test_an_sglang_without_the_functions_that_the_hooks_need(sglang, monkeypatch, caplog):
     """SGLang's own handlers run, and the internal state reports no guard."""
     monkeypatch.setattr(moves, "names_of", lambda tag: ())
@@ -263,6 +251,14 @@ def test_an_sglang_without_the_functions_that_the_hooks_need(sglang, monkeypatch
         if owner == "updater":
             output = hooks.scheduler.release(lambda *given: given, updater, request)
             assert output == (updater, request)
+
+
+@pytest.mark.parametrize("version", ["0.5.13"])
+def test_an_updater_without_a_scheduler_or_its_methods_gets_no_hooks(sglang):
+    updater = sglang.Scheduler(sglang.Updater).handlers
+    assert handlers.is_as_expected(updater)
+    updater.is_fully_idle = lambda: True
+    assert not handlers.is_as_expected(updater)
 
 
 def test_answers_without_room_for_a_text_are_not_guarded(sglang, monkeypatch):
@@ -291,10 +287,10 @@ def test_model_buffers_are_restored_without_a_backup(sglang, sim, tag, make_bloc
 def test_a_release_leaves_no_model_buffers_on_the_device(engine):
     (before,) = [tensor for _, tensor in engine.buffers()["buffers"]]
     ask(engine, "release", ["kv_cache", "weights"])
-    stash = engine.weight_updater.stashed_model_static_state
+    stash = engine.handlers.stashed_model_static_state
     assert [tensor for _, tensor in stash["buffers"]] == [before.cpu()] and before.is_cuda
     ask(engine, "resume")
-    assert not hasattr(engine.weight_updater, "stashed_model_static_state")
+    assert not hasattr(engine.handlers, "stashed_model_static_state")
     assert engine.model.is_intact()
 
 
@@ -344,10 +340,22 @@ def test_an_error_reaches_the_caller_of_the_engine(engine, sglang, sim):
     local.shutdown()
 
 
+def test_a_controller_reads_the_state(engine, sglang):
+    local = stand_in.Engine(sglang.Tokenizer([engine]))
+    controller = SleepController(local, timeout=30)
+    assert controller.guarded and controller.status is Status.AWAKE
+    ask(engine, "release", ["kv_cache"])
+    assert controller.refresh() is Status.WEIGHTS_ONLY
+    controller.sleep()
+    controller.wake_up()
+    assert controller.status is Status.AWAKE and engine.model.is_intact()
+    local.shutdown()
+
+
 def test_another_saver_is_guarded_and_does_its_own_work(sglang, monkeypatch):
     monkeypatch.setattr(moves, "names_of", lambda tag: ())  # other tests created these tags
     scheduler = sglang.Scheduler(sglang.Updater)
-    saver = scheduler.weight_updater.memory_saver_adapter
+    saver = scheduler.handlers.memory_saver_adapter
     for _ in range(2):
         ask(scheduler, "release", ["kv_cache", "weights"])
         ask(scheduler, "release")

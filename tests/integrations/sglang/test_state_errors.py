@@ -11,7 +11,7 @@ from scheduler_calls import states
 
 from memsaver import InvalidStateError
 from memsaver.integrations.engine.messages import error_of
-from memsaver.integrations.sglang import SleepController, hooks
+from memsaver.integrations.sglang import SleepController
 from memsaver.integrations.sglang.protocol import FORGIVING, STRICT, answers_of
 
 
@@ -26,13 +26,6 @@ class Reply:
 
 
 @pytest.fixture
-def sglang(monkeypatch):
-    with stand_in.modules(monkeypatch) as classes:
-        hooks.install()
-        yield classes
-
-
-@pytest.fixture
 def reports(sglang, monkeypatch):
     from sglang.srt.managers import io_struct
 
@@ -41,82 +34,77 @@ def reports(sglang, monkeypatch):
 
 
 @pytest.fixture
-def scheduler(sglang, sim, tag, make_blocks):
-    tag.names.extend(stand_in.TAGS)
-    scheduler = sglang.Scheduler(sglang.Updater)
-    scheduler_calls.hold(scheduler, make_blocks)
-    yield scheduler
-    scheduler_calls.let_go(scheduler)
+def scheduler(engine):
+    return engine
 
 
 @pytest.fixture
-def engine(sglang, scheduler):
+def main_process(sglang, scheduler):
     made = stand_in.Engine(sglang.Tokenizer([scheduler]))
     yield made
     made.shutdown()
 
 
-def call(engine, operation, tags=None, rid=None):
-    """Make a call of the engine's own interface, as SGLang's `Engine` does."""
+def call(main_process, operation, tags=None, rid=None):
+    """Make a call of the main_process's own interface, as SGLang's `Engine` does."""
     kind = {
         "release": stand_in.ReleaseMemoryOccupationReqInput,
         "resume": stand_in.ResumeMemoryOccupationReqInput,
     }[operation]
-    method = getattr(engine.tokenizer_manager, f"{operation}_memory_occupation")
-    return engine.loop.run_until_complete(method(kind(tags=tags, rid=rid), None))
+    method = getattr(main_process.tokenizer_manager, f"{operation}_memory_occupation")
+    return main_process.loop.run_until_complete(method(kind(tags=tags, rid=rid), None))
 
 
 @pytest.mark.usefixtures("reports")
 class TestReported:
-    def test_a_resume_of_mapped_tags(self, engine):
-        with pytest.raises(RuntimeError, match="kv_cache is not currently released"):
-            call(engine, "resume", ["kv_cache"])
-        with pytest.raises(RuntimeError, match="not currently released"):
-            call(engine, "resume")
-
-    def test_a_resume_of_another_tag_changes_nothing(self, engine):
-        call(engine, "release", ["kv_cache"])
+    @pytest.mark.parametrize(
+        ("released", "operation", "tags", "text"),
+        [
+            ([], "resume", ["kv_cache"], "kv_cache is not currently released"),
+            ([], "resume", None, "weights, kv_cache are not currently released"),
+            (["kv_cache"], "resume", ["weights"], "weights is not currently released"),
+            (["kv_cache"], "resume", ["kv_cache", "weights"], "weights is not currently released"),
+            (["kv_cache"], "release", ["kv_cache"], "kv_cache is already released"),
+            (["kv_cache"], "release", ["kv_cache", "weights"], "kv_cache is already released"),
+        ],
+    )
+    def test_a_call_for_a_tag_in_the_requested_state_changes_nothing(
+        self, main_process, scheduler, released, operation, tags, text
+    ):
+        if released:
+            call(main_process, "release", released)
         before = states()
-        for tags in (["weights"], ["kv_cache", "weights"]):
-            with pytest.raises(InvalidStateError, match="weights is not currently released"):
-                call(engine, "resume", tags)
-            assert states() == before
-        call(engine, "resume", ["kv_cache"])
-
-    def test_a_second_release_changes_nothing(self, engine, scheduler):
-        call(engine, "release", ["kv_cache"])
-        before = states()
-        for tags in (["kv_cache"], ["kv_cache", "weights"]):
-            with pytest.raises(RuntimeError, match="kv_cache is already released"):
-                call(engine, "release", tags)
-            assert states() == before
-        call(engine, "resume", ["kv_cache"])
+        with pytest.raises(RuntimeError, match=text) as caught:
+            call(main_process, operation, tags)
+        assert isinstance(caught.value, InvalidStateError) and states() == before
+        if released:
+            call(main_process, "resume", released)
         assert scheduler.model.is_intact()
 
-    def test_a_call_for_all_tags_is_for_those_that_remain(self, engine, sim, scheduler):
-        call(engine, "release", ["kv_cache"])
-        call(engine, "release")
+    def test_a_call_for_all_tags_is_for_those_that_remain(self, main_process, sim, scheduler):
+        call(main_process, "release", ["kv_cache"])
+        call(main_process, "release")
         assert sim.tag_bytes() == 0
         with pytest.raises(RuntimeError, match="already released"):
-            call(engine, "release")
-        call(engine, "resume", ["weights"])
-        call(engine, "resume")
+            call(main_process, "release")
+        call(main_process, "resume", ["weights"])
+        call(main_process, "resume")
         assert set(states().values()) == {"mapped"} and scheduler.model.is_intact()
 
     @pytest.mark.parametrize("then", ["resume", "release"])
     def test_tags_that_still_have_memory_may_be_resumed_or_released(
-        self, engine, scheduler, sim, then
+        self, main_process, scheduler, sim, then
     ):
-        call(engine, "release")
+        call(main_process, "release")
         scheduler.weight_updater.resume_errors["after kv_cache"] = RuntimeError("no queue")
         with sim.fault("cuMemUnmap"), pytest.raises(RuntimeError, match="could not release it"):
-            call(engine, "resume")
+            call(main_process, "resume")
         assert sim.tag_bytes() > 0
         scheduler.weight_updater.resume_errors.clear()
-        call(engine, then)
+        call(main_process, then)
         if then == "release":
             assert sim.tag_bytes() == 0
-            call(engine, "resume")
+            call(main_process, "resume")
         assert set(states().values()) == {"mapped"} and scheduler.model.is_intact()
 
     def test_success_is_reported_to_the_main_process(self, scheduler):
@@ -127,25 +115,23 @@ class TestReported:
         assert not second.success and "kv_cache is already released" in second.message
         (answer,) = answers_of([second])
         assert type(error_of([answer])) is InvalidStateError and answer.released == ("kv_cache",)
-        scheduler_calls.ask(scheduler, "resume")
 
-    def test_a_controller_may_repeat_its_calls(self, engine, scheduler):
-        controller = SleepController(engine)
+    def test_a_controller_may_repeat_its_calls(self, main_process, scheduler):
+        controller = SleepController(main_process)
         controller.sleep()
         controller.sleep()
-        call(engine, "release", ["kv_cache"], rid=FORGIVING)
+        call(main_process, "release", ["kv_cache"], rid=FORGIVING)
         controller.wake_up("weights")
         controller.wake_up()
         controller.wake_up()
         assert set(states().values()) == {"mapped"} and scheduler.model.is_intact()
 
-    def test_an_idle_engine_may_sleep_after_a_partial_release(self, scheduler):
+    def test_an_idle_main_process_may_sleep_after_a_partial_release(self, scheduler):
         scheduler_calls.ask(scheduler, "release", ["kv_cache"])
         assert scheduler_calls.ask(scheduler, "release").failure is None
-        scheduler_calls.ask(scheduler, "resume")
 
 
-def test_other_versions_accept_them(engine, scheduler):
+def test_other_versions_accept_them(main_process, scheduler):
     for operation in ("resume", "release", "release", "resume", "resume"):
-        call(engine, operation, ["kv_cache", "weights"])
+        call(main_process, operation, ["kv_cache", "weights"])
     assert set(states().values()) == {"mapped"} and scheduler.model.is_intact()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
+import contextlib
 import types
 from dataclasses import dataclass, replace
 
 import pytest
 import sglang_stand_in as stand_in
+from sleep_worlds import started
 
 from memsaver.errors import InvalidStateError
 from memsaver.integrations.engine.errors import EngineError
@@ -28,16 +29,13 @@ class Empty:
 
 @pytest.fixture(params=["local", "server"])
 def world(request, monkeypatch):
-    with stand_in.modules(monkeypatch) as classes:
-        manager = classes.Tokenizer([classes.Scheduler(classes.Updater)])
-        local = request.param == "local"
-        engine = (stand_in.Engine if local else stand_in.Server)(manager)
-        messages = sys.modules["sglang.srt.managers.io_struct"]
+    with contextlib.ExitStack() as cleanup:
+        manager, target = started(cleanup, monkeypatch, request.param)
         for name in ("BeginWeightUpdate", "EndWeightUpdate", "CheckWeights"):
-            monkeypatch.setattr(messages, f"{name}ReqInput", Empty, raising=False)
-        backend = backend_of(engine if local else engine.url, timeout=30)
+            kind = f"sglang.srt.managers.io_struct.{name}ReqInput"
+            monkeypatch.setattr(kind, Empty, raising=False)
+        backend = backend_of(target, timeout=30)
         yield types.SimpleNamespace(manager=manager, backend=backend, monkeypatch=monkeypatch)
-        engine.shutdown()
 
 
 def answering(world, done, message):
@@ -78,17 +76,19 @@ def test_requests_go_and_checks_come(world, call):
     assert call(world.backend) == []
 
 
-@pytest.mark.parametrize("call", [load, broadcast])
-def test_differences_are_reported_at_any_length(world, call):
-    names = tuple(f"model.layers.{number}.weight" for number in range(400))
-    checks = [RankCheck(0, "h", 1, damaged=names), *GOOD[1:]]
-    answering(world, False, text_of_checks(checks))
-    assert call(world.backend) == checks
+MANY = tuple(f"model.layers.{number}.weight" for number in range(400))
 
 
 @pytest.mark.parametrize("call", [load, broadcast])
-def test_names_that_no_rank_knows_are_an_answer(world, call):
-    checks = [replace(check, unused=("a",)) for check in GOOD]
+@pytest.mark.parametrize(
+    "checks",
+    [
+        [RankCheck(0, "h", 1, damaged=MANY), *GOOD[1:]],  # at any length
+        [replace(check, unused=("a",)) for check in GOOD],  # no rank knows the name
+    ],
+    ids=["damaged", "unused"],
+)
+def test_defects_are_an_answer(world, call, checks):
     answering(world, False, text_of_checks(checks))
     assert call(world.backend) == checks
 

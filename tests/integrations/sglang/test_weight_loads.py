@@ -11,7 +11,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import rank_processes  # noqa: E402
-import weight_engine  # noqa: E402
 from weight_engine import Model, Request, checkpoint  # noqa: E402
 from weight_requests import load, payload, verification, weights  # noqa: E402
 
@@ -30,12 +29,6 @@ from memsaver.integrations.sglang.replies import Reply  # noqa: E402
 from memsaver.integrations.sglang.weight_calls import checks_of  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("tensors_in_files")
-
-
-@pytest.fixture
-def manager(monkeypatch):
-    with weight_engine.hooked(monkeypatch) as kind:
-        yield kind
 
 
 def checks(output):

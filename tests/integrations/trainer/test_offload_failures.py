@@ -1,7 +1,6 @@
 """Test failures from a lack of memory or from the driver, and the state after them."""
 
 import copy
-import gc
 import warnings
 
 import pytest
@@ -148,21 +147,6 @@ def test_a_pause_without_room_for_gradients_pauses_nothing(sim, tag, leave_free)
     assert trainer.contents() == expected.contents()
 
 
-def test_a_step_whose_states_find_no_room_is_done_and_warns(sim, tag, leave_free):
-    trainer, expected = Trainer(model=wide_model), Trainer(model=wide_model)
-    offloaded = offload(trainer.optimizer, tag=tag())
-    leave_free(2 * MIB)
-    with pytest.warns(memsaver.MemsaverWarning, match="the next pause"):
-        trainer.step()
-    expected.step()
-    assert trainer.contents() == expected.contents()
-    sim.occupy(0)
-    with offloaded.paused():
-        assert offloaded.bytes_elsewhere == 0
-        assert sim.tag_bytes() == 0
-    assert trainer.contents() == expected.contents()
-
-
 def test_states_without_room_warn_once_at_the_programs_line(sim, tag, leave_free):
     trainer, loaded = Trainer(model=wide_model), Trainer(model=wide_model)
     loaded.step()
@@ -221,34 +205,6 @@ def test_a_pause_without_host_memory_leaves_all_mapped(sim, tag):
     with offloaded.paused():
         assert sim.tag_bytes() == 0
     assert trainer.contents() == expected.contents()
-
-
-@pytest.mark.parametrize("call", ["cuMemCreate", "cuMemMap", "cuMemSetAccess"])
-def test_a_resume_that_the_driver_refuses_once(sim, tag, call):
-    trainer, expected = Trainer(), Trainer()
-    offloaded = offload(trainer.optimizer, trainer.model, tag=tag())
-    trainer.step()
-    expected.step()
-    offloaded.pause()
-    with sim.fault(call, sim.OUT_OF_MEMORY), pytest.raises(memsaver.MemsaverError):
-        offloaded.resume()
-    assert offloaded.state == "paused"
-    assert sim.tag_bytes() == 0
-    offloaded.resume()
-    trainer.step()
-    expected.step()
-    assert trainer.contents() == expected.contents()
-
-
-def test_a_dead_trainer_stops_no_pause(sim, tag):
-    trainer = Trainer()
-    name = tag()
-    offload(trainer.optimizer, tag=name)
-    trainer.step()
-    del trainer
-    gc.collect()
-    with memsaver.paused(name):
-        assert sim.tag_bytes() == 0
 
 
 @pytest.mark.long

@@ -125,20 +125,6 @@ def test_hooks_leave_compiled_code_in_one_graph(sim, tag):
     assert torch.equal(torch.compile(trainer.model, backend="eager", fullgraph=True)(x), expected)
 
 
-def test_a_step_waits_for_no_transition(sim, tag):
-    trainer = Trainer()
-    offloaded = offload(trainer.optimizer, tag=tag())
-    trainer.step()
-    sim.stream_delay(0.2)
-    pausing = memsaver.pause(offloaded.tag, wait=False)
-    with pytest.raises(memsaver.InvalidStateError):
-        trainer.optimizer.step()
-    pausing.wait()
-    sim.stream_delay(0)
-    offloaded.resume()
-    trainer.step()
-
-
 def test_an_exception_in_the_block_resumes_the_tag(sim, tag):
     trainer, expected = Trainer(), Trainer()
     offloaded = offload(trainer.optimizer, tag=tag())

@@ -23,7 +23,8 @@ def run_vllm(run_python):
         env.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         env.setdefault("VLLM_PLUGINS", None)
         start = (
-            "import memsaver, vllm_calls\nfrom vllm_calls import PROMPTS\nfrom vllm import LLM\n"
+            "import memsaver, vllm_calls\nfrom refusals import raising, refused\n"
+            "from vllm_calls import PROMPTS\nfrom vllm import LLM\n"
         )
         body = "".join(f"    {line}\n" for line in lines.strip().splitlines())
         code = f"{start}if __name__ == '__main__':\n{body}"

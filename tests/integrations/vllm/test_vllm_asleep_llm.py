@@ -11,11 +11,7 @@ import os, threading, time
 from memsaver.errors import *
 from memsaver.integrations.engine.errors import EngineAsleepError
 def refusal(call):
-    try:
-        call()
-    except EngineAsleepError as error:
-        return error
-    raise AssertionError("the request was not refused")
+    return refused(EngineAsleepError, call)
 llm = LLM(enable_sleep_mode=True, distributed_executor_backend=os.environ.get("BACKEND"))
 before = llm.generate(PROMPTS)
 """
@@ -54,12 +50,8 @@ for level in (1, 2):
     llm.wake_up()
     assert llm.generate(PROMPTS) == before
 for level in (3, None):
-    try:
+    with raising(ConfigError):
         llm.sleep(level=level)
-    except ConfigError:
-        pass
-    else:
-        raise AssertionError
 assert llm.generate(PROMPTS) == before
 llm.shutdown()
 """
@@ -136,12 +128,9 @@ free = llm.collective_rpc(vllm_calls.free)[0]
 llm.collective_rpc(vllm_calls.occupy, args=(free - (1 << 20),))
 error = refusal(lambda: llm.generate(PROMPTS))
 assert isinstance(error.__cause__, OutOfDeviceMemoryError) and error.__cause__.needed
-try:
+with raising(OutOfDeviceMemoryError) as caught:
     llm.wake_up()
-except OutOfDeviceMemoryError as error:
-    assert error.free < error.needed
-else:
-    raise AssertionError
+assert caught.error.free < caught.error.needed
 assert llm.llm_engine.is_sleeping()
 llm.collective_rpc(vllm_calls.occupy, args=(0,))
 assert llm.generate(PROMPTS) == before
@@ -177,23 +166,16 @@ from vllm.v1.engine.exceptions import EngineDeadError
 (pid,) = llm.collective_rpc(vllm_calls.pid)
 llm.sleep()
 os.kill(pid, signal.SIGKILL)
-try:
+with raising(Exception) as caught:
     llm.wake_up()
-except Exception as error:  # before the engine core has noticed, its own error
-    assert type(error) is EngineDeadError or "wake_up" in str(error), repr(error)
-else:
-    raise AssertionError
+assert type(caught.error) is EngineDeadError or "wake_up" in str(caught.error), repr(caught.error)
 deadline = time.monotonic() + 20
 while not llm.llm_engine.engine_core.resources.engine_dead:
     assert time.monotonic() < deadline
     time.sleep(0.01)
 for call in (llm.wake_up, lambda: llm.generate(PROMPTS)):
-    try:
+    with raising(EngineDeadError):
         call()
-    except EngineDeadError:
-        pass
-    else:
-        raise AssertionError
 """,
         timeout=120,
         VLLM_ENABLE_V1_MULTIPROCESSING=1,

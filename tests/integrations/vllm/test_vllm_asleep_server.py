@@ -53,27 +53,6 @@ assert status == 503 and json.loads(body)["error"]["tags"] == list(BOTH)
     )
 
 
-@pytest.mark.parametrize("when", ["wait", "wake"])
-def test_requests_are_answered_after_the_wake_up(asleep, when):
-    asleep(
-        f"""
-server, when = Server(engine), {when!r}
-asked = [("/v1/completions", {{"prompt": PROMPT, "stream": n % 2 == 1}}) for n in range(4)]
-before = [await server.call(*one) for one in asked]
-await server.call("/sleep?level=1")
-status, body = await server.call("/health")
-assert status == 200 and json.loads(body)["status"] == "asleep"
-waiting = [asyncio.ensure_future(server.call(*one)) for one in asked]
-if when == "wait":
-    await asyncio.sleep(0.5)
-    assert not any(one.done() for one in waiting)
-    await server.call("/wake_up")
-assert await asyncio.gather(*waiting) == before
-""",
-        when=when,
-    )
-
-
 def test_a_client_that_disconnects_no_longer_waits(asleep):
     asleep(
         """

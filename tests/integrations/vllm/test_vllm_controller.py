@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
-
 import pytest
 
 START = """
@@ -19,13 +17,6 @@ from memsaver.integrations.vllm.backend import backend_of
 from memsaver.integrations.vllm.launch import launch
 from memsaver.integrations.engine.placement import Placement
 from memsaver.integrations.vllm.engines import connect
-
-def refused(kind, call, *args, **named):
-    try:
-        call(*args, **named)
-    except kind as error:
-        return error
-    raise AssertionError("nothing was refused")
 
 def rpc(function, *arguments):
     return backend.link.rpc(function, arguments, 30)
@@ -56,6 +47,18 @@ def run_async(run_vllm):
         code = START + ASYNC.format(more=more and f", {more}") + lines + END
         # This process has not started a driver; test_vllm_rollout.py also spawns engines.
         return run_vllm(code, VLLM_FAKE_START="fork", **env)
+
+    return run
+
+
+@pytest.fixture
+def run_core(run_vllm):
+    """Run lines with an `llm` whose engine core, `core`, is in the same process."""
+
+    def run(lines):
+        start = 'llm = LLM("tiny", enable_sleep_mode=True)\n'
+        start += "core = llm.llm_engine.engine_core.engine_core\n"
+        run_vllm(START + start + lines + LLM_END, VLLM_ENABLE_V1_MULTIPROCESSING="0")
 
     return run
 
@@ -318,73 +321,55 @@ refused(ConfigError, backend.control.sleep, timeout=0)
 
 
 @pytest.mark.parametrize("tags", [["kv_cache", "weights", "cuda_graph"], ["weights"]])
-def test_a_release_waits_until_the_scheduler_has_finished_its_pause(run_vllm, tags):
-    run_vllm(
-        START
-        + f"tags = {tags}\n"
-        + textwrap.dedent("""
-    from concurrent.futures import Future
-    llm = LLM("tiny", enable_sleep_mode=True)
-    core = llm.llm_engine.engine_core.engine_core
-    pause = core.pause_scheduler
-    pending = Future()
-    def pause_later(*arguments, **named):
-        pause(*arguments, **named)
-        return pending
-    core.pause_scheduler = pause_later
-    llm.collective_rpc(vllm_calls.limit_host, args=(1 << 10,))
-    answers = core.collective_rpc("memsaver_release", args=(tags, 1))
-    pending.set_result(None)
-    [answer] = answers.result()
-    assert answer["failure"]["kind"] == "OutOfHostMemoryError", answer
-    assert not core.is_sleeping() and not answer["released"]
-    llm.collective_rpc(vllm_calls.limit_host, args=(1 << 40,))
-    pending = Future()
-    answers = core.collective_rpc("memsaver_release", args=(tags, 1))
-    assert not answers.done() and not core.model_executor.is_sleeping
-    pending.set_result(None)
-    [answer] = answers.result()
-    assert answer["failure"] is None and set(tags) <= {*answer["released"], "cuda_graph"}
-    assert core.is_sleeping() and "weights" in core.model_executor.sleeping_tags
-    core.wake_up()
-    assert not core.is_sleeping()
-    llm.shutdown()
-    """),
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    )
-
-
-def test_a_replica_of_a_mixture_of_experts_is_not_released(run_vllm):
-    """Its pause would end only after that of all other replicas, which may be busy."""
-    run_vllm(
-        START
-        + textwrap.dedent("""
-    llm = LLM("tiny", enable_sleep_mode=True)
-    first = llm.generate(PROMPTS)
-    core = llm.llm_engine.engine_core.engine_core
-    core.dp_group = object()
-    control = SleepController(llm)
-    for tags in (None, "weights"):
-        refused(ConfigError, control.sleep, tags)
-        assert control.refresh() is Status.AWAKE and not core.is_scheduler_paused()
-    assert llm.generate(PROMPTS) == first
-    llm.shutdown()
-    """),
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    )
-
-
-def test_a_release_of_the_graphs_alone_leaves_the_scheduler_as_it_was(run_vllm):
-    run_vllm(
+def test_a_release_waits_until_the_scheduler_has_finished_its_pause(run_core, tags):
+    run_core(
+        f"tags = {tags}\n"
         """
-llm = LLM("tiny", enable_sleep_mode=True)
-core = llm.llm_engine.engine_core.engine_core
+from concurrent.futures import Future
+pause = core.pause_scheduler
+pending = Future()
+def pause_later(*arguments, **named):
+    pause(*arguments, **named)
+    return pending
+core.pause_scheduler = pause_later
+llm.collective_rpc(vllm_calls.limit_host, args=(1 << 10,))
+answers = core.collective_rpc("memsaver_release", args=(tags, 1))
+pending.set_result(None)
+[answer] = answers.result()
+assert answer["failure"]["kind"] == "OutOfHostMemoryError", answer
+assert not core.is_sleeping() and not answer["released"]
+llm.collective_rpc(vllm_calls.limit_host, args=(1 << 40,))
+pending = Future()
+answers = core.collective_rpc("memsaver_release", args=(tags, 1))
+assert not answers.done() and not core.model_executor.is_sleeping
+pending.set_result(None)
+[answer] = answers.result()
+assert answer["failure"] is None and set(tags) <= {*answer["released"], "cuda_graph"}
+assert core.is_sleeping() and "weights" in core.model_executor.sleeping_tags
+core.wake_up()
+assert not core.is_sleeping()
+"""
+    )
+
+
+def test_a_replica_of_a_mixture_of_experts_is_not_released(run_core):
+    """Its pause would end only after that of all other replicas, which may be busy."""
+    run_core("""
+first = llm.generate(PROMPTS)
+core.dp_group = object()
+control = SleepController(llm)
+for tags in (None, "weights"):
+    refused(ConfigError, control.sleep, tags)
+    assert control.refresh() is Status.AWAKE and not core.is_scheduler_paused()
+assert llm.generate(PROMPTS) == first
+""")
+
+
+def test_a_release_of_the_graphs_alone_leaves_the_scheduler_as_it_was(run_core):
+    run_core("""
 for pause in (lambda: None, lambda: core.pause_scheduler("keep")):
     pause()
     before = core.is_scheduler_paused()
     [answer] = core.collective_rpc("memsaver_release", args=(["cuda_graph"], 1))
     assert answer["failure"] is None and core.is_scheduler_paused() == before
-llm.shutdown()
-""",
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    )
+""")

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from memsaver.integrations.vllm.idle_sleep import IdleRelease, IdleSleep
+from memsaver.integrations.vllm.idle_sleep import IdleSleep
 
 STATE = "async def sleeps():\n    return await engine.is_sleeping()\n"
 
@@ -128,17 +128,6 @@ def idle():
     made = IdleSleep(core, 5, clock)
     made.wait_begins()
     return core, made, clock
-
-
-def test_a_wait_for_requests_ends_with_a_release(idle):
-    core, made, clock = idle
-    core.input_queue.put("a request")
-    assert core.input_queue.get(block=True) == "a request"
-    clock.now += 5
-    kind, _ = core.input_queue.get(block=True)
-    assert isinstance(kind, IdleRelease)
-    kind.run()
-    assert core.slept == [1] and made.left is None
 
 
 def test_requests_postpone_a_release_and_queries_do_not(idle):

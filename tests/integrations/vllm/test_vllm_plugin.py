@@ -112,12 +112,9 @@ assert type(cumem.CuMemAllocator.instance) is cumem.CuMemAllocator
 def test_sleep_mode_without_a_driver_is_a_typed_error(run_vllm):
     run_vllm(
         """
-try:
+with raising(memsaver.NotLoadedError) as caught:
     LLM(enable_sleep_mode=True)
-except memsaver.NotLoadedError as error:
-    assert "MEMSAVER_VLLM=0" in str(error)
-else:
-    raise SystemExit("no error")
+assert "MEMSAVER_VLLM=0" in str(caught.error)
         """,
         MEMSAVER_DRIVER="/nowhere/libcuda.so.1",
     )
@@ -140,12 +137,9 @@ def test_a_second_engine_in_the_process_is_refused_by_vllm_and_the_first_lives(r
     run_vllm(
         f"""
 {START}
-try:
+with raising(AssertionError) as caught:
     LLM(enable_sleep_mode=True)
-except AssertionError as error:
-    assert "one instance per process" in str(error)
-else:
-    raise SystemExit("no error")
+assert "one instance per process" in str(caught.error)
 {CYCLES}
         """
     )

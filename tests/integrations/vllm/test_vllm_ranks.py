@@ -7,12 +7,9 @@ llm = LLM(enable_sleep_mode=True, tensor_parallel_size=2)
 first = llm.generate(PROMPTS)
 states = lambda: [sorted(state["released"]) for state in llm.collective_rpc("memsaver_state")]
 def fails(call, *words):
-    try:
+    with raising(Exception) as caught:
         call()
-    except Exception as error:
-        assert all(word in str(error) for word in words), error
-    else:
-        raise SystemExit("no error")
+    assert all(word in str(caught.error) for word in words), caught.error
 BOTH = ["kv_cache", "weights"]
 """
 END = """

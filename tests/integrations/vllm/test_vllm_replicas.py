@@ -25,12 +25,6 @@ def test_a_controller_sees_all_data_parallel_engine_cores(asleep):
 from memsaver.integrations.vllm import SleepController
 from memsaver.integrations.vllm.backend import backend_of
 
-def refused(kind, call, *args):
-    try:
-        call(*args)
-    except kind:
-        return True
-
 async def states():
     found = [json.loads(await call("memsaver_memory", engine=core)) for core in (0, 1)]
     return [one["released"] for one in found]

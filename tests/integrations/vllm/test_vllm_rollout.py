@@ -187,6 +187,7 @@ def test_a_dead_engine_starts_again_with_the_weights(run_vllm):
     assert generated(engine) == first and holds(engine, 2)
     engine.close()
     """),
+        VLLM_FAKE_START="fork",
     )
 
 
@@ -235,6 +236,8 @@ def run_ranks(monkeypatch, tmp_path):
         code = START + RANKS.replace("MODEL", repr(model)).replace("LINES", body)
         code = f"import sys\nsys.path.insert(0, {fake!r})\n{code}"
         monkeypatch.setenv("PYTHONPATH", fake)
+        # The engine core is spawned, because a fork would have the trainer's process group.
+        monkeypatch.setenv("VLLM_FAKE_WORKER_START", "fork")
         said = rank_processes.run(code, 2, tmp_path, timeout=150)
         assert all("fine" in text for text in said)
 

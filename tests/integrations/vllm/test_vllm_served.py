@@ -119,6 +119,22 @@ def test_prompts_with_images_are_refused(run):
     """)
 
 
+@pytest.mark.parametrize("plugin", [0, 1])
+def test_a_server_without_a_tokenizer_generates_from_tokens_alone(run, plugin):
+    run(
+        """
+    llm.llm_engine.vllm_config.model_config.skip_tokenizer_init = True
+    backend = backend_of(server.url)
+    requests = [Request([1, 2], {"max_tokens": 3}), Request([3], {"max_tokens": 3})]
+    for sample in backend.generate(requests, 10):
+        assert len(sample.token_ids) == len(sample.logprobs) == 3
+    with pytest.raises(ConfigError, match="no tokenizer for texts: pass token ids"):
+        backend.generate([Request([], {"max_tokens": 3}, text="a text")], 10)
+    """,
+        MEMSAVER_VLLM=plugin,
+    )
+
+
 def requests_with_own_seeds(count):
     return [Request([1], {"max_tokens": 1, "seed": seed}) for seed in range(count)]
 

@@ -11,21 +11,15 @@ before = await generate(engine)
 running = asyncio.ensure_future(generate(engine, "running", 60))
 await until(lambda: asyncio.sleep(0, engine.output_processor.request_states))
 await engine.collective_rpc(vllm_calls.limit_host, args=(1 << 10,))
-try:
+with raising(OutOfHostMemoryError):
     await engine.sleep(mode="{mode}")
-except OutOfHostMemoryError:
-    assert not await engine.is_sleeping()
-else:
-    raise AssertionError
+assert not await engine.is_sleeping()
 assert (await running)[1] == ("length" if "{mode}" == "wait" else "abort")
 assert await generate(engine) == before
 await engine.pause_generation(mode="keep")
-try:
+with raising(OutOfHostMemoryError):
     await engine.sleep()
-except OutOfHostMemoryError:
-    assert await engine.is_paused()
-else:
-    raise AssertionError
+assert await engine.is_paused()
 await engine.resume_generation()
 assert await generate(engine) == before
 """
@@ -59,12 +53,9 @@ def test_requests_are_refused_after_a_first_release_that_failed(asleep):
 before = await generate(engine)
 await engine.pause_generation(mode="keep")
 await engine.collective_rpc(vllm_calls.break_next, args=("discard",))
-try:
+with raising(EngineError) as caught:
     await engine.release_kv_cache_memory()
-except EngineError as error:
-    assert "discard is broken" in str(error)
-else:
-    raise AssertionError
+assert "discard is broken" in str(caught.error)
 await engine.wake_up()
 assert await generate(engine) == before
 await engine.sleep()
@@ -76,21 +67,43 @@ assert await generate(engine) == before
     )
 
 
+@pytest.mark.parametrize("version", ["0.26.0", "0.33.0"])
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_sleep_saves_what_is_created_with_the_kv_cache_and_not_the_cache(
+    run_vllm, level, version
+):
+    run_vllm(
+        f"""
+def rows():
+    return {{row.tag: row for row in memsaver.stats().tags}}
+
+llm = LLM(enable_sleep_mode=True)
+assert rows()["kv_cache"].resident_bytes == 8 << 20
+before = llm.collective_rpc(vllm_calls.constants)
+llm.sleep({level})
+assert not any(row.resident_bytes for row in rows().values())
+assert rows()["kv_cache"].backup_bytes == 0 < rows()["runtime"].backup_bytes
+llm.wake_up(["kv_cache"])
+assert llm.collective_rpc(vllm_calls.constants) == before
+        """,
+        VLLM_FAKE_VERSION=version,
+    )
+
+
 def test_an_error_of_vllms_own_is_unchanged_after_a_failed_sleep(asleep):
     asleep(
         """
-async def error_of(work):
-    try:
-        await work
-    except Exception as error:
-        return error
+async def own_error():
+    with raising(Exception) as caught:
+        await engine.sleep(mode="unknown")
+    return type(caught.error), str(caught.error)
 
-own = await error_of(engine.sleep(mode="unknown"))
-assert type(own) is Exception and "Invalid pause mode" in str(own)
+own = await own_error()
+assert own[0] is Exception and "Invalid pause mode" in own[1]
 await engine.collective_rpc(vllm_calls.limit_host, args=(1 << 10,))
-assert isinstance(await error_of(engine.sleep()), OutOfHostMemoryError)
-again = await error_of(engine.sleep(mode="unknown"))
-assert type(again) is Exception and str(again) == str(own)
+with raising(OutOfHostMemoryError):
+    await engine.sleep()
+assert await own_error() == own
 """
     )
 

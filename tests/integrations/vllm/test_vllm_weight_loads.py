@@ -57,6 +57,37 @@ def test_buckets_are_loaded_and_compared(tiny, count):
     assert [param.data_ptr() for param in model.parameters()] == addresses
 
 
+class BaseLayerWithLoRA(torch.nn.Module):
+    """A wrapper of a layer, as an engine with LoRA has them."""
+
+    def __init__(self, base_layer) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+
+@pytest.mark.parametrize("infix", ["", ".base_layer"])
+@pytest.mark.parametrize("converts", [False, True])
+def test_layers_that_lora_wraps_are_loaded_by_the_names_of_the_checkpoint(tiny, converts, infix):
+    model, like = loaded(tiny, 1, converts=converts), loaded(tiny, 2, converts=converts)
+    for made in (model, like):
+        made.qkv_0, made.qkv_1 = BaseLayerWithLoRA(made.qkv_0), BaseLayerWithLoRA(made.qkv_1)
+    worker, wrappers = Worker(model), [model.qkv_0, model.qkv_1]
+    worker.call(BEGIN)
+    for bucket in buckets(tiny.checkpoint(2), 4):
+        named = {name.replace(".weight", f"{infix}.weight"): t for name, t in bucket.items()}
+        check = worker.load(named)
+        assert check.received == len(bucket) and not check.unused and check.failure is None
+        assert check.held == (0 if converts else len(bucket))
+    assert worker.call(END).failure is None
+    assert equal(contents(model), contents(like)) and wrappers == [model.qkv_0, model.qkv_1]
+    wrong = {"layers.0.q.weight": torch.zeros(3, 3)}
+    assert "a tensor of (3, 3)" in worker.load(wrong).failure.message
+    assert wrappers == [model.qkv_0, model.qkv_1] and worker.call(END).failure is None
+    own = {"qkv_0.weight": torch.ones(24, 8)}
+    assert worker.load(own, "engine").held == 1
+    assert bool((model.qkv_0.base_layer.weight == 1).all())
+
+
 @pytest.mark.parametrize("count", [1, 3, 9])
 def test_a_converted_model_is_reloaded_layer_by_layer(tiny, count):
     model = loaded(tiny, 1, converts=True)

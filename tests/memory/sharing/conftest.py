@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from importing_process import importing_process, release_shared
+from warm_processes import WarmPopen
 
 import memsaver
 from memsaver import simulator
@@ -13,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 @pytest.fixture(scope="session")
 def _process():
-    with importing_process() as process:
+    with importing_process(WarmPopen) as process:
         yield process
 
 
@@ -29,7 +30,7 @@ def importer(make, _process, options):
 def own_importer(make, options):
     """Yield a process for one test, which may end it."""
     options(importer_seconds=10)
-    with importing_process() as process:
+    with importing_process(WarmPopen) as process:
         yield process
 
 

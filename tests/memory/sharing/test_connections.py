@@ -12,11 +12,10 @@ import signal
 import socket
 import time
 import types
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import pytest
-from importing_process import ImportFailed
+from importing_process import ImportFailed, allocations, dumped
 
 import memsaver
 from memsaver._memory.sharing import exporter, peers, wire
@@ -45,10 +44,10 @@ def imported_bytes(name) -> int:
 
 def test_a_receiver_with_many_descriptors(own_importer, make, name, wait_until):
     own_importer.do(MANY_FILES)
-    own_importer.load_pickle("x", bytes(ForkingPickler.dumps(make(50))))
+    own_importer.load_pickle("x", dumped(make(50)))
     assert own_importer.ask("min(peer._wake for peer in peers._peers.values())") > 1024
     own_importer.do("del x; gc.collect()")
-    wait_until(lambda: _C.stats(name)[0]["allocations"] == 0)
+    wait_until(lambda: allocations(name) == 0)
     memsaver.pause(name)
 
 
@@ -143,7 +142,7 @@ def test_an_importer_that_does_not_read_delays_no_other(
 def test_a_second_connection_leaves_the_first(make, wait_until):
     """Of two threads that connect at once, one closes its connection again."""
     mine = make(50)
-    again = pickle.loads(bytes(ForkingPickler.dumps(mine)))
+    again = pickle.loads(dumped(mine))
     endpoint = exporter.endpoint()
     wake = closed_connection(endpoint, wait_until)
     wait_until(lambda: gc.collect() >= 0 and not is_eventfd(wake))
@@ -182,7 +181,7 @@ def test_a_server_without_descriptors_waits_before_the_next_attempt(make, monkey
         connection.connect(f"\0{endpoint}")
         time.sleep(0.35)
     assert 1 <= len(attempts) < 8
-    assert pickle.loads(bytes(ForkingPickler.dumps(make(3)))).tolist() == [0, 1, 2]
+    assert pickle.loads(dumped(make(3))).tolist() == [0, 1, 2]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -195,9 +194,9 @@ def test_a_connections_thread_that_fails_ends_the_connection(make, monkeypatch, 
     with monkeypatch.context() as patch:
         patch.setattr(peers.Peer, "_work", failing)
         with pytest.raises(memsaver.SharingError, match="has ended"):
-            pickle.loads(bytes(ForkingPickler.dumps(mine)))
+            pickle.loads(dumped(mine))
     assert exporter.endpoint() not in peers._peers
-    assert pickle.loads(bytes(ForkingPickler.dumps(mine))).tolist() == mine.tolist()
+    assert pickle.loads(dumped(mine)).tolist() == mine.tolist()
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-from multiprocessing.reduction import ForkingPickler
 
 import pytest
-from importing_process import ImportFailed
+from importing_process import ImportFailed, allocations, dumped
 
 import memsaver
 from memsaver import simulator
 from memsaver._memory.sharing import importing, sending, wire
-from memsaver._runtime.native import _C
 
 torch = pytest.importorskip("torch")
 
@@ -28,10 +26,6 @@ class Named:
 
     def __reduce__(self):
         return sending.reduce_named(self._named, [])
-
-
-def allocations(name) -> int:
-    return _C.stats(name)[0]["allocations"]
 
 
 def test_views_tied_tensors_and_several_tags_arrive(importer, make, tag):
@@ -66,7 +60,7 @@ def test_more_extents_than_one_message_can_carry_arrive(importer, make, options,
 
 def test_all_tensors_arrive_or_none(importer, make, name, wait_until):
     kept, freed = make(50), make(50)
-    data = bytes(ForkingPickler.dumps(Named(("kept", kept), ("freed", freed))))
+    data = dumped(Named(("kept", kept), ("freed", freed)))
     sending.forget_expired(math.inf)
     del freed
     wait_until(lambda: allocations(name) == 1)

@@ -11,7 +11,8 @@ import sys
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
-from importing_process import ImportFailed
+from importing_process import ImportFailed, dumped
+from warm_processes import WarmPopen
 
 import memsaver
 from memsaver import simulator
@@ -21,10 +22,6 @@ from memsaver._runtime.native import _C
 torch = pytest.importorskip("torch")
 
 MIB = 1 << 20
-
-
-def dumped(value) -> bytes:
-    return bytes(ForkingPickler.dumps(value))
 
 
 def test_a_tensor_of_a_paused_tag_is_not_sent(make, name):
@@ -96,10 +93,12 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def sender(sim, wait_until):
+def sender(sim, wait_until, tmp_path):
     """Yield a process that has sent a tensor, and the message."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", SENDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    script = tmp_path / "sender.py"
+    script.write_text(SENDER)
+    process = WarmPopen(
+        [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     with process:
         yield process, bytes.fromhex(process.stdout.readline().decode())

@@ -5,44 +5,23 @@ from __future__ import annotations
 import math
 import pickle
 import time
-from multiprocessing.reduction import ForkingPickler
 
 import pytest
-from importing_process import ImportFailed
+from importing_process import FILL_LATER, RUN_STREAMS, ImportFailed, allocations, dumped
 
 from memsaver._memory.sharing import exporter, importing, peers, sending
 from memsaver._runtime.native import _C
 
 torch = pytest.importorskip("torch")
 
-FILL_ASYNCHRONOUSLY = (
-    "import ctypes\n"
-    "from memsaver import simulator\n"
-    "simulator.control().sim_hold_streams(1)\n"
-    "driver, context = ctypes.CDLL(simulator.control()._name), ctypes.c_void_p()\n"
-    "driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)\n"
-    "driver.cuCtxSetCurrent(context)\n"
-    "driver.cuMemsetD8Async.argtypes = [ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, "
-    "ctypes.c_void_p]\n"
-    "assert driver.cuMemsetD8Async(x.data_ptr(), 9, 200, None) == 0\n"
-)
-
-
-def dumped(value) -> bytes:
-    return bytes(ForkingPickler.dumps(value))
-
-
-def allocations(name) -> int:
-    return _C.stats(name)[0]["allocations"]
-
 
 def test_memory_is_kept_for_work_that_uses_a_deleted_tensor(own_importer, make, name, wait_until):
     """The next bucket must not get memory that work in the other process still reads or writes."""
     own_importer.load_pickle("x", dumped(make(50)))
-    own_importer.do(FILL_ASYNCHRONOUSLY + "del x; gc.collect()")
+    own_importer.do(FILL_LATER + "del x; gc.collect()")
     time.sleep(0.3)
     assert allocations(name) == 1
-    own_importer.do("simulator.control().sim_hold_streams(0)")
+    own_importer.do(RUN_STREAMS)
     wait_until(lambda: allocations(name) == 0)
 
 
@@ -123,14 +102,14 @@ def test_an_interrupted_use_ends(make, name, monkeypatch, wait_until):
     def interrupted(seconds):
         raise KeyboardInterrupt
 
-    class Interrupting(peers.Beginning):
+    class Interrupting(peers.ImportRequest):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             self.is_decided.wait = interrupted
 
     message = dumped(make(50))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(peers, "Beginning", Interrupting)
+        patch.setattr(peers, "ImportRequest", Interrupting)
         pickle.loads(message)
     wait_until(lambda: allocations(name) == 0)
 

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "input.h"
-#include "memsaver.h"
+#include "memsaver_inspection.h"
 #include "shares.h"
 #include "sim/sim.h"
 

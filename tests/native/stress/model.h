@@ -10,7 +10,8 @@
 #include <shared_mutex>
 #include <string>
 
-#include "memsaver.h"
+#include "memsaver_inspection.h"
+#include "memsaver_sharing.h"
 
 namespace stress {
 

@@ -30,18 +30,17 @@ from sglang_stand_in.messages import (
 )
 from sglang_stand_in.scheduler import (
     TAGS,
-    OlderScheduler,
     Saver,
     Scheduler,
     Tensor,
     Updater,
-    UpdateWeightsMixin,
 )
 from sglang_stand_in.server import CALLS, Server
-from sglang_stand_in.sys_modules import modules
+from sglang_stand_in.sys_modules import HANDLERS, modules
 
 __all__ = [
     "CALLS",
+    "HANDLERS",
     "TAGS",
     "ContinueGenerationReqInput",
     "DestroyWeightsUpdateGroupReqInput",
@@ -50,7 +49,6 @@ __all__ = [
     "GenerateReqInput",
     "GetInternalStateReqOutput",
     "InitWeightsUpdateGroupReqInput",
-    "OlderScheduler",
     "PauseGenerationReqInput",
     "ReleaseMemoryOccupationReqInput",
     "ReleaseMemoryOccupationReqOutput",
@@ -63,7 +61,6 @@ __all__ = [
     "TokenizerManager",
     "UpdateWeightsFromDistributedReqInput",
     "UpdateWeightsFromTensorReqInput",
-    "UpdateWeightsMixin",
     "Updater",
     "dies_in_a_release",
     "finish_of",

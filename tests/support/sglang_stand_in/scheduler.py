@@ -36,13 +36,16 @@ class Saver:
         self.paused.remove(tag)
 
 
-class Updater:
-    """SGLang's handlers for release and resume, with as few checks as SGLang's."""
+class Handlers:
+    """SGLang's handlers for release and resume, with as few checks as SGLang's.
 
-    def __init__(self, scheduler, saver, group=None) -> None:
-        self.scheduler, self.memory_saver_adapter, self.tp_cpu_group = scheduler, saver, group
+    Attributes:
+        owner: the scheduler.
+    """
+
+    def begin_awake(self, saver, group) -> None:
+        self.memory_saver_adapter, self.tp_cpu_group = saver, group
         self.offload_tags: set[str] = set()
-        self.is_fully_idle = scheduler.is_fully_idle
         self.prepare_error: Exception | None = None  # raised by a release before its barrier
         self.resume_errors: dict[str, Exception] = {}  # raised by a resume, by place
         self.queue_open = True  # the KV cache's queue
@@ -54,11 +57,11 @@ class Updater:
         if "kv_cache" in tags:
             self.queue_open = False
             self.memory_saver_adapter.pause("kv_cache")
-            self.scheduler.flush_cache()
+            self.owner.flush_cache()
         if "weights" in tags:
             if self.prepare_error is not None:
                 raise self.prepare_error
-            self.stashed_model_static_state = self.scheduler.buffers()
+            self.stashed_model_static_state = self.owner.buffers()
             self._barrier()
             self.memory_saver_adapter.pause("weights")
         if "cuda_graph" in tags:
@@ -76,7 +79,7 @@ class Updater:
             self.memory_saver_adapter.resume("weights")
             self._barrier()
             self._raise("after weights")
-            self.scheduler.restore_buffers(self.stashed_model_static_state)
+            self.owner.restore_buffers(self.stashed_model_static_state)
             del self.stashed_model_static_state
         if "kv_cache" in tags:
             self.memory_saver_adapter.resume("kv_cache")
@@ -95,38 +98,28 @@ class Updater:
             torch.distributed.barrier(self.tp_cpu_group)
 
 
-class UpdateWeightsMixin:
+class UnownedUpdater(Handlers):
+    """The updater of SGLang 0.5.13, which has its scheduler's methods but not the scheduler."""
+
+    def __init__(self, scheduler, saver, group=None) -> None:
+        self.owner, self.is_fully_idle = scheduler, scheduler.is_fully_idle
+        self.begin_awake(saver, group)
+
+
+class Updater(UnownedUpdater):
+    """The updater of SGLang 0.5.16 and 0.5.23."""
+
+    def __init__(self, scheduler, saver, group=None) -> None:
+        super().__init__(scheduler, saver, group)
+        self.scheduler = scheduler
+
+
+class UpdateWeightsMixin(Handlers):
     """The handlers of SGLang 0.5.12, which are the scheduler's own methods."""
 
-    def release_memory_occupation(self, recv_req):
-        assert self.is_fully_idle(), "only when the server is idle"
-        tags = recv_req.tags or TAGS
-        self.offload_tags.update(tags)
-        if "kv_cache" in tags:
-            self.memory_saver_adapter.pause("kv_cache")
-            self.flush_cache()
-        if "weights" in tags:
-            if self.prepare_error is not None:
-                raise self.prepare_error
-            self.stashed_model_static_state = self.buffers()
-            self.memory_saver_adapter.pause("weights")
-        if "cuda_graph" in tags:
-            self.memory_saver_adapter.pause("cuda_graph")
-        return ReleaseMemoryOccupationReqOutput()
-
-    def resume_memory_occupation(self, recv_req):
-        tags = recv_req.tags or TAGS
-        for tag in tags:
-            self.offload_tags.remove(tag)
-        if "cuda_graph" in tags:
-            self.memory_saver_adapter.resume("cuda_graph")
-        if "weights" in tags:
-            self.memory_saver_adapter.resume("weights")
-            self.restore_buffers(self.stashed_model_static_state)
-            del self.stashed_model_static_state
-        if "kv_cache" in tags:
-            self.memory_saver_adapter.resume("kv_cache")
-        return ResumeMemoryOccupationReqOutput()
+    @property
+    def owner(self):
+        return self
 
 
 @dataclass(frozen=True)
@@ -252,6 +245,5 @@ class OlderScheduler(Scheduler):
     """A scheduler that contains the handlers itself, through the mixin in its subclass."""
 
     def _make_handlers(self, make_updater, saver, group) -> None:
-        self.handlers, self.memory_saver_adapter, self.tp_cpu_group = self, saver, group
-        self.offload_tags: set[str] = set()
-        self.prepare_error: Exception | None = None
+        self.handlers = self
+        self.begin_awake(saver, group)

@@ -8,17 +8,26 @@ from contextlib import contextmanager
 
 from sglang_stand_in import messages
 from sglang_stand_in.main_process import TokenizerManager
-from sglang_stand_in.scheduler import OlderScheduler, Scheduler, Updater, UpdateWeightsMixin
+from sglang_stand_in.scheduler import (
+    OlderScheduler,
+    Scheduler,
+    UnownedUpdater,
+    Updater,
+    UpdateWeightsMixin,
+)
+
+HANDLERS = {"0.5.23": Updater, "0.5.13": UnownedUpdater, "0.5.12": UpdateWeightsMixin}
 
 
 @contextmanager
-def modules(monkeypatch, older: bool = False):
+def modules(monkeypatch, version: str = "0.5.23"):
     """Install fake SGLang modules for the block; yield their classes, which the caller may change.
 
-    With `older`, the modules are those of SGLang 0.5.12, whose schedulers contain the handlers.
+    The place of the handlers is that of a version of SGLang in `HANDLERS`.
     """
+    older = HANDLERS[version] is UpdateWeightsMixin
     classes = types.SimpleNamespace(
-        Updater=type("SchedulerWeightUpdaterManager", (Updater,), {}),
+        Updater=type("SchedulerWeightUpdaterManager", (HANDLERS[version],), {}),
         Mixin=type("SchedulerUpdateWeightsMixin", (UpdateWeightsMixin,), {}),
         Scheduler=type("Scheduler", (Scheduler,), {}),
         Tokenizer=type("TokenizerControlMixin", (TokenizerManager,), {}),

@@ -1,7 +1,7 @@
 """Fixtures for the tests of a sleep controller: worlds with an engine object or a server.
 
 With the plugin, the fake's schedulers use memsaver on the simulated driver; without it, they use
-another saver. In both cases they end after a call that would end SGLang.
+another saver. In both cases they end after a call that would end SGLang, which fails the test.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ import contextlib
 
 import pytest
 import sglang_stand_in as stand_in
-from sleep_worlds import MIB, World
-
-from memsaver.integrations.sglang import hooks
+from sleep_worlds import MIB, World, started
 
 
 @pytest.fixture
@@ -26,24 +24,23 @@ def make_world(monkeypatch, sim, tag, make_blocks):
     with contextlib.ExitStack() as cleanup:
 
         def make(kind: str, guarded: bool = True, schedulers: int = 1) -> World:
-            classes = cleanup.enter_context(stand_in.modules(monkeypatch))
-            if guarded:
-                hooks.install()
-            processes = [classes.Scheduler(classes.Updater) for _ in range(schedulers)]
+            manager, target = started(cleanup, monkeypatch, kind, schedulers, hooked=guarded)
+            cleanup.callback(forget, manager.schedulers)
             if guarded and schedulers == 1:
                 tag.names.extend(stand_in.TAGS)
-                processes[0].model = make_blocks("weights", [2 * MIB], backup="host")[0]
-                processes[0].blocks = [
+                (scheduler,) = manager.schedulers
+                scheduler.model = make_blocks("weights", [2 * MIB], backup="host")[0]
+                scheduler.blocks = [
                     make_blocks("kv_cache", [4 * MIB], backup="none"),
                     make_blocks("cuda_graph", [2 * MIB], backup="host"),
                 ]
-            manager = classes.Tokenizer(processes)
-            engine = (stand_in.Engine if kind == "local" else stand_in.Server)(manager)
-            cleanup.callback(engine.shutdown)
-            cleanup.callback(forget, processes)
-            return World(manager, engine if kind == "local" else engine.url, guarded, sim)
+            worlds.append(World(manager, target, guarded, sim))
+            return worlds[-1]
 
+        worlds: list[World] = []
         yield make
+        for world in worlds:
+            assert world.deaths == world.expected_deaths
 
 
 @pytest.fixture(params=["local", "server"])
@@ -53,6 +50,4 @@ def kind(request):
 
 @pytest.fixture(params=[True, False], ids=["guarded", "bare"])
 def world(request, kind, make_world):
-    world = make_world(kind, request.param)
-    yield world
-    world.check_alive()
+    return make_world(kind, request.param)

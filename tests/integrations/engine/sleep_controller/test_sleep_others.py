@@ -100,7 +100,6 @@ def test_late_replies_are_not_taken_for_anothers(make_world, kind):
         world.controller.generate(prompt="a")
     manager.slow = {}
     world.controller.wake_up()
-    world.check_alive()
 
 
 def test_late_answers_are_not_taken_for_those_to_the_next_call(make_world, kind):
@@ -119,7 +118,6 @@ def test_late_answers_are_not_taken_for_those_to_the_next_call(make_world, kind)
     world.controller.wake_up()
     assert [u.offload_tags for u in everywhere] == [set()] * 2
     assert world.controller.generate(prompt="a")["text"] == "a!"
-    world.check_alive()
 
 
 def test_replies_that_never_fit_leave_the_state_unknown(make_world):
@@ -135,7 +133,6 @@ def test_replies_that_never_fit_leave_the_state_unknown(make_world):
     world.controller.sleep()
     assert world.controller.status is Status.ASLEEP
     world.controller.wake_up()
-    world.check_alive()
 
 
 # --- any order ------------------------------------------------------------------------------------
@@ -204,7 +201,7 @@ def test_no_order_of_calls_ends_the_engine(make_world, kind, guarded):
                     "generate": before,
                 }[name]
                 assert world.released == after
-            world.check_alive()
+            assert world.deaths == 0
             assert engine.released == world.released
         engine.wake_up()
         assert engine.generate(prompt="a")["text"] == "a!"

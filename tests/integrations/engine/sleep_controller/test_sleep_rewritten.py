@@ -13,9 +13,7 @@ BUFFER = 16  # bytes, which SGLang's own handlers keep
 
 @pytest.fixture
 def world(kind, make_world):
-    world = make_world(kind)
-    yield world
-    world.check_alive()
+    return make_world(kind)
 
 
 def totals(tag="weights"):
@@ -77,4 +75,3 @@ def test_without_the_plugin_the_engine_decides(kind, make_world):
     assert world.released == ALL
     world.controller.wake_up(keep_weights=False)
     assert world.released == set()
-    world.check_alive()

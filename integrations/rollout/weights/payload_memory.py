@@ -1,4 +1,4 @@
-"""`Medium`: the memory from which the tensors of a load are sent."""
+"""`PayloadMemory`: the memory from which the tensors of a load are sent."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ...engine.interface import Layout
 from .buckets import Bucket
 from .sources import Source
 
-__all__ = ["Medium", "is_unreceived"]
+__all__ = ["PayloadMemory", "is_unreceived"]
 
 
-class Medium(Protocol):
+class PayloadMemory(Protocol):
     """A rank's memory with the tensors of one load at a time, for the engine on the same GPU."""
 
     def write(self, bucket: Bucket, sources: Mapping[str, Source]) -> list[tuple[str, int, Any]]:

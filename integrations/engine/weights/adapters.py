@@ -1,0 +1,62 @@
+"""A model whose layers are wrapped for LoRA adapters, as its weight loader expects it.
+
+An engine with LoRA replaces each layer that an adapter may change by a wrapper, whose attribute
+`base_layer` is the layer. The parameters' names then contain ".base_layer", and the loaders of many
+models reject the names of a checkpoint, or do not find the parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+__all__ = ["Renamed", "without_adapters"]
+
+_WRAPPER = "BaseLayerWithLoRA"  # the base class of the wrappers, in vLLM and in SGLang
+_INFIX = ".base_layer."
+_PREFIX = "lora_base_layer_prefix"  # vLLM's attribute of experts: ".base_layer" in their names
+
+Tensors = Iterable[tuple[str, Any]]
+Renamed = Callable[[Tensors], Tensors]
+
+
+@contextlib.contextmanager
+def without_adapters(model: Any) -> Iterator[Renamed]:
+    """Replace the wrappers in a model by the layers that they wrap, for the block.
+
+    The model must not run in the block. The layers, their memory and the adapters do not change.
+    Blocks may be nested.
+
+    Yields:
+        A function that returns named tensors with the names that the model's loader expects in the
+        block: without ".base_layer", which some trainers add for such a model.
+    """
+    wrapped = [
+        (parent, name, child)
+        for parent in model.modules()
+        if not _is_wrapper(parent)
+        for name, child in parent._modules.items()
+        if _is_wrapper(child)
+    ]
+    experts = [layer for layer in model.modules() if vars(layer).get(_PREFIX)]
+    prefixes = [getattr(layer, _PREFIX) for layer in experts]
+    try:
+        for parent, name, child in wrapped:
+            parent._modules[name] = child.base_layer
+        for layer in experts:
+            setattr(layer, _PREFIX, "")
+        yield _renamed if wrapped else lambda tensors: tensors
+    finally:
+        for parent, name, child in wrapped:
+            parent._modules[name] = child
+        for layer, prefix in zip(experts, prefixes, strict=True):
+            setattr(layer, _PREFIX, prefix)
+
+
+def _is_wrapper(module: Any) -> bool:
+    return any(one.__name__ == _WRAPPER for one in type(module).__mro__)
+
+
+def _renamed(tensors: Tensors) -> Tensors:
+    return ((name.replace(_INFIX, "."), tensor) for name, tensor in tensors)

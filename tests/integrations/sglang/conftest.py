@@ -1,0 +1,58 @@
+"""Fixtures for the tests of SGLang's plugin: fake modules of SGLang, and a scheduler's memory."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import scheduler_calls
+import sglang_stand_in as stand_in
+import sleeping_manager
+
+from memsaver.integrations.sglang import hooks
+
+
+@pytest.fixture
+def version():
+    """Return the version of the fake SGLang; a module may override this with several versions."""
+    return "0.5.23"
+
+
+@pytest.fixture
+def sglang(monkeypatch, version):
+    """Yield the classes of fake modules of SGLang with memsaver's hooks."""
+    with stand_in.modules(monkeypatch, version) as classes:
+        hooks.install()
+        yield classes
+
+
+@pytest.fixture
+def engine(sglang, sim, tag, make_blocks):
+    """Yield a scheduler whose weights (with a backup), KV cache and graphs are in tags."""
+    tag.names.extend(stand_in.TAGS)
+    scheduler = sglang.Scheduler(sglang.Updater)
+    scheduler_calls.hold(scheduler, make_blocks)
+    yield scheduler
+    scheduler_calls.let_go(scheduler)
+
+
+@pytest.fixture
+def policy(monkeypatch):
+    """Return a function that sets the policy for requests to a sleeping engine."""
+    return functools.partial(sleeping_manager.choose, monkeypatch)
+
+
+@pytest.fixture
+def manager_modules():
+    """Install the fake modules that a fake tokenizer manager needs."""
+    with sleeping_manager.modules():
+        yield
+
+
+@pytest.fixture
+def manager(monkeypatch):
+    """Yield the class of a rank that updates the weights of a fake model, with the hooks."""
+    import weight_engine
+
+    with weight_engine.hooked(monkeypatch) as kind:
+        yield kind
