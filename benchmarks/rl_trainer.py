@@ -58,8 +58,8 @@ class Saver(Protocol):
     def resume(self, *tags: str) -> None:
         """Map memory for the tags again."""
 
-    def begin_resume(self, tag: str) -> None:
-        """Begin to resume the states' tag, if the library can do so in the background."""
+    def begin_resume(self) -> None:
+        """Resume the weights, then the states, in the background if the library can do so."""
 
     def begin_pause(self, tag: str) -> None:
         """Begin to pause a tag, if the library can do so in the background."""
@@ -77,12 +77,13 @@ class Offloads:
 
         self._memsaver = memsaver
         self._offload = offload
+        self._weights: Any = None
         self._states: Any = None
         self._pause: Any = None
 
     def hold_weights(self, make: Callable[[], Any]) -> Any:
         module = make()
-        self._offload(module, tag=WEIGHTS)
+        self._weights = self._offload(module, tag=WEIGHTS, by_layer=True)
         return module
 
     def hold_states(self, optimizer: Any, first_step: Callable[[], None]) -> None:
@@ -95,7 +96,8 @@ class Offloads:
     def resume(self, *tags: str) -> None:
         self._memsaver.resume(*tags)
 
-    def begin_resume(self, tag: str) -> None:
+    def begin_resume(self) -> None:
+        self._weights.resume(wait=False)
         self._states.resume(wait=False)
 
     def begin_pause(self, tag: str) -> None:
@@ -126,8 +128,8 @@ class Regions:
         for tag in tags:
             self._library.resume(tag)
 
-    def begin_resume(self, tag: str) -> None:
-        self._library.resume(tag)
+    def begin_resume(self) -> None:
+        self.resume(WEIGHTS, OPTIMIZER)
 
     def begin_pause(self, tag: str) -> None:
         self._library.pause(tag)
@@ -182,18 +184,19 @@ class Trainer:
     def learn(self, seed: int, tokens: int) -> float:
         """Run a step with the gradients of a loss, and return the loss.
 
-        Each matrix multiplies `tokens` random inputs, in batches, as the layers of a model do; the
-        loss is the mean square of the outputs. Only the optimizer's step needs its states.
+        Each layer multiplies `tokens` random inputs, in batches; the loss is the mean square of the
+        outputs. A layer needs only its own weights, and the optimizer's states are needed by its
+        step alone.
         """
         torch.manual_seed(seed)
         batches = max(1, tokens // BATCH)
         total = torch.zeros((), device=self._device)
         for _ in range(batches):
-            for parameter in self._model.parameters():
-                size = (min(tokens, BATCH), parameter.shape[-1])
-                inputs = torch.randn(size, dtype=parameter.dtype, device=self._device)
-                outputs = inputs @ parameter.T if parameter.dim() > 1 else inputs * parameter
-                loss = outputs.square().mean(dtype=torch.float32) / batches
+            for layer in self._model:
+                weight = layer.weight
+                size = (min(tokens, BATCH), weight.shape[-1])
+                inputs = torch.randn(size, dtype=weight.dtype, device=self._device)
+                loss = layer(inputs).square().mean(dtype=torch.float32) / batches
                 loss.backward()
                 total += loss.detach()
         self._optimizer.step()
@@ -201,9 +204,8 @@ class Trainer:
         return float(total)
 
     def wake_overlapped(self) -> None:
-        """Resume the weights, and begin to resume the states, if the library can."""
-        self._saver.resume(WEIGHTS)
-        self._saver.begin_resume(OPTIMIZER)
+        """Begin to resume the weights and the states, if the library can."""
+        self._saver.begin_resume()
 
     def begin_optimizer_sleep(self) -> None:
         """Begin `sleep_optimizer`, if the library can do so in the background."""
@@ -268,11 +270,18 @@ class Trainer:
         return found
 
 
+class Layer(torch.nn.Module):
+    """A matrix that multiplies its inputs, or factors of their elements: small random numbers."""
+
+    def __init__(self, size: tuple[int, ...], device: str) -> None:
+        super().__init__()
+        weight = torch.empty(size, dtype=torch.bfloat16, device=device)
+        self.weight = torch.nn.Parameter(weight.normal_(1.0 if len(size) == 1 else 0.0, 0.02))
+
+    def forward(self, inputs: Any) -> Any:
+        return inputs @ self.weight.T if self.weight.dim() > 1 else inputs * self.weight
+
+
 def _module(shape: Shape, device: str) -> Any:
-    """Create the weights as parameters, in the order of `checkpoint`: small random numbers."""
-    module = torch.nn.Module()
-    for number, (_, size) in enumerate(checkpoint(shape)):
-        tensor = torch.empty(size, dtype=torch.bfloat16, device=device)
-        tensor.normal_(1.0 if len(size) == 1 else 0.0, 0.02)
-        module.register_parameter(f"weight_{number}", torch.nn.Parameter(tensor))
-    return module
+    """Create a layer for each weight, in the order of `checkpoint`."""
+    return torch.nn.ModuleList(Layer(size, device) for _, size in checkpoint(shape))

@@ -393,6 +393,16 @@ MS_API void ms_transition_progress(const ms_transition* transition, uint64_t* do
 MS_API ms_status ms_transition_wait_stream(ms_transition* transition, void* stream,
                                            ms_error* error);
 
+/* Like ms_transition_wait_stream, but work waits only for the contents of some addresses: for the
+ * copies of a resume into `ranges`, and those queued before them. If an address does not
+ * belong to the resume, it waits for all copies. Without ranges, it waits for none, but still
+ * returns only when all copies are queued. `stream` points to the CUstream; if it is NULL, the
+ * calling thread waits. Errors: see ms_transition_wait_stream; MS_DRIVER_FAILED if a copy fails
+ * during the wait of this thread. */
+MS_API ms_status ms_transition_wait_ranges(ms_transition* transition, const ms_range* ranges,
+                                           size_t range_count, void* const* stream,
+                                           ms_error* error);
+
 /* Frees a transition that is not running. If it was not run, it is cancelled: no tag changes.
  * Accepts NULL. */
 MS_API void ms_transition_free(ms_transition* transition);

@@ -201,6 +201,7 @@ PYBIND11_MODULE(_C, m) {
       .def("hand_over", &Transition::hand_over)
       .def("progress", &Transition::progress)
       .def("wait_stream", &Transition::wait_stream, py::arg("stream"))
+      .def("wait_ranges", &Transition::wait_ranges, py::arg("ranges"), py::arg("stream"))
       .def("give_up", &Transition::give_up);
   m.def(
       "begin",

@@ -8,9 +8,11 @@
 #include <cstdint>
 #include <cstdio>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "memsaver.h"
 #include "python/calls.h"
@@ -83,13 +85,18 @@ class Transition {
   }
 
   void wait_stream(uint64_t stream) {
-    const std::shared_ptr<ms_transition> transition = transition_;
-    if (!transition) {
-      require(has_succeeded_, "the transition failed or was cancelled");
-      return;  // the transition is over, so every stream is ordered after it
-    }
-    without_gil([&](ms_error* error) {
-      return ms_transition_wait_stream(transition.get(), pointer(stream), error);
+    unless_over([&](ms_transition* transition, ms_error* error) {
+      return ms_transition_wait_stream(transition, pointer(stream), error);
+    });
+  }
+
+  // Without a stream, this thread waits.
+  void wait_ranges(const std::vector<Pair>& ranges, std::optional<uint64_t> stream) {
+    const std::vector<ms_range> wanted = ranges_of(ranges);
+    void* const waiting = stream ? pointer(*stream) : nullptr;
+    unless_over([&](ms_transition* transition, ms_error* error) {
+      return ms_transition_wait_ranges(transition, wanted.data(), wanted.size(),
+                                       stream ? &waiting : nullptr, error);
     });
   }
 
@@ -99,6 +106,14 @@ class Transition {
   }
 
  private:
+  // Calls `wait`, unless the transition is over, so that every stream is ordered after it.
+  template <typename Wait>
+  void unless_over(Wait wait) {
+    const std::shared_ptr<ms_transition> transition = transition_;
+    if (!transition) return require(has_succeeded_, "the transition failed or was cancelled");
+    without_gil([&](ms_error* error) { return wait(transition.get(), error); });
+  }
+
   static void require(bool holds, const char* otherwise) {
     ms_error error{};
     std::snprintf(error.message, sizeof(error.message), "%s", otherwise);

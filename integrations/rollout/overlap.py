@@ -1,4 +1,4 @@
-"""`Overlap`: pauses and resumes the optimizer's memory while a colocated session runs stages."""
+"""`Overlap`: pauses and resumes the trainer's memory while a colocated session runs stages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SPARE_BYTES = 1 << 30
 
 
 class Overlap:
-    """Transitions of the optimizer's memory that run during other stages of a session.
+    """Transitions of the trainer's memory that run during other stages of a session.
 
     Each rank acts by itself: the session compares the ranks' outcomes in its stages. One thread at
     a time may use an object. The exit of the interpreter waits for transitions in progress.
@@ -36,7 +36,7 @@ class Overlap:
     def __init__(self, trainer: TrainerMemory, wanted: bool) -> None:
         self._trainer = trainer
         self._wanted = wanted
-        self._coming: Transition | None = None
+        self._coming: list[Transition] = []
         self._going: Transition | None = None
         self._left: tuple[str, ...] = ()  # the tags that the last pause found mapped
         self._need = 0  # device memory that an update needs; 0 if unknown
@@ -44,12 +44,12 @@ class Overlap:
     # --- the resume, while the trainer computes its gradients -------------------------------------
 
     def may_return(self) -> bool:
-        """Return whether the states may be resumed in the background. Raises nothing.
+        """Return whether some memory may be resumed in the background. Raises nothing.
 
-        They may if only calls with hooks use them, and the whole trainer fits in the free memory:
+        It may if only calls with hooks use it, and the whole trainer fits in the free memory:
         otherwise the resume of all tags must fail as a whole, before the training begins.
         """
-        if not self._wanted or not self._trainer.states:
+        if not self._wanted or not self._trainer.awaited:
             return False
         try:
             free, _ = device_memory(self._trainer.device)
@@ -58,21 +58,30 @@ class Overlap:
             return False
         return needed + _SPARE_BYTES <= free
 
-    def resume(self) -> Report:
-        """Resume the trainer's memory except the states, and begin to resume those. Collective."""
-        states = self._trainer.states
-        report: Report = self._trainer.resume(*(t for t in self._trainer.tags if t != states))
-        self._coming = self._trainer.begin_resume()
+    def resume(self) -> Report | None:
+        """Resume other memory, and begin to resume `awaited`, the model first. Collective."""
+        awaited = self._trainer.awaited
+        report: Report | None = self._trainer.resume(
+            *(t for t in self._trainer.tags if t not in awaited)
+        )
+        for tag in awaited:
+            self._coming.append(self._trainer.begin_resume(tag))
         return report
 
     def finish_resume(self) -> Report | None:
-        """Wait until the states are resumed. Returns None if `resume` was not called.
+        """Wait until the memory is resumed. Returns None if `resume` was not called.
 
         Raises:
-            MemsaverError: the resume failed; the states are paused, with their backup.
+            MemsaverError: a resume failed; its tag is paused, with its backup.
         """
-        coming, self._coming = self._coming, None
-        return coming.wait() if coming is not None else None
+        reports = []
+        while self._coming:  # after an error, `settle` waits for the others
+            reports.append(self._coming[0].wait())
+            del self._coming[0]
+        if not reports:
+            return None
+        changes = tuple(change for report in reports for change in report.changes)
+        return Report(max(report.seconds for report in reports), changes)
 
     # --- the pause, while the weights are sent ----------------------------------------------------
 
@@ -134,9 +143,9 @@ class Overlap:
 
     def settle(self) -> None:
         """Wait for transitions in progress. Their errors become warnings if nothing raises them."""
-        if self._coming is not None or self._going is not None:
-            with _C.Reservation(list(self._trainer.others)):
-                self._coming = self._going = None
+        if self._coming or self._going is not None:
+            with _C.Reservation(list(self._trainer.tags)):
+                self._coming, self._going = [], None
 
     def _bytes(self, tags: tuple[str, ...], what: str) -> int:
         """Return the sum of one of the tags' statistics on the trainer's device."""

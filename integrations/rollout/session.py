@@ -70,7 +70,9 @@ class ColocatedSession(StageRuns):
     and `load_state_dict` (see `Offloaded.resume`). They are resumed before the block if their tag
     also contains parameters or gradients that were paused, or if there is not room for the whole
     trainer. They are paused while the weights are sent, if an earlier update of the session has
-    shown that there is room for both.
+    shown that there is room for both. If the model is an `Offloaded` of `offload(by_layer=True)`,
+    it is resumed during the block too, before the states: each module's forward pass waits for its
+    parameters.
 
     **Ranks.** On several ranks the constructor and all calls are collectives of `group`:
     every rank enters and leaves the same blocks. An invalid argument on one rank raises an error on
@@ -114,9 +116,9 @@ class ColocatedSession(StageRuns):
         backup: the backup of the trainer's memory: see `offload`. "none" is an error, because the
             contents are needed.
         sleep: False, for comparison runs, skips sleeping and pausing; everything else is unchanged.
-        overlap: whether the optimizer's memory is paused and resumed while other stages run. Must
-            be False if the block of `training()` reads the states, or other memory in their tag,
-            before the first step.
+        overlap: whether the optimizer's memory is paused and resumed while other stages run, and a
+            model with `by_layer` resumed. Must be False if the block of `training()` reads the
+            states, or other memory in their tag, before the first step.
         engine_keeps_weights: whether the engine's weights survive its sleep (SGLang's
             `enable_weights_cpu_backup`), so that they are sent only after a `training` block.
         whole_updates: whether each update rewrites all of the engine's weights. The engine then

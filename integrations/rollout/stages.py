@@ -26,7 +26,8 @@ class Stage(str, Enum):
     GENERATE = "generate"
     SLEEP = "sleep"  # the engine, all of it
     # Training:
-    # All of the trainer's tags. With overlap, the resume of the optimizer's tag only begins here.
+    # All of the trainer's tags. With overlap, the resume of the optimizer's tag, and of the model's
+    # with `offload(by_layer=True)`, only begins here.
     RESUME_TRAINER = "resume_trainer"
     TRAIN = "train"  # the block, and the end of that resume
 

@@ -50,7 +50,7 @@ class TrainerMemory:
         self._timeout = timeout
         self._handles: list[Offloaded] = []
         self._made: list[Offloaded] = []  # created here, not by the caller
-        self._optimizer: Offloaded | None = None
+        self._overlapping: list[Offloaded] = []  # the model's and the optimizer's, in this order
         self.device = _current_device()
         self.model = ""
         if backup == "none":
@@ -72,12 +72,12 @@ class TrainerMemory:
     def _offload(
         self, model: Any, optimizer: Any, others: list[str], backup: Backup | None
     ) -> None:
-        self.model = self._offloaded(model, backup).tag
+        handles = [self._offloaded(model, backup)]
+        self.model = handles[0].tag
         if optimizer is not None:
-            handle = self._offloaded(optimizer, backup)
-            if handle.tag not in others:
-                self._optimizer = handle
-            others.insert(0, handle.tag)
+            handles.append(self._offloaded(optimizer, backup))
+        self._overlapping = [handle for handle in handles if handle.tag not in others]
+        others[:0] = [handle.tag for handle in handles[1:]]
         if self.model in others:
             raise ConfigError(
                 f"the model shares tag {self.model!r} with memory that is paused before the model: "
@@ -103,15 +103,15 @@ class TrainerMemory:
         return (self.model, *self.others) if self.model else ()
 
     @property
-    def states(self) -> str:
-        """The optimizer's tag, if only calls that wait for its memory use it; otherwise ""."""
-        handle = self._optimizer
-        return handle.tag if handle is not None and handle.may_overlap else ""
+    def awaited(self) -> tuple[str, ...]:
+        """The tags that only calls that wait for their memory use, in the order of `tags`."""
+        tags = dict.fromkeys(handle.tag for handle in self._overlapping)
+        return tuple(t for t in tags if all(h.may_overlap for h in self._handles if h.tag == t))
 
-    def begin_resume(self) -> memsaver.Transition:
-        """Begin to resume `states` on this rank. See `Offloaded.resume`."""
-        assert self._optimizer is not None  # `states` was not ""
-        return self._optimizer.resume(wait=False)
+    def begin_resume(self, tag: str) -> memsaver.Transition:
+        """Begin to resume one of `awaited` on this rank. See `Offloaded.resume`."""
+        handle = next(h for h in self._overlapping if h.tag == tag)
+        return handle.resume(wait=False)
 
     def check(self) -> None:
         """Check that the trainer's memory is still guarded, and that a pause would save it.

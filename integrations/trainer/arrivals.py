@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import memsaver
 from memsaver import simulator
 from memsaver._memory.torch_mode import torch_pools
@@ -15,12 +17,23 @@ __all__ = ["await_arrival", "begin_arrival", "forget_arrival", "order_after_arri
 _arrivals: dict[str, memsaver.Transition] = {}
 
 
-def begin_arrival(tag: str) -> memsaver.Transition:
-    """Begin a resume of a tag in the background. See `Offloaded.resume`."""
+def begin_arrival(tag: str, *, until_queued: bool = False) -> memsaver.Transition:
+    """Begin a resume of a tag in the background. See `Offloaded.resume`.
+
+    Args:
+        until_queued: whether to return only when all copies are queued. Copies of later resumes
+            then run after them.
+    """
     arrival = memsaver.resume(tag, wait=False)
     _arrivals[tag] = arrival
     if memsaver.state(tag) == "mapped":  # its callbacks may have run before the line above
         forget_arrival(tag)
+    elif until_queued:
+        try:
+            arrival.wait_memory([])
+        except MemsaverError:
+            forget_arrival(tag)
+            raise
     return arrival
 
 
@@ -29,12 +42,13 @@ def forget_arrival(tag: str) -> None:
     _arrivals.pop(tag, None)
 
 
-def order_after_arrival(tag: str) -> bool:
+def order_after_arrival(tag: str, memory: list[Any] | None = None) -> bool:
     """Make work that this thread submits afterwards wait for the tag's resume in the background.
 
-    Work on torch's current stream of each of the tag's devices waits on the device. The host waits
-    only if the copies are not queued yet, during a capture, and on the simulated driver, where the
-    host uses the tensors.
+    With `memory`, tensors in the tag, the work waits only for their contents. Work on torch's
+    current stream of each of the tag's devices waits on the device. The host waits only if the
+    copies are not queued yet, during a capture (for all of them), and on the simulated driver,
+    where the host uses the tensors.
 
     Returns:
         False if no such resume is known.
@@ -47,15 +61,17 @@ def order_after_arrival(tag: str) -> bool:
         return False
     try:
         pools = torch_pools(required=False)
-        if pools is None or simulator.active() or pools.is_capturing():
+        if pools is not None and pools.is_capturing():
             arrival.wait()
+        elif pools is None or simulator.active():
+            arrival.wait() if memory is None else arrival.wait_memory(memory)
         else:
             cuda = pools.torch.cuda
             for row in _C.stats():
                 device = int(row["device"])
                 if row["tag"] == tag and device >= 0:
                     with cuda.device(device):  # the default stream is that of the current device
-                        arrival.wait_stream(cuda.current_stream())
+                        arrival.wait_stream(cuda.current_stream(), memory=memory)
     except MemsaverError:
         forget_arrival(tag)
         raise

@@ -38,6 +38,8 @@ from .holdings import (
     storages_of_live_parameters,
     weights_of,
 )
+from .layers import has_separate_layers
+from .module_waits import ModuleWaits
 from .places import Places, tag_of
 from .simulated_storages import SimulatedStorages
 
@@ -58,13 +60,22 @@ class Collection:
     """
 
     def __init__(
-        self, targets: Sequence[Any], tag: str, *, parameters: bool, gradients: bool
+        self,
+        targets: Sequence[Any],
+        tag: str,
+        *,
+        parameters: bool,
+        gradients: bool,
+        by_layer: bool,
     ) -> None:
         self.tag = tag
         self._targets = [_reference(target) for target in targets]
         self._parameters = parameters
         self._gradients = gradients
         self._memory = SimulatedStorages() if simulator.active() else DeviceStorages()
+        self.takes = self._memory.takes
+        self.by_layer = by_layer
+        self.has_layers = False  # whether the modules can wait by layer; decided before each pause
         self._lock = threading.RLock()
         # By an optimizer's id, the number of its states when they were last gathered.
         self._seen: dict[int, int] = {}
@@ -87,15 +98,17 @@ class Collection:
                     outside += storage.nbytes()
             return inside, outside
 
-    def has_only_states(self) -> bool:
-        """Return whether the tag contains optimizers' states, but no parameters or gradients."""
+    def may_overlap(self) -> bool:
+        """Return whether only hooked calls use the memory. See `Offloaded.may_overlap`."""
         import torch
 
-        if self._parameters or not all(
-            isinstance(target, torch.optim.Optimizer) for target in self.targets
-        ):
+        if self._parameters:
             return False
-        gradients = (held for target in self.targets for held in gradients_of(target))
+        optimizers = [t for t in self.targets if isinstance(t, torch.optim.Optimizer)]
+        others = [t for t in self.targets if not isinstance(t, torch.optim.Optimizer)]
+        if not all(self.by_layer and isinstance(other, torch.nn.Module) for other in others):
+            return False
+        gradients = (held for optimizer in optimizers for held in gradients_of(optimizer))
         return all(tag_of(held.tensor.untyped_storage()) != self.tag for held in gradients)
 
     def devices(self) -> list[int]:
@@ -168,7 +181,7 @@ class Collection:
                         )
                     )
                 elif isinstance(target, torch.nn.Module):
-                    hooks.enter_context(guard_module(target, self._check))
+                    hooks.enter_context(guard_module(target, ModuleWaits(self)))
             this = weakref.ref(self)
 
             def before_pause(tag: str) -> None:
@@ -215,8 +228,10 @@ class Collection:
             self._leave_parts()
             for target in self.targets:
                 if isinstance(target, torch.nn.Module):
-                    hooks.enter_context(guard_parts(target, self._check))
+                    hooks.enter_context(guard_parts(target, ModuleWaits(self)))
             self._hooks_of_parts = hooks.pop_all()
+            modules = [t for t in self.targets if isinstance(t, torch.nn.Module)]
+            self.has_layers = self.by_layer and all(map(has_separate_layers, modules))
 
     def _leave_parts(self) -> None:
         with self._lock:

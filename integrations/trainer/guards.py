@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from memsaver._runtime.native import _C, STATES
 from memsaver._transitions.handles import state
@@ -16,6 +16,7 @@ from .places import tag_of
 
 __all__ = [
     "Guard",
+    "ModuleChecks",
     "check_mapped",
     "check_tags_mapped",
     "guard_module",
@@ -24,19 +25,16 @@ __all__ = [
     "guard_steps",
 ]
 
-Check: TypeAlias = Callable[[str], object]  # called with an operation's name; raises to prevent it
-Hook: TypeAlias = Callable[[Any], object]  # called with the optimizer
-
-_FORWARD = "the model's forward"
+Hook: TypeAlias = Callable[[Any], object]  # called with the optimizer or the module
 
 
-def check_mapped(tag: str, what: str) -> None:
+def check_mapped(tag: str, what: str, memory: list[Any] | None = None) -> None:
     """Raise InvalidStateError, with advice, unless the tag is mapped.
 
     If the tag is being resumed (`Offloaded.resume(wait=False)`), work that is submitted
-    afterwards waits for it; see `order_after_arrival` for the errors.
+    afterwards waits for it, or for the contents of `memory`; see `order_after_arrival`.
     """
-    if state(tag) == "mapped" or order_after_arrival(tag):
+    if state(tag) == "mapped" or order_after_arrival(tag, memory):
         return
     now = state(tag)
     if now == "mapped":  # its resume ended between the two checks above
@@ -63,16 +61,31 @@ def check_tags_mapped(holdings: Iterable[Holding], what: str) -> None:
             away.remove(tag)  # it is being resumed
 
 
+class ModuleChecks(Protocol):
+    """The calls of `guard_module` and `guard_parts`. Those before something raise to prevent it."""
+
+    def before_forward(self, module: Any) -> None:
+        """Called before a forward pass."""
+
+    def after_forward(self, module: Any) -> None:
+        """Called after a target's own forward pass."""
+
+    def before_module_load(self, module: Any) -> None:
+        """Called before `load_state_dict`."""
+
+    def before_module_save(self, module: Any) -> None:
+        """Called before `state_dict`."""
+
+
 class Guard:
-    """A module hook that calls `check` before the module runs.
+    """A module hook that calls `check` with the module.
 
     A shallow copy of a module has the same memory and the same hooks. Deep copies and pickles have
     their own memory and copies of the hooks: a copied or unpickled `Guard` does nothing.
     """
 
-    def __init__(self, check: Check, what: str) -> None:
+    def __init__(self, check: Hook) -> None:
         self._check = check
-        self._what = what
 
     def __call__(self, owner: Any, *arguments: Any) -> None:
         """Called by torch, with the arguments of a module hook."""
@@ -81,7 +94,7 @@ class Guard:
         # In compiled code the check would break the graph, which `fullgraph` forbids. The hooks of
         # the module that `torch.compile` returns run outside of the compiled code.
         if not torch.compiler.is_compiling():
-            self._check(self._what)
+            self._check(owner)
 
     def __reduce__(self) -> tuple[type[_NoGuard], tuple[()]]:
         return _NoGuard, ()
@@ -139,8 +152,10 @@ def guard_steps(before_step: Hook) -> contextlib.ExitStack:
     return hooks
 
 
-def guard_module(module: Any, check: Check) -> contextlib.ExitStack:
-    """Call `check` before each forward pass and `load_state_dict` of a module. See `guard_parts`.
+def guard_module(module: Any, checks: ModuleChecks) -> contextlib.ExitStack:
+    """Call `checks` before each forward pass, `load_state_dict` and `state_dict` of a module.
+
+    See `guard_parts` for its submodules.
 
     Returns:
         A stack that removes the hooks when it is closed.
@@ -149,16 +164,17 @@ def guard_module(module: Any, check: Check) -> contextlib.ExitStack:
         ConfigError: the module accepts no hooks; none of them remains.
     """
     with _registering(module) as hooks:
-        _guard(module, check, hooks)
+        _guard(module, checks, hooks)
         return hooks.pop_all()
 
 
-def guard_parts(module: Any, check: Check) -> contextlib.ExitStack:
+def guard_parts(module: Any, checks: ModuleChecks) -> contextlib.ExitStack:
     """Guard a module's submodules as `guard_module` does, and the compiled calls of all modules.
 
-    Scripted modules accept no hooks and are guarded only by the modules around them. Keep the hooks
-    for a short time: each costs a few microseconds per forward pass, and torch has fast paths for
-    modules without hooks.
+    Also calls `checks.after_forward` after each forward pass of the module itself. Scripted modules
+    accept no hooks and are guarded only by the modules around them. Keep the hooks for a short
+    time: each costs a few microseconds per forward pass, and torch has fast paths for modules
+    without hooks.
     """
     import torch
 
@@ -167,8 +183,10 @@ def guard_parts(module: Any, check: Check) -> contextlib.ExitStack:
             if isinstance(part, torch.jit.ScriptModule):
                 continue
             if part is not module:
-                _guard(part, check, hooks)
-            _guard_compiled(part, check, hooks)
+                _guard(part, checks, hooks)
+            _guard_compiled(part, checks, hooks)
+        if not isinstance(module, torch.jit.ScriptModule):
+            hooks.callback(module.register_forward_hook(Guard(checks.after_forward)).remove)
         return hooks.pop_all()
 
 
@@ -181,22 +199,24 @@ def _hooked(function: Hook) -> Callable[..., None]:
     return torch.compiler.disable(hook)  # type: ignore[no-any-return]
 
 
-def _guard(module: Any, check: Check, hooks: contextlib.ExitStack) -> None:
-    forward = Guard(check, _FORWARD)
-    loading = Guard(check, "the model's load_state_dict")
+def _guard(module: Any, checks: ModuleChecks, hooks: contextlib.ExitStack) -> None:
+    forward = Guard(checks.before_forward)
+    loading = Guard(checks.before_module_load)
+    saving = Guard(checks.before_module_save)
     # These must run before FSDP2's hooks, which gather parameters.
     hooks.callback(module.register_forward_pre_hook(forward, prepend=True).remove)
     hooks.callback(module.register_load_state_dict_pre_hook(loading).remove)
+    hooks.callback(module.register_state_dict_pre_hook(saving).remove)
 
 
-def _guard_compiled(module: Any, check: Check, hooks: contextlib.ExitStack) -> None:
+def _guard_compiled(module: Any, checks: ModuleChecks, hooks: contextlib.ExitStack) -> None:
     """Guard the result of `module.compile()`, which runs the module's hooks in compiled code."""
     compiled = getattr(module, "_compiled_call_impl", None)
     if compiled is None:
         return
 
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        check(_FORWARD)
+        checks.before_forward(module)
         return compiled(*args, **kwargs)
 
     def restore() -> None:

@@ -111,29 +111,38 @@ class Offloaded:
         With `wait=False`, forward and backward passes that use other memory may begin at once: if a
         hook finds that the tag is being resumed, the work after it waits for the copies, on torch's
         current streams. Hooks run before an optimizer's `step`, `load_state_dict` and `state_dict`,
-        and before the forward pass and `load_state_dict` of a module. If the resume has failed, the
-        first of these calls raises its error: the tag is paused, with its backup. Other uses of the
-        memory, such as a backward pass that adds to gradients that were paused, and reading
-        `optimizer.state`, must wait for the returned transition.
+        and before the forward pass, `load_state_dict` and `state_dict` of a module. If the resume
+        has failed, the first of these calls raises its error: the tag is paused, with its backup.
+        Other uses of the memory, such as a backward pass that adds to gradients that were paused,
+        and reading `optimizer.state`, must wait for the returned transition.
+
+        With `offload(by_layer=True)`, the forward pass of each module waits only for its own
+        parameters, their gradients and its buffers, which arrive in the order of their addresses;
+        after the forward pass of the whole target, and before the calls above that are not forward
+        passes, work waits for all copies.
 
         Args:
-            wait: False returns a `memsaver.Transition` as soon as the resume has begun.
+            wait: False returns a `memsaver.Transition` as soon as the resume has begun; with
+                `offload(by_layer=True)`, when all memory is mapped and all copies are queued.
 
         Raises:
             InvalidStateError: this handle is closed.
             MemsaverError: see `memsaver.resume`; everything stays paused.
         """
         self.check_open()
-        return memsaver.resume(self.tag) if wait else begin_arrival(self.tag)
+        if wait:
+            return memsaver.resume(self.tag)
+        return begin_arrival(self.tag, until_queued=self._collection.by_layer)
 
     @property
     def may_overlap(self) -> bool:
         """Whether only calls with hooks use the memory, so that other work may run during a resume.
 
-        That is the case for the states of optimizers, without parameters, gradients, modules or
-        other tensors. Regions with the tag's name are not considered.
+        That is the case for the states of optimizers, without parameters, gradients or other
+        tensors, and for modules with `offload(by_layer=True)`. Regions with the tag's name are not
+        considered.
         """
-        return self._collection.has_only_states()
+        return self._collection.may_overlap()
 
     def paused(self, backup: Backup | None = None) -> Block[Report]:
         """Call `memsaver.paused` on the tag, for a block or each call of a decorated function.
@@ -202,6 +211,7 @@ def offload(
     backup: Backup | None = None,
     parameters: bool = False,
     gradients: bool = True,
+    by_layer: bool = False,
 ) -> Offloaded:
     """Put a trainer's memory into a tag, so that a pause releases it and a resume restores it.
 
@@ -224,6 +234,15 @@ def offload(
             with False, they stay in place, and so do states that share their memory; to move them,
             offload the model.
         gradients: whether gradients, if there are any, are moved into the tag before each pause.
+        by_layer: promises that until the end of the model's forward pass, each parameter and buffer
+            is read only by the forward pass of a module that has it among its own, or after such a
+            pass, and that every such pass is a call of the module. Then a forward pass begins
+            before all parameters have arrived (see `Offloaded.resume`). A model breaks the promise
+            if a module reads a parameter of another one that was not called before, as a fused loss
+            reads `lm_head.weight`, or if a compiled function calls the model's modules. For
+            compiled modules and modules of torch's own classes, such as `MultiheadAttention`, the
+            parameters of all parts count as their own. Models with FSDP2 modules or scripted
+            modules always wait for everything.
 
     Existing memory is moved in this call. Later memory is moved after the step that created it,
     after `load_state_dict`, and before each pause of the tag. An optimizer's states are searched
@@ -273,7 +292,9 @@ def offload(
         tag = "optimizer" if isinstance(found[0], torch.optim.Optimizer) else "model"
     if backup is None and has_no_backup(tag):
         backup = "host"
-    collection = Collection(found, tag, parameters=parameters, gradients=gradients)
+    collection = Collection(
+        found, tag, parameters=parameters, gradients=gradients, by_layer=by_layer
+    )
     region = memsaver.region(tag, backup=backup, device=collection.devices() or None)
     collection.check()
     before = collection.bytes()[0]

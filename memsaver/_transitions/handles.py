@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from memsaver._memory import choices, costs
+from memsaver._memory.memory_ranges import ranges_of
 from memsaver._memory.torch_mode import torch_pools
 from memsaver._runtime.background import Job
 from memsaver._runtime.callers import caller
@@ -127,7 +128,7 @@ class Transition(Job[Report]):
     """A pause, a resume or a swap in progress on a separate thread. Any thread may use this.
 
     A call that needs one of its tags waits for its end, and so does interpreter exit. An error that
-    no `wait` or `wait_stream` delivers becomes a `MemsaverWarning` when this object is deleted.
+    none of the waits delivers becomes a `MemsaverWarning` when this object is deleted.
     """
 
     def __init__(self, call: Call, progress: Progress) -> None:
@@ -193,7 +194,7 @@ class Transition(Job[Report]):
         """
         return self._waited(timeout)
 
-    def wait_stream(self, stream: Any = None) -> None:
+    def wait_stream(self, stream: Any = None, *, memory: Any = None) -> None:
         """Make all future work on a stream wait for the transition's copies.
 
         For a resume, returns when all copies are queued, possibly before they are done; for a pause
@@ -202,16 +203,42 @@ class Transition(Job[Report]):
         Args:
             stream: a `torch.cuda.Stream`, another object with a `cuda_stream`, or the address of a
                 CUDA stream; None is torch's current stream.
+            memory: see `wait_memory`. During a resume, the work waits only for the contents of this
+                memory: copies run in the order of the addresses. If some of the memory is not
+                resumed by this transition, the work waits for all copies. None is all memory.
 
         Raises:
-            ConfigError: `stream` is not a stream.
+            ConfigError: `stream` is not a stream, or `memory` has no addresses.
             MemsaverError: the transition failed; see `wait`.
         """
         address = _address_of(stream)
-        if self._call.native is None:
+        self._order(None if memory is None else ranges_of(memory), address)
+
+    def wait_memory(self, memory: Any) -> None:
+        """Wait on the host until a resume has copied the contents of some memory.
+
+        Returns only when all copies are queued, and for a pause or a swap, when it is over.
+
+        Args:
+            memory: a dense tensor, an object with an `address` and `nbytes`, a pair (address,
+                bytes), or a list of those; with [] the call waits for no copy. If some of the
+                memory is not resumed by this transition, it waits for all copies.
+
+        Raises:
+            ConfigError: `memory` has no addresses.
+            MemsaverError: the transition failed; see `wait`.
+        """
+        self._order(ranges_of(memory), None)
+
+    def _order(self, ranges: list[tuple[int, int]] | None, stream: int | None) -> None:
+        native = self._call.native
+        if native is None:
             return
         try:
-            self._call.native.wait_stream(address)
+            if ranges is not None:
+                native.wait_ranges(ranges, stream)
+            elif stream is not None:
+                native.wait_stream(stream)
         except InvalidStateError:
             self._await(None, None)
             self._collected()  # raises if the transition failed

@@ -105,7 +105,10 @@ class Resume(Pause):
         if self.background:
             transition = self.memsaver.resume(*self.going.names, wait=False)
             with contextlib.suppress(self.memsaver.MemsaverError):
-                transition.wait_stream(0)  # if it fails, the resume may fail or not
+                # If one of these fails, the resume may fail or not.
+                transition.wait_stream(0, memory=self.going.blocks[0][0])
+                transition.wait_memory(self.going.blocks[-1][0])
+                transition.wait_stream(0)
             transition.wait()
         else:
             self.memsaver.resume(*self.going.names)

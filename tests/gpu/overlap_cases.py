@@ -141,6 +141,62 @@ def case_a_failed_resume_is_an_error_of_the_step() -> None:
     assert trainer.contents() == expected.contents()
 
 
+def case_the_first_layer_runs_before_the_last_has_arrived() -> None:
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(
+        *(torch.nn.Linear(16384, 16384, bias=False, device="cuda") for _ in range(6))
+    )
+    inputs = torch.randn(64, 16384, device="cuda")
+    offloaded = offload(model, tag="model", by_layer=True)
+    layers: list[torch.cuda.Event] = []
+
+    def forward(*_: object) -> None:
+        layers.append(torch.cuda.Event(enable_timing=True))
+        layers[-1].record()
+
+    for layer in model:
+        layer.register_forward_hook(forward)
+    expected = model(inputs)
+    expected.square().mean().backward()
+    gradients = [weight.grad for weight in model.parameters()]
+    model.zero_grad()
+    for number in range(4):
+        offloaded.pause()
+        layers.clear()
+        begin, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        side, copied = torch.cuda.Stream(), torch.cuda.Stream()
+        copied.wait_stream(torch.cuda.current_stream())
+        begin.record()
+        arrival = offloaded.resume(wait=False)
+        was_early = not arrival.done()
+        arrival.wait_stream(copied)
+        last.record(copied)
+        with torch.cuda.stream(side if number % 2 else torch.cuda.current_stream()):
+            side.wait_event(begin)
+            outputs = model(inputs)
+            outputs.square().mean().backward()
+        torch.cuda.synchronize()
+        assert torch.equal(outputs, expected), number
+        for weight, gradient in zip(model.parameters(), gradients, strict=True):
+            assert weight.grad is not None and torch.equal(weight.grad, gradient), number
+        model.zero_grad()
+        ends = [begin.elapsed_time(event) for event in layers]
+        print(f"copies {begin.elapsed_time(last):.1f} ms, layers at", [f"{t:.1f}" for t in ends])
+        assert was_early, "the resume ended before it returned"
+        assert ends[0] < 0.5 * begin.elapsed_time(last), (
+            "the first layer waited for the last copies"
+        )
+        arrival.wait()
+    offloaded.pause()
+    graph, static = torch.cuda.CUDAGraph(), inputs.clone()
+    offloaded.resume(wait=False)
+    with torch.no_grad(), torch.cuda.graph(graph):  # the host waits for all copies
+        captured = model(static)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.allclose(captured, expected)
+
+
 class CudaEngine:
     """The methods of a `RolloutEngine` that a session uses, with memory of this process."""
 
@@ -168,9 +224,17 @@ class CudaEngine:
 
 
 def case_a_session_moves_states_beside_its_stages() -> None:
+    run_session(by_layer=False)
+
+
+def case_a_session_moves_the_model_and_the_states_beside_its_stages() -> None:
+    run_session(by_layer=True)
+
+
+def run_session(by_layer: bool) -> None:
     trainer, expected, _ = make()
     engine = CudaEngine(trainer.model)
-    model = offload(trainer.model, tag="model")
+    model = offload(trainer.model, tag="model", by_layer=by_layer)
     handle = offload(trainer.optimizer, tag="optimizer")
     session = ColocatedSession(engine, model, handle, state=trainer.model.state_dict, overlap=True)
     for number in range(5):
@@ -181,7 +245,8 @@ def case_a_session_moves_states_beside_its_stages() -> None:
         with session.training():
             assert sent == [float(t.double().sum()) for t in trainer.model.state_dict().values()]
             assert same(trainer, expected), number
-        assert session.stages[-1].result.changed == ("optimizer",)
+        arrived = ("model", "optimizer") if by_layer else ("optimizer",)
+        assert session.stages[-1].result.changed == arrived
     assert "saving" in engine.seen[2:], engine.seen
 
 

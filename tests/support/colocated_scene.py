@@ -33,7 +33,7 @@ class Scene:
         self.engine = kind(self.trainer.model, tag("weights"), tag("kv"))
         self.tags = tag("model"), tag("optimizer")
         handles = (
-            offload(self.trainer.model, tag=self.tags[0]),
+            offload(self.trainer.model, tag=self.tags[0], by_layer=options.pop("by_layer", False)),
             offload(self.trainer.optimizer, tag=self.tags[1]),
         )
         options.setdefault("state", self.trainer.model.state_dict)

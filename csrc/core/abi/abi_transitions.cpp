@@ -151,7 +151,15 @@ ms_status ms_transition_run(ms_transition* transition, ms_change** rows, size_t*
     require_not_forked();
     Transition* const begun = unwrap(transition);
 
-    auto list = make_list<ms_change>(rows ? begun->row_count() : 0);
+    const auto make_rows = [&] {
+      try {
+        return make_list<ms_change>(rows ? begun->row_count() : 0);
+      } catch (...) {
+        begun->cancel();  // other threads may already wait for it
+        throw;
+      }
+    };
+    auto list = make_rows();
     const std::vector<Change> changes = begun->run();
     for (size_t i = 0; list && i < changes.size(); ++i) {
       const Change& c = changes[i];
@@ -189,6 +197,15 @@ ms_status ms_transition_wait_stream(ms_transition* transition, void* stream, ms_
   return guarded(error, [&] {
     require_not_forked();
     unwrap(transition)->wait_stream(static_cast<CUstream>(stream));
+  });
+}
+
+ms_status ms_transition_wait_ranges(ms_transition* transition, const ms_range* ranges,
+                                    size_t range_count, void* const* stream, ms_error* error) {
+  return guarded(error, [&] {
+    require_not_forked();
+    const CUstream waiting = stream ? static_cast<CUstream>(*stream) : nullptr;
+    unwrap(transition)->wait_ranges(ranges_of(ranges, range_count), stream ? &waiting : nullptr);
   });
 }
 

@@ -282,11 +282,16 @@ Restore::~Restore() {
   if (queued_) wait_for_copies(device_, Device::Direction::kToDevice);
 }
 
-void Restore::queue(const Range& mapped) {
+void Restore::queue(const Range& mapped, CopyEvents* events) {
   const std::vector<Range> parts = within(ranges_, mapped);
+  uint64_t added_end = mapped.address;
+  const auto add = [&](uint64_t end) {
+    if (events && end > added_end) events->add({added_end, end - added_end});
+    added_end = end;
+  };
   if (!store_.is_direct()) {
     staged_.insert(staged_.end(), parts.begin(), parts.end());
-    return;
+    return add(mapped.end());
   }
   CUstream stream = device_.copy_stream(Device::Direction::kToDevice);
   for (const Range& part : store_.cut_for_copies(parts)) {
@@ -297,7 +302,9 @@ void Restore::queue(const Range& mapped) {
       CU_CHECK(cuMemcpyHtoDAsync, part.address, store_.direct(part.address), part.bytes, stream);
     }
     queued_bytes_ += part.bytes;
+    add(part.end());
   }
+  add(mapped.end());
 }
 
 void Restore::run_staged() {

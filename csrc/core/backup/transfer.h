@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core/backup/backup.h"
+#include "core/backup/copy_events.h"
 #include "core/backup/fingerprint.h"
 #include "core/backup/staging.h"
 #include "core/driver/device.h"
@@ -116,8 +117,9 @@ class Restore {
   Restore(const Restore&) = delete;
   Restore& operator=(const Restore&) = delete;
 
-  // Queues the copies of a range, which must be mapped. Throws kDriverFailed.
-  void queue(const Range& mapped);
+  // Queues the copies of a range, which must be mapped, and adds it to `events`, unless null, as
+  // the copies are queued; staged copies are queued in run_staged(). Throws kDriverFailed.
+  void queue(const Range& mapped, CopyEvents* events = nullptr);
   // Runs the queued copies of staged backups and returns when they are done. Has no effect on other
   // backups. Throws like BackupStore::read, and kOutOfHostMemory, kDriverFailed.
   void run_staged();

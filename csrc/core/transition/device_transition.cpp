@@ -73,7 +73,7 @@ void DeviceTransition::take_rest() noexcept {
   at_ = nullptr;
 }
 
-void DeviceTransition::exchange(const std::function<void(Device&)>& queued) {
+void DeviceTransition::exchange(const Queued& queued) {
   try {
     exchange_pages(queued);
     restores_.clear();
@@ -85,8 +85,9 @@ void DeviceTransition::exchange(const std::function<void(Device&)>& queued) {
   }
 }
 
-void DeviceTransition::exchange_pages(const std::function<void(Device&)>& queued) {
+void DeviceTransition::exchange_pages(const Queued& queued) {
   reserve_staging();
+  if (out_.empty()) events_.emplace(device_);  // a swap may fail after its copies are queued
   // New memory first: if the driver refuses it, nothing has changed yet.
   for (Arriving* to : into_) map(*to);
   start_saves();
@@ -106,7 +107,11 @@ void DeviceTransition::exchange_pages(const std::function<void(Device&)>& queued
     at_ = &to->pool->tag;
     restore->run_staged();
   }
-  queued(device_);
+  if (events_) {
+    events_->close();
+    queued(std::move(*events_));
+    events_.reset();
+  }
   for (auto& [to, restore] : restores_) {
     at_ = &to->pool->tag;
     to->copied_bytes = restore->finish();
@@ -136,8 +141,13 @@ void DeviceTransition::map(Arriving& to) {
                                                      to.ranges, progress_, staging_.get()));
   }
   const auto found = restores_.find(&to);
+  CopyEvents* const events = events_ ? &*events_ : nullptr;
   const auto queue = [&](const Range& mapped) {
-    if (found != restores_.end()) found->second->queue(mapped);
+    if (found != restores_.end()) {
+      found->second->queue(mapped, events);
+    } else if (events) {
+      events->add(mapped);
+    }
   };
   for (const auto& [address, extent] : to.pool->heap.extents()) queue({address, extent.bytes()});
   for (const Range& tile : plan_.memory.at(&to)) {

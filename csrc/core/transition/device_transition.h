@@ -9,8 +9,10 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <vector>
 
+#include "core/backup/copy_events.h"
 #include "core/backup/staging.h"
 #include "core/backup/transfer.h"
 #include "core/driver/device.h"
@@ -41,10 +43,12 @@ class DeviceTransition {
   void plan(bool allow_larger);
   // Removes from the pools the pages that exchange() moves. Under the registry's lock.
   void take_pages() noexcept;
-  // Copies, transfers pages, and maps the rest. Returns when all bytes have arrived. Calls `queued`
-  // when all memory is mapped and all copies are queued, before waiting for the last copies. Throws
-  // the errors of Save and Restore, and kOutOfDeviceMemory. Inside on_each_device.
-  void exchange(const std::function<void(Device&)>& queued);
+  // Receives the events of a resume's copies.
+  using Queued = std::function<void(CopyEvents)>;
+  // Copies, transfers pages, and maps the rest. Returns when all bytes have arrived. In a resume,
+  // calls `queued` when all memory is mapped and all copies are queued, before waiting for the last
+  // copies. Throws the errors of Save and Restore, and kOutOfDeviceMemory. Inside on_each_device.
+  void exchange(const Queued& queued);
 
   // Removes all other pages of `out` from the pools. Under the registry's lock.
   void take_rest() noexcept;
@@ -62,7 +66,7 @@ class DeviceTransition {
   void finish_undo(bool whole) noexcept;
 
  private:
-  void exchange_pages(const std::function<void(Device&)>& queued);
+  void exchange_pages(const Queued& queued);
   void reserve_staging();
   void map(Arriving& to);
   void start_saves();
@@ -80,6 +84,7 @@ class DeviceTransition {
   UndoJournal journal_;
   std::map<Leaving*, std::unique_ptr<Save>> saves_;  // kept until no further step can fail
   std::map<Arriving*, std::unique_ptr<Restore>> restores_;
+  std::optional<CopyEvents> events_;        // of a resume, until `queued` receives them
   std::unique_ptr<StagingBuffer> staging_;  // for restoring staged bytes during an undo
   bool filling_ = false;                    // fills are queued
   const Tag* at_ = nullptr;

@@ -106,6 +106,10 @@ std::vector<Change> Transition::run() {
   return std::move(rows_);
 }
 
+void Transition::cancel() noexcept {
+  if (hold_) end(false);
+}
+
 // Releases the tags. The outcome of a transition that succeeded is already recorded.
 void Transition::end(bool succeeded) noexcept {
   pausing_.end(Outcome::kFailed);
@@ -200,13 +204,10 @@ void Transition::move(bool allow_larger) {
   for (const auto& work : devices_) work->take_pages();
   hold_->unlock();
   std::mutex mutex;
-  std::vector<Event> events;
-  const auto queued = [&](Device& device) {
-    if (!out_.empty()) return;  // a swap may still fail to unmap the rest
-    Event event = Event::create(device);
-    event.record(device.copy_stream(Device::Direction::kToDevice));
+  std::vector<CopyEvents> events;
+  const auto queued = [&](CopyEvents device_events) {
     std::lock_guard<std::mutex> lock(mutex);
-    events.push_back(std::move(event));
+    events.push_back(std::move(device_events));
     if (events.size() == devices_.size()) completion_.set_queued(std::move(events));
   };
   on_each_device(devices_, [&](DeviceTransition& work) { work.exchange(queued); });
@@ -352,6 +353,11 @@ void Transition::hand_over() {
 void Transition::wait_stream(CUstream stream) {
   if (tags_.empty()) return;  // it changes nothing
   completion_.wait_stream(tags_, stream);
+}
+
+void Transition::wait_ranges(const std::vector<Range>& ranges, const CUstream* stream) {
+  if (tags_.empty()) return;  // it changes nothing
+  completion_.wait_ranges(tags_, ranges, stream);
 }
 
 }  // namespace memsaver

@@ -55,6 +55,9 @@ class Transition {
   //     restores all of them.
   std::vector<Change> run();
 
+  // Ends a transition that has not run; waits for it fail. The tags are unchanged.
+  void cancel() noexcept;
+
   // Sets the description of the caller that errors report after an access to paused memory. Call
   // before run(), on one thread. Throws kInvalidState after run().
   void set_caller(const std::string& caller);
@@ -75,6 +78,11 @@ class Transition {
   // thread. Throws kInvalidState if the transition failed, or if the wait would deadlock, because
   // this thread must run the transition or the running thread waits for this one.
   void wait_stream(CUstream stream);
+  // Like wait_stream(), but the work waits only for the contents of some addresses of a resume: for
+  // the copies into them and those queued before. If an address does not belong to the resume,
+  // waits for all copies. If `stream` is null, this thread waits. Throws
+  // like wait_stream(), and kDriverFailed.
+  void wait_ranges(const std::vector<Range>& ranges, const CUstream* stream);
 
  private:
   Transition(std::unique_ptr<Hold> hold, TransitionPlan plan);

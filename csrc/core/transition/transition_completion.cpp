@@ -7,8 +7,7 @@
 #include "core/memory/reservation.h"
 
 namespace memsaver {
-
-void TransitionCompletion::set_queued(std::vector<Event> events) {
+void TransitionCompletion::set_queued(std::vector<CopyEvents> events) {
   std::lock_guard<std::mutex> lock(mutex_);
   events_ = std::move(events);
   phase_ = Phase::kQueued;
@@ -29,7 +28,7 @@ void TransitionCompletion::end(bool succeeded) noexcept {
   changed_.notify_all();
 }
 
-void TransitionCompletion::wait_stream(const std::vector<Tag*>& tags, CUstream stream) {
+std::unique_lock<std::mutex> TransitionCompletion::await_copies(const std::vector<Tag*>& tags) {
   std::unique_lock<std::mutex> lock(mutex_);
   if (phase_ == Phase::kRunning) {
     lock.unlock();
@@ -39,19 +38,57 @@ void TransitionCompletion::wait_stream(const std::vector<Tag*>& tags, CUstream s
     lock.unlock();  // before `declared` takes the registry's
   }
   if (!lock.owns_lock()) lock.lock();
-  if (phase_ == Phase::kFailed) {
-    throw Error(Status::kInvalidState,
-                "the transition failed, so there is nothing to wait for on a stream: wait for it "
-                "on the host to see why");
+  require_not_failed();
+  return lock;
+}
+
+void TransitionCompletion::require_not_failed() const {
+  if (phase_ != Phase::kFailed) return;
+  throw Error(Status::kInvalidState,
+              "the transition failed, so there is nothing to wait for on a stream: wait for it on "
+              "the host to see why");
+}
+
+void TransitionCompletion::wait_stream(const std::vector<Tag*>& tags, CUstream stream) {
+  std::unique_lock<std::mutex> lock = await_copies(tags);
+  wait_for(last_events(), &stream, lock);
+}
+
+void TransitionCompletion::wait_ranges(const std::vector<Tag*>& tags,
+                                       const std::vector<Range>& ranges, const CUstream* stream) {
+  std::unique_lock<std::mutex> lock = await_copies(tags);
+  std::vector<const Event*> events;
+  uint64_t found_bytes = 0;
+  for (const CopyEvents& device : events_) {
+    if (const Event* event = device.last_in(ranges, &found_bytes)) events.push_back(event);
   }
-  if (phase_ == Phase::kDone || events_.empty()) return;
+  wait_for(found_bytes == total(ranges) ? events : last_events(), stream, lock);
+}
+
+std::vector<const Event*> TransitionCompletion::last_events() const {
+  std::vector<const Event*> events;
+  for (const CopyEvents& device : events_) events.push_back(&device.last());
+  return events;
+}
+
+// Makes the stream wait for the events; if it is null, this thread waits, without the lock.
+void TransitionCompletion::wait_for(const std::vector<const Event*>& events, const CUstream* stream,
+                                    std::unique_lock<std::mutex>& lock) {
+  if (phase_ == Phase::kDone || events.empty()) return;
   // The default stream belongs to the current context; on a thread without one, use a device of the
   // tags.
   CUcontext current = nullptr;
   std::optional<DeviceScope> scope;
   CU_CHECK(cuCtxGetCurrent, &current);
-  if (!current) scope.emplace(*events_.front().context());
-  for (const Event& event : events_) CU_CHECK(cuStreamWaitEvent, stream, event.get(), 0);
+  if (!current) scope.emplace(*events.front()->context());
+  if (stream) {
+    for (const Event* event : events) CU_CHECK(cuStreamWaitEvent, *stream, event->get(), 0);
+    return;
+  }
+  lock.unlock();
+  for (const Event* event : events) event->wait();
+  lock.lock();
+  require_not_failed();
 }
 
 }  // namespace memsaver

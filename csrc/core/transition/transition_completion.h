@@ -7,17 +7,18 @@
 #include <mutex>
 #include <vector>
 
-#include "core/driver/handles.h"
+#include "core/backup/copy_events.h"
 #include "core/memory/registry.h"
+#include "core/platform/range.h"
 
 namespace memsaver {
 
 // Any thread may call any function.
 class TransitionCompletion {
  public:
-  // Records that all memory is mapped and all copies are queued: work after the events sees the
-  // contents.
-  void set_queued(std::vector<Event> events);
+  // Records that all memory is mapped and all copies are queued, with each device's events: work
+  // after an event sees the contents that were queued before it.
+  void set_queued(std::vector<CopyEvents> events);
   // Records a failure after set_queued. Returns whether set_queued was called.
   bool withdraw() noexcept;
   void end(bool succeeded) noexcept;
@@ -26,14 +27,26 @@ class TransitionCompletion {
   // submitted to the stream after this call wait for the copies. `tags` are the transition's.
   // Throws kInvalidState if the transition failed, or if the wait would deadlock.
   void wait_stream(const std::vector<Tag*>& tags, CUstream stream);
+  // See Transition::wait_ranges.
+  void wait_ranges(const std::vector<Tag*>& tags, const std::vector<Range>& ranges,
+                   const CUstream* stream);
 
  private:
+  // Waits until the copies are queued, or the transition has ended. Returns the lock of `mutex_`.
+  // Throws like wait_stream.
+  std::unique_lock<std::mutex> await_copies(const std::vector<Tag*>& tags);
+  // These three need the lock.
+  void require_not_failed() const;
+  std::vector<const Event*> last_events() const;
+  void wait_for(const std::vector<const Event*>& events, const CUstream* stream,
+                std::unique_lock<std::mutex>& lock);
+
   enum class Phase { kRunning, kQueued, kDone, kFailed };
 
-  std::mutex mutex_;  // guards all fields below
+  std::mutex mutex_;  // guards all fields below; after set_queued, `events_` is constant
   std::condition_variable changed_;
   Phase phase_ = Phase::kRunning;
-  std::vector<Event> events_;
+  std::vector<CopyEvents> events_;  // of each device
 };
 
 }  // namespace memsaver

@@ -87,8 +87,8 @@ def test_gradients_are_computed_before_the_states_are_back(known, sim):
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd_momentum"])
 def test_steps_are_bit_equal_with_and_without_overlap(sim, tag, optimizer):
     results = []
-    for overlap in (True, False):
-        scene = Scene(tag, overlap=overlap, optimizer=optimizer)
+    for overlap, by_layer in ((True, True), (True, False), (False, True)):
+        scene = Scene(tag, overlap=overlap, by_layer=by_layer, optimizer=optimizer)
         outputs = []
         for step in range(6):
             with scene.session.rollout() as engine:
@@ -98,7 +98,33 @@ def test_steps_are_bit_equal_with_and_without_overlap(sim, tag, optimizer):
                 scene.train()
         with scene.session.training():
             results.append((outputs, scene.trainer.contents()))
-    assert results[0] == results[1]
+    assert results[0] == results[1] == results[2]
+
+
+def test_a_model_by_layer_returns_in_the_block_before_the_states(sim, tag):
+    scene = Scene(tag, overlap=True, by_layer=True)
+    with scene.session.rollout():
+        pass
+    sim.hold_streams(True)
+    with scene.session.training():
+        assert set(scene.tags) == {name for name in scene.tags if memsaver.state(name) != "mapped"}
+        sim.hold_streams(False)
+        scene.train()
+    resumed = scene.session.stages[-1]
+    assert resumed.stage is Stage.TRAIN and resumed.result.changed == scene.tags
+    with scene.session.rollout():
+        pass
+    # Without memory for the model, the stage before the block fails.
+    with (
+        sim.fault("cuMemCreate", sim.OUT_OF_MEMORY),
+        pytest.raises(memsaver.OutOfDeviceMemoryError),
+    ):
+        with scene.session.training():
+            raise AssertionError("the block was entered")
+    assert paused(scene) >= {"model", "optimizer"}
+    with scene.session.training():
+        scene.train()
+    assert not paused(scene) & {"model", "optimizer"}
 
 
 def test_without_room_each_move_ends_before_the_next_stage(known, sim):
@@ -185,9 +211,9 @@ def test_states_that_cannot_return_are_an_error_of_the_step(known, sim):
     with pytest.MonkeyPatch.context() as patch:
         begin = session._trainer.begin_resume
 
-        def failing():
+        def failing(tag):
             sim.fail("cuMemCreate", sim.OUT_OF_MEMORY)
-            return begin()
+            return begin(tag)
 
         patch.setattr(session._trainer, "begin_resume", failing)
         for uses in (lambda: known.train(), lambda: None):  # the step, or the end of the block

@@ -82,10 +82,10 @@ def test_ranks_overlap_alike_and_share_failures_of_the_background(run_ranks):
         # A resume that fails on one rank: the step raises there, the end of the block elsewhere.
         rollout()
         begin = session._trainer.begin_resume
-        def failing():
+        def failing(tag):
             if RANK == 1:
                 sim.fail("cuMemCreate", sim.OUT_OF_MEMORY)
-            return begin()
+            return begin(tag)
         session._trainer.begin_resume = failing
         kind = memsaver.OutOfDeviceMemoryError
         error = raised(kind, lambda: training(trainer.optimizer.step))

@@ -247,6 +247,12 @@ void Session::transit() {
                            in_.below(4) ? &count : nullptr, error()));
     ms_list_free(rows);
     if (in_.below(4) == 0) done(ms_transition_wait_stream(transition, address(), error()));
+    if (in_.below(4) == 0) {
+      void* const stream = address();
+      const std::vector<ms_range> wanted = ranges();
+      done(ms_transition_wait_ranges(transition, wanted.data(), wanted.size(),
+                                     in_.below(2) ? &stream : nullptr, error()));
+    }
     if (in_.below(4) == 0) beside(transition);
   }
   ms_transition_free(transition);

@@ -1,0 +1,46 @@
+// copy_events: events between the copies that a resume queues on one device, so that a stream can
+// wait for the contents of some addresses instead of all of them.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/driver/device.h"
+#include "core/driver/handles.h"
+#include "core/platform/range.h"
+
+namespace memsaver {
+
+// Owns the events. One thread fills it, inside a DeviceScope; after close() it is constant, and any
+// thread may read it.
+class CopyEvents {
+ public:
+  explicit CopyEvents(Device& device) : device_(&device) {}
+
+  // Records that all copies and fills into a range are queued. After every kEventBytes, records an
+  // event. Each address is added at most once. Throws kDriverFailed.
+  void add(const Range& queued);
+  // Records the event of the last ranges, even if there are none. Throws kDriverFailed.
+  void close();
+
+  // Returns the event after the last work in `ranges`, or null if none of it was added. Increases
+  // `*found_bytes` by the bytes of `ranges` that were added.
+  const Event* last_in(const std::vector<Range>& ranges, uint64_t* found_bytes) const;
+  // Returns the event after all work.
+  const Event& last() const { return marks_.back().event; }
+
+ private:
+  struct Mark {
+    std::vector<Range> ranges;  // those after the previous event, in the order of the work
+    Event event;
+  };
+
+  void record();
+
+  Device* device_;
+  std::vector<Mark> marks_;
+  std::vector<Range> unmarked_;
+  uint64_t unmarked_bytes_ = 0;
+};
+
+}  // namespace memsaver

@@ -1,0 +1,65 @@
+"""The tensors that each module of a model reads in its own forward pass."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from .holdings import Holding, parts_of
+
+__all__ = ["has_separate_layers", "read_by_forward"]
+
+
+def has_separate_layers(model: Any) -> bool:
+    """Return whether each of a model's tensors is read by the forward pass of a known module.
+
+    That is not the case if the model has FSDP2 modules, which gather other modules' parameters, or
+    scripted modules, which accept no hooks, or if it cannot be called itself and has tensors
+    outside of modules that can.
+    """
+    import torch
+
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    if any(isinstance(part, (torch.jit.ScriptModule, fsdp)) for part in model.modules()):
+        return False
+    return _is_callable(model) or next(_own(model), None) is None
+
+
+def read_by_forward(module: Any) -> Iterator[Holding]:
+    """Yield the tensors that a module reads in its forward pass, outside of its submodules' passes.
+
+    These are its own parameters, with their gradients, its own buffers, and those of submodules
+    that cannot be called, such as a `ParameterList`. For compiled modules and those of torch's own
+    classes, they include the tensors of all submodules: a `MultiheadAttention`, for example, does
+    not call its projection. A `Sequential` only calls its submodules.
+    """
+    import torch
+
+    is_torchs = type(module).__module__.partition(".")[0] == "torch"
+    reads_all = getattr(module, "_compiled_call_impl", None) is not None or (
+        is_torchs and not isinstance(module, torch.nn.Sequential)
+    )
+    for tensor in _all(module) if reads_all else _own(module):
+        yield from parts_of(tensor, "a tensor of the module")
+        if tensor.grad is not None:
+            yield from parts_of(tensor.grad, "a gradient")
+
+
+def _all(module: Any) -> Iterator[Any]:
+    return itertools.chain(module.parameters(), module.buffers())
+
+
+def _own(module: Any) -> Iterator[Any]:
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
+    for child in module.children():
+        if not _is_callable(child):
+            yield from _own(child)
+
+
+def _is_callable(module: Any) -> bool:
+    import torch
+
+    return type(module).forward is not torch.nn.Module.forward

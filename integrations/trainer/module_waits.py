@@ -1,0 +1,62 @@
+"""The waits of a model's modules for a resume in the background."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from memsaver._transitions.handles import state
+
+from .arrivals import order_after_arrival
+from .guards import check_mapped
+from .holdings import Holding
+from .layers import read_by_forward
+from .places import tag_of
+
+__all__ = ["ModuleWaits"]
+
+
+class Owner(Protocol):
+    """The memory of the modules.
+
+    Attributes:
+        tag: its tag.
+        has_layers: whether a forward pass waits only for the module's own tensors.
+    """
+
+    tag: str
+    has_layers: bool
+
+    def takes(self, holding: Holding) -> bool:
+        """Return whether a tensor is one that is moved into tags."""
+
+
+class ModuleWaits:
+    """The `ModuleChecks` of the modules of an owner, which the hooks keep alive."""
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+
+    def before_forward(self, module: Any) -> None:
+        """Wait for the module's tensors, or for all."""
+        tag = self._owner.tag
+        if state(tag) == "mapped":
+            return
+        memory = None
+        if self._owner.has_layers:
+            tensors = [held.tensor for held in filter(self._owner.takes, read_by_forward(module))]
+            memory = [t for t in tensors if tag_of(t.untyped_storage()) == tag]
+        check_mapped(tag, "the model's forward", memory)
+
+    def after_forward(self, module: Any) -> None:
+        """Let later work, such as the backward pass, wait for everything."""
+        if self._owner.has_layers:
+            self.before_module_save(module)
+
+    def before_module_load(self, module: Any) -> None:
+        """Wait for everything."""
+        check_mapped(self._owner.tag, "the model's load_state_dict")
+
+    def before_module_save(self, module: Any) -> None:
+        """Wait for everything. If paused, the `state_dict` only refers to the tensors."""
+        if state(self._owner.tag) != "mapped":
+            order_after_arrival(self._owner.tag)
