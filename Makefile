@@ -1,9 +1,9 @@
 # Everything runs in the virtual environment .venv, which is made when it is first needed.
 PYTHON ?= python3
 VENV ?= .venv
-# Three processes, each with files of its own, because tests wait for a quarter of their time. Tests
+# Four processes, each with files of its own, because tests wait for a third of their time. Tests
 # on a GPU are chosen without them.
-PYTEST_ARGS ?= -m "not soak and not long" -n 3 --dist loadfile
+PYTEST_ARGS ?= -m "not soak and not long" -n 4 --dist loadfile
 BENCH_ARGS ?=
 # `make wheel` builds a wheel for each of these interpreters, for this platform (Ubuntu 22.04's).
 WHEEL_PYTHONS ?= $(BIN)/python
