@@ -80,7 +80,7 @@ WORDS = {
     "sglang_release_weights_first_ms": "first release of 16 GB of weights, backed up, ms",
     "sglang_start_s": "start of the engine, s",
     "rl_kv_tokens_fraction_at_once": "the same waking all at once",
-    "rl_step_overhead_seconds": "what a step takes beyond its training, update and generation, s",
+    "rl_step_overhead_seconds": "duration of a step beyond its training, update and generation, s",
     "rl_peak_GiB": "peak memory in use in a step, GiB",
     "rl_engine_sleep_ms": "pause of the engine's KV cache, weights and graphs, ms",
     "rl_trainer_wake_ms": "resume of the trainer's weights and optimizer, ms",
@@ -170,7 +170,7 @@ This page contains all measurements of `benchmarks/results/h200.json`, on {gpu},
 
 In each row, memsaver and the peer alternated in one run, on the same tensors (engines ran one after
 the other, except for SGLang's decoding against an engine without a memory saver). A value with
-parentheses is the median of several cycles, whose minimum and maximum they contain; any other value
+parentheses is the median of several cycles, followed by their minimum and maximum; any other value
 was measured once, or its cycles are not in the file. `ended` means that the peer ended before the
 measurement. `limit` is the time of the driver's bare calls, of a plain copy (with pinned memory, or
 between GPUs), or of direct I/O of the same bytes, in the same run. `ratio` is the factor by which

@@ -2,9 +2,8 @@
 
 A whole step has the stages of rl_engine.py and waits for nothing between them. If the library
 supports it, the trainer's weights and the optimizer's states are resumed while the trainer computes
-gradients, each layer of which waits for its own weights, and the states are paused while the
-weights are sent. The trainer's gradients are those of a loss
-(`rl_trainer.Trainer.learn`).
+gradients (each layer waits only for its own weights), and the states are paused while the weights
+are sent. The trainer's gradients are those of a loss (`rl_trainer.Trainer.learn`).
 """
 
 from __future__ import annotations

@@ -271,7 +271,7 @@ class Trainer:
 
 
 class Layer(torch.nn.Module):
-    """A matrix that multiplies its inputs, or factors of their elements: small random numbers."""
+    """Multiplies inputs by a random matrix (near 0), or elementwise by a vector (near 1)."""
 
     def __init__(self, size: tuple[int, ...], device: str) -> None:
         super().__init__()

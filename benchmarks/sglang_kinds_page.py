@@ -72,7 +72,9 @@ def _note(kind: Kind, row: dict[str, Any]) -> str:
         notes.append(f"{row['tokens_per_verification']} tokens per verification{random}")
     if "host_tier" in row:
         tokens = " and ".join(f"{count:,} ({what})" for what, count in row["host_tier"].items())
-        notes.append(f"tokens of a prompt read from the host tier after a release: {tokens}")
+        notes.append(
+            f"prompt tokens read from the host tier, by the tags that were released: {tokens}"
+        )
     refusing = [mode for mode, pause in row.get("pauses", {}).items() if pause["refused"]]
     if refusing:
         notes.append(f"a release is refused while requests are paused: {', '.join(refusing)}")

@@ -15,7 +15,7 @@
  *   - A function that can fail returns an ms_status. `ms_error* error` may be NULL and is written
  *     only on failure. Besides the errors in its comment, a function can return
  *     MS_OUT_OF_HOST_MEMORY, MS_INVALID_ARGUMENT for a required pointer that is NULL and, if it
- * uses the driver, MS_NOT_LOADED and MS_DRIVER_FAILED.
+ *     uses the driver, MS_NOT_LOADED and MS_DRIVER_FAILED.
  *   - A tag's name is UTF-8 and not empty; its length is unlimited. A returned `const char* tag` is
  *     valid until the process exits. U+001F in a name is reserved for memsaver's adapters, which
  *     append it and the name of a backup policy: TAG\x1fhost is the part of TAG whose contents are
@@ -393,12 +393,13 @@ MS_API void ms_transition_progress(const ms_transition* transition, uint64_t* do
 MS_API ms_status ms_transition_wait_stream(ms_transition* transition, void* stream,
                                            ms_error* error);
 
-/* Like ms_transition_wait_stream, but work waits only for the contents of some addresses: for the
- * copies of a resume into `ranges`, and those queued before them. If an address does not
- * belong to the resume, it waits for all copies. Without ranges, it waits for none, but still
- * returns only when all copies are queued. `stream` points to the CUstream; if it is NULL, the
- * calling thread waits. Errors: see ms_transition_wait_stream; MS_DRIVER_FAILED if a copy fails
- * during the wait of this thread. */
+/* Like ms_transition_wait_stream, but makes the work wait only for the contents of `ranges`: for a
+ * resume's copies into them, and the copies queued before those. If an address does not belong to
+ * the resume, the work waits for all copies. Without ranges, it waits for no copy, but the call
+ * still returns only when all copies are queued. `stream` points to the CUstream; if it is NULL,
+ * the calling thread waits.
+ * Errors: those of ms_transition_wait_stream; MS_DRIVER_FAILED if a copy fails while this thread
+ * waits. */
 MS_API ms_status ms_transition_wait_ranges(ms_transition* transition, const ms_range* ranges,
                                            size_t range_count, void* const* stream,
                                            ms_error* error);

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import memsaver
@@ -43,28 +43,32 @@ class Overlap:
 
     # --- the resume, while the trainer computes its gradients -------------------------------------
 
-    def may_return(self) -> bool:
-        """Return whether some memory may be resumed in the background. Raises nothing.
+    def returning(self) -> tuple[str, ...]:
+        """Return the tags that may be resumed in the background on this rank. Raises nothing.
 
-        It may if only calls with hooks use it, and the whole trainer fits in the free memory:
+        They may if only calls with hooks use them, and the whole trainer fits in the free memory:
         otherwise the resume of all tags must fail as a whole, before the training begins.
         """
-        if not self._wanted or not self._trainer.awaited:
-            return False
+        tags = self._trainer.awaited if self._wanted else ()
+        if not tags:
+            return ()
         try:
             free, _ = device_memory(self._trainer.device)
             needed = self._bytes(self._trainer.tags, "paused_now_bytes")
         except MemsaverError:
-            return False
-        return needed + _SPARE_BYTES <= free
+            return ()
+        return tags if needed + _SPARE_BYTES <= free else ()
 
-    def resume(self) -> Report | None:
-        """Resume other memory, and begin to resume `awaited`, the model first. Collective."""
-        awaited = self._trainer.awaited
+    def resume(self, returning: Sequence[str]) -> Report | None:
+        """Resume other memory, and begin to resume `returning`, in its order. Collective.
+
+        Args:
+            returning: the tags that all ranks may resume in the background.
+        """
         report: Report | None = self._trainer.resume(
-            *(t for t in self._trainer.tags if t not in awaited)
+            *(t for t in self._trainer.tags if t not in returning)
         )
-        for tag in awaited:
+        for tag in returning:
             self._coming.append(self._trainer.begin_resume(tag))
         return report
 

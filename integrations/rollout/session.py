@@ -72,7 +72,7 @@ class ColocatedSession(StageRuns):
     trainer. They are paused while the weights are sent, if an earlier update of the session has
     shown that there is room for both. If the model is an `Offloaded` of `offload(by_layer=True)`,
     it is resumed during the block too, before the states: each module's forward pass waits for its
-    parameters.
+    parameters. A tag is resumed during the block on all ranks, or on none.
 
     **Ranks.** On several ranks the constructor and all calls are collectives of `group`:
     every rank enters and leaves the same blocks. An invalid argument on one rank raises an error on
@@ -88,9 +88,10 @@ class ColocatedSession(StageRuns):
     own error describes the engine. After a failed update the engine's weights are unknown, and no
     block can use the engine until the next rollout has updated them; the trainer's weights are
     intact. After an exception in a rollout's block the engine stays awake until the next block. A
-    call out of order raises `InvalidStateError`, and changes nothing. If the states cannot be
-    resumed in the background, the step raises the error, or the end of the block if there is no
-    step.
+    call out of order raises `InvalidStateError`, and changes nothing. Memory that is resumed during
+    the block is resumed by each rank for itself: if that fails, the block's begin, a forward pass,
+    the step or the end of the block raises the error, and the memory stays mapped on the ranks on
+    which it succeeded.
 
     Gradients that exist when a rollout begins are kept with the optimizer, which costs time and
     host memory: call `optimizer.zero_grad()` at the end of a step. One thread at a time may use the
@@ -117,8 +118,9 @@ class ColocatedSession(StageRuns):
             contents are needed.
         sleep: False, for comparison runs, skips sleeping and pausing; everything else is unchanged.
         overlap: whether the optimizer's memory is paused and resumed while other stages run, and a
-            model with `by_layer` resumed. Must be False if the block of `training()` reads the
-            states, or other memory in their tag, before the first step.
+            model with `by_layer` resumed. Must be False if the block of `training()` uses the
+            states, or other memory in their tag, before the first step, or gradients in the tag of
+            a model with `by_layer` before its forward pass has ended.
         engine_keeps_weights: whether the engine's weights survive its sleep (SGLang's
             `enable_weights_cpu_backup`), so that they are sent only after a `training` block.
         whole_updates: whether each update rewrites all of the engine's weights. The engine then
@@ -286,12 +288,8 @@ class ColocatedSession(StageRuns):
         with self._turn("training"):
             self._sleep(keep_weights=not self._rewrites)
             if self._sleeps:
-                tags = self._trainer.tags
-                overlaps = self._all_agree("the resume's overlap", self._overlap.may_return)
-                self._stage(
-                    Stage.RESUME_TRAINER,
-                    self._overlap.resume if overlaps else lambda: self._trainer.resume(*tags),
-                )
+                returning = self._common("the resume's overlap", self._overlap.returning)
+                self._stage(Stage.RESUME_TRAINER, lambda: self._overlap.resume(returning))
             self._is_current = False
             self._phase = Phase.TRAINING
             with self._block(Stage.TRAIN) as results:

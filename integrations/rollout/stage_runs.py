@@ -112,6 +112,11 @@ class StageRuns:
         """Return whether `may` returns True on all ranks; it must not raise."""
         return all(self._together.gather(what, may, self._timeout))
 
+    def _common(self, what: str, mine: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
+        """Return the names that `mine` returns on all ranks; it must not raise."""
+        first, *others = self._together.gather(what, mine, self._timeout)
+        return tuple(name for name in first if all(name in each for each in others))
+
     def _meet(
         self, what: str, mine: RankStage | None, error: BaseException | None, timeout: float
     ) -> tuple[Any, ...]:

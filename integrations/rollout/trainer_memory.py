@@ -104,7 +104,7 @@ class TrainerMemory:
 
     @property
     def awaited(self) -> tuple[str, ...]:
-        """The tags that only calls that wait for their memory use, in the order of `tags`."""
+        """The tags whose memory is used only by calls that wait for it, in the order of `tags`."""
         tags = dict.fromkeys(handle.tag for handle in self._overlapping)
         return tuple(t for t in tags if all(h.may_overlap for h in self._handles if h.tag == t))
 

@@ -62,7 +62,10 @@ def check_tags_mapped(holdings: Iterable[Holding], what: str) -> None:
 
 
 class ModuleChecks(Protocol):
-    """The calls of `guard_module` and `guard_parts`. Those before something raise to prevent it."""
+    """The callbacks of `guard_module` and `guard_parts`.
+
+    A `before_` method may raise an error, which prevents the operation.
+    """
 
     def before_forward(self, module: Any) -> None:
         """Called before a forward pass."""
@@ -155,7 +158,7 @@ def guard_steps(before_step: Hook) -> contextlib.ExitStack:
 def guard_module(module: Any, checks: ModuleChecks) -> contextlib.ExitStack:
     """Call `checks` before each forward pass, `load_state_dict` and `state_dict` of a module.
 
-    See `guard_parts` for its submodules.
+    Also before a `state_dict` of its submodules; see `guard_parts` for their other calls.
 
     Returns:
         A stack that removes the hooks when it is closed.
@@ -163,13 +166,20 @@ def guard_module(module: Any, checks: ModuleChecks) -> contextlib.ExitStack:
     Raises:
         ConfigError: the module accepts no hooks; none of them remains.
     """
+    import torch
+
     with _registering(module) as hooks:
         _guard(module, checks, hooks)
+        saving = Guard(checks.before_module_save)
+        # Those of parts stay too: torch does not allow that a thread removes one during a call.
+        for part in module.modules():
+            if not isinstance(part, torch.jit.ScriptModule):
+                hooks.callback(part.register_state_dict_pre_hook(saving).remove)
         return hooks.pop_all()
 
 
 def guard_parts(module: Any, checks: ModuleChecks) -> contextlib.ExitStack:
-    """Guard a module's submodules as `guard_module` does, and the compiled calls of all modules.
+    """Guard a module's submodules like `guard_module`, except for `state_dict`, and compiled calls.
 
     Also calls `checks.after_forward` after each forward pass of the module itself. Scripted modules
     accept no hooks and are guarded only by the modules around them. Keep the hooks for a short
@@ -202,11 +212,9 @@ def _hooked(function: Hook) -> Callable[..., None]:
 def _guard(module: Any, checks: ModuleChecks, hooks: contextlib.ExitStack) -> None:
     forward = Guard(checks.before_forward)
     loading = Guard(checks.before_module_load)
-    saving = Guard(checks.before_module_save)
     # These must run before FSDP2's hooks, which gather parameters.
     hooks.callback(module.register_forward_pre_hook(forward, prepend=True).remove)
     hooks.callback(module.register_load_state_dict_pre_hook(loading).remove)
-    hooks.callback(module.register_state_dict_pre_hook(saving).remove)
 
 
 def _guard_compiled(module: Any, checks: ModuleChecks, hooks: contextlib.ExitStack) -> None:

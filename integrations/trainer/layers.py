@@ -31,15 +31,16 @@ def read_by_forward(module: Any) -> Iterator[Holding]:
     """Yield the tensors that a module reads in its forward pass, outside of its submodules' passes.
 
     These are its own parameters, with their gradients, its own buffers, and those of submodules
-    that cannot be called, such as a `ParameterList`. For compiled modules and those of torch's own
-    classes, they include the tensors of all submodules: a `MultiheadAttention`, for example, does
-    not call its projection. A `Sequential` only calls its submodules.
+    that cannot be called, such as a `ParameterList`. For compiled modules, and those whose class or
+    `forward` is torch's own, they include the tensors of all submodules: a `MultiheadAttention`,
+    for example, does not call its projection. A `Sequential` only calls its submodules.
     """
     import torch
 
-    is_torchs = type(module).__module__.partition(".")[0] == "torch"
+    forward = getattr(type(module), "forward", None)
+    are_torchs = (each.__module__.startswith("torch.") for each in (type(module), forward) if each)
     reads_all = getattr(module, "_compiled_call_impl", None) is not None or (
-        is_torchs and not isinstance(module, torch.nn.Sequential)
+        any(are_torchs) and forward is not torch.nn.Sequential.forward
     )
     for tensor in _all(module) if reads_all else _own(module):
         yield from parts_of(tensor, "a tensor of the module")

@@ -31,7 +31,7 @@ class Owner(Protocol):
 
 
 class ModuleWaits:
-    """The `ModuleChecks` of the modules of an owner, which the hooks keep alive."""
+    """The `ModuleChecks` of an owner's modules. The hooks keep the owner alive."""
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
@@ -50,13 +50,16 @@ class ModuleWaits:
     def after_forward(self, module: Any) -> None:
         """Let later work, such as the backward pass, wait for everything."""
         if self._owner.has_layers:
-            self.before_module_save(module)
+            self._order()
 
     def before_module_load(self, module: Any) -> None:
         """Wait for everything."""
         check_mapped(self._owner.tag, "the model's load_state_dict")
 
     def before_module_save(self, module: Any) -> None:
-        """Wait for everything. If paused, the `state_dict` only refers to the tensors."""
+        """Wait for everything. A `state_dict` of a paused tag only refers to the tensors."""
+        self._order()
+
+    def _order(self) -> None:
         if state(self._owner.tag) != "mapped":
             order_after_arrival(self._owner.tag)

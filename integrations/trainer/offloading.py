@@ -123,7 +123,8 @@ class Offloaded:
 
         Args:
             wait: False returns a `memsaver.Transition` as soon as the resume has begun; with
-                `offload(by_layer=True)`, when all memory is mapped and all copies are queued.
+                `offload(by_layer=True)`, when all memory is mapped and all copies are queued. For
+                backups that are not in pinned memory or on another GPU, that is when they are read.
 
         Raises:
             InvalidStateError: this handle is closed.

@@ -1,4 +1,4 @@
-"""State besides the weights that a sleep keeps, as vLLM 0.33 does, for versions that lose it.
+"""Keeps state other than the weights during sleeps, as vLLM 0.33 does, in versions that lose it.
 
 vLLM 0.33 creates LoRA's stacks of adapters in the pool `runtime`, whose contents every sleep keeps,
 and saves the buffers of a draft model like those of the model. Older versions create the stacks in
@@ -8,8 +8,8 @@ model.
 
 Since 0.32, block tables and constants of the attention backends are in the pool `runtime` too. From
 0.26 to 0.28, they are created in the pool of the KV cache, whose contents every sleep discards. So
-`keeps_cache_state` replaces that pool by `runtime`, and the functions that allocate the tensors of
-the KV cache, and nothing else, open the pool of the KV cache (`install_cache`).
+`keeps_cache_state` replaces that pool with `runtime`, and only the functions that allocate the
+tensors of the KV cache open the pool of the KV cache (`install_cache`).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def install_cache(module: ModuleType, allocator_of: AllocatorOf) -> None:
     """
     owner, name = _allocating(module)
     if hasattr(owner, name):
-        # Outside of a region, the cache is for profiling.
+        # A cache that is allocated outside of a region is only for profiling.
         hooking.around(owner, name, _in_pool(KV_CACHE, allocator_of, _C.region_depth))
 
 
@@ -103,16 +103,21 @@ def keeps_cache_state(
         found, allocator = pool(worker, tag), allocator_of()
         if allocator is None or tag != KV_CACHE or isinstance(found, contextlib.nullcontext):
             return found
-        return allocator.use_memory_pool(RUNTIME) if _opens_pool() else found
+        return allocator.use_memory_pool(RUNTIME) if _opens_pool(worker) else found
 
     return call
 
 
-def _opens_pool() -> bool:
-    """Return whether all imported functions that allocate the KV cache are hooked."""
-    modules = [sys.modules[name] for name in CACHE_MODULES if name in sys.modules]
-    functions = [getattr(*_allocating(module), None) for module in modules]
-    return bool(functions) and all(hasattr(one, "__wrapped__") for one in functions)
+def _opens_pool(worker: Any) -> bool:
+    """Return whether all imported functions that allocate the worker's KV cache are hooked."""
+    runner = type(getattr(worker, "model_runner", None))
+    functions = []
+    for module in [sys.modules[name] for name in CACHE_MODULES if name in sys.modules]:
+        owner, name = _allocating(module)
+        if isinstance(owner, type) and issubclass(runner, owner):
+            owner = runner  # which may have a function of its own
+        functions.append(getattr(owner, name, None))
+    return bool(functions) and all(hasattr(one, hooking.INSTALLED) for one in functions)
 
 
 def _allocating(module: ModuleType) -> tuple[Any, str]:

@@ -19,7 +19,7 @@ __all__ = [
 ]
 
 _MULTIMODAL = "multi_modal_data"
-# A server names each token in its log-probabilities; by its number, it needs no tokenizer.
+# Log-probabilities name each token. If the names are token ids, the server needs no tokenizer.
 _IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 
 

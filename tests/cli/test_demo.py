@@ -2,10 +2,13 @@
 
 import io
 import os
+import shutil
 import signal
+import subprocess
 import threading
 
 import pytest
+from repository import ROOT
 from rich.console import Console
 
 import memsaver
@@ -250,3 +253,20 @@ def test_a_check_that_does_not_hold(run_workload, workload, says):
     assert status == 1
     assert "failed:" in text and says in text
     assert "✗" in text and "every check passed" not in text
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_demo_describes_its_silent_steps(tmp_path):
+    done = subprocess.run(
+        ["make", "--dry-run", "demo", f"VENV={tmp_path}/new"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    before = ""
+    silent = ("make_venv.py", "setup.py --quiet", "pip install --quiet --disable")
+    for line in done.stdout.splitlines():
+        if any(name in line for name in silent) and "requirements.txt" not in line:
+            assert "echo" in before, f"nothing is said before {line}"
+        before = line

@@ -17,6 +17,7 @@ import memsaver
 from memsaver.distributed import GroupError, RankError
 from memsaver.integrations.rollout import ColocatedSession, Phase, Stage
 from memsaver.integrations.engine.errors import EngineTimeoutError
+from memsaver.integrations.trainer import offload
 from colocated_engine import TagEngine, stages_of
 from simulated_driver import Simulator
 from trainers import Trainer, plain_model

@@ -81,7 +81,7 @@ def test_a_wait_for_nothing_returns_when_the_copies_are_queued(sim, tag, make_pa
 
 @pytest.mark.parametrize("backup", ["none", "host", "pageable", "disk"])
 @pytest.mark.parametrize("restore", [True, False])
-def test_every_backup(sim, tag, make_paused, backup, restore):
+def test_a_wait_sees_the_contents_with_every_backup(sim, tag, make_paused, backup, restore):
     blocks = make_paused(name := tag(), [2 * MIB, 512, 70 * MIB], backup=backup)
     under_way = memsaver.resume(name, wait=False, restore=restore)
     for block in blocks:

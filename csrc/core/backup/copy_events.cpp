@@ -9,7 +9,7 @@ namespace {
 // The size of the largest copy (kCopyChunkBytes). It takes about 1 ms on the bus, which bounds the
 // time that a stream waits for bytes it does not need; creating and recording an event takes a few
 // microseconds.
-constexpr uint64_t kEventBytes = 64ull << 20;
+constexpr uint64_t kMarkBytes = 64ull << 20;
 
 uint64_t common_bytes(const Range& a, const Range& b) {
   const uint64_t begin = std::max(a.address, b.address), end = std::min(a.end(), b.end());
@@ -21,7 +21,7 @@ uint64_t common_bytes(const Range& a, const Range& b) {
 void CopyEvents::add(const Range& queued) {
   append(unmarked_, queued.address, queued.end());
   unmarked_bytes_ += queued.bytes;
-  if (unmarked_bytes_ >= kEventBytes) record();
+  if (unmarked_bytes_ >= kMarkBytes) record();
 }
 
 void CopyEvents::close() {

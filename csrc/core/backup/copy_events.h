@@ -17,10 +17,11 @@ class CopyEvents {
  public:
   explicit CopyEvents(Device& device) : device_(&device) {}
 
-  // Records that all copies and fills into a range are queued. After every kEventBytes, records an
+  // Records that all copies and fills into a range are queued. After every kMarkBytes, records an
   // event. Each address is added at most once. Throws kDriverFailed.
   void add(const Range& queued);
-  // Records the event of the last ranges, even if there are none. Throws kDriverFailed.
+  // Records an event after the ranges since the previous one. If there is no event yet, records one
+  // even without ranges, so that last() exists. Throws kDriverFailed.
   void close();
 
   // Returns the event after the last work in `ranges`, or null if none of it was added. Increases

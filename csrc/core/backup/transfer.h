@@ -117,8 +117,9 @@ class Restore {
   Restore(const Restore&) = delete;
   Restore& operator=(const Restore&) = delete;
 
-  // Queues the copies of a range, which must be mapped, and adds it to `events`, unless null, as
-  // the copies are queued; staged copies are queued in run_staged(). Throws kDriverFailed.
+  // Queues the copies into a mapped range. If `events` is not null, adds the range's addresses to
+  // it, in the order of the copies. Staged backups are copied by run_staged(), which returns when
+  // its copies are done. Throws kDriverFailed.
   void queue(const Range& mapped, CopyEvents* events = nullptr);
   // Runs the queued copies of staged backups and returns when they are done. Has no effect on other
   // backups. Throws like BackupStore::read, and kOutOfHostMemory, kDriverFailed.

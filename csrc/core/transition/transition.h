@@ -80,8 +80,8 @@ class Transition {
   void wait_stream(CUstream stream);
   // Like wait_stream(), but the work waits only for the contents of some addresses of a resume: for
   // the copies into them and those queued before. If an address does not belong to the resume,
-  // waits for all copies. If `stream` is null, this thread waits. Throws
-  // like wait_stream(), and kDriverFailed.
+  // waits for all copies. If `stream` is null, this thread waits. Throws like wait_stream(), and
+  // kDriverFailed.
   void wait_ranges(const std::vector<Range>& ranges, const CUstream* stream);
 
  private:

@@ -7,6 +7,7 @@
 #include "core/memory/reservation.h"
 
 namespace memsaver {
+
 void TransitionCompletion::set_queued(std::vector<CopyEvents> events) {
   std::lock_guard<std::mutex> lock(mutex_);
   events_ = std::move(events);
@@ -45,8 +46,8 @@ std::unique_lock<std::mutex> TransitionCompletion::await_copies(const std::vecto
 void TransitionCompletion::require_not_failed() const {
   if (phase_ != Phase::kFailed) return;
   throw Error(Status::kInvalidState,
-              "the transition failed, so there is nothing to wait for on a stream: wait for it on "
-              "the host to see why");
+              "the transition failed, so its copies cannot be waited for: ms_transition_run returned "
+              "the error");
 }
 
 void TransitionCompletion::wait_stream(const std::vector<Tag*>& tags, CUstream stream) {

@@ -1,8 +1,8 @@
-"""A model whose layers are wrapped for LoRA adapters, as its weight loader expects it.
+"""Removes LoRA's wrappers from a model while its weight loader runs.
 
-An engine with LoRA replaces each layer that an adapter may change by a wrapper, whose attribute
-`base_layer` is the layer. The parameters' names then contain ".base_layer", and the loaders of many
-models reject the names of a checkpoint, or do not find the parameters.
+An engine with LoRA puts a wrapper in the place of each layer that an adapter may change; the
+wrapper's attribute `base_layer` is the layer. The parameters' names then contain ".base_layer", and
+the loaders of many models reject the names of a checkpoint, or do not find the parameters.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Renamed = Callable[[Tensors], Tensors]
 
 @contextlib.contextmanager
 def without_adapters(model: Any) -> Iterator[Renamed]:
-    """Replace the wrappers in a model by the layers that they wrap, for the block.
+    """Replace the wrappers in a model with the layers that they wrap, for the block.
 
     The model must not run in the block. The layers, their memory and the adapters do not change.
     Blocks may be nested.

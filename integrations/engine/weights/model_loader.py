@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from memsaver._runtime.native import _C
@@ -15,7 +15,7 @@ __all__ = ["replaced_loader"]
 
 @contextlib.contextmanager
 def replaced_loader(
-    model: Any, run: Callable[[Iterator[tuple[str, Any]], Load], Any]
+    model: Any, run: Callable[[Iterable[tuple[str, Any]], Load], Any]
 ) -> Iterator[None]:
     """Replace `model.load_weights` for the block.
 
@@ -24,15 +24,19 @@ def replaced_loader(
 
     Args:
         model: the model.
-        run: called with an iterator over the names and tensors of a load, and with a function that
-            loads tensors as the model does; returns the result of the load. The function may be
-            called several times.
+        run: called with the names and tensors of a load, and with a function that loads tensors as
+            the model does; returns the result of the load. The function may be called several
+            times.
     """
     original = vars(model).get("load_weights")
     load = model.load_weights
 
     def replaced(weights: Iterable[tuple[str, Any]], *args: Any, **named: Any) -> Any:
-        return run(_opened(weights), lambda tensors: load(tensors, *args, **named))
+        if isinstance(weights, Sequence):
+            _C.refresh_peers()
+        else:
+            weights = _opened(weights)
+        return run(weights, lambda tensors: load(tensors, *args, **named))
 
     model.load_weights = replaced
     try:

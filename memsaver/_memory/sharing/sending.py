@@ -43,16 +43,16 @@ class Sent:
     pool: tuple[str, int]  # tag and device
     address: int
     nbytes: int
-    weak: Any  # torch's weak reference to the storage, whose address is not reused; None at exit
+    weak: Any  # torch's weak reference to the storage, whose address is therefore not reused
     storage: Any = None  # keeps the memory, while a message is in transit
     messages: int = 0  # in transit
     until: float = 0.0  # on time.monotonic(); then they are no longer in transit
 
     def alive(self, torch: Any) -> Any:
         """Return the storage, if it still has the memory that was sent; otherwise None."""
-        if self.weak is None:
-            return None
-        storage = torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata)
+        storage = self.storage
+        if storage is None:
+            storage = torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata)
         if storage is None or storage.data_ptr() != self.address or storage.nbytes() < self.nbytes:
             return None
         return storage
@@ -213,13 +213,15 @@ def reduce_named(
     return importing.rebuild_named, (rows,)
 
 
-def _forget_all() -> None:
-    """Drop torch's weak references, whose finalizers need modules that an exit removes."""
+def _forget_received() -> None:
+    """Drop torch's weak references, whose finalizers need modules that an exit removes.
+
+    Storages with messages in transit stay: `multiprocessing` may wait for receivers after this.
+    """
     with _lock:
-        for sent in (*_sent.values(), *_in_flight.values()):
-            sent.weak = None
-        _token_of.clear()
-        _sent.clear()
+        for key, token in list(_token_of.items()):
+            if _sent[token].storage is None:
+                del _token_of[key], _sent[token]
 
 
 def cancel(tokens: list[int]) -> None:
@@ -241,7 +243,7 @@ def _keep(storage: Any, pool: tuple[str, int], address: int, nbytes: int) -> int
             _prune()
             token = _token_of[key] = next(_tokens)
             if token == 1:
-                atexit.register(_forget_all)
+                atexit.register(_forget_received)
             _sent[token] = Sent(token, pool, address, nbytes, StorageWeakRef(storage))
         sent = _sent[token]
         is_first = not _in_flight

@@ -95,6 +95,25 @@ def test_ranks_overlap_alike_and_share_failures_of_the_background(run_ranks):
         training()
         assert optimizer() == "mapped"
         rollout(lambda engine: engine.generate(X))
+
+        # A model that only one rank may resume in the background: no rank does.
+        training()
+        session.close()
+        model = offload(trainer.model, tag="model", by_layer=RANK == 1)
+        session = ColocatedSession(
+            engine,
+            model,
+            trainer.optimizer,
+            overlap=True,
+            timeout=20,
+            state=trainer.model.state_dict,
+        )
+        rollout()
+        def block():
+            assert memsaver.state("model") == "mapped"
+            step(trainer)
+        training(block)
+        rollout()
         """,
         2,
     )

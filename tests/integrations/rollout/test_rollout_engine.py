@@ -274,6 +274,7 @@ class Given:
     [
         ([Sample([1, 2, 3], [-0.5], "stop", None)], "1 log-probabilities for the 3 tokens"),
         ([Sample([1], [-0.5], "stop", None)] * 2, "2 samples for 1 requests"),
+        ([], "0 samples for 1 requests"),
         ([[1, 2]], "must return a list of samples"),
     ],
 )

@@ -131,7 +131,7 @@ class TestReported:
         assert scheduler_calls.ask(scheduler, "release").failure is None
 
 
-def test_other_versions_accept_them(main_process, scheduler):
+def test_other_versions_accept_repeated_releases_and_resumes(main_process, scheduler):
     for operation in ("resume", "release", "release", "resume", "resume"):
         call(main_process, operation, ["kv_cache", "weights"])
     assert set(states().values()) == {"mapped"} and scheduler.model.is_intact()

@@ -88,7 +88,7 @@ MANY = tuple(f"model.layers.{number}.weight" for number in range(400))
     ],
     ids=["damaged", "unused"],
 )
-def test_defects_are_an_answer(world, call, checks):
+def test_reported_defects_are_returned_and_not_raised(world, call, checks):
     answering(world, False, text_of_checks(checks))
     assert call(world.backend) == checks
 

@@ -203,6 +203,24 @@ def test_messages_are_pickles_of_memsavers_functions_and_plain_values(make, impo
     pickle.dumps(arguments)
 
 
+def test_a_receiver_for_which_an_exit_waits_gets_its_tensor(run_python):
+    code = """
+    import atexit
+    from multiprocessing.reduction import ForkingPickler
+    import memsaver
+    from memsaver import simulator
+    from memsaver._memory.sharing import sending
+
+    with memsaver.region("t", shareable=True):
+        kept = simulator.empty(4)
+    ForkingPickler.dumps(kept)
+    atexit._run_exitfuncs()
+    (token,) = sending._in_flight
+    assert sending.find(token) is not None
+    """
+    run_python(code)
+
+
 def test_an_exit_drops_torchs_weak_references(run_python):
     """Their finalizers would print tracebacks once torch's modules are gone."""
     code = """
@@ -211,6 +229,7 @@ def test_an_exit_drops_torchs_weak_references(run_python):
     from torch.multiprocessing.reductions import StorageWeakRef
     import memsaver
     from memsaver import simulator
+    from memsaver._memory.sharing import sending
 
     def count():
         return sum(isinstance(one, StorageWeakRef) for one in gc.get_objects())
@@ -219,6 +238,7 @@ def test_an_exit_drops_torchs_weak_references(run_python):
         kept = [simulator.empty(4) for _ in range(2)]
     ForkingPickler.dumps(kept)
     assert count() == 2
+    sending.forget_expired(float("inf"))
     atexit._run_exitfuncs()
     assert count() == 0
     """
