@@ -45,9 +45,10 @@ std::unique_lock<std::mutex> TransitionCompletion::await_copies(const std::vecto
 
 void TransitionCompletion::require_not_failed() const {
   if (phase_ != Phase::kFailed) return;
-  throw Error(Status::kInvalidState,
-              "the transition failed, so its copies cannot be waited for: ms_transition_run returned "
-              "the error");
+  throw Error(
+      Status::kInvalidState,
+      "the transition failed, so its copies cannot be waited for: ms_transition_run returned "
+      "the error");
 }
 
 void TransitionCompletion::wait_stream(const std::vector<Tag*>& tags, CUstream stream) {
