@@ -422,9 +422,13 @@ MS_API ms_status ms_resume(const char* const* tags, size_t tag_count, ms_change*
  * Errors: MS_UNKNOWN_TAG. */
 MS_API ms_status ms_tag_state(const char* tag, int* state, ms_error* error);
 
-/* Sets `pausable` to 1 if a pause of the tag would begin without waiting, otherwise to 0. It would
- * if the tag is mapped, no region of it is open, no transition, other call or other thread's
- * reservation owns it, and no other process maps its memory.
+/* Sets `pausable` to 1 if a pause of the tag would begin without waiting, otherwise to 0. It is 1
+ * if all of these are true:
+ *   - The tag is mapped.
+ *   - None of the tag's regions is open.
+ *   - The tag is not in use by a transition or another call.
+ *   - No other thread has reserved the tag.
+ *   - No other process maps the tag's memory.
  * Errors: MS_UNKNOWN_TAG. */
 MS_API ms_status ms_tag_pausable(const char* tag, int* pausable, ms_error* error);
 

@@ -20,36 +20,31 @@ from libraries import OURS
 from raw_driver import count_gpus
 from sglang_engine import BENCH, engine_process
 
-METRIC = "sglang_resident_tp2_MiB"
-RESUME = "sglang_resume_tp2_ms"
-FEW_CTAS = "8_ctas"  # with NCCL_MAX_CTAS=8
+METRIC, RESUME = "sglang_resident_tp2_MiB", "sglang_resume_tp2_ms"
+FEW_CTAS = {"NCCL_MAX_CTAS": "8"}
 PEER = "memsaver, communicators not suspended"
 WORKER = "parts.sglang_switch:Switching"
 FRACTION = 0.75
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of METRIC and RESUME; no row on a machine with fewer than two GPUs."""
+    """Yield the rows; none on a machine with fewer than two GPUs."""
     if options.device != "cpu" and count_gpus() < 2:
         say(f"{METRIC} needs two GPUs")
         return
-    for name, variables in (("", {}), (FEW_CTAS, {"NCCL_MAX_CTAS": "8"})):
+    for resident, resume, variables in (
+        (METRIC, RESUME, {}),
+        ("sglang_resident_tp2_8_ctas_MiB", "sglang_resume_tp2_8_ctas_ms", FEW_CTAS),
+    ):
         with attempt(failures):
             ours = measure_one(options, {**variables, "MEMSAVER_SGLANG_SUSPEND_NCCL": "1"})
             theirs = measure_one(options, {**variables, "MEMSAVER_SGLANG_SUSPEND_NCCL": "0"})
             used = [[max(gpus) for gpus in found.used] for found in (ours, theirs)]
-            row = results.measurement(metric(METRIC, name), used[0], PEER, used[1], bench=BENCH)
+            row = results.measurement(resident, used[0], PEER, used[1], bench=BENCH)
             for who, found in (("memsaver", ours), ("peer", theirs)):
                 row["detail"] |= {f"{who}_gpus": found.used, f"{who}_held": found.held}
             yield row
-            resumes = ours.resumes, PEER, theirs.resumes
-            yield results.measurement(metric(RESUME, name), *resumes, bench=BENCH)
-
-
-def metric(whole: str, name: str) -> str:
-    """Return the metric's name with `name`, if there is one, before its unit."""
-    stem, _, unit = whole.rpartition("_")
-    return f"{stem}_{name}_{unit}" if name else whole
+            yield results.measurement(resume, ours.resumes, PEER, theirs.resumes, bench=BENCH)
 
 
 @dataclass

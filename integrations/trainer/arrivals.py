@@ -51,13 +51,13 @@ def order_after_arrival(tag: str, memory: list[Any] | None = None) -> bool:
     where the host uses the tensors.
 
     Returns:
-        False if no such resume is known.
+        False if the tag is mapped, or if no such resume is known.
 
     Raises:
         MemsaverError: the resume failed. The tag is paused with its backup. Raised once.
     """
     arrival = _arrivals.get(tag)
-    if arrival is None:
+    if arrival is None or memsaver.state(tag) == "mapped":
         return False
     try:
         pools = torch_pools(required=False)

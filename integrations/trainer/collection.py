@@ -260,8 +260,7 @@ class Collection:
         self._check("the optimizer's load_state_dict")
 
     def _before_save(self, optimizer: Any) -> None:
-        if state(self.tag) != "mapped":
-            order_after_arrival(self.tag)  # if paused, the state_dict only refers to its tensors
+        order_after_arrival(self.tag)  # if paused, the state_dict only refers to its tensors
 
     def _after_load(self, optimizer: Any) -> None:
         self._seen.pop(id(optimizer), None)

@@ -15,6 +15,7 @@ __all__ = [
     "Holding",
     "gradients_of",
     "holdings_of",
+    "is_fsdp2",
     "parameters_of",
     "parts_of",
     "reshard",
@@ -127,12 +128,16 @@ def reshard(target: Any) -> None:
     """Reshard a module's FSDP2 parts, as they are before each forward pass."""
     import torch
 
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    kind = getattr(fsdp, "FSDPModule", None)
-    if kind is not None and isinstance(target, torch.nn.Module):
+    if isinstance(target, torch.nn.Module):
         for module in target.modules():
-            if isinstance(module, kind):
+            if is_fsdp2(module):
                 module.reshard()
+
+
+def is_fsdp2(module: Any) -> bool:
+    """Return whether FSDP2 shards the parameters of a module."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return isinstance(module, getattr(fsdp, "FSDPModule", ()))
 
 
 def parameters_of(target: Any) -> Iterator[Any]:

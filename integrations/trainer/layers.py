@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterator
 from typing import Any
 
-from .holdings import Holding, parts_of
+from .holdings import Holding, is_fsdp2, parts_of
 
 __all__ = ["has_separate_layers", "read_by_forward"]
 
@@ -21,9 +20,9 @@ def has_separate_layers(model: Any) -> bool:
     """
     import torch
 
-    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
-    if any(isinstance(part, (torch.jit.ScriptModule, fsdp)) for part in model.modules()):
-        return False
+    for part in model.modules():
+        if isinstance(part, torch.jit.ScriptModule) or is_fsdp2(part):
+            return False
     return _is_callable(model) or next(_own(model), None) is None
 
 
@@ -37,10 +36,10 @@ def read_by_forward(module: Any) -> Iterator[Holding]:
     """
     import torch
 
-    forward = getattr(type(module), "forward", None)
-    are_torchs = (each.__module__.startswith("torch.") for each in (type(module), forward) if each)
+    kind = type(module)
+    is_torchs = kind.__module__.startswith("torch.") or kind.forward.__module__.startswith("torch.")
     reads_all = getattr(module, "_compiled_call_impl", None) is not None or (
-        any(are_torchs) and forward is not torch.nn.Sequential.forward
+        is_torchs and kind.forward is not torch.nn.Sequential.forward
     )
     for tensor in _all(module) if reads_all else _own(module):
         yield from parts_of(tensor, "a tensor of the module")

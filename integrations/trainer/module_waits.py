@@ -50,7 +50,7 @@ class ModuleWaits:
     def after_forward(self, module: Any) -> None:
         """Let later work, such as the backward pass, wait for everything."""
         if self._owner.has_layers:
-            self._order()
+            order_after_arrival(self._owner.tag)
 
     def before_module_load(self, module: Any) -> None:
         """Wait for everything."""
@@ -58,8 +58,4 @@ class ModuleWaits:
 
     def before_module_save(self, module: Any) -> None:
         """Wait for everything. A `state_dict` of a paused tag only refers to the tensors."""
-        self._order()
-
-    def _order(self) -> None:
-        if state(self._owner.tag) != "mapped":
-            order_after_arrival(self._owner.tag)
+        order_after_arrival(self._owner.tag)

@@ -147,15 +147,20 @@ def check_mapped(engine: Any, old: list[list[int]], new: list[list[int]]) -> Non
 
 def check_damaged(engine: Any, state: dict[str, Any], ranks: int = 1) -> None:
     """Check that an update fails if its buckets are damaged for the last of the engine's ranks."""
+    with damaged(engine.backend, ranks):
+        check_mismatch(engine, state)
+
+
+def check_mismatch(engine: Any, state: dict[str, Any]) -> None:
+    """Check that an update fails because tensors that should be equal differ."""
     from memsaver.integrations.rollout import WeightMismatchError
 
-    with damaged(engine.backend, ranks):
-        try:
-            engine.update_weights(state, bucket_bytes=BUCKET, verify="full")
-        except WeightMismatchError as error:
-            print(f"--- {error}", flush=True)
-        else:
-            raise AssertionError("a damaged bucket was loaded")
+    try:
+        engine.update_weights(state, bucket_bytes=BUCKET, verify="full")
+    except WeightMismatchError as error:
+        print(f"--- {error}", flush=True)
+    else:
+        raise AssertionError("different weights were loaded")
 
 
 @contextmanager
@@ -333,7 +338,7 @@ def two_scene(folder: Path) -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from memsaver.integrations.rollout import RolloutEngine, WeightMismatchError
+    from memsaver.integrations.rollout import RolloutEngine
 
     rank = int(os.environ["RANK"])
     torch.cuda.set_device(rank)
@@ -363,12 +368,7 @@ def two_scene(folder: Path) -> None:
         state = weights(2)
         if rank == 1:
             state = {name: tensor + 1 for name, tensor in state.items()}
-        try:
-            engine.update_weights(state, bucket_bytes=BUCKET, verify="full")
-        except WeightMismatchError as error:
-            print(f"--- {error}", flush=True)
-        else:
-            raise AssertionError("ranks with different weights sent them")
+        check_mismatch(engine, state)
         assert generated() == old
         check_damaged(engine, weights(2), ranks=2)
         assert generated() == old
