@@ -208,7 +208,8 @@ def test_sim_paused_memory_faults_on_touch(sim):
 def test_sim_reads_and_writes_like_the_host_without_faults(sim):
     read, write = sim.opened.sim_read, sim.opened.sim_write
     read.argtypes = write.argtypes = [ctypes.c_uint64, c_void_p, ctypes.c_uint64]
-    address, handle = sim.mapped(PAGE)
+    address, handle = sim.reserve(2 * PAGE), sim.create(PAGE)  # so the next page is not mapped
+    sim.map(address, PAGE, handle)
     found = ctypes.create_string_buffer(8)
     assert read(address, found, 8) == 0 and found.raw == bytes(8)
     ctypes.memmove(address + 4000, b"adjacent", 8)
@@ -221,7 +222,7 @@ def test_sim_reads_and_writes_like_the_host_without_faults(sim):
     sim.check("cuMemUnmap", address, PAGE)
     assert read(address, found, 8) == -1 == write(address, found, 8)
     sim.check("cuMemRelease", handle)
-    sim.check("cuMemAddressFree", address, PAGE)
+    sim.check("cuMemAddressFree", address, 2 * PAGE)
     host = ctypes.create_string_buffer(b"of the host", 12)
     assert write(ctypes.addressof(host), b"at", 2) == 0 and host.value == b"at the host"
 
