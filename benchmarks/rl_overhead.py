@@ -9,6 +9,7 @@ are sent. The trainer's gradients are those of a loss (`rl_trainer.Trainer.learn
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from rl_engine import WORK, Loop
@@ -36,24 +37,49 @@ class Steps(Loop):
         return {"work": work, "loss": self._loss, "lost": found["lost"]}
 
     def whole(self, seed: int) -> dict[str, Any]:
-        """Run a whole step; return its seconds, its loss, and a checksum of the new weights."""
+        """Run a whole step; return its seconds, its loss, and a checksum of the new weights.
+
+        `calls` has the milliseconds that each of the step's calls took on the host.
+        """
         trainer = self._held
         assert trainer is not None  # `apart` was called before
         self.rest()
         trainer.synchronise()
+        loss = 0.0
+
+        def learn() -> None:
+            nonlocal loss
+            loss = trainer.learn(seed, self._learned)
+
+        step: dict[str, Callable[[], object]] = {
+            "release the engine": lambda: self.release(TAGS),
+            "begin to resume the trainer": trainer.wake_overlapped,
+            "train": learn,
+            "begin to pause the states": trainer.begin_optimizer_sleep,
+            "resume the engine's weights": lambda: self.resume((GRAPH, WEIGHTS)),
+            "update": self.update_in_buckets,
+            "finish to pause the states": trainer.finish_optimizer_sleep,
+            "pause the trainer's weights": trainer.sleep_weights,
+            "resume the KV cache": lambda: self.resume((KV_CACHE,)),
+            "generate": self.rollout,
+        }
         begin = time.perf_counter()
-        self.release(TAGS)
-        trainer.wake_overlapped()
-        loss = trainer.learn(seed, self._learned)
-        trainer.begin_optimizer_sleep()
-        self.resume((GRAPH, WEIGHTS))
-        self.update_in_buckets()
-        trainer.finish_optimizer_sleep()
-        trainer.sleep_weights()
-        self.resume((KV_CACHE,))
-        self.rollout()
-        seconds = time.perf_counter() - begin
-        return {"seconds": round(seconds, 4), "loss": loss, "weights": self.checksum()[0]}
+        ends = []
+        for call in step.values():
+            call()
+            ends.append(time.perf_counter())
+        starts = [begin, *ends[:-1]]
+        calls = {
+            name: round(1e3 * (end - start), 1)
+            for name, start, end in zip(step, starts, ends, strict=True)
+        }
+        seconds = round(ends[-1] - begin, 4)
+        return {
+            "seconds": seconds,
+            "calls": calls,
+            "loss": loss,
+            "weights": self.checksum()[0],
+        }
 
     def contents(self) -> dict[str, Any]:
         """Wake the trainer, and return a checksum of all of its memory. Ends the steps."""

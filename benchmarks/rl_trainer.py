@@ -18,7 +18,7 @@ from engine_model import Shape, checkpoint
 
 WEIGHTS, OPTIMIZER = "trainer_weights", "trainer_optimizer"
 
-BATCH = 2048  # tokens for which a trainer computes gradients at once
+BATCH = 4096  # tokens for which a trainer computes gradients at once
 
 
 class Averages(torch.optim.Optimizer):

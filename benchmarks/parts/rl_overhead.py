@@ -40,11 +40,13 @@ class Found:
     Attributes:
         work: for each kind of work, its duration in each step with an idle device, in seconds.
         whole: the duration of each whole step, in seconds.
+        calls: the duration of each call in each whole step, in milliseconds on the host.
         contents: the losses and checksums, in order.
     """
 
     work: dict[str, list[float]] = field(default_factory=dict)
     whole: list[float] = field(default_factory=list)
+    calls: dict[str, list[float]] = field(default_factory=dict)
     contents: list[Any] = field(default_factory=list)
 
     @property
@@ -75,9 +77,12 @@ def measure_one(name: str, options: argparse.Namespace) -> Found:
         for seed in range(options.steps + 1, 2 * options.steps + 2):
             reply = child.ask("whole", within=STEP_SECONDS, seed=seed)
             say(f"{name}: whole step {seed}: {reply['seconds']:.2f} s, loss {reply['loss']:.6f}")
+            say(f"{name}: ms of its calls: {reply['calls']}")
             found.contents += [reply["loss"], reply["weights"]]
             if seed > options.steps + 1:
                 found.whole.append(reply["seconds"])
+                for call, spent in reply["calls"].items():
+                    found.calls.setdefault(call, []).append(spent)
         found.contents.append(child.ask("contents", within=STEP_SECONDS)["digest"])
     say(f"{name}: overheads {found.overheads}, work {found.work}")
     return found
@@ -108,5 +113,9 @@ def row(ours: Found, theirs: Found) -> dict[str, Any]:
         METRIC, ours.overheads, PEERS[RETAINED], theirs.overheads, bench=BENCH
     )
     for who, found in (("memsaver", ours), ("peer", theirs)):
-        made["detail"] |= {f"{who}_whole": found.whole, f"{who}_work": found.work}
+        made["detail"] |= {
+            f"{who}_whole": found.whole,
+            f"{who}_work": found.work,
+            f"{who}_calls": found.calls,
+        }
     return made
