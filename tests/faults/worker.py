@@ -25,6 +25,7 @@ from faults.scenarios import SCENARIOS, Scenario
 def build(name: str) -> Scenario:
     machine = Machine()
     scenario = SCENARIOS[name](machine, name)
+    machine.sim.granularity(scenario.granule)
     for option, value in scenario.options.items():
         machine.memsaver.configure(**{option: value})
     for call, code in scenario.standing.items():
