@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import gc
 import json
 import os
 import sys
@@ -90,6 +91,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     scenario = build(name)
     if scenario.fresh:
+        gc.freeze()  # a collection in each child would copy the pages of all objects
         counted = in_child(lambda: first_count(scenario))
         reference = counted.get("reference", {})
     else:
