@@ -38,7 +38,6 @@ ORDER = (1, 2, 0, 3, 4, 5, 6, 7, 8, 9, 10, 12, 11, 13)
 # The titles of the rows.
 WORDS = {
     **dict(ENGINES_ON_TWO),
-    "sglang_tp2_resume_ms": "resume of all tags on two GPUs, ms",
     "sglang_resume_tp2_ms": "resume of all tags on two GPUs, ms",
     "sglang_resume_tp2_8_ctas_ms": "the same with NCCL_MAX_CTAS=8, ms",
     "discarded_16GB_pause_at_once_ms": "pause 16 GB in 195 tensors right after its resume, ms",
@@ -98,7 +97,6 @@ WORDS = {
     "sglang_resume_kv_ms": "resume the KV cache, ms",
     "sglang_decode_tokens_per_s": "decoding of 8 sequences, tokens/s",
     "sglang_switch_ms": "switch from one model to another on the same GPU, to the first token, ms",
-    "sglang_tp2_resident_MiB": "memory in use on one of two GPUs, all tags released, MiB",
     "sglang_resident_tp2_MiB": "memory in use on one of two GPUs, all tags released, MiB",
     "sglang_resident_tp2_8_ctas_MiB": "the same with NCCL_MAX_CTAS=8, MiB",
     "sglang_storm_answered_requests": "answered requests; the engine sleeps and wakes 100 times",
