@@ -140,7 +140,7 @@ def _children_of(path: str) -> list[int]:
 
 
 def kill(processes: Sequence[Any], started: Iterable[Descendant] = ()) -> None:
-    """End processes of multiprocessing with all their descendants, and wait for their end.
+    """End processes of multiprocessing with all their descendants, and wait until they have ended.
 
     Args:
         processes: the processes, which may be dead.

@@ -203,7 +203,7 @@ class Guard:
         ended(failed=pending.cancelled() or pending.exception() is not None)
 
     def hold_queued(self) -> None:
-        """End the requests that the scheduler has not begun, and refuse them after a sleep."""
+        """Abort the requests that the scheduler has not begun; refuse them when the sleep ends."""
         scheduler = self._core.scheduler
         found = [
             request

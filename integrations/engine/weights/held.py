@@ -1,11 +1,11 @@
 """Comparison of a model's contents with the tensors that it loaded, in any layout of the model.
 
-Models fuse, shard, transpose and cast tensors when they load them, each in its own way. So the code
-here depends on no layout: it runs the model's own loader again on the same tensors, and compares
-the data of each write into the model's memory, bit for bit, with the memory's contents, instead of
-writing. A comparison needs little memory: `_PIECE_BYTES` at a time, plus the loader's own
-temporaries. If contents seem to differ, the loader runs a last time, on copies of the storages
-with a difference, to decide.
+Models fuse, shard, transpose and cast tensors when they load them, each in its own way. This
+module therefore does not depend on a layout: it runs the model's own loader again on the same
+tensors. Instead of writing into the model's memory, it compares the data of each write, bit for
+bit, with the memory's contents. A comparison needs little memory: `_PIECE_BYTES` at a time, plus
+the loader's own temporaries. If contents seem to differ, the loader runs a last time, on copies of
+the storages with a difference, to decide.
 
 A loader's other writes, for example to attributes that are neither parameters nor buffers, are
 repeated as in any load, and not compared.

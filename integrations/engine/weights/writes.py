@@ -172,7 +172,7 @@ class Source:
         return names
 
     def follow(self, operation: Operation, result: Any) -> None:
-        """Record of which input tensors an operation's result was computed."""
+        """Record which input tensors an operation computed its result from."""
         given = list(operation.tensors())
         names = frozenset(name for tensor in given for name in self._names_of(tensor))
         before = {storage_of(tensor) for tensor in given}

@@ -57,7 +57,7 @@ def megatron_parts(
         vocabulary: the model's vocabulary, without padding.
 
     Raises:
-        ConfigError: a name is unknown, as those of experts, or the sizes do not fit each other.
+        ConfigError: a name is unknown, for example an expert's, or sizes are inconsistent.
     """
     if tp_size < 1 or heads % query_groups or query_groups % tp_size:
         raise ConfigError(

@@ -99,7 +99,7 @@ def shared(memory: Any) -> str:
 
 
 def opened(text: str, device: Any) -> Any:
-    """Return the tensor of another rank, in the same memory, for copies that run on `device`.
+    """Return a tensor that shares the memory of another rank's, for copies that run on `device`.
 
     CUDA maps another process's memory for one device of this process, and a kernel on any other
     device must not access the mapping, even with peer access between the devices. So memory of

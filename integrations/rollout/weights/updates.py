@@ -89,7 +89,7 @@ def update(
             `Backend.pause_generation`). Needed if requests may be in flight. If the update fails,
             generation stays paused.
         flush_cache: whether to flush the prefix cache, which the old weights computed. Default
-            True, except with `pause="in_place"`, whose requests continue with the cache.
+            True, except with `pause="in_place"`: paused requests then continue with the cache.
         timeout: seconds for each of the engine's calls, and to wait for other ranks; None means
             the engine's timeout. All tensors that are sent without a bucket, usually the whole
             model, are sent in one call.
