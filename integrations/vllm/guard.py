@@ -16,7 +16,7 @@ released, and adds nothing to a decoding step.
 
 Requests that the scheduler accepted before the sleep, and keeps, continue after the wake-up. A
 sleep that lets requests finish (`mode="wait"`) does so for those that the scheduler has begun; vLLM
-would keep the others without a bound, so they are refused like new ones. With several data-parallel
+would keep the others indefinitely, so they are refused like new ones. With several data-parallel
 engine cores, each one decides from its own state.
 """
 

@@ -3,7 +3,7 @@
 vLLM 0.33 creates LoRA's stacks of adapters in the pool `runtime`, whose contents every sleep keeps,
 and saves the buffers of a draft model like those of the model. Older versions create the stacks in
 the pool of the weights, and save neither. After a wake-up from level 2, the adapters would be
-zeros, although their manager counts them as loaded, and the engine would generate with the base
+zero, although their manager counts them as loaded, and the engine would generate with the base
 model.
 
 Since 0.32, block tables and constants of the attention backends are in the pool `runtime` too. From
