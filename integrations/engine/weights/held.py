@@ -151,7 +151,7 @@ class _Replay(Writes):
         return operation.run(twins)
 
     def _twins(self, operation: Operation) -> dict[int, Any]:
-        """Return the copies' views in place of the arguments, by the arguments' ids."""
+        """Map the id of each copied tensor of the operation to the view of its copy."""
         tensors = operation.tensors()
         return {id(t): self._twin(t) for t in tensors if storage_of(t) in self._copied}
 
@@ -190,8 +190,8 @@ class _Differences:
         """Add a write.
 
         Args:
-            names: the tensors that are its source; none if unknown.
-            held: the model's tensor that is its target.
+            names: the tensors that the write's data comes from; empty if unknown.
+            held: the model's tensor that it writes.
             differs: one boolean, on the device.
         """
         self._all.append((names or [_SOME], storage_of(held), differs))
