@@ -93,9 +93,10 @@ def _in_pool(
 def keeps_cache_state(
     pool: Callable[..., contextlib.AbstractContextManager[None]], allocator_of: AllocatorOf
 ) -> Callable[..., contextlib.AbstractContextManager[None]]:
-    """Return a worker's method for its pools, with `runtime` in place of that of the KV cache.
+    """Wrap a worker's method that opens a pool: `runtime` replaces the pool of the KV cache.
 
-    The pool of the KV cache stays if some function that allocates the cache would not open it.
+    The method still opens the pool of the KV cache unless every function that allocates the cache
+    opens that pool itself.
     """
 
     @functools.wraps(pool)

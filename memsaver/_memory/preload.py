@@ -95,9 +95,9 @@ def preload_env(
 def preload(tag: str | None = None, backup: Backup | None = None) -> Iterator[None]:
     """Preload children that are started inside the block; the arguments are those of `preload_env`.
 
-    Use it for functions that take no environment: multiprocessing with the "spawn" method,
-    subprocess, os.posix_spawn. Forked children share this process's libraries and are not preloaded; neither
-    are the children of a running fork server.
+    Use it if no environment is passed to the function that starts a process: multiprocessing with
+    the "spawn" method, subprocess, os.posix_spawn. Forked children share this process's libraries
+    and are not preloaded; neither are the children of a running fork server.
 
     The block changes `os.environ` for the whole process, so children that other threads start
     during the block are preloaded too. At its end the block restores the variables that it set,

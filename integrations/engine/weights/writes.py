@@ -260,7 +260,7 @@ def _tensors_in(value: Any) -> Iterator[Any]:
 
 
 def _replaced(value: Any, by: Mapping[int, Any]) -> Any:
-    """Return the value with tensors replaced, by their ids."""
+    """Return the value; tensors whose ids are known are replaced."""
     from torch.utils import _pytree
 
     return _pytree.tree_map(lambda leaf: by.get(id(leaf), leaf), value)

@@ -80,10 +80,11 @@ def update(
         rename: returns the engine's name for a name in `state`; None leaves the tensor out.
         bucket_bytes: the largest size of a bucket. A larger tensor gets its own bucket.
         verify: the tensors to verify. "full": all tensors, which reads the engine's weights
-            again. "sampled": one in eight tensors, different ones at each update. "off": none. Verified contents must be
-            the same on all ranks that send whole tensors, and for all engines. With memsaver's
-            plugin in the engine, a tensor from which the model loads nothing is always an error;
-            without the plugin nothing can be verified, as `WeightUpdate.unverified` reports.
+            again. "sampled": one in eight tensors, different ones at each update. "off": none.
+            Verified contents must be the same on all ranks that send whole tensors, and for all
+            engines. With memsaver's plugin in the engine, a tensor from which the model loads
+            nothing is always an error; without the plugin nothing can be verified, as
+            `WeightUpdate.unverified` reports.
         group: the group of an engine on other GPUs.
         pause: the mode in which generation is paused during the update (see
             `Backend.pause_generation`). Needed if requests may be in flight. If the update fails,
