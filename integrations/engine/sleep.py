@@ -30,7 +30,7 @@ _NOT_PASSED_ON = (307, 308, 401, 403, 404, 405, 422)
 
 
 class EngineController:
-    """Puts an engine to sleep and wakes it, by tags: "kv_cache", "weights", "cuda_graph".
+    """Puts an engine to sleep and wakes it, by tag: "kv_cache", "weights", "cuda_graph".
 
     Every call skips tags that are already in the requested state. Calls that would end the engine
     are rejected before the engine receives them: releasing memory that requests use, and generating

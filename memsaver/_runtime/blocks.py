@@ -1,7 +1,7 @@
 """Context managers that are also decorators, which reject functions that they cannot decorate.
 
 The body of a coroutine function or a generator function runs after its call has returned. A
-decorator would silently cover the call and not the body, so it is rejected. Decorating a class is
+decorator would silently apply to the call and not to the body, so it is rejected. Decorating a class is
 rejected as well, because the result would not be a class.
 """
 

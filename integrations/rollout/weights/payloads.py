@@ -31,7 +31,7 @@ class Receivers:
         self._counters: list[tuple[Any, Any, int]] = []
 
     def add(self, arguments: Sequence[Any]) -> None:
-        """Remember the receiver of a CUDA tensor with these arguments of torch's reduction."""
+        """Record the receiver of a CUDA tensor that torch reduced to these arguments."""
         at = _COUNTER_ARGUMENT
         self._counters.append((arguments[_STORAGE_ARGUMENT], *arguments[at : at + 2]))
 
