@@ -67,7 +67,7 @@ def install_lora(module: ModuleType, allocator_of: AllocatorOf) -> None:
 def install_cache(module: ModuleType, allocator_of: AllocatorOf) -> None:
     """Put the tensors of the KV cache into the pool `kv_cache`, in one of `CACHE_MODULES`.
 
-    Does nothing if the module does not have its function, as since vLLM 0.29. Idempotent.
+    Does nothing if the module lacks this function, as in vLLM 0.29 and later. Idempotent.
     """
     owner, name = _allocating(module)
     if hasattr(owner, name):
