@@ -5,9 +5,9 @@ region, such as a whole trainer. A running process cannot be preloaded, so all f
 children: `memsaver run -- command` in a shell, `preload()` around the start of processes,
 `preload_env()` for an explicit environment.
 
-The preloaded library intercepts cudaMalloc, cudaMallocAsync and their counterparts, if the caller is
-linked to the CUDA runtime dynamically (torch, its extensions, most wheels). Code with a statically
-linked runtime calls the driver, and runs as if memsaver were absent.
+The preloaded library intercepts cudaMalloc, cudaMallocAsync and their counterparts, if the caller
+is linked to the CUDA runtime dynamically (torch, its extensions, most wheels). Code with a
+statically linked runtime calls the driver, and runs as if memsaver were absent.
 """
 
 from __future__ import annotations
