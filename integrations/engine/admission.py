@@ -127,7 +127,7 @@ class Admission:
 
     @contextlib.asynccontextmanager
     async def changing(self) -> AsyncIterator[None]:
-        """Prevent wake-ups and other such blocks during a block that releases or resumes tags."""
+        """Make wake-ups and other such blocks wait until this block has released or resumed tags."""
         async with self._changing:
             yield
 

@@ -50,8 +50,8 @@ class Suspender:
         """Suspend the communicators whose ranks all belong to `group`, and that have memory.
 
         After a failure, some may be suspended. `resume` resumes them, unless one is suspended on
-        only some of its ranks, or ranks still wait in NCCL's call for one that has failed: then no
-        `resume` succeeds any more, and no `suspend` in the second case.
+        only some of its ranks, or ranks still wait in NCCL's call for one that has failed: then
+        every later `resume` fails, and in the second case every later `suspend` fails, too.
         """
         found: list[Communicator] = []
 

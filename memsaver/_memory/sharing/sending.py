@@ -307,7 +307,7 @@ def _end(sent: Sent) -> Any:
 
 
 def find(token: int) -> tuple[Sent, Any]:
-    """Return a sent tensor's entry and its storage, which keeps the memory.
+    """Return a sent tensor's entry and its storage, which keeps the memory alive.
 
     Raises:
         SharingError: the tensor was freed.
