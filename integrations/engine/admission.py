@@ -127,7 +127,7 @@ class Admission:
 
     @contextlib.asynccontextmanager
     async def changing(self) -> AsyncIterator[None]:
-        """Make wake-ups and other such blocks wait until this block has released or resumed tags."""
+        """Make wake-ups and other such blocks wait for this block, which releases or resumes tags."""
         async with self._changing:
             yield
 
