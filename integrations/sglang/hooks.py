@@ -144,6 +144,7 @@ def _hooks_of_requests() -> dict[str, tuple[str, Callable[..., Any]]]:
     return {
         f"{_SCHEDULER}.init_request_dispatcher": ("AFTER", guard.install),
         f"{_SCHEDULER}.flush_cache": ("AROUND", guard.flush),
+        f"{_SCHEDULER}._dispatch_tokenized_mm_requests": ("AROUND", guard.dispatch_unread),
         f"{_SCHEDULER}.process_input_requests": ("AFTER", pipeline.after_input),
         f"{_SCHEDULER}._pp_send_pyobj_to_next_stage": ("AFTER", pipeline.after_send),
         f"{_SCHEDULER}.init_watch_dog_memory_saver_input_blocker": ("AFTER", idle_sleep.install),

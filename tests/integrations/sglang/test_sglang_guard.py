@@ -78,6 +78,44 @@ def test_each_generation_of_a_batch_is_refused(engine):
     assert all(refusal_in(answer) for answer in answers)
 
 
+def test_a_refusal_reaches_a_server_without_a_tokenizer_manager(engine):
+    """SGLang 0.5.23's server in Rust does not read the socket to the tokenizer manager."""
+    frames = []
+    engine.rust_server = object()
+    engine.send_abort_output = lambda abort, of: frames.append((abort, of))
+    ask(engine, "release")
+    request = messages.TokenizedGenerateReqInput("a")
+    request.input_ids = [5, 6]
+    assert send(engine, request) == []
+    ((abort, of),) = frames
+    assert (abort.rid, set(refusal_in(abort).tags)) == ("a", set(stand_in.TAGS))
+    assert (of.origin_input_ids, of.cached_tokens, of.reasoning_tokens) == ([5, 6], 0, 0)
+
+
+@pytest.mark.parametrize("version", ["0.5.23"])
+def test_a_request_whose_image_cannot_be_read_is_refused(engine):
+    """SGLang calls the handlers of such requests without its dispatcher."""
+    request = messages.TokenizedGenerateReqInput("a")
+    ask(engine, "release")
+    engine._dispatch_tokenized_mm_requests(request, ["cannot be read"])
+    assert request not in engine.handled
+    assert refusal_in(engine.sent[-1]).tags
+    ask(engine, "resume")
+    engine._dispatch_tokenized_mm_requests(request, ["cannot be read"])
+    assert engine.handled[-1] is request
+
+
+def test_a_refused_request_frees_its_images(engine):
+    """They are in memory of the tokenizer manager, which has room for a limited number."""
+    freed = []
+    image = types.SimpleNamespace(release_transport_proxies=lambda: freed.append(True))
+    request = messages.TokenizedGenerateReqInput("a")
+    request.mm_inputs = types.SimpleNamespace(mm_items=[image, types.SimpleNamespace()])
+    ask(engine, "release")
+    send(engine, request)
+    assert freed == [True]
+
+
 def test_a_release_and_a_generation_that_arrive_together_are_handled_in_order(engine):
     release = messages.ReleaseMemoryOccupationReqInput()
     resume = messages.ResumeMemoryOccupationReqInput()
