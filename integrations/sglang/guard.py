@@ -32,13 +32,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..engine import moves
+from ..engine.policies import WhenAsleep
 from ..engine.refusals import asleep_text
 from ..engine.tags import GRAPH, KV_CACHE, RELEASE_ORDER, WEIGHTS
 from . import image_cache, settings
 from .idle_sleep import remove, with_handler
 from .updaters import updater_of
 
-__all__ = ["Guard", "dispatch_unread", "flush", "install"]
+__all__ = ["Guard", "dispatch_unread", "flush", "has_failed", "install", "when_asleep"]
 
 _ALL = frozenset(RELEASE_ORDER)
 _UPDATE = (frozenset({WEIGHTS}), "update its weights")
@@ -127,6 +128,7 @@ _PASSING = frozenset(
     }
 )
 _DISPATCHER = "_request_dispatcher"  # an attribute of a scheduler
+_FAILED = "_memsaver_guard_failed"  # an attribute of a scheduler without a guard
 _logger = logging.getLogger("memsaver.sglang")
 
 
@@ -143,6 +145,7 @@ def install(result: Any, scheduler: Any) -> Any:
             setattr(scheduler, _DISPATCHER, Guard(scheduler, dispatch))
     except Exception as error:
         remove(scheduler)
+        setattr(scheduler, _FAILED, True)
         _logger.error(
             "memsaver cannot protect a sleeping engine from requests in this version of SGLang: "
             "%s: %s. A request that needs released memory ends the engine",
@@ -152,10 +155,23 @@ def install(result: Any, scheduler: Any) -> Any:
     return result
 
 
+def has_failed(scheduler: Any) -> bool:
+    """Return whether a guard could not be installed, so that requests may end the engine."""
+    return bool(getattr(scheduler, _FAILED, False))
+
+
+def when_asleep(scheduler: Any) -> WhenAsleep:
+    """Return the policy in effect. SGLang's server in Rust refuses in any case."""
+    return "refuse" if _is_rust_served(scheduler) else settings.policy().when_asleep
+
+
+def _is_rust_served(scheduler: Any) -> bool:
+    return getattr(scheduler, "rust_server", None) is not None
+
+
 def _check_server(scheduler: Any) -> None:
     """Keep an idle engine awake if its server is SGLang's in Rust, which cannot wake it."""
-    policy = settings.policy()
-    if getattr(scheduler, "rust_server", None) is not None and policy.when_asleep != "refuse":
+    if when_asleep(scheduler) != settings.policy().when_asleep:
         remove(scheduler)
         _logger.warning(
             "SGLang's server in Rust (SGLANG_RUST_SERVER) neither holds requests nor wakes the "
@@ -287,7 +303,7 @@ class Guard:
             if hasattr(item, "release_transport_proxies"):
                 item.release_transport_proxies()
         message = self._aborted(text, getattr(request, "rid", None))
-        if getattr(self._scheduler, "rust_server", None) is None:
+        if not _is_rust_served(self._scheduler):
             self._tokenizer.send_output(message, request)
             return
         # SGLang's server in Rust does not read the socket, and needs the request's counts.

@@ -16,6 +16,7 @@ import memsaver
 from memsaver.integrations.engine import moves
 from memsaver.integrations.engine.errors import EngineAsleepError
 from memsaver.integrations.engine.refusals import asleep_in, asleep_text
+from memsaver.integrations.sglang import hooks
 
 
 @pytest.fixture(params=["0.5.23", "0.5.12"])
@@ -29,6 +30,11 @@ def send(engine, *requests):
     engine.process_input_requests(requests)
     assert engine.death is None
     return engine.sent[before:]
+
+
+def state_of(engine):
+    """Return the internal state that a scheduler reports."""
+    return engine.get_internal_state(None).internal_state
 
 
 def refusal_in(message):
@@ -314,6 +320,20 @@ def test_an_unexpected_scheduler_is_logged_and_starts(sglang, monkeypatch, caplo
         scheduler = sglang.Scheduler(sglang.Updater)
     assert "cannot protect a sleeping engine from requests" in caplog.text
     assert scheduler._request_dispatcher == scheduler._dispatch
+    assert "memsaver" not in state_of(scheduler)  # a controller sees an unprotected engine
+
+
+def test_a_scheduler_without_the_guards_place_reports_no_state(engine, monkeypatch):
+    assert "memsaver" in state_of(engine)
+    monkeypatch.setattr(hooks, "lacks_guard", lambda: True)
+    assert "memsaver" not in state_of(engine)
+
+
+def test_a_server_in_rust_neither_waits_nor_wakes(engine, policy):
+    policy("wake")
+    assert state_of(engine)["memsaver"]["when_asleep"] == "wake"
+    engine.rust_server = object()
+    assert state_of(engine)["memsaver"]["when_asleep"] == "refuse"
 
 
 @pytest.mark.parametrize("text", [None, "", "the engine is busy", "the engine is asleep"])
