@@ -12,7 +12,7 @@ import pytest
 from installed import needs_sglang
 
 from memsaver.integrations.engine.refusals import asleep_in, asleep_text
-from memsaver.integrations.sglang import guard
+from memsaver.integrations.sglang import guard, leftovers
 
 pytestmark = pytest.mark.recipes
 
@@ -67,6 +67,14 @@ def test_an_aborted_generation_can_be_sent(scheduler, messages):
     reason = reply.finished_reason
     assert (reply.rid, reason["type"], reason["status_code"]) == ("a", "abort", 503)
     assert asleep_in(reason["message"]).tags == ("weights",)
+
+
+def test_settings_with_which_an_idle_engine_communicates_have_the_known_names(scheduler):
+    """Otherwise, communicators that are in use would be suspended."""
+    from sglang.srt.server_args import ServerArgs
+
+    arguments = ServerArgs(model_path="none")
+    assert {name: getattr(arguments, name) for name in leftovers._SILENT} == leftovers._SILENT
 
 
 def test_generations_reach_their_handlers_through_the_guard(scheduler):
