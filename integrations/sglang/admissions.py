@@ -141,7 +141,7 @@ async def change(manager: Any, operation: str, communicator: Any, obj: Any) -> l
                 before = admission.released
                 admission.learn(before | tags if operation == "release" else before - tags)
     if error is not None:
-        _logger.warning("a %s of memory failed: %s", operation, error)
+        _logger.warning("a %s of memory failed: %s", operation, str(error))
         raise error
     return answers
 
