@@ -184,7 +184,7 @@ pinned host memory for the next pause; by default, each resume releases it. Note
 - Pauses of two GPUs at the same time take 7 % longer than a pause of one GPU; repeated plain copies
   of both GPUs, through 1 GiB of host memory each, take hardly any longer.
 - In an RL step, one side wakes right after the other side's pause, when the driver must first clear
-  the memory; this probably explains the 5 % lost against retained backups.
+  the memory. This probably explains why memsaver is 5 % slower there than retained backups.
 - The disk was the machine's virtual disk; the direct I/O limit writes a newly allocated file each
   time, as memsaver's first pause does.
 - Answered requests: on the H200, an earlier version of the benchmark also counted 72 clients that

@@ -30,7 +30,7 @@ _NOT_PASSED_ON = (307, 308, 401, 403, 404, 405, 422)
 
 
 class EngineController:
-    """Puts an engine to sleep and wakes it, by tags: "kv_cache", "weights", "cuda_graph".
+    """Puts an engine to sleep and wakes it, by tag: "kv_cache", "weights", "cuda_graph".
 
     Every call skips tags that are already in the requested state. Calls that would end the engine
     are rejected before the engine receives them: releasing memory that requests use, and generating
@@ -160,7 +160,7 @@ class EngineController:
         Args:
             tags: a tag, or several.
             wait_idle: wait until no request is in flight, instead of raising.
-            abort: abort the requests in flight, and wait for their end.
+            abort: abort the requests in flight, and wait until they have ended.
             flush: flush the prefix cache even if only other tags are released, for example before
                 new weights. Without the plugin the cache is always flushed, because a flush reveals
                 a busy engine.
@@ -250,7 +250,7 @@ class EngineController:
 
     @contextlib.contextmanager
     def staged_wake(self, *, timeout: float = 60.0) -> Iterator[list[SleepReport]]:
-        """Wake the weights for the block, which updates them, and all other tags after the block.
+        """Wake the weights before the block, which updates them, and other tags after the block.
 
         The KV cache and the graphs need their memory only after the block, when the block's own
         copy of the weights is already released. After an exception in the block the other tags stay

@@ -41,7 +41,7 @@ class EngineSet:
 
     Attributes:
         engines: the engines, in the order of their ranks in a group.
-        layout: the place of this rank, for all engines.
+        layout: the place of this rank in the group; it is the same for every engine.
         together: the connection through which the ranks update weights.
         backend: makes the calls to all engines, on the leader; None on all other ranks.
         timeout: the default timeout of calls, in seconds: the first engine's.

@@ -298,8 +298,8 @@ def _refusal_in(output: Any) -> EngineAsleepError | None:
 async def _discard(manager: Any, obj: Any, deadline: float) -> None:
     """Abort the parts of a refused request that a scheduler has accepted, and wait until they end.
 
-    The schedulers' answers end the parts and remove their states. SGLang 0.5.12 exits if it
-    receives an answer for a part without a state.
+    A part ends, and SGLang removes its state, when its scheduler has answered. The state must stay
+    until then, because SGLang 0.5.12 exits if it receives an answer for a part without a state.
     """
     rids = _rids_of(obj)
     for rid in rids:

@@ -233,7 +233,7 @@ def _settle(future: Future[Any], work: Callable[[], Any]) -> None:
 
 
 def _then(first: Any, work: Callable[[Any], Any]) -> Any:
-    """Return `work` of a result; of a future, return a future."""
+    """Apply `work` to a result; for a future, return a future of what `work` returns."""
     if not isinstance(first, Future):
         return work(first)
     last: Future[Any] = Future()

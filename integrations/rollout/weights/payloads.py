@@ -31,7 +31,7 @@ class Receivers:
         self._counters: list[tuple[Any, Any, int]] = []
 
     def add(self, arguments: Sequence[Any]) -> None:
-        """Remember the receiver of a CUDA tensor with these arguments of torch's reduction."""
+        """Record the receiver of a CUDA tensor that torch reduced to these arguments."""
         at = _COUNTER_ARGUMENT
         self._counters.append((arguments[_STORAGE_ARGUMENT], *arguments[at : at + 2]))
 
@@ -99,7 +99,7 @@ def shared(memory: Any) -> str:
 
 
 def opened(text: str, device: Any) -> Any:
-    """Return the tensor of another rank, in the same memory, for copies that run on `device`.
+    """Return a tensor that shares the memory of another rank's, for copies that run on `device`.
 
     CUDA maps another process's memory for one device of this process, and a kernel on any other
     device must not access the mapping, even with peer access between the devices. So memory of

@@ -79,17 +79,18 @@ def update(
             as a Megatron-like trainer may have them; they are written unchanged. Not with `group`.
         rename: returns the engine's name for a name in `state`; None leaves the tensor out.
         bucket_bytes: the largest size of a bucket. A larger tensor gets its own bucket.
-        verify: "full": all tensors, which reads the engine's weights again. "sampled": one in
-            eight tensors, different ones at each update. "off": none. Verified contents must be
-            the same on all ranks that send whole tensors, and for all engines. With memsaver's
-            plugin in the engine, a tensor from which the model loads nothing is always an error;
-            without the plugin nothing can be verified, as `WeightUpdate.unverified` reports.
+        verify: the tensors to verify. "full": all tensors, which reads the engine's weights
+            again. "sampled": one in eight tensors, different ones at each update. "off": none.
+            Verified contents must be the same on all ranks that send whole tensors, and for all
+            engines. With memsaver's plugin in the engine, a tensor from which the model loads
+            nothing is always an error; without the plugin nothing can be verified, as
+            `WeightUpdate.unverified` reports.
         group: the group of an engine on other GPUs.
         pause: the mode in which generation is paused during the update (see
             `Backend.pause_generation`). Needed if requests may be in flight. If the update fails,
             generation stays paused.
         flush_cache: whether to flush the prefix cache, which the old weights computed. Default
-            True, except with `pause="in_place"`, whose requests continue with the cache.
+            True, except with `pause="in_place"`: paused requests then continue with the cache.
         timeout: seconds for each of the engine's calls, and to wait for other ranks; None means
             the engine's timeout. All tensors that are sent without a bucket, usually the whole
             model, are sent in one call.
