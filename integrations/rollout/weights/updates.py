@@ -18,7 +18,7 @@ from ..together import GRACE_SECONDS
 from .buckets import Bucket
 from .colocated import BucketMemory
 from .disaggregated import WeightGroup
-from .meetings import meetings_of
+from .meetings import Meetings
 from .options import Options
 from .payload_memory import PayloadMemory
 from .plan import agree
@@ -125,9 +125,9 @@ class _Update:
         self._engine = engine
         self._state = state
         self._options = options
-        self._meetings = meetings_of(engine)
-        self._meetings.number += 1
-        self._number = self._meetings.number
+        self._meetings = Meetings(engine)
+        engine._updates += 1
+        self._number = engine._updates
         self._tally = Tally()
 
     def run(self) -> dict[str, Any]:
