@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from memsaver._runtime.native import _C
 from memsaver.errors import MemsaverError
@@ -20,7 +20,6 @@ from .colocated import BucketMemory
 from .disaggregated import WeightGroup
 from .meetings import Meetings
 from .options import Options
-from .payload_memory import PayloadMemory
 from .plan import agree
 from .regions import RegionTensors
 from .report import WeightUpdate
@@ -33,6 +32,9 @@ if TYPE_CHECKING:
     from ..rollout_engine import RolloutEngine
 
 __all__ = ["update"]
+
+PayloadMemory: TypeAlias = BucketMemory | RegionTensors
+"""A rank's memory with the tensors of one load at a time."""
 
 Views = Sequence[tuple[str, int, Any]]
 
