@@ -47,7 +47,6 @@ __all__ = [
 ]
 
 _ATTRIBUTE = "_memsaver_admission"  # of a tokenizer manager
-_HELD = "_memsaver_held"  # of a tokenizer manager: its `HeldRequests`
 _WEIGHTS = frozenset({WEIGHTS})
 _logger = logging.getLogger("memsaver.sglang")
 
@@ -128,7 +127,7 @@ async def change(manager: Any, operation: str, communicator: Any, obj: Any) -> l
     if admission is None:
         answers, error = await _sent(manager, communicator, obj)
     else:
-        async with admission.changing():
+        async with admission.changing:
             if operation == "release" and not admission.released & _WEIGHTS:
                 admission.without_backup = _without_backup(manager, obj)
             answers, error = await _sent(manager, communicator, obj)
@@ -200,21 +199,17 @@ def generate(original: Callable[..., Any], manager: Any, obj: Any, request: Any 
     if admission.policy.when_asleep == "refuse" and not admission.released:
         return original(manager, obj, request)
     what = "compute embeddings" if type(obj).__name__ == "EmbeddingReqInput" else "generate"
-    return admitted.generation(
-        admission, _held_by(manager), what, _Generation(original, manager, obj, request)
-    )
+    return admitted.generation(admission, what, _Generation(original, manager, obj, request))
 
 
 def abort(
     original: Callable[..., Any], manager: Any, rid: str = "", abort_all: bool = False
 ) -> Any:
     """Wrap `TokenizerManager.abort_request`, which aborts only requests that were sent."""
-    _held_by(manager).abort([rid], abort_all)
+    admission = admission_of(manager)
+    if admission is not None:
+        admission.abort([rid], abort_all)
     return original(manager, rid, abort_all)
-
-
-def _held_by(manager: Any) -> admitted.HeldRequests:
-    return vars(manager).setdefault(_HELD, admitted.HeldRequests())  # type: ignore[no-any-return]
 
 
 class _Generation:

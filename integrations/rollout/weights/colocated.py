@@ -13,8 +13,7 @@ from memsaver.errors import OutOfDeviceMemoryError
 from ...engine.interface import Layout
 from .buckets import Bucket
 from .parts import copy_box
-from .payload_memory import is_unreceived
-from .payloads import Receivers, flattened, listed, opened, shared
+from .payloads import Receivers, flattened, is_unreceived, listed, opened, shared
 from .sources import Source
 
 __all__ = ["BucketMemory"]

@@ -15,10 +15,11 @@ from typing import Any
 from memsaver._memory.sharing import sending
 from memsaver.errors import ConfigError
 
+from ...engine.errors import EngineDiedError
 from ...engine.weights.payloads import DEVICE_ARGUMENT, index_of
 from ..pickles import unpack
 
-__all__ = ["Receivers", "flattened", "listed", "mapped", "opened", "shared"]
+__all__ = ["Receivers", "flattened", "is_unreceived", "listed", "mapped", "opened", "shared"]
 
 # The positions of a CUDA tensor's storage class and counter in torch's reductions.
 _STORAGE_ARGUMENT, _COUNTER_ARGUMENT = 4, 11
@@ -40,6 +41,16 @@ class Receivers:
         for storage, handle, offset in self._counters:
             storage._release_ipc_counter(handle, offset, device="cuda")
         self._counters = []
+
+
+def is_unreceived(error: BaseException | None, is_sent: bool) -> bool:
+    """Return whether no engine will read a payload, after an update that ended with `error`.
+
+    Args:
+        error: None after a success.
+        is_sent: whether the engine may have received the payload.
+    """
+    return isinstance(error, EngineDiedError) or (error is not None and not is_sent)
 
 
 def flattened(

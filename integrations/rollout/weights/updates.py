@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from memsaver._runtime.native import _C
 from memsaver.errors import MemsaverError
@@ -18,9 +18,8 @@ from ..together import GRACE_SECONDS
 from .buckets import Bucket
 from .colocated import BucketMemory
 from .disaggregated import WeightGroup
-from .meetings import meetings_of
+from .meetings import Meetings
 from .options import Options
-from .payload_memory import PayloadMemory
 from .plan import agree
 from .regions import RegionTensors
 from .report import WeightUpdate
@@ -33,6 +32,9 @@ if TYPE_CHECKING:
     from ..rollout_engine import RolloutEngine
 
 __all__ = ["update"]
+
+PayloadMemory: TypeAlias = BucketMemory | RegionTensors
+"""A rank's memory with the tensors of one load at a time."""
 
 Views = Sequence[tuple[str, int, Any]]
 
@@ -126,9 +128,9 @@ class _Update:
         self._engine = engine
         self._state = state
         self._options = options
-        self._meetings = meetings_of(engine)
-        self._meetings.number += 1
-        self._number = self._meetings.number
+        self._meetings = Meetings(engine)
+        engine._updates += 1
+        self._number = engine._updates
         self._tally = Tally()
 
     def run(self) -> dict[str, Any]:
