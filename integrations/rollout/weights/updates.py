@@ -91,8 +91,9 @@ def update(
         flush_cache: whether to flush the prefix cache, which the old weights computed. Default
             True, except with `pause="in_place"`, whose requests continue with the cache.
         timeout: seconds for each of the engine's calls, and to wait for other ranks and for another
-            thread's transition of a tag with memory of `state`; None means the engine's timeout. All tensors that are sent without a bucket, usually the whole
-            model, are sent in one call.
+            thread's transition of a tag with memory of `state`; None means the engine's timeout.
+            All tensors that are sent without a bucket, usually the whole model, are sent in one
+            call.
         unknown: must be empty. Unknown arguments are accepted here so that all ranks raise the same
             error.
 
