@@ -21,6 +21,7 @@ from model.sharing import Sharing
 
 KINDS = ("pause", "resume", "swap")
 WAITS = ("the end", "a stream", "some memory", "some memory on a stream")
+_COPIES_PER_SECOND = 200  # of a whole tag
 TURNS = ("turn", "turn", "turn", "turn", "swap", "swap", "pause", "resume")
 
 
@@ -258,6 +259,33 @@ class TransitionRules(Sharing):
                 each.set(7)
                 each.tag.known = None
         self.land(tags)
+
+    @precondition(lambda self: not self.scarce and not self.flying)
+    @rule(name=names, pick=picks, on_host=st.booleans())
+    def use_before_all_has_arrived(self, name, pick, on_host):
+        """Use a block of a resume, whose copies take some milliseconds, after a wait for it."""
+        (tag,) = self.named((name,))
+        if not tag.paused or tag.unknown or not tag.allocations:
+            return
+        self.begin("use_before_all_has_arrived", name, pick, on_host)
+        self.let_go()
+        self.sim.copy_rate(_COPIES_PER_SECOND * tag.nbytes())
+        handle = self.call(memsaver.resume, name, wait=False).result
+        tag.resume(self.fill)
+        block = tag.allocations[pick % len(tag.allocations)]
+        memory = block.address, block.nbytes
+        if on_host:
+            self.call(handle.wait_memory, memory)
+            check_contents(self.place, block, wholly=True)
+        else:
+            stream = self.place.streams[block.device]
+            self.call(handle.wait_stream, stream.value, memory=memory)
+            self.sim.memset(block.address, 7, block.nbytes, stream)
+            block.set(7)
+            tag.known = None
+        handle.wait()
+        self.sim.copy_rate(0)
+        self.touched.add(tag)
 
     @rule(names=some, backup=overrides, thread=threads)
     def paused_for_a_block(self, names, backup, thread):
