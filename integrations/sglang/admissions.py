@@ -123,7 +123,7 @@ async def _sent(
 
 
 async def change(manager: Any, operation: str, communicator: Any, obj: Any) -> list[Answer]:
-    """Send a release or a resume, and return the schedulers' answers, or raise their error."""
+    """Send a release or a resume, and return the schedulers' answers, or log and raise an error."""
     admission = admission_of(manager)
     if admission is None:
         answers, error = await _sent(manager, communicator, obj)
@@ -141,6 +141,7 @@ async def change(manager: Any, operation: str, communicator: Any, obj: Any) -> l
                 before = admission.released
                 admission.learn(before | tags if operation == "release" else before - tags)
     if error is not None:
+        _logger.warning("a %s of memory failed: %s", operation, str(error))
         raise error
     return answers
 
