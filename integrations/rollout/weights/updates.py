@@ -93,9 +93,10 @@ def update(
             generation stays paused.
         flush_cache: whether to flush the prefix cache, which the old weights computed. Default
             True, except with `pause="in_place"`: paused requests then continue with the cache.
-        timeout: seconds for each of the engine's calls, and to wait for other ranks; None means
-            the engine's timeout. All tensors that are sent without a bucket, usually the whole
-            model, are sent in one call.
+        timeout: seconds for each of the engine's calls, and to wait for other ranks and for another
+            thread's transition of a tag with memory of `state`; None means the engine's timeout.
+            All tensors that are sent without a bucket, usually the whole model, are sent in one
+            call.
         unknown: must be empty. Unknown arguments are accepted here so that all ranks raise the same
             error.
 
@@ -105,7 +106,8 @@ def update(
         ConfigError: the ranks send different tensors or pass different options, or an argument is
             invalid or unknown.
         InvalidStateError: the engine's weights are released, or a tag with memory of `state` is
-            paused. A pause by another thread waits for the end of the update.
+            paused; or another thread's transition of such a tag did not end within `timeout`, and
+            nothing was sent. A pause by another thread waits for the end of the update.
         OutOfDeviceMemoryError: there is no room for the bucket; nothing was sent.
         SharingError: the engine cannot map a tensor of a shareable region, or the engine's loader
             would write to the tensor, or this thread paused the tensor's tag during the update.
@@ -142,14 +144,16 @@ class _Update:
             memory: list[BucketMemory] = []
 
             def begin() -> None:
-                held.enter_context(_C.Reservation(plan.tags))  # no other thread pauses them
+                # No other thread pauses them.
+                held.enter_context(_C.Reservation(plan.tags, timeout))
                 for source in plan.sources.values():
                     source.check()
                 if plan.buckets:
                     bucket = BucketMemory(largest, plan.device, plan.has_parts)
                     memory.append(held.enter_context(bucket))
 
-            self._meetings.gather(f"{_WHAT}: its memory", begin, timeout)
+            # A rank that waits for a tag until its timeout still reports to the others.
+            self._meetings.gather(f"{_WHAT}: its memory", begin, timeout + GRACE_SECONDS)
             if plan.has_parts:
                 self._open(memory[0])
             loads: list[tuple[str, Bucket, PayloadMemory]] = [
