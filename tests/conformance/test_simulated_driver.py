@@ -55,7 +55,7 @@ def test_sim_other_processes_take_memory(sim):
 def test_sim_has_smaller_pages_on_demand(sim):
     def small(drv):
         set_granularity = drv.opened.sim_granularity
-        set_granularity.argtypes = [c_uint64]
+        set_granularity.argtypes = [ctypes.c_uint64]
         codes = [set_granularity(nbytes) for nbytes in (0, 2048, 12288, 4 << 20, 8192)]
         drv.start()
         codes += [set_granularity(2 << 20), drv.try_create(4096), drv.try_create(24576)]
