@@ -340,15 +340,30 @@ def recorded(sim, tag, make_blocks):
 
 
 @pytest.fixture
-def run_python(tmp_path):
+def run_python(tmp_path, request):
     """Run code in a new process: `run_python(code, MEMSAVER_SIM_DEVICES=2)`.
 
     Returns a CompletedProcess. The environment is this process's without memsaver's variables, with
-    the simulated driver; a variable whose value is None is not set. For `with_torch`, see run_code.
+    the simulated driver; a variable whose value is None is not set. For `with_torch` and `fresh`,
+    see run_code. Tests marked each_python, and variables of the interpreter, the dynamic linker and
+    the allocator, always get a new interpreter.
     """
     from memsaver._runtime.native import LIBRARY_DIR
 
-    def run(code: str, *, status: int | None = 0, timeout: float = 60, with_torch=False, **env):
+    each_python = request.node.get_closest_marker("each_python") is not None
+
+    def run(
+        code: str,
+        *,
+        status: int | None = 0,
+        timeout: float = 60,
+        with_torch=False,
+        fresh=False,
+        **env,
+    ):
+        read_at_start = ("PYTHON", "LD_", "GLIBC_", "MALLOC_")
+        started_by = [name for name in env if name.startswith(read_at_start)]
+        fresh = fresh or each_python or started_by not in ([], ["PYTHONPATH"])
         environment = environment_without("MEMSAVER_")
         paths = [IMPORT_PATH, str(LIBRARY_DIR.parent)]
         environment["PYTHONPATH"] = os.pathsep.join([*paths, environment.get("PYTHONPATH", "")])
@@ -359,7 +374,13 @@ def run_python(tmp_path):
             else:
                 environment[name] = str(value)
         return run_code(
-            code, environment, tmp_path, status=status, timeout=timeout, with_torch=with_torch
+            code,
+            environment,
+            tmp_path,
+            status=status,
+            timeout=timeout,
+            with_torch=with_torch,
+            fresh=fresh,
         )
 
     return run
