@@ -21,7 +21,7 @@ from typing import Any
 
 import coroutine_tests
 import pytest
-from child_process import environment_without, run_code
+from child_process import environment_without, reads_at_start, run_code
 from driver_choice import GPUS, asks_for_gpu_tests, why_not
 from dropin_environment import build_wheel, make_site, run_with
 from repository import IMPORT_PATH, ROOT, TESTS
@@ -339,6 +339,11 @@ def recorded(sim, tag, make_blocks):
 # --- child processes ------------------------------------------------------------------------------
 
 
+def depends_on_interpreter(request: pytest.FixtureRequest) -> bool:
+    """Return whether the test is marked each_python, and so needs new interpreters."""
+    return request.node.get_closest_marker("each_python") is not None
+
+
 @pytest.fixture
 def run_python(tmp_path, request):
     """Run code in a new process: `run_python(code, MEMSAVER_SIM_DEVICES=2)`.
@@ -350,7 +355,7 @@ def run_python(tmp_path, request):
     """
     from memsaver._runtime.native import LIBRARY_DIR
 
-    each_python = request.node.get_closest_marker("each_python") is not None
+    each_python = depends_on_interpreter(request)
 
     def run(
         code: str,
@@ -361,9 +366,7 @@ def run_python(tmp_path, request):
         fresh=False,
         **env,
     ):
-        read_at_start = ("PYTHON", "LD_", "GLIBC_", "MALLOC_")
-        started_by = [name for name in env if name.startswith(read_at_start)]
-        fresh = fresh or each_python or started_by not in ([], ["PYTHONPATH"])
+        fresh = fresh or each_python or reads_at_start(env)
         environment = environment_without("MEMSAVER_")
         paths = [IMPORT_PATH, str(LIBRARY_DIR.parent)]
         environment["PYTHONPATH"] = os.pathsep.join([*paths, environment.get("PYTHONPATH", "")])
@@ -417,11 +420,12 @@ def dropin_site(dropin_wheel):
 
 
 @pytest.fixture
-def run_dropin(dropin_site, tmp_path):
+def run_dropin(dropin_site, tmp_path, request):
     """Run Python code after the usual import; check its status, and return its process."""
+    each_python = depends_on_interpreter(request)
 
     def go(code, *, status=0, packages=dropin_site, **options):
-        return run_with(packages, code, tmp_path, status, **options)
+        return run_with(packages, code, tmp_path, status, fresh=each_python, **options)
 
     return go
 

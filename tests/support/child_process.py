@@ -6,13 +6,22 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 
 def environment_without(*prefixes: str) -> dict[str, str]:
     """Return this process's environment without the variables whose names start with a prefix."""
     return {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
+
+
+def reads_at_start(variables: Iterable[str]) -> bool:
+    """Return whether an interpreter, the dynamic linker or malloc reads one of these variables.
+
+    PYTHONPATH is not one of them, because a forked process adopts it.
+    """
+    read = ("PYTHON", "LD_", "GLIBC_", "MALLOC_")
+    return any(name.startswith(read) and name != "PYTHONPATH" for name in variables)
 
 
 def run_code(
@@ -30,7 +39,7 @@ def run_code(
     The status None accepts any status. `timeout` is in seconds. The process is a new interpreter;
     or, if `with_torch`, a process that has already imported torch, which saves seconds; or, if not
     `fresh`, one that has already imported modules of the standard library, which saves a tenth of
-    a second. A variable that an interpreter or the dynamic linker reads requires a new interpreter.
+    a second. Variables for which `reads_at_start` is true require a new interpreter.
     """
     __tracebackhide__ = True  # the failure is in the code, and logs must not show the environment
     code = textwrap.dedent(code)
