@@ -350,8 +350,7 @@ def run_python(tmp_path, request):
 
     Returns a CompletedProcess. The environment is this process's without memsaver's variables, with
     the simulated driver; a variable whose value is None is not set. For `with_torch` and `fresh`,
-    see run_code. Tests marked each_python, and variables of the interpreter, the dynamic linker and
-    the allocator, always get a new interpreter.
+    see run_code. Tests marked each_python get a new interpreter unless they pass `fresh=False`.
     """
     from memsaver._runtime.native import LIBRARY_DIR
 
@@ -363,10 +362,10 @@ def run_python(tmp_path, request):
         status: int | None = 0,
         timeout: float = 60,
         with_torch=False,
-        fresh=False,
+        fresh: bool | None = None,
         **env,
     ):
-        fresh = fresh or each_python or reads_at_start(env)
+        fresh = each_python if fresh is None else fresh
         environment = environment_without("MEMSAVER_")
         paths = [IMPORT_PATH, str(LIBRARY_DIR.parent)]
         environment["PYTHONPATH"] = os.pathsep.join([*paths, environment.get("PYTHONPATH", "")])
@@ -383,7 +382,7 @@ def run_python(tmp_path, request):
             status=status,
             timeout=timeout,
             with_torch=with_torch,
-            fresh=fresh,
+            fresh=fresh or reads_at_start(env),
         )
 
     return run
