@@ -16,11 +16,11 @@ def environment_without(*prefixes: str) -> dict[str, str]:
 
 
 def reads_at_start(variables: Iterable[str]) -> bool:
-    """Return whether an interpreter, the dynamic linker or malloc reads one of these variables.
+    """Return whether the start of an interpreter or of its libraries reads one of the variables.
 
     PYTHONPATH is not one of them, because a forked process adopts it.
     """
-    read = ("PYTHON", "LD_", "GLIBC_", "MALLOC_")
+    read = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "LC_", "LANG", "TZ")
     return any(name.startswith(read) and name != "PYTHONPATH" for name in variables)
 
 
