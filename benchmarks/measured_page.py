@@ -38,9 +38,8 @@ ORDER = (1, 2, 0, 3, 4, 5, 6, 7, 8, 9, 10, 12, 11, 13)
 # The titles of the rows.
 WORDS = {
     **dict(ENGINES_ON_TWO),
-    "sglang_tp2_resume_ms": "resume of all tags on two GPUs, ms",
     "sglang_resume_tp2_ms": "resume of all tags on two GPUs, ms",
-    "sglang_resume_tp2_8_ctas_ms": "the same with NCCL_MAX_CTAS=8, ms",
+    "sglang_resume_tp2_8_ctas_ms": "resume of all tags on two GPUs with NCCL_MAX_CTAS=8, ms",
     "discarded_16GB_pause_at_once_ms": "pause 16 GB in 195 tensors right after its resume, ms",
     "discarded_16GB_resume_at_once_ms": "resume 16 GB in 195 tensors right after its pause, ms",
     "many_10k_pause_at_once_ms": "pause 10,000 allocations right after their resume, ms",
@@ -98,9 +97,8 @@ WORDS = {
     "sglang_resume_kv_ms": "resume the KV cache, ms",
     "sglang_decode_tokens_per_s": "decoding of 8 sequences, tokens/s",
     "sglang_switch_ms": "switch from one model to another on the same GPU, to the first token, ms",
-    "sglang_tp2_resident_MiB": "memory in use on one of two GPUs, all tags released, MiB",
     "sglang_resident_tp2_MiB": "memory in use on one of two GPUs, all tags released, MiB",
-    "sglang_resident_tp2_8_ctas_MiB": "the same with NCCL_MAX_CTAS=8, MiB",
+    "sglang_resident_tp2_8_ctas_MiB": "memory in use on one of two GPUs, NCCL_MAX_CTAS=8, MiB",
     "sglang_storm_answered_requests": "answered requests; the engine sleeps and wakes 100 times",
     "sglang_resident_MiB": "memory in use, all tags released, MiB",
     "sglang_max_mem_fraction": "largest mem_fraction_static beside a trainer",
@@ -186,9 +184,14 @@ pinned host memory for the next pause; by default, each resume releases it. Note
 - Pauses of two GPUs at the same time take 7 % longer than a pause of one GPU; repeated plain copies
   of both GPUs, through 1 GiB of host memory each, take hardly any longer.
 - In an RL step, one side wakes right after the other side's pause, when the driver must first clear
-  the memory; this probably explains the 5 % lost against retained backups.
+  the memory. This probably explains why memsaver is 5 % slower there than retained backups.
 - The disk was the machine's virtual disk; the direct I/O limit writes a newly allocated file each
   time, as memsaver's first pause does.
+- Answered requests: on the H200, an earlier version of the benchmark also counted 72 clients that
+  disconnected on purpose; the row of the H100 counts only clients that wait.
+- SGLang's memory in use with all tags released is that of an engine's first sleep. After later
+  ones, in the same run, 1,524 MiB stayed with memsaver 0.1.0, and 1,542 with torch_memory_saver.
+  memsaver releases torch's cache since then; later sleeps have not been measured again.
 - The results were written by the programs of `benchmarks/`; the file has the single cycles (except
   for `cudaMalloc`) and the commit.
 - `benchmarks/results/h200_0.2.0.json` is a shorter run of memsaver 0.2.0 without a backup, on a

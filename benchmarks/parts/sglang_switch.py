@@ -118,6 +118,10 @@ def measure_one(name: str, options: argparse.Namespace, failures: list[str]) -> 
             if not counts:
                 found["switch"].append(total)
             awake, asleep = asleep, awake
+        # Both engines have generated several times now; each has half of what is left.
+        awake.ask("release")
+        time.sleep(options.wait)
+        found["asleep_MiB"].append(used_mib() / 2)
     return found
 
 

@@ -37,7 +37,8 @@ inline Digest fingerprint_of(const void* bytes, uint64_t size) {
   const uint32_t* const key = table->data();
   const char* const at = static_cast<const char*>(bytes);
   Digest digest{};
-  // Sanitizers see the access to the end of the piece: the last chunk, whole or not, is added here.
+  // Adds the last chunk here, even if it is whole: sanitizers check this access, but not those of
+  // add_chunks, and so detect a `size` that exceeds the memory.
   const uint32_t offset = size == 0 ? 0 : add_chunks(digest.lanes, at, size - 1, key);
   if (offset < size) {
     const uint32_t rest = static_cast<uint32_t>(size) - offset;

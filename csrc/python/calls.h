@@ -5,9 +5,11 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -91,54 +93,85 @@ inline bool is_exiting() {
 
 // While this exists, Python runs pending signal handlers during the calling thread's waits for
 // tags. A handler that raises ends the wait; so does the interpreter's exit, because Python has
-// stopped the threads that own the tags. Does nothing on threads other than the main thread,
-// because Python runs handlers only there, and interpreter exit may end other threads when they
-// take the GIL.
+// stopped the threads that own the tags. On threads other than the main thread no handlers run,
+// because Python runs them only there, and interpreter exit may end other threads when they take
+// the GIL.
+//
+// `seconds` limits the waits (negative: no limit).
 class HandlersInWaits {
  public:
-  explicit HandlersInWaits(WithoutGil& released) {
-    if (syscall(SYS_gettid) != getpid()) return;
-    released_ = &released;
+  HandlersInWaits(WithoutGil& released, double seconds)
+      : released_(syscall(SYS_gettid) == getpid() ? &released : nullptr),
+        deadline_(after(seconds)) {
+    if (!released_ && !deadline_) return;
     outer_ = innermost_;
     innermost_ = this;
     ms_while_waiting(&HandlersInWaits::look, this);
   }
   ~HandlersInWaits() {
-    if (!released_) return;
+    if (innermost_ != this) return;
     innermost_ = outer_;
     ms_while_waiting(outer_ ? &HandlersInWaits::look : nullptr, outer_);
   }
   HandlersInWaits(const HandlersInWaits&) = delete;
   HandlersInWaits& operator=(const HandlersInWaits&) = delete;
 
+  // Whether the limit ended a wait.
+  bool is_late() const { return is_late_; }
+
  private:
-  static int look(void* self) {
+  using Clock = std::chrono::steady_clock;
+
+  static std::optional<Clock::time_point> after(double seconds) {
+    constexpr double kForever = 1e9;  // a clock's range is limited
+    if (seconds < 0 || seconds >= kForever) return std::nullopt;
+    return Clock::now() +
+           std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+  }
+
+  static int look(void* data) {
+    auto& self = *static_cast<HandlersInWaits*>(data);
+    if (self.deadline_ && Clock::now() >= *self.deadline_) {
+      self.is_late_ = true;
+      return 1;
+    }
     const auto call = [] {
       return !is_exiting() && PyErr_CheckSignals() == 0 && SignalsDeferred::deliver_in_wait();
     };
-    return static_cast<HandlersInWaits*>(self)->released_->with_gil(call) ? 0 : 1;
+    return !self.released_ || self.released_->with_gil(call) ? 0 : 1;
   }
 
-  static inline HandlersInWaits* innermost_ = nullptr;  // the main thread's
-  WithoutGil* released_ = nullptr;
+  static inline thread_local HandlersInWaits* innermost_ = nullptr;
+  WithoutGil* const released_;  // null except on the main thread
+  const std::optional<Clock::time_point> deadline_;
   HandlersInWaits* outer_ = nullptr;
+  bool is_late_ = false;
 };
 
 // Like without_gil, for a call that may wait for a tag. A signal handler's exception propagates.
+// If `seconds` is not negative, each wait ends after about that time, with MS_INVALID_STATE.
 template <typename Call>
-inline void interruptibly(Call call) {
+inline void interruptibly(Call call, double seconds = -1) {
   ms_error error{};
   ms_status status;
+  bool is_late;
   {
     WithoutGil released;
-    const HandlersInWaits handlers(released);
+    const HandlersInWaits handlers(released, seconds);
     status = call(&error);
+    is_late = handlers.is_late();
   }
   if (PyErr_Occurred()) throw py::error_already_set();
-  if (status == MS_INVALID_STATE && is_exiting()) {
+  const auto add = [&error](const char* format, auto... values) {
     const size_t length = std::strlen(error.message);
-    std::snprintf(error.message + length, sizeof(error.message) - length,
-                  "; Python is exiting, and has stopped its other threads");
+    std::snprintf(error.message + length, sizeof(error.message) - length, format, values...);
+  };
+  if (status == MS_INVALID_STATE && is_late) {
+    add(": another thread's transition or reservation did not end within %g s; repeat the call "
+        "after that, or with a longer timeout",
+        seconds);
+  } else if (status == MS_INVALID_STATE && is_exiting()) {
+    add("; Python is exiting, and has stopped its other threads%s", "");
   }
   check(status, error);
 }

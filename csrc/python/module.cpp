@@ -186,7 +186,7 @@ PYBIND11_MODULE(_C, m) {
     return list_of_changes(rows, count);
   });
   py::class_<Reservation>(m, "Reservation")
-      .def(py::init<std::vector<std::string>>(), py::arg("tags"))
+      .def(py::init<std::vector<std::string>, double>(), py::arg("tags"), py::arg("seconds") = -1.0)
       .def("__enter__", [](Reservation& self) { self.take(); })
       .def("__exit__",
            [](Reservation& self, py::handle, py::handle, py::handle) { self.release(); })

@@ -19,18 +19,22 @@ namespace memsaver::python {
 // main thread. The other methods release the GIL and do not wait for tags.
 class Reservation {
  public:
-  explicit Reservation(std::vector<std::string> tags) : tags_(std::move(tags)) {}
+  Reservation(std::vector<std::string> tags, double seconds)
+      : tags_(std::move(tags)), seconds_(seconds) {}
   ~Reservation() { ms_reservation_free(reservation_); }  // never waits
   Reservation(const Reservation&) = delete;
   Reservation& operator=(const Reservation&) = delete;
 
-  // Waits for the tags and reserves them. Raises like ms_reserve, and a signal handler's exception.
+  // Waits for the tags, about `seconds` at most (negative: without a limit), and reserves them.
+  // Raises like ms_reserve, InvalidStateError if the wait took longer, and a signal handler's
+  // exception.
   void take() {
     if (tags_.empty() || reservation_) return;
     const std::vector<const char*> names = pointers(tags_);
     ms_reservation* taken = nullptr;
     interruptibly(
-        [&](ms_error* error) { return ms_reserve(names.data(), names.size(), &taken, error); });
+        [&](ms_error* error) { return ms_reserve(names.data(), names.size(), &taken, error); },
+        seconds_);
     reservation_ = taken;
   }
 
@@ -61,6 +65,7 @@ class Reservation {
 
  private:
   const std::vector<std::string> tags_;
+  const double seconds_;
   ms_reservation* reservation_ = nullptr;
 };
 

@@ -121,7 +121,7 @@ void sim_deinitialize(int gone);
 typedef const char* (*sim_paused_tag)(uint64_t address);
 
 // After the first call, a host access to memory for which `paused_tag` returns a tag writes a
-// line with the address and the tag to stderr: installs a handler of SIGSEGV, which then restores
+// line with the address and the tag to stderr: installs a SIGSEGV handler, which then restores
 // the action that it replaced, so that the fault repeats and triggers that action. Other faults,
 // and signals sent by a process, write no line. The library with `paused_tag` stays loaded. Later
 // calls have no effect.

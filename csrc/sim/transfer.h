@@ -20,8 +20,8 @@ struct Span {
   uint64_t size = 0;
 };
 
-// Returns the memory of an address range at this moment, for `device` to read or write. Returns
-// false if a device address in it is unmapped or inaccessible. Needs the lock of state.h.
+// Returns the memory that an address range refers to at present, for `device` to read or write.
+// Returns false if a device address in it is unmapped or inaccessible. Needs the lock of state.h.
 bool resolve(const Range& range, int device, bool write, std::vector<Span>* spans);
 
 // Copies, without the lock; both sides have equal sizes. Returns false if host memory was not

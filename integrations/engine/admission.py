@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -81,7 +81,10 @@ class Admission:
         policy: the policy for requests that need released memory.
         sleeper: makes the calls to the engine.
         without_backup: tags whose contents a release discards. After a wake-up, a request that
-        reads them would return wrong results, so the request is refused.
+            reads them would return wrong results, so the request is refused.
+
+    Attributes:
+        changing: a lock that prevents wake-ups while its owner releases or resumes tags.
     """
 
     def __init__(
@@ -93,7 +96,8 @@ class Admission:
         self._released: frozenset[str] = frozenset()
         self._held = 0
         self._waiters: deque[_Waiter] = deque()
-        self._changing = asyncio.Lock()
+        self.changing = asyncio.Lock()
+        self._generations: dict[Any, bool] = {}  # that wait; whether a caller has aborted them
         self._polling: asyncio.Task[frozenset[str]] | None = None
         self._waking: asyncio.Task[None] | None = None
         self._waking_tags: frozenset[str] = frozenset()
@@ -125,11 +129,25 @@ class Admission:
             self.learn(released)
         return self._released
 
-    @contextlib.asynccontextmanager
-    async def changing(self) -> AsyncIterator[None]:
-        """Prevent wake-ups and other such blocks during a block that releases or resumes tags."""
-        async with self._changing:
+    def abort(self, ids: Collection[str], every: bool = False) -> None:
+        """Abort the waiting generations with one of these names, or every one."""
+        for request in self._generations:
+            if every or not set(ids).isdisjoint(request.ids):
+                self._generations[request] = True
+
+    @contextlib.contextmanager
+    def abortable(self, request: Any) -> Iterator[None]:
+        """Count an `admitted.Generation` as waiting during the block."""
+        self._generations[request] = False
+        try:
             yield
+        finally:
+            del self._generations[request]
+
+    def check_aborted(self, request: Any) -> None:
+        """Raise `RequestAbortedError` if a caller has aborted a waiting generation."""
+        if self._generations[request]:
+            raise RequestAbortedError("the request was aborted while it waited for the engine")
 
     def deadline(self) -> float:
         """Return the event loop's time until which a request that arrives now may wait."""
@@ -276,7 +294,7 @@ class Admission:
         return has_all
 
     async def _resume(self, tags: frozenset[str]) -> None:
-        async with self._changing:
+        async with self.changing:
             missing = self._released & tags
             if missing:
                 self.learn(await self._sleeper.resume([t for t in RESUME_ORDER if t in missing]))

@@ -7,15 +7,14 @@ first, it is sent again, or it raises the same error as `Admission`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
 from typing import Any, Protocol, TypeVar
 
-from .admission import EVERYTHING, Admission, RequestAbortedError
+from .admission import EVERYTHING, Admission
 from .errors import EngineAsleepError
 from .refusals import refused
 
-__all__ = ["RETRY_SECONDS", "Generation", "HeldRequests", "call", "generation", "repeats"]
+__all__ = ["RETRY_SECONDS", "Generation", "call", "generation", "repeats"]
 
 RETRY_SECONDS = 0.05
 
@@ -49,52 +48,11 @@ class Generation(Protocol):
         """Prepare to send a refused request again."""
 
 
-class HeldRequests:
-    """The requests that wait for an engine's memory, which a caller may abort."""
-
-    def __init__(self) -> None:
-        self._all: list[_Held] = []
-
-    def abort(self, ids: Collection[str], every: bool = False) -> None:
-        """Abort the requests with one of these names, or every one."""
-        for held in self._all:
-            if every or not set(ids).isdisjoint(held.request.ids):
-                held.is_aborted = True
-
-    @contextlib.contextmanager
-    def holding(self, request: Generation) -> Iterator[_Held]:
-        """Count a request as waiting during the block."""
-        held = _Held(request)
-        self._all.append(held)
-        try:
-            yield held
-        finally:
-            self._all.remove(held)
-
-
-class _Held:
-    def __init__(self, request: Generation) -> None:
-        self.request = request
-        self.is_aborted = False
-
-    def check(self) -> None:
-        """Raise `RequestAbortedError` if a caller has aborted the request."""
-        if self.is_aborted:
-            raise RequestAbortedError("the request was aborted while it waited for the engine")
-
-    async def is_gone(self) -> bool:
-        self.check()
-        return await self.request.is_gone()
-
-
-async def generation(
-    admission: Admission, all_held: HeldRequests, what: str, request: Generation
-) -> AsyncIterator[Any]:
+async def generation(admission: Admission, what: str, request: Generation) -> AsyncIterator[Any]:
     """Admit a generation, send it, and yield its outputs.
 
     Args:
-        admission: the engine's policy for requests to a sleeping engine.
-        all_held: the engine's held requests.
+        admission: the engine's.
         what: the request's operation, for the error message.
         request: the generation.
 
@@ -104,13 +62,18 @@ async def generation(
         RequestAbortedError: a caller has aborted the request while it waited.
     """
     deadline = admission.deadline()
+
+    async def is_gone() -> bool:
+        admission.check_aborted(request)
+        return await request.is_gone()
+
     while True:
-        with all_held.holding(request) as held:
-            try:
-                await admission.admit(EVERYTHING, what, deadline=deadline, is_gone=held.is_gone)
-                held.check()
-            except EngineAsleepError as error:
-                raise refused(error) from error.__cause__
+        try:
+            with admission.abortable(request):
+                await admission.admit(EVERYTHING, what, deadline=deadline, is_gone=is_gone)
+                admission.check_aborted(request)
+        except EngineAsleepError as error:
+            raise refused(error) from error.__cause__
         refusal, begun, parts = None, False, list[Generation]()
         outputs = request.send()
         try:
@@ -135,7 +98,7 @@ async def generation(
         await request.take_back(deadline)
         await _again(admission, what, refusal, deadline)
     for part in parts:
-        async for output in generation(admission, all_held, what, part):
+        async for output in generation(admission, what, part):
             yield output
 
 

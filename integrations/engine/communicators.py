@@ -1,6 +1,6 @@
 """Suspends an engine's NCCL communicators while its memory is released, on all ranks or on none.
 
-NCCL waits in each call for the other ranks of the communicator, without a bound. So a communicator
+NCCL waits in each call for the other ranks of the communicator, indefinitely. So a communicator
 is suspended only if all of its ranks take part here, which the ranks verify by an exchange. Before
 a resume, all ranks check that there is enough free memory: if NCCL's call failed on one rank, the
 other ranks would wait in theirs, and the communicator would be lost.
@@ -50,8 +50,8 @@ class Suspender:
         """Suspend the communicators whose ranks all belong to `group`, and that have memory.
 
         After a failure, some may be suspended. `resume` resumes them, unless one is suspended on
-        only some of its ranks, or ranks still wait in NCCL's call for one that has failed: then no
-        `resume` succeeds any more, and no `suspend` in the second case.
+        only some of its ranks, or ranks still wait in NCCL's call for one that has failed: then
+        every later `resume` fails, and in the second case every later `suspend` fails, too.
         """
         found: list[Communicator] = []
 

@@ -25,7 +25,7 @@ class EngineError(MemsaverError):
 
 
 class EngineDiedError(EngineError):
-    """One of the engine's processes ended, so that the engine answers no request any more."""
+    """One of the engine's processes ended, so the engine no longer answers requests."""
 
     _status = "ENGINE_DIED"
 

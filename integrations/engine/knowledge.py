@@ -18,64 +18,31 @@ class Knowledge:
     queries: they accept any replies until there are as many as schedulers. So `fits` and `are_new`
     check replies before `learn` adopts them.
 
+    Attributes:
+        anywhere: the tags that are released on at least one scheduler.
+        everywhere: the tags that are released on all schedulers, and have no memory on any rank.
+            Data-parallel schedulers may differ after a failure.
+        lost: the tags that lost contents without a backup when the last release failed.
+        is_known: whether `anywhere` is the current state.
+        guarded: whether memsaver's plugin is in the engine.
+        admits: whether the engine accepts requests while it sleeps, and holds them or wakes up.
+
     Args:
         released: the tags that are released initially.
     """
 
     def __init__(self, released: frozenset[str]) -> None:
         self._lock = threading.RLock()
-        self._anywhere = released
-        self._everywhere = released  # data-parallel schedulers may differ after a failure
-        self._lost: frozenset[str] = frozenset()
-        self._known = True
-        self._guarded = False
-        self._admits = False
+        self.anywhere = self.everywhere = released
+        self.lost: frozenset[str] = frozenset()
+        self.is_known = True
+        self.guarded = self.admits = False
         self._numbers: dict[str, int] = {}  # each scheduler's latest known answer
-
-    @property
-    def is_known(self) -> bool:
-        """Whether `anywhere` is the current state."""
-        return self._known
-
-    @property
-    def guarded(self) -> bool:
-        """Whether memsaver's plugin is in the engine."""
-        return self._guarded
-
-    @property
-    def admits(self) -> bool:
-        """Whether the engine accepts requests while it sleeps, and holds them or wakes up."""
-        return self._admits
-
-    @property
-    def anywhere(self) -> frozenset[str]:
-        """The tags that are released on at least one scheduler."""
-        return self._anywhere
-
-    @property
-    def everywhere(self) -> frozenset[str]:
-        """The tags that are released on all schedulers, and have no memory on any rank."""
-        return self._everywhere
-
-    @property
-    def lost(self) -> frozenset[str]:
-        """The tags that lost contents without a backup when the last release failed."""
-        return self._lost
 
     def current(self) -> frozenset[str] | None:
         """Return `anywhere`, or None if it is not the current state."""
         with self._lock:
-            return self._anywhere if self._known else None
-
-    def doubt(self) -> None:
-        """Mark the state as unknown until the next report."""
-        with self._lock:
-            self._known = False
-
-    def trust(self) -> None:
-        """Mark the state as known: the engine did not receive a request."""
-        with self._lock:
-            self._known = True
+            return self.anywhere if self.is_known else None
 
     def learn(self, states: Sequence[SchedulerState]) -> None:
         """Adopt the states that the schedulers report; change nothing if `states` is empty.
@@ -86,8 +53,8 @@ class Knowledge:
                 reports it.
         """
         if not states:
-            if self._guarded:
-                self.doubt()
+            if self.guarded:
+                self.is_known = False
                 raise EngineError(
                     "the engine had memsaver's plugin and no longer has it, so it was replaced, "
                     "and its released tags are unknown: make a new controller for it, or start it "
@@ -96,20 +63,20 @@ class Knowledge:
             return
         sets = [frozenset(state.released) for state in states]
         with self._lock:
-            self._anywhere = frozenset().union(*sets)
-            self._everywhere = sets[0].intersection(*sets).difference(*(s.held for s in states))
-            self._lost = frozenset(tag for s in states if s.last for tag in s.last.lost)
-            self._admits = all(s.when_asleep != "refuse" for s in states)
+            self.anywhere = frozenset().union(*sets)
+            self.everywhere = sets[0].intersection(*sets).difference(*(s.held for s in states))
+            self.lost = frozenset(tag for s in states if s.last for tag in s.last.lost)
+            self.admits = all(s.when_asleep != "refuse" for s in states)
             self._numbers = {s.scheduler: s.last.number if s.last else 0 for s in states}
-            self._guarded = self._known = True
+            self.guarded = self.is_known = True
 
     def check_done(self, operation: str, tags: Sequence[str]) -> None:
         """Raise `EngineError` if an accepted release or resume of `tags` did not take effect."""
         with self._lock:
             if operation == "release":
-                undone = set(tags).difference(self._everywhere)
+                undone = set(tags).difference(self.everywhere)
             else:
-                undone = set(tags).intersection(self._anywhere)
+                undone = set(tags).intersection(self.anywhere)
         if undone:
             raise EngineError(
                 f"the engine accepted the {operation} of {', '.join(sorted(undone))}, but reports "
@@ -120,15 +87,15 @@ class Knowledge:
     def note(self, operation: str, tags: Sequence[str], answers: Sequence[Answer]) -> None:
         """Record a successful release or resume, from its answers if there are any."""
         if answers:
-            when = "wait" if self._admits else "refuse"
+            when = "wait" if self.admits else "refuse"
             self.learn([SchedulerState(a.scheduler, a.released, True, a, when) for a in answers])
             return
         changed = frozenset(tags)
         with self._lock:
-            before = self._anywhere
-            self._anywhere = before | changed if operation == "release" else before - changed
-            self._everywhere = self._anywhere
-            self._known = True
+            before = self.anywhere
+            self.anywhere = before | changed if operation == "release" else before - changed
+            self.everywhere = self.anywhere
+            self.is_known = True
 
     def fits(self, states: Sequence[SchedulerState]) -> bool:
         """Return whether each scheduler has one state, none older than a known one."""

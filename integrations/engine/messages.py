@@ -202,8 +202,8 @@ class SchedulerState:
         idle: whether no request is in flight, so that a release is possible.
         last: the last answer, or None.
         when_asleep: the treatment of requests that need released memory; see `Policy`.
-        update_ranks: the number of ranks for which this engine's weight updates have contents of
-            their own; 0 if unknown.
+        update_ranks: the number of ranks for which a weight update of this engine contains
+            separate tensors; 0 if unknown.
         domain: the domain of the processes whose shareable regions the scheduler's ranks can map;
             "" if unknown.
     """

@@ -123,8 +123,9 @@ class _Pause:
 
         A KV cache that is discarded comes first, so that the driver clears its memory while other
         contents are saved. If they cannot be saved, the lost cache is harmless, because the engine
-        has already flushed it. The cache does not come before a first save, which fails most often,
-        for lack of host memory. Other pauses that only discard come last.
+        has already flushed it. The cache does not come before contents that have no backup yet,
+        because a first save is the most likely to fail, for lack of host memory. Other pauses that
+        only discard contents come last.
         """
         found: dict[tuple[int, Backup | None], list[str]] = {}
         policies = {name: policy_of(name) for name in self._names}

@@ -140,12 +140,12 @@ def _children_of(path: str) -> list[int]:
 
 
 def kill(processes: Sequence[Any], started: Iterable[Descendant] = ()) -> None:
-    """End processes of multiprocessing with all their descendants, and wait for their end.
+    """End processes of multiprocessing with all their descendants, and wait until they have ended.
 
     Args:
         processes: the processes, which may be dead.
-        started: further processes to end. A dead process has no descendants any more, although
-            those that it started may run.
+        started: further processes to end. A dead process no longer has descendants, but processes
+            that it started may still be running.
     """
     # The id of a dead process may belong to another one.
     alive = [process for process in processes if process.is_alive()]

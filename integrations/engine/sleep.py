@@ -30,7 +30,7 @@ _NOT_PASSED_ON = (307, 308, 401, 403, 404, 405, 422)
 
 
 class EngineController:
-    """Puts an engine to sleep and wakes it, by tags: "kv_cache", "weights", "cuda_graph".
+    """Puts an engine to sleep and wakes it, by tag: "kv_cache", "weights", "cuda_graph".
 
     Every call skips tags that are already in the requested state. Calls that would end the engine
     are rejected before the engine receives them: releasing memory that requests use, and generating
@@ -160,7 +160,7 @@ class EngineController:
         Args:
             tags: a tag, or several.
             wait_idle: wait until no request is in flight, instead of raising.
-            abort: abort the requests in flight, and wait for their end.
+            abort: abort the requests in flight, and wait until they have ended.
             flush: flush the prefix cache even if only other tags are released, for example before
                 new weights. Without the plugin the cache is always flushed, because a flush reveals
                 a busy engine.
@@ -250,7 +250,7 @@ class EngineController:
 
     @contextlib.contextmanager
     def staged_wake(self, *, timeout: float = 60.0) -> Iterator[list[SleepReport]]:
-        """Wake the weights for the block, which updates them, and all other tags after the block.
+        """Wake the weights before the block, which updates them, and other tags after the block.
 
         The KV cache and the graphs need their memory only after the block, when the block's own
         copy of the weights is already released. After an exception in the block the other tags stay
@@ -325,7 +325,7 @@ class EngineController:
                 self._knowledge.learn(states)  # raises if the engine was replaced
             if self._knowledge.fits(states):
                 return states
-        self._knowledge.doubt()
+        self._knowledge.is_known = False
         raise EngineError(
             f"the engine's {len(states)} replies did not come from each scheduler exactly once, or "
             "were late: a scheduler may be slow or hang; query again (`refresh`)"
@@ -339,7 +339,7 @@ class EngineController:
         if time.monotonic() >= deadline:
             raise EngineTimeoutError(f"there was no time left for the {operation}")
         call = self._engine.release if operation == "release" else self._engine.resume
-        self._knowledge.doubt()
+        self._knowledge.is_known = False
         started = time.monotonic()
         try:
             answers = call(tags, seconds_until(deadline), **options)
@@ -367,7 +367,7 @@ class EngineController:
         if isinstance(error, EngineError) and error.http_status in _NOT_PASSED_ON:
             is_passed_on = False
         if not is_passed_on:
-            self._knowledge.trust()
+            self._knowledge.is_known = True
             return
         if time.monotonic() >= deadline:
             return

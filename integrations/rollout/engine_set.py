@@ -41,7 +41,7 @@ class EngineSet:
 
     Attributes:
         engines: the engines, in the order of their ranks in a group.
-        layout: the place of this rank, for all engines.
+        layout: the place of this rank in the group; it is the same for every engine.
         together: the connection through which the ranks update weights.
         backend: makes the calls to all engines, on the leader; None on all other ranks.
         timeout: the default timeout of calls, in seconds: the first engine's.
@@ -66,6 +66,8 @@ class EngineSet:
             )
         first = self.engines[0]
         self.layout, self.together, self.timeout = first.layout, first.together, first.timeout
+        self._fence = first._fence
+        self._updates = 0  # that have begun
         self.backend = _Backends(self.engines) if first.layout.is_leader else None
 
     @property
@@ -87,10 +89,6 @@ class EngineSet:
     def _engine(self) -> _Backends:
         assert self.backend is not None
         return self.backend
-
-    @property
-    def _connections(self) -> Any:
-        return self.engines[0]._connections
 
     def _check_call(self, timeout: Any) -> None:
         for one in self.engines:

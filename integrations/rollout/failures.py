@@ -33,7 +33,7 @@ class SerializedError:
         return cls(Account.of(error, "").failure(rank), known)
 
     def packed(self) -> bytes:
-        """Return the bytes for `parse` on all ranks."""
+        """Serialise the error to bytes, from which `parse` reads it on any rank."""
         try:
             error = PICKLES.pack_error(self.error) if self.error is not None else b""
         except Exception:  # not picklable, or its class needs other arguments

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from .failures import SerializedError, error_of
 from .ranks import Layout
 from .together import GRACE_SECONDS, Together
 
 __all__ = ["Fence", "connections_of"]
+
+Value = TypeVar("Value")
 
 
 class Fence:
@@ -55,6 +59,22 @@ class Fence:
             together.close()
         self._layout = self._layout.without_groups()
 
+    def gather(self, what: str, value: Value, timeout: float) -> list[Value]:
+        """Return the values of the ranks at this rank's position in all engines.
+
+        A collective of all ranks of the mesh. The result is equal on the ranks at one position.
+
+        Args:
+            what: a description of the call, the same on all ranks.
+            value: this rank's value.
+            timeout: seconds to wait for the other ranks.
+        """
+        known = [value]
+        for together in self._along:
+            rows = together.gather(what, known.copy, timeout)
+            known = [one for row in rows for one in row]
+        return known
+
     def wait(self, what: str, error: BaseException | None, timeout: float | None = None) -> None:
         """Wait for all ranks of the mesh, and raise on all of them if an engine's ranks failed.
 
@@ -76,10 +96,9 @@ class Fence:
             return
         limit = max(self._timeout, timeout or 0.0) + GRACE_SECONDS
         packed = [one.packed() for one in _failures(self._layout.leader, error)]
-        for together in self._along:
-            rows = together.gather(what, packed.copy, limit)
-            packed = [one for row in rows for one in row]
-        each = {one.failure.rank: one for one in map(SerializedError.parse, packed)}
+        rows = self.gather(what, packed, limit)
+        parsed = (SerializedError.parse(one) for row in rows for one in row)
+        each = {one.failure.rank: one for one in parsed}
         if error is not None and not isinstance(error, Exception):
             raise error
         if each:

@@ -1,8 +1,8 @@
 """The kinds of engines: the modules of `memsaver.integrations` that start them and call them.
 
-The package of a kind has two modules: `launch`, with `sizes_of`, `place`, `launch` and
-`launch_node`, and `backend`, with `backend_of`. A kind's package is imported only if its engine is
-used.
+The package of a kind has two modules: `launch`, with `sizes_of`, `place` and `launch`, and
+`launch_node` if its engines can be on several hosts; and `backend`, with `backend_of`. A kind's
+package is imported only if its engine is used.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ class ColocatedSession(StageRuns):
     Between the blocks the session runs the stages of `Stage`, in order. To enter a rollout, it
     waits until the trainer's work is finished on all ranks and empties torch's cache; pauses the
     optimizer; wakes the engine's weights, and updates them from the trainer's; pauses the trainer's
-    copy; and wakes the KV cache and the graphs. At the end of the block the engine sleeps. To enter
-    a training, it resumes the trainer's memory. A stage with nothing to do is skipped: current
+    copy; and wakes the KV cache and the graphs. At the end of the block the engine sleeps. Before a
+    training block, it resumes the trainer's memory. A stage with nothing to do is skipped: current
     weights are not sent again.
 
     **Overlap.** With `overlap=True`, the optimizer's states are resumed while the block of

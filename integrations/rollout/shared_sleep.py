@@ -92,7 +92,7 @@ class SharedSleep:
         Args:
             tags: a tag, or several; None means all tags.
             wait_idle: wait until no request is in flight, instead of raising.
-            abort: abort the requests in flight, and wait for their end.
+            abort: abort the requests in flight, and wait until they have ended.
             flush: flush the prefix cache even if only other tags are released.
             keep_weights: False if all weights will be sent again before they are used, so that the
                 engine need not save them.
@@ -160,7 +160,7 @@ class SharedSleep:
     def staged_wake(
         self, *, fence: bool = False, timeout: float | None = None
     ) -> Iterator[list[SleepReport]]:
-        """Wake the weights for the block, which updates them, and all other tags after all blocks.
+        """Wake the weights before the block, which updates them, and other tags after all blocks.
 
         The memory of the KV cache and the graphs is needed only after the blocks of all ranks have
         released their copies of the weights. If a block fails, every rank raises, the other tags

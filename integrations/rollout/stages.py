@@ -60,9 +60,9 @@ class StageReport:
         stage: the stage.
         seconds: its duration on this rank, including the wait for the other ranks.
         ranks: the reports of the ranks, in the group's order; () if the stage failed.
-        result: the report of the pause, resume, sleep, wake-up or weight update on this rank. For
-            `TRAIN` that of a resume in the background, whose `seconds` the stage may have hidden.
-            None for other stages.
+        result: the report of the pause, resume, sleep, wake-up or weight update on this rank.
+            For `TRAIN`, the report of a resume that ran in the background during the stage, if
+            there was one. None for other stages.
         error: the class and the message of its exception on this rank, or "".
     """
 

@@ -84,7 +84,8 @@ class EngineStart(SharedSleep):
         self._restarter: Restarter | None = None
         self._end_node: Callable[[], None] = lambda: None
         self._closed = False
-        self._connections = contextlib.ExitStack()  # ended by `close`, with those of updates
+        self._updates = 0  # of the weights that have begun; equal on all ranks
+        self._connections = contextlib.ExitStack()  # ended by `close`
         try:
             layout = find()
         except NotInMeshError:

@@ -53,6 +53,9 @@ class Together:
     The constructor is a collective call, which fails on all ranks if an argument is invalid on one
     of them.
 
+    Attributes:
+        is_leader: whether this rank is the group's first.
+
     Args:
         group: a `torch.distributed` group; None, or a group of one rank, means this process alone.
         timeout: seconds to wait for all ranks to make a call.
@@ -81,9 +84,8 @@ class Together:
     ) -> None:
         self._turn = Gate()
         self._ranks: Ranks | None = None
-        self._channel: Channel | None = None
-        self._closed = False
-        self._is_leader = True
+        self._channel: Channel | None = None  # until `close`
+        self.is_leader = True
         self._timeout = timeout if is_timeout(timeout) else _SECONDS
         invalid_group: MemsaverError | None = None
 
@@ -99,7 +101,7 @@ class Together:
             return
         with signals_deferred():
             channel, invalid_group = channel_of(group, _making(lane), self._timeout, lane)
-            self._is_leader = channel.rank == channel.ranks[0]
+            self.is_leader = channel.rank == channel.ranks[0]
             if len(channel.ranks) > 1:
                 self._channel, self._ranks = channel, Ranks(channel)
             try:
@@ -108,19 +110,14 @@ class Together:
                 self.close()
                 raise
 
-    @property
-    def is_leader(self) -> bool:
-        """Whether this rank is the group's first."""
-        return self._is_leader
-
     def close(self) -> None:
         """Close the connections to the other ranks. Idempotent; waits for none of them.
 
         Later calls raise `InvalidStateError`, unless this process is the only rank.
         """
-        if self._channel is not None:
-            self._closed = True
-            self._channel.close()
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
 
     def on_leader(
         self, what: str, action: Callable[[], Result], timeout: float | None = None
@@ -169,7 +166,7 @@ class Together:
             everyones = _values(gathered)
 
             def of_leader() -> Result | None:
-                return action(everyones) if self._is_leader else None
+                return action(everyones) if self.is_leader else None
 
             # The other ranks wait slightly longer than the action may take.
             limit = (self._timeout if timeout is None else timeout) + GRACE_SECONDS
@@ -196,7 +193,7 @@ class Together:
     @contextlib.contextmanager
     def _one_at_a_time(self, what: str) -> Iterator[Ranks]:
         """Exclude calls of other threads for the block, and handle signals only in its attempts."""
-        if self._closed:
+        if self._channel is None:
             raise InvalidStateError(f"{what} needs other ranks, and this connection was closed")
         assert self._ranks is not None
         late = InvalidStateError(

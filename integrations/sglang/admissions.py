@@ -47,7 +47,6 @@ __all__ = [
 ]
 
 _ATTRIBUTE = "_memsaver_admission"  # of a tokenizer manager
-_HELD = "_memsaver_held"  # of a tokenizer manager: its `HeldRequests`
 _WEIGHTS = frozenset({WEIGHTS})
 _logger = logging.getLogger("memsaver.sglang")
 
@@ -123,12 +122,12 @@ async def _sent(
 
 
 async def change(manager: Any, operation: str, communicator: Any, obj: Any) -> list[Answer]:
-    """Send a release or a resume, and return the schedulers' answers, or raise their error."""
+    """Send a release or a resume, and return the schedulers' answers, or log and raise an error."""
     admission = admission_of(manager)
     if admission is None:
         answers, error = await _sent(manager, communicator, obj)
     else:
-        async with admission.changing():
+        async with admission.changing:
             if operation == "release" and not admission.released & _WEIGHTS:
                 admission.without_backup = _without_backup(manager, obj)
             answers, error = await _sent(manager, communicator, obj)
@@ -141,6 +140,7 @@ async def change(manager: Any, operation: str, communicator: Any, obj: Any) -> l
                 before = admission.released
                 admission.learn(before | tags if operation == "release" else before - tags)
     if error is not None:
+        _logger.warning("a %s of memory failed: %s", operation, str(error))
         raise error
     return answers
 
@@ -199,21 +199,17 @@ def generate(original: Callable[..., Any], manager: Any, obj: Any, request: Any 
     if admission.policy.when_asleep == "refuse" and not admission.released:
         return original(manager, obj, request)
     what = "compute embeddings" if type(obj).__name__ == "EmbeddingReqInput" else "generate"
-    return admitted.generation(
-        admission, _held_by(manager), what, _Generation(original, manager, obj, request)
-    )
+    return admitted.generation(admission, what, _Generation(original, manager, obj, request))
 
 
 def abort(
     original: Callable[..., Any], manager: Any, rid: str = "", abort_all: bool = False
 ) -> Any:
     """Wrap `TokenizerManager.abort_request`, which aborts only requests that were sent."""
-    _held_by(manager).abort([rid], abort_all)
+    admission = admission_of(manager)
+    if admission is not None:
+        admission.abort([rid], abort_all)
     return original(manager, rid, abort_all)
-
-
-def _held_by(manager: Any) -> admitted.HeldRequests:
-    return vars(manager).setdefault(_HELD, admitted.HeldRequests())  # type: ignore[no-any-return]
 
 
 class _Generation:
@@ -297,8 +293,8 @@ def _refusal_in(output: Any) -> EngineAsleepError | None:
 async def _discard(manager: Any, obj: Any, deadline: float) -> None:
     """Abort the parts of a refused request that a scheduler has accepted, and wait until they end.
 
-    The schedulers' answers end the parts and remove their states. SGLang 0.5.12 exits if it
-    receives an answer for a part without a state.
+    A part ends, and SGLang removes its state, when its scheduler has answered. The state must stay
+    until then, because SGLang 0.5.12 exits if it receives an answer for a part without a state.
     """
     rids = _rids_of(obj)
     for rid in rids:

@@ -51,8 +51,8 @@ def placed(tag: str, keep: bool) -> tuple[str, bool]:
 def drop_copy(updater: Any) -> None:
     """Delete the copy of a draft model's weights that SGLang makes at a release.
 
-    The copy may lie on the device, and memsaver has a backup. Without the copy, SGLang's resume
-    handler restores nothing.
+    The copy is not needed, because memsaver backs up these weights, and it may use memory of the
+    device. Without the copy, SGLang's resume handler restores nothing.
     """
     copy = getattr(updater, _COPY, None) if _kept else None
     if copy is None:

@@ -28,16 +28,18 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable
 from http import HTTPStatus
+from types import SimpleNamespace
 from typing import Any
 
 from ..engine import moves
+from ..engine.policies import WhenAsleep
 from ..engine.refusals import asleep_text
 from ..engine.tags import GRAPH, KV_CACHE, RELEASE_ORDER, WEIGHTS
 from . import image_cache, settings
 from .idle_sleep import remove, with_handler
 from .updaters import updater_of
 
-__all__ = ["Guard", "flush", "install"]
+__all__ = ["Guard", "dispatch_unread", "flush", "has_failed", "install", "when_asleep"]
 
 _ALL = frozenset(RELEASE_ORDER)
 _UPDATE = (frozenset({WEIGHTS}), "update its weights")
@@ -126,6 +128,7 @@ _PASSING = frozenset(
     }
 )
 _DISPATCHER = "_request_dispatcher"  # an attribute of a scheduler
+_FAILED = "_memsaver_guard_failed"  # an attribute of a scheduler without a guard
 _logger = logging.getLogger("memsaver.sglang")
 
 
@@ -137,10 +140,12 @@ def install(result: Any, scheduler: Any) -> Any:
     """
     try:
         if updater_of(scheduler).memory_saver_adapter.enabled:
+            _check_server(scheduler)
             dispatch = with_handler(scheduler, getattr(scheduler, _DISPATCHER))
             setattr(scheduler, _DISPATCHER, Guard(scheduler, dispatch))
     except Exception as error:
         remove(scheduler)
+        setattr(scheduler, _FAILED, True)
         _logger.error(
             "memsaver cannot protect a sleeping engine from requests in this version of SGLang: "
             "%s: %s. A request that needs released memory ends the engine",
@@ -148,6 +153,31 @@ def install(result: Any, scheduler: Any) -> Any:
             error,
         )
     return result
+
+
+def has_failed(scheduler: Any) -> bool:
+    """Return whether a guard could not be installed, so that requests may end the engine."""
+    return bool(getattr(scheduler, _FAILED, False))
+
+
+def when_asleep(scheduler: Any) -> WhenAsleep:
+    """Return the policy in effect. SGLang's server in Rust refuses in any case."""
+    return "refuse" if _is_rust_served(scheduler) else settings.policy().when_asleep
+
+
+def _is_rust_served(scheduler: Any) -> bool:
+    return getattr(scheduler, "rust_server", None) is not None
+
+
+def _check_server(scheduler: Any) -> None:
+    """Keep an idle engine awake if its server is SGLang's in Rust, which cannot wake it."""
+    if when_asleep(scheduler) != settings.policy().when_asleep:
+        remove(scheduler)
+        _logger.warning(
+            "SGLang's server in Rust (SGLANG_RUST_SERVER) neither holds requests nor wakes the "
+            "engine: while memory is released, memsaver refuses requests, as with "
+            "MEMSAVER_SGLANG_ASLEEP=refuse, and an idle engine keeps its memory"
+        )
 
 
 def flush(original: Callable[..., bool], scheduler: Any, *args: Any) -> bool:
@@ -162,6 +192,20 @@ def flush(original: Callable[..., bool], scheduler: Any, *args: Any) -> bool:
         _logger.debug("nothing to flush: the release has flushed the KV cache")
         return True
     return original(scheduler, *args)
+
+
+def dispatch_unread(
+    original: Callable[..., None], scheduler: Any, request: Any, errors: Any
+) -> None:
+    """Wrap `Scheduler._dispatch_tokenized_mm_requests`, which calls the handlers itself.
+
+    SGLang 0.5.23 calls it for requests of which some images could not be read.
+    """
+    guard = getattr(scheduler, _DISPATCHER, None)
+    if isinstance(guard, Guard) and guard.refuses(request):
+        guard(request)
+    else:
+        original(scheduler, request, errors)
 
 
 class Guard:
@@ -205,6 +249,10 @@ class Guard:
             return self._dispatch(request)
         return self._refuse(kind, request, asleep_text(released, what))
 
+    def refuses(self, request: Any) -> bool:
+        """Return whether a generation or an embedding would be refused."""
+        return not self._needs(type(request).__name__, request)[0].isdisjoint(self._released())
+
     def _released(self) -> frozenset[str]:
         """Return the released tags that have memory: without pausable graphs, GRAPH has none."""
         return frozenset(tag for tag in self._updater.offload_tags if _has_memory(tag))
@@ -246,8 +294,24 @@ class Guard:
         if requests is None:
             return self._reply(kind, text)
         for one in requests:
-            self._tokenizer.send_output(self._aborted(text, getattr(one, "rid", None)), one)
+            self._abort(one, text)
         return None
+
+    def _abort(self, request: Any, text: str) -> None:
+        """End a generation or an embedding, and free its images, which other processes own."""
+        for item in getattr(getattr(request, "mm_inputs", None), "mm_items", None) or ():
+            if hasattr(item, "release_transport_proxies"):
+                item.release_transport_proxies()
+        message = self._aborted(text, getattr(request, "rid", None))
+        if not _is_rust_served(self._scheduler):
+            self._tokenizer.send_output(message, request)
+            return
+        # SGLang's server in Rust does not read the socket, and needs the request's counts.
+        tokens = getattr(request, "input_ids", None)
+        begun = SimpleNamespace(
+            origin_input_ids=() if tokens is None else tokens, cached_tokens=0, reasoning_tokens=0
+        )
+        self._scheduler.send_abort_output(message, begun)
 
     def _aborted(self, text: str, rid: str | None = None) -> Any:
         """Return SGLang's message for a request that the scheduler rejects."""

@@ -107,6 +107,11 @@ def lacks_guard() -> bool:
     return f"{_SCHEDULER}.init_request_dispatcher" in _missing
 
 
+def _add_state(result: Any, *args: Any) -> Any:
+    """Report no state if requests cannot be refused; see `scheduler.add_state`."""
+    return result if lacks_guard() else scheduler.add_state(result, *args)
+
+
 def install_in(module: ModuleType) -> None:
     """Install the hooks in one of `modules()`, which has been imported. Idempotent.
 
@@ -123,7 +128,7 @@ def _hooks() -> dict[str, tuple[str, Callable[..., Any]]]:
         f"{_UPDATER}.resume_memory_occupation": ("AROUND", scheduler.resume),
         f"{_MIXIN}.release_memory_occupation": ("AROUND", of_scheduler(scheduler.release)),
         f"{_MIXIN}.resume_memory_occupation": ("AROUND", of_scheduler(scheduler.resume)),
-        f"{_SCHEDULER}.get_internal_state": ("AFTER", scheduler.add_state),
+        f"{_SCHEDULER}.get_internal_state": ("AFTER", _add_state),
         f"{_TOKENIZER}.release_memory_occupation": ("REPLACE", tokenizer.request_release),
         f"{_TOKENIZER}.resume_memory_occupation": ("REPLACE", tokenizer.request_resume),
     }
@@ -144,6 +149,7 @@ def _hooks_of_requests() -> dict[str, tuple[str, Callable[..., Any]]]:
     return {
         f"{_SCHEDULER}.init_request_dispatcher": ("AFTER", guard.install),
         f"{_SCHEDULER}.flush_cache": ("AROUND", guard.flush),
+        f"{_SCHEDULER}._dispatch_tokenized_mm_requests": ("AROUND", guard.dispatch_unread),
         f"{_SCHEDULER}.process_input_requests": ("AFTER", pipeline.after_input),
         f"{_SCHEDULER}._pp_send_pyobj_to_next_stage": ("AFTER", pipeline.after_send),
         f"{_SCHEDULER}.init_watch_dog_memory_saver_input_blocker": ("AFTER", idle_sleep.install),

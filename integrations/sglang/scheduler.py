@@ -42,7 +42,7 @@ from ..engine.errors import EngineBusyError
 from ..engine.messages import Failure, RankReport, SchedulerState
 from ..engine.ranks import Group, first_failure
 from ..engine.tags import RELEASE_ORDER, RESUME_ORDER, WEIGHTS
-from . import draft_weights, handlers, leftovers, pipeline, settings
+from . import draft_weights, guard, handlers, leftovers, pipeline
 from .places import place_of
 from .protocol import REWRITTEN, text_of
 from .updaters import resume_of, scheduler_of, updater_of
@@ -218,17 +218,18 @@ def _resume(
 def add_state(result: Any, scheduler: Any, *_: Any) -> Any:
     """Add the state of the memory to the result of `Scheduler.get_internal_state`, as "memsaver".
 
-    Omits it if SGLang's handlers are not as expected, so that callers see an unprotected engine.
+    Omits it if SGLang's handlers are not as expected, or if requests cannot be refused, so that
+    callers see an unprotected engine.
     """
     try:
         updater = updater_of(scheduler)
-        if handlers.is_as_expected(updater):
+        if handlers.is_as_expected(updater) and not guard.has_failed(scheduler):
             state = SchedulerState(
                 name_of(scheduler),
                 tuple(sorted(updater.offload_tags)),
                 handlers.is_idle(updater),
                 last_answer(scheduler),
-                settings.policy().when_asleep,
+                guard.when_asleep(scheduler),
                 _update_ranks(updater),
                 domain(),
             )

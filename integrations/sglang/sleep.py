@@ -13,7 +13,7 @@ __all__ = ["SleepController", "Status"]
 
 
 class SleepController(EngineController):
-    """Puts an SGLang engine to sleep and wakes it, by tags: "kv_cache", "weights", "cuda_graph".
+    """Puts an SGLang engine to sleep and wakes it, by tag: "kv_cache", "weights", "cuda_graph".
 
     Every call skips tags that are already in the requested state. Calls that would end the engine
     are rejected before the engine receives them: releasing memory that requests use, and generating

@@ -126,7 +126,7 @@ def guard_optimizer(
         A stack that removes the hooks when it is closed.
 
     Raises:
-        ConfigError: the optimizer accepts no hooks; none of them remains.
+        ConfigError: the optimizer does not accept hooks. No hook stays installed.
     """
     with _registering(optimizer) as hooks:
         for register, hook in (
@@ -164,7 +164,7 @@ def guard_module(module: Any, checks: ModuleChecks) -> contextlib.ExitStack:
         A stack that removes the hooks when it is closed.
 
     Raises:
-        ConfigError: the module accepts no hooks; none of them remains.
+        ConfigError: the module does not accept hooks. No hook stays installed.
     """
     import torch
 

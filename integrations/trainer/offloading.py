@@ -322,5 +322,5 @@ def offload(
 
 
 def has_no_backup(tag: str) -> bool:
-    """Return whether a pause would lose contents: the backup == "none", or the tag is unknown."""
+    """Return whether a pause would lose contents: no backup, or an unknown tag."""
     return policy_of(check_tag(tag)) in ("none", None)

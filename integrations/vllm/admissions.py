@@ -52,7 +52,6 @@ __all__ = [
 ]
 
 _ATTRIBUTE = "_memsaver_admission"  # of an engine
-_HELD = "_memsaver_held"  # of an engine: its `HeldRequests`
 _IS_OURS = "_memsaver_is_ours"  # of an engine whose first sleep has shown it
 _logger = logging.getLogger("memsaver.vllm")
 
@@ -149,7 +148,7 @@ async def _changed(engine: Any, work: Callable[[], Awaitable[Any]], **change: An
     admission = admission_of(engine)
     if admission is None:
         return await work()
-    async with admission.changing():
+    async with admission.changing:
         try:
             result = await _checked(engine, work())
         except Exception:
@@ -210,11 +209,7 @@ def _admitted(
     if admission is None:
         return original(engine, *args, **named)
     request = _Generation(original, engine, args, named)
-    return admitted.generation(admission, _held_by(engine), what, request)
-
-
-def _held_by(engine: Any) -> admitted.HeldRequests:
-    return vars(engine).setdefault(_HELD, admitted.HeldRequests())  # type: ignore[no-any-return]
+    return admitted.generation(admission, what, request)
 
 
 async def _is_gone(engine: Any) -> bool:
@@ -282,8 +277,9 @@ async def abort(
 ) -> Any:
     """Wrap `AsyncLLM.abort`, which aborts only requests that were sent."""
     ids = [request_id] if isinstance(request_id, str) else list(request_id)
-    if not internal:
-        _held_by(engine).abort(ids)
+    admission = admission_of(engine)
+    if admission is not None and not internal:
+        admission.abort(ids)
     return await original(engine, ids, internal)
 
 

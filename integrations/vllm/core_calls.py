@@ -21,6 +21,7 @@ from typing import Any
 from memsaver.errors import ConfigError, MemsaverError
 
 from ..engine.errors import EngineBusyError
+from ..engine.loops import settle
 from ..engine.messages import Answer, Failure, SchedulerState
 from ..engine.tags import GRAPH, KV_CACHE, RELEASE_ORDER, WEIGHTS, check_known
 from .guard import guard_of
@@ -190,12 +191,12 @@ def _answered(
         return _answer(core, operation, tags, number, result)
 
     begun: Future[Any] = Future()
-    _settle(begun, begin)
+    settle(begun, begin)
     pending = None if begun.exception() else begun.result()
     if not isinstance(pending, Future):
         return end(begun.result)
     answer: Future[Any] = Future()
-    pending.add_done_callback(lambda done: _settle(answer, lambda: end(done.result)))
+    pending.add_done_callback(lambda done: settle(answer, lambda: end(done.result)))
     return answer
 
 
@@ -222,22 +223,12 @@ def _answer(
     return asdict(replace(state.last, released=state.released))
 
 
-def _settle(future: Future[Any], work: Callable[[], Any]) -> None:
-    """Run the work, and make its outcome the future's."""
-    try:
-        result = work()
-    except Exception as error:
-        future.set_exception(error)
-    else:
-        future.set_result(result)
-
-
 def _then(first: Any, work: Callable[[Any], Any]) -> Any:
-    """Return `work` of a result; of a future, return a future."""
+    """Apply `work` to a result; for a future, return a future of what `work` returns."""
     if not isinstance(first, Future):
         return work(first)
     last: Future[Any] = Future()
-    first.add_done_callback(lambda done: _settle(last, lambda: work(done.result())))
+    first.add_done_callback(lambda done: settle(last, lambda: work(done.result())))
     return last
 
 

@@ -1,6 +1,6 @@
 """Ends the calls that wait for an engine core that has ended.
 
-vLLM's blocking client waits without a bound for the answer to a call, even after the engine core
+vLLM's blocking client waits indefinitely for the answer to a call, even after the engine core
 has ended.
 """
 

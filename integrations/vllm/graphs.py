@@ -1,7 +1,8 @@
 """CUDA graphs in pausable memory, for versions of vLLM without `sleep_mode_offload_cudagraph`.
 
-vLLM captures its graphs into one pool per process, whose id its platform returns. With
-MEMSAVER_VLLM_GRAPHS=1 that pool is the allocator's, if vLLM uses the allocator at all.
+vLLM captures its graphs into one pool per process, whose id its platform class returns. With
+MEMSAVER_VLLM_GRAPHS=1, the class returns the id of a pool of memsaver's allocator, if vLLM uses
+this allocator.
 """
 
 from __future__ import annotations

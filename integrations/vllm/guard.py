@@ -16,7 +16,7 @@ released, and adds nothing to a decoding step.
 
 Requests that the scheduler accepted before the sleep, and keeps, continue after the wake-up. A
 sleep that lets requests finish (`mode="wait"`) does so for those that the scheduler has begun; vLLM
-would keep the others without a bound, so they are refused like new ones. With several data-parallel
+would keep the others indefinitely, so they are refused like new ones. With several data-parallel
 engine cores, each one decides from its own state.
 """
 
@@ -203,7 +203,7 @@ class Guard:
         ended(failed=pending.cancelled() or pending.exception() is not None)
 
     def hold_queued(self) -> None:
-        """End the requests that the scheduler has not begun, and refuse them after a sleep."""
+        """Abort the requests that the scheduler has not begun; refuse them when the sleep ends."""
         scheduler = self._core.scheduler
         found = [
             request

@@ -67,7 +67,7 @@ class IdleSleep:
         return cls(core, seconds)
 
     def wait_begins(self) -> None:
-        """Record that the engine core waits for requests. Called before each wait."""
+        """Record that the engine core is about to wait for requests. Called before each wait."""
         if self._is_working:
             self._is_working = False
             self._timer.restart()

@@ -3,7 +3,7 @@
 vLLM 0.33 creates LoRA's stacks of adapters in the pool `runtime`, whose contents every sleep keeps,
 and saves the buffers of a draft model like those of the model. Older versions create the stacks in
 the pool of the weights, and save neither. After a wake-up from level 2, the adapters would be
-zeros, although their manager counts them as loaded, and the engine would generate with the base
+zero, although their manager counts them as loaded, and the engine would generate with the base
 model.
 
 Since 0.32, block tables and constants of the attention backends are in the pool `runtime` too. From
@@ -67,7 +67,7 @@ def install_lora(module: ModuleType, allocator_of: AllocatorOf) -> None:
 def install_cache(module: ModuleType, allocator_of: AllocatorOf) -> None:
     """Put the tensors of the KV cache into the pool `kv_cache`, in one of `CACHE_MODULES`.
 
-    Does nothing if the module does not have its function, as since vLLM 0.29. Idempotent.
+    Does nothing if the module lacks this function, as in vLLM 0.29 and later. Idempotent.
     """
     owner, name = _allocating(module)
     if hasattr(owner, name):
@@ -93,9 +93,10 @@ def _in_pool(
 def keeps_cache_state(
     pool: Callable[..., contextlib.AbstractContextManager[None]], allocator_of: AllocatorOf
 ) -> Callable[..., contextlib.AbstractContextManager[None]]:
-    """Return a worker's method for its pools, with `runtime` in place of that of the KV cache.
+    """Wrap a worker's method that opens a pool: `runtime` replaces the pool of the KV cache.
 
-    The pool of the KV cache stays if some function that allocates the cache would not open it.
+    The method still opens the pool of the KV cache unless every function that allocates the cache
+    opens that pool itself.
     """
 
     @functools.wraps(pool)

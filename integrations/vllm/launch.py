@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from memsaver._runtime.timeouts import check_timeout, seconds_until
@@ -19,7 +19,7 @@ from ..engine.starting import LEAST_SECONDS, environment, started
 from .async_engine import AsyncEngine
 from .backend import VLLMBackend
 
-__all__ = ["launch", "launch_node", "place", "sizes_of"]
+__all__ = ["launch", "place", "sizes_of"]
 
 _TP_SIZE = "tensor_parallel_size"  # the argument for the number of tensor-parallel ranks
 
@@ -128,13 +128,6 @@ def launch(
     except BaseException:
         end()
         raise
-
-
-def launch_node(
-    placement: Placement, tp_size: int, arguments: Mapping[str, Any], timeout: float
-) -> Callable[[], None]:
-    """Raise `ConfigError`: an engine on several hosts is not started here. See `place`."""
-    raise ConfigError("the ranks of a vLLM engine must be on one host")
 
 
 def _end(engine: Any, loop: LoopThread, processes: Processes) -> None:

@@ -52,7 +52,7 @@ def sampling_of(request: Request) -> Any:
 
 
 def sample_of(output: Any) -> Sample:
-    """Return the sample in one of vLLM's outputs; None is the output of an aborted request.
+    """Return the sample in one of vLLM's outputs, which is None for an aborted request.
 
     Raises:
         EngineError: the output's format is invalid.

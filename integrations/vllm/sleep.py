@@ -15,7 +15,7 @@ __all__ = ["SleepController", "Status"]
 
 
 class SleepController(EngineController):
-    """Puts a vLLM engine to sleep and wakes it, by tags: "kv_cache", "weights", "cuda_graph".
+    """Puts a vLLM engine to sleep and wakes it, by tag: "kv_cache", "weights", "cuda_graph".
 
     Every call skips tags that are already in the requested state, and a sleep with requests in
     flight raises instead of aborting them.

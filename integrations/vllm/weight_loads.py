@@ -120,7 +120,7 @@ def _update_of(worker: Any) -> _Update:
 
 
 def _arrived(worker: Any, coming: Coming, rank: int) -> Named:
-    """Return the tensors of a bucket, after their arrival."""
+    """Wait for the tensors of a bucket, and return them."""
     if isinstance(coming.tensors, SharedTensors):
         return named_tensors(coming.tensors.payloads[rank])
     return _received(worker, coming.tensors, coming.timeout)

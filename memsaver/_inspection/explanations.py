@@ -1,4 +1,4 @@
-"""Explain an address: its tag, tensor and state. For debugging illegal accesses."""
+"""Explain an address: its tag, tensor and state. Helps to debug illegal accesses."""
 
 from __future__ import annotations
 

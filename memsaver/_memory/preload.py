@@ -5,9 +5,9 @@ region, such as a whole trainer. A running process cannot be preloaded, so all f
 children: `memsaver run -- command` in a shell, `preload()` around the start of processes,
 `preload_env()` for an explicit environment.
 
-Served: cudaMalloc, cudaMallocAsync and their counterparts, called by a library that is linked to
-the CUDA runtime dynamically (torch, its extensions, most wheels). Not served: code with a
-statically linked runtime, which calls the driver; such code runs as if memsaver were absent.
+The preloaded library intercepts cudaMalloc, cudaMallocAsync and their counterparts, if the caller
+is linked to the CUDA runtime dynamically (torch, its extensions, most wheels). Code with a
+statically linked runtime calls the driver, and runs as if memsaver were absent.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ def preload_env(
 def preload(tag: str | None = None, backup: Backup | None = None) -> Iterator[None]:
     """Preload children that are started inside the block; the arguments are those of `preload_env`.
 
-    For functions that take no environment: multiprocessing with the "spawn" method, subprocess,
-    os.posix_spawn. Forked children share this process's libraries and are not preloaded; neither
-    are the children of a running fork server.
+    Use it if no environment is passed to the function that starts a process: multiprocessing with
+    the "spawn" method, subprocess, os.posix_spawn. Forked children share this process's libraries
+    and are not preloaded; neither are the children of a running fork server.
 
     The block changes `os.environ` for the whole process, so children that other threads start
     during the block are preloaded too. At its end the block restores the variables that it set,

@@ -68,7 +68,7 @@ class ReadOnlyTensor(torch.Tensor):  # type: ignore[misc]  # torch is not follow
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the function as for any tensor."""
+        """Run the function as torch does for its own tensors."""
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 

@@ -1,8 +1,8 @@
 """Context managers that are also decorators, which reject functions that they cannot decorate.
 
 The body of a coroutine function or a generator function runs after its call has returned. A
-decorator would silently cover the call and not the body, so it is rejected. Decorating a class is
-rejected as well, because the result would not be a class.
+decorator would silently apply to the call and not to the body, so it is rejected. Decorating a
+class is rejected as well, because the result would not be a class.
 """
 
 from __future__ import annotations

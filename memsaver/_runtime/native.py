@@ -82,7 +82,7 @@ def backup_code(backup: str | None) -> int:
 
 
 def checked_backup(backup: object) -> Backup:
-    """Return the backup, if there is one of that name.
+    """Check the name of a backup, and return it.
 
     Raises:
         ConfigError: the backup is unknown.

@@ -1,10 +1,11 @@
 """Parts of a tag: regions of one tag that request different backups.
 
 A tag of memsaver has one backup policy, but in other libraries each region of a tag chooses one. An
-adapter therefore splits a tag into a part for each policy. The part with the tag's own policy, or
-else with the policy requested first, is the tag itself; the part with any other policy is a tag
-named TAG, U+001F and the backup's name. The parts are paused and resumed in one call. memsaver
-rejects such names in a program's regions, so a part never collides with another tag.
+adapter therefore splits a tag into a part for each policy. The tag itself is the part with
+the tag's own policy, or, if it has none, with the policy that was requested first. Each other part
+is a separate tag, whose name consists of the tag's name, U+001F and the backup's name. The parts
+are paused and resumed in one call. memsaver rejects such names in a program's regions, so a part
+never collides with another tag.
 
 Every function may be called on any thread and in finalizers: none takes a lock or starts a thread.
 """

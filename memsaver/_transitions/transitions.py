@@ -191,7 +191,8 @@ def swap(
         progress: as in `pause`.
 
     Raises:
-        ConfigError: a tag on both sides, a side without tags, or a tag by position.
+        ConfigError: a tag is on both sides, a side has no tags, or a tag is passed without `out=`
+            or `into=`.
         MemsaverError: the errors of `pause` and `resume`.
     """
     if _positional:

@@ -169,7 +169,7 @@ def find_processes(pid: int | None = None) -> Found:
 
 
 def runtime_folders() -> list[Path]:
-    """Return the possible folders of sockets: a process chooses one by its environment."""
+    """Return the folders in which a process may create its socket, depending on its environment."""
     folders = [Path(f"{FALLBACK}-{os.geteuid()}")]
     named = os.environ.get("XDG_RUNTIME_DIR", "")
     if named.startswith("/"):

@@ -10,9 +10,9 @@ thread at a time. They guarantee:
 
 - **A barrier.** When a call returns, it has ended on all ranks.
 - **All or none.** If a call fails on a rank, each rank undoes its own changes of this call, and all
-raise the same `RankError`, which names the failed ranks and the reasons. Tags that a rank had
-paused or resumed before the call keep that state. The error lists each rank whose rollback also
-failed (for example because another process allocated the memory), with the state of its tags.
+  raise the same `RankError`, which names the failed ranks and the reasons. Tags that a rank had
+  paused or resumed before the call keep that state. The error lists each rank whose rollback also
+  failed (for example because another process allocated the memory), with the state of its tags.
 - **Bounded waits.** An exception on one rank (an unknown tag, a bad argument, a callback that
   raises) reaches all others at their next step. If ranks make different calls, all of them raise
   before anything is changed. If a rank died or hangs, the others raise `GroupError`, at once or
@@ -27,7 +27,7 @@ failed (for example because another process allocated the memory), with the stat
   that looks for a group.
 - **Contents.** Contents with a backup are never lost. A pause begins on all ranks before it runs on
   any, so that a rejected pause fails before contents without a backup are lost; if it fails later,
-  these contents are zeros on ranks that had paused them.
+  these contents are zero on ranks that had paused them.
 - **Callbacks** of `memsaver.on_pause` and `on_resume` run on each rank for its own part of the
   call. They must not wait for callbacks of other ranks, because a failing rank does not call its
   callbacks. A rollback calls the callbacks of the opposite transition.

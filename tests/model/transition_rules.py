@@ -14,12 +14,14 @@ from memsaver.errors import OutOfDeviceMemoryError, OutOfHostMemoryError
 from model.arguments import devices, names, overrides, picks, sides, some, threads
 from model.calls import Outcome
 from model.chances import SAVING, UNDOING, injections, mostly, of_transition
-from model.checks import require
+from model.checks import check_contents, require
 from model.expected import Tag, pages_under
 from model.place import DEVICES
 from model.sharing import Sharing
 
 KINDS = ("pause", "resume", "swap")
+WAITS = ("the end", "a stream", "some memory", "some memory on a stream")
+_COPIES_PER_SECOND = 200  # of a whole tag
 TURNS = ("turn", "turn", "turn", "turn", "swap", "swap", "pause", "resume")
 
 
@@ -232,19 +234,58 @@ class TransitionRules(Sharing):
         self.flying.append((do, handle, [*going, *coming]))
 
     @precondition(lambda self: self.flying)
-    @rule(pick=picks, on_stream=st.booleans(), device=devices)
-    def wait(self, pick, on_stream, device):
-        self.begin("wait", pick, on_stream, device)
-        kind, handle, tags = self.flying[pick % len(self.flying)]
-        if on_stream:
+    @rule(pick=picks, how=st.sampled_from(WAITS), device=devices)
+    def wait(self, pick, how, device):
+        """Wait for a transition in progress, on the host or on a stream, for all or some memory."""
+        self.begin("wait", pick, how, device)
+        at = pick % len(self.flying)
+        kind, handle, tags = self.flying[at]
+        later = {tag for *_, others in self.flying[at + 1 :] for tag in others}
+        there = [
+            each for tag in tags if not tag.paused and tag not in later for each in tag.on(device)
+        ]
+        some = there[pick % 3 :][:2]
+        ranges = [(each.address, each.nbytes) for each in some]
+        if how == "some memory":
+            self.call(handle.wait_memory, ranges)
+            for each in some:
+                check_contents(self.place, each, wholly=True)
+        elif how != "the end":
             stream = self.place.streams[device]
-            self.call(handle.wait_stream, stream.value)
-            there = [each for tag in tags if not tag.paused for each in tag.on(device)]
-            for each in there[:1] if kind == "resume" else ():
+            memory = ranges if how == "some memory on a stream" else None
+            self.call(handle.wait_stream, stream.value, memory=memory)
+            for each in some if kind == "resume" else ():
                 self.sim.memset(each.address, 7, each.nbytes, stream)
                 each.set(7)
                 each.tag.known = None
         self.land(tags)
+
+    @precondition(lambda self: not self.scarce and not self.flying)
+    @rule(name=names, pick=picks, on_host=st.booleans())
+    def use_before_all_has_arrived(self, name, pick, on_host):
+        """Use a block of a resume, whose copies take some milliseconds, after a wait for it."""
+        (tag,) = self.named((name,))
+        if not tag.paused or tag.unknown or not tag.allocations:
+            return
+        self.begin("use_before_all_has_arrived", name, pick, on_host)
+        self.let_go()
+        self.sim.copy_rate(_COPIES_PER_SECOND * tag.nbytes())
+        handle = self.call(memsaver.resume, name, wait=False).result
+        tag.resume(self.fill)
+        block = tag.allocations[pick % len(tag.allocations)]
+        memory = block.address, block.nbytes
+        if on_host:
+            self.call(handle.wait_memory, memory)
+            check_contents(self.place, block, wholly=True)
+        else:
+            stream = self.place.streams[block.device]
+            self.call(handle.wait_stream, stream.value, memory=memory)
+            self.sim.memset(block.address, 7, block.nbytes, stream)
+            block.set(7)
+            tag.known = None
+        handle.wait()
+        self.sim.copy_rate(0)
+        self.touched.add(tag)
 
     @rule(names=some, backup=overrides, thread=threads)
     def paused_for_a_block(self, names, backup, thread):

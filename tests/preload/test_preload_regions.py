@@ -1,7 +1,10 @@
 """Test the preloaded library's memory: regions, pauses, streams and handles."""
 
+import os
+
 import pytest
-from preloading import SIM, program_lines
+from preloading import FIXTURES, PACKAGE, SIM, program_lines
+from repository import IMPORT_PATH
 
 pytestmark = pytest.mark.preloads
 
@@ -99,6 +102,44 @@ def test_the_environment_makes_the_process_a_region(python, backup, policy):
         {**SIM, "MEMSAVER_TAG": "trainer", "MEMSAVER_BACKUP": backup},
     )
     assert out == ["trainer", policy, "1", "0", "0", "True"]
+
+
+def test_the_tensors_of_a_whole_process_can_be_sent(python):
+    """A trainer without regions of its own, whose weights an engine maps."""
+    out = python(
+        """
+        import ctypes, torch
+        import memsaver
+        from importing_process import ImportingProcess, dumped
+        caller, core = Caller("caller_1.so"), Core()
+        with memsaver.region("trainer", shareable=True):
+            memsaver.simulator.empty(1)  # as torch's pools on a GPU: registers the sending
+        pointer = caller.malloc(4 * MIB)
+        memory = (ctypes.c_char * (4 * MIB)).from_address(pointer)
+        weights = torch.frombuffer(memory, dtype=torch.int32)
+        weights.copy_(torch.arange(len(weights), dtype=torch.int32))
+        other = ImportingProcess(LD_PRELOAD="", MEMSAVER_TAG="")
+        other.load("x", weights[5:].view(-1)[::3])
+        print(other.ask("[x[1].item(), x.stride(0)]"))
+        memsaver.configure(importer_seconds=0.1)
+        try:
+            memsaver.pause("trainer")
+        except memsaver.TagSharedError as error:
+            print(error.importers[0][0] == other.pid)
+        other.do("x.add_(1)")
+        other.kill()
+        memsaver.pause("trainer")
+        memsaver.resume("trainer")
+        print(weights[5].item(), weights[6].item(), memsaver.stats().tags[0].tag)
+        """,
+        {
+            **SIM,
+            "MEMSAVER_TAG": "trainer",
+            "MEMSAVER_BACKUP": "host",
+            "PYTHONPATH": os.pathsep.join([str(FIXTURES), str(PACKAGE.parent), IMPORT_PATH]),
+        },
+    )
+    assert out == ["[8,", "3]", "True", "6", "6", "trainer"]
 
 
 def test_a_linked_program_in_a_whole_process_region(run, built):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
+from array import array
+from types import SimpleNamespace
 
 import pytest
 from installed import needs_sglang
 
 from memsaver.integrations.engine.refusals import asleep_in, asleep_text
-from memsaver.integrations.sglang import guard
+from memsaver.integrations.sglang import guard, leftovers
 
 pytestmark = pytest.mark.recipes
 
@@ -63,4 +66,52 @@ def test_an_aborted_generation_can_be_sent(scheduler, messages):
     reply = sent(messages, made._aborted(TEXT, "a"))
     reason = reply.finished_reason
     assert (reply.rid, reason["type"], reason["status_code"]) == ("a", "abort", 503)
+    assert asleep_in(reason["message"]).tags == ("weights",)
+
+
+def test_settings_with_which_an_idle_engine_communicates_have_the_known_names(scheduler):
+    """Otherwise, communicators that are in use would be suspended."""
+    from sglang.srt.server_args import ServerArgs
+
+    arguments = ServerArgs(model_path="none")
+    assert {name: getattr(arguments, name) for name in leftovers._SILENT} == leftovers._SILENT
+
+
+def test_generations_reach_their_handlers_through_the_guard(scheduler):
+    """`dispatch_unread` guards the last of these callers."""
+    callers = {
+        name
+        for name, function in vars(scheduler).items()
+        if inspect.isfunction(function)
+        and re.search(r"self\.handle_(generate|embedding)_request\(", inspect.getsource(function))
+    }
+    assert callers <= {
+        "handle_batch_embedding_request",
+        "handle_batch_generate_request",
+        "_dispatch_tokenized_mm_requests",
+    }
+
+
+def test_a_refusal_reaches_sglangs_server_in_rust(scheduler, messages):
+    if not hasattr(scheduler, "send_abort_output"):
+        pytest.skip("this version of SGLang has no answers through its server in Rust")
+    import msgspec
+    from sglang.srt.rust_server.server import RustServer
+
+    frames = []
+
+    def push(header, _):
+        frames.append(msgspec.msgpack.decode(header))
+        return True
+
+    rust = SimpleNamespace(server=SimpleNamespace(push_decode_result_batch=push))
+    rust.push_abort = functools.partial(RustServer.push_abort, rust)
+    fake = SimpleNamespace(rust_server=rust)
+    fake.send_abort_output = functools.partial(scheduler.send_abort_output, fake)
+    made = guard.Guard.__new__(guard.Guard)
+    made._messages, made._scheduler, made._logged = messages, fake, set()
+    request = SimpleNamespace(rid="a", input_ids=array("q", [1, 2]))
+    assert made._refuse("TokenizedGenerateReqInput", request, TEXT) is None
+    (((rid,), (reason,), (prompt_tokens,), *_),) = frames
+    assert (rid, reason["status_code"], prompt_tokens) == ("a", 503, 2)
     assert asleep_in(reason["message"]).tags == ("weights",)

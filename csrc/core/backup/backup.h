@@ -130,8 +130,8 @@ class BackupStore {
   std::atomic<bool> sound_{true};
 };
 
-// Backup chunks are populated and copied in copy chunks, which end at multiples of this: copies of
-// 64 MiB run at the bus's full rate.
+// Backup chunks are populated and copied in copy chunks, which end at multiples of this size:
+// copies of 64 MiB run at the bus's full rate.
 constexpr uint64_t kCopyChunkBytes = 64ull << 20;
 
 }  // namespace memsaver

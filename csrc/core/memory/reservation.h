@@ -65,7 +65,7 @@ bool wait_for_tags(std::unique_lock<std::mutex>& lock, const std::vector<Tag*>& 
 void wait_for_a_change(std::unique_lock<std::mutex>& lock, const std::vector<Tag*>& tags,
                        std::chrono::steady_clock::time_point deadline);
 
-// Returns whether wait_for_tags would not return at once. Needs the registry's lock.
+// Returns whether wait_for_tags would have to wait. Needs the registry's lock.
 bool would_wait(const std::vector<Tag*>& tags, Need need) noexcept;
 
 // Returns whether wait_for_tags would throw because the wait would deadlock. Needs the registry's

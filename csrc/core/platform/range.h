@@ -19,8 +19,8 @@ struct Range {
 std::vector<Range> subtract(std::vector<Range> ranges, std::vector<Range> holes);
 // Returns the parts of `ranges` that lie in `others`.
 std::vector<Range> intersect(const std::vector<Range>& ranges, const std::vector<Range>& others);
-// Returns the parts of `ranges` (sorted, disjoint) inside `window`, in logarithmic time; not
-// joined.
+// Returns the parts of `ranges` (sorted, disjoint) inside `window`, in logarithmic time. Adjacent
+// parts are not joined.
 std::vector<Range> within(const std::vector<Range>& ranges, const Range& window);
 // Appends these parts to `parts`.
 void append_within(const std::vector<Range>& ranges, const Range& window,

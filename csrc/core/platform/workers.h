@@ -53,7 +53,7 @@ class Workers {
     std::exception_ptr error;
   };
 
-  // Runs the next job with the lock of mutex_ released; returns false if no job may start.
+  // Unlocks mutex_ while it runs the next job; returns false if no job may start.
   bool run_next(std::unique_lock<std::mutex>& lock);
   void work() noexcept;
 

@@ -30,7 +30,7 @@ def without_adapters(model: Any) -> Iterator[Renamed]:
 
     Yields:
         A function that returns named tensors with the names that the model's loader expects in the
-        block: without ".base_layer", which some trainers add for such a model.
+        block. It removes ".base_layer", which some trainers add to names of such a model.
     """
     wrapped = [
         (parent, name, child)

@@ -1,11 +1,11 @@
 """Comparison of a model's contents with the tensors that it loaded, in any layout of the model.
 
-Models fuse, shard, transpose and cast tensors when they load them, each in its own way. So the code
-here depends on no layout: it runs the model's own loader again on the same tensors, and compares
-the data of each write into the model's memory, bit for bit, with the memory's contents, instead of
-writing. A comparison needs little memory: `_PIECE_BYTES` at a time, plus the loader's own
-temporaries. If contents seem to differ, the loader runs a last time, on copies of the storages
-with a difference, to decide.
+Models fuse, shard, transpose and cast tensors when they load them, each in its own way. This
+module therefore does not depend on a layout: it runs the model's own loader again on the same
+tensors. Instead of writing into the model's memory, it compares the data of each write, bit for
+bit, with the memory's contents. A comparison needs little memory: `_PIECE_BYTES` at a time, plus
+the loader's own temporaries. If contents seem to differ, the loader runs a last time, on copies of
+the storages with a difference, to decide.
 
 A loader's other writes, for example to attributes that are neither parameters nor buffers, are
 repeated as in any load, and not compared.
@@ -151,7 +151,7 @@ class _Replay(Writes):
         return operation.run(twins)
 
     def _twins(self, operation: Operation) -> dict[int, Any]:
-        """Return the copies' views in place of the arguments, by the arguments' ids."""
+        """Map the id of each copied tensor of the operation to the view of its copy."""
         tensors = operation.tensors()
         return {id(t): self._twin(t) for t in tensors if storage_of(t) in self._copied}
 
@@ -190,8 +190,8 @@ class _Differences:
         """Add a write.
 
         Args:
-            names: the tensors that are its source; none if unknown.
-            held: the model's tensor that is its target.
+            names: the tensors that the write's data comes from; empty if unknown.
+            held: the model's tensor that it writes.
             differs: one boolean, on the device.
         """
         self._all.append((names or [_SOME], storage_of(held), differs))

@@ -43,7 +43,7 @@ _ALLOWED = {
 
 
 def named_tensors(text: str) -> Named:
-    """Return the tensors in a text: a list of names and tensors, or views of one piece of memory.
+    """Return the tensors in a serialised payload: named tensors, or views of one piece of memory.
 
     Tensors of a shareable region keep its tag from being paused until they are deleted.
 

@@ -172,7 +172,7 @@ class Source:
         return names
 
     def follow(self, operation: Operation, result: Any) -> None:
-        """Record of which input tensors an operation's result was computed."""
+        """Record which input tensors an operation computed its result from."""
         given = list(operation.tensors())
         names = frozenset(name for tensor in given for name in self._names_of(tensor))
         before = {storage_of(tensor) for tensor in given}
@@ -260,7 +260,7 @@ def _tensors_in(value: Any) -> Iterator[Any]:
 
 
 def _replaced(value: Any, by: Mapping[int, Any]) -> Any:
-    """Return the value with tensors replaced, by their ids."""
+    """Return the value; tensors whose ids are known are replaced."""
     from torch.utils import _pytree
 
     return _pytree.tree_map(lambda leaf: by.get(id(leaf), leaf), value)

@@ -13,8 +13,7 @@ from memsaver.errors import OutOfDeviceMemoryError
 from ...engine.interface import Layout
 from .buckets import Bucket
 from .parts import copy_box
-from .payload_memory import is_unreceived
-from .payloads import Receivers, flattened, listed, opened, shared
+from .payloads import Receivers, flattened, is_unreceived, listed, opened, shared
 from .sources import Source
 
 __all__ = ["BucketMemory"]
@@ -103,8 +102,8 @@ class BucketMemory:
     def shared(self, count: int) -> list[str]:
         """Return `count` texts, each of which `open` of one other rank may use.
 
-        Torch counts one receiver for each text: a second one would let the memory be freed while
-        it is open.
+        Torch counts one receiver for each text: with a second receiver, the memory could be freed
+        while a receiver uses it.
         """
         with self._file_names():
             return [shared(self._memory) for _ in range(count)]

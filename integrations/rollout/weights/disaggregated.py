@@ -22,7 +22,7 @@ from ...engine.fields import is_encodable
 from ...engine.interface import JoinRequest
 from ..arguments import check_equal
 from ..together import Together
-from .meetings import meetings_of
+from .meetings import Meetings
 from .sender import END_SECONDS, Aside, FailureNotice, Sender
 
 if TYPE_CHECKING:
@@ -212,14 +212,14 @@ class WeightGroup:
         if not self._whole_mesh:
             yield self._engine.together
             return
-        with meetings_of(self._engine).step(what, self._timeout) as own:
+        with Meetings(self._engine).step(what, self._timeout) as own:
             yield own
 
     def _join(self, what: str, address: str, port: int) -> None:
         layout, timeout = self._engine.layout, self._timeout
         sizes = {layout.dp_rank: self._engine.tp_size}
         if self._whole_mesh:
-            meetings = meetings_of(self._engine)
+            meetings = Meetings(self._engine)
             sizes = dict(meetings.along(what, (layout.dp_rank, self._engine.tp_size), timeout))
         size = 1 + sum(sizes.values())
         offset = 1 + sum(sizes[number] for number in sizes if number < layout.dp_rank)

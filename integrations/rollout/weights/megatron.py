@@ -43,10 +43,11 @@ def megatron_parts(
 ) -> Iterator[tuple[str, Any]]:
     """Yield a rank's weights for `update`, by the names in a checkpoint. Copies nothing.
 
-    For dense decoder models with Megatron Core's names, and Hugging Face's names of Llama and Qwen:
-    the query, key and value of a group follow one another in `linear_qkv`, the gate and the up
-    projection of a rank in `linear_fc1`, and the vocabulary is padded for the ranks. With tied
-    embeddings there is no output layer, or it has the same memory and is not sent.
+    The model must be a dense decoder with Megatron Core's names; the yielded names are Hugging
+    Face's for Llama and Qwen. The query, key and value of a group must be adjacent in `linear_qkv`,
+    the gate and the up projection of a rank in `linear_fc1`, and the vocabulary may be padded for
+    the ranks. With tied embeddings there is no output layer, or it has the same memory and is not
+    sent.
 
     Args:
         state: a Megatron `GPTModel`, or a mapping of its names to this rank's tensors.
@@ -57,7 +58,7 @@ def megatron_parts(
         vocabulary: the model's vocabulary, without padding.
 
     Raises:
-        ConfigError: a name is unknown, as those of experts, or the sizes do not fit each other.
+        ConfigError: a name is unknown, for example an expert's, or sizes are inconsistent.
     """
     if tp_size < 1 or heads % query_groups or query_groups % tp_size:
         raise ConfigError(

@@ -15,10 +15,11 @@ from typing import Any
 from memsaver._memory.sharing import sending
 from memsaver.errors import ConfigError
 
+from ...engine.errors import EngineDiedError
 from ...engine.weights.payloads import DEVICE_ARGUMENT, index_of
 from ..pickles import unpack
 
-__all__ = ["Receivers", "flattened", "listed", "mapped", "opened", "shared"]
+__all__ = ["Receivers", "flattened", "is_unreceived", "listed", "mapped", "opened", "shared"]
 
 # The positions of a CUDA tensor's storage class and counter in torch's reductions.
 _STORAGE_ARGUMENT, _COUNTER_ARGUMENT = 4, 11
@@ -31,7 +32,7 @@ class Receivers:
         self._counters: list[tuple[Any, Any, int]] = []
 
     def add(self, arguments: Sequence[Any]) -> None:
-        """Remember the receiver of a CUDA tensor with these arguments of torch's reduction."""
+        """Record the receiver of a CUDA tensor that torch reduced to these arguments."""
         at = _COUNTER_ARGUMENT
         self._counters.append((arguments[_STORAGE_ARGUMENT], *arguments[at : at + 2]))
 
@@ -40,6 +41,16 @@ class Receivers:
         for storage, handle, offset in self._counters:
             storage._release_ipc_counter(handle, offset, device="cuda")
         self._counters = []
+
+
+def is_unreceived(error: BaseException | None, is_sent: bool) -> bool:
+    """Return whether no engine will read a payload, after an update that ended with `error`.
+
+    Args:
+        error: None after a success.
+        is_sent: whether the engine may have received the payload.
+    """
+    return isinstance(error, EngineDiedError) or (error is not None and not is_sent)
 
 
 def flattened(
@@ -99,7 +110,7 @@ def shared(memory: Any) -> str:
 
 
 def opened(text: str, device: Any) -> Any:
-    """Return the tensor of another rank, in the same memory, for copies that run on `device`.
+    """Return a tensor that shares the memory of another rank's, for copies that run on `device`.
 
     CUDA maps another process's memory for one device of this process, and a kernel on any other
     device must not access the mapping, even with peer access between the devices. So memory of

@@ -14,15 +14,14 @@ from memsaver._memory.sharing.sending import cancel
 
 from ...engine.interface import Layout
 from .buckets import Bucket
-from .payload_memory import is_unreceived
-from .payloads import mapped
+from .payloads import is_unreceived, mapped
 from .sources import Source
 
 __all__ = ["RegionTensors"]
 
 
 class RegionTensors:
-    """The tensors of this rank, in their own memory; a context manager.
+    """The tensors of this rank, in their own memory; a context manager. See `BucketMemory`.
 
     memsaver keeps the memory of a payload for its receiver. If the update fails and no receiver
     will take the payload, the end of the context manager releases the memory.

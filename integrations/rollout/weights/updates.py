@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from memsaver._runtime.native import _C
 from memsaver.errors import MemsaverError
@@ -18,9 +18,8 @@ from ..together import GRACE_SECONDS
 from .buckets import Bucket
 from .colocated import BucketMemory
 from .disaggregated import WeightGroup
-from .meetings import meetings_of
+from .meetings import Meetings
 from .options import Options
-from .payload_memory import PayloadMemory
 from .plan import agree
 from .regions import RegionTensors
 from .report import WeightUpdate
@@ -33,6 +32,9 @@ if TYPE_CHECKING:
     from ..rollout_engine import RolloutEngine
 
 __all__ = ["update"]
+
+PayloadMemory: TypeAlias = BucketMemory | RegionTensors
+"""A rank's memory with the tensors of one load at a time."""
 
 Views = Sequence[tuple[str, int, Any]]
 
@@ -79,20 +81,22 @@ def update(
             as a Megatron-like trainer may have them; they are written unchanged. Not with `group`.
         rename: returns the engine's name for a name in `state`; None leaves the tensor out.
         bucket_bytes: the largest size of a bucket. A larger tensor gets its own bucket.
-        verify: "full": all tensors, which reads the engine's weights again. "sampled": one in
-            eight tensors, different ones at each update. "off": none. Verified contents must be
-            the same on all ranks that send whole tensors, and for all engines. With memsaver's
-            plugin in the engine, a tensor from which the model loads nothing is always an error;
-            without the plugin nothing can be verified, as `WeightUpdate.unverified` reports.
+        verify: the tensors to verify. "full": all tensors, which reads the engine's weights
+            again. "sampled": one in eight tensors, different ones at each update. "off": none.
+            Verified contents must be the same on all ranks that send whole tensors, and for all
+            engines. With memsaver's plugin in the engine, a tensor from which the model loads
+            nothing is always an error; without the plugin nothing can be verified, as
+            `WeightUpdate.unverified` reports.
         group: the group of an engine on other GPUs.
         pause: the mode in which generation is paused during the update (see
             `Backend.pause_generation`). Needed if requests may be in flight. If the update fails,
             generation stays paused.
         flush_cache: whether to flush the prefix cache, which the old weights computed. Default
-            True, except with `pause="in_place"`, whose requests continue with the cache.
-        timeout: seconds for each of the engine's calls, and to wait for other ranks; None means
-            the engine's timeout. All tensors that are sent without a bucket, usually the whole
-            model, are sent in one call.
+            True, except with `pause="in_place"`: paused requests then continue with the cache.
+        timeout: seconds for each of the engine's calls, and to wait for other ranks and for another
+            thread's transition of a tag with memory of `state`; None means the engine's timeout.
+            All tensors that are sent without a bucket, usually the whole model, are sent in one
+            call.
         unknown: must be empty. Unknown arguments are accepted here so that all ranks raise the same
             error.
 
@@ -102,7 +106,8 @@ def update(
         ConfigError: the ranks send different tensors or pass different options, or an argument is
             invalid or unknown.
         InvalidStateError: the engine's weights are released, or a tag with memory of `state` is
-            paused. A pause by another thread waits for the end of the update.
+            paused; or another thread's transition of such a tag did not end within `timeout`, and
+            nothing was sent. A pause by another thread waits for the end of the update.
         OutOfDeviceMemoryError: there is no room for the bucket; nothing was sent.
         SharingError: the engine cannot map a tensor of a shareable region, or the engine's loader
             would write to the tensor, or this thread paused the tensor's tag during the update.
@@ -125,9 +130,9 @@ class _Update:
         self._engine = engine
         self._state = state
         self._options = options
-        self._meetings = meetings_of(engine)
-        self._meetings.number += 1
-        self._number = self._meetings.number
+        self._meetings = Meetings(engine)
+        engine._updates += 1
+        self._number = engine._updates
         self._tally = Tally()
 
     def run(self) -> dict[str, Any]:
@@ -139,14 +144,16 @@ class _Update:
             memory: list[BucketMemory] = []
 
             def begin() -> None:
-                held.enter_context(_C.Reservation(plan.tags))  # no other thread pauses them
+                # No other thread pauses them.
+                held.enter_context(_C.Reservation(plan.tags, timeout))
                 for source in plan.sources.values():
                     source.check()
                 if plan.buckets:
                     bucket = BucketMemory(largest, plan.device, plan.has_parts)
                     memory.append(held.enter_context(bucket))
 
-            self._meetings.gather(f"{_WHAT}: its memory", begin, timeout)
+            # A rank that waits for a tag until its timeout still reports to the others.
+            self._meetings.gather(f"{_WHAT}: its memory", begin, timeout + GRACE_SECONDS)
             if plan.has_parts:
                 self._open(memory[0])
             loads: list[tuple[str, Bucket, PayloadMemory]] = [

@@ -27,7 +27,7 @@ def preload_library() -> Path:
 
 
 def get_binary_path_from_package(stem: str) -> Path:
-    """Return the path of a library by its name, for a program that sets LD_PRELOAD itself.
+    """Return the path of the library with this name, for a program that sets LD_PRELOAD itself.
 
     Returns the library with torch's CUDA version in its name, if torch is installed. The libraries
     are identical.

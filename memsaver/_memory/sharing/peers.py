@@ -320,7 +320,7 @@ def _gone(tag: str) -> SharingError:
 
 
 def peer_at(endpoint: str, tag: str) -> Peer:
-    """Return the connection to the process at an endpoint, made if necessary.
+    """Return the connection to the process at an endpoint; connect to it if there is none.
 
     Raises:
         SharingError: the process has ended, or belongs to another user.

@@ -85,8 +85,8 @@ def cover(torch: Any) -> None:
     """Let torch's own reduction send tensors of shareable tags too, if there are any.
 
     SGLang replaces torch's reduction, and then registers its own, which calls torch's. Without this
-    call, it would hide the function that `pickling` registers. SGLang changes item 6 of the result,
-    which is the device in torch's, so `reduce` also returns the device there.
+    call, it would hide the function that `pickling` registers. In torch's result,
+    item 6 is the device, and SGLang changes this item; so `reduce` returns the device there, too.
     """
     if not _shareable:
         return
@@ -307,7 +307,7 @@ def _end(sent: Sent) -> Any:
 
 
 def find(token: int) -> tuple[Sent, Any]:
-    """Return a sent tensor's entry and its storage, which keeps the memory.
+    """Return a sent tensor's entry and its storage, which keeps the memory alive.
 
     Raises:
         SharingError: the tensor was freed.

@@ -149,7 +149,7 @@ def _size(asked: int | None, device: int, simulated: bool) -> int:
 def _saved(size: int) -> tuple[int, list[str]]:
     """Return the number of bytes to back up, and notes. Allow for the pinned copy buffers.
 
-    Uses all that the option host_bytes allows, if that is the limit, because the user chose it.
+    If the option host_bytes is the limit, the whole limit is used, because the user chose it.
     """
     held, available = _C.host_memory()
     most = int(_C.option("host_bytes"))

@@ -270,7 +270,7 @@ async def test_a_storm_of_releases_and_requests(when, seed):
     running, served, retried = 0, 0, 0
 
     async def change(operation):
-        async with found.changing():
+        async with found.changing:
             await asyncio.sleep(0.001 * chance.random())
             if operation == "resume":
                 engine.tags.clear()

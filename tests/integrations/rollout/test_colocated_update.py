@@ -18,8 +18,6 @@ torch = pytest.importorskip("torch")
 import weight_engine  # noqa: E402
 from weight_engine import Backend, checkpoint  # noqa: E402
 
-from memsaver.integrations.rollout import WeightMismatchError  # noqa: E402
-
 pytestmark = pytest.mark.each_python
 
 ALL = frozenset(RELEASE_ORDER)
@@ -154,20 +152,6 @@ def test_a_damaged_bucket_leaves_the_trainer_intact_and_is_sent_again(scene, bac
     backend.damage = lambda number: None
     with session.rollout():
         assert model.holds(weights)
-
-
-def test_a_tensor_that_the_engine_does_not_know_is_named(scene, backend):
-    session, trainer = scene["session"], scene["trainer"]
-    session._state = lambda: {**trainer.state_dict(), "no.such.weight": torch.ones(2)}
-    with pytest.raises(WeightMismatchError) as caught:
-        with session.rollout():
-            raise AssertionError("nothing may be generated")
-    assert caught.value.tensors == ("no.such.weight",)
-    session._state = trainer.state_dict
-    with session.training():
-        weights = trainer.weights()
-    with session.rollout():
-        assert all(model.holds(weights) for model in backend.models)
 
 
 def test_only_the_requested_tags_are_woken(scene, backend):

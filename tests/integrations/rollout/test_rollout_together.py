@@ -7,26 +7,7 @@ import textwrap
 import pytest
 import rank_processes
 
-from memsaver.errors import ConfigError
-from memsaver.integrations.rollout.together import Together
-
 pytest.importorskip("torch")
-
-
-def test_a_process_alone_just_does_it():
-    together = Together()
-    assert together.is_leader
-    assert together.on_leader("a call", lambda: 5) == 5
-    assert together.gather("a call", lambda: 5) == [5]
-    assert together.gathered("a call", lambda: 5, lambda given: given[0] + 1) == 6
-    together.wait("a call")
-    own = ConfigError("it")
-    for call in (together.on_leader, together.gather):
-        with pytest.raises(ConfigError) as caught:
-            call("a call", lambda: (_ for _ in ()).throw(own))
-        assert caught.value is own
-    with pytest.raises(ConfigError):
-        together.wait("a call", own)
 
 
 CODE = """

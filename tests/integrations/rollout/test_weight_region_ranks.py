@@ -112,6 +112,16 @@ assert error.tag == "trainer" and (backend is None or backend.calls == [])
 if RANK == 1:
     memsaver.resume("trainer")
 
+# Another thread has it for longer than the update waits.
+from concurrent.futures import ThreadPoolExecutor
+from memsaver._runtime.native import _C
+reservation = _C.Reservation(["trainer"] if RANK == 1 else [])
+with ThreadPoolExecutor(1) as other:
+    other.submit(reservation.take).result()
+    error = refused(InvalidStateError, update, engine, weights, timeout=0.5)
+    assert "within 0.5 s" in str(error) and (backend is None or backend.calls == []), error
+    other.submit(reservation.release).result()
+
 # It is paused in the middle: no rank's tensors are sent.
 from memsaver.integrations.rollout.weights import regions
 mapped = regions.mapped

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
@@ -205,6 +207,24 @@ def test_a_pause_by_another_thread_waits_for_the_update(engine, backend, name, c
     assert holds(backend, checkpoint(4))
     other.join(30)
     assert memsaver.state(name) == "paused"
+
+
+@pytest.mark.parametrize("on_main_thread", [True, False])
+@pytest.mark.parametrize("copies", [shareable, in_region])
+def test_the_wait_for_another_threads_transition_ends(
+    engine, backend, name, copies, on_main_thread
+):
+    weights = copies(name, checkpoint(4))
+    with ThreadPoolExecutor(1) as other, ThreadPoolExecutor(1) as third:
+        reservation = _C.Reservation([name])
+        other.submit(reservation.take).result(10)
+        work = partial(update, engine, weights, timeout=0.3)
+        with pytest.raises(InvalidStateError, match=r"trainer.*not end within 0\.3 s") as caught:
+            work() if on_main_thread else third.submit(work).result(10)
+        assert caught.value.tag == name and backend.calls == [] and is_untouched(backend)
+        other.submit(reservation.release).result(10)
+    update(engine, weights)
+    assert holds(backend, checkpoint(4))
 
 
 @pytest.mark.parametrize("pool", [False, True])

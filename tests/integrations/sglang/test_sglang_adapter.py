@@ -78,23 +78,6 @@ def test_two_policies_in_one_tag(sim, tag, kept_first):
     memsaver.trim(wait=True)
 
 
-@pytest.mark.parametrize("other", ["{}:host", "{}:none", "{} (host)"])
-def test_parts_of_a_tag_take_no_tag_of_the_program(sim, tag, other):
-    saver, name = MemsaverAdapter(), tag("weights")
-    other = other.format(name)
-    tag.names.append(other)
-    with memsaver.region(other, backup="pageable"):
-        mine = Block(sim, 2 * MIB, 1)
-    for keep in (True, False):
-        with saver.region(name, enable_cpu_backup=keep):
-            blocks = Block(sim, 2 * MIB, 2)
-    assert memsaver.stats()[other][0].backup == "pageable"
-    saver.pause(name)
-    assert memsaver.state(other) == "mapped" and mine.is_intact()
-    saver.resume(name)
-    del mine, blocks
-
-
 def test_two_policies_are_resumed_together_or_not_at_all(sim, tag):
     saver, name = MemsaverAdapter(), tag("weights")
     blocks = []

@@ -216,23 +216,6 @@ async def test_names_that_were_not_sent_are_forgotten(policy):
     assert manager.aborted == []
 
 
-async def test_a_request_is_held_until_a_resume(policy):
-    policy("wait")
-    manager = await asleep()
-    tasks = [
-        asyncio.ensure_future(outputs(manager, GenerateReqInput(str(number))))
-        for number in range(4)
-    ]
-    updating = asyncio.ensure_future(update(manager))
-    await asyncio.sleep(0.05)
-    assert manager.sent == []
-    await change(manager, "resume", ["weights"])
-    assert (await updating)[0] is True and manager.sent == ["weights"]
-    await change(manager, "resume")
-    await asyncio.gather(*tasks)
-    assert [obj.rid for obj in manager.sent[1:]] == ["0'", "1'", "2'", "3'"]
-
-
 @pytest.mark.parametrize("is_background, count", [(False, 0), (True, 1)])
 async def test_a_disconnected_client_ends_only_a_foreground_request(
     policy, monkeypatch, is_background, count
@@ -308,15 +291,6 @@ async def test_a_query_without_an_answer_in_time_is_not_cancelled(monkeypatch):
     await asyncio.sleep(0.05)
     assert queries == completed == 1
     assert await outputs(manager, GenerateReqInput("d"))
-
-
-async def test_a_request_wakes_the_engine(policy):
-    policy("wake")
-    manager = await asleep()
-    assert await update(manager) == (True, "Success")
-    assert manager.tags == {"kv_cache"}
-    assert await outputs(manager, GenerateReqInput("a"))
-    assert manager.tags == set()
 
 
 async def test_weights_are_read_after_a_wake_up_from_the_engines_own_release(policy, monkeypatch):

@@ -16,6 +16,7 @@ import memsaver
 from memsaver.integrations.engine import moves
 from memsaver.integrations.engine.errors import EngineAsleepError
 from memsaver.integrations.engine.refusals import asleep_in, asleep_text
+from memsaver.integrations.sglang import hooks
 
 
 @pytest.fixture(params=["0.5.23", "0.5.12"])
@@ -29,6 +30,11 @@ def send(engine, *requests):
     engine.process_input_requests(requests)
     assert engine.death is None
     return engine.sent[before:]
+
+
+def state_of(engine):
+    """Return the internal state that a scheduler reports."""
+    return engine.get_internal_state(None).internal_state
 
 
 def refusal_in(message):
@@ -76,6 +82,44 @@ def test_each_generation_of_a_batch_is_refused(engine):
     answers = send(engine, batch)
     assert [answer.rid for answer in answers] == ["a", "b", "c"]
     assert all(refusal_in(answer) for answer in answers)
+
+
+def test_a_refusal_reaches_a_server_without_a_tokenizer_manager(engine):
+    """SGLang 0.5.23's server in Rust does not read the socket to the tokenizer manager."""
+    frames = []
+    engine.rust_server = object()
+    engine.send_abort_output = lambda abort, of: frames.append((abort, of))
+    ask(engine, "release")
+    request = messages.TokenizedGenerateReqInput("a")
+    request.input_ids = [5, 6]
+    assert send(engine, request) == []
+    ((abort, of),) = frames
+    assert (abort.rid, set(refusal_in(abort).tags)) == ("a", set(stand_in.TAGS))
+    assert (of.origin_input_ids, of.cached_tokens, of.reasoning_tokens) == ([5, 6], 0, 0)
+
+
+@pytest.mark.parametrize("version", ["0.5.23"])
+def test_a_request_whose_image_cannot_be_read_is_refused(engine):
+    """SGLang calls the handlers of such requests without its dispatcher."""
+    request = messages.TokenizedGenerateReqInput("a")
+    ask(engine, "release")
+    engine._dispatch_tokenized_mm_requests(request, ["cannot be read"])
+    assert request not in engine.handled
+    assert refusal_in(engine.sent[-1]).tags
+    ask(engine, "resume")
+    engine._dispatch_tokenized_mm_requests(request, ["cannot be read"])
+    assert engine.handled[-1] is request
+
+
+def test_a_refused_request_frees_its_images(engine):
+    """They are in memory of the tokenizer manager, which has room for a limited number."""
+    freed = []
+    image = types.SimpleNamespace(release_transport_proxies=lambda: freed.append(True))
+    request = messages.TokenizedGenerateReqInput("a")
+    request.mm_inputs = types.SimpleNamespace(mm_items=[image, types.SimpleNamespace()])
+    ask(engine, "release")
+    send(engine, request)
+    assert freed == [True]
 
 
 def test_a_release_and_a_generation_that_arrive_together_are_handled_in_order(engine):
@@ -276,6 +320,20 @@ def test_an_unexpected_scheduler_is_logged_and_starts(sglang, monkeypatch, caplo
         scheduler = sglang.Scheduler(sglang.Updater)
     assert "cannot protect a sleeping engine from requests" in caplog.text
     assert scheduler._request_dispatcher == scheduler._dispatch
+    assert "memsaver" not in state_of(scheduler)  # a controller sees an unprotected engine
+
+
+def test_a_scheduler_without_the_guards_place_reports_no_state(engine, monkeypatch):
+    assert "memsaver" in state_of(engine)
+    monkeypatch.setattr(hooks, "lacks_guard", lambda: True)
+    assert "memsaver" not in state_of(engine)
+
+
+def test_a_server_in_rust_neither_waits_nor_wakes(engine, policy):
+    policy("wake")
+    assert state_of(engine)["memsaver"]["when_asleep"] == "wake"
+    engine.rust_server = object()
+    assert state_of(engine)["memsaver"]["when_asleep"] == "refuse"
 
 
 @pytest.mark.parametrize("text", [None, "", "the engine is busy", "the engine is asleep"])

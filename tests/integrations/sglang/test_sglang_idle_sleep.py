@@ -9,6 +9,7 @@ import sglang_stand_in as stand_in
 from scheduler_calls import ask, states
 from sglang_stand_in import messages
 
+from memsaver.integrations.sglang.guard import Guard
 from memsaver.integrations.sglang.idle_sleep import IdleRelease, IdleSleep, install, with_handler
 
 GENERATION = messages.TokenizedGenerateReqInput("a")
@@ -132,17 +133,32 @@ def test_sglangs_own_input_blocker_comes_first(clock):
     assert idle.handle(["a"]) == ["a", "unblocked"]
 
 
-def test_an_engine_without_a_guard_does_not_sleep(sglang, monkeypatch, clock):
-    """The first request after the release would end it."""
+@pytest.fixture
+def sleeper(sglang, clock):
+    """Return a scheduler with an `IdleSleep`, before it has a dispatcher of requests."""
     scheduler = sglang.Scheduler(sglang.Updater)
     scheduler.server_args = types.SimpleNamespace(enable_weights_cpu_backup=True)
     inner = types.SimpleNamespace(handle=lambda requests: requests)
     scheduler.input_blocker = IdleSleep(scheduler, 5, inner, clock)
-    monkeypatch.delattr("sglang.srt.managers.io_struct.AbortReq")
     scheduler._dispatch = Dispatcher([])
-    scheduler.init_request_dispatcher()
-    assert isinstance(scheduler._request_dispatcher, Dispatcher)
-    assert advance(clock, scheduler.input_blocker, 20) == []
+    return scheduler
+
+
+def test_an_engine_without_a_guard_does_not_sleep(sleeper, monkeypatch, clock):
+    """The first request after the release would end it."""
+    monkeypatch.delattr("sglang.srt.managers.io_struct.AbortReq")
+    sleeper.init_request_dispatcher()
+    assert isinstance(sleeper._request_dispatcher, Dispatcher)
+    assert advance(clock, sleeper.input_blocker, 20) == []
+
+
+def test_an_engine_whose_server_cannot_wake_it_does_not_sleep(sleeper, policy, clock, caplog):
+    """SGLang 0.5.23's server in Rust has no tokenizer manager."""
+    policy("wake")
+    sleeper.rust_server = object()
+    sleeper.init_request_dispatcher()
+    assert isinstance(sleeper._request_dispatcher, Guard)
+    assert advance(clock, sleeper.input_blocker, 20) == [] and "Rust" in caplog.text
 
 
 class Dispatcher:

@@ -17,7 +17,7 @@ from memsaver._runtime.native import PartName
 from memsaver.integrations.engine import moves
 from memsaver.integrations.engine.errors import EngineBusyError
 from memsaver.integrations.engine.messages import SchedulerState, error_of
-from memsaver.integrations.sglang import SleepController, Status, handlers, hooks
+from memsaver.integrations.sglang import handlers, hooks
 from memsaver.integrations.sglang.protocol import REWRITTEN, answers_of
 
 MIB = 1 << 20
@@ -87,35 +87,6 @@ def test_a_busy_engine_refuses(engine):
     assert set(states().values()) == {"mapped"} and answer.released == ()
     engine.end("a")
     assert ask(engine, "release").failure is None
-
-
-def test_a_resume_without_room_can_be_repeated(engine, sim):
-    ask(engine, "release")
-    sim.occupy((80 << 30) - sim.physical() - 6 * MIB)  # the trainer's memory
-    answer = ask(engine, "resume")
-    error = error_of([answer])
-    assert isinstance(error, memsaver.OutOfDeviceMemoryError)
-    assert error.needed > error.free == 6 * MIB and "rank 0 of 1" in str(error)
-    assert set(states().values()) == {"paused"} and set(answer.released) == set(stand_in.TAGS)
-    assert sim.tag_bytes() == 0
-    assert ask(engine, "resume", ["weights"]).failure is None  # which fit
-    assert engine.model.is_intact()
-    sim.occupy(0)
-    assert ask(engine, "resume").released == ()
-    assert engine.model.is_intact() and engine.graph.is_intact() and engine.kv.is_zero()
-
-
-@pytest.mark.parametrize("call", ["cuMemUnmap", "cuMemcpyDtoHAsync"])
-def test_a_release_that_fails_leaves_everything_mapped(engine, sim, call):
-    with sim.fault(call):
-        answer = ask(engine, "release")
-    assert isinstance(error_of([answer]), memsaver.MemsaverError)
-    assert set(states().values()) == {"mapped"} and answer.released == ()
-    assert engine.handlers.offload_tags == set()
-    assert engine.model.is_intact() and engine.graph.is_intact()
-    assert ask(engine, "release").failure is None
-    ask(engine, "resume")
-    assert engine.model.is_intact()
 
 
 def test_the_kv_cache_goes_before_other_contents_are_saved_again(engine, sim, wait_until):
@@ -321,35 +292,6 @@ def test_the_state_is_part_of_the_server_information(engine):
     assert not state().idle
     engine.running.clear()
     assert ask(engine, "resume").number == 2
-
-
-def test_an_error_reaches_the_caller_of_the_engine(engine, sglang, sim):
-    local = stand_in.Engine(sglang.Tokenizer([engine]))
-    request = stand_in.ResumeMemoryOccupationReqInput
-
-    def run(method, message):
-        return local.loop.run_until_complete(method(message, None))
-
-    manager = local.tokenizer_manager
-    (answer,) = run(manager.release_memory_occupation, stand_in.ReleaseMemoryOccupationReqInput())
-    assert answer.ranks[0].bytes == 14 * MIB
-    with sim.fault("cuMemCreate", sim.OUT_OF_MEMORY):
-        with pytest.raises(memsaver.OutOfDeviceMemoryError, match="rank 0 of 1"):
-            run(manager.resume_memory_occupation, request())
-    assert run(manager.resume_memory_occupation, request())[0].released == ()
-    local.shutdown()
-
-
-def test_a_controller_reads_the_state(engine, sglang):
-    local = stand_in.Engine(sglang.Tokenizer([engine]))
-    controller = SleepController(local, timeout=30)
-    assert controller.guarded and controller.status is Status.AWAKE
-    ask(engine, "release", ["kv_cache"])
-    assert controller.refresh() is Status.WEIGHTS_ONLY
-    controller.sleep()
-    controller.wake_up()
-    assert controller.status is Status.AWAKE and engine.model.is_intact()
-    local.shutdown()
 
 
 def test_another_saver_is_guarded_and_does_its_own_work(sglang, monkeypatch):

@@ -9,6 +9,7 @@ import scheduler_calls
 import sglang_stand_in as stand_in
 from scheduler_calls import states
 
+import memsaver
 from memsaver import InvalidStateError
 from memsaver.integrations.engine.messages import error_of
 from memsaver.integrations.sglang import SleepController
@@ -135,3 +136,15 @@ def test_other_versions_accept_repeated_releases_and_resumes(main_process, sched
     for operation in ("resume", "release", "release", "resume", "resume"):
         call(main_process, operation, ["kv_cache", "weights"])
     assert set(states().values()) == {"mapped"} and scheduler.model.is_intact()
+
+
+def test_a_call_that_fails_is_in_the_log(main_process, scheduler, sim, caplog):
+    """The program that logs may be another one than the caller, who gets the error."""
+    call(main_process, "release")
+    sim.occupy(memsaver.device_memory(0)[0])
+    for operation, tags, text in (("resume", None, "out of memory"), ("release", ["x"], "tag 'x'")):
+        with pytest.raises(memsaver.MemsaverError, match=text):
+            call(main_process, operation, tags)
+        assert f"a {operation} of memory failed: " in caplog.text and text in caplog.text
+    sim.occupy(0)
+    call(main_process, "resume")

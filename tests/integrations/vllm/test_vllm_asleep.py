@@ -108,32 +108,6 @@ assert await generate(engine) == before
     )
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_wake_up_without_memory_refuses_the_requests_and_the_engine_sleeps_on(asleep, ranks):
-    asleep(
-        """
-import vllm_calls
-before = await generate(engine)
-await engine.sleep()
-free = (await engine.collective_rpc(vllm_calls.free))[0]
-await engine.collective_rpc(vllm_calls.occupy, args=(free - (1 << 20),))
-errors = await asyncio.gather(refusal(generate(engine, "a")), refusal(generate(engine, "b")))
-for error in errors:
-    assert "it could not be woken" in str(error) and set(error.tags) == set(BOTH)
-    assert isinstance(error.__cause__, OutOfDeviceMemoryError) and error.__cause__.needed > 0
-assert await engine.is_sleeping()
-with raising(OutOfDeviceMemoryError) as caught:
-    await engine.wake_up()
-assert caught.error.free < caught.error.needed
-await engine.collective_rpc(vllm_calls.occupy, args=(0,))
-assert await generate(engine) == before
-""",
-        engine=f"engine_of(world_size={ranks})",
-        when="wake",
-        wait=1,
-    )
-
-
 @pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
 @pytest.mark.parametrize("when", POLICIES)
 def test_sleep_under_load(asleep, when, mode):

@@ -8,14 +8,10 @@ import sys
 
 import pytest
 
-import memsaver
-from memsaver import simulator
-from memsaver.integrations.rollout.weights.payloads import mapped
 from memsaver.integrations.vllm.protocol import BEGIN, END, LOAD
 
 torch = pytest.importorskip("torch")
 
-from importing_process import release_shared  # noqa: E402
 from repository import TESTS  # noqa: E402
 from vllm_workers import Worker, buckets, contents, equal, payload  # noqa: E402
 
@@ -40,21 +36,6 @@ def loaded(tiny, seed, **model):
             if hasattr(layer, "quant_method"):
                 layer.quant_method.process_weights_after_loading(layer)
     return made
-
-
-@pytest.mark.parametrize("count", [1, 4])
-def test_buckets_are_loaded_and_compared(tiny, count):
-    model, new = loaded(tiny, 1), tiny.checkpoint(2)
-    worker = Worker(model)
-    addresses = [param.data_ptr() for param in model.parameters()]
-    worker.call(BEGIN)
-    for bucket in buckets(new, count):
-        check = worker.load(bucket)
-        assert check.received == check.held == len(bucket)
-        assert not (check.damaged or check.differing or check.unused or check.unverified)
-    assert worker.call(END).failure is None
-    assert equal(contents(model), contents(loaded(tiny, 2)))
-    assert [param.data_ptr() for param in model.parameters()] == addresses
 
 
 class BaseLayerWithLoRA(torch.nn.Module):
@@ -103,18 +84,6 @@ def test_a_converted_model_is_reloaded_layer_by_layer(tiny, count):
     assert [param.data_ptr() for param in model.parameters()] == addresses
 
 
-@pytest.mark.parametrize("converts", [False, True])
-def test_a_damaged_bucket_is_not_loaded(tiny, converts):
-    model = loaded(tiny, 1, converts=converts)
-    worker, before = Worker(model), contents(model)
-    worker.call(BEGIN)
-    new = tiny.checkpoint(2)
-    check = worker.load(new, sent=new | {"layers.0.q.weight": new["layers.0.k.weight"]})
-    assert check.damaged == ("layers.0.q.weight",)
-    worker.call(END)
-    assert equal(contents(model), before)
-
-
 def test_a_failed_reload_leaves_incomplete_layers_their_old_weights(tiny):
     model = loaded(tiny, 1, converts=True)
     worker, before = Worker(model), contents(model)
@@ -132,35 +101,6 @@ def test_a_failed_reload_leaves_incomplete_layers_their_old_weights(tiny):
     assert worker.load(new).failure is None
     worker.call(END)
     assert equal(contents(model), contents(loaded(tiny, 2, converts=True)))
-
-
-@pytest.mark.parametrize("converts", [False, True])
-def test_tensors_of_a_region_are_mapped_and_released(tiny, sim, tag, options, converts, wait_until):
-    """The sender may pause its tag after each load, and change the tensors."""
-    options(importer_seconds=5)
-    name, sent = tag("trainer"), {}
-    with memsaver.region(name, backup="host", shareable=True):
-        for key, tensor in tiny.checkpoint(2).items():
-            sent[key] = simulator.empty(tensor.shape, tensor.dtype).copy_(tensor)
-    model = loaded(tiny, 1, converts=converts)
-    worker = Worker(model)
-    worker.call(BEGIN)
-    for bucket in buckets(sent, 3):
-        check = worker.load(bucket, text=mapped(list(bucket.items()), []))
-        assert check.received == len(bucket) and check.failure is None
-        memsaver.pause(name)
-        memsaver.resume(name)
-        for tensor in bucket.values():
-            tensor.fill_(5)
-    worker.call(END)
-    assert equal(contents(model), contents(loaded(tiny, 2, converts=converts)))
-    text = mapped([("x", next(iter(sent.values())))], [])
-    memsaver.pause(name)
-    failure = worker.load({"x": torch.ones(2)}, text=text).failure
-    assert (failure.kind, failure.tag) == ("SharingError", name)
-    memsaver.resume(name)
-    del sent, bucket, tensor
-    release_shared(wait_until)
 
 
 def test_only_a_model_that_is_loaded_and_not_converted_maps_tensors(tiny):
@@ -187,16 +127,6 @@ def test_an_update_that_was_not_ended_is_abandoned(tiny):
     worker.call(END)
     worker.call(END)  # does nothing
     assert equal(contents(model), contents(loaded(tiny, 2, converts=True)))
-
-
-def test_names_that_the_model_does_not_use_are_reported(tiny):
-    model = loaded(tiny, 1)
-    worker = Worker(model)
-    worker.call(BEGIN)
-    check = worker.load({"ignored.weight": torch.ones(4)})
-    assert check.unused == ("ignored.weight",)
-    check = worker.load({"absent.weight": torch.ones(4)})
-    assert "no module or parameter named 'absent.weight'" in check.failure.message
 
 
 def test_tensors_in_the_engines_layout_are_written_unchanged(tiny):

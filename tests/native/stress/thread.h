@@ -99,6 +99,7 @@ class Thread {
   struct Asked;
   void choose_dead(Asked& asked);
   ms_status begin(Asked& asked);
+  Block* arriving_block(const Asked& asked, size_t device);
   void run_beside(Asked& asked);
   void note(const Asked& asked);
   void check_states(const Asked& asked);

@@ -53,6 +53,16 @@ ms_status Thread::begin(Asked& asked) {
                              &asked.error);
 }
 
+// Returns one of this thread's blocks on a device that the transition resumes, or null.
+Block* Thread::arriving_block(const Asked& asked, size_t device) {
+  for (Block& block : blocks_) {
+    const auto of = static_cast<size_t>(block.tag);
+    if (asked.into.empty() || asked.into.front() != of) continue;
+    if (static_cast<size_t>(block.device) == device && tag_of(block).paused) return &block;
+  }
+  return nullptr;
+}
+
 // Runs the transition on another thread while this thread makes the calls of a waiting program.
 void Thread::run_beside(Asked& asked) {
   ms_transition_hand_over(asked.transition, nullptr);
@@ -65,17 +75,24 @@ void Thread::run_beside(Asked& asked) {
     std::this_thread::yield();
   }
   const size_t device = below(kDevices);
+  Block* const arriving = arriving_block(asked, device);
+  const bool for_block = arriving && one_in(2);  // not for the whole transition
+  const bool on_host = for_block && one_in(2);
+  const ms_range range{arriving ? reinterpret_cast<uint64_t>(arriving->pointer) : 0,
+                       arriving ? arriving->bytes : 0};
+  void* const stream = streams_[device];
   ms_error error{};
-  const bool waited = fine(ms_transition_wait_stream(asked.transition, streams_[device], &error),
-                           error, "ms_transition_wait_stream", {MS_INVALID_STATE});
-  // Work that is queued from now on runs after a resume's copies.
-  for (Block& block : blocks_) {
-    const auto of = static_cast<size_t>(block.tag);
-    if (!waited || !asked.out.empty() || asked.into.front() != of) continue;
-    if (static_cast<size_t>(block.device) != device || !tag_of(block).paused) continue;
-    fill_later(block);
-    block.losses = tag_of(block).losses;
-    break;
+  const ms_status status = for_block
+                               ? ms_transition_wait_ranges(asked.transition, &range, 1,
+                                                           on_host ? nullptr : &stream, &error)
+                               : ms_transition_wait_stream(asked.transition, stream, &error);
+  const bool waited = fine(status, error, "to wait for a transition", {MS_INVALID_STATE});
+  if (waited && on_host) {
+    require_contents(*arriving, arriving->pointer);
+  } else if (waited && arriving && asked.out.empty()) {
+    // Work that is queued from now on runs after the copies into the block.
+    fill_later(*arriving);
+    arriving->losses = tag_of(*arriving).losses;
   }
   runner.join();
 }

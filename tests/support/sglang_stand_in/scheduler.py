@@ -172,6 +172,11 @@ class Scheduler:
             if output is not None:
                 self.ipc_channels.send_to_tokenizer.send_output(output, request)
 
+    def _dispatch_tokenized_mm_requests(self, request, errors) -> None:
+        """Handle requests with images of which some could not be read (0.5.23)."""
+        for _ in errors:
+            self._dispatch(request)
+
     def _dispatch(self, request):
         """Handle a request. Requests without a case here need all tags mapped."""
         self.handled.append(request)

@@ -107,11 +107,13 @@ def test_a_server_that_cannot_report_the_effect_of_a_release(make_world):
         server.shutdown()
 
 
-def test_a_sleep_that_fails_leaves_the_engine_awake(make_world, kind):
+@pytest.mark.parametrize("call", ["cuMemUnmap", "cuMemcpyDtoHAsync"])
+def test_a_sleep_that_fails_leaves_the_engine_awake(make_world, kind, call):
     world = make_world(kind)
-    with world.sim.fault("cuMemUnmap"), pytest.raises(memsaver.DriverError):
+    with world.sim.fault(call), pytest.raises(memsaver.DriverError):
         world.controller.sleep()
     assert world.controller.status is Status.AWAKE and world.released == set()
+    assert world.scheduler.model.is_intact()
     assert world.controller.generate(prompt="a")["text"] == "a!"
     world.controller.sleep()
     assert world.released == ALL
