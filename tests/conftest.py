@@ -21,7 +21,7 @@ from typing import Any
 
 import coroutine_tests
 import pytest
-from child_process import environment_without, run_code
+from child_process import environment_without, reads_at_start, run_code
 from driver_choice import GPUS, asks_for_gpu_tests, why_not
 from dropin_environment import build_wheel, make_site, run_with
 from repository import IMPORT_PATH, ROOT, TESTS
@@ -339,16 +339,33 @@ def recorded(sim, tag, make_blocks):
 # --- child processes ------------------------------------------------------------------------------
 
 
+def depends_on_interpreter(request: pytest.FixtureRequest) -> bool:
+    """Return whether the test is marked each_python, and so needs new interpreters."""
+    return request.node.get_closest_marker("each_python") is not None
+
+
 @pytest.fixture
-def run_python(tmp_path):
+def run_python(tmp_path, request):
     """Run code in a new process: `run_python(code, MEMSAVER_SIM_DEVICES=2)`.
 
     Returns a CompletedProcess. The environment is this process's without memsaver's variables, with
-    the simulated driver; a variable whose value is None is not set. For `with_torch`, see run_code.
+    the simulated driver; a variable whose value is None is not set. For `with_torch` and `fresh`,
+    see run_code. Tests marked each_python get a new interpreter unless they pass `fresh=False`.
     """
     from memsaver._runtime.native import LIBRARY_DIR
 
-    def run(code: str, *, status: int | None = 0, timeout: float = 60, with_torch=False, **env):
+    each_python = depends_on_interpreter(request)
+
+    def run(
+        code: str,
+        *,
+        status: int | None = 0,
+        timeout: float = 60,
+        with_torch=False,
+        fresh: bool | None = None,
+        **env,
+    ):
+        fresh = each_python if fresh is None else fresh
         environment = environment_without("MEMSAVER_")
         paths = [IMPORT_PATH, str(LIBRARY_DIR.parent)]
         environment["PYTHONPATH"] = os.pathsep.join([*paths, environment.get("PYTHONPATH", "")])
@@ -359,7 +376,13 @@ def run_python(tmp_path):
             else:
                 environment[name] = str(value)
         return run_code(
-            code, environment, tmp_path, status=status, timeout=timeout, with_torch=with_torch
+            code,
+            environment,
+            tmp_path,
+            status=status,
+            timeout=timeout,
+            with_torch=with_torch,
+            fresh=fresh or reads_at_start(env),
         )
 
     return run
@@ -396,11 +419,12 @@ def dropin_site(dropin_wheel):
 
 
 @pytest.fixture
-def run_dropin(dropin_site, tmp_path):
+def run_dropin(dropin_site, tmp_path, request):
     """Run Python code after the usual import; check its status, and return its process."""
+    each_python = depends_on_interpreter(request)
 
     def go(code, *, status=0, packages=dropin_site, **options):
-        return run_with(packages, code, tmp_path, status, **options)
+        return run_with(packages, code, tmp_path, status, fresh=each_python, **options)
 
     return go
 

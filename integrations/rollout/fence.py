@@ -14,7 +14,7 @@ Value = TypeVar("Value")
 
 
 class Fence:
-    """A barrier between ranks of different engines, which also propagates their failures.
+    """A barrier between ranks of different engines, which also exchanges values and failures.
 
     The constructor is a collective call over the mesh.
 

@@ -39,26 +39,26 @@ def test_only_changed_contents_are_copied_again(run):
 
 
 @pytest.mark.parametrize(
-    ("room", "margin", "there"),
+    ("sizes", "room", "margin", "there"),
     [
-        ("0", "0", 0),
-        ("300 * MIB", "0", 258),
-        ("300 * MIB", "100 * MIB", 66),
-        ("330 * MIB", "0", 322),
+        # A block longer than the longest chunk (256 MiB), and a small one.
+        ("[258 * MIB, 64 * MIB]", "300 * MIB", "0", 258),
+        ("[258 * MIB, 64 * MIB]", "330 * MIB", "0", 322),
+        ("[66 * MIB, 20 * MIB]", "0", "0", 0),
+        ("[66 * MIB, 20 * MIB]", "140 * MIB", "100 * MIB", 20),
     ],
-    ids=["full", "part", "margin", "all"],
+    ids=["part", "all", "full", "margin"],
 )
-def test_contents_without_room_are_saved_on_the_host(run, room, margin, there):
-    # One block longer than the longest chunk (256 MiB), and a small one.
+def test_contents_without_room_are_saved_on_the_host(run, sizes, room, margin, there):
     run(f"""
-        scene = Scene([258 * MIB, 64 * MIB], margin={margin})
+        scene = Scene({sizes}, margin={margin})
         scene.leave_free({room})
         for _ in range(2):
             memsaver.pause("t")
             row = scene.row
             assert row.peer_bytes == scene.on_neighbour() and row.disk_bytes == 0
             assert row.peer_bytes >> 20 == {there}, row.peer_bytes >> 20
-            assert row.host_bytes + row.peer_bytes == 322 * MIB == row.backup_bytes
+            assert row.host_bytes + row.peer_bytes == sum({sizes}) == row.backup_bytes
             memsaver.resume("t")
             scene.check()
             scene.rewrite(0), scene.rewrite(1)
@@ -83,11 +83,11 @@ def test_memory_that_another_process_takes_first_is_replaced_by_the_host(run):
 
 def test_a_budget_refuses_the_hosts_part_before_anything_changes(run):
     run("""
-        scene = Scene([258 * MIB, 64 * MIB])
-        scene.leave_free(300 * MIB)
+        scene = Scene([66 * MIB, 20 * MIB])
+        scene.leave_free(40 * MIB)
         memsaver.configure(host_bytes=8 * MIB)
         error = fails(OutOfHostMemoryError)
-        assert error.tag == "t" and error.needed == 64 * MIB, error
+        assert error.tag == "t" and error.needed == 66 * MIB, error
         scene.check()
         assert scene.on_neighbour() == 0 == scene.row.host_bytes
         scene.sim.occupy(0, 1)
@@ -98,8 +98,8 @@ def test_a_budget_refuses_the_hosts_part_before_anything_changes(run):
 
 def test_retained_chunks_keep_their_place(run):
     run("""
-        scene = Scene([258 * MIB, 64 * MIB])
-        scene.leave_free(300 * MIB)
+        scene = Scene([66 * MIB, 20 * MIB])
+        scene.leave_free(40 * MIB)
         memsaver.pause("t"), memsaver.resume("t")
         place = scene.row.host_bytes, scene.row.peer_bytes
         scene.sim.occupy(0, 1)
@@ -108,7 +108,7 @@ def test_retained_chunks_keep_their_place(run):
         memsaver.resume("t")
         memsaver.trim(wait=True)
         memsaver.pause("t")
-        assert (scene.row.host_bytes, scene.row.peer_bytes) == (0, 322 * MIB)
+        assert (scene.row.host_bytes, scene.row.peer_bytes) == (0, 86 * MIB)
         memsaver.resume("t")
         scene.check()
     """)

@@ -223,6 +223,51 @@ def alone(folder: Path) -> None:
         check_bad(engine, first, folder)
 
 
+def session(folder: Path) -> None:
+    """Run the steps of a session, also with updates that rewrite all weights, and with overlap.
+
+    An engine whose weights are rewritten neither saves nor restores them.
+    """
+    import torch
+
+    from memsaver.integrations.rollout import ColocatedSession, RolloutEngine, Stage
+
+    torch.cuda.set_device(0)
+    names = list(state(1))
+    model = torch.nn.ParameterList([torch.nn.Parameter(t) for t in state(1).values()])
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+
+    def train(seed: int) -> None:
+        with torch.no_grad():
+            for parameter, tensor in zip(model, state(seed).values(), strict=True):
+                parameter.copy_(tensor)
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with RolloutEngine.launch(**arguments(folder), timeout=240) as engine:
+        first = outputs(engine)
+        for rewrites in (False, True):
+            options: dict[str, Any] = {"whole_updates": rewrites, "overlap": rewrites}
+            options["state"] = lambda: dict(zip(names, (p.data for p in model), strict=True))
+            made = ColocatedSession(engine, model, optimizer, **options)
+            copied = []
+            for seed in (2, 1, 2, 1):
+                with made.training():
+                    train(seed)
+                with made.rollout():
+                    assert (outputs(engine) == first) == (seed == 1), (rewrites, seed)
+                reports = [
+                    r.result for r in made.stages if r.stage in (Stage.SLEEP, Stage.WAKE_WEIGHTS)
+                ]
+                ranks = [rank for report in reports for step in report.steps for rank in step.ranks]
+                assert len(reports) == 2 and ranks, made.stages
+                copied.append(sum(rank.copied_bytes.get("weights", 0) for rank in ranks))
+            print(f"rewrites {rewrites}: copied {copied}", flush=True)
+            assert all(copied) if not rewrites else not any(copied[1:]), copied
+            made.close()
+
+
 def check_leaving(engine: Any, backend: str, weights: dict[str, Any]) -> None:
     """Check that left groups keep no threads and no listeners; with gloo, no descriptors."""
     from memsaver.integrations.rollout.weights import WeightGroup
@@ -334,6 +379,7 @@ def two(folder: Path) -> None:
 
 SCENES = {
     "alone": alone,
+    "session": session,
     "group": group,
     "group_nccl": functools.partial(group, backend="nccl"),
     "two": two,

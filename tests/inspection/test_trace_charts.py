@@ -11,8 +11,6 @@ from random import Random
 
 import pytest
 from made_traces import HOSTILE, made, transition
-from matplotlib.figure import Figure
-from matplotlib.image import imread
 
 import memsaver
 from memsaver.traces import files, picture
@@ -20,6 +18,14 @@ from memsaver.traces.series import device_series
 from memsaver.traces.trace import DeviceSample, TagSample
 
 MIB = 1 << 20
+
+
+def new_axes():
+    """Create a plot's axes. Only the processes that run these tests import matplotlib."""
+    from matplotlib.figure import Figure
+
+    return Figure().subplots()
+
 
 # --- the lines
 
@@ -161,6 +167,8 @@ def test_the_pictures_pixels_are_the_tags(tmp_path):
     """The tag's colour fills exactly the time in which it had memory."""
     trace = made(samples=[TagSample(0.0, "a", 0, 100, 100), TagSample(5.0, "a", 0, 100, 0)])
     content = files.save(trace, tmp_path / "x.png").read_bytes()
+    from matplotlib.image import imread
+
     pixels = imread(io.BytesIO(content))[:, :, :3]
     blue = abs(pixels - [0x4E / 255, 0x79 / 255, 0xA7 / 255]).sum(axis=2) < 0.02
     left, right = blue[:, :650], blue[:, 800:1200]
@@ -171,7 +179,7 @@ def test_a_picture_shows_a_full_device():
     """The line of free memory falls to zero, stays there, and rises again."""
     free = [(0.0, 80), (2.0, 0), (4.0, 0), (6.0, 40)]
     memory = [DeviceSample(at, 0, nbytes, 80) for at, nbytes in free]
-    axes = Figure().subplots()
+    axes = new_axes()
     picture._draw_free(axes, device_series(made(memory=memory), 0))
     (line,) = axes.lines
     assert [tuple(point) for point in line.get_xydata()] == [*free, (10.0, 40)]
@@ -186,7 +194,7 @@ def test_the_legend_names_the_colour_of_every_band():
         transition(number=4, outcome="failed", begin_seconds=8.0, end_seconds=9.0),
     ]
     trace = made(samples=[TagSample(0.0, "t", 0, 9, 9)], transitions=rows)
-    axes = Figure().subplots()
+    axes = new_axes()
     picture._draw_tags(axes, trace, device_series(trace, 0))
     of_tags = len(axes.patches)
     picture._draw_transitions(axes, trace, 0)

@@ -66,7 +66,7 @@ def test_an_interrupt_during_the_wait_ends_the_ranks(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     rank_processes.run("pass", 1, tmp_path)
-    server = rank_processes._servers[os.environ.get("LD_LIBRARY_PATH")].pid
+    server = rank_processes._servers["torch", os.environ.get("LD_LIBRARY_PATH")].pid
     monkeypatch.setattr(rank_processes.json, "loads", interrupted)
     with pytest.raises(KeyboardInterrupt):
         rank_processes.run("pass", 1, tmp_path)
@@ -74,6 +74,30 @@ def test_an_interrupt_during_the_wait_ends_the_ranks(tmp_path, monkeypatch):
     with pytest.raises(ProcessLookupError):
         os.kill(server, 0)
     assert rank_processes.run("print(5)", 1, tmp_path) == ["5\n"]
+
+
+# Each part of the output must not differ from that of a new interpreter.
+INTERPRETER = """
+import atexit, faulthandler, os, signal, sys, threading
+print(sys.argv, [path for path in sys.path if path != os.getcwd()], "__file__" in globals())
+print(__name__, os.getcwd(), os.listdir())
+print(sys.flags, sys.stdin.read(), sys.stdout.encoding, sys.stdout.isatty(), os.environ["WORD"])
+print([signal.getsignal(n) for n in (signal.SIGINT, signal.SIGSEGV)], threading.active_count())
+print(sorted(os.listdir("/proc/self/fd")), faulthandler.is_enabled(), "memsaver" in sys.modules)
+atexit.register(print, "at exit")
+class Last:
+    def __del__(self):
+        print("freed at exit", file=sys.stderr)
+last = Last()
+sys.exit(5)
+"""
+
+
+def test_code_runs_as_in_a_new_interpreter(run_python, tmp_path):
+    (tmp_path / "beside").touch()
+    new, forked = (run_python(INTERPRETER, status=5, fresh=f, WORD="x") for f in (True, False))
+    assert (forked.stdout, forked.stderr) == (new.stdout, new.stderr)
+    assert new.stdout.endswith("at exit\n") and new.stderr == "freed at exit\n"
 
 
 # A script tells what a new interpreter would find, then echoes its input, and ends with status 9.

@@ -10,7 +10,7 @@ import textwrap
 import zipfile
 from pathlib import Path
 
-from child_process import environment_without, run_code
+from child_process import environment_without, reads_at_start, run_code
 from repository import IMPORT_PATH, ROOT, TESTS
 
 
@@ -47,6 +47,7 @@ def run_with(
     status: int,
     with_torch: bool = False,
     timeout: float = 60,
+    fresh: bool = False,
     **env: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run Python code after the usual import, on the simulated driver, and check its status."""
@@ -56,9 +57,14 @@ def run_with(
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [*paths, IMPORT_PATH]))
     environment["MEMSAVER_DRIVER"] = "sim"
     environment.update(env)
-    code = PREAMBLE + textwrap.dedent(code)
     return run_code(
-        code, environment, folder, status=status, timeout=timeout, with_torch=with_torch
+        PREAMBLE + textwrap.dedent(code),
+        environment,
+        folder,
+        status=status,
+        timeout=timeout,
+        with_torch=with_torch,
+        fresh=fresh or reads_at_start(env),
     )
 
 

@@ -1,8 +1,8 @@
-"""A process that has imported torch and forks child processes, which saves seconds for each.
+"""A process that has imported modules and forks child processes, which saves their imports.
 
-`rank_processes` starts it and sends requests. It has one thread, and has not imported memsaver, so
-that its children are like new interpreters with loaded modules. Requests and answers are lines of
-JSON. The process ends after the last request.
+`rank_processes` starts it with the name of a list in MODULES, and sends requests. It has one
+thread, and has not imported memsaver, so that its children are like new interpreters with loaded
+modules. Requests and answers are lines of JSON. The process ends after the last request.
 """
 
 from __future__ import annotations
@@ -19,13 +19,31 @@ import time
 import types
 from typing import Any
 
-MODULES = (
-    "pytest",
-    "torch._dynamo",
-    "torch.distributed.device_mesh",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-)
+MODULES = {
+    "torch": (
+        "pytest",
+        "torch._dynamo",
+        "torch.distributed.device_mesh",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor",
+    ),
+    # What memsaver, its command line and the tests' helpers import.
+    "plain": (
+        "asyncio",
+        "concurrent.futures.thread",
+        "ctypes",
+        "dataclasses",
+        "hashlib",
+        "importlib.metadata",
+        "importlib.resources",
+        "inspect",
+        "multiprocessing.connection",
+        "random",
+        "subprocess",
+        "tempfile",
+        "uuid",
+    ),
+}
 
 
 def serve() -> dict[str, Any] | None:
@@ -111,14 +129,18 @@ def become(process: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     os.environ.clear()
     os.environ.update(process["environment"])
     new_paths = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+    script = process["script"]
+    main = types.ModuleType("__main__")
+    if process.get("without_file"):  # as with `python -c`
+        new_paths.insert(0, "")
+        sys.argv = ["-c"]
+    else:
+        sys.argv = [script, *process.get("arguments", ())]
+        main.__file__ = script
     if "arguments" in process:
-        new_paths.insert(0, os.path.dirname(process["script"]))
+        new_paths.insert(0, os.path.dirname(script))
     sys.path[:] = [*new_paths, *(path for path in sys.path if path not in paths)]
     os.chdir(process["folder"])
-    script = process["script"]
-    sys.argv = [script, *process.get("arguments", ())]
-    main = types.ModuleType("__main__")
-    main.__file__ = script
     sys.modules["__main__"] = main
     with open(script) as file:
         return compile(file.read(), script, "exec"), vars(main)
@@ -135,15 +157,18 @@ def leave() -> None:
 
 
 if __name__ == "__main__":
-    faulthandler.enable()
-    for name in MODULES:
+    with_torch = sys.argv[1] == "torch"
+    if with_torch:
+        faulthandler.enable()
+    for name in MODULES[sys.argv[1]]:
         importlib.import_module(name)
     if len(os.listdir("/proc/self/task")) > 1:
         sys.exit("an import has started threads: what is forked would be without them")
     gc.freeze()  # no collection, even at exit, need scan the loaded modules
     forked = serve()
     if forked is not None:
-        atexit.register(leave)  # before all others, so that it runs after them
+        if with_torch:
+            atexit.register(leave)  # before all others, so that it runs after them
         try:
             exec(*become(forked))
         except BaseException:

@@ -1,4 +1,4 @@
-"""Runs Python code in processes that have imported torch: one, or the ranks of a group."""
+"""Runs Python code in forks of a process with loaded modules: one, or the ranks of a group."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,8 +26,9 @@ Process = dict[str, Any]  # see `fork_server.become`
 _LIBC = ctypes.CDLL(None)
 _PR_SET_CHILD_SUBREAPER = 36
 
-# By LD_LIBRARY_PATH, which the dynamic linker reads only when a process starts.
-_servers: dict[str | None, subprocess.Popen[str]] = {}
+# By the name of the loaded modules (see `fork_server.MODULES`), and by LD_LIBRARY_PATH, which the
+# dynamic linker reads only when a process starts.
+_servers: dict[tuple[str, str | None], subprocess.Popen[str]] = {}
 
 
 def run(
@@ -74,27 +76,32 @@ def run(
     return said
 
 
-def run_with_torch(
-    code: str, environment: Mapping[str, str], folder: Path, *, timeout: float = 60
+def run_forked(
+    code: str, environment: Mapping[str, str], folder: Path, *, modules: str, timeout: float = 60
 ) -> subprocess.CompletedProcess[str]:
-    """Run code in a process that has imported torch, but not memsaver.
+    """Run code in a process that has imported `fork_server.MODULES[modules]`, but not memsaver.
 
     `environment` must have PYTHONPATH; the process ignores the other variables that an interpreter
-    reads when it starts. Raises AssertionError if the process runs longer than `timeout` seconds.
+    reads when it starts. With the modules "plain", the code runs as that of `python -c`: no file
+    appears in `folder`, and spawned processes do not run the code again. Raises AssertionError if
+    the process runs longer than `timeout` seconds.
     """
-    script, output, errors = (folder / f"with_torch.{name}" for name in ("py", "out", "err"))
-    script.write_text(code)
-    output.write_text("")
-    errors.write_text("")
-    process: Process = {
-        "script": str(script),
-        "folder": str(folder),
-        "environment": dict(environment),
-        "output": str(output),
-        "errors": str(errors),
-    }
-    (status,) = _forked([process], timeout)
-    said = output.read_text(), errors.read_text()
+    with tempfile.TemporaryDirectory(prefix="memsaver-forked-") as elsewhere:
+        files = folder if modules == "torch" else Path(elsewhere)
+        script, output, errors = (files / f"forked.{name}" for name in ("py", "out", "err"))
+        script.write_text(code)
+        output.write_text("")
+        errors.write_text("")
+        process: Process = {
+            "script": str(script),
+            "without_file": modules == "plain",
+            "folder": str(folder),
+            "environment": dict(environment),
+            "output": str(output),
+            "errors": str(errors),
+        }
+        (status,) = _forked([process], timeout, modules)
+        said = output.read_text(), errors.read_text()
     assert status is not None, f"no end within {timeout} s:\n" + "".join(said)
     return subprocess.CompletedProcess([str(script)], status, *said)
 
@@ -137,10 +144,12 @@ def _started(processes: Sequence[Process], timeout: float) -> list[int | None]:
     return ended
 
 
-def _forked(processes: Sequence[Process], timeout: float) -> list[int | None]:
+def _forked(
+    processes: Sequence[Process], timeout: float, modules: str = "torch"
+) -> list[int | None]:
     """Return the exit statuses of `fork_server`'s children; None for one that ran too long."""
     request = {"processes": processes, "timeout": timeout}
-    answer: list[int | None] = _answer(request, processes[0]["environment"])
+    answer: list[int | None] = _answer(request, processes[0]["environment"], modules)
     return answer
 
 
@@ -158,20 +167,21 @@ def adopted(process: Process) -> int:
     return pid
 
 
-def _answer(request: dict[str, Any], environment: Mapping[str, str]) -> Any:
+def _answer(request: dict[str, Any], environment: Mapping[str, str], modules: str = "torch") -> Any:
     """Send a request for processes in this environment to `fork_server`; return its answer."""
     libraries = environment.get("LD_LIBRARY_PATH")
-    if libraries not in _servers:  # runs until this process ends, which closes its pipe
+    key = modules, libraries
+    if key not in _servers:  # runs until this process ends, which closes its pipe
         linked = {} if libraries is None else {"LD_LIBRARY_PATH": libraries}
-        _servers[libraries] = Popen(
-            [sys.executable, str(SUPPORT / "fork_server.py")],
+        _servers[key] = Popen(
+            [sys.executable, str(SUPPORT / "fork_server.py"), modules],
             env={k: v for k, v in _environment().items() if k != "LD_LIBRARY_PATH"} | linked,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
-    server = _servers[libraries]
+    server = _servers[key]
     assert server.stdin is not None and server.stdout is not None
     try:
         print(json.dumps(request), file=server.stdin, flush=True)
@@ -182,5 +192,5 @@ def _answer(request: dict[str, Any], environment: Mapping[str, str]) -> Any:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(server.pid, signal.SIGKILL)
         server.communicate()
-        del _servers[libraries]
+        del _servers[key]
         raise

@@ -1,11 +1,19 @@
 """Test that callbacks and states stay consistent if signal handlers raise during a call."""
 
+from functools import partial
+
 import pytest
 
 pytestmark = [
     pytest.mark.each_python,
     pytest.mark.filterwarnings("ignore::memsaver.MemsaverWarning"),
 ]
+
+
+@pytest.fixture
+def run_python(run_python):
+    """Fork the processes: how an interpreter starts has no influence on these tests."""
+    return partial(run_python, fresh=False)
 
 
 INTERRUPTED = """

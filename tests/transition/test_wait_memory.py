@@ -12,9 +12,8 @@ SIZES = [64 * MIB] * 3  # the bytes between two events of a resume
 
 @pytest.fixture
 def slow(sim):
-    """Let each block take half a second to copy."""
-    sim.copy_rate(2 * SIZES[0])
-    yield
+    """Let each block take half a second to copy from now on."""
+    yield lambda: sim.copy_rate(2 * SIZES[0])
     sim.copy_rate(0)
 
 
@@ -28,6 +27,7 @@ def test_the_host_waits_for_the_copies_up_to_the_memory_and_not_for_later_ones(
     sim, tag, make_paused, slow
 ):
     first, second, last = blocks = make_paused(name := tag(), SIZES)
+    slow()
     under_way = memsaver.resume(name, wait=False)
     under_way.wait_memory(first)
     assert has_arrived(first) and not has_arrived(last)
@@ -41,6 +41,7 @@ def test_the_host_waits_for_the_copies_up_to_the_memory_and_not_for_later_ones(
 
 def test_a_streams_work_waits_for_its_memory_alone(sim, tag, make_paused, slow):
     blocks = make_paused(name := tag(), SIZES)
+    slow()
     with sim.stream() as stream:
         with held(sim):
             under_way = memsaver.resume(name, wait=False)
@@ -63,6 +64,7 @@ WHOLE = {
 @pytest.mark.parametrize("memory", WHOLE)
 def test_unknown_memory_waits_for_all_copies(sim, tag, make_paused, slow, memory):
     blocks = make_paused(name := tag(), SIZES)
+    slow()
     under_way = memsaver.resume(name, wait=False)
     under_way.wait_memory(WHOLE[memory](blocks))
     assert intact(blocks)

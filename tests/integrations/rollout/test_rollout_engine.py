@@ -243,6 +243,9 @@ def test_invalid_times_are_rejected(make_engine, timeout):
 
 
 def test_connecting_to_unreachable_or_mismatched_servers_fails(make_engine):
+    for engine in (None, 5, b"http://host", object()):
+        with pytest.raises(ConfigError, match=r"must be an sglang\.Engine or a server's URL"):
+            RolloutEngine.connect(engine)
     with pytest.raises(ConfigError, match="DeviceMesh"):
         RolloutEngine.connect("http://127.0.0.1:9", mesh="dp")
     with pytest.raises(EngineError, match="cannot be reached"):

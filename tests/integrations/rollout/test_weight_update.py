@@ -69,6 +69,7 @@ def test_an_update_brings_all_weights(engine, backend, verify, bucket_bytes, dty
     weights = checkpoint(1, dtype)
     report = update(engine, weights, version="7", verify=verify, bucket_bytes=bucket_bytes)
     assert holds(backend, weights) and backend.version == "7"
+    assert "load_weights" not in vars(backend.models[0])  # the check has restored the loader
     assert backend.calls == ["begin", *["load"] * report.buckets, "end"]
     assert (report.tensors, report.tied) == (len(weights) - 1, ("lm_head.weight",))
     assert report.bytes == sum(t.nbytes for t in weights.values()) - weights["embed.weight"].nbytes

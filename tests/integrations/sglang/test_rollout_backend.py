@@ -122,17 +122,6 @@ def test_a_generation_and_a_sleep_keep_out_of_each_others_way(world, wait_until)
 # --- a pause of the generation --------------------------------------------------------------------
 
 
-def test_an_aborting_pause_returns_the_partial_output(world, wait_until):
-    world.manager.generate_seconds = 60
-    generation = Task(world.backend.generate, [Request([1], FOUR)], 30)
-    wait_until(lambda: world.manager.schedulers[0].running)
-    world.backend.pause_generation("abort", 30)
-    (sample,) = generation.result(30)
-    assert sample.finish_reason == "abort" and sample.token_ids == [1, 2]
-    assert sample.logprobs == [-0.001, -0.002]
-    world.backend.continue_generation(30)
-
-
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_requests_that_come_in_a_pause_wait_for_its_end(world, mode):
     world.backend.pause_generation(mode, 30)
@@ -273,13 +262,6 @@ def test_ranks_that_would_get_no_weights(make_world, kind, given):
     manager.server_args.enable_dp_attention = True
     if name == "dp_size":
         backend_of(target).begin_update(30)
-
-
-def test_anything_but_an_engine_is_rejected(make_world):
-    with pytest.raises(ConfigError, match="must be an sglang"):
-        backend_of(object())
-    with pytest.raises(EngineError, match="cannot be reached"):
-        backend_of("http://127.0.0.1:9")
 
 
 def test_a_dead_scheduler_is_a_timeout(make_world, kind):

@@ -104,10 +104,11 @@ def test_a_failure_beside_good_answers_is_one(world, call):
 def test_a_failed_load_raises_the_ranks_own_error(world, call):
     failed = RankCheck(1, "there", 1, failure=Failure("InvalidStateError", "asleep", "weights"))
     answering(world, False, text_of_checks([GOOD[0], failed]))
-    with pytest.raises(InvalidStateError, match=r"rank 1 \(there\): asleep"):
+    with pytest.raises(InvalidStateError, match=r"rank 1 \(there\): asleep") as caught:
         call(world.backend)
+    assert caught.value.tag == "weights"
     answering(world, False, "the group is not known")
-    with pytest.raises(EngineError, match="the group is not known"):
+    with pytest.raises(EngineError, match="of its weights: the group is not known"):
         call(world.backend)
 
 

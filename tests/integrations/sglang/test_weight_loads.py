@@ -12,9 +12,7 @@ import rank_processes  # noqa: E402
 from weight_engine import Model, Request, checkpoint  # noqa: E402
 from weight_requests import load, payload, verification, weights  # noqa: E402
 
-from memsaver.errors import InvalidStateError  # noqa: E402
 from memsaver.integrations.engine.errors import EngineError  # noqa: E402
-from memsaver.integrations.engine.messages import Failure  # noqa: E402
 from memsaver.integrations.engine.weights import load_check  # noqa: E402
 from memsaver.integrations.engine.weights.checks import RankCheck, VerificationRequest  # noqa: E402
 from memsaver.integrations.engine.weights.held import watched  # noqa: E402
@@ -157,12 +155,6 @@ def test_requests_and_checks_travel_as_text():
     assert checks_of(Reply(True, text)) == [*several, several[1]]
     with pytest.raises(EngineError, match="was truncated"):
         checks_of(Reply(True, first[:-5]))
-    failed = [RankCheck(3, "there", 1, failure=Failure("InvalidStateError", "asleep", "weights"))]
-    with pytest.raises(InvalidStateError, match="rank 3 \\(there\\): asleep") as caught:
-        checks_of(Reply(False, text_of_checks(failed)))
-    assert caught.value.tag == "weights"
-    with pytest.raises(EngineError, match="refused the update of its weights: no room"):
-        checks_of(Reply(False, "no room"))
 
 
 RANKS = """

@@ -139,14 +139,6 @@ def test_no_failed_call_shows_the_key(serve):
     assert "tell" not in repr(engine) + repr(vars(engine)) + repr(vars(engine._client))
 
 
-def test_the_key_is_sent_to_the_server(serve):
-    server = serve(response({"internal_states": []}))
-    ServedEngine(server.url + "/", KEY).states(30)
-    head = server.requests[0].decode()
-    assert head.startswith("GET /server_info HTTP/1.1\r\n")
-    assert f"\r\nAuthorization: Bearer {KEY}\r\n" in head
-
-
 def test_proxies_of_the_environment_are_ignored(serve, monkeypatch):
     proxy, server = serve(response({"proxy": 1})), serve(response({"internal_states": []}))
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
@@ -209,12 +201,6 @@ def test_an_invalid_address_is_refused_and_not_shown(url):
         with pytest.raises(ConfigError) as caught:
             call()
         assert "hid" not in str(caught.value) and "server's address" in str(caught.value)
-
-
-@pytest.mark.parametrize("engine", [None, 5, b"http://host", object(), ["http://host"]])
-def test_anything_but_an_engine_is_refused(engine):
-    with pytest.raises(ConfigError):
-        connect(engine)
 
 
 @pytest.mark.parametrize("base", ["", "/", "/below/a/proxy", "/below/"])

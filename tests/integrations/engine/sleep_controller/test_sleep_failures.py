@@ -11,11 +11,10 @@ import sglang_stand_in as stand_in
 from sleep_worlds import ALL, MIB
 
 import memsaver
-from memsaver.errors import ConfigError, InvalidStateError
+from memsaver.errors import InvalidStateError
 from memsaver.integrations.engine.errors import EngineError, EngineTimeoutError
 from memsaver.integrations.engine.status import Status
 from memsaver.integrations.engine.tags import RELEASE_ORDER
-from memsaver.integrations.sglang.engines import connect
 from memsaver.integrations.sglang.sleep import SleepController
 
 
@@ -221,9 +220,3 @@ def test_an_api_key_is_sent_to_the_server(make_world):
         assert world.released == ALL
     finally:
         server.shutdown()
-
-
-def test_connecting_to_anything_but_an_engine_is_rejected():
-    for engine in ("localhost:30000", object(), None):
-        with pytest.raises(ConfigError):
-            connect(engine)
