@@ -53,7 +53,7 @@ test-long: $(VENV)/.installed-test $(VENV)/.installed-wheel build  ## Run the lo
 	$(BIN)/python -m pytest -m long -n 2 $$(grep -rl --include='test_*.py' 'mark\.long' tests)
 
 .PHONY: faults
-faults: ARGS ?= --every 12
+faults: ARGS ?= --every 11
 faults: $(VENV)/.installed-test build  ## Fail the calls to the driver and the system (ARGS to choose)
 	@$(TEST_PROGRAM) faults $(ARGS)
 

@@ -41,8 +41,8 @@ int protection(const std::vector<unsigned>& access) {
 }
 
 bool valid(const Range& range) {
-  return range.size != 0 && range.end() > range.address && range.address % kGranularity == 0 &&
-         range.size % kGranularity == 0;
+  return range.size != 0 && range.end() > range.address && range.address % granularity() == 0 &&
+         range.size % granularity() == 0;
 }
 
 }  // namespace
@@ -60,10 +60,10 @@ bool Mapping::allows(int device, bool write) const {
 
 CUresult AddressSpace::reserve(uint64_t size, uint64_t alignment, uint64_t hint,
                                uint64_t* address) {
-  if (size == 0 || size % kGranularity != 0 || (alignment & (alignment - 1)) != 0) {
+  if (size == 0 || size % granularity() != 0 || (alignment & (alignment - 1)) != 0) {
     return CUDA_ERROR_INVALID_VALUE;
   }
-  const uint64_t got = map_nothing(size, std::max(alignment, kGranularity), hint);
+  const uint64_t got = map_nothing(size, std::max(alignment, granularity()), hint);
   if (got == 0) return CUDA_ERROR_OUT_OF_MEMORY;
   reservations_[got] = size;
   reserved_bytes_ += size;

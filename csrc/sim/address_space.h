@@ -54,8 +54,8 @@ struct Piece {
 
 class AddressSpace {
  public:
-  // Reserves addresses. Arguments are multiples of kGranularity; an `alignment` of 0 means
-  // kGranularity. `hint` is used if it is free and aligned.
+  // Reserves addresses. Arguments are multiples of granularity(); an `alignment` of 0 means
+  // granularity(). `hint` is used if it is free and aligned.
   CUresult reserve(uint64_t size, uint64_t alignment, uint64_t hint, uint64_t* address);
   // Frees a reservation. The range must be exactly one reservation without mappings.
   CUresult free(Range range);

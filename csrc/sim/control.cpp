@@ -108,6 +108,12 @@ int sim_occupy(int device, uint64_t bytes) {
   return 0;
 }
 
+int sim_granularity(uint64_t bytes) {
+  if (in_forked_child()) return -1;
+  Lock lock(state().mutex);
+  return !state().initialized && set_granularity(bytes) ? 0 : -1;
+}
+
 void sim_peer_access(int possible) {
   if (in_forked_child()) return;
   Lock lock(state().mutex);

@@ -12,6 +12,8 @@
 namespace memsaver::sim {
 namespace {
 
+uint64_t g_granularity = kGranularity;
+
 constexpr off_t kFileBytes = off_t{1} << 62;
 
 // The end of an exportable memory's file.
@@ -49,10 +51,19 @@ bool read_label(int file, Label* label) {
   const off_t at = facts.st_size - static_cast<off_t>(kLabelBytes);
   return at > 0 && pread(file, label, sizeof(*label), at) == sizeof(*label) &&
          std::memcmp(label->magic, kMagic, sizeof(kMagic)) == 0 &&
-         label->size == static_cast<uint64_t>(at) && label->size % kGranularity == 0;
+         label->size == static_cast<uint64_t>(at) && label->size % granularity() == 0;
 }
 
 }  // namespace
+
+uint64_t granularity() { return g_granularity; }
+
+bool set_granularity(uint64_t bytes) {
+  const uint64_t page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+  if (bytes < page || bytes > kGranularity || (bytes & (bytes - 1)) != 0) return false;
+  g_granularity = bytes;
+  return true;
+}
 
 PhysicalMemory::PhysicalMemory(DeviceMemory* device, uint64_t offset, uint64_t size, uint64_t id,
                                const CUmemAllocationProp& properties, int own_file, bool counted)

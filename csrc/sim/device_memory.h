@@ -15,7 +15,13 @@
 
 namespace memsaver::sim {
 
+// The unit of physical memory, and of reserved addresses: as on GPUs, unless sim_granularity set
+// another. Needs the lock.
 constexpr uint64_t kGranularity = 2ull << 20;
+uint64_t granularity();
+// Sets the unit, before there is memory. Returns false if `bytes` is not a power of two from the
+// system's page size to kGranularity.
+bool set_granularity(uint64_t bytes);
 
 class DeviceMemory;
 
@@ -61,7 +67,7 @@ class DeviceMemory {
 
   // Creates the backing file. Returns false if the operating system fails.
   bool open();
-  // Allocates `size` bytes, a multiple of kGranularity. Returns null if that much is not free.
+  // Allocates `size` bytes, a multiple of granularity(). Returns null if that much is not free.
   std::shared_ptr<PhysicalMemory> create(uint64_t size, uint64_t id,
                                          const CUmemAllocationProp& properties);
   // Returns the memory of a descriptor that another process exported from the device with the same

@@ -33,7 +33,7 @@ CUresult cuMemGetAllocationGranularity(size_t* granularity, const CUmemAllocatio
     return CUDA_ERROR_INVALID_VALUE;
   }
   const CUresult checked = check_properties(properties);
-  if (checked == CUDA_SUCCESS) *granularity = kGranularity;
+  if (checked == CUDA_SUCCESS) *granularity = memsaver::sim::granularity();
   return checked;
 }
 
@@ -58,7 +58,7 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t size,
                      const CUmemAllocationProp* properties, unsigned long long flags) {
   Call call("cuMemCreate", Needs::kInit);
   if (call.refused()) return call.status();
-  if (handle == nullptr || flags != 0 || size == 0 || size % kGranularity != 0) {
+  if (handle == nullptr || flags != 0 || size == 0 || size % granularity() != 0) {
     return CUDA_ERROR_INVALID_VALUE;
   }
   const CUresult checked = check_properties(properties);

@@ -91,6 +91,10 @@ void sim_clear_violations(void);
 // Sets the device memory used by "another process". A value above the free memory leaves 0 free.
 // Returns 0, or -1 for an unknown device.
 int sim_occupy(int device, uint64_t bytes);
+// Sets the granularity of device memory (cuMemGetAllocationGranularity), before cuInit: 2 MiB by
+// default, as on GPUs. Smaller pages make tests faster that copy a few pages many times. Returns 0,
+// or -1 after cuInit or if it is not a power of two from the system's page size to 2 MiB.
+int sim_granularity(uint64_t bytes);
 // With 0, no device can access another (cuDeviceCanAccessPeer); with 1, the default, all can.
 void sim_peer_access(int possible);
 // Limits the sum of pinned and registered host memory (default: no limit); above it cuMemHostAlloc

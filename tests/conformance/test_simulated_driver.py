@@ -52,6 +52,28 @@ def test_sim_other_processes_take_memory(sim):
     assert occupy(99, 0) == -1
 
 
+def test_sim_has_smaller_pages_on_demand(sim):
+    def small(drv):
+        set_granularity = drv.opened.sim_granularity
+        set_granularity.argtypes = [ctypes.c_uint64]
+        codes = [set_granularity(nbytes) for nbytes in (0, 2048, 12288, 4 << 20, 8192)]
+        drv.start()
+        codes += [set_granularity(2 << 20), drv.try_create(4096), drv.try_create(24576)]
+        properties = byref(drv.properties())
+        address = drv.reserve(16384)
+        for i in range(2):
+            drv.map(address + 8192 * i, 8192, drv.create(8192))
+            drv.write(address + 8192 * i, bytes([i + 1]) * 8192)
+        drv.check("cuMemUnmap", address, 8192)
+        rest = drv.read(address + 8192, 8192) == bytes([2]) * 8192
+        got = drv.get("cuMemGetAllocationGranularity", c_size_t, properties, 0)
+        return [codes, got, rest]
+
+    refused, late = [-1] * 4, -1
+    codes = [*refused, 0, late, INVALID_VALUE, SUCCESS]
+    assert in_child(sim.path, small) == [codes, 8192, True]
+
+
 def test_sim_limits_pinned_memory(sim):
     limit = sim.opened.sim_host_limit
     limit.argtypes = [ctypes.c_uint64]

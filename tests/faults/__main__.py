@@ -18,10 +18,9 @@ import reliability
 from repository import ROOT
 
 from faults import lanes
-from faults.injections import Injection, injections_of
+from faults.injections import Injection
 from faults.scenarios import SCENARIOS
 
-CHUNK = 150  # injections for one worker process
 ALWAYS = 6
 
 
@@ -59,41 +58,47 @@ def is_chosen(injection: Injection, only: list[str], every: int) -> bool:
     return injection.nth <= ALWAYS or (injection.nth + injection.forever) % every == 0
 
 
-def plan(place: lanes.Workplace, only: list[str], every: int, workers: int) -> list[Injection]:
-    """Return the injections to try. Raises RuntimeError if a scenario fails without a fault."""
-    if only and all(prefix.count(":") == 4 for prefix in only):
-        return [Injection.parse(prefix) for prefix in only]
-    names = [n for n in SCENARIOS if not only or any(p.split(":")[0] == n for p in only)]
-    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        counts = dict(zip(names, pool.map(lambda n: lanes.count(place, n), names), strict=True))
-    found = (injection for name in names for injection in injections_of(name, counts[name]))
-    return [injection for injection in found if is_chosen(injection, only, every)]
+def named(only: list[str]) -> dict[str, list[Injection] | None]:
+    """Return the scenarios to run, each with its injections, or None for those that it can meet.
+
+    Raises ValueError for an invalid injection.
+    """
+    if not only or not all(prefix.count(":") == 4 for prefix in only):
+        names = [n for n in SCENARIOS if not only or any(p.split(":")[0] == n for p in only)]
+        return dict.fromkeys(names)
+    by_scenario: dict[str, list[Injection] | None] = {}
+    for injection in map(Injection.parse, only):
+        by_scenario[injection.scenario] = [*(by_scenario.get(injection.scenario) or ()), injection]
+    return by_scenario
 
 
-def sweep(
-    place: lanes.Workplace, injections: list[Injection], workers: int
-) -> collections.Counter[str]:
-    """Run all injections and print failures; return the number of each result."""
-    by_scenario: dict[str, list[Injection]] = collections.defaultdict(list)
-    for injection in injections:
-        by_scenario[injection.scenario].append(injection)
-    chunks = [
-        some[at : at + CHUNK] for some in by_scenario.values() for at in range(0, len(some), CHUNK)
-    ]
-    results: collections.Counter[str] = collections.Counter()
-    left = collections.Counter({name: len(some) for name, some in by_scenario.items()})
-    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        tried = [pool.submit(lanes.attempt, place, chunk) for chunk in chunks]
+def sweep(place: lanes.Workplace, asked: argparse.Namespace) -> dict[str, collections.Counter[str]]:
+    """Run all injections and print failures; return the number of each result, by scenario.
+
+    Raises RuntimeError if a scenario fails without a fault, ValueError for an invalid injection.
+    """
+
+    def chosen(injection: Injection) -> bool:
+        return is_chosen(injection, asked.only, asked.every)
+
+    results: dict[str, collections.Counter[str]] = {}
+    pool = concurrent.futures.ThreadPoolExecutor(asked.workers)
+    try:
+        tried = [
+            pool.submit(lanes.sweep, place, name, injections, chosen)
+            for name, injections in named(asked.only).items()
+        ]
         for done in concurrent.futures.as_completed(tried):
-            for injection, result, why in done.result():
-                results[result] += 1
-                left[injection.scenario] -= 1
+            name, outcomes = done.result()
+            if outcomes:
+                results[name] = collections.Counter(result for _, result, _ in outcomes)
+                print(f"{name}: {len(outcomes)} faults tried", flush=True)
+            for injection, result, why in outcomes:
                 if result not in ("passed", "unmet"):
                     print(f"{result.upper()} {injection}: {why.rstrip()}", flush=True)
                     print(f'  alone: make faults ARGS="--only {injection}"', flush=True)
-                if left[injection.scenario] == 0:
-                    name = injection.scenario
-                    print(f"{name}: {len(by_scenario[name])} faults tried", flush=True)
+    finally:
+        pool.shutdown(cancel_futures=True)
     return results
 
 
@@ -103,18 +108,18 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="memsaver-faults-") as folder:
         place = lanes.Workplace(Path(folder), asked.package)
         try:
-            injections = plan(place, asked.only, asked.every, asked.workers)
+            by_scenario = sweep(place, asked)
         except (RuntimeError, ValueError) as error:
             print(error)
             return 1
-        if not injections:
-            print(f"no fault is {', '.join(asked.only)}: the scenarios are {', '.join(SCENARIOS)}")
-            return 1
-        results = sweep(place, injections, asked.workers)
+    if not by_scenario:
+        print(f"no fault is {', '.join(asked.only)}: the scenarios are {', '.join(SCENARIOS)}")
+        return 1
+    results = sum(by_scenario.values(), collections.Counter())
     seconds = round(time.monotonic() - start, 1)
     injected = results.total() - results["unmet"]
     passed, failed = results["passed"], injected - results["passed"]
-    scenarios = len({injection.scenario for injection in injections})
+    scenarios = len(by_scenario)
     if asked.write:
         figures = {
             "every": asked.every,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from faults.machine import MIB, Machine
-from faults.scenario import SIZES, Scenario, require
+from faults.scenario import SMALL_GRANULE, Scenario, require
 
 
 class Allocate(Scenario):
@@ -191,6 +191,8 @@ class Free(Scenario):
 class Ask(Scenario):
     """Calls that change only caches: fingerprints, statistics, views, trim."""
 
+    granule = SMALL_GRANULE
+
     def __init__(
         self, machine: Machine, name: str, ask: Callable[[Ask], object], paused: bool = False
     ) -> None:
@@ -202,7 +204,7 @@ class Ask(Scenario):
     def build(self) -> None:
         super().build()
         for group in (self.tags, self.pageable):
-            group.allocate(SIZES)
+            group.allocate(self.sizes)
             group.fill()
         self.names = [*self.tags.names, *self.pageable.names]
 

@@ -11,13 +11,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from built_sources import LIBRARY, built
 from repository import IMPORT_PATH, ROOT, TESTS
 
-from faults.injections import Injection
+from faults.injections import Injection, injections_of
 
 LIMIT_SECONDS = 60.0  # limit for a worker's answer, which takes milliseconds
 SOURCE = TESTS / "native" / "os_faults.cpp"
@@ -77,6 +78,7 @@ class Worker:
 
     def __init__(self, place: Workplace, scenario: str) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - for its life
+        self._scenario = scenario
         self._process = subprocess.Popen(
             [sys.executable, "-m", "faults.worker", scenario],
             env=place.environment,
@@ -110,6 +112,16 @@ class Worker:
         found: dict[str, Any] = json.loads(answer)
         return found
 
+    def counts(self) -> dict[str, int]:
+        """Return the calls of the scenario's act. Raises RuntimeError if the act fails."""
+        answer = self.ask("count")
+        if "counts" not in answer:
+            raise RuntimeError(
+                f"{self._scenario} does not work without faults: {answer.get('why')}"
+            )
+        counts: dict[str, int] = answer["counts"]
+        return counts
+
     def close(self) -> None:
         self._stop(signal.SIGKILL)
         for stream in (self._process.stdin, self._process.stdout, self._log):
@@ -130,27 +142,25 @@ class Worker:
         return self._log.read().decode(errors="replace")[-3000:]
 
 
-def count(place: Workplace, scenario: str) -> dict[str, int]:
-    """Return the calls of the scenario's act. Raises RuntimeError if the act fails."""
-    worker = Worker(place, scenario)
-    try:
-        answer = worker.ask("count")
-    finally:
-        worker.close()
-    if "counts" not in answer:
-        raise RuntimeError(f"{scenario} does not work without faults: {answer.get('why')}")
-    counts: dict[str, int] = answer["counts"]
-    return counts
+def sweep(
+    place: Workplace,
+    scenario: str,
+    injections: list[Injection] | None,
+    chosen: Callable[[Injection], bool],
+) -> tuple[str, list[tuple[Injection, str, str]]]:
+    """Run faults of one scenario: these, or the chosen ones of those that its act can meet.
 
-
-def attempt(place: Workplace, injections: list[Injection]) -> list[tuple[Injection, str, str]]:
-    """Run faults of one scenario; yield each with its result and the reason for a failure."""
+    Returns the scenario, and each injection with its result and the reason for a failure. Raises
+    RuntimeError if the act fails without a fault. The worker that counts the act's calls also runs
+    the faults, because to start a worker takes as long as dozens of faults.
+    """
     outcomes = []
-    worker: Worker | None = None
+    worker: Worker | None = Worker(place, scenario)
     try:
+        if injections is None:
+            injections = list(filter(chosen, injections_of(scenario, worker.counts())))
         for injection in injections:
-            if worker is None:
-                worker = Worker(place, injection.scenario)
+            worker = worker or Worker(place, scenario)
             answer = worker.ask(str(injection))
             result = answer.get("result", "failed")
             outcomes.append((injection, result, answer.get("why", "")))
@@ -160,4 +170,4 @@ def attempt(place: Workplace, injections: list[Injection]) -> list[tuple[Injecti
     finally:
         if worker is not None:
             worker.close()
-    return outcomes
+    return scenario, outcomes

@@ -11,7 +11,8 @@ from typing import ClassVar
 
 from faults.machine import MIB, Group, Machine
 
-SIZES = [4096, 100_000, 2 * MIB + 512]
+GPU_GRANULE = 2 * MIB  # the granularity of device memory on GPUs
+SMALL_GRANULE = MIB // 8
 
 
 def require(holds: bool, what: str) -> None:
@@ -22,6 +23,9 @@ def require(holds: bool, what: str) -> None:
 
 class Scenario:
     devices = 1
+    # The granularity of device memory. Most scenarios use a smaller one than GPUs, because most of
+    # their time would be copies of pages; the library makes the same calls for as many pages.
+    granule = GPU_GRANULE
     fresh = False  # whether each act needs a new process, because it runs only once per process
     options: ClassVar[dict[str, str]] = {}
     standing: ClassVar[dict[str, int]] = {}  # calls that the system rejects permanently
@@ -31,6 +35,11 @@ class Scenario:
         self.machine, self.name = machine, name
         self.memsaver, self.sim = machine.memsaver, machine.sim
         self.bystander = self.group("bystander", "host")
+
+    @property
+    def sizes(self) -> list[int]:
+        """Return the sizes of a tag's blocks: the first two share a page, the last has two."""
+        return [4096, 100_000, self.granule + 512]
 
     def group(self, name: str, backup: str | None, tags: int = 1) -> Group:
         return Group(self.machine, [f"{name}-{i}-of-{self.name}" for i in range(tags)], backup)

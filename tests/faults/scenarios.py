@@ -7,7 +7,7 @@ from typing import Any
 
 from faults.calls import Allocate, Ask, Captured, FirstUse, Free, PoolAllocate
 from faults.machine import MIB, Machine
-from faults.scenario import Scenario, require
+from faults.scenario import GPU_GRANULE, Scenario, require
 from faults.sharing import Share
 from faults.transitions import DiskCached, DiskNamed, Graph, Pause, Resume, Swap, Unrestored
 
@@ -16,8 +16,15 @@ __all__ = ["SCENARIOS", "Scenario"]
 Make = Callable[[Machine, str], Scenario]
 
 
-def _case(kind: Callable[..., Scenario], *arguments: Any, **named: Any) -> Make:
-    return lambda machine, name: kind(machine, name, *arguments, **named)
+def _case(
+    kind: Callable[..., Scenario], *arguments: Any, granule: int | None = None, **named: Any
+) -> Make:
+    def make(machine: Machine, name: str) -> Scenario:
+        scenario = kind(machine, name, *arguments, **named)
+        scenario.granule = granule or scenario.granule
+        return scenario
+
+    return make
 
 
 def _fingerprint(asked: Ask) -> object:
@@ -49,6 +56,9 @@ def _timeline(asked: Ask) -> object:
     return held
 
 
+# A larger block then has two pieces with fingerprints of their own, of which one changes.
+TWO_PIECES = MIB
+
 SCENARIOS: dict[str, Make] = {
     "allocate_small": _case(Allocate, 100_000),
     "allocate_large": _case(Allocate, 3 * MIB),
@@ -59,37 +69,37 @@ SCENARIOS: dict[str, Make] = {
     "free": _case(Free, "mapped"),
     "free_while_paused": _case(Free, "paused"),
     "free_during_pause": _case(Free, "meanwhile"),
-    "pause_none": _case(Pause, "none"),
+    "pause_none": _case(Pause, "none", granule=GPU_GRANULE),
     "pause_host": _case(Pause, "host"),
-    "pause_host_kept": _case(Pause, "host", kept=True),
+    "pause_host_kept": _case(Pause, "host", kept=True, granule=TWO_PIECES),
     "pause_pageable": _case(Pause, "pageable"),
-    "pause_pageable_kept": _case(Pause, "pageable", kept=True),
+    "pause_pageable_kept": _case(Pause, "pageable", kept=True, granule=TWO_PIECES),
     "pause_disk": _case(Pause, "disk"),
-    "pause_disk_kept": _case(Pause, "disk", kept=True),
+    "pause_disk_kept": _case(Pause, "disk", kept=True, granule=TWO_PIECES),
     "pause_disk_named": _case(DiskNamed, "disk"),
     "pause_disk_cached": _case(DiskCached, "disk"),
     "pause_peer": _case(Pause, "peer", devices=2),
-    "pause_peer_kept": _case(Pause, "peer", kept=True, devices=2),
+    "pause_peer_kept": _case(Pause, "peer", kept=True, granule=TWO_PIECES, devices=2),
     "pause_two_devices": _case(Pause, "host", devices=2),
     "pause_background": _case(Pause, "host", background=True),
     "pause_graph": _case(Graph, "pause"),
-    "resume_none": _case(Resume, "none"),
+    "resume_none": _case(Resume, "none", granule=GPU_GRANULE),
     "resume_host": _case(Resume, "host"),
     "resume_pageable": _case(Resume, "pageable"),
     "resume_disk": _case(Resume, "disk"),
     "resume_peer": _case(Resume, "peer", devices=2),
     "resume_unrestored": _case(Unrestored, "host"),
     "resume_two_devices": _case(Resume, "host", devices=2),
-    "resume_background": _case(Resume, "host", background=True),
+    "resume_background": _case(Resume, "host", background=True, granule=GPU_GRANULE),
     "resume_graph": _case(Graph, "resume"),
     "swap_host_host": _case(Swap, "host", "host"),
     "swap_host_none": _case(Swap, "host", "none"),
-    "swap_none_host": _case(Swap, "none", "host"),
+    "swap_none_host": _case(Swap, "none", "host", granule=GPU_GRANULE),
     "swap_pageable_disk": _case(Swap, "pageable", "disk"),
     "swap_peer_peer": _case(Swap, "peer", "peer"),
     "swap_background": _case(Swap, "host", "host", background=True),
     "share": _case(Share),
-    "fingerprint": _case(Ask, _fingerprint),
+    "fingerprint": _case(Ask, _fingerprint, granule=TWO_PIECES),
     "backup_view": _case(Ask, _view, paused=True),
     "stats": _case(Ask, lambda asked: asked.memsaver.stats()),
     "timeline": _case(Ask, _timeline),

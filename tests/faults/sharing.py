@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from faults.machine import MIB, Machine
-from faults.scenario import Scenario, require
+from faults.machine import Machine
+from faults.scenario import SMALL_GRANULE, Scenario, require
 
 
 class Share(Scenario):
     """Exports of a tag's extents and their import, both in this process."""
+
+    granule = SMALL_GRANULE
 
     def __init__(self, machine: Machine, name: str) -> None:
         super().__init__(machine, name)
@@ -23,7 +25,7 @@ class Share(Scenario):
         super().build()
         with self.memsaver.region(self.shared.names[0], shareable=True):
             pass
-        self.shared.allocate([4096, 3 * MIB, 70 * MIB])
+        self.shared.allocate([4096, 3 * self.granule // 2, 35 * self.granule])
         self.shared.fill()
         from memsaver._runtime.native import _C
 

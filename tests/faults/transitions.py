@@ -7,12 +7,14 @@ import ctypes
 import errno
 from typing import ClassVar
 
-from faults.machine import MIB, Group, Machine
-from faults.scenario import SIZES, Scenario, require
+from faults.machine import Group, Machine
+from faults.scenario import SMALL_GRANULE, Scenario, require
 
 
 class Transitions(Scenario):
     """Common parts of pauses and resumes."""
+
+    granule = SMALL_GRANULE
 
     def check_mapped(self, group: Group, held: int, intact: bool = True) -> None:
         require(group.states() == {"mapped"}, f"{group.names} are {group.states()}, not mapped")
@@ -50,8 +52,8 @@ class Pause(Transitions):
     def build(self) -> None:
         super().build()
         for device in range(self.devices):
-            self.going.allocate(SIZES, device)
-            self.going.allocate(SIZES[:2], device, tag=1)
+            self.going.allocate(self.sizes, device)
+            self.going.allocate(self.sizes[:2], device, tag=1)
         self.memsaver.pause(*self.going.names)
         self.memsaver.resume(*self.going.names)
         self.held = self.going.held()
@@ -94,7 +96,7 @@ class Resume(Pause):
     def build(self) -> None:
         super().build()
         self.staying = self.group("staying", "host")
-        self.staying.allocate(SIZES[:1])
+        self.staying.allocate(self.sizes[:1])
         self.staying.fill()
 
     def prepare(self) -> None:
@@ -159,9 +161,9 @@ class Swap(Transitions):
 
     def build(self) -> None:
         super().build()
-        self.out.allocate([4096, 2 * MIB + 512, 100_000])
-        self.out.allocate([2 * MIB], tag=1)
-        self.into.allocate([2 * MIB, 512, 2 * MIB + 512])
+        self.out.allocate([4096, self.granule + 512, 100_000])
+        self.out.allocate([self.granule], tag=1)
+        self.into.allocate([self.granule, 512, self.granule + 512])
 
     def prepare(self) -> None:
         self.out.fill()

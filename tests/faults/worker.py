@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import gc
 import json
 import os
 import sys
@@ -25,6 +26,7 @@ from faults.scenarios import SCENARIOS, Scenario
 def build(name: str) -> Scenario:
     machine = Machine()
     scenario = SCENARIOS[name](machine, name)
+    machine.sim.granularity(scenario.granule)
     for option, value in scenario.options.items():
         machine.memsaver.configure(**{option: value})
     for call, code in scenario.standing.items():
@@ -89,6 +91,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     scenario = build(name)
     if scenario.fresh:
+        gc.freeze()  # a collection in each child would copy the pages of all objects
         counted = in_child(lambda: first_count(scenario))
         reference = counted.get("reference", {})
     else:

@@ -62,6 +62,7 @@ class Simulator:
             ("sim_violation", ctypes.c_int, [u64, text, ctypes.c_size_t]),
             ("sim_occupy", ctypes.c_int, [ctypes.c_int, u64]),
             ("sim_host_limit", None, [u64]),
+            ("sim_granularity", ctypes.c_int, [u64]),
             ("sim_peer_access", None, [ctypes.c_int]),
             ("sim_stream_delay", None, [u64]),
             ("sim_copy_rate", None, [u64]),
@@ -104,6 +105,10 @@ class Simulator:
     def occupy(self, nbytes: int, device: int = 0) -> None:
         """Allocate memory as another process."""
         assert self.opened.sim_occupy(device, nbytes) == 0
+
+    def granularity(self, nbytes: int) -> None:
+        """Set the granularity of device memory, before the driver starts."""
+        assert self.opened.sim_granularity(nbytes) == 0, f"{nbytes} bytes, or it has started"
 
     def peer_access(self, possible: bool) -> None:
         """Let all devices access each other's memory, or none."""
