@@ -93,9 +93,8 @@ inline bool is_exiting() {
 
 // While this exists, Python runs pending signal handlers during the calling thread's waits for
 // tags. A handler that raises ends the wait; so does the interpreter's exit, because Python has
-// stopped the threads that own the tags. On threads other than the main thread no handlers run,
-// because Python runs them only there, and interpreter exit may end other threads when they take
-// the GIL.
+// stopped the threads that own the tags. Python runs handlers only on the main thread, so none
+// run in the waits of other threads, which interpreter exit may end when they take the GIL.
 //
 // `seconds` limits the waits (negative: no limit).
 class HandlersInWaits {
@@ -124,7 +123,7 @@ class HandlersInWaits {
 
   static std::optional<Clock::time_point> after(double seconds) {
     constexpr double kForever = 1e9;  // a clock's range is limited
-    if (seconds < 0 || seconds >= kForever) return std::nullopt;
+    if (!(seconds >= 0) || seconds >= kForever) return std::nullopt;
     return Clock::now() +
            std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
   }
@@ -162,16 +161,17 @@ inline void interruptibly(Call call, double seconds = -1) {
     is_late = handlers.is_late();
   }
   if (PyErr_Occurred()) throw py::error_already_set();
-  const auto add = [&error](const char* format, auto... values) {
-    const size_t length = std::strlen(error.message);
-    std::snprintf(error.message + length, sizeof(error.message) - length, format, values...);
-  };
   if (status == MS_INVALID_STATE && is_late) {
-    add(": another thread's transition or reservation did not end within %g s; repeat the call "
-        "after that, or with a longer timeout",
-        seconds);
+    std::snprintf(
+        error.message, sizeof(error.message),
+        "the wait for tag '%s' took longer than %g s, because another thread's transition "
+        "or reservation of it did not end; nothing was changed: repeat the call after "
+        "that, or with a longer timeout",
+        error.tag, seconds);
   } else if (status == MS_INVALID_STATE && is_exiting()) {
-    add("; Python is exiting, and has stopped its other threads%s", "");
+    const size_t length = std::strlen(error.message);
+    std::snprintf(error.message + length, sizeof(error.message) - length,
+                  "; Python is exiting, and has stopped its other threads");
   }
   check(status, error);
 }

@@ -16,11 +16,11 @@
 namespace memsaver::sim {
 
 // The unit of physical memory, and of reserved addresses: as on GPUs, unless sim_granularity set
-// another. Needs the lock.
+// another. Constant after cuInit.
 constexpr uint64_t kGranularity = 2ull << 20;
 uint64_t granularity();
-// Sets the unit, before there is memory. Returns false if `bytes` is not a power of two from the
-// system's page size to kGranularity.
+// Sets the unit, before cuInit. Needs the lock. Returns false if `bytes` is not a power of two from
+// the system's page size to kGranularity.
 bool set_granularity(uint64_t bytes);
 
 class DeviceMemory;

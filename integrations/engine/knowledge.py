@@ -97,6 +97,16 @@ class Knowledge:
             self.everywhere = self.anywhere
             self.is_known = True
 
+    def doubt(self) -> None:
+        """Mark the state as unknown until the next report."""
+        with self._lock:
+            self.is_known = False
+
+    def trust(self) -> None:
+        """Mark the state as known: the engine did not receive a request."""
+        with self._lock:
+            self.is_known = True
+
     def fits(self, states: Sequence[SchedulerState]) -> bool:
         """Return whether each scheduler has one state, none older than a known one."""
         with self._lock:

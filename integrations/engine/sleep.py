@@ -325,7 +325,7 @@ class EngineController:
                 self._knowledge.learn(states)  # raises if the engine was replaced
             if self._knowledge.fits(states):
                 return states
-        self._knowledge.is_known = False
+        self._knowledge.doubt()
         raise EngineError(
             f"the engine's {len(states)} replies did not come from each scheduler exactly once, or "
             "were late: a scheduler may be slow or hang; query again (`refresh`)"
@@ -339,7 +339,7 @@ class EngineController:
         if time.monotonic() >= deadline:
             raise EngineTimeoutError(f"there was no time left for the {operation}")
         call = self._engine.release if operation == "release" else self._engine.resume
-        self._knowledge.is_known = False
+        self._knowledge.doubt()
         started = time.monotonic()
         try:
             answers = call(tags, seconds_until(deadline), **options)
@@ -367,7 +367,7 @@ class EngineController:
         if isinstance(error, EngineError) and error.http_status in _NOT_PASSED_ON:
             is_passed_on = False
         if not is_passed_on:
-            self._knowledge.is_known = True
+            self._knowledge.trust()
             return
         if time.monotonic() >= deadline:
             return

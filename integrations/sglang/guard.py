@@ -299,10 +299,15 @@ class Guard:
 
     def _abort(self, request: Any, text: str) -> None:
         """End a generation or an embedding, and free its images, which other processes own."""
+        self._send_abort(request, self._aborted(text, getattr(request, "rid", None)))
         for item in getattr(getattr(request, "mm_inputs", None), "mm_items", None) or ():
             if hasattr(item, "release_transport_proxies"):
-                item.release_transport_proxies()
-        message = self._aborted(text, getattr(request, "rid", None))
+                try:
+                    item.release_transport_proxies()
+                except Exception:  # the request has its answer; the scheduler must go on
+                    _logger.exception("an image of a refused request could not be released")
+
+    def _send_abort(self, request: Any, message: Any) -> None:
         if not _is_rust_served(self._scheduler):
             self._tokenizer.send_output(message, request)
             return

@@ -7,7 +7,23 @@ import textwrap
 import pytest
 import rank_processes
 
+from memsaver.errors import ConfigError
+from memsaver.integrations.rollout.together import Together
+
 pytest.importorskip("torch")
+
+
+def test_a_process_alone_raises_errors_as_they_are():
+    together, own = Together(), ConfigError("it")
+
+    def fail():
+        raise own
+
+    assert together.gather("a call", lambda: 5) == [5]
+    for call in (lambda: together.gather("a call", fail), lambda: together.wait("a call", own)):
+        with pytest.raises(ConfigError) as caught:
+            call()
+        assert caught.value is own
 
 
 CODE = """
