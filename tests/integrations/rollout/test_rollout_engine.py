@@ -164,6 +164,8 @@ def test_sleep_and_wake_up_change_the_given_tags(make_engine, kind):
         assert set(report.changed) == released == set(stand_in.TAGS)
     assert engine.status is Status.AWAKE and released == set()
     engine.sleep()
+    assert engine.wake_up().changed == ("cuda_graph", "weights", "kv_cache")
+    engine.sleep()
     with engine.staged_wake() as reports:
         assert engine.status is Status.WEIGHTS_ONLY and reports[0].changed == ("weights",)
     assert reports[1].changed == ("cuda_graph", "kv_cache") and released == set()

@@ -95,9 +95,10 @@ def test_broadcasts_are_checked_alike(manager):
     (check,) = checks(output)
     assert (check.received, check.held) == (len(named), len(named))
     request.tensors[4] = (request.tensors[4][0], request.tensors[4][1] + 1)
+    flushes = rank.flushed
     output = rank.update_weights_from_distributed(request)
     (check,) = checks(output)
-    assert check.damaged == (request.tensors[4][0],)
+    assert check.damaged == (request.tensors[4][0],) and rank.flushed == flushes
     request = Request(text_of(verification({"embed.weight": torch.zeros(2, 2)})))
     request.tensors = [("embed.weight", torch.zeros(2, 2))]
     output = rank.update_weights_from_distributed(request)
