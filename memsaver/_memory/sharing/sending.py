@@ -312,9 +312,10 @@ def find(token: int) -> tuple[Sent, Any]:
     Raises:
         SharingError: the tensor was freed.
     """
-    with _lock:
-        sent = _sent.get(token)
-        storage = None if sent is None else sent.alive(sys.modules["torch"])
+    # Without the lock: creating the storage may run the program's finalizers, of which one may wait
+    # for a tag whose owner sends a tensor.
+    sent = _sent.get(token)
+    storage = None if sent is None else sent.alive(sys.modules["torch"])
     if sent is None or storage is None:
         raise SharingError(
             "a sent tensor cannot be imported: it was freed; keep the tensor until the other "

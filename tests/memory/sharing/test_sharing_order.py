@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import threading
 import time
 
 import pytest
@@ -134,3 +135,19 @@ def test_a_release_during_an_import_spares_what_it_needs(make, name, monkeypatch
     assert again.data_ptr() == address and again.tolist() == list(range(50))
     del again
     wait_until(lambda: not _C.importers())
+
+
+def test_a_tensor_is_looked_up_without_the_lock(monkeypatch):
+    """A finalizer that runs meanwhile may wait for a tag whose owner sends a tensor."""
+    sent = []
+
+    class Entry:
+        def alive(self, torch):
+            sender = threading.Thread(target=lambda: sent.append(sending.forget_expired()))
+            sender.start()
+            sender.join(10)
+            return self
+
+    monkeypatch.setitem(sending._sent, -1, Entry())
+    sending.find(-1)
+    assert sent == [None]
