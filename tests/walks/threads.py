@@ -22,6 +22,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -155,8 +156,8 @@ class Walk:
                     signal.pthread_kill(self._main, signal.SIGUSR1)
                 if rng.random() < 0.005:
                     self._fork(rng)
-            except BaseException as error:
-                self.wrong.append(f"in a thread: {error!r}")
+            except BaseException:
+                self.wrong.append(f"in a thread: {traceback.format_exc()}")
 
     def _step(self, rng: random.Random) -> None:
         name, action = rng.choice(list(self._actions().items()))
