@@ -185,8 +185,9 @@ ms_status ms_transition_run_all(ms_transition* const* transitions, size_t count,
       if (std::find(transitions, transitions + i, transitions[i]) == transitions + i) continue;
       throw Error(Status::kInvalidArgument, "a transition is in the list twice");
     }
+    // A drain after the first copies would wait for them. If it fails, the run tries it again.
     for (size_t i = 0; count > 1 && i < count; ++i) {
-      guarded(nullptr, [&] { unwrap(transitions[i])->drain(); });  // the run reports an error
+      guarded(nullptr, [&] { unwrap(transitions[i])->drain(); });
     }
     const auto run = [&](size_t i) {
       ms_run_result& of = results[i];
