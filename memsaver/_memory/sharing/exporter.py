@@ -47,10 +47,11 @@ def endpoint() -> str:
     return _servers[os.getpid()].name
 
 
-def wake() -> None:
-    """Wake the server's thread, which then computes its next deadline."""
+def expect_deadline() -> None:
+    """Wake the server's thread if it knows no deadline. Called after each new deadline."""
     for server in list(_servers.values()):
-        os.eventfd_write(server.wake, 1)
+        if server.has_no_deadline:
+            os.eventfd_write(server.wake, 1)
 
 
 def held() -> int:
@@ -70,6 +71,7 @@ class _Server:
         self.wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.importers: dict[int, _Importer] = {}
         self.owes_requests = False  # an importer's socket was full
+        self.has_no_deadline = True  # its thread waits, or is about to wait, without a limit
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self.listener.bind(f"\0{self.name}")
@@ -102,7 +104,9 @@ class _Server:
         poll.register(self.requests, select.POLLIN)
         poll.register(self.wake, select.POLLIN)
         while True:
+            self.has_no_deadline = True  # set first: a deadline that is added now wakes this thread
             left = sending.forget_expired()
+            self.has_no_deadline = left is None
             wait = None if left is None else int(left * 1000) + 1
             if self.owes_requests:
                 wait = _RETRY_MILLISECONDS
