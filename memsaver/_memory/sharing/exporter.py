@@ -9,15 +9,17 @@ memory is unmapped.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import select
 import socket
-import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 from memsaver._memory.sharing import wire
+from memsaver._runtime.background import start_daemon
+from memsaver._runtime.interrupts import signals_deferred
 from memsaver._runtime.native import _C
 from memsaver.errors import MemsaverError, SharingError
 
@@ -37,13 +39,15 @@ def endpoint() -> str:
         SharingError: the server cannot be started.
     """
     if not _servers:
-        try:
-            server = _Server()
-        except (OSError, RuntimeError) as error:
-            message = f"tensors cannot be sent: no server could be started: {error}"
-            raise SharingError(message) from error
-        if _servers.setdefault(os.getpid(), server) is not server:
-            server.close()
+        # An interrupt would close descriptors that the server's thread already uses.
+        with signals_deferred():
+            try:
+                server = _Server()
+            except (OSError, RuntimeError) as error:
+                message = f"tensors cannot be sent: no server could be started: {error}"
+                raise SharingError(message) from error
+            if _servers.setdefault(os.getpid(), server) is not server:
+                server.close()
     return _servers[os.getpid()].name
 
 
@@ -76,7 +80,7 @@ class _Server:
         try:
             self.listener.bind(f"\0{self.name}")
             self.listener.listen(_BACKLOG)
-            threading.Thread(target=self._run, name="memsaver-share", daemon=True).start()
+            start_daemon("share", self._run)
         except BaseException:
             self.listener.close()
             os.close(self.wake)
@@ -130,9 +134,7 @@ class _Server:
         try:
             pid = wire.peer_of(connection)
             importer = _Importer(connection, pid)
-            threading.Thread(
-                target=self._serve, args=(importer,), name=f"memsaver-share-{pid}", daemon=True
-            ).start()
+            start_daemon(f"share-{pid}", functools.partial(self._serve, importer))
         except BaseException as error:
             with contextlib.suppress(OSError):
                 wire.send(connection, {"error": str(error), "tag": ""}, wait=False)
