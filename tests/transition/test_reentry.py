@@ -260,6 +260,36 @@ CASES = {
     assert refused == [True]
     """,
     ),
+    "a vLLM engine": (
+        ["vllm/engines.py", "vllm/local.py"],
+        """
+    from memsaver.integrations.vllm.engines import LocalEngine
+
+    llm = types.SimpleNamespace(
+        llm_engine=types.SimpleNamespace(engine_core=types.SimpleNamespace(engine_core=None)),
+        generate=lambda: "text",
+        sleep=lambda **_: made.append("sleep"),
+    )
+    engine, made, refused = LocalEngine(llm), [], []
+
+    def generate():
+        try:
+            assert engine.generate() == "text"
+            made.append("generate")
+        except memsaver.InvalidStateError as error:
+            refused.append(str(error))
+
+    def sleep():
+        engine.call("sleep", {}, 30)
+
+    for call in (generate, sleep):
+        assert reentered_everywhere(call, again=generate) > 3
+    assert {"generate", "sleep"} == set(made) and "another call" in refused[0]
+    refused.clear()
+    generate()
+    assert not refused
+    """,
+    ),
     "the drop-in's first call": (
         ["torch_memory_saver/entrypoint.py", "torch_memory_saver/backups.py"],
         """
