@@ -21,6 +21,7 @@ def test_dead_ranges_are_neither_saved_nor_restored(sim, tag, make_blocks):
     # In no order, and some overlap.
     holes = [(part.address + 3 * MIB, 512), (part.address + MIB, MIB - 100), (dead.address, 9000)]
     holes += [(dead.address + 100, 2 * MIB - 100), (part.address + 2 * MIB - 4096, 4096)]
+    holes += [(part.address + MIB + 4096, 512)]
     rows = _C.pause([name], -1, holes)
     saved = MIB + 4 * MIB - MIB - 512
     assert rows == [(name, 0, True, rows[0][3], saved)]
