@@ -50,16 +50,16 @@ def test_the_option_chooses_the_device(run):
 
 def test_two_devices_hold_each_others_backups(run):
     run("""
-        scene = Scene([66 * MIB])
+        scene = Scene([6 * MIB])
         with memsaver.region("t"):
-            scene.blocks.append(Block(scene.sim, 10 * MIB, 99, 1))
+            scene.blocks.append(Block(scene.sim, 4 * MIB, 99, 1))
         memsaver.pause("t")
         rows = {row.device: row for row in memsaver.stats()["t"]}
-        assert rows[0].peer_bytes == scene.sim.tag_bytes(1) == 66 * MIB
-        assert rows[1].peer_bytes == scene.sim.tag_bytes(0) == 10 * MIB
+        assert rows[0].peer_bytes == scene.sim.tag_bytes(1) == 6 * MIB
+        assert rows[1].peer_bytes == scene.sim.tag_bytes(0) == 4 * MIB
         memsaver.resume("t")
         assert all(block.is_intact() for block in scene.blocks)
-        assert scene.sim.tag_bytes(0) == 76 * MIB == scene.sim.tag_bytes(1)
+        assert scene.sim.tag_bytes(0) == 10 * MIB == scene.sim.tag_bytes(1)
     """)
 
 
@@ -85,13 +85,13 @@ def test_an_unusable_choice_is_a_typed_error(run, peer, why):
 def test_without_peer_access_the_host_is_used_with_a_warning(run):
     run("""
         import warnings
-        scene = Scene([66 * MIB])
+        scene = Scene([6 * MIB])
         scene.sim.peer_access(False)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             for _ in range(2):
                 memsaver.pause("t")
-                assert scene.row.peer_bytes == 0 and scene.row.host_bytes == 66 * MIB
+                assert scene.row.peer_bytes == 0 and scene.row.host_bytes == 6 * MIB
                 memsaver.resume("t")
         assert len([w for w in said if "peer access" in str(w.message)]) == 1, said
         scene.check()
@@ -140,7 +140,7 @@ def test_an_invalid_option_is_refused(text):
 @pytest.mark.parametrize("forever", [False, True], ids=["once", "always"])
 def test_a_failing_save_changes_nothing(run, call, forever):
     run(f"""
-        scene = Scene([66 * MIB, 3 * MIB])
+        scene = Scene([6 * MIB, 3 * MIB])
         pages = scene.sim.tag_bytes(0)
         scene.sim.fail("{call}", 1, 1, {0 if forever else 1})
         try:
@@ -167,7 +167,7 @@ def test_a_failing_save_changes_nothing(run, call, forever):
 )
 def test_a_failing_restore_keeps_the_backup(run, call, nth):
     run(f"""
-        scene = Scene([66 * MIB, 3 * MIB])
+        scene = Scene([64 * MIB, 3 * MIB])
         memsaver.pause("t")
         held = scene.on_neighbour()
         scene.sim.fail("{call}", 1, {nth}, 0)
@@ -185,7 +185,7 @@ def test_a_failing_restore_keeps_the_backup(run, call, nth):
 def test_a_release_that_the_driver_refuses_is_made_later(run):
     run("""
         import warnings
-        scene = Scene([66 * MIB])
+        scene = Scene([6 * MIB])
         memsaver.pause("t"), memsaver.resume("t")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -201,10 +201,10 @@ def test_a_release_that_the_driver_refuses_is_made_later(run):
 
 def test_a_neighbour_without_room_for_a_context(run):
     run("""
-        scene = Scene([66 * MIB], devices=1)
+        scene = Scene([6 * MIB], devices=1)
         scene.sim.fail("cuDevicePrimaryCtxRetain", 2, 1, 1)
         memsaver.pause("t")
-        assert scene.row.peer_bytes == 0 and scene.row.host_bytes == 66 * MIB
+        assert scene.row.peer_bytes == 0 and scene.row.host_bytes == 6 * MIB
         memsaver.resume("t")
         assert all(block.is_intact() for block in scene.blocks)
     """)

@@ -4,13 +4,13 @@ import dataclasses
 import io
 import json
 import os
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
+from warm_processes import run_command
 
 import memsaver
 from memsaver._inspection.bare_driver import BareDriver, BareMemory, PinnedMemory
@@ -44,19 +44,10 @@ NAMES = [
 def run_bench(*arguments, **env):
     """Run the command in its own process, on the simulated driver, with little memory."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("MEMSAVER_")}
-    command = [
-        sys.executable,
-        "-m",
-        "memsaver",
-        "bench",
-        "--size",
-        "32MiB",
-        "--rounds",
-        "1",
-        *arguments,
-    ]
+    command = [sys.executable, "-m", "memsaver", "bench", "--size", "32MiB", "--rounds", "1"]
     environment = {**kept, "PYTHONPATH": str(LIBRARY_DIR.parent), "MEMSAVER_DRIVER": "sim", **env}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    command += arguments
+    return run_command(command, env=environment, capture_output=True, text=True, timeout=100)
 
 
 # --- the command ----------------------------------------------------------------------------------

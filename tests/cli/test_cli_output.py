@@ -12,36 +12,41 @@ import sys
 import pytest
 from child_process import environment_without
 from made_traces import made
+from warm_processes import CommandPopen, run_command
 
 from memsaver._runtime.native import LIBRARY_DIR
 from memsaver.traces import files
 from memsaver.traces.trace import TagSample
 
 BENCH = "bench --size 32MiB --rounds 1"
-COMMANDS = ["--help", "--version", "demo --help", "doctor", "doctor --json", "top", "top --json"]
-COMMANDS += ["trace t.json", "trace t.json --json", BENCH]
-COMMANDS += [pytest.param("demo", marks=pytest.mark.long)]
 # Plain text, rich's text and JSON: each is written in its own way.
 WAYS = ["--help", "trace t.json", "top --json"]
+COMMANDS = ["--version", "demo --help", "doctor", "doctor --json", "top", "trace t.json --json"]
+COMMANDS += [BENCH, pytest.param("demo", marks=pytest.mark.long)]
 
 
-def run_command(words, tmp_path, unbuffered="", variables=(), **named):
-    environment = environment_without("MEMSAVER_")
-    environment |= {
-        "PYTHONPATH": str(LIBRARY_DIR.parent),
-        "MEMSAVER_DRIVER": "sim",
-        "PYTHONUNBUFFERED": unbuffered,
-        "XDG_RUNTIME_DIR": str(tmp_path),
-        **dict(variables),
-    }
-    return subprocess.run(
-        [sys.executable, "-m", "memsaver", *words.split()],
-        env=environment,
-        cwd=tmp_path,
-        text=True,
-        timeout=60,
-        **{"stderr": subprocess.PIPE, **named},
-    )
+@pytest.fixture
+def run(tmp_path):
+    """Run a command; with `fresh`, in a new interpreter."""
+
+    def run_words(words, *, fresh=False, variables=(), **named):
+        environment = environment_without("MEMSAVER_")
+        environment |= {
+            "PYTHONPATH": str(LIBRARY_DIR.parent),
+            "MEMSAVER_DRIVER": "sim",
+            "XDG_RUNTIME_DIR": str(tmp_path),
+            **dict(variables),
+        }
+        return (subprocess.run if fresh else run_command)(
+            [sys.executable, "-m", "memsaver", *words.split()],
+            env=environment,
+            cwd=tmp_path,
+            text=True,
+            timeout=60,
+            **{"stderr": subprocess.PIPE, **named},
+        )
+
+    return run_words
 
 
 @pytest.fixture(autouse=True)
@@ -50,36 +55,38 @@ def trace(tmp_path):
     files.save(made(samples=[TagSample(0.0, "t ✓ é", 0, 1, 1)]), tmp_path / "t.json")
 
 
-def check_a_full_disk(words, tmp_path, unbuffered=""):
+# A new interpreter for each way; without a buffer, too.
+@pytest.mark.each_python
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize("words", WAYS)
+def test_a_full_disk_is_one_line_and_status_1(run, words, unbuffered):
+    variables = {"PYTHONUNBUFFERED": unbuffered}
+    check_a_full_disk(run, words, fresh=True, variables=variables)
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_each_command_reports_a_full_disk(run, words):
+    check_a_full_disk(run, words)
+
+
+def check_a_full_disk(run, words, **named):
     with open("/dev/full", "w") as full:
-        done = run_command(words, tmp_path, unbuffered, stdout=full)
+        done = run(words, stdout=full, **named)
     assert done.stderr == "memsaver: the output cannot be written: No space left on device\n"
     assert done.returncode == 1
 
 
-@pytest.mark.each_python
-@pytest.mark.parametrize("words", COMMANDS)
-def test_a_full_disk_is_one_line_and_status_1(tmp_path, words):
-    check_a_full_disk(words, tmp_path)
-
-
-@pytest.mark.each_python
 @pytest.mark.parametrize("words", WAYS)
-def test_a_full_disk_without_a_buffer(tmp_path, words):
-    check_a_full_disk(words, tmp_path, unbuffered="1")
-
-
-@pytest.mark.parametrize("words", WAYS)
-def test_a_closed_pipe_is_not_reported(tmp_path, words):
+def test_a_closed_pipe_is_not_reported(run, words):
     with subprocess.Popen(["true"], stdin=subprocess.PIPE) as gone:
         gone.wait()
-        done = run_command(words, tmp_path, stdout=gone.stdin)
+        done = run(words, fresh=True, stdout=gone.stdin)
     assert (done.stderr, done.returncode) == ("", 1)
 
 
 @pytest.mark.parametrize("words", WAYS)
-def test_a_closed_output_is_one_line_and_status_1(tmp_path, words):
-    done = run_command(words, tmp_path, preexec_fn=lambda: os.close(1))
+def test_a_closed_output_is_one_line_and_status_1(run, words):
+    done = run(words, fresh=True, preexec_fn=lambda: os.close(1))
     assert done.stderr == "memsaver: the output cannot be written: Bad file descriptor\n"
     assert done.returncode == 1
 
@@ -97,11 +104,11 @@ def test_a_closed_output_is_one_line_and_status_1(tmp_path, words):
         pytest.param("demo", 0, True, marks=pytest.mark.long),
     ],
 )
-def test_errors_that_cannot_be_written_change_no_status(tmp_path, words, status, closed):
+def test_errors_that_cannot_be_written_change_no_status(run, words, status, closed):
     close = (lambda: os.close(2)) if closed else None
     with open("/dev/full", "w") as full:
         named = dict(stdout=subprocess.PIPE, stderr=full, preexec_fn=close)
-        done = run_command(words, tmp_path, **named)
+        done = run(words, fresh=closed, **named)
     assert done.returncode == status
 
 
@@ -138,16 +145,14 @@ CASES += [
 
 
 @pytest.mark.parametrize("words, encoding", CASES)
-def test_a_terminal_with_few_characters(tmp_path, words, encoding):
-    done = run_command(
-        words, tmp_path, variables=ENCODINGS[encoding], stdout=subprocess.PIPE, errors="replace"
-    )
+def test_a_terminal_with_few_characters(run, words, encoding):
+    done = run(words, variables=ENCODINGS[encoding], stdout=subprocess.PIPE, errors="replace")
     assert "Traceback" not in done.stderr, done.stderr
     assert done.returncode == WORDS[words], done.stderr
 
 
-def test_writable_output_succeeds(tmp_path):
-    done = run_command("trace t.json", tmp_path, stdout=subprocess.PIPE)
+def test_writable_output_succeeds(run):
+    done = run("trace t.json", stdout=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (0, "") and "peak" in done.stdout
 
 
@@ -164,7 +169,7 @@ def on_a_terminal(words, tmp_path, **variables):
             **variables,
         }
         command = [sys.executable, "-m", "memsaver", *words.split()]
-        with subprocess.Popen(
+        with CommandPopen(
             command, env=environment, cwd=tmp_path, stdin=terminal, stdout=terminal, stderr=terminal
         ) as process:
             os.close(terminal)

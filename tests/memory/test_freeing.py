@@ -36,7 +36,7 @@ def test_freeing_during_another_threads_transition(
     sim, tag, make_blocks, in_thread, wait_until, slow, kind, left
 ):
     name = tag()
-    blocks = make_blocks(name, [MIB] * 7 + [80 * MIB], backup="host")
+    blocks = make_blocks(name, [MIB] * 7 + [8 * MIB], backup="host")
     if kind == "resume":
         memsaver.pause(name)
     slow()
@@ -106,7 +106,7 @@ def test_freed_memory_is_not_reused_under_work_in_flight(sim, tag):
     name = tag()
     with memsaver.region(name):
         keep = simulator.buffer(512)
-        for nbytes in (4096, PAGE, 64 * MIB):
+        for nbytes in (4096, PAGE, 16 * MIB):
             block = simulator.buffer(nbytes)
             with sim.stream() as stream:
                 sim.stream_delay(0.05)

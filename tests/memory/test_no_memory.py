@@ -24,7 +24,7 @@ GIB = 1 << 30
 def test_a_resume_without_memory_leaves_all_tags_paused(sim, tag, make_blocks):
     names = [tag("first"), tag("second")]
     other = tag("resident")
-    parts = [make_blocks(name, [3 * MIB, 64 * MIB], backup="host") for name in names]
+    parts = [make_blocks(name, [3 * MIB, 6 * MIB], backup="host") for name in names]
     blocks = Fixed(sim, chain.from_iterable(parts))
     needed = held(names)
     memsaver.pause(*names)
@@ -73,7 +73,7 @@ def test_an_allocation_without_memory_changes_nothing(sim, tag, make_blocks):
 
 def test_a_pause_and_a_resume_on_a_full_device(sim, tag, make_blocks):
     name = tag()
-    blocks = Fixed(sim, make_blocks(name, [3 * MIB, 64 * MIB], backup="host"))
+    blocks = Fixed(sim, make_blocks(name, [3 * MIB, 6 * MIB], backup="host"))
     everything = held([name])
     fill_device(sim, 0)
     for _ in range(3):
@@ -88,11 +88,11 @@ def test_a_pause_and_a_resume_on_a_full_device(sim, tag, make_blocks):
 
 @pytest.mark.parametrize(
     "limit",
-    [0, 100 * MIB, *(pytest.param(each, marks=pytest.mark.long) for each in (4096, 64 * MIB))],
+    [0, 30 * MIB, *(pytest.param(each, marks=pytest.mark.long) for each in (4096, 20 * MIB))],
 )
 def test_host_memory_is_refused(sim, tag, make_blocks, limit):
     names = [tag("first"), tag("second")]
-    parts = [make_blocks(name, [3 * MIB, 70 * MIB], backup="host") for name in names]
+    parts = [make_blocks(name, [3 * MIB, 20 * MIB], backup="host") for name in names]
     blocks = Fixed(sim, chain.from_iterable(parts))
     everything = held(names)
     sim.host_limit(limit)
@@ -132,7 +132,7 @@ def test_a_size_that_no_device_has(sim, tag, make_blocks, nbytes):
     assert held([name]) == PAGE and reported() == sim.tag_bytes()
     memsaver.pause(name)
     memsaver.resume(name)
-    more = make_blocks(name, [3 * MIB, 64 * MIB])
+    more = make_blocks(name, [3 * MIB, 6 * MIB])
     assert blocks.are_intact() and all(b.is_intact() for b in more)
 
 

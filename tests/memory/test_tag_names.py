@@ -38,8 +38,8 @@ NAMES = {
 def test_a_name(sim, tag, make_blocks, tmp_path, options, registered, name):
     tag.names += [name, name + "2"]
     options(disk_dir=tmp_path)
-    first = make_blocks(name, [3 * MIB], backup="host")
-    second = make_blocks(name + "2", [5 * MIB], backup="disk")
+    first = make_blocks(name, [5000], backup="host")
+    second = make_blocks(name + "2", [700], backup="disk")
     assert {row.tag for row in memsaver.stats().tags} >= {name, name + "2"}
     assert len(memsaver.ranges(name)) == 1
     shown = name.encode()[:127].decode(errors="ignore")

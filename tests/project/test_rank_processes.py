@@ -9,7 +9,9 @@ import time
 
 import pytest
 import rank_processes
-from warm_processes import WarmPopen
+from warm_processes import WarmPopen, run_command
+
+from memsaver._runtime.native import LIBRARY_DIR
 
 pytest.importorskip("torch")
 
@@ -159,3 +161,15 @@ def test_a_script_can_be_killed_and_waited_for(tmp_path):
         assert process.wait(30) == -9
     with WarmPopen(["sh", "-c", "exit 3"]) as process:
         assert process.wait(30) == 3
+
+
+@pytest.mark.parametrize("words", [["--version"], ["trace", "ü.json"], ["run", "--", "ü✓"]])
+def test_a_command_runs_as_in_a_new_interpreter(tmp_path, words):
+    command = [sys.executable, "-m", "memsaver", *words]
+    environment = {**os.environ, "PYTHONPATH": str(LIBRARY_DIR.parent), "PYTHONIOENCODING": "ascii"}
+    new, forked = (
+        run(command, env=environment, cwd=tmp_path, capture_output=True, check=False)
+        for run in (subprocess.run, run_command)
+    )
+    ends = [(done.returncode, done.stdout, done.stderr) for done in (new, forked)]
+    assert ends[0] == ends[1] and new.stdout + new.stderr

@@ -9,7 +9,7 @@ from soak import race
 
 @pytest.fixture(scope="module")
 def found():
-    return race.run("sim", seconds=50, steps=200, seed=1, patience=60)
+    return race.run("sim", seconds=50, steps=120, seed=1, patience=60)
 
 
 def test_a_short_soak(found):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
+
+from warm_processes import run_command
 
 from memsaver._runtime.native import LIBRARY_DIR
 
@@ -16,9 +17,7 @@ def run_doctor(*arguments, command=("-m", "memsaver"), cwd=None, **env):
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("MEMSAVER_", "NCCL_"))}
     environment = {**kept, "PYTHONPATH": str(LIBRARY_DIR.parent), **SIM, **env}
     whole = [sys.executable, *command, "doctor", *arguments]
-    return subprocess.run(
-        whole, env=environment, cwd=cwd, capture_output=True, text=True, timeout=60
-    )
+    return run_command(whole, env=environment, cwd=cwd, capture_output=True, text=True, timeout=60)
 
 
 def of(findings, name):

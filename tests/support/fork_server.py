@@ -21,6 +21,23 @@ import time
 import types
 from typing import Any
 
+# What memsaver, its command line and the tests' helpers import of the standard library.
+PLAIN = (
+    "asyncio",
+    "concurrent.futures.thread",
+    "ctypes",
+    "dataclasses",
+    "hashlib",
+    "importlib.metadata",
+    "importlib.resources",
+    "inspect",
+    "multiprocessing.connection",
+    "random",
+    "subprocess",
+    "tempfile",
+    "uuid",
+)
+
 _PR_SET_CHILD_SUBREAPER = 36
 
 MODULES = {
@@ -31,22 +48,8 @@ MODULES = {
         "torch.distributed.fsdp",
         "torch.distributed.tensor",
     ),
-    # What memsaver, its command line and the tests' helpers import.
-    "plain": (
-        "asyncio",
-        "concurrent.futures.thread",
-        "ctypes",
-        "dataclasses",
-        "hashlib",
-        "importlib.metadata",
-        "importlib.resources",
-        "inspect",
-        "multiprocessing.connection",
-        "random",
-        "subprocess",
-        "tempfile",
-        "uuid",
-    ),
+    "plain": PLAIN,
+    "command line": (*PLAIN, "rich.pager", "rich.styled", "rich.table", "used_typer"),
 }
 
 
@@ -173,6 +176,11 @@ def become(process: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         os.setsid()
     os.environ.clear()
     os.environ.update(process["environment"])
+    if "encoding" in process:
+        encoding = process["encoding"]
+        sys.stdout = os.fdopen(1, "w", encoding=encoding, closefd=False)
+        errors = "backslashreplace"
+        sys.stderr = os.fdopen(2, "w", 1, encoding, errors=errors, closefd=False)
     new_paths = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
     script = process["script"]
     main = types.ModuleType("__main__")

@@ -160,15 +160,16 @@ def _forked(
     return statuses
 
 
-def adopted(process: Process) -> int:
-    """Start a process that has imported torch as a child of this one; return its pid.
+def adopted(process: Process, modules: str = "torch") -> int:
+    """Start a process that has imported `fork_server.MODULES[modules]` as a child of this one.
 
-    Besides the items for a rank, `process` may have "input", the file to read from, "arguments" for
-    the script, and "session", whether the process leads a session.
+    Returns its pid. Besides the items for a rank, `process` may have "input", the file to read
+    from, "arguments" for the script, "session", whether the process leads a session, and
+    "encoding", with which it opens its output and errors anew, or None for the usual one.
     """
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans below this process become its children
     try:
-        pid: int = _answer({"adopted": process}, process["environment"])
+        pid: int = _answer({"adopted": process}, process["environment"], modules)
     finally:
         _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 0)
     return pid

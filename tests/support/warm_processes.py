@@ -1,4 +1,4 @@
-"""Processes that have imported torch, in place of new interpreters that run a script."""
+"""Processes that have imported modules, in place of new interpreters that run a script."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import os
 import subprocess
 import sys
 from typing import Any
+from unittest import mock
 
 import rank_processes
+from child_process import reads_at_start
+from repository import SUPPORT
 
 _usual = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
@@ -20,12 +23,21 @@ class WarmPopen(subprocess.Popen[Any]):
     scripts with preloaded libraries, which a process gets only at its start.
     """
 
+    modules = "torch"
+
+    def described(self, command: list[str], environment: dict[str, str]) -> dict[str, Any] | None:
+        """Return the script and its arguments; None for a command that runs as usual."""
+        is_script = command[:1] == [sys.executable] and command[1].endswith(".py")
+        if not is_script or "LD_PRELOAD" in environment:
+            return None
+        return {"script": command[1], "arguments": command[2:]}
+
     def _execute_child(self, *given: Any) -> None:
         call = inspect.signature(_usual).bind(self, *given).arguments
         command = list(map(str, call["args"])) if isinstance(call["args"], list) else []
         environment = dict(os.environ if call["env"] is None else call["env"])
-        is_script = command[:1] == [sys.executable] and command[1].endswith(".py")
-        if not is_script or "LD_PRELOAD" in environment:
+        described = self.described(command, environment)
+        if described is None:
             _usual(self, *given)
             return
 
@@ -34,16 +46,41 @@ class WarmPopen(subprocess.Popen[Any]):
 
         self.pid = rank_processes.adopted(
             {
-                "script": command[1],
-                "arguments": command[2:],
+                **described,
                 "folder": str(call["cwd"] or os.getcwd()),
                 "environment": environment,
                 "input": file("p2cread", 0),
                 "output": file("c2pwrite", 1),
                 "errors": file("errwrite", 2),
                 "session": call["start_new_session"],
-            }
+            },
+            self.modules,
         )
         self._child_created = True
         ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         self._close_pipe_fds(*(call[end] for end in ends))  # type: ignore[attr-defined]
+
+
+class CommandPopen(WarmPopen):
+    """A `Popen` that runs `python -m memsaver` in forks of a process that has imported typer.
+
+    Not for output to a pipe that nobody reads, whose end cannot be opened again.
+    """
+
+    modules = "command line"
+
+    def described(self, command: list[str], environment: dict[str, str]) -> dict[str, Any] | None:
+        """Return the command line's script; None for a command that runs as usual."""
+        if command[:3] != [sys.executable, "-m", "memsaver"]:
+            return None
+        encoding = environment.pop("PYTHONIOENCODING", None)
+        if reads_at_start(dict(environment.items() - os.environ.items())):
+            return None
+        script = str(SUPPORT / "console_script.py")
+        return {"script": script, "arguments": command[3:], "encoding": encoding}
+
+
+def run_command(command: list[str], **named: Any) -> subprocess.CompletedProcess[Any]:
+    """`subprocess.run` with a CommandPopen."""
+    with mock.patch.object(subprocess, "Popen", CommandPopen):
+        return subprocess.run(command, **named)  # the caller decides about the status

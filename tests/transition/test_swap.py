@@ -318,12 +318,12 @@ def test_the_error_of_a_swap_without_fitting_pages_gives_advice(run_python):
         from memsaver import simulator
         MIB = 1 << 20
         kept = []
-        for name, mib in (("first", 64), ("second", 128)):
+        for name, mib in (("first", 16), ("second", 24)):
             with memsaver.region(name, backup="host"):
                 kept.append(simulator.buffer(mib * MIB))
         memsaver.pause()
         with memsaver.region("trainer", backup="host"):
-            kept.append(simulator.buffer(200 * MIB))
+            kept.append(simulator.buffer(40 * MIB))
         try:
             memsaver.swap(out="trainer", into=("first", "second"))
         except memsaver.OutOfDeviceMemoryError as error:
@@ -334,6 +334,7 @@ def test_the_error_of_a_swap_without_fitting_pages_gives_advice(run_python):
         memsaver.pause("trainer")
         memsaver.resume("first", "second")
         """,
-        MEMSAVER_SIM_MEMORY="300MiB",
+        MEMSAVER_SIM_MEMORY="64MiB",
+        MEMSAVER_SLAB_BYTES="2MiB",
     )
     assert done.stderr == ""

@@ -29,7 +29,7 @@ def test_reports_equal_the_drivers_figures(sim, tag, make_blocks):
 
 def test_statistics_equal_the_drivers(sim, tag, make_blocks):
     names = [tag(), tag(), tag()]
-    alive = {name: make_blocks(name, [MIB, 3 * MIB, 70 * MIB], backup="host") for name in names}
+    alive = {name: make_blocks(name, [MIB, 3 * MIB, 8 * MIB], backup="host") for name in names}
 
     def check():
         assert memsaver.stats().resident_bytes == sim.tag_bytes()

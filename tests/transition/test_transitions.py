@@ -17,12 +17,11 @@ SIZES = [1, 511, 512, 513, 4096, 100_000, MIB, PAGE - 512, PAGE, PAGE + 1, 5 * M
 # --- contents and addresses -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cycles", [1, 4])
-def test_backed_up_contents_are_restored(sim, tag, make_blocks, cycles):
+def test_backed_up_contents_are_restored(sim, tag, make_blocks):
     name = tag()
     blocks = make_blocks(name, SIZES, backup="host")
     where = memsaver.ranges(name)
-    for cycle in range(cycles):
+    for cycle in range(4):
         memsaver.pause(name)
         assert memsaver.state(name) == "paused"
         assert not any(sim.accessible(b.address) for b in blocks)
@@ -36,11 +35,10 @@ def test_backed_up_contents_are_restored(sim, tag, make_blocks, cycles):
     assert memsaver.ranges(name) == where
 
 
-@pytest.mark.parametrize("cycles", [1, 3])
-def test_contents_without_a_backup_read_as_zero(sim, tag, make_blocks, cycles):
+def test_contents_without_a_backup_read_as_zero(sim, tag, make_blocks):
     name = tag()
     blocks = make_blocks(name, SIZES, backup="none")
-    for _ in range(cycles):
+    for _ in range(3):
         memsaver.pause(name)
         assert sim.tag_bytes() == 0
         memsaver.resume(name)
@@ -75,23 +73,11 @@ def test_a_pause_may_override_the_policy_once(sim, tag, make_blocks, policy, ove
             b.fill(b.seed + 1)
 
 
-def test_an_interior_pointer_keeps_working(sim, tag, make_blocks):
-    name = tag()
-    (block,) = make_blocks(name, [10 * MIB], backup="host")
-    inside = block.address + 7 * MIB + 123
-    expected = sim.read(inside, 1000)
-    memsaver.pause(name)
-    memsaver.resume(name)
-    assert sim.read(inside, 1000) == expected
-    sim.write(inside, b"written inside")
-    assert block.bytes()[7 * MIB + 123 :][:14] == b"written inside"
-
-
 def test_contents_that_span_pieces_and_copy_chunks(sim, tag, make_blocks, options):
     # Larger than a copy chunk of the host backup (64 MiB), and than a shared piece.
     options(share_bytes="2MiB", slab_bytes="2MiB")
     name = tag()
-    blocks = make_blocks(name, [70 * MIB, 512, 65 * MIB + 512], backup="host")
+    blocks = make_blocks(name, [66 * MIB, 512, 3 * MIB + 512], backup="host")
     memsaver.pause(name)
     memsaver.resume(name)
     assert all(b.is_intact() for b in blocks)
@@ -189,7 +175,7 @@ def test_a_tag_named_twice_counts_once(sim, tag, make_blocks):
 def test_an_unknown_tag_lists_the_known_ones(sim, tag, make_blocks):
     known, unknown = tag("known"), tag("unknown")
     (block,) = make_blocks(known, [MIB])
-    for call in (memsaver.pause, memsaver.resume):
+    for call in (memsaver.pause, memsaver.resume, lambda *tags: memsaver.paused(*tags).__enter__()):
         with pytest.raises(UnknownTagError) as caught:
             call(known, unknown)
         assert caught.value.tag == unknown
@@ -259,12 +245,6 @@ def test_paused_with_a_backup_of_its_own(sim, tag, make_blocks):
     with memsaver.paused(name, backup="host"):
         pass
     assert block.is_intact()
-
-
-def test_paused_that_fails_to_pause_runs_nothing(sim, tag):
-    with pytest.raises(UnknownTagError):
-        with memsaver.paused(tag()):
-            pytest.fail("entered")
 
 
 # --- two devices ----------------------------------------------------------------------------------

@@ -217,7 +217,7 @@ def test_finalizers_that_resume_do_not_deadlock_two_threads(run_python):
         SETUP
         + """
     gc.set_threshold(3)
-    over = time.monotonic() + 2
+    over = time.monotonic() + 1
 
     class Cycle:
         def __init__(self, tag):
