@@ -189,9 +189,8 @@ pinned host memory for the next pause; by default, each resume releases it. Note
   time, as memsaver's first pause does.
 - Answered requests: on the H200, an earlier version of the benchmark also counted 72 clients that
   disconnected on purpose; the row of the H100 counts only clients that wait.
-- SGLang's memory in use with all tags released is that of an engine's first sleep. After later
-  ones, in the same run, 1,524 MiB stayed with memsaver 0.1.0, and 1,542 with torch_memory_saver.
-  memsaver releases torch's cache since then; later sleeps have not been measured again.
+- SGLang's memory in use with all tags released has two values: that of an engine's first sleep,
+  and half of the memory in use while two engines sleep, each for the seventh time.
 - The results were written by the programs of `benchmarks/`; the file has the single cycles (except
   for `cudaMalloc`) and the commit.
 - `benchmarks/results/h200_0.2.0.json` is a shorter run of memsaver 0.2.0 without a backup, on a

@@ -371,16 +371,17 @@ MS_API ms_status ms_transition_run(ms_transition* transition, ms_change** rows, 
 /* The result of one transition of ms_transition_run_all. */
 typedef struct ms_run_result {
   int32_t status;   /* the ms_status that ms_transition_run would return */
-  size_t row_count; /* the length of `rows`, which the caller frees; 0 after an error */
-  ms_change* rows;
+  size_t row_count; /* the length of `rows`; 0 after an error */
+  ms_change* rows;  /* free with ms_list_free */
   ms_error error; /* set if `status` is not MS_OK */
 } ms_run_result;
 
-/* Runs `count` transitions at the same time, each like ms_transition_run: the first on the calling
- * thread, the others on threads that end with the call, or one after the other if the system cannot
- * start threads. Waits only once for the work submitted earlier, before any of them copies.
- * Sets `results[i]` to the result of `transitions[i]`, and returns when all have ended: a failure
- * of one does not affect the others.
+/* Runs `count` transitions at the same time, each like ms_transition_run. A failure of one does not
+ * affect the others. Waits for the work submitted earlier before the first transition copies, and
+ * returns when all transitions have ended. `results[i]` is the result of `transitions[i]`.
+ *
+ * Threads: the first transition runs on the calling thread, each other one on a thread that ends
+ * with the call. Those for which no thread can be started run on the calling thread, in turn.
  *
  * Errors: MS_INVALID_ARGUMENT if a transition is null or in the list twice; MS_INVALID_STATE in a
  * forked child. After these errors, none has run, and `results` is unchanged. */

@@ -48,8 +48,8 @@ class Transition {
   // Takes ownership of a transition that has begun.
   void adopt(ms_transition* begun) { transition_.reset(begun, &ms_transition_free); }
 
-  // Runs the transition, unless run_all() did, and returns its rows or throws its error. Can be
-  // called once.
+  // Returns the transition's rows or throws its error; runs it first, unless run_all() already has.
+  // Can be called once.
   py::list run() {
     if (!result_) run_all({*this});
     const ms_run_result result = *result_;

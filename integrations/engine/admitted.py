@@ -95,7 +95,7 @@ async def generation(admission: Admission, what: str, request: Generation) -> As
             await outputs.aclose()
         if refusal is None:
             break
-        await request.take_back(deadline)  # may abort what the engine has of the request
+        await request.take_back(deadline)  # may abort parts that the engine has received
         with admission.abortable(request):
             await _again(admission, what, refusal, deadline)
             admission.check_aborted(request)

@@ -76,8 +76,8 @@ def pause(
     Runs in two steps: all ranks begin the pause, and run it if no rank has rejected it, so that a
     rejection precedes any loss of contents without a backup. After a rejection no rank has
     changed; after a later failure some ranks have paused some tags. On a rank that failed, tags
-    whose pause failed are mapped with their contents, the others are paused with their backups, and
-    a discarded KV cache may be lost. The rank's report has its first error.
+    whose pause failed are mapped with their contents, and the other tags are paused; a KV cache
+    that was discarded has lost its contents. The rank's report contains its first error.
     """
     # An interrupt is raised after the exchange, so that a rank never leaves the others waiting.
     with interrupts_deferred(), ExitStack() as held:
@@ -142,14 +142,14 @@ class _Pause:
         return reports
 
     def _steps(self) -> list[list[tuple[Backup | None, list[str]]]]:
-        """Group the names by the backup to pass; the pauses of a step run at the same time.
+        """Group the names into steps of (backup to pass, names). A step's pauses run together.
 
-        If all contents to save have backups already, they are saved at the same time, and beside
-        them a KV cache is discarded, so that the driver clears its memory during the copies. If
-        they cannot be saved, the lost cache is harmless, because the engine has already flushed it;
-        if the cache cannot be paused, they are paused with their backups. A first save runs alone,
-        because it is the most likely to fail, for lack of host memory. Other pauses that only
-        discard contents come last.
+        If all tags to save already have backups, the first step saves them and discards the KV
+        cache, so that the driver clears the cache's memory during the copies. If the save fails,
+        losing the cache is harmless, because the engine has already flushed it; if the pause of
+        the cache fails, the saved tags are still paused. Otherwise each save is a step of its own,
+        because a first save is the most likely to fail, for lack of host memory. Other tags that
+        are only discarded come last.
         """
         policies = {name: policy_of(name) for name in self._names}
         wanted = {

@@ -39,10 +39,10 @@ class EngineSet:
 
     All other calls are made on the engines themselves, which their owner closes.
 
-    Threads: the ranks update weights through the connections of the first engine. One thread
-    updates the set and makes the first engine's other calls, except `generate`; all ranks make
-    these calls in the same order, or all raise `RankError`. Other engines have their own
-    connections, but must not sleep during an update.
+    Threads: updates use the connections of the first engine. On each rank, one thread must make all
+    updates of the set and all calls of the first engine except `generate`, in the same order on all
+    ranks; otherwise all ranks raise `RankError`. The other engines have their own connections, but
+    must not sleep during an update.
 
     Attributes:
         engines: the engines, in the order of their ranks in a group.

@@ -212,8 +212,8 @@ def _values(outcomes: Outcomes[Given]) -> list[Given]:
 def _error_of(outcomes: Outcomes[Any]) -> MemsaverError:
     if outcomes.calls:
         return outcomes.error(
-            "nothing was done: all ranks must make these calls in the same order, each rank in one "
-            "thread"
+            "nothing was done; make the collective calls in the same order on all ranks, from one "
+            "thread per rank"
         )
     errors = [
         SerializedError(one.failure, one.error) for one in outcomes.each if one.failure is not None

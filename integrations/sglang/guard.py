@@ -174,7 +174,7 @@ def when_asleep(scheduler: Any) -> WhenAsleep:
 
 
 def is_rust_served(scheduler: Any) -> bool:
-    """Return whether this process contains SGLang's server in Rust, in place of a manager."""
+    """Return whether this process runs SGLang's server in Rust instead of a tokenizer manager."""
     return getattr(scheduler, "rust_server", None) is not None
 
 

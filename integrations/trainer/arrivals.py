@@ -38,10 +38,10 @@ _limit: ContextVar[float | None] = ContextVar("limit", default=None)  # of `limi
 
 @contextlib.contextmanager
 def limited_waits(seconds: float) -> Iterator[None]:
-    """Limit each wait of this thread's hooks for a resume, in the block, to `seconds`.
+    """Limit how long each hook waits for a background resume during the block.
 
-    In the block a hook waits on the host for the end of the resume. If that takes longer, the hook
-    raises `InvalidStateError`, with the tag, and the resume continues.
+    A hook waits on the host until the resume ends. After `seconds`, the hook raises
+    `InvalidStateError`, which names the tag; the resume continues.
     """
     outer = _limit.set(seconds)
     try:

@@ -73,7 +73,7 @@ class LocalEngine(Local):
         self._engine = engine.llm_engine
         self._busy = threading.Lock()  # held during a call, and released by the thread that runs it
         self._generating = threading.Lock()
-        # Threads that may have a lock or wait for one, once for each call.
+        # The thread of each call that may own a lock or wait for one.
         self._callers: list[int] = []
         self._aborted = False  # whether the generation in progress is to end
 
@@ -102,12 +102,16 @@ class LocalEngine(Local):
             return self.run(name, calls[name], timeout)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """See `Engine`. The arguments and results are those of `vllm.LLM.generate`."""
+        """See `Engine`. The arguments and results are those of `vllm.LLM.generate`.
+
+        Raises:
+            InvalidStateError: this thread is in another call of the engine.
+        """
         check_outside_loop()
         if threading.get_ident() in self._callers:
             raise InvalidStateError(
-                "the engine cannot generate now, because a finalizer or a signal handler "
-                "interrupted this thread in another call: generate after that call"
+                "the engine cannot generate inside another call of the same thread (for example, "
+                "in a finalizer or a signal handler): generate after that call"
             )
         with self._calling(), self._generating, self._busy:
             return self._llm.generate(*args, **kwargs)
@@ -171,7 +175,7 @@ class LocalEngine(Local):
 
     @contextlib.contextmanager
     def _calling(self) -> Iterator[None]:
-        """Record that this thread may have a lock, for which it must not wait again."""
+        """Record that this thread may own a lock, so that a nested call does not wait for it."""
         me = threading.get_ident()
         self._callers.append(me)
         try:

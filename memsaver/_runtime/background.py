@@ -29,7 +29,7 @@ def can_start_threads() -> bool:
 
 
 def start_daemon(name: str, work: Callable[[], object]) -> threading.Thread:
-    """Start a daemon thread for work that does not end with an error. A callback may call this.
+    """Start a daemon thread for `work`, which must not raise. A callback may call this.
 
     Until the thread runs, the garbage collector is disabled, because a finalizer on the new thread
     could wait for a tag that this thread owns, while this thread waits for the new thread to start.

@@ -51,9 +51,9 @@ class Latch:
 class Mutex:
     """A reentrant lock for blocks that do not wait for callbacks. Any thread may use it.
 
-    During a block, no signal handler runs on its thread, and no collection of garbage begins in the
-    process: a handler or a finalizer could wait for a tag whose owner waits for this lock in a
-    callback.
+    During a block, no signal handler runs on its thread, and no automatic garbage collection starts
+    in the process: a handler or a finalizer could wait for a tag whose owner waits for this lock in
+    a callback. Therefore a block must not free objects whose finalizers wait.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Mutex:
 
 
 class _Entry:
-    """The nested blocks of the thread that is inside a gate."""
+    """Records the thread inside a gate, and its nested blocks."""
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()

@@ -266,7 +266,7 @@ def session(folder: Path) -> None:
             print(f"rewrites {rewrites}: copied {copied}", flush=True)
             assert all(copied) if not rewrites else not any(copied[1:]), copied
             with made.training():
-                pass  # resumes the trainer's memory, without which a session cannot be closed
+                pass  # resumes the trainer's memory: a session cannot be closed while it is paused
             made.close()
 
 

@@ -102,7 +102,7 @@ def for_adoption(process: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
 
 
 def adopts_orphans(does: bool) -> None:
-    """Set whether processes below this one become its children when their parents end."""
+    """Set whether descendants of this process become its children when their parents end."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(does))
 
 
@@ -123,7 +123,7 @@ def ended(
     statuses: list[int | None] = [None] * len(ranks)
     deadline = time.monotonic() + timeout
     left = set(ranks)
-    strays: list[str] = []
+    leaked: list[str] = []
     with contextlib.suppress(ChildProcessError):  # no child is left
         while time.monotonic() < deadline:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -135,12 +135,12 @@ def ended(
             elif not pid:
                 time.sleep(0.01)
         if not left:
-            strays = [f"{pid} {command}" for pid, command in children().items() if command]
+            leaked = [f"{pid} {command}" for pid, command in children().items() if command]
         while True:  # an orphan's own children become orphans
             for pid in children():
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(-1, 0)
-    return statuses, strays
+    return statuses, leaked
 
 
 def children() -> dict[int, str]:

@@ -155,8 +155,8 @@ def _forked(
     """
     request = {"processes": processes, "timeout": timeout, "linger": LINGER_SECONDS}
     statuses: list[int | None]
-    statuses, strays = _answer(request, processes[0]["environment"], modules)
-    assert not strays, f"processes were left running: {'; '.join(strays)}"
+    statuses, leaked = _answer(request, processes[0]["environment"], modules)
+    assert not leaked, f"processes were left running: {'; '.join(leaked)}"
     return statuses
 
 

@@ -139,7 +139,9 @@ def test_other_threads_run_while_one_pauses(sim, tag, make_blocks, in_thread, wa
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_transitions_that_run_at_the_same_time(sim, tag, make_blocks, in_thread, wait_until, fails):
+def test_each_of_several_running_transitions_has_its_own_result(
+    sim, tag, make_blocks, in_thread, wait_until, fails
+):
     names = [tag("first"), tag("second")]
     blocks = [make_blocks(name, [MIB], backup="host")[0] for name in names]
     before = sim.calls("cuMemcpyDtoHAsync")

@@ -341,7 +341,7 @@ def test_calls_can_be_made_again_at_each_of_their_lines(run_python, case):
     run_python(f"    FILES = {files!r}" + TOOLS + code, with_torch="torch" in code)
 
 
-def test_no_finalizer_or_handler_runs_while_a_mutex_is_locked(run_python):
+def test_no_collection_or_handler_runs_while_a_mutex_is_locked(run_python):
     code = """
     import gc, signal, threading
     from memsaver._runtime.latches import Mutex

@@ -1,7 +1,7 @@
 """Test threads that memsaver starts in a callback, while a finalizer waits for the tag.
 
 The starting thread waits until the new thread runs. If the garbage collector runs the finalizer on
-the new thread before that, both wait for ever.
+the new thread before that, both wait forever.
 """
 
 from __future__ import annotations
@@ -66,6 +66,6 @@ CODE = """
 
 
 @pytest.mark.parametrize("call", ["timeline", "send", "connect"])
-def test_a_thread_starts_while_a_finalizer_would_wait(run_python, call):
+def test_no_finalizer_runs_before_a_new_thread_has_started(run_python, call):
     pytest.importorskip("torch")
     run_python(CODE.replace("{call}", call), with_torch=True)

@@ -7,7 +7,7 @@ waiting, regions, frees, callbacks that begin transitions. Objects in reference 
 calls when the garbage collector finalizes them, and so do handlers of signals, which arrive at any
 time on the main thread; other handlers raise. Meanwhile, children are forked and exit.
 
-The walk checks that no call waits for ever, every error is an `InvalidStateError` or was raised by
+The walk checks that no call waits forever, every error is an `InvalidStateError` or was raised by
 a handler, contents are intact, callbacks agree with the tags' states, nothing stays reserved, and
 memsaver's figures equal the driver's.
 """
@@ -109,7 +109,7 @@ class Walk:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for thread in threads:
             thread.join(60)
-            assert not thread.is_alive(), "a thread waits for ever"
+            assert not thread.is_alive(), "a thread waits forever"
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         self._conclude()
         for registration in registered:
@@ -140,7 +140,7 @@ class Walk:
         del last
         end = time.monotonic() + 60
         while reference() is not None:
-            assert time.monotonic() < end, "a finalizer waits for ever"
+            assert time.monotonic() < end, "a finalizer waits forever"
             gc.collect()
             time.sleep(0.001)
 

@@ -55,8 +55,8 @@ class Transition {
   //     restores all of them.
   std::vector<Change> run();
 
-  // Waits, before run(), for the work that run() would wait for, so that run() does not. A later
-  // wait would include the copies of other transitions. Throws kDriverFailed.
+  // Waits for the devices' work in advance, so that run() need not: a later wait would include the
+  // copies of other transitions. Throws kDriverFailed.
   void drain();
 
   // Ends a transition that has not run; waits for it fail. The tags are unchanged.

@@ -132,7 +132,8 @@ def _checked_sources(
     options.check(engine)
     if engine.layout.is_leader:
         engine._engine.control.check("update_weights")
-    # A rank that waits until its limit still reports to the others, which wait for its plan.
+    # Shorter than the engine's timeout, so that a rank that times out can still report to the
+    # others.
     with limited_waits(min(options.timeout, 0.9 * engine.timeout)):
         sources = sources_of(state, rename=options.rename)
     for source in sources:

@@ -52,7 +52,7 @@ def endpoint() -> str:
 
 
 def expect_deadline() -> None:
-    """Wake the server's thread if it knows no deadline. Called after each new deadline."""
+    """Wake the server's thread if it waits without a limit. Call this after adding a deadline."""
     for server in list(_servers.values()):
         if server.has_no_deadline:
             os.eventfd_write(server.wake, 1)

@@ -110,7 +110,7 @@ class _UseEnd:
     """Ends a use when it is deleted.
 
     No weak reference to it exists: while `__del__` runs, a weak reference still returns the object,
-    whose memory another thread would then use after the end.
+    and another thread could use its memory after the use has ended.
     """
 
     _use: Use | None = None  # set last by __init__, which a signal can interrupt

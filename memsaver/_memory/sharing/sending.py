@@ -5,12 +5,13 @@ storage for it. A token is valid as long as its storage exists: because a messag
 receiver uses it, or the program has it. So a late message fails, and never maps newer memory at the
 same place.
 
-There is no lock here. While a thread owned it, the garbage collector could run a finalizer on this
-thread that waits for a tag, whose owner waits for the lock to send a tensor in a callback.
-Therefore each change is one call of a dict whose keys are integers or tuples of integers. Such a
-call is atomic with and without the GIL: no other thread, finalizer or signal handler runs in the
-middle of it. They may run between any two calls. `list(x)` and `list(x.values())` are atomic, too,
-and `list(x.items())` is not, because it allocates tuples, which can start a collection.
+This module has no locks. With a lock, the garbage collector could run a finalizer on the thread
+that owns the lock; the finalizer could wait for a tag, and the tag's owner could wait for the lock,
+to send a tensor in a callback. Therefore each change of state is one call of a method of a dict
+whose keys are integers or tuples of integers. Such a call is atomic with and without the GIL: no
+other thread, finalizer or signal handler runs during the call, but they may run between two calls.
+`list(x)` and `list(x.values())` are atomic, too; `list(x.items())` is not, because it allocates
+tuples, which can start a collection.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class _Message(NamedTuple):
 
     sent: Sent
     storage: Any  # keeps the memory
-    until: float  # on time.monotonic(); then it is no longer in transit
+    until: float  # deadline on time.monotonic(), after which it is no longer in transit
 
 
 _shareable: set[str] = set()
@@ -270,7 +271,7 @@ def _keep(storage: Any, pool: tuple[str, int], address: int, nbytes: int) -> int
         token = next(_tokens)
         if token == 1:
             atexit.register(_forget_received)
-        # If another thread was faster, this one uses its entry, and never the new token.
+        # If another thread has added an entry first, use that entry; the new token stays unused.
         sent = _sent_of.setdefault(memory, Sent(token, memory, pool, StorageWeakRef(storage)))
     number = next(_numbers)
     until = time.monotonic() + float(_C.option("importer_seconds"))
@@ -344,7 +345,7 @@ def find(token: int) -> tuple[Sent, Any]:
 
 
 def take(token: int) -> None:
-    """Record that a receiver has one of the messages that refer to a tensor, the earliest."""
+    """Record that a receiver has received the earliest untaken message of a token."""
     sent = _sent.get(token)
     if sent is None:
         return

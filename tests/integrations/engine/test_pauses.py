@@ -1,4 +1,4 @@
-"""Test the pauses of an engine's tags on one rank: the KV cache beside the other contents."""
+"""Test the pauses of an engine's tags on one rank, which discard the KV cache during the saves."""
 
 import time
 
@@ -47,7 +47,7 @@ def paused():
 
 
 def pause_beside(sim, in_thread, wait_until):
-    """Pause; no copy ends until the driver was called to unmap the KV cache."""
+    """Pause, and block all copies until the driver is called to unmap the KV cache."""
     before = sim.calls("cuMemUnmap")
     with held(sim):
         task = in_thread(pause)

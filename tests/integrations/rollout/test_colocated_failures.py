@@ -56,7 +56,7 @@ def test_after_a_failed_update_the_trainer_has_its_weights_and_may_train(scene):
         assert float(engine.generate(X)[0]) != 1
 
 
-def test_the_wait_of_a_state_for_a_resume_ends(sim, tag):
+def test_a_session_raises_if_its_state_waits_too_long_for_a_resume(sim, tag):
     module = torch.nn.Linear(4, 4)
     reference = offload(module, tag=tag("reference"))
 

@@ -129,7 +129,7 @@ with ThreadPoolExecutor(2) as threads:
     time.sleep(0.2)
     second = threads.submit(engines[1 - RANK].sleep, fence=True)
     assert first.result(20).changed and second.result(20).changed
-with pytest.raises(RankError, match="must make these calls in the same order, each rank in one"):
+with pytest.raises(RankError, match="in the same order on all ranks, from one"):
     engine.wake_up(fence=RANK == 0)
     engine.sleep(fence=True)
 engine.wake_up(fence=True)

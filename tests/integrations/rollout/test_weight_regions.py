@@ -229,7 +229,9 @@ def test_the_wait_for_another_threads_transition_ends(
 
 
 @pytest.mark.parametrize("engine_timeout", [0.1, 30])
-def test_the_wait_of_a_state_dict_for_a_resume_ends(backend, name, sim, engine_timeout):
+def test_an_update_raises_if_a_state_dict_waits_too_long_for_a_resume(
+    backend, name, sim, engine_timeout
+):
     engine = RolloutEngine(backend, timeout=engine_timeout)
     weights = checkpoint(4)
     names = {key.replace(".", "_"): key for key in weights}

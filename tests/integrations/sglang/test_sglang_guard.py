@@ -100,7 +100,7 @@ def test_a_refusal_reaches_a_server_without_a_tokenizer_manager(engine):
 
 @pytest.mark.parametrize("operation", ["release", "resume"])
 @pytest.mark.parametrize("rust_server", [None, object()])
-def test_a_failure_without_a_tokenizer_manager_is_logged(
+def test_only_a_scheduler_without_a_tokenizer_manager_logs_a_failure(
     engine, sim, caplog, operation, rust_server
 ):
     """The manager logs it, and SGLang's server in Rust has none."""

@@ -89,7 +89,7 @@ def test_a_busy_engine_refuses(engine):
     assert ask(engine, "release").failure is None
 
 
-def test_the_kv_cache_goes_while_other_contents_are_saved_again(engine, sim, wait_until):
+def test_the_kv_cache_is_released_while_other_contents_are_saved_again(engine, sim, wait_until):
     with memsaver.region(PartName("weights\x1fhost"), backup="host"):
         simulator.buffer(MIB)  # freed at once: a part without memory
     with sim.fault("cuMemcpyDtoHAsync"):  # a first save keeps the cache if it fails

@@ -248,7 +248,7 @@ for _ in range(2):
 
 
 @pytest.mark.parametrize("when", ["wait", "wake"])
-def test_requests_that_are_held_when_memsaver_stops_managing_the_memory(asleep, when):
+def test_held_requests_can_be_aborted_after_memsaver_stops_managing_the_memory(asleep, when):
     """A query has found another allocator. They can be aborted before vLLM has received them."""
     asleep(
         """

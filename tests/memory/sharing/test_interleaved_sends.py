@@ -1,7 +1,7 @@
 """Test calls that run between any two lines of a send, a receipt, or an expiry.
 
 Another thread makes them, or a finalizer of the same thread. No call may wait for the interrupted
-one, because the interrupting finalizer may wait for a tag whose owner makes the call.
+call: a finalizer that interrupted it may wait for the tag of the thread that makes the other call.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ def made_elsewhere(call):
 
 
 def interrupted_at(place, call, other):
-    """Make a call, and another one before its line number `place`; return whether it has it."""
+    """Call `call`, and call `other` before the line number `place` that it executes.
+
+    Return whether `call` executed that many lines.
+    """
     seen = 0
 
     def trace(frame, event, argument):
@@ -63,7 +66,7 @@ class Sender:
     def __init__(self, tensor, name):
         self.tensor, self.name = tensor, name
         self.tokens = []
-        self.may_be_late = False  # a receiver, which then takes the place of a later one
+        self.may_be_late = False  # whether the receiver of an expired message may still take it
 
     def steps(self, names):
         return lambda: [getattr(self, name)() for name in names]

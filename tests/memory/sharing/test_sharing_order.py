@@ -136,7 +136,7 @@ def test_a_release_during_an_import_spares_what_it_needs(make, name, monkeypatch
     wait_until(lambda: not _C.importers())
 
 
-def test_a_storage_whose_use_ends_is_not_found(make, monkeypatch, wait_until):
+def test_a_storage_is_not_reused_while_its_last_reference_is_deleted(make, monkeypatch, wait_until):
     """Another thread may receive the same storage while the last reference to it is deleted."""
     mine = make(50)
     message = dumped(mine)
