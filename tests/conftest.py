@@ -349,8 +349,9 @@ def run_python(tmp_path, request):
     """Run code in a new process: `run_python(code, MEMSAVER_SIM_DEVICES=2)`.
 
     Returns a CompletedProcess. The environment is this process's without memsaver's variables, with
-    the simulated driver; a variable whose value is None is not set. For `with_torch` and `fresh`,
-    see run_code. Tests marked each_python get a new interpreter unless they pass `fresh=False`.
+    the simulated driver; a variable whose value is None is not set. For `with_torch`,
+    `with_memsaver` and `fresh`, see run_code. Tests marked each_python get a new interpreter unless
+    they pass `fresh=False`.
     """
     from memsaver._runtime.native import LIBRARY_DIR
 
@@ -362,6 +363,7 @@ def run_python(tmp_path, request):
         status: int | None = 0,
         timeout: float = 60,
         with_torch=False,
+        with_memsaver=False,
         fresh: bool | None = None,
         **env,
     ):
@@ -382,6 +384,7 @@ def run_python(tmp_path, request):
             status=status,
             timeout=timeout,
             with_torch=with_torch,
+            with_memsaver=with_memsaver,
             fresh=fresh or reads_at_start(env),
         )
 
