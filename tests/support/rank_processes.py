@@ -144,7 +144,9 @@ def _started(processes: Sequence[Process], timeout: float) -> list[int | None]:
     return ended
 
 
-def _forked(processes: Sequence[Process], timeout: float, modules: str) -> list[int | None]:
+def _forked(
+    processes: Sequence[Process], timeout: float, modules: str = "torch"
+) -> list[int | None]:
     """Return the exit statuses of `fork_server`'s children; None for one that ran too long."""
     request = {"processes": processes, "timeout": timeout}
     answer: list[int | None] = _answer(request, processes[0]["environment"], modules)
