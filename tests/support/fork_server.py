@@ -168,7 +168,7 @@ def leave() -> None:
 
 
 if __name__ == "__main__":
-    with_torch = sys.argv[1] != "plain"
+    with_torch = sys.argv[1] in ("torch", "memsaver")
     if with_torch:
         faulthandler.enable()
     for name in MODULES[sys.argv[1]]:
