@@ -23,7 +23,7 @@ import coroutine_tests
 import pytest
 from child_process import environment_without, reads_at_start, run_code
 from driver_choice import GPUS, asks_for_gpu_tests, why_not
-from dropin_environment import build_wheel, make_site, run_with
+from dropin_environment import make_site, run_with, wheel_in
 from repository import IMPORT_PATH, ROOT, TESTS
 from simulated_driver import Block, Simulator
 from tags import Tags, leftovers
@@ -411,14 +411,15 @@ def runtime(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def dropin_wheel(tmp_path_factory):
-    """Build the distribution's wheel with pip."""
-    return build_wheel(tmp_path_factory.mktemp("dropin"))
+    """Build the distribution's wheel with pip, once for all processes of a test run."""
+    folder = tmp_path_factory.getbasetemp()
+    return wheel_in((folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "wheel")
 
 
 @pytest.fixture(scope="session")
-def dropin_site(dropin_wheel):
+def dropin_site(dropin_wheel, tmp_path_factory):
     """Create a site-packages folder with memsaver and the wheel's contents."""
-    return make_site(dropin_wheel)
+    return make_site(dropin_wheel, tmp_path_factory.mktemp("site"))
 
 
 @pytest.fixture
