@@ -368,6 +368,25 @@ MS_API ms_status ms_swap_begin(const char* const* out, size_t out_count, const c
 MS_API ms_status ms_transition_run(ms_transition* transition, ms_change** rows, size_t* row_count,
                                    ms_error* error);
 
+/* The result of one transition of ms_transition_run_all. */
+typedef struct ms_run_result {
+  int32_t status;   /* the ms_status that ms_transition_run would return */
+  size_t row_count; /* the length of `rows`, which the caller frees; 0 after an error */
+  ms_change* rows;
+  ms_error error; /* set if `status` is not MS_OK */
+} ms_run_result;
+
+/* Runs `count` transitions at the same time, each like ms_transition_run: the first on the calling
+ * thread, the others on threads that end with the call, or one after the other if the system cannot
+ * start threads. Waits only once for the work submitted earlier, before any of them copies.
+ * Sets `results[i]` to the result of `transitions[i]`, and returns when all have ended: a failure
+ * of one does not affect the others.
+ *
+ * Errors: MS_INVALID_ARGUMENT if a transition is null or in the list twice; MS_INVALID_STATE in a
+ * forked child. After these errors, none has run, and `results` is unchanged. */
+MS_API ms_status ms_transition_run_all(ms_transition* const* transitions, size_t count,
+                                       ms_run_result* results, ms_error* error);
+
 /* Hands the transition over to another thread, which must run it. Afterwards the calls of the
  * thread that began it wait for the transition like those of any other thread.
  * Errors: MS_INVALID_STATE if the transition was run. */

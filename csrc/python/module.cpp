@@ -197,6 +197,7 @@ PYBIND11_MODULE(_C, m) {
       .def("wait", &Reservation::wait, py::arg("seconds"));
   py::class_<Transition>(m, "Transition")
       .def("run", &Transition::run)
+      .def_static("run_all", &Transition::run_all, py::arg("transitions"))
       .def("set_caller", &Transition::set_caller, py::arg("caller"))
       .def("hand_over", &Transition::hand_over)
       .def("progress", &Transition::progress)

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -34,6 +35,7 @@ class Transition {
   Transition& operator=(const Transition&) = delete;
   // Cancels a transition that was not run, which may wait for the devices' work.
   ~Transition() {
+    if (result_) ms_list_free(result_->rows);
     if (!transition_) return;
     try {
       free_transition();
@@ -46,34 +48,46 @@ class Transition {
   // Takes ownership of a transition that has begun.
   void adopt(ms_transition* begun) { transition_.reset(begun, &ms_transition_free); }
 
-  // Runs the transition. Can be called once.
+  // Runs the transition, unless run_all() did, and returns its rows or throws its error. Can be
+  // called once.
   py::list run() {
-    require(transition_ && !was_run_, "the transition was cancelled or already run");
-    was_run_ = true;
-    ms_change* rows = nullptr;
-    size_t count = 0;
+    if (!result_) run_all({*this});
+    const ms_run_result result = *result_;
+    result_.reset();
+    check(static_cast<ms_status>(result.status), result.error);
+    return list_of_changes(result.rows, result.row_count);
+  }
+
+  // Runs transitions at the same time, like ms_transition_run_all, and keeps their results for
+  // run(). No Python code runs on the other threads.
+  static void run_all(const std::vector<std::reference_wrapper<Transition>>& all) {
+    std::vector<ms_transition*> begun(all.size());
+    std::vector<ms_run_result> results(all.size());
+    for (size_t i = 0; i < all.size(); ++i) {
+      all[i].get().require_not_run();
+      all[i].get().was_run_ = true;
+      begun[i] = all[i].get().transition_.get();
+    }
     ms_error error{};
     ms_status status;
     {
       const WithoutGil released;
-      status = ms_transition_run(transition_.get(), &rows, &count, &error);
+      status = ms_transition_run_all(begun.data(), begun.size(), results.data(), &error);
     }
-    has_succeeded_ = status == MS_OK;
-    progress_ = read_progress();
-    free_transition();
-    check(status, error);
-    return list_of_changes(rows, count);
+    for (size_t i = 0; i < all.size(); ++i) {
+      all[i].get().keep(status == MS_OK ? results[i] : ms_run_result{status, 0, nullptr, error});
+    }
   }
 
   // Lets another thread run the transition. Call it before run().
   void hand_over() {
-    require(transition_ && !was_run_, "the transition was cancelled or already run");
+    require_not_run();
     without_gil([&](ms_error* error) { return ms_transition_hand_over(transition_.get(), error); });
   }
 
   // Sets the caller's description. Call it before run().
   void set_caller(const std::string& caller) {
-    require(transition_ && !was_run_, "the transition was cancelled or already run");
+    require_not_run();
     without_gil([&](ms_error* error) {
       return ms_transition_set_caller(transition_.get(), caller.c_str(), error);
     });
@@ -114,6 +128,17 @@ class Transition {
     without_gil([&](ms_error* error) { return wait(transition.get(), error); });
   }
 
+  void keep(const ms_run_result& result) {
+    result_ = result;
+    has_succeeded_ = result.status == MS_OK;
+    progress_ = read_progress();
+    free_transition();
+  }
+
+  void require_not_run() const {
+    require(transition_ && !was_run_, "the transition was cancelled or already run");
+  }
+
   static void require(bool holds, const char* otherwise) {
     ms_error error{};
     std::snprintf(error.message, sizeof(error.message), "%s", otherwise);
@@ -136,6 +161,7 @@ class Transition {
 
   std::shared_ptr<ms_transition> transition_;
   bool was_run_ = false, has_succeeded_ = false;
+  std::optional<ms_run_result> result_;  // after run_all() and before run()
   std::pair<uint64_t, uint64_t> progress_{0, 0};
 };
 

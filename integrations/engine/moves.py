@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 
@@ -50,13 +51,14 @@ def resume(group: Group, tags: Sequence[str], unrestored: Collection[str] = ()) 
     """
 
     def work() -> Figures | None:
+        start = time.perf_counter()
         names = _names(tags)
         reports = []
         for restore in (True, False):
             chosen = [name for name, tag in names.items() if (tag not in unrestored) == restore]
             if chosen:  # without names, memsaver would resume all tags
                 reports.append(memsaver.resume(*chosen, restore=restore))
-        return _figures(reports, names, tags) if names else None
+        return _figures(start, reports, names, tags) if names else None
 
     return group.attempt(work)
 
@@ -73,7 +75,9 @@ def pause(
 
     Runs in two steps: all ranks begin the pause, and run it if no rank has rejected it, so that a
     rejection precedes any loss of contents without a backup. After a rejection no rank has
-    changed; after a later failure some ranks have paused some tags.
+    changed; after a later failure some ranks have paused some tags. On a rank that failed, tags
+    whose pause failed are mapped with their contents, the others are paused with their backups, and
+    a discarded KV cache may be lost. The rank's report has its first error.
     """
     # An interrupt is raised after the exchange, so that a rank never leaves the others waiting.
     with interrupts_deferred(), ExitStack() as held:
@@ -88,7 +92,7 @@ def pause(
 class _Pause:
     """A pause in two steps, on this rank. Closing `held` cancels a pause that has not run.
 
-    It is one call to memsaver, or several: see `_by_backup`.
+    It is one call to memsaver, or several: see `_steps`.
     """
 
     def __init__(self, tags: Sequence[str], backups: Mapping[str, Backup], held: ExitStack) -> None:
@@ -96,7 +100,9 @@ class _Pause:
         self._backups = backups
         self._held = held
         self._names: dict[str, str] = {}
-        self._calls: list[Call] = []  # that have not run
+        self._start = 0.0
+        self._begun: list[list[Call]] = []  # by step
+        self._unpaused: list[Call] = []
 
     def begin(self) -> None:
         self._names = _names(self._tags)
@@ -104,47 +110,71 @@ class _Pause:
             return
         self._held.enter_context(_C.Reservation(list(self._names)))
         self._held.callback(self._give_up)
-        for backup, names in self._by_backup():
-            call = pause_call(names, backup)
-            self._calls.append(call)
-            call.begin()
+        self._start = time.perf_counter()
+        for step in self._steps():
+            self._begun.append([])
+            for backup, names in step:
+                call = pause_call(names, backup)
+                self._begun[-1].append(call)
+                self._unpaused.append(call)
+                call.begin()
 
     def run(self) -> Figures | None:
-        if not self._calls:
+        if not self._begun:
             return None
         reports = []
-        while self._calls:
-            reports.append(self._calls[0].run())
-            del self._calls[0]
-        return _figures(reports, self._names, self._tags)
+        for calls in self._begun:
+            reports += self._run_step(calls)
+        return _figures(self._start, reports, self._names, self._tags)
 
-    def _by_backup(self) -> list[tuple[Backup | None, list[str]]]:
-        """Group the names by the backup to pass, in the order of their pauses.
+    def _run_step(self, calls: Sequence[Call]) -> list[Report]:
+        """Run the calls at the same time, and raise the first of their errors when all are over."""
+        _C.Transition.run_all([call.native for call in calls if call.native is not None])
+        reports, first = [], None
+        for call in calls:
+            try:
+                reports.append(call.run())
+                self._unpaused.remove(call)
+            except BaseException as error:
+                first = first or error
+        if first is not None:
+            raise first
+        return reports
 
-        A KV cache that is discarded comes first, so that the driver clears its memory while other
-        contents are saved. If they cannot be saved, the lost cache is harmless, because the engine
-        has already flushed it. The cache does not come before contents that have no backup yet,
-        because a first save is the most likely to fail, for lack of host memory. Other pauses that
-        only discard contents come last.
+    def _steps(self) -> list[list[tuple[Backup | None, list[str]]]]:
+        """Group the names by the backup to pass; the pauses of a step run at the same time.
+
+        If all contents to save have backups already, they are saved at the same time, and beside
+        them a KV cache is discarded, so that the driver clears its memory during the copies. If
+        they cannot be saved, the lost cache is harmless, because the engine has already flushed it;
+        if the cache cannot be paused, they are paused with their backups. A first save runs alone,
+        because it is the most likely to fail, for lack of host memory. Other pauses that only
+        discard contents come last.
         """
-        found: dict[tuple[int, Backup | None], list[str]] = {}
         policies = {name: policy_of(name) for name in self._names}
         wanted = {
             name: self._backups.get(tag) or policies[name] for name, tag in self._names.items()
         }
         saving = [name for name in wanted if wanted[name] != "none"]
-        kv_first = bool(saving) and all(map(_has_backup, saving))
+        is_safe = bool(saving) and all(map(_has_backup, saving))
+        found: dict[tuple[int, Backup | None], list[str]] = {}
         for name, backup in wanted.items():
-            if kv_first and backup == "none" and self._names[name] == KV_CACHE:
+            if is_safe and backup == "none" and self._names[name] == KV_CACHE:
                 order = 0
             else:
                 order = 2 if backup == "none" != policies[name] else 1
             chosen = None if backup == policies[name] else backup
             found.setdefault((order, chosen), []).append(name)
-        return [(key[1], names) for key, names in sorted(found.items(), key=lambda one: one[0][0])]
+        together, alone = [], []
+        for (order, chosen), names in sorted(found.items(), key=lambda one: one[0][0]):
+            if is_safe and order < 2:
+                together.append((chosen, names))
+            else:
+                alone.append([(chosen, names)])
+        return [together, *alone]
 
     def _give_up(self) -> None:
-        for call in self._calls:
+        for call in self._unpaused:
             call.abandon(MemsaverError("a rank could not pause"))
 
 
@@ -156,12 +186,14 @@ def _has_backup(name: str) -> bool:
     return any(row.host_bytes or row.disk_bytes or row.peer_bytes for row in rows)
 
 
-def _figures(reports: Sequence[Report], names: Mapping[str, str], tags: Sequence[str]) -> Figures:
+def _figures(
+    start: float, reports: Sequence[Report], names: Mapping[str, str], tags: Sequence[str]
+) -> Figures:
     device, copied = dict.fromkeys(tags, 0), dict.fromkeys(tags, 0)
     for change in itertools.chain.from_iterable(report.changes for report in reports):
         device[names[change.tag]] += change.device_bytes
         copied[names[change.tag]] += change.copied_bytes
-    return Figures(sum(report.seconds for report in reports), device, copied)
+    return Figures(time.perf_counter() - start, device, copied)
 
 
 def _names(tags: Sequence[str]) -> dict[str, str]:

@@ -76,7 +76,11 @@ ENVIRONMENTS = {
         "MEMSAVER_VLLM_GRAPHS": "1",
     },
     "graphs_tp2": {"MEMSAVER_VLLM_GRAPHS": "1"},
-    "adapters": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+    "adapters": {
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        # By default, vLLM's LoRA kernels add parts of a sum in an order that varies.
+        "VLLM_BATCH_INVARIANT": "1",
+    },
     "ray": {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"},
 }
 

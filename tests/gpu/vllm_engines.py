@@ -47,7 +47,13 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "quantized": FP8,
     "quantized_v1": FP8,
     "adapters": {"enable_lora": True, "max_lora_rank": vllm_adapters.RANK, "max_loras": 2},
-    "draft": {"speculative_config": {"method": "draft_model", "num_speculative_tokens": DRAFTED}},
+    "draft": {
+        "speculative_config": {
+            "method": "draft_model",
+            "num_speculative_tokens": DRAFTED,
+            "attention_backend": "TRITON_ATTN",
+        }
+    },
     "ray": {"distributed_executor_backend": "ray"},
     "cycles": {"kv_cache_memory_bytes": 256 * MIB},
     "wake": {},

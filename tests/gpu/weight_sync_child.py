@@ -265,6 +265,8 @@ def session(folder: Path) -> None:
                 copied.append(sum(rank.copied_bytes.get("weights", 0) for rank in ranks))
             print(f"rewrites {rewrites}: copied {copied}", flush=True)
             assert all(copied) if not rewrites else not any(copied[1:]), copied
+            with made.training():
+                pass  # resumes the trainer's memory, without which a session cannot be closed
             made.close()
 
 

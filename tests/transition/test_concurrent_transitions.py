@@ -1,9 +1,11 @@
 """Test threads that concurrently allocate, pause and resume the same tags and different tags."""
 
 import pytest
+from looks import held
 
 import memsaver
 from memsaver import simulator
+from memsaver._runtime.native import _C
 from memsaver.errors import InvalidStateError
 
 MIB = 1 << 20
@@ -134,3 +136,51 @@ def test_other_threads_run_while_one_pauses(sim, tag, make_blocks, in_thread, wa
         task.result()
         assert counted > 100
     assert blocks[0].is_intact()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_transitions_that_run_at_the_same_time(sim, tag, make_blocks, in_thread, wait_until, fails):
+    names = [tag("first"), tag("second")]
+    blocks = [make_blocks(name, [MIB], backup="host")[0] for name in names]
+    before = sim.calls("cuMemcpyDtoHAsync")
+    if fails:
+        sim.fail("cuMemcpyDtoHAsync", sim.INVALID_VALUE, nth=2)
+
+    def pause():
+        with _C.Reservation(names):
+            both = [_C.begin([name], [], -1, []) for name in names]
+            _C.Transition.run_all(both)
+            for again in ([both[0]], both):
+                with pytest.raises(InvalidStateError, match="already run"):
+                    _C.Transition.run_all(again)
+            return [result_of(one) for one in both]
+
+    def result_of(one):
+        try:
+            return one.run()
+        except memsaver.DriverError as error:
+            return error
+
+    with held(sim):
+        task = in_thread(pause)
+        wait_until(lambda: sim.calls("cuMemcpyDtoHAsync") == before + 2)  # neither has ended
+    failed = 0
+    for name, block, result in zip(names, blocks, task.result(), strict=True):
+        if memsaver.state(name) == "mapped":
+            failed += 1
+            assert isinstance(result, memsaver.DriverError) and result.tag == name
+        else:
+            assert [row[:3] for row in result] == [(name, 0, True)]
+            memsaver.resume(name)
+        assert block.is_intact()
+    assert failed == fails
+
+
+def test_a_transition_listed_twice_is_cancelled(tag, make_blocks):
+    name = tag()
+    block = make_blocks(name, [MIB])[0]
+    begun = _C.begin([name], [], -1, [])
+    with pytest.raises(InvalidStateError, match="already run"):
+        _C.Transition.run_all([begun, begun])
+    del begun
+    assert memsaver.state(name) == "mapped" and block.is_intact()

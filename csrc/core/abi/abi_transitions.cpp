@@ -1,7 +1,9 @@
 // abi_transitions: memsaver.h's functions that reserve tags and change their state. Only converts
 // types and exceptions.
+#include <algorithm>
 #include <chrono>
 #include <memory>
+#include <new>
 #include <optional>
 
 #include "core/abi/marshal.h"
@@ -9,6 +11,7 @@
 #include "core/memory/location.h"
 #include "core/memory/reservation.h"
 #include "core/platform/lifecycle.h"
+#include "core/platform/workers.h"
 #include "core/transition/transition.h"
 #include "memsaver.h"
 
@@ -168,6 +171,34 @@ ms_status ms_transition_run(ms_transition* transition, ms_change** rows, size_t*
     }
     if (row_count) *row_count = changes.size();
     if (rows) *rows = list.release();
+  });
+}
+
+ms_status ms_transition_run_all(ms_transition* const* transitions, size_t count,
+                                ms_run_result* results, ms_error* error) {
+  return guarded(error, [&] {
+    require_not_forked();
+    require_list(transitions, count, "transitions");
+    require_list(results, count, "results");
+    for (size_t i = 0; i < count; ++i) {
+      unwrap(transitions[i]);
+      if (std::find(transitions, transitions + i, transitions[i]) == transitions + i) continue;
+      throw Error(Status::kInvalidArgument, "a transition is in the list twice");
+    }
+    // A drain after the first copies would wait for them. If it fails, the run tries it again.
+    for (size_t i = 0; count > 1 && i < count; ++i) {
+      guarded(nullptr, [&] { unwrap(transitions[i])->drain(); });
+    }
+    const auto run = [&](size_t i) {
+      ms_run_result& of = results[i];
+      of = {};
+      of.status = ms_transition_run(transitions[i], &of.rows, &of.row_count, &of.error);
+    };
+    try {
+      run_in_parallel(count, run);
+    } catch (const std::bad_alloc&) {  // none has run: there was no memory for threads
+      for (size_t i = 0; i < count; ++i) run(i);
+    }
   });
 }
 

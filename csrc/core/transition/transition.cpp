@@ -106,6 +106,12 @@ std::vector<Change> Transition::run() {
   return std::move(rows_);
 }
 
+void Transition::drain() {
+  if (out_.empty() || is_drained_) return;
+  Device::drain_active();
+  is_drained_ = true;
+}
+
 void Transition::cancel() noexcept {
   if (hold_) end(false);
 }
@@ -125,7 +131,7 @@ void Transition::execute() {
     profile.emplace(name_of(label_.act), [this] { return names_of(tags_); }, moved_bytes());
   }
   try {
-    if (!out_.empty()) Device::drain_active();
+    drain();
     retry_releases(Retry::kAll);
     prepare_stores();
     move_all();

@@ -55,6 +55,10 @@ class Transition {
   //     restores all of them.
   std::vector<Change> run();
 
+  // Waits, before run(), for the work that run() would wait for, so that run() does not. A later
+  // wait would include the copies of other transitions. Throws kDriverFailed.
+  void drain();
+
   // Ends a transition that has not run; waits for it fail. The tags are unchanged.
   void cancel() noexcept;
 
@@ -111,6 +115,7 @@ class Transition {
   std::vector<Change> rows_;
   std::vector<Leaving> out_;
   std::vector<Arriving> into_;
+  bool is_drained_ = false;
   Progress progress_;
   std::vector<std::unique_ptr<DeviceTransition>> devices_;
   TransitionCompletion completion_;
