@@ -7,10 +7,11 @@ def test_generation_continues_after_a_sleep_that_failed(asleep):
     asleep(
         """
 before = await generate(engine)
-await engine.collective_rpc(vllm_calls.limit_host, args=(1 << 10,))
 for mode, reason in (("abort", "abort"), ("wait", "length")):
     running = asyncio.ensure_future(generate(engine, mode, 60))
     await until(lambda: asyncio.sleep(0, engine.output_processor.request_states))
+    # The engine core receives the request before this call.
+    await engine.collective_rpc(vllm_calls.limit_host, args=(1 << 10,))
     with raising(OutOfHostMemoryError):
         await engine.sleep(mode=mode)
     assert not await engine.is_sleeping()
