@@ -67,8 +67,14 @@ PYBIND11_MODULE(_C, m) {
     if (collection_pauses++ == 0) is_collection_wanted = PyGC_Disable() != 0;
   });
   m.def("resume_collection", [] {
-    if (--collection_pauses == 0 && is_collection_wanted) PyGC_Enable();
+    if (collection_pauses > 0 && --collection_pauses == 0 && is_collection_wanted) PyGC_Enable();
   });
+  // In a forked child, the threads that would call resume_collection() do not exist.
+  py::module_::import("os").attr("register_at_fork")(
+      py::arg("after_in_child") = py::cpp_function([] {
+        if (collection_pauses > 0 && is_collection_wanted) PyGC_Enable();
+        collection_pauses = 0;
+      }));
   m.def("version", &ms_version);
   m.def("driver_info", [] {
     int version = 0, simulated = 0;

@@ -95,8 +95,10 @@ async def generation(admission: Admission, what: str, request: Generation) -> As
             await outputs.aclose()
         if refusal is None:
             break
-        await request.take_back(deadline)
-        await _again(admission, what, refusal, deadline)
+        await request.take_back(deadline)  # may abort what the engine has of the request
+        with admission.abortable(request):
+            await _again(admission, what, refusal, deadline)
+            admission.check_aborted(request)
     for part in parts:
         async for output in generation(admission, what, part):
             yield output

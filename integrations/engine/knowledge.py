@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
+
+from memsaver._runtime.latches import Mutex
 
 from .errors import EngineError
 from .messages import Answer, SchedulerState
@@ -32,7 +33,7 @@ class Knowledge:
     """
 
     def __init__(self, released: frozenset[str]) -> None:
-        self._lock = threading.RLock()
+        self._lock = Mutex()
         self.anywhere = self.everywhere = released
         self.lost: frozenset[str] = frozenset()
         self.is_known = True
@@ -41,7 +42,7 @@ class Knowledge:
 
     def current(self) -> frozenset[str] | None:
         """Return `anywhere`, or None if it is not the current state."""
-        with self._lock:
+        with self._lock.locked():
             return self.anywhere if self.is_known else None
 
     def learn(self, states: Sequence[SchedulerState]) -> None:
@@ -62,7 +63,7 @@ class Knowledge:
                 )
             return
         sets = [frozenset(state.released) for state in states]
-        with self._lock:
+        with self._lock.locked():
             self.anywhere = frozenset().union(*sets)
             self.everywhere = sets[0].intersection(*sets).difference(*(s.held for s in states))
             self.lost = frozenset(tag for s in states if s.last for tag in s.last.lost)
@@ -72,7 +73,7 @@ class Knowledge:
 
     def check_done(self, operation: str, tags: Sequence[str]) -> None:
         """Raise `EngineError` if an accepted release or resume of `tags` did not take effect."""
-        with self._lock:
+        with self._lock.locked():
             if operation == "release":
                 undone = set(tags).difference(self.everywhere)
             else:
@@ -91,7 +92,7 @@ class Knowledge:
             self.learn([SchedulerState(a.scheduler, a.released, True, a, when) for a in answers])
             return
         changed = frozenset(tags)
-        with self._lock:
+        with self._lock.locked():
             before = self.anywhere
             self.anywhere = before | changed if operation == "release" else before - changed
             self.everywhere = self.anywhere
@@ -99,17 +100,17 @@ class Knowledge:
 
     def doubt(self) -> None:
         """Mark the state as unknown until the next report."""
-        with self._lock:
+        with self._lock.locked():
             self.is_known = False
 
     def trust(self) -> None:
         """Mark the state as known: the engine did not receive a request."""
-        with self._lock:
+        with self._lock.locked():
             self.is_known = True
 
     def fits(self, states: Sequence[SchedulerState]) -> bool:
         """Return whether each scheduler has one state, none older than a known one."""
-        with self._lock:
+        with self._lock.locked():
             return _is_one_of_each(states) and not any(
                 (state.last.number if state.last else 0) < self._numbers.get(state.scheduler, 0)
                 for state in states
@@ -117,7 +118,7 @@ class Knowledge:
 
     def are_new(self, answers: Sequence[Answer]) -> bool:
         """Return whether these are the answers of all schedulers to the latest request."""
-        with self._lock:
+        with self._lock.locked():
             return (
                 _is_one_of_each(answers)
                 and {answer.scheduler for answer in answers} >= set(self._numbers)
@@ -126,7 +127,7 @@ class Knowledge:
 
     def newer(self, answers: Sequence[Answer | None]) -> list[Answer]:
         """Return the answers that are later than the known ones."""
-        with self._lock:
+        with self._lock.locked():
             return [a for a in answers if a and a.number > self._numbers.get(a.scheduler, 0)]
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator
 
-from memsaver._runtime.interrupts import signals_deferred
-from memsaver._runtime.latches import Latch
+from memsaver._runtime.latches import Latch, Mutex
 from memsaver._runtime.native import _C
 
 from .errors import EngineBusyError
@@ -20,7 +18,7 @@ class Requests:
     """A counter of requests in flight, which rejects new ones while it is closed. Any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # for the attributes below; no thread waits inside it
+        self._lock = Mutex()  # for the attributes below; no thread waits inside it
         self._in_flight = 0
         self._closed = False
         self._ended = Latch()  # opened and replaced at the end of each request
@@ -36,7 +34,7 @@ class Requests:
         counted: list[bool] = []
         count_down = functools.partial(self._count_down, counted)
         try:
-            with signals_deferred(), self._lock:
+            with self._lock.locked():
                 check()
                 self._in_flight += 1
                 counted.append(True)
@@ -45,7 +43,7 @@ class Requests:
             _C.uninterrupted(count_down, True)
 
     def _count_down(self, counted: list[bool]) -> None:
-        with self._lock:
+        with self._lock.locked():
             if counted:
                 self._in_flight -= 1
                 ended, self._ended = self._ended, Latch()
@@ -68,7 +66,7 @@ class Requests:
         closed: list[bool] = []
         open_again = functools.partial(self._open, closed)
         try:
-            with signals_deferred(), self._lock:
+            with self._lock.locked():
                 if self._in_flight and not wait:
                     raise busy()
                 self._closed = True
@@ -82,7 +80,7 @@ class Requests:
     def _wait(self, left: Callable[[], float]) -> None:
         in_time = True
         while True:
-            with self._lock:
+            with self._lock.locked():
                 if not self._in_flight:
                     return
                 ended = self._ended

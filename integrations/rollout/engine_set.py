@@ -39,6 +39,11 @@ class EngineSet:
 
     All other calls are made on the engines themselves, which their owner closes.
 
+    Threads: the ranks update weights through the connections of the first engine. One thread
+    updates the set and makes the first engine's other calls, except `generate`; all ranks make
+    these calls in the same order, or all raise `RankError`. Other engines have their own
+    connections, but must not sleep during an update.
+
     Attributes:
         engines: the engines, in the order of their ranks in a group.
         layout: the place of this rank in the group; it is the same for every engine.

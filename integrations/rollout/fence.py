@@ -16,7 +16,10 @@ Value = TypeVar("Value")
 class Fence:
     """A barrier between ranks of different engines, which also exchanges values and failures.
 
-    The constructor is a collective call over the mesh.
+    The constructor is a collective call over the mesh. All ranks make the calls of a fence in the
+    same order; calls of different fences are independent of each other. Each `RolloutEngine` has
+    its own fence, which its fenced sleeps and wake-ups and its weight updates use; an `EngineSet`
+    uses that of its first engine.
 
     Args:
         layout: this rank's place in the mesh.

@@ -19,6 +19,7 @@ from memsaver.distributed.words import listed
 from memsaver.errors import InvalidStateError, MemsaverError, OutOfDeviceMemoryError
 
 from ..engine.held import release_cache
+from ..trainer.arrivals import limited_waits
 from .fence import Fence
 from .overlap import Overlap
 from .rollout_engine import RolloutEngine
@@ -31,7 +32,7 @@ from .session_arguments import (
 )
 from .stage_runs import StageRuns
 from .stages import Stage, StageReport
-from .together import Together
+from .together import GRACE_SECONDS, Together
 from .trainer_memory import TrainerMemory
 
 __all__ = ["ColocatedSession", "Phase"]
@@ -381,11 +382,13 @@ class ColocatedSession(StageRuns):
         given: list[tuple[Any, dict[str, Any]]] = []
 
         def prepare() -> None:
-            given.append((self._state(), options_of(self._options)))
+            with limited_waits(self._timeout):
+                given.append((self._state(), options_of(self._options)))
 
         # A failure of `prepare` is raised on all ranks here; otherwise the others would wait for
         # this rank in the engine's own call.
-        self._together.gather("the weights to send", prepare, self._timeout)
+        limit = self._timeout + GRACE_SECONDS
+        self._together.gather("the weights to send", prepare, limit)
         ((state, options),) = given
         return self.engine.update_weights(state, **options)
 

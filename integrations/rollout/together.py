@@ -211,7 +211,10 @@ def _values(outcomes: Outcomes[Given]) -> list[Given]:
 
 def _error_of(outcomes: Outcomes[Any]) -> MemsaverError:
     if outcomes.calls:
-        return outcomes.error("nothing was done")
+        return outcomes.error(
+            "nothing was done: all ranks must make these calls in the same order, each rank in one "
+            "thread"
+        )
     errors = [
         SerializedError(one.failure, one.error) for one in outcomes.each if one.failure is not None
     ]

@@ -39,7 +39,15 @@ from . import image_cache, settings
 from .idle_sleep import remove, with_handler
 from .updaters import updater_of
 
-__all__ = ["Guard", "dispatch_unread", "flush", "has_failed", "install", "when_asleep"]
+__all__ = [
+    "Guard",
+    "dispatch_unread",
+    "flush",
+    "has_failed",
+    "install",
+    "is_rust_served",
+    "when_asleep",
+]
 
 _ALL = frozenset(RELEASE_ORDER)
 _UPDATE = (frozenset({WEIGHTS}), "update its weights")
@@ -162,10 +170,11 @@ def has_failed(scheduler: Any) -> bool:
 
 def when_asleep(scheduler: Any) -> WhenAsleep:
     """Return the policy in effect. SGLang's server in Rust refuses in any case."""
-    return "refuse" if _is_rust_served(scheduler) else settings.policy().when_asleep
+    return "refuse" if is_rust_served(scheduler) else settings.policy().when_asleep
 
 
-def _is_rust_served(scheduler: Any) -> bool:
+def is_rust_served(scheduler: Any) -> bool:
+    """Return whether this process contains SGLang's server in Rust, in place of a manager."""
     return getattr(scheduler, "rust_server", None) is not None
 
 
@@ -308,7 +317,7 @@ class Guard:
                     _logger.exception("an image of a refused request could not be released")
 
     def _send_abort(self, request: Any, message: Any) -> None:
-        if not _is_rust_served(self._scheduler):
+        if not is_rust_served(self._scheduler):
             self._tokenizer.send_output(message, request)
             return
         # SGLang's server in Rust does not read the socket, and needs the request's counts.

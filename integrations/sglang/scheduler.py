@@ -333,6 +333,9 @@ class _Answering:
             lost=lost,
         )
         trouble = failure.message if failure is not None else ""
+        # Otherwise the tokenizer manager logs it, once for all schedulers.
+        if trouble and guard.is_rust_served(self._scheduler):
+            _logger.warning("a %s of memory failed: %s", self._operation, trouble)
         return handlers.output_of(self._operation, text_of(answer), trouble)
 
 

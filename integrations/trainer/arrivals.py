@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import memsaver
 from memsaver import simulator
@@ -10,11 +13,41 @@ from memsaver._memory.torch_mode import torch_pools
 from memsaver._runtime.native import _C
 from memsaver.errors import MemsaverError
 
-__all__ = ["await_arrival", "begin_arrival", "forget_arrival", "order_after_arrival"]
+__all__ = [
+    "await_arrival",
+    "begin_arrival",
+    "forget_arrival",
+    "limited_waits",
+    "order_after_arrival",
+]
+
+
+class Arrival(NamedTuple):
+    """A resume in the background, and the devices with memory of its tag."""
+
+    transition: memsaver.Transition
+    devices: tuple[int, ...]
+
 
 # By tag, the last resume that `begin_arrival` began, until the tag is mapped or paused again. A
 # failed one stays until a hook has raised its error. Changed only by single, atomic calls.
-_arrivals: dict[str, memsaver.Transition] = {}
+_arrivals: dict[str, Arrival] = {}
+
+_limit: ContextVar[float | None] = ContextVar("limit", default=None)  # of `limited_waits`
+
+
+@contextlib.contextmanager
+def limited_waits(seconds: float) -> Iterator[None]:
+    """Limit each wait of this thread's hooks for a resume, in the block, to `seconds`.
+
+    In the block a hook waits on the host for the end of the resume. If that takes longer, the hook
+    raises `InvalidStateError`, with the tag, and the resume continues.
+    """
+    outer = _limit.set(seconds)
+    try:
+        yield
+    finally:
+        _limit.reset(outer)
 
 
 def begin_arrival(tag: str, *, until_queued: bool = False) -> memsaver.Transition:
@@ -25,7 +58,8 @@ def begin_arrival(tag: str, *, until_queued: bool = False) -> memsaver.Transitio
             then run after them.
     """
     arrival = memsaver.resume(tag, wait=False)
-    _arrivals[tag] = arrival
+    devices = (int(row["device"]) for row in _C.stats(tag))
+    _arrivals[tag] = Arrival(arrival, tuple(device for device in devices if device >= 0))
     if memsaver.state(tag) == "mapped":  # its callbacks may have run before the line above
         forget_arrival(tag)
     elif until_queued:
@@ -54,11 +88,16 @@ def order_after_arrival(tag: str, memory: list[Any] | None = None) -> bool:
         False if the tag is mapped, or if no such resume is known.
 
     Raises:
+        InvalidStateError: see `limited_waits`.
         MemsaverError: the resume failed. The tag is paused with its backup. Raised once.
     """
-    arrival = _arrivals.get(tag)
-    if arrival is None or memsaver.state(tag) == "mapped":
+    known = _arrivals.get(tag)
+    if known is None or memsaver.state(tag) == "mapped":
         return False
+    arrival, limit = known.transition, _limit.get()
+    if limit is not None:
+        with _C.Reservation([tag], limit):  # a transition in progress has reserved its tags
+            pass
     try:
         pools = torch_pools(required=False)
         if pools is not None and pools.is_capturing():
@@ -67,11 +106,9 @@ def order_after_arrival(tag: str, memory: list[Any] | None = None) -> bool:
             arrival.wait() if memory is None else arrival.wait_memory(memory)
         else:
             cuda = pools.torch.cuda
-            for row in _C.stats():
-                device = int(row["device"])
-                if row["tag"] == tag and device >= 0:
-                    with cuda.device(device):  # the default stream is that of the current device
-                        arrival.wait_stream(cuda.current_stream(), memory=memory)
+            for device in known.devices:
+                with cuda.device(device):  # the default stream is that of the current device
+                    arrival.wait_stream(cuda.current_stream(), memory=memory)
     except MemsaverError:
         forget_arrival(tag)
         raise
@@ -84,10 +121,10 @@ def await_arrival(tag: str) -> None:
     Raises:
         MemsaverError: see `order_after_arrival`.
     """
-    arrival = _arrivals.get(tag)
-    if arrival is not None:
+    known = _arrivals.get(tag)
+    if known is not None:
         try:
-            arrival.wait()
+            known.transition.wait()
         except MemsaverError:
             forget_arrival(tag)
             raise

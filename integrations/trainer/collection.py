@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 from memsaver import simulator
 from memsaver._memory.torch_mode import torch_pools
 from memsaver._runtime.interrupts import signals_deferred
+from memsaver._runtime.latches import Mutex
 from memsaver._transitions import observers
 from memsaver._transitions.handles import state
 from memsaver.errors import ConfigError, MemsaverWarning
@@ -76,7 +76,7 @@ class Collection:
         self.takes = self._memory.takes
         self.by_layer = by_layer
         self.has_layers = False  # whether the modules can wait by layer; decided before each pause
-        self._lock = threading.RLock()
+        self._lock = Mutex()
         # By an optimizer's id, the number of its states when they were last gathered.
         self._seen: dict[int, int] = {}
         self._hooks = contextlib.ExitStack()
@@ -89,7 +89,7 @@ class Collection:
 
     def bytes(self) -> tuple[int, int]:
         """Return the bytes of the targets' storages in the tag, and elsewhere on the device."""
-        with self._lock:
+        with self._lock.locked():
             inside = outside = 0
             for storage, _ in self._storages(self.targets, gradients=self._gradients):
                 if tag_of(storage) == self.tag:
@@ -135,7 +135,7 @@ class Collection:
                         "offload returned",
                         tag=self.tag,
                     )
-        with self._lock:
+        with self._lock.locked():
             self._reshard()
             self._movable(self._outside(self.targets, gradients=False), strict=True)
 
@@ -150,13 +150,13 @@ class Collection:
                 stays in the tag, the rest in place, and a repeated call continues from there.
             InvalidStateError: the tag is paused.
         """
-        with self._lock:
+        with self._lock.locked():
             self._reshard()
             self._move(self.targets, gradients=self._gradients and gradients)
 
     def trim(self) -> None:
         """Release the memory of deleted tensors in the tag, mainly of gradients."""
-        with self._lock:
+        with self._lock.locked():
             self._memory.trim(self.tag)
 
     def watch(self) -> None:
@@ -224,7 +224,7 @@ class Collection:
     def _guard_parts(self) -> None:
         import torch
 
-        with self._lock, contextlib.ExitStack() as hooks:
+        with self._lock.locked(), contextlib.ExitStack() as hooks:
             self._leave_parts()
             for target in self.targets:
                 if isinstance(target, torch.nn.Module):
@@ -234,7 +234,7 @@ class Collection:
             self.has_layers = self.by_layer and all(map(has_separate_layers, modules))
 
     def _leave_parts(self) -> None:
-        with self._lock:
+        with self._lock.locked():
             self._hooks_of_parts.close()
 
     def _reshard(self) -> None:
@@ -276,7 +276,7 @@ class Collection:
         try:
             # Without the lock, which callbacks at the end of the arrival acquire.
             await_arrival(self.tag)
-            with self._lock:
+            with self._lock.locked():
                 self._move([optimizer], gradients=False)
         except RuntimeError as error:  # memsaver's and torch's
             self._seen[id(optimizer)] = _size(optimizer)  # the next step would fail the same way

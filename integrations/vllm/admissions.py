@@ -52,6 +52,7 @@ __all__ = [
 ]
 
 _ATTRIBUTE = "_memsaver_admission"  # of an engine
+_FORMER = "_memsaver_former_admission"  # of an engine that memsaver has stopped managing
 _IS_OURS = "_memsaver_is_ours"  # of an engine whose first sleep has shown it
 _logger = logging.getLogger("memsaver.vllm")
 
@@ -72,7 +73,13 @@ def get_admission(engine: Any, sleeper: Callable[[Any], Any]) -> Admission | Non
 
 
 def stop_managing(engine: Any) -> None:
-    """Stop managing an engine whose memory another allocator releases."""
+    """Stop managing an engine whose memory another allocator releases. Idempotent.
+
+    Requests that are held can still be aborted.
+    """
+    former = vars(engine).get(_ATTRIBUTE)
+    if former is not None:
+        setattr(engine, _FORMER, former)
     setattr(engine, _ATTRIBUTE, None)
 
 
@@ -277,7 +284,7 @@ async def abort(
 ) -> Any:
     """Wrap `AsyncLLM.abort`, which aborts only requests that were sent."""
     ids = [request_id] if isinstance(request_id, str) else list(request_id)
-    admission = admission_of(engine)
+    admission = admission_of(engine) or vars(engine).get(_FORMER)
     if admission is not None and not internal:
         admission.abort(ids)
     return await original(engine, ids, internal)

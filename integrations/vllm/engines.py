@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from memsaver._runtime.background import start_daemon
 from memsaver._runtime.timeouts import check_timeout, seconds_until
-from memsaver.errors import ConfigError, MemsaverError
+from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
 
 from ..engine import held
 from ..engine.errors import EngineTimeoutError
@@ -72,6 +73,8 @@ class LocalEngine(Local):
         self._engine = engine.llm_engine
         self._busy = threading.Lock()  # held during a call, and released by the thread that runs it
         self._generating = threading.Lock()
+        # Threads that may have a lock or wait for one, once for each call.
+        self._callers: list[int] = []
         self._aborted = False  # whether the generation in progress is to end
 
     @property
@@ -101,7 +104,12 @@ class LocalEngine(Local):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """See `Engine`. The arguments and results are those of `vllm.LLM.generate`."""
         check_outside_loop()
-        with self._generating, self._busy:
+        if threading.get_ident() in self._callers:
+            raise InvalidStateError(
+                "the engine cannot generate now, because a finalizer or a signal handler "
+                "interrupted this thread in another call: generate after that call"
+            )
+        with self._calling(), self._generating, self._busy:
             return self._llm.generate(*args, **kwargs)
 
     def samples(self, requests: Sequence[Request], timeout: float) -> list[Sample]:
@@ -150,18 +158,33 @@ class LocalEngine(Local):
     @contextlib.contextmanager
     def _no_generation(self, timeout: float) -> Iterator[None]:
         check_timeout(timeout)
-        if not self._generating.acquire(timeout=timeout):
-            raise EngineTimeoutError(
-                f"the engine's generation did not end within {timeout:.3g} s; a vllm.LLM makes one "
-                "generation at a time, and cannot be paused during it: use an AsyncLLM"
-            )
+        with self._calling():
+            if not self._generating.acquire(timeout=timeout):
+                raise EngineTimeoutError(
+                    f"the engine's generation did not end within {timeout:.3g} s; a vllm.LLM makes "
+                    "one generation at a time, and cannot be paused during it: use an AsyncLLM"
+                )
+            try:
+                yield
+            finally:
+                self._generating.release()
+
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[None]:
+        """Record that this thread may have a lock, for which it must not wait again."""
+        me = threading.get_ident()
+        self._callers.append(me)
         try:
             yield
         finally:
-            self._generating.release()
+            self._callers.remove(me)
 
     def run(self, what: str, work: Callable[[], Result], timeout: float) -> Result:
         """See `Local`."""
+        with self._calling():
+            return self._run(what, work, timeout)
+
+    def _run(self, what: str, work: Callable[[], Result], timeout: float) -> Result:
         check_call(timeout, self.death())
         deadline = time.monotonic() + timeout
         if not self._busy.acquire(timeout=timeout):
@@ -182,7 +205,7 @@ class LocalEngine(Local):
         if self._is_in_process():
             call()
         else:
-            threading.Thread(target=call, name="memsaver-vllm-call", daemon=True).start()
+            start_daemon("vllm-call", call)
         return result_of(done, what, seconds_until(deadline), self.death, kinds=ERRORS)
 
     def _is_in_process(self) -> bool:

@@ -9,9 +9,7 @@ from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlencode
 
-from memsaver._runtime.timeouts import seconds_until
-
-from ..engine.errors import EngineError
+from ..engine.errors import EngineError, EngineTimeoutError
 from ..engine.fields import Fields, parsed
 from ..engine.http import served
 from ..engine.interface import Request, Sample
@@ -109,7 +107,12 @@ class ServedEngine(served.ServedEngine, Link):
         client = self._client.separate()
 
         def complete(body: Mapping[str, Any]) -> Any:
-            left = seconds_until(deadline)
+            left = deadline - time.monotonic()
+            if left <= 0:  # earlier requests have used up the time
+                raise EngineTimeoutError(
+                    f"{client.address}{self._GENERATE} did not answer all requests within "
+                    f"{timeout:.3g} s"
+                )
             text = client.post(self._GENERATE, body, left, served.GENERATION_BYTES)
             return parsed(text, "the server's answer")
 

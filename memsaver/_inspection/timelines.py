@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from memsaver._runtime.background import can_start_threads
+from memsaver._runtime.background import can_start_threads, start_daemon
 from memsaver._runtime.latches import Latch
 from memsaver._runtime.native import _C
 from memsaver.errors import (
@@ -85,14 +86,8 @@ class Timeline:
         if self._interval is None or not can_start_threads():
             return
         over = Latch()
-        sampler = threading.Thread(
-            target=_sample,
-            args=(self._interval, over),
-            name="memsaver-timeline",
-            daemon=True,
-        )
         try:
-            sampler.start()
+            sampler = start_daemon("timeline", functools.partial(_sample, self._interval, over))
         except RuntimeError as error:
             self._unstopped.remove(recording)
             _C.timeline_stop()

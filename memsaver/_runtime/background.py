@@ -15,7 +15,7 @@ from memsaver._runtime.latches import Latch
 from memsaver._runtime.native import _C, emit_warnings
 from memsaver.errors import InvalidStateError, MemsaverWarning
 
-__all__ = ["Job", "can_start_threads"]
+__all__ = ["Job", "can_start_threads", "start_daemon"]
 
 Result = TypeVar("Result")
 
@@ -26,6 +26,34 @@ def can_start_threads() -> bool:
     Python 3.11 waits indefinitely for a thread that is started during exit.
     """
     return threading.main_thread().is_alive() and not sys.is_finalizing()
+
+
+def start_daemon(name: str, work: Callable[[], object]) -> threading.Thread:
+    """Start a daemon thread for work that does not end with an error. A callback may call this.
+
+    Until the thread runs, the garbage collector is disabled, because a finalizer on the new thread
+    could wait for a tag that this thread owns, while this thread waits for the new thread to start.
+
+    Raises:
+        RuntimeError, MemoryError: no thread can be started.
+    """
+
+    def run() -> None:
+        _C.resume_collection()
+        work()
+
+    thread = threading.Thread(target=run, name=f"memsaver-{name}", daemon=True)
+
+    def start() -> None:
+        _C.pause_collection()
+        try:
+            thread.start()
+        except BaseException:
+            _C.resume_collection()
+            raise
+
+    _C.uninterrupted(start, True)
+    return thread
 
 
 class Outcome(Generic[Result]):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from memsaver._runtime.interrupts import signals_deferred
 from memsaver._runtime.native import _C
 
-__all__ = ["Gate", "Latch"]
+__all__ = ["Gate", "Latch", "Mutex"]
 
 
 class Latch:
@@ -48,11 +48,45 @@ class Latch:
         return self._is_open
 
 
+class Mutex:
+    """A reentrant lock for blocks that do not wait for callbacks. Any thread may use it.
+
+    During a block, no signal handler runs on its thread, and no collection of garbage begins in the
+    process: a handler or a finalizer could wait for a tag whose owner waits for this lock in a
+    callback.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Exclude other threads for the block."""
+        with signals_deferred():
+            _C.pause_collection()
+            try:
+                with self._lock:
+                    yield
+            finally:
+                _C.resume_collection()
+
+
+class _Entry:
+    """The nested blocks of the thread that is inside a gate."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        # One item for each block, and one that is removed by the block that leaves the gate.
+        self.blocks = [None, None]
+        self.left = Latch()
+
+
 class Gate:
     """Mutual exclusion for blocks. A thread never waits for itself.
 
     Like `threading.Lock` with a timeout, but an interrupt cannot occur between the acquisition of
-    the lock and its recording.
+    the lock and its recording. Its own state has no lock: a finalizer that runs while a thread
+    changes the state may wait for a tag whose owner enters the gate.
 
     Args:
         reentrant: whether the thread that is in a block may enter further blocks.
@@ -60,9 +94,7 @@ class Gate:
 
     def __init__(self, reentrant: bool = False) -> None:
         self._reentrant = reentrant
-        self._lock = threading.RLock()  # guards the fields below; locked only briefly
-        self._inside: list[int] = []  # the thread that is in a block, once per nested block
-        self._left = Latch()  # set and replaced when a block is left
+        self._inside: dict[int, _Entry] = {}  # at most one, under 0; `setdefault` is atomic
 
     @contextlib.contextmanager
     def passed(self, seconds: float, late: Callable[[], Exception]) -> Iterator[None]:
@@ -71,7 +103,7 @@ class Gate:
         Calls `late` after `seconds` and raises its result; immediately if this thread is already in
         a block and the gate is not reentrant.
         """
-        taken: list[bool] = []
+        taken: list[_Entry] = []
         give = functools.partial(self._give, taken)
         try:
             if not self._take(time.monotonic() + seconds, taken):
@@ -80,24 +112,30 @@ class Gate:
         finally:
             _C.uninterrupted(give, True)
 
-    def _take(self, deadline: float, taken: list[bool]) -> bool:
+    def _take(self, deadline: float, taken: list[_Entry]) -> bool:
+        mine = _Entry()
         while True:
-            with signals_deferred(), self._lock:
-                me = threading.get_ident()
-                is_inside = bool(self._inside) and self._inside[0] == me
-                if not self._inside or (self._reentrant and is_inside):
-                    self._inside.append(me)
-                    taken.append(True)
+            with signals_deferred():
+                entry = self._inside.setdefault(0, mine)
+                is_inside = entry.thread == mine.thread
+                if entry is mine or (is_inside and self._reentrant):
+                    if entry is not mine:
+                        entry.blocks.append(None)
+                    taken.append(entry)
                     return True
-                if is_inside:
-                    return False
-                left = self._left
-            if not left.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
+            if is_inside:
+                return False
+            if not entry.left.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
                 return False
 
-    def _give(self, taken: list[bool]) -> None:
-        with self._lock:
-            if taken:
-                self._inside.pop()
-                left, self._left = self._left, Latch()
-                left.open()
+    def _give(self, taken: list[_Entry]) -> None:
+        if not taken:
+            return
+        entry = taken.pop()
+        entry.blocks.pop()
+        # A finalizer may enter and leave between any two of these lines, and be the last to leave.
+        with contextlib.suppress(IndexError):
+            if len(entry.blocks) == 1:
+                entry.blocks.pop()
+                self._inside.pop(0)
+                entry.left.open()

@@ -397,3 +397,26 @@ def test_a_transition_that_nobody_ran_waits_without_the_lock_of_the_interpreter(
         ),
         timeout=30,
     )
+
+
+def test_a_child_forked_while_a_thread_starts_collects_garbage(run_python):
+    # The starting thread disables the collector, and does not exist in the child.
+    run_python(
+        """
+        import gc, os
+        from memsaver._runtime.native import _C
+
+        _C.pause_collection()
+        child = os.fork()
+        if child == 0:
+            was = gc.isenabled()
+            _C.resume_collection()
+            _C.pause_collection()
+            _C.resume_collection()
+            os._exit(0 if was and gc.isenabled() else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert not gc.isenabled()
+        _C.resume_collection()
+        assert gc.isenabled()
+        """
+    )

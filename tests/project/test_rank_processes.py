@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -58,6 +59,24 @@ if os.environ["RANK"] == "1":
         with pytest.raises(ProcessLookupError):
             os.kill(int((tmp_path / str(rank)).read_text()), 0)
     assert rank_processes.run("print(5)", 1, tmp_path, fresh=fresh) == ["5\n"]
+
+
+@pytest.mark.parametrize("modules", ["torch", "plain"])
+def test_a_process_that_is_left_behind_is_an_error_and_ends(tmp_path, monkeypatch, modules):
+    def run(seconds):
+        code = (
+            "import subprocess, sys\n"
+            f"subprocess.Popen([sys.executable, '-c', 'import time; time.sleep({seconds})'])\n"
+        )
+        return rank_processes.run_forked(code, dict(os.environ), tmp_path, modules=modules)
+
+    assert run(0.5).returncode == 0
+    monkeypatch.setattr(rank_processes, "LINGER_SECONDS", 1)
+    with pytest.raises(AssertionError, match=r"left running: \d+ .*sleep\(60\)") as caught:
+        run(60)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(re.search(r"running: (\d+)", str(caught.value))[1]), 0)
+    assert run(0).returncode == 0
 
 
 @pytest.mark.long

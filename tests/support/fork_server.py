@@ -9,6 +9,8 @@ process ends after the last request.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
 import faulthandler
 import gc
 import importlib
@@ -19,6 +21,8 @@ import sys
 import time
 import types
 from typing import Any
+
+_PR_SET_CHILD_SUBREAPER = 36
 
 MODULES = {
     "torch": (
@@ -70,13 +74,16 @@ def serve() -> dict[str, Any] | None:
             print(answer, file=answers, flush=True)
             continue
         ranks: dict[int, int] = {}
+        adopts_orphans(True)
         for rank, process in enumerate(request["processes"]):
             pid = os.fork()
             if pid == 0:
                 answers.close()
                 return process
             ranks[pid] = rank
-        print(json.dumps(ended(ranks, request["timeout"])), file=answers, flush=True)
+        answer = ended(ranks, request["timeout"], request["linger"])
+        adopts_orphans(False)  # those of `for_adoption` have another parent
+        print(json.dumps(answer), file=answers, flush=True)
     return None
 
 
@@ -102,22 +109,60 @@ def for_adoption(process: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
         return None, pipe.read()
 
 
-def ended(ranks: dict[int, int], timeout: float) -> list[int | None]:
-    """Return the processes' statuses in rank order; None for a process killed at the timeout."""
+def adopts_orphans(does: bool) -> None:
+    """Set whether processes below this one become its children when their parents end."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(does))
+
+
+def ended(
+    ranks: dict[int, int], timeout: float, linger: float
+) -> tuple[list[int | None], list[str]]:
+    """Wait for processes, and kill those that are left.
+
+    Args:
+        ranks: the ranks, by pid.
+        timeout: seconds for the ranks.
+        linger: seconds for the processes that they have started, after the end of the last rank.
+
+    Returns:
+        The ranks' statuses in their order, None for one killed at the timeout; and the pids and
+        commands of other processes that were killed after all ranks had ended.
+    """
     statuses: list[int | None] = [None] * len(ranks)
     deadline = time.monotonic() + timeout
     left = set(ranks)
-    while left and time.monotonic() < deadline:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid:
-            left.remove(pid)
-            statuses[ranks[pid]] = os.waitstatus_to_exitcode(status)
-        else:
-            time.sleep(0.01)
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    return statuses
+    strays: list[str] = []
+    with contextlib.suppress(ChildProcessError):  # no child is left
+        while time.monotonic() < deadline:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid in left:
+                left.remove(pid)
+                statuses[ranks[pid]] = os.waitstatus_to_exitcode(status)
+                if not left:
+                    deadline = time.monotonic() + linger
+            elif not pid:
+                time.sleep(0.01)
+        if not left:
+            strays = [f"{pid} {command}" for pid, command in children().items() if command]
+        while True:  # an orphan's own children become orphans
+            for pid in children():
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(-1, 0)
+    return statuses, strays
+
+
+def children() -> dict[int, str]:
+    """Return the commands of this process's children, by pid; "" for one that has ended."""
+    found = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            with open(f"/proc/{name}/stat", "rb") as stat:
+                parent = stat.read().rpartition(b")")[2].split()[1]
+            if int(parent) == os.getpid():
+                with open(f"/proc/{name}/cmdline", "rb") as command:
+                    text = command.read().decode(errors="replace")
+                found[int(name)] = text.replace("\0", " ").strip()
+    return found
 
 
 def become(process: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

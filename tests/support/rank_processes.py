@@ -23,6 +23,8 @@ from memsaver._runtime.native import LIBRARY_DIR
 
 Process = dict[str, Any]  # see `fork_server.become`
 
+LINGER_SECONDS = 20.0
+
 _LIBC = ctypes.CDLL(None)
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -147,10 +149,15 @@ def _started(processes: Sequence[Process], timeout: float) -> list[int | None]:
 def _forked(
     processes: Sequence[Process], timeout: float, modules: str = "torch"
 ) -> list[int | None]:
-    """Return the exit statuses of `fork_server`'s children; None for one that ran too long."""
-    request = {"processes": processes, "timeout": timeout}
-    answer: list[int | None] = _answer(request, processes[0]["environment"], modules)
-    return answer
+    """Return the exit statuses of `fork_server`'s children; None for one that ran too long.
+
+    Raises AssertionError if processes that they have started still run LINGER_SECONDS after them.
+    """
+    request = {"processes": processes, "timeout": timeout, "linger": LINGER_SECONDS}
+    statuses: list[int | None]
+    statuses, strays = _answer(request, processes[0]["environment"], modules)
+    assert not strays, f"processes were left running: {'; '.join(strays)}"
+    return statuses
 
 
 def adopted(process: Process) -> int:

@@ -8,7 +8,7 @@ pytestmark = pytest.mark.each_python
 
 # If a call hangs, the process prints its stacks and exits with 1, long before the test's timeout.
 TOOLS = """
-    import faulthandler, itertools, sys, types
+    import faulthandler, itertools, sys, threading, types
     import memsaver
     from memsaver._runtime import latches
 
@@ -179,6 +179,26 @@ CASES = {
             pass
 
     assert reentered_everywhere(pass_reentrant) > 20 and not reentrant._inside
+
+    # The finalizer may wait for a tag whose owner tries to enter the gate.
+    def try_elsewhere():
+        def try_it(gate):
+            try:
+                with gate.passed(0, TimeoutError):
+                    passed.append(gate)
+            except TimeoutError:
+                pass
+
+        threads = [threading.Thread(target=try_it, args=[each]) for each in (gate, reentrant)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    passed = []
+    for call in (pass_it, pass_reentrant):
+        reentered_everywhere(call, again=try_elsewhere)
+    assert {gate, reentrant} == set(passed) and not gate._inside and not reentrant._inside
     """,
     ),
     "a sender of weights": (
@@ -240,6 +260,36 @@ CASES = {
     assert refused == [True]
     """,
     ),
+    "a vLLM engine": (
+        ["vllm/engines.py", "vllm/local.py"],
+        """
+    from memsaver.integrations.vllm.engines import LocalEngine
+
+    llm = types.SimpleNamespace(
+        llm_engine=types.SimpleNamespace(engine_core=types.SimpleNamespace(engine_core=None)),
+        generate=lambda: "text",
+        sleep=lambda **_: made.append("sleep"),
+    )
+    engine, made, refused = LocalEngine(llm), [], []
+
+    def generate():
+        try:
+            assert engine.generate() == "text"
+            made.append("generate")
+        except memsaver.InvalidStateError as error:
+            refused.append(str(error))
+
+    def sleep():
+        engine.call("sleep", {}, 30)
+
+    for call in (generate, sleep):
+        assert reentered_everywhere(call, again=generate) > 3
+    assert {"generate", "sleep"} == set(made) and "another call" in refused[0]
+    refused.clear()
+    generate()
+    assert not refused
+    """,
+    ),
     "the drop-in's first call": (
         ["torch_memory_saver/entrypoint.py", "torch_memory_saver/backups.py"],
         """
@@ -289,3 +339,38 @@ def test_calls_can_be_made_again_at_each_of_their_lines(run_python, case):
     if "torch" in code:
         pytest.importorskip("torch")
     run_python(f"    FILES = {files!r}" + TOOLS + code, with_torch="torch" in code)
+
+
+def test_no_finalizer_or_handler_runs_while_a_mutex_is_locked(run_python):
+    code = """
+    import gc, signal, threading
+    from memsaver._runtime.latches import Mutex
+
+    class Cycle:
+        def __init__(self):
+            self.itself = self
+
+        def __del__(self):
+            came.append("finalizer")
+
+    def enter():
+        with mutex.locked():
+            came.append("thread")
+
+    came, mutex = [], Mutex()
+    signal.signal(signal.SIGUSR1, lambda *_: came.append("handler"))
+    gc.set_threshold(5)
+    other = threading.Thread(target=enter)
+    with mutex.locked():
+        Cycle()
+        with mutex.locked():
+            kept = [[] for _ in range(1000)]
+        signal.raise_signal(signal.SIGUSR1)
+        other.start()
+        other.join(0.1)
+        assert came == []
+    kept += [[] for _ in range(1000)]
+    other.join(10)
+    assert sorted(came) == ["finalizer", "handler", "thread"]
+    """
+    run_python(code)

@@ -24,6 +24,7 @@ import threading
 import time
 import traceback
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from types import FrameType
@@ -116,7 +117,7 @@ class Walk:
         return dict(self.counts)
 
     def _conclude(self) -> None:
-        gc.collect()
+        self._collect()
         reserved = _C.Reservation(list(TAGS))
         reserved.take()  # waits for transitions in progress
         reserved.release()
@@ -130,6 +131,18 @@ class Walk:
         assert self._sim.violations() == []
         resident = sum(row.resident_bytes for row in memsaver.stats().tags)
         assert resident == self._sim.tag_bytes(), (resident, self._sim.tag_bytes())
+
+    def _collect(self) -> None:
+        """Call all finalizers. While another thread collects, gc.collect() returns at once."""
+        gc.disable()
+        last = Garbage()
+        reference = weakref.ref(last)
+        del last
+        end = time.monotonic() + 60
+        while reference() is not None:
+            assert time.monotonic() < end, "a finalizer waits for ever"
+            gc.collect()
+            time.sleep(0.001)
 
     # --- threads and the main thread
 
@@ -366,6 +379,13 @@ class Walk:
     def _unraisable(self, found: sys.UnraisableHookArgs) -> None:
         if not isinstance(found.exc_value, InvalidStateError | Alarm):
             self.wrong.append(f"unraisable: {found.exc_value!r} in {found.object!r}")
+
+
+class Garbage:
+    """An object that only the garbage collector frees."""
+
+    def __init__(self) -> None:
+        self._itself = self
 
 
 class Cycle:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from memsaver._memory.sharing.wire import domain
 from memsaver.errors import ConfigError
 
+from ...trainer.arrivals import limited_waits
 from ..arguments import check_equal
 from .agreement import check_same, common_tie, names_digest
 from .buckets import Bucket, Slot, buckets_of
@@ -131,7 +132,9 @@ def _checked_sources(
     options.check(engine)
     if engine.layout.is_leader:
         engine._engine.control.check("update_weights")
-    sources = sources_of(state, rename=options.rename)
+    # A rank that waits until its limit still reports to the others, which wait for its plan.
+    with limited_waits(min(options.timeout, 0.9 * engine.timeout)):
+        sources = sources_of(state, rename=options.rename)
     for source in sources:
         source.check()
         if source.distributed and options.layout == "engine":

@@ -95,6 +95,7 @@ def update(
             True, except with `pause="in_place"`: paused requests then continue with the cache.
         timeout: seconds for each of the engine's calls, and to wait for other ranks and for another
             thread's transition of a tag with memory of `state`; None means the engine's timeout.
+            A `state_dict` waits for a resume in the background at most nine tenths of that timeout.
             All tensors that are sent without a bucket, usually the whole model, are sent in one
             call.
         unknown: must be empty. Unknown arguments are accepted here so that all ranks raise the same

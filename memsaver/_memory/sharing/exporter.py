@@ -9,15 +9,17 @@ memory is unmapped.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import select
 import socket
-import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 from memsaver._memory.sharing import wire
+from memsaver._runtime.background import start_daemon
+from memsaver._runtime.interrupts import signals_deferred
 from memsaver._runtime.native import _C
 from memsaver.errors import MemsaverError, SharingError
 
@@ -37,20 +39,23 @@ def endpoint() -> str:
         SharingError: the server cannot be started.
     """
     if not _servers:
-        try:
-            server = _Server()
-        except (OSError, RuntimeError) as error:
-            message = f"tensors cannot be sent: no server could be started: {error}"
-            raise SharingError(message) from error
-        if _servers.setdefault(os.getpid(), server) is not server:
-            server.close()
+        # An interrupt would close descriptors that the server's thread already uses.
+        with signals_deferred():
+            try:
+                server = _Server()
+            except (OSError, RuntimeError) as error:
+                message = f"tensors cannot be sent: no server could be started: {error}"
+                raise SharingError(message) from error
+            if _servers.setdefault(os.getpid(), server) is not server:
+                server.close()
     return _servers[os.getpid()].name
 
 
-def wake() -> None:
-    """Wake the server's thread, which then computes its next deadline."""
+def expect_deadline() -> None:
+    """Wake the server's thread if it knows no deadline. Called after each new deadline."""
     for server in list(_servers.values()):
-        os.eventfd_write(server.wake, 1)
+        if server.has_no_deadline:
+            os.eventfd_write(server.wake, 1)
 
 
 def held() -> int:
@@ -70,11 +75,12 @@ class _Server:
         self.wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.importers: dict[int, _Importer] = {}
         self.owes_requests = False  # an importer's socket was full
+        self.has_no_deadline = True  # its thread waits, or is about to wait, without a limit
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self.listener.bind(f"\0{self.name}")
             self.listener.listen(_BACKLOG)
-            threading.Thread(target=self._run, name="memsaver-share", daemon=True).start()
+            start_daemon("share", self._run)
         except BaseException:
             self.listener.close()
             os.close(self.wake)
@@ -102,7 +108,9 @@ class _Server:
         poll.register(self.requests, select.POLLIN)
         poll.register(self.wake, select.POLLIN)
         while True:
+            self.has_no_deadline = True  # set first: a deadline that is added now wakes this thread
             left = sending.forget_expired()
+            self.has_no_deadline = left is None
             wait = None if left is None else int(left * 1000) + 1
             if self.owes_requests:
                 wait = _RETRY_MILLISECONDS
@@ -126,9 +134,7 @@ class _Server:
         try:
             pid = wire.peer_of(connection)
             importer = _Importer(connection, pid)
-            threading.Thread(
-                target=self._serve, args=(importer,), name=f"memsaver-share-{pid}", daemon=True
-            ).start()
+            start_daemon(f"share-{pid}", functools.partial(self._serve, importer))
         except BaseException as error:
             with contextlib.suppress(OSError):
                 wire.send(connection, {"error": str(error), "tag": ""}, wait=False)

@@ -106,6 +106,24 @@ def _tensor(
     return tensor
 
 
+class _UseEnd:
+    """Ends a use when it is deleted.
+
+    No weak reference to it exists: while `__del__` runs, a weak reference still returns the object,
+    whose memory another thread would then use after the end.
+    """
+
+    _use: Use | None = None  # set last by __init__, which a signal can interrupt
+
+    def __init__(self, use: Use, peer: peers.Peer) -> None:
+        self._peer = peer
+        self._use = use
+
+    def __del__(self) -> None:  # faster than weakref.finalize
+        if self._use is not None:
+            self._peer.end(self._use)
+
+
 class _Memory:
     """Imported memory, which stays mapped while this object exists. Its tensors keep the object.
 
@@ -113,21 +131,14 @@ class _Memory:
     owns a buffer.
     """
 
-    _use: Use | None = None  # set last by __init__, which a signal can interrupt
-
     def __init__(self, use: Use, ordinal: int, peer: peers.Peer) -> None:
         self.nbytes, self.ordinal = use.place.nbytes, ordinal
-        self._peer = peer
         self._use = use
+        self._end = _UseEnd(use, peer)
 
     @property
     def address(self) -> int:
-        assert self._use is not None
         return self._use.address
-
-    def __del__(self) -> None:  # faster than weakref.finalize
-        if self._use is not None:
-            self._peer.end(self._use)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:

@@ -15,13 +15,13 @@ import os
 import queue
 import select
 import socket
-import threading
 import time
 import weakref
 from collections.abc import Sequence
 
 from memsaver._memory.sharing import wire
 from memsaver._memory.sharing.uses import Extent, ImportRequest, Span, Use
+from memsaver._runtime.background import start_daemon
 from memsaver.errors import MemsaverError, SharingError
 
 __all__ = ["Peer", "is_foreign", "peer_at"]
@@ -53,7 +53,7 @@ class Peer:
         try:
             self._socket.connect(f"\0{endpoint}")
             wire.peer_of(self._socket)
-            threading.Thread(target=self._run, name="memsaver-import", daemon=True).start()
+            start_daemon("import", self._run)
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
@@ -83,7 +83,7 @@ class Peer:
         self._add(request)
         deadline = time.monotonic() + _ANSWER_SECONDS
         while not request.is_decided.wait(_LOOK_SECONDS):
-            if self._has_ended and not request.is_decided.is_set():
+            if self._has_ended and not request.is_decided.is_open():
                 raise _gone(request.tag)
             if time.monotonic() > deadline:
                 raise SharingError(
@@ -239,7 +239,7 @@ class Peer:
                 self._tell("drop", tokens)
             if self._was_requested:
                 self._release(list(self.extents.values()))
-            request.is_decided.set()
+            request.is_decided.open()
 
     def _take_extents(self, request: ImportRequest) -> bool:
         """Receive a message of an import, and map its extents. Returns whether another follows.

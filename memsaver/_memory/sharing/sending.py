@@ -4,6 +4,13 @@ Each sent storage has a token. A receiver presents the token, and the exporter t
 storage for it. A token is valid as long as its storage exists: because a message is in transit, a
 receiver uses it, or the program has it. So a late message fails, and never maps newer memory at the
 same place.
+
+There is no lock here. While a thread owned it, the garbage collector could run a finalizer on this
+thread that waits for a tag, whose owner waits for the lock to send a tensor in a callback.
+Therefore each change is one call of a dict whose keys are integers or tuples of integers. Such a
+call is atomic with and without the GIL: no other thread, finalizer or signal handler runs in the
+middle of it. They may run between any two calls. `list(x)` and `list(x.values())` are atomic, too,
+and `list(x.items())` is not, because it allocates tuples, which can start a collection.
 """
 
 from __future__ import annotations
@@ -13,11 +20,10 @@ import contextlib
 import functools
 import itertools
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from memsaver._memory.sharing import exporter, importing
 from memsaver._memory.sharing.uses import Place
@@ -35,36 +41,54 @@ __all__ = [
 ]
 
 
-@dataclass
+_Memory = tuple[int, int, int]  # a storage's address, and the address and bytes of its memory
+
+
+@dataclass(eq=False)
 class Sent:
     """A storage that was sent. Messages refer to it by its token."""
 
     token: int
+    memory: _Memory
     pool: tuple[str, int]  # tag and device
-    address: int
-    nbytes: int
     weak: Any  # torch's weak reference to the storage, whose address is therefore not reused
-    storage: Any = None  # keeps the memory, while a message is in transit
-    messages: int = 0  # in transit
-    until: float = 0.0  # on time.monotonic(); then they are no longer in transit
+    # The numbers of its messages that no receiver has taken, in their order. A message that has
+    # expired stays here until the storage's last one expires: its receiver may be late, and must
+    # not take a later message.
+    untaken: dict[int, bool] = field(default_factory=dict)
+
+    @property
+    def address(self) -> int:
+        """The address of its memory."""
+        return self.memory[1]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its memory."""
+        return self.memory[2]
 
     def alive(self, torch: Any) -> Any:
         """Return the storage, if it still has the memory that was sent; otherwise None."""
-        storage = self.storage
-        if storage is None:
-            storage = torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata)
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata)
         if storage is None or storage.data_ptr() != self.address or storage.nbytes() < self.nbytes:
             return None
         return storage
 
 
+class _Message(NamedTuple):
+    """A message in transit."""
+
+    sent: Sent
+    storage: Any  # keeps the memory
+    until: float  # on time.monotonic(); then it is no longer in transit
+
+
 _shareable: set[str] = set()
 _tokens = itertools.count(1)
-# Reentrant: a signal handler may send a tensor. No memory is freed under it, because that may wait.
-_lock = threading.RLock()
+_numbers = itertools.count(1)
 _sent: dict[int, Sent] = {}  # by token
-_in_flight: dict[int, Sent] = {}  # those with messages in transit, in the order of their deadlines
-_token_of: dict[tuple[int, int, int], int] = {}  # by the storage's address, and its memory
+_sent_of: dict[_Memory, Sent] = {}
+_in_flight: dict[int, _Message] = {}  # by number, in the order of their deadlines
 _most_sent = 256  # more entries than this are checked for dead storages
 
 
@@ -218,10 +242,14 @@ def _forget_received() -> None:
 
     Storages with messages in transit stay: `multiprocessing` may wait for receivers after this.
     """
-    with _lock:
-        for key, token in list(_token_of.items()):
-            if _sent[token].storage is None:
-                del _token_of[key], _sent[token]
+    for sent in list(_sent_of.values()):
+        if not sent.untaken:
+            _forget(sent)
+
+
+def _forget(sent: Sent) -> None:
+    _sent.pop(sent.token, None)
+    _sent_of.pop(sent.memory, None)  # last: if this is interrupted, a later call finds the entry
 
 
 def cancel(tokens: list[int]) -> None:
@@ -235,37 +263,34 @@ def _keep(storage: Any, pool: tuple[str, int], address: int, nbytes: int) -> int
     from torch.multiprocessing.reductions import StorageWeakRef
 
     forget_expired()
+    memory = (storage._cdata, address, nbytes)
+    sent = _sent_of.get(memory)
+    if sent is None:
+        _prune()
+        token = next(_tokens)
+        if token == 1:
+            atexit.register(_forget_received)
+        # If another thread was faster, this one uses its entry, and never the new token.
+        sent = _sent_of.setdefault(memory, Sent(token, memory, pool, StorageWeakRef(storage)))
+    number = next(_numbers)
     until = time.monotonic() + float(_C.option("importer_seconds"))
-    with _lock:
-        key = (storage._cdata, address, nbytes)
-        token = _token_of.get(key)
-        if token is None:
-            _prune()
-            token = _token_of[key] = next(_tokens)
-            if token == 1:
-                atexit.register(_forget_received)
-            _sent[token] = Sent(token, pool, address, nbytes, StorageWeakRef(storage))
-        sent = _sent[token]
-        is_first = not _in_flight
-        _in_flight.pop(token, None)
-        _in_flight[token] = sent
-        sent.storage, sent.until = storage, until
-        sent.messages += 1
-    if is_first:
-        exporter.wake()  # so that its thread waits for this deadline
-    return token
+    _in_flight[number] = _Message(sent, storage, until)
+    sent.untaken[number] = True
+    _sent[sent.token] = sent
+    exporter.expect_deadline()
+    return sent.token
 
 
 def _prune() -> None:
-    """Remove the entries of storages that no longer exist. Needs the lock."""
+    """Remove the entries of storages that no longer exist."""
     global _most_sent
-    if len(_sent) < _most_sent:
+    if len(_sent_of) < _most_sent:
         return
-    _most_sent = 2 * len(_sent)  # a finalizer that sends a tensor does not begin this again
-    for key, token in list(_token_of.items()):
-        if _sent[token].weak.expired():
-            del _token_of[key], _sent[token]
-    _most_sent = max(256, 2 * len(_sent))
+    _most_sent = 2 * len(_sent_of)  # a finalizer that sends a tensor does not begin this again
+    for sent in list(_sent_of.values()):
+        if sent.weak.expired():
+            _forget(sent)
+    _most_sent = max(256, 2 * len(_sent_of))
 
 
 def forget_expired(now: float | None = None) -> float | None:
@@ -279,31 +304,27 @@ def forget_expired(now: float | None = None) -> float | None:
     """
     if now is None:
         now = time.monotonic()
-    dead = []  # freed after the lock is released
-    try:
-        with _lock:
-            while (sent := _oldest()) is not None:
-                if sent.until > now:
-                    return sent.until - now
-                dead.append(_end(sent))
-        return None
-    finally:
-        dead.clear()
+    while (number := _oldest()) is not None:
+        message = _in_flight.get(number)
+        if message is None:
+            continue
+        if message.until > now:
+            return message.until - now
+        untaken = list(message.sent.untaken)
+        if not any(other > number for other in untaken):
+            for other in untaken:
+                message.sent.untaken.pop(other, None)
+        _in_flight.pop(number, None)
+        del message  # may free the memory
+    return None
 
 
-def _oldest() -> Sent | None:
-    """Return the entry with the earliest deadline. Needs the lock."""
+def _oldest() -> int | None:
+    """Return the number of the message with the earliest deadline."""
     while True:
-        # `next` raises if a signal handler sends a tensor after the call of `iter`.
+        # `next` raises if a message was added or removed after the call of `iter`.
         with contextlib.suppress(RuntimeError):
-            return next(iter(_in_flight.values()), None)
-
-
-def _end(sent: Sent) -> Any:
-    """Stop keeping a storage for receivers, and return it. Needs the lock."""
-    _in_flight.pop(sent.token, None)
-    storage, sent.storage, sent.messages = sent.storage, None, 0
-    return storage
+            return next(iter(_in_flight), None)
 
 
 def find(token: int) -> tuple[Sent, Any]:
@@ -312,8 +333,6 @@ def find(token: int) -> tuple[Sent, Any]:
     Raises:
         SharingError: the tensor was freed.
     """
-    # Without the lock: creating the storage may run the program's finalizers, of which one may wait
-    # for a tag whose owner sends a tensor.
     sent = _sent.get(token)
     storage = None if sent is None else sent.alive(sys.modules["torch"])
     if sent is None or storage is None:
@@ -325,29 +344,28 @@ def find(token: int) -> tuple[Sent, Any]:
 
 
 def take(token: int) -> None:
-    """Record that a receiver has one of the messages that refer to a tensor."""
-    storage = None
-    with _lock:
-        sent = _in_flight.get(token)
-        if sent is not None:
-            sent.messages -= 1
-            if sent.messages == 0:
-                storage = _end(sent)
-    del storage  # may free the memory
+    """Record that a receiver has one of the messages that refer to a tensor, the earliest."""
+    sent = _sent.get(token)
+    if sent is None:
+        return
+    for number in list(sent.untaken):
+        if sent.untaken.pop(number, False):
+            _in_flight.pop(number, None)  # may free the memory
+            return
 
 
 def kept() -> int:
     """Return the number of tensors that are kept for receivers, in transit or in use."""
-    return len(_in_flight) + exporter.held()
+    return len(_sent_in_flight()) + exporter.held()
 
 
 def ranges_with(tag: str, device: int) -> list[tuple[int, int]]:
     """Return address and bytes of each tensor in transit that a tag has on a device."""
-    return [
-        (sent.address, sent.nbytes)
-        for sent in list(_in_flight.values())
-        if sent.pool == (tag, device)
-    ]
+    return [(sent.address, sent.nbytes) for sent in _sent_in_flight() if sent.pool == (tag, device)]
+
+
+def _sent_in_flight() -> set[Sent]:
+    return {message.sent for message in list(_in_flight.values())}
 
 
 def _add_importers(error: MemsaverError) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from memsaver._runtime.latches import Latch
 from memsaver._runtime.native import _C
 
 __all__ = ["Extent", "ImportRequest", "Place", "Span", "Use"]
@@ -67,5 +67,5 @@ class ImportRequest:
         self.uses, self.ordinal = uses, ordinal
         self.tag = uses[0].place.tag
         self.is_held = False  # the other process holds the memory for these uses
-        self.is_decided = threading.Event()  # they have begun, or there is an error
+        self.is_decided = Latch()  # they have begun, or there is an error
         self.error: BaseException | None = None

@@ -9,10 +9,16 @@ import random
 import pytest
 
 from memsaver.errors import ConfigError, OutOfDeviceMemoryError
-from memsaver.integrations.engine import admission
-from memsaver.integrations.engine.admission import EVERYTHING, Admission, ClientGoneError
+from memsaver.integrations.engine import admission, admitted
+from memsaver.integrations.engine.admission import (
+    EVERYTHING,
+    Admission,
+    ClientGoneError,
+    RequestAbortedError,
+)
 from memsaver.integrations.engine.errors import EngineAsleepError
 from memsaver.integrations.engine.policies import Policy
+from memsaver.integrations.engine.refusals import asleep_in, asleep_text
 from memsaver.integrations.engine.tags import GRAPH, KV_CACHE, WEIGHTS
 
 WEIGHTS_ONLY = frozenset({WEIGHTS})
@@ -130,6 +136,39 @@ async def test_a_client_that_disconnects_leaves_the_queue(when):
     with pytest.raises(asyncio.CancelledError):
         await task
     assert found.waiting == 0
+
+
+class Refused:
+    """A generation that the engine's processes refuse."""
+
+    ids = ("a",)
+
+    def __init__(self) -> None:
+        self.sent = asyncio.Event()
+
+    async def is_gone(self):
+        return False
+
+    async def send(self):
+        assert not self.sent.is_set(), "it was sent again"
+        self.sent.set()
+        raise asleep_in(asleep_text(EVERYTHING, "generate"))
+        yield
+
+    async def take_back(self, deadline):
+        pass
+
+
+async def test_a_refused_request_can_be_aborted_before_it_is_sent_again():
+    found, request = made("wake", Engine(())), Refused()
+    outputs = admitted.generation(found, "generate", request)
+    answer = asyncio.ensure_future(anext(outputs))
+    await request.sent.wait()
+    await asyncio.sleep(0)
+    found.abort(["a"])
+    with pytest.raises(RequestAbortedError):
+        await answer
+    found.abort(["a"])
 
 
 async def test_a_wake_up_resumes_once_for_all_requests_and_in_the_engines_order():

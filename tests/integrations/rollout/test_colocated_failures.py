@@ -4,11 +4,13 @@ import pytest
 
 import memsaver
 from memsaver.integrations.rollout import Phase
+from memsaver.integrations.trainer import offload
 
 torch = pytest.importorskip("torch")
 
-from colocated_scene import X, paused  # noqa: E402
+from colocated_scene import Scene, X, paused  # noqa: E402
 from driver_faults import DRIVER_CALLS  # noqa: E402
+from looks import held  # noqa: E402
 from trainers import bytes_of  # noqa: E402
 
 
@@ -52,6 +54,29 @@ def test_after_a_failed_update_the_trainer_has_its_weights_and_may_train(scene):
         assert engine.heard.count("update_weights") == updates + 1
         assert engine.weights == new
         assert float(engine.generate(X)[0]) != 1
+
+
+def test_the_wait_of_a_state_for_a_resume_ends(sim, tag):
+    module = torch.nn.Linear(4, 4)
+    reference = offload(module, tag=tag("reference"))
+
+    def state():
+        if not reads:
+            reference.pause()
+            with held(sim):
+                reads.append(reference.resume(wait=False))
+                return module.state_dict()
+        return scene.trainer.model.state_dict()
+
+    reads = []
+    scene = Scene(tag, state=state, timeout=0.3)
+    with pytest.raises(memsaver.InvalidStateError, match=r"took longer than 0\.3 s") as caught:
+        with scene.session.rollout():
+            pass
+    assert caught.value.tag == reference.tag
+    reads[0].wait()
+    with scene.session.rollout() as engine:
+        assert len(engine.weights) == len(scene.trainer.model.state_dict())
 
 
 def test_stages_before_a_failure_are_not_repeated(scene, sim):

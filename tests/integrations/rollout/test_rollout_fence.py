@@ -76,6 +76,7 @@ def test_the_status_after_an_interrupted_transition_is_unknown():
 
 CODE = """
 import datetime, os, threading, time
+from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -120,6 +121,18 @@ if RANK == 1:
 with pytest.raises(RankError, match="rank 1 of 2: .*it holds a lock") as caught:
     engine.wake_up(fence=True)
 assert list(caught.value.failures) == [1]
+
+# Threads with an engine each need no common order; the calls of one engine do.
+engines = engine, RolloutEngine(Engine(), layout_of(mesh), timeout=20)
+with ThreadPoolExecutor(2) as threads:
+    first = threads.submit(engines[RANK].sleep, fence=True)
+    time.sleep(0.2)
+    second = threads.submit(engines[1 - RANK].sleep, fence=True)
+    assert first.result(20).changed and second.result(20).changed
+with pytest.raises(RankError, match="must make these calls in the same order, each rank in one"):
+    engine.wake_up(fence=RANK == 0)
+    engine.sleep(fence=True)
+engine.wake_up(fence=True)
 
 # An interrupt is for its own rank.
 if RANK == 0:

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 
 import weight_engine  # noqa: E402
 from importing_process import release_shared  # noqa: E402
+from looks import held  # noqa: E402
 from weight_engine import Backend, Model, checkpoint  # noqa: E402
 
 import memsaver  # noqa: E402
@@ -225,6 +226,27 @@ def test_the_wait_for_another_threads_transition_ends(
         other.submit(reservation.release).result(10)
     update(engine, weights)
     assert holds(backend, checkpoint(4))
+
+
+@pytest.mark.parametrize("engine_timeout", [0.1, 30])
+def test_the_wait_of_a_state_dict_for_a_resume_ends(backend, name, sim, engine_timeout):
+    engine = RolloutEngine(backend, timeout=engine_timeout)
+    weights = checkpoint(4)
+    names = {key.replace(".", "_"): key for key in weights}
+    model = torch.nn.ParameterDict({key: weights[names[key]] for key in names})
+    offloaded = offload(model, tag=name)
+    offloaded.pause()
+    lazily = (pair for part in [model] for pair in part.state_dict().items())
+    with ThreadPoolExecutor(1) as other, held(sim):
+        arrival = offloaded.resume(wait=False)
+        for state in (model, lazily):
+            work = partial(update, engine, state, rename=names.get, timeout=0.3)
+            with pytest.raises(InvalidStateError, match=r"took longer than 0\.[03]") as caught:
+                other.submit(work).result(10)
+            assert caught.value.tag == name and backend.calls == [] and not arrival.done()
+    arrival.wait()
+    update(engine, model, rename=names.get, timeout=30)
+    assert holds(backend, weights)
 
 
 @pytest.mark.parametrize("pool", [False, True])

@@ -98,6 +98,22 @@ def test_a_refusal_reaches_a_server_without_a_tokenizer_manager(engine):
     assert (of.origin_input_ids, of.cached_tokens, of.reasoning_tokens) == ([5, 6], 0, 0)
 
 
+@pytest.mark.parametrize("operation", ["release", "resume"])
+@pytest.mark.parametrize("rust_server", [None, object()])
+def test_a_failure_without_a_tokenizer_manager_is_logged(
+    engine, sim, caplog, operation, rust_server
+):
+    """The manager logs it, and SGLang's server in Rust has none."""
+    engine.rust_server = rust_server
+    if operation == "resume":
+        assert ask(engine, "release").failure is None
+    with sim.fault("cuMemUnmap" if operation == "release" else "cuMemCreate"):
+        failure = ask(engine, operation).failure
+    logged = f"a {operation} of memory failed: {failure.message}"
+    assert (logged in caplog.messages) == (rust_server is not None)
+    assert ask(engine, operation).failure is None
+
+
 @pytest.mark.parametrize("version", ["0.5.23"])
 def test_a_request_whose_image_cannot_be_read_is_refused(engine):
     """SGLang calls the handlers of such requests without its dispatcher."""

@@ -103,8 +103,9 @@ RANK = """
         if rank == 1:
             sim.occupy((80 << 30) - sim.physical() - 6 * MIB)
         else:
-            sim.fail("cuMemUnmap", 1)
+            sim.fail("cuMemUnmap", 1, times=0)
         answer = ask(scheduler, "resume")
+        sim.clear_faults()
         assert answer.failure.kind == "OutOfDeviceMemoryError", answer
         assert "release it: rank 0" in answer.failure.message, answer
         assert set(answer.held) == set(stand_in.TAGS) == updater.offload_tags

@@ -29,8 +29,8 @@ def test_the_weights_of_an_offloaded_model_are_sent(sim, tag, wait_until):
         with pytest.raises(memsaver.SharingError):
             received(model.weight.detach())
         memsaver.resume(name)
-    for token in list(sending._in_flight):
-        sending.take(token)
+    for message in list(sending._in_flight.values()):
+        sending.take(message.sent.token)
     wait_until(lambda: sending.kept() == 0)
     handle.close()
     del model, handle

@@ -245,6 +245,35 @@ for _ in range(2):
 
 
 @pytest.mark.parametrize("when", ["wait", "wake"])
+def test_requests_that_are_held_when_memsaver_stops_managing_the_memory(asleep, when):
+    """A query has found another allocator. They can be aborted before vLLM has received them."""
+    asleep(
+        """
+from memsaver.integrations.vllm import admissions, cores
+before = await generate(engine)
+await engine.sleep()
+admission = admission_of(engine)
+async def others(*_, **__):
+    return cores.Memory(frozenset(), frozenset(), True, None)
+async with admission.changing:  # no wake-up
+    held = [asyncio.ensure_future(generate(engine, name)) for name in "ab"]
+    await asyncio.sleep(0.3)
+    await engine.engine_core.call_utility_async("wake_up", None)
+    admissions.memory_of_async = others
+    await admission.refresh()
+    assert admission_of(engine) is None and not held[0].done()
+    await engine.abort("a")
+results = await asyncio.gather(*held, return_exceptions=True)
+assert "aborted while it waited" in str(results[0]), results
+assert results[1] == before
+await engine.abort(["a", "b"])
+assert await generate(engine, "a") == before
+""",
+        when=when,
+    )
+
+
+@pytest.mark.parametrize("when", ["wait", "wake"])
 def test_held_requests_end_with_an_engine_whose_worker_is_killed(asleep, when):
     asleep(
         """

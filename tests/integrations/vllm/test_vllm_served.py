@@ -172,7 +172,7 @@ def test_a_failed_request_ends_those_in_progress_and_sends_no_others(serve):
 
 
 def test_all_requests_of_a_call_share_its_timeout(serve):
-    """Each request's answer is slower than its share of the timeout, and faster than all of it."""
+    """Two answers take at least the timeout, so the third request is never sent."""
     slow = threading.Event()
     choice = {"index": 0, "token_ids": [1], "finish_reason": "length"}
     choice["logprobs"] = {"token_logprobs": [-0.5]}
@@ -184,4 +184,4 @@ def test_all_requests_of_a_call_share_its_timeout(serve):
     server, engine = serve(answer, 1)
     with pytest.raises(EngineTimeoutError):
         engine.samples(requests_with_own_seeds(4), 2)
-    assert len(server.requests) < 4
+    assert len(server.requests) <= 2

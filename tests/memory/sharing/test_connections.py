@@ -128,7 +128,7 @@ def test_an_importer_that_does_not_read_delays_no_other(
         going = in_thread(lambda: [server._request_release() for _ in range(3000)])
         going.result()
         assert server.owes_requests
-        exporter.wake()
+        os.eventfd_write(server.wake, 1)
         importer.load("x", mine)
         importer.do("del x; gc.collect()")
         os.eventfd_write(server.requests, 1)

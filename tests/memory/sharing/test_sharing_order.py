@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import pickle
-import threading
 import time
 
 import pytest
@@ -79,7 +78,7 @@ def test_tokens_of_freed_tensors_are_forgotten(make, monkeypatch):
     for _ in range(300):
         dumped(make(4))
         sending.forget_expired(math.inf)
-    assert len(sending._sent) == len(sending._token_of) < 260
+    assert len(sending._sent) == len(sending._sent_of) < 260
 
 
 def test_each_use_of_a_storage_ends_alone(make, name, wait_until):
@@ -137,17 +136,20 @@ def test_a_release_during_an_import_spares_what_it_needs(make, name, monkeypatch
     wait_until(lambda: not _C.importers())
 
 
-def test_a_tensor_is_looked_up_without_the_lock(monkeypatch):
-    """A finalizer that runs meanwhile may wait for a tag whose owner sends a tensor."""
-    sent = []
+def test_a_storage_whose_use_ends_is_not_found(make, monkeypatch, wait_until):
+    """Another thread may receive the same storage while the last reference to it is deleted."""
+    mine = make(50)
+    message = dumped(mine)
+    end, found = peers.Peer.end, []
 
-    class Entry:
-        def alive(self, torch):
-            sender = threading.Thread(target=lambda: sent.append(sending.forget_expired()))
-            sender.start()
-            sender.join(10)
-            return self
+    def end_early(peer, use):
+        end(peer, use)
+        wait_until(lambda: not use.extents)
+        found.append(pickle.loads(message))
 
-    monkeypatch.setitem(sending._sent, -1, Entry())
-    sending.find(-1)
-    assert sent == [None]
+    first = pickle.loads(message)
+    with monkeypatch.context() as patch:
+        patch.setattr(peers.Peer, "end", end_early)
+        del first
+    assert exporter.held() == 1
+    assert found.pop().tolist() == list(range(50))

@@ -1,0 +1,172 @@
+"""Test calls that run between any two lines of a send, a receipt, or an expiry.
+
+Another thread makes them, or a finalizer of the same thread. No call may wait for the interrupted
+one, because the interrupting finalizer may wait for a tag whose owner makes the call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+import sys
+import threading
+import time
+
+import pytest
+from importing_process import allocations
+
+import memsaver
+from memsaver._memory.sharing import exporter, sending
+from memsaver.errors import SharingError
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.each_python
+
+FILES = {sending.__file__, exporter.__file__}
+WAIT = 20.0
+
+
+def made_elsewhere(call):
+    caller = threading.Thread(target=call, daemon=True)
+    caller.start()
+    caller.join(WAIT)
+    assert not caller.is_alive(), "a call waits for the one that it interrupted"
+
+
+def interrupted_at(place, call, other):
+    """Make a call, and another one before its line number `place`; return whether it has it."""
+    seen = 0
+
+    def trace(frame, event, argument):
+        nonlocal seen
+        if frame.f_code.co_filename not in FILES:
+            return None
+        if event == "line":
+            seen += 1
+            if seen == place:
+                other()
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(None)
+    return seen >= place
+
+
+class Sender:
+    """A tensor, which only this object keeps, and the tokens of its messages in transit."""
+
+    def __init__(self, tensor, name):
+        self.tensor, self.name = tensor, name
+        self.tokens = []
+        self.may_be_late = False  # a receiver, which then takes the place of a later one
+
+    def steps(self, names):
+        return lambda: [getattr(self, name)() for name in names]
+
+    def send(self):
+        self.tokens.append(sending.reduce(self.tensor, self.name)[1][-1][1])
+
+    def take(self):
+        with contextlib.suppress(IndexError):
+            sending.take(self.tokens.pop())
+
+    def send_briefly(self):
+        memsaver.configure(importer_seconds=1)
+        self.send()
+        self.tokens.pop()
+        self.may_be_late = True
+        memsaver.configure(importer_seconds=10)
+
+    def expire(self):
+        sending.forget_expired(time.monotonic() + 5)
+
+    def find(self):
+        sending.find(self.tokens[0])
+
+    def prune(self):
+        sending._most_sent = 1
+        sending._prune()
+
+    def forget(self):
+        sending._forget_received()
+
+    def check(self):
+        """Check that the memory is kept for each message in transit, and not longer."""
+        self.tensor = None
+        self.expire()
+        for token in self.tokens:
+            assert sending.find(token)[1].nbytes() == 200
+            sending.take(token)
+        if self.may_be_late:
+            sending.forget_expired(math.inf)
+        assert sending.kept() == allocations(self.name) == 0
+        for token in self.tokens:
+            with pytest.raises(SharingError, match="was freed"):
+                sending.find(token)
+        self.prune()
+        assert len(sending._sent) == len(sending._sent_of) == 0
+
+
+@pytest.mark.parametrize("makes", [made_elsewhere, lambda call: call()], ids=["thread", "reentry"])
+@pytest.mark.parametrize(
+    ("before", "call", "other"),
+    [
+        (["send"], "take", ["send"]),
+        (["send", "send"], "take", ["take"]),
+        (["send"], "take", ["send_briefly", "expire"]),
+        (["send_briefly"], "expire", ["send"]),
+        (["send", "send_briefly"], "expire", ["take"]),
+        (["send_briefly"], "expire", ["expire", "prune"]),
+        ([], "send", ["send", "expire", "prune"]),
+        (["send"], "send", ["take"]),
+        (["send_briefly"], "send", ["expire"]),
+        (["send"], "find", ["send", "expire", "prune"]),
+        (["send"], "prune", ["send", "expire", "prune"]),
+        (["send"], "forget", ["send", "take"]),
+    ],
+)
+def test_memory_is_kept_for_each_message(
+    make, name, options, in_thread, monkeypatch, before, call, other, makes
+):
+    options(importer_seconds=10)
+    monkeypatch.setattr(sending, "_most_sent", 1)
+
+    def interrupt_each_line():
+        for place in itertools.count(1):
+            sender = Sender(make(50), name)
+            sender.steps(before)()
+            has_line = interrupted_at(
+                place, getattr(sender, call), functools.partial(makes, sender.steps(other))
+            )
+            sender.check()
+            if not has_line:
+                return place
+        raise AssertionError
+
+    assert in_thread(interrupt_each_line).result() > 3
+
+
+def test_a_late_receiver_takes_no_later_message(make, name, options):
+    options(importer_seconds=10)
+    sender = Sender(make(50), name)
+    sender.send_briefly()
+    sender.send()
+    sender.expire()
+    sending.take(sender.tokens[0])
+    sender.check()
+
+
+def test_messages_that_expired_are_not_awaited(make, name, options):
+    options(importer_seconds=10)
+    sender = Sender(make(50), name)
+    for _ in range(3):
+        sender.send_briefly()
+    sender.expire()
+    sender.send()
+    sender.may_be_late = False
+    sender.check()
