@@ -61,7 +61,7 @@ if os.environ["RANK"] == "1":
     assert rank_processes.run("print(5)", 1, tmp_path, fresh=fresh) == ["5\n"]
 
 
-@pytest.mark.parametrize("modules", ["torch", "plain"])
+@pytest.mark.parametrize("modules", ["torch", "memsaver", "plain"])
 def test_a_process_that_is_left_behind_is_an_error_and_ends(tmp_path, monkeypatch, modules):
     def run(seconds):
         code = (
