@@ -23,7 +23,7 @@ import coroutine_tests
 import pytest
 from child_process import environment_without, reads_at_start, run_code
 from driver_choice import GPUS, asks_for_gpu_tests, why_not
-from dropin_environment import build_wheel, make_site, run_with
+from dropin_environment import make_site, run_with, wheel_in
 from repository import IMPORT_PATH, ROOT, TESTS
 from simulated_driver import Block, Simulator
 from tags import Tags, leftovers
@@ -349,8 +349,9 @@ def run_python(tmp_path, request):
     """Run code in a new process: `run_python(code, MEMSAVER_SIM_DEVICES=2)`.
 
     Returns a CompletedProcess. The environment is this process's without memsaver's variables, with
-    the simulated driver; a variable whose value is None is not set. For `with_torch` and `fresh`,
-    see run_code. Tests marked each_python get a new interpreter unless they pass `fresh=False`.
+    the simulated driver; a variable whose value is None is not set. For `with_torch`,
+    `with_memsaver` and `fresh`, see run_code. Tests marked each_python get a new interpreter unless
+    they pass `fresh=False`.
     """
     from memsaver._runtime.native import LIBRARY_DIR
 
@@ -362,6 +363,7 @@ def run_python(tmp_path, request):
         status: int | None = 0,
         timeout: float = 60,
         with_torch=False,
+        with_memsaver=False,
         fresh: bool | None = None,
         **env,
     ):
@@ -382,6 +384,7 @@ def run_python(tmp_path, request):
             status=status,
             timeout=timeout,
             with_torch=with_torch,
+            with_memsaver=with_memsaver,
             fresh=fresh or reads_at_start(env),
         )
 
@@ -408,14 +411,15 @@ def runtime(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def dropin_wheel(tmp_path_factory):
-    """Build the distribution's wheel with pip."""
-    return build_wheel(tmp_path_factory.mktemp("dropin"))
+    """Build the distribution's wheel with pip, once for all processes of a test run."""
+    folder = tmp_path_factory.getbasetemp()
+    return wheel_in((folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "wheel")
 
 
 @pytest.fixture(scope="session")
-def dropin_site(dropin_wheel):
+def dropin_site(dropin_wheel, tmp_path_factory):
     """Create a site-packages folder with memsaver and the wheel's contents."""
-    return make_site(dropin_wheel)
+    return make_site(dropin_wheel, tmp_path_factory.mktemp("site"))
 
 
 @pytest.fixture

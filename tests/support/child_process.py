@@ -32,21 +32,24 @@ def run_code(
     status: int | None = 0,
     timeout: float = 60,
     with_torch: bool = False,
+    with_memsaver: bool = False,
     fresh: bool = True,
 ) -> subprocess.CompletedProcess[str]:
     """Run code in a new process in that folder; raise AssertionError for another exit status.
 
     The status None accepts any status. `timeout` is in seconds. The process is a new interpreter;
-    or, if `with_torch`, a process that has already imported torch, which saves seconds; or, if not
-    `fresh`, one that has already imported modules of the standard library, which saves a tenth of
-    a second. Variables for which `reads_at_start` is true require a new interpreter.
+    or, if `with_torch`, a process that has already imported torch, which saves seconds; or, if
+    `with_memsaver`, one that has imported both torch and memsaver, in an environment without
+    memsaver's variables; or, if not `fresh`, one that has already imported modules of the standard
+    library, which saves a tenth of a second. Variables for which `reads_at_start` is true require a
+    new interpreter.
     """
     __tracebackhide__ = True  # the failure is in the code, and logs must not show the environment
     code = textwrap.dedent(code)
-    if with_torch or not fresh:
+    if with_torch or with_memsaver or not fresh:
         from rank_processes import run_forked
 
-        modules = "torch" if with_torch else "plain"
+        modules = "memsaver" if with_memsaver else "torch" if with_torch else "plain"
         done = run_forked(code, environment, folder, modules=modules, timeout=timeout)
     else:
         done = subprocess.run(

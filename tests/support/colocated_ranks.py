@@ -73,7 +73,7 @@ def training(inside=lambda: None):
         inside()
 
 
-trainer = Trainer(model=sharded)
+trainer = Trainer("sgd_momentum", model=sharded)
 step(trainer)
 engine = TagEngine(trainer.model, "weights", "kv_cache")
 session = ColocatedSession(engine, trainer.model, trainer.optimizer, timeout=20)

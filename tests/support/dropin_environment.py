@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -14,7 +15,15 @@ from child_process import environment_without, reads_at_start, run_code
 from repository import IMPORT_PATH, ROOT, TESTS
 
 
-def build_wheel(folder: Path) -> Path:
+def wheel_in(folder: Path) -> Path:
+    """Return the distribution's wheel in a folder; the first process to ask for it builds it."""
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return next(folder.glob("*.whl"), None) or _build_wheel(folder)
+
+
+def _build_wheel(folder: Path) -> Path:
     """Build the distribution's wheel in a folder, with pip."""
     leftovers = shutil.ignore_patterns("build", "*.egg-info", "*.so", "__pycache__")
     source = ROOT / "integrations" / "torch_memory_saver"
@@ -29,11 +38,10 @@ def build_wheel(folder: Path) -> Path:
     return built
 
 
-def make_site(wheel: Path) -> Path:
-    """Make a site-packages folder next to the wheel, with memsaver and the wheel's contents."""
+def make_site(wheel: Path, folder: Path) -> Path:
+    """Make a folder a site-packages folder with memsaver and the wheel's contents; return it."""
     from memsaver._runtime.native import LIBRARY_DIR
 
-    folder = wheel.parent / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
     (folder / "memsaver").symlink_to(LIBRARY_DIR)

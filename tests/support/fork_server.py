@@ -1,8 +1,9 @@
 """A process that has imported modules and forks child processes, which saves their imports.
 
 `rank_processes` starts it with the name of a list in MODULES, and sends requests. It has one
-thread, and has not imported memsaver, so that its children are like new interpreters with loaded
-modules. Requests and answers are lines of JSON. The process ends after the last request.
+thread, has opened no driver, and has imported memsaver only if the list says so, so that its
+children are like new interpreters with loaded modules. Requests and answers are lines of JSON. The
+process ends after the last request.
 """
 
 from __future__ import annotations
@@ -47,6 +48,16 @@ MODULES = {
         "torch.distributed.device_mesh",
         "torch.distributed.fsdp",
         "torch.distributed.tensor",
+    ),
+    # For tests that do not depend on the import of memsaver, whose variables have no effect on it.
+    # The process that imports these is itself forked from the one with torch.
+    "memsaver": (
+        "memsaver.distributed",
+        "memsaver.integrations.rollout.rollout_engine",
+        "memsaver.integrations.rollout.weights",
+        "memsaver.integrations.sglang.weight_calls",
+        "memsaver.integrations.trainer",
+        "memsaver.simulator",
     ),
     "plain": PLAIN,
     "command line": (*PLAIN, "rich.pager", "rich.styled", "rich.table", "used_typer"),
@@ -210,7 +221,7 @@ def leave() -> None:
 
 
 if __name__ == "__main__":
-    with_torch = sys.argv[1] == "torch"
+    with_torch = sys.argv[1] in ("torch", "memsaver")
     if with_torch:
         faulthandler.enable()
     for name in MODULES[sys.argv[1]]:

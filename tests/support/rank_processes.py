@@ -45,7 +45,7 @@ def run(
     """Run `code` as ranks 0 to `size` - 1, on the simulated driver; return the output of each.
 
     Every process must end with status 0, except those in `statuses`. `timeout` is in seconds, for
-    all processes. The processes have imported torch, but not memsaver; with `fresh` they are new
+    all processes. The processes have imported torch and memsaver; with `fresh` they are new
     interpreters, which takes seconds more for each.
     """
     environment = _environment()
@@ -69,7 +69,7 @@ def run(
         for rank, output in enumerate(outputs)
     ]
     try:
-        ended = (_started if fresh else _forked)(processes, timeout)
+        ended = _started(processes, timeout) if fresh else _forked(processes, timeout, "memsaver")
     finally:
         said = [output.read_text() for output in outputs]
         report = "\n".join(f"--- rank {rank}\n{text}" for rank, text in enumerate(said))
@@ -81,7 +81,7 @@ def run(
 def run_forked(
     code: str, environment: Mapping[str, str], folder: Path, *, modules: str, timeout: float = 60
 ) -> subprocess.CompletedProcess[str]:
-    """Run code in a process that has imported `fork_server.MODULES[modules]`, but not memsaver.
+    """Run code in a process that has imported `fork_server.MODULES[modules]`.
 
     `environment` must have PYTHONPATH; the process ignores the other variables that an interpreter
     reads when it starts. With the modules "plain", the code runs as that of `python -c`: no file
@@ -89,7 +89,7 @@ def run_forked(
     the process runs longer than `timeout` seconds.
     """
     with tempfile.TemporaryDirectory(prefix="memsaver-forked-") as elsewhere:
-        files = folder if modules == "torch" else Path(elsewhere)
+        files = Path(elsewhere) if modules == "plain" else folder
         script, output, errors = (files / f"forked.{name}" for name in ("py", "out", "err"))
         script.write_text(code)
         output.write_text("")
@@ -181,7 +181,11 @@ def _answer(request: dict[str, Any], environment: Mapping[str, str], modules: st
     key = modules, libraries
     if key not in _servers:  # runs until this process ends, which closes its pipe
         linked = {} if libraries is None else {"LD_LIBRARY_PATH": libraries}
-        _servers[key] = Popen(
+        start = Popen
+        if modules == "memsaver":
+            from warm_processes import WarmPopen as start
+
+        _servers[key] = start(
             [sys.executable, str(SUPPORT / "fork_server.py"), modules],
             env={k: v for k, v in _environment().items() if k != "LD_LIBRARY_PATH"} | linked,
             stdin=subprocess.PIPE,

@@ -122,15 +122,18 @@ def models(draw):
     return Model(sizes, writes)
 
 
-def check_every_byte(model, bit, every=1):
-    """Change each byte of the parameters in turn, and check that its writes are named."""
+def check_bytes(model, bit):
+    """Change a third of the parameters' bytes in turn, and check that their writes are named.
+
+    `bit` chooses which third.
+    """
     named = model.named()
     assert watched(model, named, model.load_weights)[1] == ()
     assert differing(model, named, model.load_weights) == ()
     for at in range(len(model.sizes)):
         held = model.storage(at)
         covers = [(w.name, w.covered()) for w in model.writes if w.parameter == at]
-        for byte in range(0, len(held), every):
+        for byte in range(bit % 3, len(held), 3):
             held[byte] ^= 1 << bit
             changed = held.clone()
             wanted = {name for name, covered in covers if byte in covered}
@@ -141,7 +144,7 @@ def check_every_byte(model, bit, every=1):
 
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(model=models(), bit=st.integers(0, 7), piece_bytes=st.sampled_from((1, 7, 1 << 20)))
-def test_every_flipped_byte_is_found_and_nothing_else(model, bit, piece_bytes):
+def test_a_flipped_byte_is_found_wherever_it_is_and_nothing_else(model, bit, piece_bytes):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(held_weights, "_PIECE_BYTES", piece_bytes)
-        check_every_byte(model, bit)
+        check_bytes(model, bit)

@@ -17,7 +17,7 @@ def run_ranks(tmp_path):
 def test_steps_of_ranks_are_bit_equal_to_those_without_sleep(run_ranks, size):
     run_ranks(
         """
-        expected = Trainer(model=sharded)
+        expected = Trainer("sgd_momentum", model=sharded)
         step(expected)
         plain_engine = TagEngine(expected.model, "plain weights", "plain kv")
         plain = ColocatedSession(plain_engine, expected.model, expected.optimizer, sleep=False)
@@ -50,7 +50,7 @@ def test_steps_of_ranks_are_bit_equal_to_those_without_sleep(run_ranks, size):
 def test_ranks_overlap_alike_and_share_failures_of_the_background(run_ranks):
     run_ranks(
         """
-        expected = Trainer(model=sharded)
+        expected = Trainer("sgd_momentum", model=sharded)
         step(expected)
         session.close()
         session = ColocatedSession(

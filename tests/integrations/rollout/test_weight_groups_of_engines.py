@@ -85,43 +85,45 @@ def test_a_bucket_is_broadcast_once_to_the_engines_of_a_set(tmp_path):
     )
 
 
+# The end of ranks of which one has died, so that they cannot meet in a barrier.
+WITHOUT_A_BARRIER = """
+time.sleep(RANK == 0)  # which has the others' store
+print("fine", flush=True)
+os._exit(0)
+"""
+
+
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("kind", ["refuses", "dies"])
-def test_an_engine_of_a_set_that_fails_ends_the_update_of_all(tmp_path, kind):
+def test_an_engine_of_a_set_that_fails_ends_the_update_of_all(tmp_path):
     """The others would wait in the broadcast for its ranks."""
     run(
         SET
-        + f"""
-    kind = {kind!r}
-    group = WeightGroup(engines, backend="gloo", timeout=30)
-    engines.update_weights(checkpoint(1), group=group, verify="full")
-    setattr(backends[1], kind, True)
-    expected = EngineDiedError if kind == "dies" else EngineError
-    began = time.monotonic()
-    try:
-        engines.update_weights(checkpoint(2), group=group, verify="full", timeout=120)
-        raise SystemExit("nothing was raised")
-    except expected as error:
-        assert "engine 2 of 3: " in str(error), error
-    assert time.monotonic() - began < 60  # the timeout of a broadcast is 120 s
-    group.leave()  # the engine that failed has left it
-    # The others receive weights in a new group.
-    if kind == "dies":
-        backends.pop(1)
-        engines = EngineSet([one for at, one in enumerate(engines.engines) if at != 1])
-    else:
-        backends[1].refuses = False
-    with WeightGroup(engines, backend="gloo", timeout=30) as group:
-        engines.update_weights(checkpoint(3), group=group, verify="full")
-        assert all(holding(3))
+        + """
+    for kind, expected in (("refuses", EngineError), ("dies", EngineDiedError)):
+        group = WeightGroup(engines, backend="gloo", timeout=30)
+        engines.update_weights(checkpoint(1), group=group, verify="full")
+        setattr(backends[1], kind, True)
+        began = time.monotonic()
+        try:
+            engines.update_weights(checkpoint(2), group=group, verify="full", timeout=120)
+            raise SystemExit("nothing was raised")
+        except expected as error:
+            assert "engine 2 of 3: " in str(error), error
+        assert time.monotonic() - began < 60  # the timeout of a broadcast is 120 s
+        group.leave()  # the engine that failed has left it
+        # The others receive weights in a new group.
+        if kind == "dies":
+            backends.pop(1)
+            engines = EngineSet([one for at, one in enumerate(engines.engines) if at != 1])
+        else:
+            backends[1].refuses = False
+        with WeightGroup(engines, backend="gloo", timeout=30) as group:
+            engines.update_weights(checkpoint(3), group=group, verify="full")
+            assert all(holding(3))
     for one in backends:
         one.order("end")
-
-if {kind!r} == "dies":  # no barrier of all ranks is possible
-    time.sleep(RANK == 0)  # which has the others' store
-    print("fine", flush=True)
-    os._exit(0)
-""",
+"""
+        + WITHOUT_A_BARRIER,
         4,
         tmp_path,
     )
@@ -179,43 +181,39 @@ def test_the_engines_of_a_mesh_receive_one_broadcast(tmp_path):
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("kind", ["refuses", "dies"])
 @pytest.mark.parametrize("which", [0, 1])
-def test_an_engine_of_a_mesh_that_fails_ends_the_update_of_all(tmp_path, kind, which):
+def test_an_engine_of_a_mesh_that_fails_ends_the_update_of_all(tmp_path, which):
     run(
         MESH
         + f"""
-    kind, which = {kind!r}, {which}
-    group = WeightGroup(engine, backend="gloo", timeout=30, whole_mesh=True)
-    if RANK == which:
-        setattr(backend, kind, True)
-    began = time.monotonic()
-    try:
-        update(engine, checkpoint(2), group=group, verify="full", timeout=120)
-        raise SystemExit("nothing was raised")
-    except (EngineError, RankError) as error:
-        assert f"rank {{which}} " in str(error), error
-        assert ("its process ended" if kind == "dies" else "the engine refused") in str(error)
-        assert which in error.failures, error
-    assert time.monotonic() - began < 60  # the timeout of a broadcast is 120 s
-    try:
-        group.leave()
-    except (EngineError, RankError) as error:
-        assert kind == "dies" and f"rank {{which}} " in str(error), error
-    if kind == "refuses":
-        backend.refuses = False
-        with WeightGroup(engine, backend="gloo", timeout=30, whole_mesh=True) as group:
-            update(engine, checkpoint(3), group=group, verify="full")
-            assert backend.order("holds", 3)[0]
+    which = {which}
+    for kind in ("refuses", "dies"):
+        group = WeightGroup(engine, backend="gloo", timeout=30, whole_mesh=True)
+        if RANK == which:
+            setattr(backend, kind, True)
+        began = time.monotonic()
+        try:
+            update(engine, checkpoint(2), group=group, verify="full", timeout=120)
+            raise SystemExit("nothing was raised")
+        except (EngineError, RankError) as error:
+            assert f"rank {{which}} " in str(error), error
+            assert ("its process ended" if kind == "dies" else "the engine refused") in str(error)
+            assert which in error.failures, error
+        assert time.monotonic() - began < 60  # the timeout of a broadcast is 120 s
+        try:
+            group.leave()
+        except (EngineError, RankError) as error:
+            assert kind == "dies" and f"rank {{which}} " in str(error), error
+        if kind == "refuses":
+            backend.refuses = False
+            with WeightGroup(engine, backend="gloo", timeout=30, whole_mesh=True) as group:
+                update(engine, checkpoint(3), group=group, verify="full")
+                assert backend.order("holds", 3)[0]
     if not backend.dies:
         backend.order("end")
     dist.barrier(trainers)
-
-if {kind!r} == "dies":  # no barrier of all ranks is possible
-    time.sleep(RANK == 0)  # which has the others' store
-    print("fine", flush=True)
-    os._exit(0)
-""",
+"""
+        + WITHOUT_A_BARRIER,
         4,
         tmp_path,
     )

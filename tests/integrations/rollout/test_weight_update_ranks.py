@@ -327,7 +327,7 @@ cases = [
 for seed, (over, kind) in enumerate(cases, 1):
     weights = checkpoint(seed)
     shards = sharded(weights, over, kind)
-    report = update(engine, shards, verify="full", bucket_bytes=700)
+    report = update(engine, shards, verify="full", bucket_bytes=1500)
     assert holds(backend, weights) and report.held == 13, seed
     assert len(set(gathered((report.held, report.buckets)))) == 1
 
@@ -339,9 +339,9 @@ def corrupting(model, named, load, loads=load_check.watched):
     return result
 with pytest.MonkeyPatch.context() as inner:
     inner.setattr(load_check, "watched", corrupting)
-    error = refused(WeightMismatchError, update, engine, shards, verify="full", bucket_bytes=700)
+    error = refused(WeightMismatchError, update, engine, shards, verify="full", bucket_bytes=1500)
 assert error.tensors == ("layers.0.norm.weight",), error.tensors
-update(engine, shards, verify="full", bucket_bytes=700)
+update(engine, shards, verify="full", bucket_bytes=1500)
 assert holds(backend, weights)
 
 # Only the second engine does not begin: with the first one the update ends, too.
@@ -381,7 +381,7 @@ def test_an_engine_with_replicas_that_each_share_a_gpu_with_a_rank(tmp_path):
         """
 engine, backend = engine_of(2, replicas=2, timeout=30)
 for seed in (1, 2):
-    report = update(engine, checkpoint(seed), verify="full", bucket_bytes=700)
+    report = update(engine, checkpoint(seed), verify="full", bucket_bytes=1500)
     assert report.held == report.received == 13 and report.buckets > 3, report
     assert holds(backend, checkpoint(seed))
 if backend is not None:

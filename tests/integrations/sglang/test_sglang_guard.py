@@ -61,17 +61,17 @@ UPDATES = [
 
 
 @pytest.mark.parametrize("request_", GENERATIONS, ids=lambda r: f"{type(r).__name__}-{r.rid}")
-@pytest.mark.parametrize("tags", [["kv_cache"], ["weights"], ["cuda_graph"], None])
-def test_a_generation_without_memory_is_refused_with_status_503(engine, request_, tags):
-    ask(engine, "release", tags)
-    (answer,) = send(engine, request_)
-    assert (answer.rid, answer.finished_reason["type"]) == (request_.rid, "abort")
-    assert answer.finished_reason["status_code"] == 503
-    error = refusal_in(answer)
-    assert set(error.tags) == set(tags or stand_in.TAGS) and isinstance(error, EngineAsleepError)
-    assert isinstance(error, memsaver.InvalidStateError) and error.status == "ENGINE_ASLEEP"
-    ask(engine, "resume")
-    assert send(engine, request_) == [] and engine.handled[-1] is request_
+def test_a_generation_without_memory_is_refused_with_status_503(engine, request_):
+    for tags in (["kv_cache"], ["weights"], ["cuda_graph"], None):
+        ask(engine, "release", tags)
+        (answer,) = send(engine, request_)
+        assert (answer.rid, answer.finished_reason["type"]) == (request_.rid, "abort")
+        assert answer.finished_reason["status_code"] == 503
+        error = refusal_in(answer)
+        assert type(error) is EngineAsleepError and set(error.tags) == set(tags or stand_in.TAGS)
+        assert isinstance(error, memsaver.InvalidStateError) and error.status == "ENGINE_ASLEEP"
+        ask(engine, "resume")
+        assert send(engine, request_) == [] and engine.handled[-1] is request_
 
 
 def test_each_generation_of_a_batch_is_refused(engine):

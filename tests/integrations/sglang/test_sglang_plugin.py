@@ -311,7 +311,6 @@ UNSET = "unset it, or set it to 0"
 @pytest.mark.parametrize(
     "scenario, env, values, warning",
     [
-        ("data-parallel", {"SGLANG_PLUGINS": "another,memsaver"}, {"saver": "MemsaverAdapter"}, ""),
         pytest.param(
             "data-parallel",
             {"MEMSAVER_SGLANG_PRELOAD": "1"},
@@ -322,7 +321,12 @@ UNSET = "unset it, or set it to 0"
         # NCCL registers no memory of graphs.
         ("scheduler", {GRAPHS: "1"}, {"nccl": "0"}, ""),
         ("actor", {GRAPHS: "1"}, {"nccl": "0"}, ""),
-        ("data-parallel", {GRAPHS: "true", REGISTER: "1"}, {"nccl": "1"}, UNSET),
+        (
+            "data-parallel",
+            {"SGLANG_PLUGINS": "another,memsaver", GRAPHS: "true", REGISTER: "1"},
+            {"saver": "MemsaverAdapter", "nccl": "1"},
+            UNSET,
+        ),
         ("actor", {GRAPHS: "0", REGISTER: "1"}, {"nccl": "1"}, ""),
     ],
 )

@@ -82,22 +82,6 @@ def test_other_hooked_calls_wait_too(sim, make, use):
     assert [bytes_of(tensor) for tensor in states_of(trainer.optimizer)] == before
 
 
-def test_a_forward_pass_waits_for_a_model_that_returns(sim, tag):
-    trainer = Trainer()
-    x = torch.ones(4, 32)
-    before = trainer.model(x).detach()
-    offloaded = offload(trainer.model, tag=tag())
-    for module in (trainer.model, trainer.model[0]):
-        offloaded.pause()
-        with held(sim):
-            arrival = offloaded.resume(wait=False)
-            timer = release_soon(sim)
-            module(x)
-            timer.join()
-            assert arrival.done()
-    assert torch.equal(trainer.model(x), before)
-
-
 def test_new_states_of_a_step_wait_for_the_old_ones(sim, make):
     trainer, expected, offloaded = make()
     for one in (trainer, expected):

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 from trainers import OPTIMIZERS, Trainer, addresses_of, bytes_of, lies_in, states_of  # noqa: E402
 
-STEPS = 20
+STEPS = 12  # after which the pattern of pauses and gradients begins again
 
 
 def is_counter(optimizer, tensor):
@@ -39,7 +39,7 @@ def test_steps_between_pauses_are_bit_equal(sim, tag, optimizer, accumulate):
         if step % 3 == 0:
             pause()
         assert trainer.contents() == expected.contents(), step
-    assert len(pauses) >= 10
+    assert len(pauses) >= 7
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

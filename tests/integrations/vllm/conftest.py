@@ -15,10 +15,11 @@ def run_vllm(run_python):
     """Run lines in a process with the fake vLLM, which finds the plugin through its entry point.
 
     The engine core runs in the process itself unless VLLM_ENABLE_V1_MULTIPROCESSING=1 is passed.
-    The process has imported torch unless `with_torch=False` is passed, which takes seconds more.
+    The process has imported torch and memsaver unless `fresh=True` is passed, which takes seconds
+    more.
     """
 
-    def run(lines: str, *, with_torch=True, **env):
+    def run(lines: str, *, fresh=False, **env):
         env.setdefault("PYTHONPATH", os.pathsep.join([str(FAKE), IMPORT_PATH]))
         env.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         env.setdefault("VLLM_PLUGINS", None)
@@ -28,7 +29,7 @@ def run_vllm(run_python):
         )
         body = "".join(f"    {line}\n" for line in lines.strip().splitlines())
         code = f"{start}if __name__ == '__main__':\n{body}"
-        return run_python(code, with_torch=with_torch, **env)
+        return run_python(code, with_memsaver=not fresh, fresh=fresh, **env)
 
     return run
 

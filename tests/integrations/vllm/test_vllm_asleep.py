@@ -2,8 +2,6 @@
 
 import pytest
 
-POLICIES = ("refuse", "wait", "wake")
-
 
 @pytest.mark.each_python
 @pytest.mark.parametrize("version", ["0.26.0", "0.33.0"])
@@ -108,37 +106,36 @@ assert await generate(engine) == before
     )
 
 
-@pytest.mark.parametrize("mode", ["abort", "keep", "wait"])
-@pytest.mark.parametrize("when", POLICIES)
-def test_sleep_under_load(asleep, when, mode):
+@pytest.mark.parametrize("when", ["refuse", "wait", "wake"])
+def test_sleep_under_load(asleep, when):
     """Requests in flight end as vLLM's mode defines, and requests that arrive then are new."""
     asleep(
         f"""
-mode, when = {mode!r}, {when!r}
+when = {when!r}
 token = (await generate(engine))[0]
-running = asyncio.ensure_future(generate(engine, "running", max_tokens=40))
-await asyncio.sleep(0.1)
-sleeping = asyncio.ensure_future(engine.sleep(1, mode))
-await asyncio.sleep(0.1)  # with mode "wait", the engine core has not released memory yet
-late = asyncio.ensure_future(generate(engine, "late"))
-await sleeping
-tokens, reason = (await running) if mode != "keep" else (None, None)
-if mode == "abort":
-    assert reason == "abort" and len(tokens) < 40
-elif mode == "wait":
-    assert reason == "length" and tokens == token * 40
-if when == "refuse":
-    assert (await refusal(late)).tags == BOTH
-elif when == "wait":
-    await asyncio.sleep(0.3)
-    assert not late.done()
-    await engine.wake_up()
-if when != "refuse":
-    assert (await late)[0] == token
-elif mode == "keep":
-    await engine.wake_up()
-if mode == "keep":  # continues after the wake-up
-    assert (await running) == (token * 40, "length")
+for mode in ("abort", "keep", "wait"):
+    running = asyncio.ensure_future(generate(engine, f"running, {{mode}}", max_tokens=40))
+    await asyncio.sleep(0.1)
+    sleeping = asyncio.ensure_future(engine.sleep(1, mode))
+    await asyncio.sleep(0.1)  # with mode "wait", the engine core has not released memory yet
+    late = asyncio.ensure_future(generate(engine, f"late, {{mode}}"))
+    await sleeping
+    tokens, reason = (await running) if mode != "keep" else (None, None)
+    if mode == "abort":
+        assert reason == "abort" and len(tokens) < 40
+    elif mode == "wait":
+        assert reason == "length" and tokens == token * 40
+    if when == "refuse":
+        assert (await refusal(late)).tags == BOTH
+    elif when == "wait":
+        await asyncio.sleep(0.3)
+        assert not late.done()
+    if when != "wake":
+        await engine.wake_up()
+    if when != "refuse":
+        assert (await late)[0] == token
+    if mode == "keep":  # continues after the wake-up
+        assert (await running) == (token * 40, "length")
 """,
         when=when,
     )
@@ -228,7 +225,7 @@ for pause, resume in (
     )
 
 
-@pytest.mark.parametrize("when", POLICIES)
+@pytest.mark.parametrize("when", ["refuse", "wake"])
 def test_without_memsaver_requests_wait_in_vllms_scheduler(asleep, when):
     """The memory is that of vLLM's own allocator."""
     asleep(

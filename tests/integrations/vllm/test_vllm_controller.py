@@ -144,6 +144,7 @@ assert backend.generate(requests([1, 2]), 30) == first
     )
 
 
+@pytest.mark.parametrize("run", ["LLM in this process"], indirect=True)  # is the workers' own
 def test_a_connector_keeps_the_registration_of_a_mapped_kv_cache(run):
     run(
         """
@@ -310,6 +311,7 @@ assert "weights" in asyncio.run(inside())
 """)
 
 
+@pytest.mark.parametrize("run", ["LLM in this process"], indirect=True)  # is the same code
 def test_arguments_are_checked(run):
     run("""
 refused(ConfigError, backend.generate, [Request([1], {"temperature": -1.0})], 10)

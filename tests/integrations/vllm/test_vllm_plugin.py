@@ -56,7 +56,7 @@ assert not any("libmemsaver_sim" in line for line in open("/proc/self/maps"))
 assert "torch" not in sys.modules
 assert "memsaver.integrations.vllm.plugin" in sys.modules
         """,
-        with_torch=False,
+        fresh=True,
     )
 
 

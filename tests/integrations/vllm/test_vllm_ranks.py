@@ -78,18 +78,17 @@ llm.collective_rpc(vllm_calls.limit_host, args=((1 << 64) - 1, 0))
     )
 
 
-@pytest.mark.parametrize("level", [1, 2])
-def test_a_failure_after_the_wake_up_on_one_rank_wakes_none(run_ranks, level):
+def test_a_failure_after_the_wake_up_on_one_rank_wakes_none(run_ranks):
     """At level 2 the worker's copies of the model's buffers serve the next wake-up."""
     run_ranks(
-        f"""
-for rank in (0, 1):
-    llm.sleep(level={level})
+        """
+for level, rank in ((1, 0), (1, 1), (2, 0), (2, 1)):
+    llm.sleep(level=level)
     llm.collective_rpc(vllm_calls.break_next, args=("post_kv_cache_wake_up", rank))
     fails(llm.wake_up, "post_kv_cache_wake_up is broken", "released as before")
     assert states() == [BOTH, BOTH]
     llm.wake_up()
-    if {level} == 2:
+    if level == 2:
         llm.collective_rpc("reload_weights")
     assert llm.generate(PROMPTS) == first
         """

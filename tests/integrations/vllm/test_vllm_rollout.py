@@ -46,14 +46,14 @@ engine = RolloutEngine.launch(
 
 @pytest.fixture
 def run(run_vllm):
-    """Run lines with a rollout engine of one rank, which the process has started.
+    """Run lines with a rollout engine of one rank, which the process has forked.
 
-    The engine's process is forked, or with `start=""` spawned, which takes seconds more.
+    `test_two_ranks_share_an_engine` spawns its engine, which takes seconds more.
     """
 
-    def run(lines, model="tiny", start="fork"):
+    def run(lines, model="tiny"):
         code = START + ALONE.replace("MODEL", repr(model))
-        run_vllm(f"{code}\n{textwrap.dedent(lines)}\nengine.close()", VLLM_FAKE_START=start)
+        run_vllm(f"{code}\n{textwrap.dedent(lines)}\nengine.close()", VLLM_FAKE_START="fork")
 
     return run
 
@@ -81,8 +81,7 @@ def test_an_engine_is_started_slept_updated_and_ended(run):
     [process] = engine.backend.link.engine.engine_core.resources.engine_manager.processes
     engine.close()
     assert not process.is_alive()
-    """,
-        start="",
+    """
     )
 
 

@@ -3,19 +3,20 @@
 import pytest
 
 
-@pytest.mark.parametrize("mode", ["abort", "wait"])
-def test_generation_continues_after_a_sleep_that_failed(asleep, mode):
+def test_generation_continues_after_a_sleep_that_failed(asleep):
     asleep(
-        f"""
+        """
 before = await generate(engine)
-running = asyncio.ensure_future(generate(engine, "running", 60))
-await until(lambda: asyncio.sleep(0, engine.output_processor.request_states))
-await engine.collective_rpc(vllm_calls.limit_host, args=(1 << 10,))
-with raising(OutOfHostMemoryError):
-    await engine.sleep(mode="{mode}")
-assert not await engine.is_sleeping()
-assert (await running)[1] == ("length" if "{mode}" == "wait" else "abort")
-assert await generate(engine) == before
+for mode, reason in (("abort", "abort"), ("wait", "length")):
+    running = asyncio.ensure_future(generate(engine, mode, 60))
+    await until(lambda: asyncio.sleep(0, engine.output_processor.request_states))
+    # The engine core receives the request before this call.
+    await engine.collective_rpc(vllm_calls.limit_host, args=(1 << 10,))
+    with raising(OutOfHostMemoryError):
+        await engine.sleep(mode=mode)
+    assert not await engine.is_sleeping()
+    assert (await running)[1] == reason
+    assert await generate(engine) == before
 await engine.pause_generation(mode="keep")
 with raising(OutOfHostMemoryError):
     await engine.sleep()
@@ -68,23 +69,22 @@ assert await generate(engine) == before
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.33.0"])
-@pytest.mark.parametrize("level", [1, 2])
-def test_a_sleep_saves_what_is_created_with_the_kv_cache_and_not_the_cache(
-    run_vllm, level, version
-):
+def test_a_sleep_saves_what_is_created_with_the_kv_cache_and_not_the_cache(run_vllm, version):
     run_vllm(
-        f"""
+        """
 def rows():
-    return {{row.tag: row for row in memsaver.stats().tags}}
+    return {row.tag: row for row in memsaver.stats().tags}
 
 llm = LLM(enable_sleep_mode=True)
 assert rows()["kv_cache"].resident_bytes == 8 << 20
 before = llm.collective_rpc(vllm_calls.constants)
-llm.sleep({level})
-assert not any(row.resident_bytes for row in rows().values())
-assert rows()["kv_cache"].backup_bytes == 0 < rows()["runtime"].backup_bytes
-llm.wake_up(["kv_cache"])
-assert llm.collective_rpc(vllm_calls.constants) == before
+for level in (1, 2):
+    llm.sleep(level)
+    assert not any(row.resident_bytes for row in rows().values())
+    assert rows()["kv_cache"].backup_bytes == 0 < rows()["runtime"].backup_bytes
+    llm.wake_up(["kv_cache"])
+    assert llm.collective_rpc(vllm_calls.constants) == before
+    llm.wake_up()
         """,
         VLLM_FAKE_VERSION=version,
     )
