@@ -190,7 +190,8 @@ pinned host memory for the next pause; by default, each resume releases it. Note
 - Answered requests: on the H200, an earlier version of the benchmark also counted 72 clients that
   disconnected on purpose; the row of the H100 counts only clients that wait.
 - SGLang's memory in use with all tags released has two values: that of an engine's first sleep,
-  and half of the memory in use while two engines sleep, each for the seventh time.
+  and half of the memory in use while two engines sleep (each for the seventh time, with
+  torch_memory_saver for the third or fourth).
 - The results were written by the programs of `benchmarks/`; the file has the single cycles (except
   for `cudaMalloc`) and the commit.
 - `benchmarks/results/h200_0.2.0.json` is a shorter run of memsaver 0.2.0 without a backup, on a
@@ -294,7 +295,7 @@ def on_h100(rows: list[Mapping[str, Any]]) -> list[str]:
     gpus = " and ".join(sorted({row["gpu"] for row in rows}))
     return [
         f"All measurements of `benchmarks/results/h100.json`, on {gpus}, {dates(rows)}.",
-        "The measurements with one GPU ran while other programs used the machine's second GPU.",
+        "The measurements with one GPU ran while other programs used the machine's other GPUs.",
         "",
         *table(rows),
     ]
@@ -303,6 +304,8 @@ def on_h100(rows: list[Mapping[str, Any]]) -> list[str]:
 def page() -> str:
     """Return the page for the current result files."""
     rows = json.loads(RESULTS.read_text())
+    first = {row["metric"]: at for at, row in reversed([*enumerate(rows)])}
+    rows.sort(key=lambda row: first[row["metric"]])  # `table` merges rows that are adjacent
     names = dict.fromkeys(name for row in rows for name in row["versions"])
     versions = ", ".join(
         f"{name} {' and '.join(sorted({row['versions'].get(name) for row in rows} - {None}))}"

@@ -373,7 +373,7 @@ typedef struct ms_run_result {
   int32_t status;   /* the ms_status that ms_transition_run would return */
   size_t row_count; /* the length of `rows`; 0 after an error */
   ms_change* rows;  /* free with ms_list_free */
-  ms_error error; /* set if `status` is not MS_OK */
+  ms_error error;   /* set if `status` is not MS_OK */
 } ms_run_result;
 
 /* Runs `count` transitions at the same time, each like ms_transition_run. A failure of one does not

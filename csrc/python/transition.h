@@ -4,7 +4,9 @@
 #include <pybind11/pybind11.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <functional>
@@ -65,9 +67,11 @@ class Transition {
     std::vector<ms_run_result> results(all.size());
     for (size_t i = 0; i < all.size(); ++i) {
       all[i].get().require_not_run();
-      all[i].get().was_run_ = true;
       begun[i] = all[i].get().transition_.get();
+      const auto here = begun.begin() + static_cast<std::ptrdiff_t>(i);
+      require(std::find(begun.begin(), here, *here) == here, "a transition is in the list twice");
     }
+    for (Transition& each : all) each.was_run_ = true;
     ms_error error{};
     ms_status status;
     {

@@ -58,7 +58,8 @@ def resume(group: Group, tags: Sequence[str], unrestored: Collection[str] = ()) 
             chosen = [name for name, tag in names.items() if (tag not in unrestored) == restore]
             if chosen:  # without names, memsaver would resume all tags
                 reports.append(memsaver.resume(*chosen, restore=restore))
-        return _figures(start, reports, names, tags) if names else None
+        seconds = time.perf_counter() - start
+        return _figures(seconds, reports, names, tags) if names else None
 
     return group.attempt(work)
 
@@ -76,8 +77,9 @@ def pause(
     Runs in two steps: all ranks begin the pause, and run it if no rank has rejected it, so that a
     rejection precedes any loss of contents without a backup. After a rejection no rank has
     changed; after a later failure some ranks have paused some tags. On a rank that failed, tags
-    whose pause failed are mapped with their contents, and the other tags are paused; a KV cache
-    that was discarded has lost its contents. The rank's report contains its first error.
+    whose pause failed or had not begun to run are mapped with their contents, and the other tags
+    are paused; a KV cache that was discarded has lost its contents. The rank's report contains its
+    first error.
     """
     # An interrupt is raised after the exchange, so that a rank never leaves the others waiting.
     with interrupts_deferred(), ExitStack() as held:
@@ -100,7 +102,7 @@ class _Pause:
         self._backups = backups
         self._held = held
         self._names: dict[str, str] = {}
-        self._start = 0.0
+        self._seconds = 0.0  # that begin() took
         self._begun: list[list[Call]] = []  # by step
         self._unpaused: list[Call] = []
 
@@ -110,7 +112,7 @@ class _Pause:
             return
         self._held.enter_context(_C.Reservation(list(self._names)))
         self._held.callback(self._give_up)
-        self._start = time.perf_counter()
+        start = time.perf_counter()
         for step in self._steps():
             self._begun.append([])
             for backup, names in step:
@@ -118,14 +120,17 @@ class _Pause:
                 self._begun[-1].append(call)
                 self._unpaused.append(call)
                 call.begin()
+        self._seconds = time.perf_counter() - start
 
     def run(self) -> Figures | None:
         if not self._begun:
             return None
+        start = time.perf_counter()
         reports = []
         for calls in self._begun:
             reports += self._run_step(calls)
-        return _figures(self._start, reports, self._names, self._tags)
+        seconds = self._seconds + time.perf_counter() - start
+        return _figures(seconds, reports, self._names, self._tags)
 
     def _run_step(self, calls: Sequence[Call]) -> list[Report]:
         """Run the calls at the same time, and raise the first of their errors when all are over."""
@@ -147,9 +152,10 @@ class _Pause:
         If all tags to save already have backups, the first step saves them and discards the KV
         cache, so that the driver clears the cache's memory during the copies. If the save fails,
         losing the cache is harmless, because the engine has already flushed it; if the pause of
-        the cache fails, the saved tags are still paused. Otherwise each save is a step of its own,
-        because a first save is the most likely to fail, for lack of host memory. Other tags that
-        are only discarded come last.
+        the cache fails, the saved tags are still paused. Otherwise the pauses run one after the
+        other, because a first save is the most likely to fail, for lack of host memory: all with
+        the regions' own policies in one call, then those with other backups, and last those that
+        discard contents which the policy would save.
         """
         policies = {name: policy_of(name) for name in self._names}
         wanted = {
@@ -171,7 +177,7 @@ class _Pause:
                 together.append((chosen, names))
             else:
                 alone.append([(chosen, names)])
-        return [together, *alone]
+        return [step for step in (together, *alone) if step]
 
     def _give_up(self) -> None:
         for call in self._unpaused:
@@ -187,13 +193,13 @@ def _has_backup(name: str) -> bool:
 
 
 def _figures(
-    start: float, reports: Sequence[Report], names: Mapping[str, str], tags: Sequence[str]
+    seconds: float, reports: Sequence[Report], names: Mapping[str, str], tags: Sequence[str]
 ) -> Figures:
     device, copied = dict.fromkeys(tags, 0), dict.fromkeys(tags, 0)
     for change in itertools.chain.from_iterable(report.changes for report in reports):
         device[names[change.tag]] += change.device_bytes
         copied[names[change.tag]] += change.copied_bytes
-    return Figures(time.perf_counter() - start, device, copied)
+    return Figures(seconds, device, copied)
 
 
 def _names(tags: Sequence[str]) -> dict[str, str]:

@@ -11,7 +11,6 @@ from typing import Any
 
 from memsaver import simulator
 from memsaver._memory.torch_mode import torch_pools
-from memsaver._runtime.interrupts import signals_deferred
 from memsaver._runtime.latches import Mutex
 from memsaver._transitions import observers
 from memsaver._transitions.handles import state
@@ -293,7 +292,7 @@ class Collection:
 
         moving = self._movable(self._outside(targets, gradients=gradients))
         if moving:
-            with signals_deferred(), torch.no_grad():
+            with torch.no_grad():
                 self._memory.move(moving, self.tag)
         for target in targets:
             if isinstance(target, torch.optim.Optimizer):

@@ -53,7 +53,8 @@ class Mutex:
 
     During a block, no signal handler runs on its thread, and no automatic garbage collection starts
     in the process: a handler or a finalizer could wait for a tag whose owner waits for this lock in
-    a callback. Therefore a block must not free objects whose finalizers wait.
+    a callback. Therefore a block must not free objects whose finalizers wait. If the program
+    disables the collector during a block, the end of the block enables it again.
     """
 
     def __init__(self) -> None:
@@ -76,8 +77,8 @@ class _Entry:
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
-        # One item for each block, and one that is removed by the block that leaves the gate.
-        self.blocks = [None, None]
+        self.blocks = [None]  # one item for each block
+        self.last = [None]  # removed by the block that leaves the gate
         self.left = Latch()
 
 
@@ -133,9 +134,10 @@ class Gate:
             return
         entry = taken.pop()
         entry.blocks.pop()
+        if entry.blocks:
+            return
         # A finalizer may enter and leave between any two of these lines, and be the last to leave.
         with contextlib.suppress(IndexError):
-            if len(entry.blocks) == 1:
-                entry.blocks.pop()
-                self._inside.pop(0)
-                entry.left.open()
+            entry.last.pop()
+            self._inside.pop(0)
+            entry.left.open()

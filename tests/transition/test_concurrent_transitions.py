@@ -178,11 +178,16 @@ def test_each_of_several_running_transitions_has_its_own_result(
     assert failed == fails
 
 
-def test_a_transition_listed_twice_is_cancelled(tag, make_blocks):
-    name = tag()
-    block = make_blocks(name, [MIB])[0]
-    begun = _C.begin([name], [], -1, [])
+def test_no_transition_runs_if_one_cannot(tag, make_blocks):
+    names = [tag("first"), tag("second")]
+    blocks = [make_blocks(name, [MIB], backup="host")[0] for name in names]
+    first, second = (_C.begin([name], [], -1, []) for name in names)
+    with pytest.raises(InvalidStateError, match="twice"):
+        _C.Transition.run_all([first, first])
+    second.run()
     with pytest.raises(InvalidStateError, match="already run"):
-        _C.Transition.run_all([begun, begun])
-    del begun
-    assert memsaver.state(name) == "mapped" and block.is_intact()
+        _C.Transition.run_all([first, second])
+    first.run()
+    assert [memsaver.state(name) for name in names] == ["paused"] * 2
+    memsaver.resume(*names)
+    assert all(block.is_intact() for block in blocks)

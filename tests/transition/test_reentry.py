@@ -199,6 +199,17 @@ CASES = {
     for call in (pass_it, pass_reentrant):
         reentered_everywhere(call, again=try_elsewhere)
     assert {gate, reentrant} == set(passed) and not gate._inside and not reentrant._inside
+
+    # A finalizer stays alone in the gate after a block in its own block.
+    def pass_nested():
+        with reentrant.passed(1000, TimeoutError):
+            pass_reentrant()
+            try_elsewhere()
+
+    passed.clear()
+    reentered_everywhere(pass_reentrant, again=pass_nested)
+    assert reentrant not in passed, "two threads were in a gate"
+    assert not reentrant._inside
     """,
     ),
     "a sender of weights": (

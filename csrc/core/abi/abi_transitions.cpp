@@ -185,7 +185,8 @@ ms_status ms_transition_run_all(ms_transition* const* transitions, size_t count,
       if (std::find(transitions, transitions + i, transitions[i]) == transitions + i) continue;
       throw Error(Status::kInvalidArgument, "a transition is in the list twice");
     }
-    // A drain after the first copies would wait for them. If it fails here, ms_transition_run repeats it.
+    // A drain after the first copies would wait for them. If it fails here, ms_transition_run
+    // repeats it.
     for (size_t i = 0; count > 1 && i < count; ++i) {
       guarded(nullptr, [&] { unwrap(transitions[i])->drain(); });
     }
