@@ -7,6 +7,7 @@ first, it is sent again, or it raises the same error as `Admission`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
 from typing import Any, Protocol, TypeVar
 
@@ -59,7 +60,8 @@ async def generation(admission: Admission, what: str, request: Generation) -> As
     Raises:
         EngineAsleepError: see `Admission.admit`.
         ClientGoneError: the client has disconnected.
-        RequestAbortedError: a caller has aborted the request while it waited.
+        RequestAbortedError: a caller has aborted the request, or a part of it that the engine had
+            refused, while it waited.
     """
     deadline = admission.deadline()
 
@@ -67,41 +69,46 @@ async def generation(admission: Admission, what: str, request: Generation) -> As
         admission.check_aborted(request)
         return await request.is_gone()
 
-    while True:
-        try:
+    with contextlib.ExitStack() as waiting:  # the refused parts, which callers may abort
+        while True:
+            try:
+                with admission.abortable(request):
+                    await admission.admit(EVERYTHING, what, deadline=deadline, is_gone=is_gone)
+                    admission.check_aborted(request)
+            except EngineAsleepError as error:
+                raise refused(error) from error.__cause__
+            refusal, begun, parts = None, False, list[tuple[Generation, contextlib.ExitStack]]()
+            outputs = request.send()
+            try:
+                async for output in outputs:
+                    if not begun:
+                        refusal = request.refusal_in(output)
+                        if refusal is not None:
+                            break
+                    elif repeats(admission) and (part := request.refused_part(output)) is not None:
+                        held = waiting.enter_context(contextlib.ExitStack())
+                        held.enter_context(admission.abortable(part))
+                        parts.append((part, held))
+                        continue
+                    begun = True
+                    yield output
+            except EngineAsleepError as error:
+                if begun:
+                    raise
+                refusal = error
+            finally:
+                await outputs.aclose()
+            if refusal is None:
+                break
+            await request.take_back(deadline)  # may abort parts that the engine has received
             with admission.abortable(request):
-                await admission.admit(EVERYTHING, what, deadline=deadline, is_gone=is_gone)
+                await _again(admission, what, refusal, deadline)
                 admission.check_aborted(request)
-        except EngineAsleepError as error:
-            raise refused(error) from error.__cause__
-        refusal, begun, parts = None, False, list[Generation]()
-        outputs = request.send()
-        try:
-            async for output in outputs:
-                if not begun:
-                    refusal = request.refusal_in(output)
-                    if refusal is not None:
-                        break
-                elif repeats(admission) and (part := request.refused_part(output)) is not None:
-                    parts.append(part)
-                    continue
-                begun = True
+        for part, held in parts:
+            admission.check_aborted(part)
+            held.close()  # the part's own generation begins now, and is abortable again
+            async for output in generation(admission, what, part):
                 yield output
-        except EngineAsleepError as error:
-            if begun:
-                raise
-            refusal = error
-        finally:
-            await outputs.aclose()
-        if refusal is None:
-            break
-        await request.take_back(deadline)  # may abort parts that the engine has received
-        with admission.abortable(request):
-            await _again(admission, what, refusal, deadline)
-            admission.check_aborted(request)
-    for part in parts:
-        async for output in generation(admission, what, part):
-            yield output
 
 
 async def call(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from memsaver._runtime.background import start_daemon
+from memsaver._runtime.interrupts import signals_deferred
+from memsaver._runtime.native import _C
 from memsaver._runtime.timeouts import check_timeout, seconds_until
 from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
 
@@ -176,12 +179,19 @@ class LocalEngine(Local):
     @contextlib.contextmanager
     def _calling(self) -> Iterator[None]:
         """Record that this thread may own a lock, so that a nested call does not wait for it."""
-        me = threading.get_ident()
-        self._callers.append(me)
+        recorded: list[int] = []
+        forget = functools.partial(self._forget, recorded)
         try:
+            with signals_deferred():
+                recorded.append(threading.get_ident())
+                self._callers.append(recorded[0])
             yield
         finally:
-            self._callers.remove(me)
+            _C.uninterrupted(forget, True)
+
+    def _forget(self, recorded: list[int]) -> None:
+        if recorded:
+            self._callers.remove(recorded[0])
 
     def run(self, what: str, work: Callable[[], Result], timeout: float) -> Result:
         """See `Local`."""
@@ -203,14 +213,36 @@ class LocalEngine(Local):
             return work()
 
         def call() -> None:
-            settle(done, work_on_device)
-            self._busy.release()
+            try:
+                settle(done, work_on_device)
+            finally:
+                self._busy.release()
 
         if self._is_in_process():
             call()
         else:
-            start_daemon("vllm-call", call)
+            _C.uninterrupted(functools.partial(self._start, call), True)
         return result_of(done, what, seconds_until(deadline), self.death, kinds=ERRORS)
+
+    def _start(self, call: Callable[[], None]) -> None:
+        """Start a thread for a call, which owns `_busy`; release `_busy` if that fails.
+
+        The garbage collector is disabled until the thread is recorded, because a finalizer on the
+        thread could wait for `_busy`. No signal handler may run between these steps.
+        """
+
+        def recorded_call() -> None:
+            with self._calling():
+                _C.resume_collection()
+                call()
+
+        _C.pause_collection()
+        try:
+            start_daemon("vllm-call", recorded_call)
+        except BaseException:
+            _C.resume_collection()
+            self._busy.release()
+            raise
 
     def _is_in_process(self) -> bool:
         """Return whether the engine core is in this process, and uses the GPU from its threads."""

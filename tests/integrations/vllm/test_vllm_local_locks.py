@@ -1,0 +1,70 @@
+"""Test that no call of a `vllm.LLM` leaves its locks or its record of callers behind."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+import types
+
+import pytest
+
+from memsaver.errors import InvalidStateError
+from memsaver.integrations.vllm.engines import LocalEngine
+
+SECONDS = 5.0
+
+
+def made(**calls) -> LocalEngine:
+    """Return the controller's engine of a fake LLM, whose engine core is in another process."""
+    core = types.SimpleNamespace(engine_core=types.SimpleNamespace())
+    llm = types.SimpleNamespace(llm_engine=core, generate=lambda: "text", **calls)
+    return LocalEngine(llm)
+
+
+def test_a_call_on_a_thread_of_its_own_cannot_generate_inside_itself():
+    engine = made(sleep=lambda: engine.generate())
+    with pytest.raises(InvalidStateError, match="another call"):
+        engine.call("sleep", {}, SECONDS)
+    assert engine.generate() == "text"
+
+
+def test_a_thread_that_cannot_be_started_leaves_the_engine_usable(monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    engine = made(sleep=lambda: "asleep")
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError, match="new thread"):
+            engine.call("sleep", {}, SECONDS)
+    assert gc.isenabled()
+    assert engine.call("sleep", {}, SECONDS) == "asleep"
+
+
+class Interrupted(list):
+    """A list that a signal interrupts after each addition or before each removal."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def append(self, value):
+        super().append(value)
+        if self.name == "append":
+            signal.raise_signal(signal.SIGINT)
+
+    def remove(self, value):
+        if self.name == "remove":
+            signal.raise_signal(signal.SIGINT)
+        super().remove(value)
+
+
+@pytest.mark.parametrize("name", ["append", "remove"])
+def test_an_interrupt_does_not_leave_a_record_of_its_call(name):
+    engine = made()
+    callers = engine._callers = Interrupted(name)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate()
+    assert not callers
+    callers.name = ""
+    assert engine.generate() == "text"
