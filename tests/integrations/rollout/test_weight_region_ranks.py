@@ -149,7 +149,7 @@ if RANK == 1:
     weights["layers.0.k.weight"][0, 0] += 1
 error = refused(WeightMismatchError, update, engine, weights, verify="full")
 assert error.tensors == ("layers.0.k.weight",) and "on rank 1" in str(error), error
-wait_until(lambda: kept() == 0)  # a thread notes that the engine released the former weights
+wait_until(lambda: kept() == 0)  # the update before it is released in the background
 cycle("trainer")
 """,
         2,
