@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -125,7 +126,8 @@ def order_after_arrival(tag: str, memory: list[Any] | None = None) -> bool:
 
 def _wait_until(limit: Limit, tag: str) -> None:
     """Wait for the tag's resume in the background. See `limited_waits`."""
-    left = max(0.0, limit.deadline - time.monotonic())  # a negative value is no limit
+    # In milliseconds, because the error's message has it. A negative value would be no limit.
+    left = max(0, math.ceil((limit.deadline - time.monotonic()) * 1000)) / 1000
     try:
         with _C.Reservation([tag], left):  # a transition in progress has reserved its tags
             pass

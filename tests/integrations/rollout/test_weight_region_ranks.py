@@ -113,6 +113,24 @@ assert error.tag == "trainer" and (backend is None or backend.calls == [])
 if RANK == 1:
     memsaver.resume("trainer")
 
+# The state_dict of one rank waits as long as the engine's timeout; the others wait for its report.
+import contextlib
+from looks import held
+from simulated_driver import Simulator
+from memsaver.integrations.trainer import offload
+impatient, _ = engine_of(2)
+impatient.timeout = 1  # not that of its constructor, which is a collective call, too
+with contextlib.ExitStack() as late:
+    state = weights
+    if RANK == 1:
+        state = torch.nn.Linear(4, 4)
+        handle = offload(state, tag="late")
+        handle.pause()
+        late.enter_context(held(Simulator()))
+        handle.resume(wait=False)
+    error = refused(InvalidStateError, update, impatient, state, timeout=30)
+    assert error.tag == "late" and "may take 1 s" in str(error), error
+
 # Another thread has it for longer than the update waits.
 from concurrent.futures import ThreadPoolExecutor
 from memsaver._runtime.native import _C
