@@ -13,6 +13,7 @@ import memsaver
 from memsaver import simulator
 from memsaver._memory.torch_mode import torch_pools
 from memsaver._runtime.native import _C
+from memsaver._runtime.timeouts import seconds_until
 from memsaver.errors import InvalidStateError, MemsaverError
 
 __all__ = [
@@ -126,8 +127,8 @@ def order_after_arrival(tag: str, memory: list[Any] | None = None) -> bool:
 
 def _wait_until(limit: Limit, tag: str) -> None:
     """Wait for the tag's resume in the background. See `limited_waits`."""
-    # In milliseconds, because the error's message has it. A negative value would be no limit.
-    left = max(0, math.ceil((limit.deadline - time.monotonic()) * 1000)) / 1000
+    # Whole milliseconds, for the error's message. A negative value would mean no limit.
+    left = math.ceil(seconds_until(limit.deadline, 0) * 1000) / 1000
     try:
         with _C.Reservation([tag], left):  # a transition in progress has reserved its tags
             pass
