@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -11,7 +13,8 @@ import memsaver
 from memsaver import simulator
 from memsaver._memory.torch_mode import torch_pools
 from memsaver._runtime.native import _C
-from memsaver.errors import MemsaverError
+from memsaver._runtime.timeouts import seconds_until
+from memsaver.errors import InvalidStateError, MemsaverError
 
 __all__ = [
     "await_arrival",
@@ -33,17 +36,25 @@ class Arrival(NamedTuple):
 # failed one stays until a hook has raised its error. Changed only by single, atomic calls.
 _arrivals: dict[str, Arrival] = {}
 
-_limit: ContextVar[float | None] = ContextVar("limit", default=None)  # of `limited_waits`
+
+class Limit(NamedTuple):
+    """The limit of `limited_waits`, and its end on time.monotonic()."""
+
+    seconds: float
+    deadline: float
+
+
+_limit: ContextVar[Limit | None] = ContextVar("limit", default=None)
 
 
 @contextlib.contextmanager
 def limited_waits(seconds: float) -> Iterator[None]:
-    """Limit how long each hook waits for a background resume during the block.
+    """Limit how long hooks wait for background resumes during the block.
 
-    A hook waits on the host until the resume ends. After `seconds`, the hook raises
-    `InvalidStateError`, which names the tag; the resume continues.
+    A hook waits on the host until the resume ends. If `seconds` have passed since the beginning of
+    the block, the hook raises `InvalidStateError`, which names the tag; the resume continues.
     """
-    outer = _limit.set(seconds)
+    outer = _limit.set(Limit(seconds, time.monotonic() + seconds))
     try:
         yield
     finally:
@@ -96,8 +107,7 @@ def order_after_arrival(tag: str, memory: list[Any] | None = None) -> bool:
         return False
     arrival, limit = known.transition, _limit.get()
     if limit is not None:
-        with _C.Reservation([tag], limit):  # a transition in progress has reserved its tags
-            pass
+        _wait_until(limit, tag)
     try:
         pools = torch_pools(required=False)
         if pools is not None and pools.is_capturing():
@@ -113,6 +123,19 @@ def order_after_arrival(tag: str, memory: list[Any] | None = None) -> bool:
         forget_arrival(tag)
         raise
     return True
+
+
+def _wait_until(limit: Limit, tag: str) -> None:
+    """Wait for the tag's resume in the background. See `limited_waits`."""
+    # Whole milliseconds, for the error's message. A negative value would mean no limit.
+    left = math.ceil(seconds_until(limit.deadline, 0) * 1000) / 1000
+    try:
+        with _C.Reservation([tag], left):  # a transition in progress has reserved its tags
+            pass
+    except InvalidStateError as error:
+        if time.monotonic() >= limit.deadline:
+            error.message += f" (all waits of the call together may take {limit.seconds:g} s)"
+        raise
 
 
 def await_arrival(tag: str) -> None:

@@ -11,6 +11,7 @@ from memsaver.errors import ConfigError
 
 from ...trainer.arrivals import limited_waits
 from ..arguments import check_equal
+from ..together import GRACE_SECONDS
 from .agreement import check_same, common_tie, names_digest
 from .buckets import Bucket, Slot, buckets_of
 from .meetings import Meetings
@@ -83,8 +84,10 @@ def agree(
         mappable = _mappable(engine, options, sources, devices[0])
         return options.compared(), specs, mappable, domain()
 
-    # The engine's own timeout, because the update's may be the invalid argument.
-    offers = meetings.gather(f"{what}: its plan", offer, engine.timeout)
+    # The engine's own timeout, because the update's may be the invalid argument. A rank whose
+    # `state_dict` waits until the timeout still reports to the others.
+    limit = engine.timeout + GRACE_SECONDS
+    offers = meetings.gather(f"{what}: its plan", offer, limit)
     given, everyones, mappable, domains = zip(*offers, strict=True)
     if len(set(domains)) > 1:  # `_mappable` compares only the leader's domain with the engine's
         mappable = (frozenset(),)
@@ -132,9 +135,7 @@ def _checked_sources(
     options.check(engine)
     if engine.layout.is_leader:
         engine._engine.control.check("update_weights")
-    # Shorter than the engine's timeout, so that a rank that times out can still report to the
-    # others.
-    with limited_waits(min(options.timeout, 0.9 * engine.timeout)):
+    with limited_waits(min(options.timeout, engine.timeout)):
         sources = sources_of(state, rename=options.rename)
     for source in sources:
         source.check()

@@ -96,8 +96,8 @@ def update(
         timeout: seconds for each of the engine's calls, and to wait for other ranks and for another
             thread's transition of a tag with memory of `state`; None means the engine's timeout.
             All tensors that are sent without a bucket, usually the whole model, are sent in one
-            call. Each wait of a `state_dict` for a background resume ends after this time, or
-            earlier, after nine tenths of the engine's own timeout.
+            call. The waits of a `state_dict` for background resumes may together take this time, at
+            most the engine's own timeout.
         unknown: must be empty. Unknown arguments are accepted here so that all ranks raise the same
             error.
 

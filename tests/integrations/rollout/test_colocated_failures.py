@@ -70,7 +70,7 @@ def test_a_session_raises_if_its_state_waits_too_long_for_a_resume(sim, tag):
 
     reads = []
     scene = Scene(tag, state=state, timeout=0.3)
-    with pytest.raises(memsaver.InvalidStateError, match=r"took longer than 0\.3 s") as caught:
+    with pytest.raises(memsaver.InvalidStateError, match=r"may take 0\.3 s") as caught:
         with scene.session.rollout():
             pass
     assert caught.value.tag == reference.tag

@@ -13,6 +13,7 @@ import memsaver
 from memsaver import simulator
 from memsaver._memory.sharing.sending import kept
 from memsaver.errors import SharingError
+from watched_children import wait_until
 memsaver.configure(importer_seconds=10)
 
 def in_region(name, weights, shareable=True):
@@ -112,6 +113,24 @@ assert error.tag == "trainer" and (backend is None or backend.calls == [])
 if RANK == 1:
     memsaver.resume("trainer")
 
+# The state_dict of one rank waits as long as the engine's timeout; the others wait for its report.
+import contextlib
+from looks import held
+from simulated_driver import Simulator
+from memsaver.integrations.trainer import offload
+impatient, _ = engine_of(2)
+impatient.timeout = 1  # not that of its constructor, which is a collective call, too
+with contextlib.ExitStack() as late:
+    state = weights
+    if RANK == 1:
+        state = torch.nn.Linear(4, 4)
+        handle = offload(state, tag="late")
+        handle.pause()
+        late.enter_context(held(Simulator()))
+        handle.resume(wait=False)
+    error = refused(InvalidStateError, update, impatient, state, timeout=30)
+    assert error.tag == "late" and "may take 1 s" in str(error), error
+
 # Another thread has it for longer than the update waits.
 from concurrent.futures import ThreadPoolExecutor
 from memsaver._runtime.native import _C
@@ -148,7 +167,7 @@ if RANK == 1:
     weights["layers.0.k.weight"][0, 0] += 1
 error = refused(WeightMismatchError, update, engine, weights, verify="full")
 assert error.tensors == ("layers.0.k.weight",) and "on rank 1" in str(error), error
-assert kept() == 0
+wait_until(lambda: kept() == 0)  # the update before it is released in the background
 cycle("trainer")
 """,
         2,

@@ -232,7 +232,7 @@ def test_the_wait_for_another_threads_transition_ends(
 def test_an_update_raises_if_a_state_dict_waits_too_long_for_a_resume(
     backend, name, sim, engine_timeout
 ):
-    engine = RolloutEngine(backend, timeout=engine_timeout)
+    engine, limit = RolloutEngine(backend, timeout=engine_timeout), min(engine_timeout, 0.3)
     weights = checkpoint(4)
     names = {key.replace(".", "_"): key for key in weights}
     model = torch.nn.ParameterDict({key: weights[names[key]] for key in names})
@@ -243,7 +243,7 @@ def test_an_update_raises_if_a_state_dict_waits_too_long_for_a_resume(
         arrival = offloaded.resume(wait=False)
         for state in (model, lazily):
             work = partial(update, engine, state, rename=names.get, timeout=0.3)
-            with pytest.raises(InvalidStateError, match=r"took longer than 0\.[03]") as caught:
+            with pytest.raises(InvalidStateError, match=rf"may take {limit} s") as caught:
                 other.submit(work).result(10)
             assert caught.value.tag == name and backend.calls == [] and not arrival.done()
     arrival.wait()

@@ -7,9 +7,11 @@ import pytest
 
 import memsaver
 from memsaver.integrations.trainer import offload
+from memsaver.integrations.trainer.arrivals import limited_waits
 
 torch = pytest.importorskip("torch")
 
+from looks import held  # noqa: E402
 from trainers import Trainer, addresses_of, lies_in, states_of  # noqa: E402
 
 MIB = 1 << 20
@@ -241,3 +243,20 @@ def test_interrupted_everywhere(run_python):
         timeout=110,
         with_torch=True,
     )
+
+
+def test_the_waits_for_several_tags_share_a_limit(sim, tag):
+    modules = [torch.nn.Linear(4, 4) for _ in range(2)]
+    handles = [offload(module, tag=tag(f"part{at}")) for at, module in enumerate(modules)]
+    for handle in handles:
+        handle.pause()
+    with held(sim), limited_waits(0.3):
+        arrivals = [handle.resume(wait=False) for handle in handles]
+        for module, handle, text in zip(modules, handles, ("", " 0 s,"), strict=True):
+            with pytest.raises(memsaver.InvalidStateError, match=f"{text}.*may take 0.3 s") as late:
+                module.state_dict()
+            assert late.value.tag == handle.tag
+    for arrival in arrivals:
+        arrival.wait()
+    with limited_waits(0):
+        assert all(len(module.state_dict()) == 2 for module in modules)
