@@ -46,8 +46,8 @@ def test_queues_and_pipes_send_tensors_without_a_copy(run_python, tmp_path):
                 physical = sim.physical()
                 for send in (queue.put, simple.put, pipe.send):
                     sent = [mine[1:], mine.T]
-                    send(sent)
                     facts = [(t.tolist(), t.stride(), t.storage_offset()) for t in sent]
+                    send(sent)
                     assert pipe.poll(30) and pipe.recv() == facts
                     assert pipe.poll(30) and pipe.recv() == "written"
                     assert mine[0].tolist() == [0, 1, 2, 3]
