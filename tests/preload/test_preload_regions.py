@@ -8,6 +8,14 @@ from repository import IMPORT_PATH
 
 pytestmark = pytest.mark.preloads
 
+# A trainer without regions of its own.
+TRAINER = {
+    **SIM,
+    "MEMSAVER_TAG": "trainer",
+    "MEMSAVER_BACKUP": "host",
+    "PYTHONPATH": os.pathsep.join([str(FIXTURES), str(PACKAGE.parent), IMPORT_PATH]),
+}
+
 # --- regions --------------------------------------------------------------------------------------
 
 
@@ -132,14 +140,56 @@ def test_the_tensors_of_a_whole_process_can_be_sent(python):
         memsaver.resume("trainer")
         print(weights[5].item(), weights[6].item(), memsaver.stats().tags[0].tag)
         """,
-        {
-            **SIM,
-            "MEMSAVER_TAG": "trainer",
-            "MEMSAVER_BACKUP": "host",
-            "PYTHONPATH": os.pathsep.join([str(FIXTURES), str(PACKAGE.parent), IMPORT_PATH]),
-        },
+        TRAINER,
     )
     assert out == ["[8,", "3]", "True", "6", "6", "trainer"]
+
+
+def test_the_weights_of_a_whole_process_update_an_engine_without_a_bucket(python):
+    out = python(
+        """
+        import ctypes, torch
+        import memsaver, weight_engine
+        from importing_process import ImportingProcess
+        from memsaver.integrations.rollout.rollout_engine import RolloutEngine
+        from memsaver.integrations.sglang.replies import Reply
+
+        caller = Caller("caller_1.so")
+        memsaver.configure(importer_seconds=10)
+        with memsaver.region("trainer", shareable=True):
+            pass
+
+        def weight(like):
+            memory = (ctypes.c_char * like.nbytes).from_address(caller.malloc(like.nbytes))
+            return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
+
+        other = ImportingProcess(LD_PRELOAD="", MEMSAVER_TAG="")
+        other.do("import pytest, weight_engine")
+        other.do("hooked = weight_engine.hooked(pytest.MonkeyPatch())")
+        other.do("engine = weight_engine.Backend(hooked.__enter__())")
+
+        def ask(name, fields, timeout):
+            other.load("x", (name, fields, timeout))
+            return Reply(*other.ask("[(y := engine.ask(*x)).success, y.message]"))
+
+        backend = weight_engine.Backend()
+        backend.has_plugin, backend.ask = True, ask
+        engine = RolloutEngine(backend, timeout=30)
+        weights = {name: weight(like) for name, like in weight_engine.checkpoint().items()}
+        weights["lm_head.weight"] = weights["embed.weight"]
+        for seed in (1, 2):
+            for name, new in weight_engine.checkpoint(seed).items():
+                weights[name].copy_(new)
+            report = engine.update_weights(weights, verify="full")
+            memsaver.pause("trainer")  # at once
+            print(report.mapped, report.held, report.buckets, report.bucket_bytes)
+            memsaver.resume("trainer")
+            print(other.ask(f"engine.models[0].holds(weight_engine.checkpoint({seed}))"))
+        other.kill()
+        """,
+        TRAINER,
+    )
+    assert out == ["13", "13", "0", "0", "True"] * 2
 
 
 def test_a_linked_program_in_a_whole_process_region(run, built):

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from importing_process import release_shared
+from importing_process import importing_process, release_shared
+from installed import needs_sglang
 from weight_requests import payload, verification
 
 import memsaver
@@ -135,6 +136,42 @@ def test_tensors_of_a_region_are_mapped_and_released(
         memsaver.resume(name)
         assert check.received == check.held == 1 and not check.unverified
         assert scheduler.model.weight.tolist() == [value] * 4
+    del weight, named
+    release_shared(wait_until)
+
+
+def test_sglangs_serializer_sends_tensors_of_a_region_without_a_copy(
+    sim, tag, options, wait_until, monkeypatch
+):
+    needs_sglang()
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+
+    # SGLang replaces a GPU's number with its UUID in what it sends; torch has no GPU here.
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="a"))
+    options(importer_seconds=10)
+    name = tag("trainer")
+    with memsaver.region(name, backup="host", shareable=True):
+        weight = simulator.empty(8)
+    monkey_patch_torch_reductions()
+    named = [("half", weight[4:]), ("strided", weight[::2])]
+    with importing_process() as engine:
+        engine.do("import absent_packages; absent_packages.install()")
+        engine.do("from sglang.srt.plugins import load_plugins; load_plugins()")
+        engine.do("from sglang.srt.utils import MultiprocessingSerializer")
+        for as_text in (False, True):
+            weight.copy_(torch.arange(8.0))
+            engine.load("y", MultiprocessingSerializer.serialize(named, output_str=as_text))
+            engine.do("x = dict(MultiprocessingSerializer.deserialize(y))")
+            assert engine.ask("x['half'].tolist()") == [4, 5, 6, 7]
+            assert engine.ask("x['strided'].tolist()") == [0, 2, 4, 6]
+            engine.do("x['strided'].add_(10)")
+            assert weight.tolist() == [10, 1, 12, 3, 14, 5, 16, 7]
+            weight[4] = -1
+            assert engine.ask("x['half'][0].item()") == -1
+            engine.forget()
+            memsaver.pause(name)  # at once
+            memsaver.resume(name)
     del weight, named
     release_shared(wait_until)
 

@@ -49,6 +49,31 @@ def test_a_whole_process_is_a_region(preloaded, library):
     )
 
 
+def test_the_memory_of_a_whole_process_can_be_shareable(preloaded):
+    """A trainer of slime that lets an engine read its weights in place."""
+    preloaded(
+        """
+        import ctypes
+        from memsaver._runtime.native import _C
+        early = filled(1)
+        with memsaver.region("default", shareable=True):
+            pass
+        late = filled(2)
+        assert _C.exportable(ctypes.addressof(late), len(late))
+        try:
+            _C.exportable(ctypes.addressof(early), len(early))
+            raise AssertionError("its memory was created without a handle")
+        except memsaver.SharingError as error:
+            assert "before the tag became shareable" in str(error)
+        saver.pause(), saver.resume()
+        for array, byte in ((early, 1), (late, 2)):
+            assert has(array, byte) and _C.exportable(ctypes.addressof(array), len(array))
+        """,
+        TMS_INIT_ENABLE="1",
+        TMS_INIT_ENABLE_CPU_BACKUP="1",
+    )
+
+
 @pytest.mark.parametrize(
     "backup, env",
     [
