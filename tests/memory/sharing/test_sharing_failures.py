@@ -255,8 +255,9 @@ def asked(endpoint, token):
 
 @needs_root
 def test_a_process_of_another_user_receives_no_descriptors(own_importer, make, name, wait_until):
-    message = dumped(make(4))
-    token = max(sending._sent)
+    mine = make(4)
+    message = dumped(mine)
+    token = max(sending._sent)  # the newest
     request = f"asked({exporter.endpoint()!r}, {token})"
     own_importer.do(ASK)
     answer, files = own_importer.ask(request)
