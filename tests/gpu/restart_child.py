@@ -189,7 +189,44 @@ def session(folder: Path) -> None:
         made.close()
 
 
-SCENES = {"deaths": deaths, "session": session}
+def in_place(folder: Path) -> None:
+    """Kill the engine while it maps the trainer's weights: their tag can be paused and resumed."""
+    import torch
+
+    import memsaver
+    from memsaver._runtime.native import _C
+    from memsaver.integrations.rollout import Restarts, RolloutEngine
+    from memsaver.integrations.sglang import EngineDiedError
+
+    torch.cuda.set_device(0)
+    with memsaver.region("trainer", backup="host", shareable=True):
+        weights = {name: tensor.clone() for name, tensor in state(2).items()}
+    trainer = {name: tensor.clone() for name, tensor in weights.items()}
+
+    def send(engine: Any) -> None:
+        report = engine.update_weights(weights, verify="full")
+        assert report.mapped == report.held == report.tensors, report
+
+    flag = Path(os.environ["MEMSAVER_TEST_FAILS"])
+    restarts = Restarts(most=1, send=send)
+    with RolloutEngine.launch(**options(folder), timeout=120, restarts=restarts) as engine:
+        send(engine)
+        first = outputs(engine)
+        flag.write_text("killed")
+        began = time.monotonic()
+        refused(EngineDiedError, send, engine)
+        assert not flag.exists(), "the scheduler was not killed in the load"
+        memsaver.pause("trainer")
+        report_seconds("killed in an update in place, until the pause", began)
+        assert _C.importers() == []
+        memsaver.resume("trainer")
+        assert all(torch.equal(weights[name], trainer[name]) for name in trainer)
+        engine.restart()
+        assert outputs(engine) == first
+    assert all(torch.equal(weights[name], trainer[name]) for name in trainer)
+
+
+SCENES = {"deaths": deaths, "session": session, "in_place": in_place}
 
 
 if __name__ == "__main__":

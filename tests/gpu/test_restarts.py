@@ -21,6 +21,6 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("scene", ["deaths", "session"])
+@pytest.mark.parametrize("scene", ["deaths", "session", "in_place"])
 def test_an_engine_that_died_is_started_again(scene: str, tmp_path: Path) -> None:
     go_through(scene, 1, tmp_path, CHILD)

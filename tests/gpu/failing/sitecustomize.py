@@ -1,23 +1,32 @@
-"""Make a scheduler fail in its next batch; PYTHONPATH of the engine's processes includes this.
+"""Make a scheduler fail; PYTHONPATH of the engine's processes includes this.
 
-The file that MEMSAVER_TEST_FAILS names contains the kind of the failure: "exception", or "cuda" for
-a kernel that fails. The scheduler removes the file first.
+The file that MEMSAVER_TEST_FAILS names contains the kind of the failure: in the next batch,
+"exception", or "cuda" for a kernel that fails; in the next update, "killed" for a SIGKILL after the
+load, while the tensors that arrived exist. The scheduler removes the file first.
 """
 
 import os
+import signal
 from pathlib import Path
 
 FLAG = os.environ.get("MEMSAVER_TEST_FAILS")
 
 if FLAG:
+    from memsaver.integrations.engine.weights import load_check
     from memsaver.integrations.sglang import hooks
 
-    given = hooks._hooks_of_requests
+    given, watched = hooks._hooks_of_requests, load_check.watched
+
+    def removed(*kinds):
+        """Return the failure's kind, and remove the file, if it contains one of these."""
+        kind = Path(FLAG).read_text() if Path(FLAG).exists() else ""
+        if kind not in kinds:
+            return ""
+        Path(FLAG).unlink()
+        return kind
 
     def failing(original, scheduler, *args, **named):
-        if Path(FLAG).exists():
-            kind = Path(FLAG).read_text()
-            Path(FLAG).unlink()
+        if kind := removed("exception", "cuda"):
             if kind == "exception":
                 raise RuntimeError("the test makes this scheduler fail")
             import torch
@@ -30,4 +39,11 @@ if FLAG:
     def with_failures():
         return {**given(), f"{hooks._SCHEDULER}.run_batch": ("AROUND", failing)}
 
+    def and_killed(model, named, load):
+        result = watched(model, named, load)
+        if removed("killed"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
     hooks._hooks_of_requests = with_failures
+    load_check.watched = and_killed

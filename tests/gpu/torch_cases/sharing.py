@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
+import time
 from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
 
@@ -87,19 +89,74 @@ def case_shared_tag_is_not_paused(tag: str) -> None:
         assert other.ask("int(x[0])") == int(tensor[MIB])
 
 
+def _stable_free() -> int:
+    """Return the free bytes, after the release of earlier processes' memory."""
+    before = free()
+    while True:
+        time.sleep(0.3)
+        now = free()
+        if now - before < MIB:
+            return now
+        before = now
+
+
+def _settled(at_least: int) -> int:
+    """Return the free bytes, once they are at least `at_least`, or after 10 s.
+
+    The driver may still be releasing the memory of a process that has ended.
+    """
+    deadline = time.monotonic() + 10
+    while free() < at_least and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return free()
+
+
 def case_shared_importer_is_killed(tag: str) -> None:
     """The importer's death, with a kernel in flight, frees its claim, and the memory is intact."""
     with memsaver.region(tag, backup="host", shareable=True):
         tensor = numbered(256, 2)
-    memsaver.configure(importer_seconds=30)
+    with memsaver.paused(tag):  # the first pause may allocate the driver's own memory
+        pass
+    assert is_numbered(tensor, 2)  # and the first kernels
+    mapped = _stable_free()
     with _importer() as other:
+        memsaver.configure(importer_seconds=30)
         other.load("x", tensor)
         other.begin("for _ in range(10000): y = x.clone()")
         other.kill()
         memsaver.pause(tag)
         assert _C.importers() == []
+        paused = mapped + 256 * MIB
+        assert abs(_settled(paused - NOISE) - paused) < NOISE
         memsaver.resume(tag)
         assert is_numbered(tensor, 2)
+        assert abs(_settled(mapped - NOISE) - mapped) < NOISE
+
+
+EXPORT = f"""
+from importing_process import dumped
+with memsaver.region("exported", shareable=True):
+    y = torch.arange({64 * MIB}, dtype=torch.int32, device="cuda").mul_(5)
+torch.cuda.synchronize()
+"""
+
+
+def case_shared_exporter_is_killed(tag: str) -> None:
+    """Contents outlive the killed exporter, with a kernel in flight; their deletion frees them."""
+    assert is_numbered(numbered(256, 2), 2)  # the first kernels may allocate memory
+    before = _stable_free()
+    with _importer() as other:  # exports here
+        other.do(EXPORT)
+        tensor = pickle.loads(bytes.fromhex(other.ask("dumped(y).hex()")))
+        other.begin("for _ in range(10000): z = y.clone()")
+        other.kill()
+        assert is_numbered(tensor, 2)
+        held = before - 256 * MIB
+        assert abs(_settled(held - NOISE) - held) < NOISE  # its other memory is free
+        tensor.add_(1).sub_(1)
+        assert is_numbered(tensor, 2)
+        del tensor
+        assert abs(_settled(before - NOISE) - before) < NOISE
 
 
 def case_shared_by_many_small_tensors(tag: str) -> None:

@@ -3,15 +3,15 @@
 import pytest
 
 import memsaver
-from memsaver.integrations.rollout import Phase
+from memsaver.integrations.rollout import Phase, Stage
 from memsaver.integrations.trainer import offload
 
 torch = pytest.importorskip("torch")
 
+from colocated_engine import stages_of  # noqa: E402
 from colocated_scene import Scene, X, paused  # noqa: E402
-from driver_faults import DRIVER_CALLS  # noqa: E402
 from looks import held  # noqa: E402
-from trainers import bytes_of  # noqa: E402
+from trainers import Trainer, bytes_of  # noqa: E402
 
 
 @pytest.mark.parametrize("call", ["wake_up weights", "update_weights", "wake_up all", "sleep"])
@@ -110,34 +110,57 @@ def test_no_memory_for_the_trainer_leaves_it_paused_with_its_contents(scene, sim
         assert scene.trainer.contents() == before
 
 
+FAULTED = (
+    "cuMemCreate",
+    "cuMemMap",
+    "cuMemSetAccess",
+    "cuMemUnmap",
+    "cuMemcpyHtoDAsync",
+    "cuMemcpyDtoHAsync",
+)
+
+
 @pytest.mark.filterwarnings("ignore::memsaver.MemsaverWarning")
-def test_no_driver_call_that_fails_loses_anything(scene, sim):
-    session = scene.session
+@pytest.mark.parametrize("overlap", [False, True])
+def test_no_driver_call_that_fails_loses_anything(sim, tag, overlap):
+    """Each cycle trains, so that a stale copy of any tensor changes the contents that follow."""
+    scene, expected = Scene(tag, overlap=overlap), Trainer()
+    session, trainer = scene.session, scene.trainer
+    expected.step()
 
     def cycle():
         with session.rollout() as engine:
-            assert float(engine.generate(X)[0]) != 1
+            engine.generate(X)
+            stages = stages_of(session)
+            assert engine.weights == [bytes_of(t) for t in expected.model.state_dict().values()]
         with session.training():
-            assert scene.trainer.contents() == before
+            scene.train()
+            while expected.done < trainer.done:
+                expected.step()
+            expected.optimizer.zero_grad()
+            assert trainer.contents() == expected.contents()
+        return stages
 
-    with session.training():
-        before = scene.trainer.contents()
-    counts = {name: sim.calls(name) for name in DRIVER_CALLS}
-    cycle()
-    counts = {name: sim.calls(name) - count for name, count in counts.items()}
-    failed = 0
-    for name in ("cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemcpyHtoDAsync"):
+    for _ in range(2):  # the first update shows how much memory an overlapped one needs
+        cycle()
+    before = {name: sim.calls(name) for name in FAULTED}
+    stages = cycle()
+    counts = {name: sim.calls(name) - before[name] for name in FAULTED}
+    assert (stages.index(Stage.UPDATE) < stages.index(Stage.PAUSE_OPTIMIZER)) == overlap
+    failed = set()
+    for name in FAULTED:
         assert counts[name], name
         for nth in range(1, counts[name] + 1):
             with sim.fault(name, sim.OUT_OF_MEMORY, nth=nth):
                 try:
                     cycle()
                 except memsaver.MemsaverError as error:
-                    failed += 1
+                    failed.add((name, nth))
                     assert session.phase is Phase.IDLE
                     assert session.stages[-1].error == f"{type(error).__name__}: {error}"
+                    trainer.optimizer.zero_grad()  # of a step that did not happen
             cycle()
-    assert failed > 10
+    assert len(failed) > 10 and {name for name, _ in failed} == set(FAULTED)
 
 
 def test_an_exception_in_a_block_is_the_callers_and_leaves_a_session_to_go_on_with(scene):

@@ -8,6 +8,7 @@ import pytest
 from importing_process import FILL_LATER, RUN_STREAMS, allocations, dumped
 
 import memsaver
+from memsaver._memory.sharing import exporter
 from memsaver._runtime.native import _C
 
 torch = pytest.importorskip("torch")
@@ -110,6 +111,47 @@ def test_a_killed_importer_is_noticed(own_importer, make, name, in_thread):
     assert not _C.importers()
     memsaver.resume(name)
     assert int(make_kept[-1]) == 2 * MIB - 1
+
+
+# Copies `x` to memory of the process, 200 KB per second.
+COPY_SLOWLY = """
+import ctypes
+from memsaver import simulator
+driver, context, copy = ctypes.CDLL(simulator.control()._name), ctypes.c_void_p(), ctypes.c_uint64()
+driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
+driver.cuCtxSetCurrent(context)
+driver.cuMemAlloc_v2.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+start = driver.cuMemcpyDtoDAsync_v2
+start.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+driver.cuStreamSynchronize.argtypes = [ctypes.c_void_p]
+assert driver.cuMemAlloc_v2(ctypes.byref(copy), x.nbytes) == 0
+simulator.control().sim_copy_rate(200_000)
+assert start(copy.value, x.data_ptr(), x.nbytes, None) == 0
+"""
+
+
+@pytest.mark.parametrize("ends", ["", "del x; gc.collect()"], ids=["uses", "drops"])
+def test_an_importer_killed_in_a_copy(own_importer, sim, make, name, options, wait_until, ends):
+    mine = make(2 * MIB)
+    free, _ = memsaver.device_memory(0)
+    before = sim.counts()
+    own_importer.load("x", mine)
+    own_importer.do(COPY_SLOWLY + ends)
+    own_importer.begin("driver.cuStreamSynchronize(None); copied = True")
+    options(importer_seconds=0.2)
+    with pytest.raises(memsaver.TagSharedError):
+        memsaver.pause(name)  # the copy continues
+    options(importer_seconds=10)
+    own_importer.kill()
+    memsaver.pause(name)
+    assert not _C.importers() and not exporter.held()
+    assert memsaver.device_memory(0)[0] - free >= 8 * MIB
+    memsaver.resume(name)
+    assert torch.equal(mine, torch.arange(2 * MIB, dtype=torch.int32))
+    after = sim.counts()
+    assert (after.handles, after.mappings) == (before.handles, before.mappings)
+    del mine
+    wait_until(lambda: allocations(name) == 0)
 
 
 def test_two_importers_are_both_named(importer, own_importer, make, name, options):

@@ -79,13 +79,18 @@ def test_a_tensor_with_history_is_not_sent(sim, make):
         dumped(trained.view(2, 2))
 
 
+OTHER_USER = 65534
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
 SENDER = """
-import sys, torch, memsaver
+import os, sys, torch, memsaver
 from multiprocessing.reduction import ForkingPickler
 from memsaver import simulator
 with memsaver.region("w", shareable=True):
     tensor = simulator.empty(1 << 20, dtype=torch.int32)
 tensor.fill_(6)
+for user in sys.argv[1:]:
+    os.setuid(int(user))
 sys.stdout.buffer.write(bytes(ForkingPickler.dumps(tensor)).hex().encode() + b"\\n")
 sys.stdout.flush()
 sys.stdin.read()
@@ -93,12 +98,15 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def sender(sim, wait_until, tmp_path):
-    """Yield a process that has sent a tensor, and the message."""
+def sender(sim, wait_until, tmp_path, request):
+    """Yield a process that has sent a tensor, and the message. The parameter is its user."""
     script = tmp_path / "sender.py"
     script.write_text(SENDER)
+    users = [request.param] if hasattr(request, "param") else []
     process = WarmPopen(
-        [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, str(script), *map(str, users)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     with process:
         yield process, bytes.fromhex(process.stdout.readline().decode())
@@ -221,6 +229,57 @@ def test_another_user_is_refused_by_the_sender(make, stranger, wait_until):
 def test_another_user_is_refused_by_the_receiver(sender, stranger):
     with pytest.raises(memsaver.SharingError, match="same user"):
         pickle.loads(sender[1])
+
+
+# Asks a server for a sent tensor without a check of the server's user. Returns the answer and the
+# number of descriptors that came with it.
+ASK = """
+import contextlib, socket
+from memsaver._memory.sharing import wire
+def asked(endpoint, token):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection, \\
+            contextlib.suppress(BrokenPipeError):
+        connection.connect("\\0" + endpoint)
+        with contextlib.suppress(BrokenPipeError):  # refused before the request
+            wire.send(connection, {"import": [token], "missing": True})
+        try:
+            answer, files = wire.receive(connection)
+        except ConnectionResetError:  # the server closed without reading the request
+            answer, files = wire.receive(connection)
+        for file in files:
+            os.close(file)
+        wire.send(connection, {"bye": True})
+    return [answer, len(files)]
+"""
+
+
+@needs_root
+def test_a_process_of_another_user_receives_no_descriptors(own_importer, make, name, wait_until):
+    mine = make(4)
+    message = dumped(mine)
+    token = max(sending._sent)  # the newest
+    request = f"asked({exporter.endpoint()!r}, {token})"
+    own_importer.do(ASK)
+    answer, files = own_importer.ask(request)
+    assert "extents" in answer and files == 1  # the request is valid
+    wait_until(lambda: not _C.importers())
+    own_importer.do(f"os.setuid({OTHER_USER})")
+    answer, files = own_importer.ask(request)
+    assert answer.keys() == {"error", "tag"} and files == 0
+    assert f"process {own_importer.pid} of user {OTHER_USER} cannot share" in answer["error"]
+    with pytest.raises(ImportFailed, match=f"of user 0 .* of user {OTHER_USER}: run") as caught:
+        own_importer.load_pickle("x", message)
+    assert caught.value.kind == "SharingError"
+    assert not _C.importers() and not exporter.held()
+    memsaver.pause(name)
+
+
+@needs_root
+@pytest.mark.parametrize("sender", [OTHER_USER], indirect=True)
+def test_a_sender_that_is_another_user_is_refused(sender):
+    process, message = sender
+    with pytest.raises(memsaver.SharingError, match=f"{process.pid} of user {OTHER_USER} cannot"):
+        pickle.loads(message)
 
 
 def test_a_malformed_message_ends_only_its_connection(importer, make, options):
