@@ -93,8 +93,9 @@ def update(
             generation stays paused.
         flush_cache: whether to flush the prefix cache, which the old weights computed. Default
             True, except with `pause="in_place"`: paused requests then continue with the cache.
-        timeout: seconds for each of the engine's calls, and to wait for other ranks and for another
-            thread's transition of a tag with memory of `state`; None means the engine's timeout.
+        timeout: seconds for each of the engine's calls, and to wait for another thread's transition
+            of a tag with memory of `state`; None means the engine's timeout. Other ranks may take
+            30 seconds longer than this rank's own waits before they are missing.
             All tensors that are sent without a bucket, usually the whole model, are sent in one
             call. The waits of a `state_dict` for background resumes may together take this time, at
             most the engine's own timeout.

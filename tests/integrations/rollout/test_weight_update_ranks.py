@@ -233,6 +233,7 @@ assert error.tensors == ("layers.0.o.weight",), error.tensors
 assert "on rank 0 (" in str(error), error  # of the stand-in's ranks, which are one each
 
 # A rank that comes no more.
+patch.setattr("memsaver.integrations.rollout.weights.plan.GRACE_SECONDS", 0)
 engine, backend = engine_of(2, timeout=3)
 start = time.monotonic()
 store = dist.distributed_c10d._get_default_store()
