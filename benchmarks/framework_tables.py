@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import results
+
 BENCH = "frameworks"
 
 # For each page, in docs/how-to, the metrics and titles of its rows.
@@ -82,9 +84,10 @@ def _of_one_gpu(
     first, _ = shown[0]
     days = sorted({row["date"] for row, _ in shown})
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-    versions = ", ".join(f"{name} {text}" for name, text in first["versions"].items())
+    rows = [row for row, _ in shown]
+    versions = results.versions_text(rows)
     lines = [
-        f"{medians([row for row, _ in shown])} on {first['gpu']}, {when} ({versions}).",
+        f"{medians(rows)} on {first['gpu']}, {when} ({versions}).",
         "A factor above 1 means that memsaver is better.",
         "",
         "| | memsaver | compared with | its value | factor |",

@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import results
 from readme_table import ENGINES_ON_TWO, RESULTS, ROOT, dates, figure
 
 PAGE = ROOT / "docs" / "measured.md"
@@ -306,13 +307,8 @@ def page() -> str:
     rows = json.loads(RESULTS.read_text())
     first = {row["metric"]: at for at, row in reversed([*enumerate(rows)])}
     rows.sort(key=lambda row: first[row["metric"]])  # `table` merges rows that are adjacent
-    names = dict.fromkeys(name for row in rows for name in row["versions"])
-    versions = ", ".join(
-        f"{name} {' and '.join(sorted({row['versions'].get(name) for row in rows} - {None}))}"
-        for name in names
-    )
     gpus = " and ".join(sorted({row["gpu"] for row in rows}))
-    lines = [HEAD.format(gpu=gpus, versions=versions, dates=dates(rows))]
+    lines = [HEAD.format(gpu=gpus, versions=results.versions_text(rows), dates=dates(rows))]
     sections: list[list[Mapping[str, Any]]] = [[] for _ in SECTIONS]
     for row in rows:
         fits = (

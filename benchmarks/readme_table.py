@@ -91,12 +91,9 @@ def table(rows: list[dict[str, Any]], wanted: tuple[tuple[str, str], ...] = LINE
             shown.append((words, by_peer))
     all_rows = [row for _, by_peer in shown for row in by_peer.values()]
     first = all_rows[0]
-    names = first["versions"]
-    texts = {name: {row["versions"].get(name) for row in all_rows} - {None} for name in names}
-    versions = ", ".join(f"{name} {' and '.join(sorted(texts[name]))}" for name in names)
     lines = [
         f"{framework_tables.medians(all_rows)} on one {first['gpu']}, {dates(all_rows)}",
-        f"({versions}). Less is better.",
+        f"({results.versions_text(all_rows)}). Less is better.",
         "",
         "| | memsaver | torch_memory_saver, default | torch_memory_saver, retained |",
         "|---|--:|--:|--:|",

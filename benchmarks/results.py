@@ -194,6 +194,15 @@ def write(
     return len(rows)
 
 
+def versions_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return all versions of each package in the rows."""
+    names = dict.fromkeys(name for row in rows for name in row["versions"])
+    return ", ".join(
+        f"{name} {' and '.join(sorted({row['versions'].get(name) for row in rows} - {None}))}"
+        for name in names
+    )
+
+
 def _identity(row: Mapping[str, Any]) -> tuple[str, str, str]:
     return str(row["bench"]), str(row["metric"]), str(row["peer"])
 

@@ -227,20 +227,12 @@ class LocalEngine(Local):
     def _start(self, call: Callable[[], None]) -> None:
         """Start a thread for a call, which owns `_busy`; release `_busy` if that fails.
 
-        The garbage collector is disabled until the thread is recorded, because a finalizer on the
-        thread could wait for `_busy`. No signal handler may run between these steps.
+        A finalizer on the thread could wait for `_busy`, so none runs before the thread is
+        recorded. No signal handler may run between these steps.
         """
-
-        def recorded_call() -> None:
-            with self._calling():
-                _C.resume_collection()
-                call()
-
-        _C.pause_collection()
         try:
-            start_daemon("vllm-call", recorded_call)
+            start_daemon("vllm-call", call, self._calling)
         except BaseException:
-            _C.resume_collection()
             self._busy.release()
             raise
 

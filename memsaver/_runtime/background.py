@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Generic, TypeVar
 
 from memsaver._runtime.latches import Latch
@@ -28,19 +29,30 @@ def can_start_threads() -> bool:
     return threading.main_thread().is_alive() and not sys.is_finalizing()
 
 
-def start_daemon(name: str, work: Callable[[], object]) -> threading.Thread:
+def start_daemon(
+    name: str,
+    work: Callable[[], object],
+    within: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+) -> threading.Thread:
     """Start a daemon thread for `work`, which must not raise. A callback may call this.
 
     Until the thread runs, the garbage collector is disabled, because a finalizer on the new thread
     could wait for a tag that this thread owns, while this thread waits for the new thread to start.
+
+    Args:
+        name: the thread's name, after "memsaver-".
+        work: the work.
+        within: returns a context manager for the work. The collector is disabled until it is
+            entered.
 
     Raises:
         RuntimeError, MemoryError: no thread can be started.
     """
 
     def run() -> None:
-        _C.resume_collection()
-        work()
+        with within():
+            _C.resume_collection()
+            work()
 
     thread = threading.Thread(target=run, name=f"memsaver-{name}", daemon=True)
 
