@@ -220,14 +220,14 @@ def imports(path, for_types=True):
     `for_types` includes imports that only a type checker executes.
     """
     tree = ast.parse(path.read_text())
-    if not for_types:
-        tree.body = [node for node in tree.body if not is_for_types(node)]
-    late = {
-        id(inner)
-        for outer in ast.walk(tree)
-        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef) or is_for_types(outer)
-        for inner in ast.walk(outer)
-    }
+    late = set()
+    for outer in ast.walk(tree):
+        if is_for_types(outer):
+            if not for_types:
+                outer.body = []
+            late |= {id(inner) for part in outer.body for inner in ast.walk(part)}
+        elif isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef):
+            late |= {id(inner) for inner in ast.walk(outer)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
