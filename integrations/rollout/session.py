@@ -417,7 +417,7 @@ class ColocatedSession(StageRuns):
                     self._trainer.check()
                 except MemsaverError as raised:
                     error = raised
-            self._meet(what, None, error, self._block_timeout)
+            self._exchange(what, None, error, self._block_timeout)
             self._phase = Phase.MOVING
             yield
         finally:
