@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import fake_sglang as engines
 import pytest
 import rank_processes
-import sglang_stand_in as engines
-from lightrft_stand_in import EngineStatus, Rollout, Sender, Strategy
+from fake_lightrft import EngineStatus, Rollout, Sender, Strategy
 
 import memsaver
 from memsaver.integrations.engine.messages import Answer, SchedulerState
@@ -350,8 +350,8 @@ RANK = """
 import contextlib, os
 import torch.distributed as dist
 import pytest
-import sglang_stand_in as engines
-from lightrft_stand_in import EngineStatus, Rollout, Sender, Strategy
+import fake_sglang as engines
+from fake_lightrft import EngineStatus, Rollout, Sender, Strategy
 from simulated_driver import Block, Simulator
 from trainers import Trainer
 import memsaver
