@@ -1,6 +1,7 @@
 """Test dependencies: units of csrc/ use only those below them, packages only the allowed ones."""
 
 import ast
+import graphlib
 import re
 
 import pytest
@@ -276,3 +277,31 @@ def test_a_package_imports_the_packages_of_its_row(package):
                 refused.append(f"{label} imports {name} at once")
     assert refused == []
     assert found == {True: PACKAGES[package], False: LATER[package]}, "the row lists others"
+
+
+# The only imports that are part of a cycle: each is made in a function.
+CIRCULAR = {
+    ("memsaver._memory.sharing.exporter", "memsaver._memory.sharing.sending"),
+    ("memsaver._memory.sharing.sending", "memsaver._memory.pickling"),
+}
+
+
+def test_python_modules_have_no_cycle():
+    names = {name_of(path).removesuffix(".__init__"): path for _, path in modules()}
+
+    def module_named(name):
+        while name not in names and name:
+            name = name.rpartition(".")[0]
+        return name
+
+    edges = {
+        (own, other)
+        for own, path in names.items()
+        for name, _ in imports(path, for_types=False)
+        if (other := module_named(name)) and not f"{own}.".startswith(f"{other}.")
+    }
+    assert edges > CIRCULAR
+    sorter = graphlib.TopologicalSorter()
+    for own, other in edges - CIRCULAR:
+        sorter.add(own, other)
+    sorter.prepare()  # raises for a cycle
