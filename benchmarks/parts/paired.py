@@ -42,11 +42,10 @@ class Imported(Worker):
         pass
 
     def where(self) -> dict[str, Any]:
-        """Return the path of memsaver's package."""
-        import memsaver
+        """Return the path of memsaver's package, with its native module loaded."""
+        from memsaver import _C
 
-        assert memsaver.__file__
-        return {"folder": str(Path(memsaver.__file__).resolve().parent)}
+        return {"folder": str(Path(_C.__file__).resolve().parent)}
 
 
 def start(worker: str, name: str, options: argparse.Namespace, **settings: Any) -> Child:
