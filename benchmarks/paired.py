@@ -14,8 +14,9 @@ Measurements (pause_resume.py describes them)
                             resume of changed contents, in both builds
     swap                    16 GB with backups, and --swap-gib GiB without
 
-Device memory: --kv-gib (kv), 34 GiB (backed), 36 GiB (swap with backups), twice --swap-gib (swap
-without), and about 0.6 GiB for each process. Host memory: 68 GiB (swap).
+Device memory: --kv-gib (kv), 32 GiB (backed), 34 GiB (swap with backups), twice --swap-gib (swap
+without), and the CUDA contexts of up to three processes. Host memory: 32 GiB (backed), 64 GiB
+(swap with backups).
 
 Rows have the bench "paired", the current build's values as `memsaver`, and "memsaver at HASH" as
 the peer: a ratio above 1 means that the current build is faster.

@@ -1,7 +1,9 @@
 """Measure two builds of memsaver in turns: the parts of paired.py.
 
 Both builds run the workers of discarded.py, backed.py and swap.py, each in processes of its own
-with its folder on PYTHONPATH. The build that goes first alternates from cycle to cycle.
+with its folder on PYTHONPATH. The build that goes first alternates from cycle to cycle. Cycles with
+a backup are divided among several pairs of processes, because the speed of copies depends on where
+a process's pinned memory is.
 """
 
 from __future__ import annotations
@@ -27,8 +29,11 @@ BEFORE, AFTER = "before", "after"
 BUILDS = (BEFORE, AFTER)
 
 BENCH = "paired"
-ROUNDS = 4  # turns of each child in the cycles without a wait
+ROUNDS = 2  # turns of each child in the cycles without a wait
+SWAPPING_PAIRS = 2  # pairs of processes for swaps with backups
 MOST_SWAPS = 10  # swaps without a backup of each kind
+
+PLAIN = {"pause": "plain_out", "resume": "plain_in"}  # the copies that precede each call
 
 Values = dict[str, list[float]]  # by child
 
@@ -124,14 +129,9 @@ def discarded(options: argparse.Namespace, failures: list[str]) -> Iterator[dict
 
 
 def backed(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of pauses and resumes with a backup; the limit is a plain pinned copy.
-
-    Each first pause has a process of its own. The last process of each build also runs the later
-    cycles, while that of the other build is idle.
-    """
-    first: Values = {name: [] for name in BUILDS}
+    """Yield the rows of pauses and resumes with a backup; the limit is a plain pinned copy."""
     found: dict[str, Values] = {}  # by operation
-    with contextlib.ExitStack() as stack, attempt(failures):
+    with contextlib.ExitStack() as stack:
         pairs = [
             [
                 stack.enter_context(start("parts.backed:Backed", name, options))
@@ -139,30 +139,37 @@ def backed(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[st
             ]
             for at in range(options.processes)
         ]
-        last = pairs[-1]
-        for pair in pairs:
-            for child in pair:
+        for child in (child for children in pairs for child in children):
+            with attempt(failures):
                 child.ready()
-        for pair in pairs:
-            for child in pair:
-                first[child.name].append(child.ask("first")["pause"])
-                if pair is not last:
-                    child.close()
-        yield from rows(options, "backed_first_pause_ms", first)
-        for child in last:
-            child.ask("prepare_plain")
-        for kind in CHANGES:
-            for cycle in range(options.backed_cycles):
-                for child in rotated(last, cycle):
-                    reply = child.ask("cycle", kind=kind, plain=kind == "changed")
-                    for call, value in reply.items():
-                        values = found.setdefault(f"{kind}_{call}", {name: [] for name in BUILDS})
-                        values[child.name].append(value)
-            for call, direction in (("pause", "out"), ("resume", "in")):
-                metric = f"{kind}_{call}_ms" if kind == "lora" else f"backed_{kind}_{call}_ms"
-                plain = found.get(f"{kind}_plain_{direction}")
-                limit = plain and [*plain[BEFORE], *plain[AFTER]]
-                yield from rows(options, metric, found[f"{kind}_{call}"], limit)
+        for at, children in enumerate(pairs):
+            with attempt(failures):
+                cycles = range(at, options.backed_cycles, options.processes)
+                for call, name, value in backed_times(children, cycles):
+                    found.setdefault(call, {build: [] for build in BUILDS})[name].append(value)
+            for child in children:
+                child.close()
+    for key, values in found.items():
+        kind, _, call = key.partition("_")
+        if call in PLAIN:
+            plain = found.get(f"{kind}_{PLAIN[call]}")
+            limit = plain and [*plain[BEFORE], *plain[AFTER]]
+            metric = f"{key}_ms" if kind == "lora" else f"backed_{key}_ms"
+            yield from rows(options, metric, values, limit)
+
+
+def backed_times(children: Sequence[Child], cycles: range) -> Iterator[tuple[str, str, float]]:
+    """Yield the operation, child and milliseconds of first pauses, and of cycles of each kind."""
+    for child in children:
+        yield "first_pause", child.name, child.ask("first")["pause"]
+    for child in children:
+        child.ask("prepare_plain")
+    for kind in CHANGES:
+        for cycle in cycles:
+            for child in rotated(children, cycle):
+                reply = child.ask("cycle", kind=kind, plain=kind == "changed")
+                for call, value in reply.items():
+                    yield f"{kind}_{call}", child.name, value
 
 
 def swap(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
@@ -191,12 +198,13 @@ def backed_swaps(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the row of swaps with backups; the limit is plain copies in both directions at once."""
     found: Values = {name: [] for name in BUILDS}
     plain: list[float] = []
-    with pair("parts.swap:Backed", options) as children:
-        for cycle in range(options.backed_cycles):
-            for child in rotated(children, cycle):
-                reply = child.ask("turn", swap_first=cycle // 2 % 2 == 0)
-                found[child.name].append(reply["swap"])
-                plain.append(reply["plain"])
+    for at in range(SWAPPING_PAIRS):
+        with pair("parts.swap:Backed", options) as children:
+            for cycle in range(at, options.backed_cycles, SWAPPING_PAIRS):
+                for child in rotated(children, cycle // SWAPPING_PAIRS):
+                    reply = child.ask("turn", swap_first=True)
+                    found[child.name].append(reply["swap"])
+                    plain.append(reply["plain"])
     yield from rows(options, "swap_16GB_ms", found, plain)
 
 
