@@ -16,7 +16,7 @@ PAGE = ROOT / "docs" / "measured.md"
 LIMITS = RESULTS.with_name("limits.json")
 RELIABILITY = RESULTS.with_name("reliability.json")
 ON_H100 = RESULTS.with_name("h100.json")
-PAIRED = RESULTS.with_name("h200_paired.json")
+PAIRED = RESULTS.with_name("paired.json")
 
 # Prefixes of metrics, by section. A metric belongs to the first section that matches.
 SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -313,9 +313,10 @@ def before_and_after(rows: list[Mapping[str, Any]]) -> list[str]:
     lines = [
         f"All measurements of `benchmarks/results/{PAIRED.name}`, on {gpus}, {dates(rows)}: "
         f"{', '.join(builds)}.",
-        "Both builds took turns in one run, cycle by cycle. `before/after` is the ratio of the "
-        "medians, and in parentheses of the first quartiles: above 1, the later build is faster. "
-        "`driver` is the time of bare driver calls or of a plain copy in the same run.",
+        "Both builds took turns in one run (`benchmarks/paired.py`). `before/after` is the ratio "
+        "of the medians, followed by that of the first quartiles in parentheses; above 1, the "
+        "later build is faster. `driver` is the time of bare driver calls or of a plain copy in "
+        "the same run.",
         "",
         "| what | before | after | before/after | driver |",
         "|---|--:|--:|--:|--:|",

@@ -35,7 +35,7 @@ from children import Failed
 from parts import paired
 from parts.discarded import WORKLOADS
 
-OUTPUT = results.DEFAULT_PATH.with_name("h200_paired.json")
+OUTPUT = results.DEFAULT_PATH.with_name("paired.json")
 
 PARTS: dict[str, runs.Measure] = {
     **dict.fromkeys(WORKLOADS, paired.discarded),
