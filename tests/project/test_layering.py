@@ -126,6 +126,21 @@ def test_a_public_header_needs_no_other_files(header, needed):
     assert re.findall(r"^\s*#\s*include\s*(\S+)", (CSRC / header).read_text(), re.M) == needed
 
 
+def test_a_file_has_fewer_than_400_lines():
+    files = [path for path in CSRC.rglob("*") if path.suffix in {".h", ".c", ".cpp", ".cu"}]
+    files += [
+        path for folder in ("memsaver", "integrations") for path in (ROOT / folder).rglob("*")
+    ]
+    long = {
+        path.relative_to(ROOT).as_posix()
+        for path in files
+        if path.suffix in {".h", ".c", ".cpp", ".cu", ".py"}
+        and len(path.read_text().splitlines()) >= 400
+    }
+    # The C interface is one header for those who embed the library. A build copies it.
+    assert long - {"memsaver/include/memsaver.h"} == {"csrc/memsaver.h"}
+
+
 # --- Python ---------------------------------------------------------------------------------------
 
 
