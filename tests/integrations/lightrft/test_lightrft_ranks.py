@@ -54,7 +54,7 @@ with pytest.MonkeyPatch.context() as patch, engines.modules(patch) as classes:
     assert strategy.inference_engine_status is EngineStatus.SLEEPED
     assert memory.status == ("weights_only" if tp_rank == 0 else None)
 
-    # One engine finds no room: every rank hears of it, and all go on when there is some.
+    # One engine lacks memory: every rank raises the error, and all continue when there is some.
     if rank == 2:
         sim.occupy(memsaver.device_memory(0)[0] - MIB)
     error = raises(strategy.gather_and_generate, "a")

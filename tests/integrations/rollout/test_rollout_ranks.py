@@ -156,7 +156,7 @@ def test_a_group_of_two_shares_an_engine(run_ranks):
         assert output.finish_reasons == ("abort",) and rows(output) == [[RANK, RANK + 1, RANK + 2]]
         engine.continue_generation()
 
-        # An interrupt of the leader's is its own; the others hear of it.
+        # The leader raises its own interrupt, and the others raise an error.
         if RANK == 0:
             engine.backend.generate = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt())
         try:
@@ -287,7 +287,7 @@ def test_two_groups_of_two_have_their_own_engines(run_ranks):
         assert store.check(["comes2", "comes3"])
         engine.wake_up(fence=True)
 
-        # What fails with one engine is heard of by the ranks of all.
+        # A failure of one engine is an error on the ranks of all engines.
         if RANK == 2:
             fake_sglang.dies_in_a_release(manager)
         error = refused(EngineTimeoutError, engine.sleep, fence=True, timeout=1)
