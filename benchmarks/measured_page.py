@@ -41,6 +41,7 @@ ORDER = (1, 2, 0, 3, 4, 5, 6, 7, 8, 9, 10, 12, 11, 13)
 WORDS = {
     **dict(ENGINES_ON_TWO),
     "sglang_resume_tp2_ms": "resume of all tags on two GPUs, ms",
+    "sglang_resume_tp2_64_ctas_ms": "resume of all tags on two GPUs with NCCL_MAX_CTAS=64, ms",
     "sglang_resume_tp2_8_ctas_ms": "resume of all tags on two GPUs with NCCL_MAX_CTAS=8, ms",
     "discarded_16GB_pause_at_once_ms": "pause 16 GB in 195 tensors right after its resume, ms",
     "discarded_16GB_resume_at_once_ms": "resume 16 GB in 195 tensors right after its pause, ms",
@@ -103,6 +104,7 @@ WORDS = {
     "sglang_decode_tokens_per_s": "decoding of 8 sequences, tokens/s",
     "sglang_switch_ms": "switch from one model to another on the same GPU, to the first token, ms",
     "sglang_resident_tp2_MiB": "memory in use on one of two GPUs, all tags released, MiB",
+    "sglang_resident_tp2_64_ctas_MiB": "memory in use on one of two GPUs, NCCL_MAX_CTAS=64, MiB",
     "sglang_resident_tp2_8_ctas_MiB": "memory in use on one of two GPUs, NCCL_MAX_CTAS=8, MiB",
     "sglang_storm_answered_requests": "answered requests; the engine sleeps and wakes 100 times",
     "sglang_resident_MiB": "memory in use, all tags released, MiB",
