@@ -3,8 +3,9 @@
 verl releases the engine's memory after each generation, and resumes the weights and the KV cache
 around the update of the weights. The same training runs with memsaver and with torch_memory_saver,
 one after the other. If the losses, rewards or responses differ, the peer trains once more: if its
-two runs also differ, the training is not deterministic, and the figures are used; otherwise no row
-is written.
+two runs differ by as much, the training is not deterministic, and the figures are used; otherwise
+no row is written. Nor is a row written if the engine's and the trainer's probabilities of the
+responses differ more than with the peer, as they do if the engine has other weights.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import comparison
 import results
 import runs
+import training_differences
 import verl_model
 import verl_reward
 from children import Failed, attempt
@@ -37,6 +39,9 @@ FREE_SECONDS = 60  # limit for the memory of an ended trainer to become free
 FLAT_MIB = 64  # by which the memory in use may change in cycles of sleep and wake-up
 WARM = 5  # cycles after which the memory must be flat
 COMPARED = ("actor/pg_loss", "actor/grad_norm", "critic/score/mean")
+# verl's mean difference between the engine's and the trainer's probabilities of the responses.
+PROBABILITIES = "training/rollout_probs_diff_mean"
+MORE = 2  # by this factor it may be larger than with the peer
 FRACTIONS = (0.6, 0.65, 0.7, 0.75)  # of the GPU's memory, to be tried in this order
 
 
@@ -145,15 +150,31 @@ def steps(
         comparison.show("verl_step_seconds", ours.seconds("step"))
         return
     theirs = train(DEFAULT, options, chosen)
+    if wrong := other_weights(ours.found, theirs.found):
+        failures.append(f"verl: {wrong}")
+        return
     differing = differences(ours.found, theirs.found)
     again: list[str] = []
     if differing:
         say(f"the trainings differ: {differing}; {PEER} trains once more")
-        again = differences(theirs.found, train(DEFAULT, options, chosen).found)
+        third = train(DEFAULT, options, chosen).found
+        again = differences(theirs.found, third)
         if not again:
             failures.append(f"verl: two runs of the peer agree, memsaver differs: {differing}")
             return
+        metrics = (ours.found.metrics, theirs.found.metrics, third.metrics)
+        if larger := training_differences.larger(*metrics, COMPARED):
+            failures.append(f"verl: {'; '.join(larger)}")
+            return
     yield from rows(ours, theirs, prefix(options), differing, again)
+
+
+def other_weights(ours: Found, theirs: Found) -> str:
+    """Return why the engine seems to have other weights than the trainer; "" if it does not."""
+    mine, others = (max(step[PROBABILITIES] for step in one.metrics) for one in (ours, theirs))
+    if mine <= MORE * others:
+        return ""
+    return f"{PROBABILITIES} is {mine:.4g}, with {PEER} {others:.4g}"
 
 
 def prefix(options: argparse.Namespace) -> str:
@@ -200,7 +221,10 @@ def rows(
             row["detail"] |= {
                 "memsaver_phases": ours.phases,
                 "peer_phases": theirs.phases,
-                "compared": {key: [step[key] for step in ours.found.metrics] for key in COMPARED},
+                "compared": {
+                    key: [step[key] for step in ours.found.metrics]
+                    for key in (*COMPARED, PROBABILITIES)
+                },
                 "differences": list(differing),
                 "differences_of_the_peer": list(again),
             }

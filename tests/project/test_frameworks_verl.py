@@ -87,6 +87,20 @@ def test_a_difference_counts_unless_the_peer_differs_from_itself(run, capsys, fa
         assert len(detail["differences_of_the_peer"]) >= count
 
 
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("far", "critic/score/mean differs by 0.999, in two runs of the peer by 0.001"),
+        ("stale", "training/rollout_probs_diff_mean is 0.01, with torch_memory_saver 3e-06"),
+    ],
+)
+def test_a_difference_must_be_as_small_as_the_peers(run, capsys, fault, message):
+    """Two runs of the peer differ from each other as well."""
+    status, rows, _ = run("--verl-steps=2", fault=fault)
+    assert (status, rows) == (1, {})
+    assert message in capsys.readouterr().err
+
+
 def test_an_engine_with_another_saver_is_a_failure_without_rows(run, capsys):
     status, rows, _ = run("--verl-steps=2", fault="saver")
     assert status == 1 and rows == {}
