@@ -107,10 +107,15 @@ def test_an_engine_with_another_saver_is_a_failure_without_rows(run, capsys):
     assert "not ['memsaver']" in capsys.readouterr().err
 
 
-def test_cycles_measure_the_memory_in_use_asleep(run):
-    status, rows, _ = run("--verl-only=cycles", "--verl-cycles=7")
-    assert status == 0
-    assert rows["verl_cycles_change_MiB"]["memsaver"] == 0.0
+@pytest.mark.parametrize(
+    ("given", "compared"),
+    [("--peer", ("torch_memory_saver", 0.0)), ("--no-peer", ("the largest allowed change", 64.0))],
+)
+def test_cycles_measure_the_memory_in_use_asleep(run, given, compared):
+    status, rows, _ = run("--verl-only=cycles", "--verl-cycles=7", given)
+    row = rows["verl_cycles_change_MiB"]
+    assert (status, row["memsaver"]) == (0, 0.0)
+    assert (row["peer"], row["peer_value"]) == compared
 
 
 @pytest.mark.parametrize(("fault", "ours"), [("", 0.7), ("crowded", 0.65)])
