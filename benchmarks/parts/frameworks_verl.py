@@ -41,6 +41,7 @@ WARM = 5  # cycles after which the memory must be flat
 COMPARED = ("actor/pg_loss", "actor/grad_norm", "critic/score/mean")
 # verl's mean difference between the engine's and the trainer's probabilities of the responses.
 PROBABILITIES = "training/rollout_probs_diff_mean"
+ALLOWED = "the largest allowed value"
 MORE = 2  # by this factor it may be larger than with the peer
 FRACTIONS = (0.6, 0.65, 0.7, 0.75)  # of the GPU's memory, to be tried in this order
 
@@ -279,7 +280,7 @@ def cycles(
     yield results.measurement(
         prefix(options) + "cycles_change_MiB",
         changes[OURS],
-        PEER if options.peer else "the largest allowed change",
+        PEER if options.peer else ALLOWED,
         changes[DEFAULT] if options.peer else [FLAT_MIB],
         bench=BENCH,
     )
@@ -288,18 +289,26 @@ def cycles(
 def interrupted(
     options: argparse.Namespace, folder: Path, failures: list[str]
 ) -> Iterator[dict[str, Any]]:
-    """Interrupt a training in a step, and let a step of another one raise; yield no row.
+    """Interrupt a training in a step, and let a step of another one raise.
 
-    Both trainers must end, and leave no memory of the GPU in use.
+    Both trainers must end. Yields the row of the memory that stays in use, and no row if a process
+    or memory of the GPU is left.
     """
+    used: list[float] = []
     for how in ("interrupted", "raises"):
         with attempt(failures):
-            failures += [f"verl, {how}: {text}" for text in end_early(how, options, folder)]
-    yield from ()
+            used.append(end_early(how, options, folder))
+    if len(used) == 2:
+        metric = prefix(options) + "left_MiB"
+        yield results.measurement(metric, used, ALLOWED, [NOISE_MIB], bench=BENCH)
 
 
-def end_early(how: str, options: argparse.Namespace, folder: Path) -> list[str]:
-    """Interrupt a training in its second step, or let a reward raise; return what is wrong."""
+def end_early(how: str, options: argparse.Namespace, folder: Path) -> float:
+    """Interrupt a training in its second step, or let a reward raise.
+
+    Returns:
+        The memory in use afterwards, in MiB more than at the start. Raises Failed.
+    """
     variables = {verl_reward.FAILURE: "40"} if how == "raises" else {}
     chosen = settings(options, folder, steps=100, variables=variables)
     wait_until_free(options.idle_mib)
@@ -312,21 +321,26 @@ def end_early(how: str, options: argparse.Namespace, folder: Path) -> list[str]:
         begin = time.monotonic()
         status = trainer.wait(FREE_SECONDS)
         say(f"{how}: ended with status {status} after {time.monotonic() - begin:.1f} s")
-        wrong = leftovers(options, trainer)
         say(trainer.log())
-    return wrong if status else [*wrong, "verl ended without an error"]
+        used = leftovers(options, trainer)
+    if not status:
+        raise Failed(f"verl, {how}: it ended without an error")
+    return used
 
 
-def leftovers(options: argparse.Namespace, trainer: Trainer) -> list[str]:
-    """Wait for the end of a trainer's processes; report those that run, and memory in use."""
+def leftovers(options: argparse.Namespace, trainer: Trainer) -> float:
+    """Wait for the end of a trainer's processes, and return the memory in use; see `end_early`.
+
+    Raises Failed if processes or memory are left.
+    """
     end = time.monotonic() + FREE_SECONDS
     while True:
         used, left = used_mib() - options.idle_mib, trainer.left()
         if used <= NOISE_MIB and not left:
             say(f"no process is left; {used:.0f} MiB more are in use than at the start")
-            return []
+            return used
         if time.monotonic() > end:
-            return [f"{used:.0f} MiB of the GPU are in use, and the processes {left} run"]
+            raise Failed(f"verl: {used:.0f} MiB are left in use, and the processes {left} run")
         time.sleep(0.5)
 
 

@@ -109,7 +109,7 @@ def test_an_engine_with_another_saver_is_a_failure_without_rows(run, capsys):
 
 @pytest.mark.parametrize(
     ("given", "compared"),
-    [("--peer", ("torch_memory_saver", 0.0)), ("--no-peer", ("the largest allowed change", 64.0))],
+    [("--peer", ("torch_memory_saver", 0.0)), ("--no-peer", ("the largest allowed value", 64.0))],
 )
 def test_cycles_measure_the_memory_in_use_asleep(run, given, compared):
     status, rows, _ = run("--verl-only=cycles", "--verl-cycles=7", given)
@@ -128,10 +128,23 @@ def test_the_largest_fraction_is_the_last_that_works(run, fault, ours):
 
 
 def test_an_interrupted_trainer_and_one_that_raises_end_with_an_error(run, capsys):
-    assert run("--verl-only=interrupted", fault="hangs")[0] == 0
+    status, rows, _ = run("--verl-only=interrupted", fault="hangs")
+    assert status == 0 and rows["verl_left_MiB"]["detail"]["memsaver"] == [0, 0]
     text = capsys.readouterr().err
     assert "interrupted: ended with status" in text and "KeyboardInterrupt" in text
     assert "raises: ended with status 1" in text and "this reward was to fail" in text
+
+
+def test_a_process_that_outlives_its_trainer_is_a_failure(
+    run, benchmark_module, monkeypatch, capsys
+):
+    part = benchmark_module("parts.frameworks_verl")
+    monkeypatch.setattr(part, "FREE_SECONDS", 2)
+    monkeypatch.setattr(part.Trainer, "left", lambda trainer: [1 << 30])
+    monkeypatch.setattr(part.Trainer, "__exit__", lambda trainer, *_: trainer._log.close())
+    status, rows, _ = run("--verl-only=interrupted", fault="hangs")
+    assert (status, rows) == (1, {})
+    assert capsys.readouterr().err.count(f"and the processes [{1 << 30}] run") == 2
 
 
 def test_the_reward_is_the_share_of_even_words(benchmark_module, monkeypatch):
