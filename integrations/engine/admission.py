@@ -97,7 +97,9 @@ class Admission:
         self._held = 0
         self._waiters: deque[_Waiter] = deque()
         self.changing = asyncio.Lock()
-        self._generations: dict[Any, bool] = {}  # that wait; whether a caller has aborted them
+        # The names that callers have aborted of each generation; None stands for all of them.
+        self._generations: dict[Any, set[str | None]] = {}
+        self._ignores_aborts = False
         self._polling: asyncio.Task[frozenset[str]] | None = None
         self._waking: asyncio.Task[None] | None = None
         self._waking_tags: frozenset[str] = frozenset()
@@ -130,22 +132,42 @@ class Admission:
         return self._released
 
     def abort(self, ids: Collection[str], every: bool = False) -> None:
-        """Abort the waiting generations with one of these names, or every one."""
-        for request in self._generations:
-            if every or not set(ids).isdisjoint(request.ids):
-                self._generations[request] = True
+        """Record that a caller aborts the generations with one of these names, or every one.
+
+        Those that wait end. The engine ends those that it has received, and they are not sent again
+        if it has refused them.
+        """
+        if self._ignores_aborts:
+            return
+        for request, aborted in self._generations.items():
+            aborted.update([None] if every else set(ids).intersection(request.ids))
 
     @contextlib.contextmanager
-    def abortable(self, request: Any) -> Iterator[None]:
-        """Count an `admitted.Generation` as waiting during the block."""
-        self._generations[request] = False
+    def own_aborts(self) -> Iterator[None]:
+        """Ignore aborts in the block, which makes them to send a request again. Must not wait."""
+        self._ignores_aborts = True
+        try:
+            yield
+        finally:
+            self._ignores_aborts = False
+
+    @contextlib.contextmanager
+    def abortable(self, request: Any, whole: Any = None) -> Iterator[None]:
+        """Record aborts of an `admitted.Generation` during the block.
+
+        Args:
+            request: the generation.
+            whole: the generation of which it is a part, and whose aborts also count; or None.
+        """
+        before = self._generations.get(whole, set())
+        self._generations[request] = before.intersection([None, *request.ids])
         try:
             yield
         finally:
             del self._generations[request]
 
     def check_aborted(self, request: Any) -> None:
-        """Raise `RequestAbortedError` if a caller has aborted a waiting generation."""
+        """Raise `RequestAbortedError` if a caller has aborted an abortable generation."""
         if self._generations[request]:
             raise RequestAbortedError("the request was aborted while it waited for the engine")
 

@@ -10,9 +10,10 @@ first, the request is sent again, or raises the same error.
 | wait | is held, in order, until the memory is resumed; raises after a timeout |
 | wake | resumes the memory that it needs; if too little is free, retries for a time, then raises |
 
-An abort ends a held request with `RequestAbortedError`, and a client that disconnects cancels it.
-If the engine ends, held requests raise vLLM's `EngineDeadError`. Without `enable_sleep_mode`, and
-if another allocator than memsaver has released the memory, the hooks do nothing.
+An abort ends a request that is held, or that an engine core has refused, with
+`RequestAbortedError`, and a client that disconnects cancels it. If the engine ends, held requests
+raise vLLM's `EngineDeadError`. Without `enable_sleep_mode`, and if another allocator than memsaver
+has released the memory, the hooks do nothing.
 """
 
 from __future__ import annotations

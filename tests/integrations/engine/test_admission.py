@@ -145,6 +145,7 @@ class Refused:
 
     def __init__(self) -> None:
         self.sent = asyncio.Event()
+        self.reaches = lambda place: None
 
     async def is_gone(self):
         return False
@@ -152,22 +153,32 @@ class Refused:
     async def send(self):
         assert not self.sent.is_set(), "it was sent again"
         self.sent.set()
-        raise asleep_in(asleep_text(EVERYTHING, "generate"))
-        yield
+        self.reaches("sent")
+        try:
+            raise asleep_in(asleep_text(EVERYTHING, "generate"))
+            yield
+        finally:
+            await asyncio.sleep(0)
+            self.reaches("refused")
 
     async def take_back(self, deadline):
-        pass
+        self.reaches("taken back")
+        asyncio.get_running_loop().call_soon(self.reaches, "repeated")
 
 
-async def test_a_refused_request_can_be_aborted_before_it_is_sent_again():
-    found, request = made("wake", Engine(())), Refused()
-    outputs = admitted.generation(found, "generate", request)
-    answer = asyncio.ensure_future(anext(outputs))
-    await request.sent.wait()
-    await asyncio.sleep(0)
-    found.abort(["a"])
+@pytest.mark.parametrize("place", ["sent", "refused", "taken back", "repeated"])
+async def test_a_refused_request_can_be_aborted_before_it_is_sent_again(place):
+    found, request, reached = made("wake", Engine(())), Refused(), []
+
+    def reaches(current):
+        reached.append(current)
+        if current == place:
+            found.abort(["a"])
+
+    request.reaches = reaches
     with pytest.raises(RequestAbortedError):
-        await answer
+        await anext(admitted.generation(found, "generate", request))
+    assert place in reached
     found.abort(["a"])
 
 
@@ -185,6 +196,7 @@ class Batch(Refused):
     async def send(self):
         self.sent.set()
         for output in ("first", *self.parts, "last"):
+            self.reaches(output)
             yield output
 
     def refusal_in(self, output):
@@ -211,6 +223,17 @@ async def test_a_refused_part_of_a_batch_can_be_aborted_before_it_is_sent_again(
     assert [name for name, part in request.parts.items() if part.sent.is_set()] == sent
     assert outputs == ["first", "last"] * (1 + len(sent))
     found.abort([], every=True)
+
+
+@pytest.mark.parametrize(("place", "sent"), [("first", []), ("b", []), ("c", ["b"])])
+async def test_a_part_that_is_aborted_before_its_refusal_arrives_is_not_sent_again(place, sent):
+    found, request = made("wake", Engine(())), Batch()
+    aborted = "b" if place == "first" else place
+    request.reaches = lambda current: found.abort([aborted] if current == place else [])
+    with pytest.raises(RequestAbortedError):
+        async for _ in admitted.generation(found, "generate", request):
+            pass
+    assert [name for name, part in request.parts.items() if part.sent.is_set()] == sent
 
 
 async def test_a_wake_up_resumes_once_for_all_requests_and_in_the_engines_order():

@@ -85,12 +85,18 @@ async def test_a_request_that_a_release_overtakes_is_sent_again(policy, when, st
 
 
 class Batches(Manager):
-    """A manager of two schedulers, of which one sleeps and refuses a part of the first batch."""
+    """A manager of two schedulers, of which one sleeps and refuses a part of the first batch.
 
-    def __init__(self) -> None:
+    Args:
+        aborts: whether it aborts the parts of a request that fails, as SGLang 0.5.23 does.
+    """
+
+    def __init__(self, aborts: bool = False) -> None:
         super().__init__()
+        self.aborts = aborts
         self.ended: list[str] = []
         self.waiting: list[asyncio.Future] = []  # the parts' own tasks
+        self.refused = lambda: None  # called after the refusal
 
     async def generate_request(self, obj, request=None):
         assert not set(obj.rid) & set(self.rid_to_state), "Duplicate request ID detected"
@@ -99,8 +105,11 @@ class Batches(Manager):
         try:
             async for output in self._parts(obj):
                 yield output
-        except Exception:
-            admissions.discard_pending(Batches._discard, self, obj)
+        except BaseException as error:
+            if self.aborts:
+                admissions.release_states(Batches._release, self, obj)
+            elif isinstance(error, Exception):
+                admissions.discard_pending(Batches._discard, self, obj)
             raise
 
     async def _parts(self, obj):
@@ -110,6 +119,7 @@ class Batches(Manager):
         elif getattr(obj, "parallel_sample_num", 1) == 1:
             self.waiting.append(asyncio.ensure_future(self.rid_to_state[accepted].wait()))
         del self.rid_to_state[refused]
+        self.refused()
         if self.tags:
             text = asleep_text(self.tags, "generate")
             output = {"meta_info": {"finish_reason": {"type": "abort", "message": text}}}
@@ -121,8 +131,18 @@ class Batches(Manager):
         for rid in obj.rid:
             self.rid_to_state.pop(rid, None)
 
+    def _release(self, obj):
+        for rid in obj.rid:
+            self.abort_request(rid)
+
     def abort_request(self, rid):
-        super().abort_request(rid)
+        """SGLang's method with memsaver's hook."""
+        admissions.abort(Batches._abort, self, rid)
+
+    def _abort(self, rid, abort_all):
+        if rid not in self.rid_to_state or rid in self.aborted:
+            return
+        self.aborted.append(rid)
         asyncio.get_running_loop().call_later(0.1, self._answer_abort, rid)
 
     def _answer_abort(self, rid):
@@ -130,16 +150,43 @@ class Batches(Manager):
         self.ended.append(rid)
 
 
+@pytest.mark.parametrize("aborts", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_accepted_parts_of_a_refused_batch_end_before_it_is_sent_again(policy, stream):
+async def test_accepted_parts_of_a_refused_batch_end_before_it_is_sent_again(
+    policy, stream, aborts
+):
     policy("wake")
-    manager = Batches()
+    manager = Batches(aborts)
     manager.tags = {"kv_cache"}
     obj = GenerateReqInput(["a", "b"], stream, is_single=False)
     found = admissions.generate(Batches.generate_request, manager, obj)
     assert [output async for output in found] == [[{"text": "a"}, {"text": "b"}]]
     assert manager.ended == ["b"] and len(manager.sent) == 2 and not manager.rid_to_state
     assert all(part.done() for part in manager.waiting)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("rid", ["a", "b"])
+@pytest.mark.parametrize("seconds", [None, 0.0, 0.05])
+async def test_a_batch_that_is_aborted_while_its_accepted_parts_end_is_not_sent_again(
+    policy, stream, rid, seconds
+):
+    """The client aborts it after the refusal, before the schedulers have ended these parts."""
+    policy("wake")
+    manager = Batches()
+    manager.tags = {"kv_cache"}
+
+    def refused():
+        if seconds is None:
+            manager.abort_request(rid)
+        else:
+            asyncio.get_running_loop().call_later(seconds, manager.abort_request, rid)
+
+    manager.refused = refused
+    obj = GenerateReqInput(["a", "b"], stream, is_single=False)
+    with pytest.raises(admission.RequestAbortedError):
+        await anext(admissions.generate(Batches.generate_request, manager, obj))
+    assert manager.ended == ["b"] and len(manager.sent) == 1 and not manager.rid_to_state
 
 
 class Part(GenerateReqInput):
