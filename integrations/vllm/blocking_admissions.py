@@ -97,7 +97,8 @@ def _changed(engine: Any, work: Callable[[], Any], **change: Any) -> Any:
         try:
             result = _checked(engine, work)
         except Exception:
-            blocking.run(admission.refresh)
+            with contextlib.suppress(Exception):  # the engine may have ended
+                blocking.run(admission.refresh)
             raise
         if not record_change(admission, **change):
             blocking.run(admission.refresh)
