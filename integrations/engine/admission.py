@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from memsaver.errors import MemsaverError, OutOfDeviceMemoryError
 
-from .errors import EngineAsleepError
+from .errors import EngineAsleepError, EngineTimeoutError
 from .policies import Policy
 from .refusal_log import RefusalLog
 from .refusals import asleep_in, asleep_text
@@ -37,6 +37,7 @@ Result = TypeVar("Result")
 
 _QUERY_SECONDS = 5.0
 _POLL_SECONDS = 1.0
+_WAKE_SECONDS = 60.0  # the least time that a request waits for a wake-up
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 1.0
 
 
@@ -196,7 +197,8 @@ class Admission:
 
         Raises:
             EngineAsleepError: a needed tag is released. Raised at once, after the deadline, after a
-                failed wake-up, whose error is the cause, or if too many requests are held.
+                failed wake-up, whose error is the cause, if the engine does not answer a wake-up
+                until the deadline and for at least 60 s, or if too many requests are held.
             ClientGoneError: the client has disconnected.
             RequestAbortedError: `is_gone` raised it.
         """
@@ -277,6 +279,7 @@ class Admission:
         is_gone: Callable[[], Awaitable[bool]] | None,
     ) -> None:
         now = asyncio.get_running_loop().time
+        until = max(deadline, now() + _WAKE_SECONDS)
         pause = _FIRST_PAUSE_SECONDS
         while missing := self._released & needs:
             if reads and (lost := missing & self.without_backup):
@@ -287,8 +290,10 @@ class Admission:
                     )
                 continue
             try:
-                if not await self._wake_once(missing):
+                if not await self._wake_once(missing, until, is_gone):
                     continue
+            except (ClientGoneError, RequestAbortedError):
+                raise
             except MemsaverError as error:
                 more = f"it could not be woken: {error}"
                 if not isinstance(error, OutOfDeviceMemoryError) or now() + pause > deadline:
@@ -301,18 +306,31 @@ class Admission:
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
             await _check_client(is_gone)
 
-    async def _wake_once(self, tags: frozenset[str]) -> bool:
+    async def _wake_once(
+        self,
+        tags: frozenset[str],
+        until: float,
+        is_gone: Callable[[], Awaitable[bool]] | None,
+    ) -> bool:
         """Resume tags in one task, which all requests that need a wake-up now share.
 
-        If a request is cancelled, the wake-up continues. Returns False if the task in progress was
-        another request's, and resumed only a part of the tags.
+        If a request is cancelled or stops waiting, the wake-up continues. Returns False if the task
+        in progress was another request's, and resumed only a part of the tags.
         """
+        now = asyncio.get_running_loop().time
+        begun = now()
         if self._waking is None or self._waking.done():
             self._waking_tags = tags
             self._waking = asyncio.ensure_future(self._resume(tags))
             self._waking.add_done_callback(_retrieve)
-        has_all = tags <= self._waking_tags
-        await asyncio.shield(self._waking)
+        waking, has_all = self._waking, tags <= self._waking_tags
+        while not waking.done():
+            await asyncio.wait([waking], timeout=max(0.0, min(_POLL_SECONDS, until - now())))
+            if not waking.done():
+                await _check_client(is_gone)
+                if now() >= until:
+                    raise EngineTimeoutError(f"no answer within {until - begun:.3g} s")
+        waking.result()
         return has_all
 
     async def _resume(self, tags: frozenset[str]) -> None:
