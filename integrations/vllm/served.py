@@ -9,6 +9,7 @@ from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlencode
 
+from memsaver._runtime.native import _C
 from memsaver._runtime.timeouts import seconds_until
 
 from ..engine.errors import EngineError, EngineTimeoutError
@@ -125,9 +126,18 @@ class ServedEngine(served.ServedEngine, Link):
         found: dict[int, Sample] = {}
         calls: dict[concurrent.futures.Future[Any], list[int]] = {}
         threads = concurrent.futures.ThreadPoolExecutor(min(len(bodies), _MOST_THREADS))
+
+        def start() -> None:
+            # As in `start_daemon`: no finalizer runs before the threads have started.
+            _C.pause_collection()
+            try:
+                for numbers, body in bodies:
+                    calls[threads.submit(complete, body)] = numbers
+            finally:
+                _C.resume_collection()
+
         try:
-            for numbers, body in bodies:
-                calls[threads.submit(complete, body)] = numbers
+            _C.uninterrupted(start, True)
             # A finalizer on their threads may wait for a tag that this thread owns.
             left = seconds_until(deadline) + _END_SECONDS
             for call in concurrent.futures.as_completed(calls, left):

@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.each_python
 
 CODE = """
-    import faulthandler, gc, os, socket, threading, time
+    import contextlib, faulthandler, gc, os, socket, threading, time
     from multiprocessing.reduction import ForkingPickler
     import memsaver
     from memsaver import simulator
@@ -93,6 +93,27 @@ CODE = """
 
         Call("ncclCommSuspend", lambda: 0).wait(10)
 
+    def blocking():
+        import asyncio
+        from memsaver.integrations.engine.blocking import run
+
+        async def notebook():
+            assert run(answer) == "text"
+
+        async def answer():
+            return "text"
+
+        asyncio.run(notebook())
+
+    def served():
+        from memsaver.integrations.engine.errors import EngineError
+        from memsaver.integrations.engine.interface import Request
+        from memsaver.integrations.vllm.served import ServedEngine
+
+        engine = ServedEngine("http://127.0.0.1:1")
+        with contextlib.suppress(EngineError):
+            engine.samples([Request([1], {"seed": 1})], 10)
+
     def pausing(tag):
         threading.Thread._set_ident = collect
         {call}()
@@ -114,7 +135,17 @@ CODE = """
 """
 
 
-INTEGRATIONS = ["resolve", "aside", "low_water", "loop", "parent", "start", "nccl"]
+INTEGRATIONS = [
+    "resolve",
+    "aside",
+    "low_water",
+    "loop",
+    "parent",
+    "start",
+    "nccl",
+    "blocking",
+    "served",
+]
 
 
 @pytest.mark.parametrize("call", ["timeline", "send", "connect", *INTEGRATIONS])
