@@ -56,6 +56,8 @@ class Child:
         cwd: the child's working directory, instead of this process's.
         tree: whether the child starts processes, which `close` also ends.
         preload: the path of a library to preload; "" for none.
+        label: the child's name in messages and in `name`, instead of the library's; needed for
+            several children of one library.
         settings: further arguments of the worker.
     """
 
@@ -68,9 +70,10 @@ class Child:
         cwd: str | None = None,
         tree: bool = False,
         preload: str = "",
+        label: str = "",
         **settings: Any,
     ) -> None:
-        self.name = name
+        self.name = label or name
         self._buffer = b""
         self._tree = tree
         environment = {key: text for key, text in environment.items() if key not in NOT_INHERITED}

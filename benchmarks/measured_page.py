@@ -16,6 +16,7 @@ PAGE = ROOT / "docs" / "measured.md"
 LIMITS = RESULTS.with_name("limits.json")
 RELIABILITY = RESULTS.with_name("reliability.json")
 ON_H100 = RESULTS.with_name("h100.json")
+PAIRED = RESULTS.with_name("paired.json")
 
 # Prefixes of metrics, by section. A metric belongs to the first section that matches.
 SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -53,10 +54,13 @@ WORDS = {
     "kv_64GiB_resume_at_once_ms": "resume 64 GiB right after its pause, ms",
     "swap_64GiB_ms": "swap 64 GiB for 64 GiB right after the last swap, no backup, ms",
     "swap_64GiB_spaced_ms": "the same, but half a second after the last swap, ms",
+    "swap_32GiB_ms": "swap 32 GiB for 32 GiB right after the other build's swap, no backup, ms",
+    "swap_32GiB_spaced_ms": "swap 32 GiB for 32 GiB after a wait, no backup, ms",
     "swap_16GB_ms": "swap 16 GB for 16 GB, backed up to the host, ms",
     "backed_changed_pause_rate": "rate of these pauses, % of a plain copy",
     "backed_changed_resume_rate": "rate of these resumes, % of a plain copy",
     "lora_pause_ms": "pause of 16 GB, 1 % of the tensors changed, ms",
+    "lora_resume_ms": "resume of 16 GB, 1 % of the tensors changed, ms",
     "two_gpu_backed_pause_ms": "pause of 16 GB on each of two GPUs, ms",
     "two_gpu_backed_resume_ms": "resume of 16 GB on each of two GPUs, ms",
     "peer_pause_16GB_ms": "later pauses of 16 GB, all contents changed, ms",
@@ -302,6 +306,34 @@ def on_h100(rows: list[Mapping[str, Any]]) -> list[str]:
     ]
 
 
+def before_and_after(rows: list[Mapping[str, Any]]) -> list[str]:
+    """Return the rows of paired.py, which compares two builds of memsaver."""
+    gpus = " and ".join(sorted({row["gpu"] for row in rows}))
+    builds = sorted({f"{row['peer']} and at {row['commit'][:7]}" for row in rows})
+    lines = [
+        f"All measurements of `benchmarks/results/{PAIRED.name}`, on {gpus}, {dates(rows)}: "
+        f"{', '.join(builds)}.",
+        "Both builds took turns in one run (`benchmarks/paired.py`). `before/after` is the ratio "
+        "of the medians, followed by that of the first quartiles in parentheses; above 1, the "
+        "later build is faster. `driver` is the time of bare driver calls or of a plain copy in "
+        "the same run.",
+        "",
+        "| what | before | after | before/after | driver |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for row in rows:
+        detail = row["detail"]
+        cells = [
+            WORDS.get(row["metric"], f"`{row['metric']}`"),
+            value_and_range(row["peer_value"], detail["peer"]),
+            value_and_range(row["memsaver"], detail["memsaver"]),
+            f"{row['ratio']:.2f} ({detail['ratio_of_first_quartiles']:.2f})",
+            "" if row["limit"] is None else f"{row['limit']:,.1f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
 def page() -> str:
     """Return the page for the current result files."""
     rows = json.loads(RESULTS.read_text())
@@ -319,6 +351,9 @@ def page() -> str:
         if sections[index]:
             lines += [f"## {SECTIONS[index][0]}", "", *table(sections[index]), ""]
     lines += ["## On H100s", "", *on_h100(json.loads(ON_H100.read_text())), ""]
+    if PAIRED.exists():
+        paired = json.loads(PAIRED.read_text())
+        lines += ["## Before and after", "", *before_and_after(paired), ""]
     lines += ["## Growth", "", *growth(json.loads(LIMITS.read_text())), ""]
     lines += ["## Reliability", "", *reliability(json.loads(RELIABILITY.read_text()))]
     return "\n".join(lines) + "\n"

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from memsaver._inspection.bare_driver import BareDriver, BareMemory
-from memsaver.errors import MemsaverError
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from memsaver._inspection.bare_driver import BareDriver, BareMemory
+
+# memsaver is imported only inside functions: paired.py's children import this module with an
+# earlier memsaver, whose modules have other names.
 
 LIMIT = "driver"
 
 
 def count_gpus() -> int:
     """Return the number of GPUs; 0 without a driver. Creates no context."""
+    from memsaver._inspection.bare_driver import BareDriver
+    from memsaver.errors import MemsaverError
+
     try:
         return BareDriver().device_count()
     except MemsaverError:
@@ -20,11 +28,15 @@ class RawDriver:
     """The minimum of driver calls that any library must make, for several tags. Frees nothing."""
 
     def __init__(self) -> None:
-        self._driver = BareDriver()
+        from memsaver._inspection.bare_driver import BareDriver
+
+        self._driver: BareDriver = BareDriver()
         self._memory: dict[str, BareMemory] = {}
 
     def setup(self, tag: str, total: int) -> int:
         """Map `total` bytes, rounded up to the granularity; return the number of bytes."""
+        from memsaver._inspection.bare_driver import BareMemory
+
         memory = self._memory[tag] = BareMemory(self._driver, total)
         memory.resume()
         self.use(tag)

@@ -106,16 +106,23 @@ GOALS: tuple[tuple[str, Goal | None], ...] = (
     ("rl_transition_seconds", Goal(5.0, peer=PEERS[DEFAULT])),
 )
 
+# Of a build against an earlier one (paired.py).
+PAIRED = Goal(round(1 / 1.03, 4))
+PAIRED_SHORT = Goal(round(1 / 1.1, 4))
+SHORT_MS = 30.0
 
-def goal(metric: str, peer: str) -> Goal | None:
-    """Return the goal of a metric against a peer, or None."""
-    found = next((goal for pattern, goal in GOALS if fnmatchcase(metric, pattern)), None)
-    return found if found and found.peer in (None, peer) else None
+
+def goal(row: Mapping[str, Any]) -> Goal | None:
+    """Return the goal of a row, or None."""
+    if row.get("bench") == "paired":
+        return PAIRED_SHORT if row["peer_value"] < SHORT_MS else PAIRED
+    found = next((goal for pattern, goal in GOALS if fnmatchcase(row["metric"], pattern)), None)
+    return found if found and found.peer in (None, row["peer"]) else None
 
 
 def verdict(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     """Return whether a row reaches its goal: "", "yes", "by METRIC", "not met" or "no peer"."""
-    wanted = goal(row["metric"], row["peer"])
+    wanted = goal(row)
     if wanted is None:
         return ""
     if row["ratio"] is None and wanted.at_most is None:
@@ -123,7 +130,7 @@ def verdict(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     if wanted.is_met(row):
         return "yes"
     for other in rows:
-        instead = goal(other["metric"], other["peer"])
+        instead = goal(other)
         if other["metric"] == wanted.otherwise and instead and instead.is_met(other):
             return f"by {wanted.otherwise}"
     return "not met"
@@ -147,7 +154,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
             "ended" if row["peer_value"] is None else f"{row['peer_value']:.2f}",
             "" if row["limit"] is None else f"{row['limit']:.2f}",
             "" if row["ratio"] is None else f"{row['ratio']:.3f}",
-            str(goal(row["metric"], row["peer"]) or ""),
+            str(goal(row) or ""),
             f"[bold red]{met}" if met == "not met" else met,
         )
     Console(width=None if sys.stdout.isatty() else 150).print(table)

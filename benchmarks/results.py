@@ -16,8 +16,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
-from memsaver._runtime.whole_files import replace_file
-
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_PATH = ROOT / "benchmarks" / "results" / "h200.json"
 ON_H100 = DEFAULT_PATH.with_name("h100.json")  # metrics without a measurement on an H200
@@ -180,6 +178,9 @@ def write(
 
     A row with the same bench, metric and peer is replaced in its place.
     """
+    # Not at the top: paired.py's children import this module with an earlier memsaver.
+    from memsaver._runtime.whole_files import replace_file
+
     new: dict[tuple[str, str, str], dict[str, Any]] = {}
     for measurement in measured:
         row = {**measurement, **circumstances}

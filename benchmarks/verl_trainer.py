@@ -240,9 +240,9 @@ def read(name: str, results: Path) -> Found:
     metrics = [line["data"] for line in lines(results / METRICS)]
     record = lines(results / RECORD)
     started = [line for line in record if line["call"] == verl_watch.STARTED]
-    expected = [OURS if name == OURS else "torch_memory_saver"]
-    if [line["savers"] for line in started] != [expected]:
-        raise Failed(f"{name}: the engines have the memory savers {started}, not {expected}")
+    expected = OURS if name == OURS else "torch_memory_saver"
+    if [line["saver"] for line in started] != [expected]:
+        raise Failed(f"{name}: the engines do not use {expected}: {started}")
     cycles, sleeping = cycles_of(record)
     if len(cycles) < len(metrics):
         raise Failed(f"{name}: {len(metrics)} steps, but {len(cycles)} cycles of sleep and wake-up")

@@ -29,8 +29,8 @@ SERVER = "verl.workers.rollout.sglang_rollout.async_sglang_server"
 CLIENT = "verl.workers.rollout.sglang_rollout.http_server_engine"
 ENGINE = "sglang.srt.entrypoints.engine"
 
-# Parts of the paths of the savers' libraries.
-LIBRARIES = {"memsaver": "/memsaver/_C.", "torch_memory_saver": "torch_memory_saver_hook"}
+# Parts of the paths of the savers' libraries, in the order in which `saver_of` looks for them.
+LIBRARIES = (("torch_memory_saver", "torch_memory_saver_hook"), ("memsaver", "/memsaver/_C."))
 
 
 def record(**line: Any) -> None:
@@ -51,13 +51,17 @@ def used_bytes() -> int | None:
         return None
 
 
-def loaded(pids: Sequence[int]) -> list[str]:
-    """Return the names of the savers whose libraries one of the processes has mapped."""
+def saver_of(pids: Sequence[int]) -> str | None:
+    """Return the name of the saver that the processes use; None if there is none.
+
+    SGLang's plugin imports memsaver even if it is turned off. If memsaver is in use, the library of
+    torch_memory_saver is not loaded.
+    """
     maps = []
     for pid in pids:
         with contextlib.suppress(OSError):  # the process has ended
             maps.append(Path(f"/proc/{pid}/maps").read_text(errors="replace"))
-    return [name for name, part in LIBRARIES.items() if any(part in text for text in maps)]
+    return next((name for name, part in LIBRARIES if any(part in text for text in maps)), None)
 
 
 def timed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,7 +90,7 @@ def watch_client(module: ModuleType) -> None:
 
 
 def watch_engine(module: ModuleType) -> None:
-    """Record the memory savers and the KV cache's tokens of an engine that has started."""
+    """Record the memory saver and the KV cache's tokens of an engine that has started."""
     start = module.Engine.__dict__["_launch_subprocesses"].__func__
 
     @functools.wraps(start)
@@ -94,7 +98,7 @@ def watch_engine(module: ModuleType) -> None:
         result = start(cls, *args, **keywords)
         started = next(part for part in result if hasattr(part, "scheduler_infos"))
         tokens = started.scheduler_infos[0]["max_total_num_tokens"]
-        record(call=STARTED, tokens=tokens, savers=loaded(started.all_child_pids))
+        record(call=STARTED, tokens=tokens, saver=saver_of(started.all_child_pids))
         return result
 
     module.Engine._launch_subprocesses = classmethod(launch)

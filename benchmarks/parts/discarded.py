@@ -156,9 +156,12 @@ class Discarding(Worker):
 
 
 def take_turns(
-    children: Sequence[Child], workload: str, cycles: int, gap: float
+    children: Sequence[Child], workload: str, cycles: int, gap: float, rounds: int = 1
 ) -> tuple[Times, Times]:
-    """Return each child's times with and without the wait. All are left paused."""
+    """Return each child's times with and without the wait. All are left paused.
+
+    The children take turns cycle by cycle with the wait, and in `rounds` rounds without it.
+    """
     spaced: Times = {child.name: {"pause_ms": [], "resume_ms": []} for child in children}
     at_once: Times = {child.name: {"pause_ms": [], "resume_ms": []} for child in children}
 
@@ -176,20 +179,26 @@ def take_turns(
         sizes[child.name] = child.ask("setup", workload=workload)["bytes"]
         pause(child)
     for cycle in range(cycles):
-        first = cycle % len(children)
-        for child in [*children[first:], *children[:first]]:
+        for child in rotated(children, cycle):
             reply = child.ask("resume", workload=workload)
             spaced[child.name]["resume_ms"].append(reply["resume_ms"])
             pause(child)
-    for child in children:
-        child.ask("resume", workload=workload)
-        for _ in range(cycles):
-            reply = child.ask("at_once", workload=workload)
-            for key, values in at_once[child.name].items():
-                values.append(reply[key])
-        child.ask("pause", workload=workload)
-        time.sleep(gap)
+    for turn in range(rounds):
+        for child in rotated(children, turn):
+            child.ask("resume", workload=workload)
+            for _ in range(turn, cycles, rounds):
+                reply = child.ask("at_once", workload=workload)
+                for key, values in at_once[child.name].items():
+                    values.append(reply[key])
+            child.ask("pause", workload=workload)
+            time.sleep(gap)
     return spaced, at_once
+
+
+def rotated(children: Sequence[Child], turn: int) -> list[Child]:
+    """Return the children in the order of a turn: each begins every len(children)th turn."""
+    first = turn % len(children)
+    return [*children[first:], *children[:first]]
 
 
 def label(workload: str, kv_gib: int) -> str:

@@ -1,22 +1,46 @@
 """Ends the calls that wait for an engine core that has ended.
 
 vLLM's blocking client waits indefinitely for the answer to a call, even after the engine core
-has ended.
+has ended. A core may end in two ways: it sends a message that it ends, because its workers have
+ended, or its process ends without one, after which vLLM shuts its client down.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-__all__ = ["shut_down"]
+__all__ = ["call_utility", "shut_down", "validate_alive"]
+
+_CALLS = "memsaver_calls"  # of a client's resources: its waiting calls, which they do not refer to
+
+
+def call_utility(original: Callable[..., Any], client: Any, *args: Any) -> Any:
+    """Call an engine core; `validate_alive` ends the call if the core ends meanwhile."""
+    setattr(client.resources, _CALLS, client.utility_results)
+    return original(client, *args)
+
+
+def validate_alive(original: Callable[..., Any], resources: Any, *args: Any) -> None:
+    """Check a core's message; if it says that the core ends, end the waiting calls and raise."""
+    try:
+        original(resources, *args)
+    except Exception:
+        _end(getattr(resources, _CALLS, {}))
+        raise
 
 
 def shut_down(result: Any, client: Any, *_: Any) -> Any:
     """End the waiting calls; called after `MPClient.shutdown`, which also follows a core's end."""
+    _end(client.utility_results)
+    return result
+
+
+def _end(calls: dict[int, Any]) -> None:
     dead = importlib.import_module("vllm.v1.engine.exceptions").EngineDeadError
-    for future in list(client.utility_results.values()):
+    for future in list(calls.values()):
+        # The calls of an `AsyncLLM` have futures of asyncio, and `cores.alive` ends them.
         if isinstance(future, Future) and not future.done():
             future.set_exception(dead())
-    return result

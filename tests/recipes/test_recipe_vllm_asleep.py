@@ -268,3 +268,10 @@ def test_the_server_reports_its_sleep_and_refuses_requests(core, application):
         assert (await ask(application, "/generate"))[0] == 200
 
     run(core, test)
+
+
+def test_a_call_ends_with_an_engine_core_that_ends_before_it_answers(core):
+    import vllm_dead_core
+    from vllm.v1.engine import core_client
+
+    assert isinstance(vllm_dead_core.error_of_a_call(core_client), core_client.EngineDeadError)

@@ -198,3 +198,16 @@ for call in (llm.wake_up, lambda: llm.generate(PROMPTS)):
         VLLM_ENABLE_V1_MULTIPROCESSING=1,
         BACKEND="mp",
     )
+
+
+def test_a_call_ends_with_an_engine_core_that_ends_before_it_answers(run_vllm):
+    run_vllm(
+        """
+import vllm_dead_core
+from vllm.plugins import load_general_plugins
+from vllm.v1.engine import core_client
+load_general_plugins()
+error = vllm_dead_core.error_of_a_call(core_client)
+assert type(error) is core_client.EngineDeadError, repr(error)
+"""
+    )

@@ -1,0 +1,220 @@
+"""Measure two builds of memsaver in turns: the parts of paired.py.
+
+Both builds run the workers of discarded.py, backed.py and swap.py, each in processes of its own
+with its folder on PYTHONPATH. The build that goes first alternates from cycle to cycle. Cycles with
+a backup are divided among several pairs of processes, because the speed of copies depends on where
+a process's pinned memory is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import results
+from children import Child, Failed, attempt
+from libraries import OURS
+from raw_driver import LIMIT
+from serve import Worker
+
+from parts.backed import CHANGES
+from parts.discarded import WORKLOADS, label, rotated, take_turns
+
+BEFORE, AFTER = "before", "after"
+BUILDS = (BEFORE, AFTER)
+
+BENCH = "paired"
+ROUNDS = 2  # turns of each child in the cycles without a wait
+SWAPPING_PAIRS = 2  # pairs of processes for swaps with backups
+MOST_SWAPS = 10  # swaps without a backup of each kind
+
+PLAIN = {"pause": "plain_out", "resume": "plain_in"}  # the copies that precede each call
+
+Values = dict[str, list[float]]  # by child
+
+
+class Imported(Worker):
+    """Reports where memsaver is imported from. The process imports the modules of all workers."""
+
+    imports: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, name: str) -> None:
+        pass
+
+    def where(self) -> dict[str, Any]:
+        """Return the path of memsaver's package, with its native module loaded."""
+        from memsaver import _C
+
+        return {"folder": str(Path(_C.__file__).resolve().parent)}
+
+
+def start(worker: str, name: str, options: argparse.Namespace, **settings: Any) -> Child:
+    """Start a child for a build, or for LIMIT, which runs with the current build."""
+    folder = options.before if name == BEFORE else options.after
+    environment = dict(os.environ)
+    if folder is not None:
+        others = [path for path in [environment.get("PYTHONPATH")] if path]
+        environment["PYTHONPATH"] = os.pathsep.join([str(folder.resolve()), *others])
+    library = LIMIT if name == LIMIT else OURS
+    return Child(worker, library, label=name, environment=environment, **settings)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raise Failed unless each build's children import memsaver from the build's folder."""
+    found = {}
+    for name, folder in ((BEFORE, options.before), (AFTER, options.after)):
+        with start("parts.paired:Imported", name, options) as child:
+            found[name] = Path(child.ask("where")["folder"])
+        if folder is not None and found[name].parent != folder.resolve():
+            raise Failed(
+                f"{name}: memsaver is imported from {found[name].parent}, not from {folder}: "
+                f"install it with pip install --no-build-isolation --no-deps --target {folder}"
+            )
+    if found[BEFORE] == found[AFTER]:
+        raise Failed(f"both builds are imported from {found[AFTER]}: set --before or --after")
+
+
+def rows(
+    options: argparse.Namespace,
+    metric: str,
+    found: Mapping[str, Sequence[float]],
+    limit: Sequence[float] | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Yield the row of a metric, if both builds have values.
+
+    Its `detail` also has the ratios of the minima and of the first quartiles, which the driver's
+    slow cycles affect less than the ratio of the medians.
+    """
+    before, after = found[BEFORE], found[AFTER]
+    if not before or not after:
+        return
+    peer = f"memsaver at {options.before_commit[:7]}"
+    row = results.measurement(metric, after, peer, before, limit, bench=BENCH)
+    row["detail"] |= {
+        "ratio_of_minima": results.ratio(min(after), min(before)),
+        "ratio_of_first_quartiles": results.ratio(first_quartile(after), first_quartile(before)),
+    }
+    yield row
+
+
+def first_quartile(values: Sequence[float]) -> float:
+    """Return the value that a quarter of the values are below."""
+    return sorted(values)[len(values) // 4]
+
+
+def discarded(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of pauses and resumes without a backup; the limit is bare driver calls."""
+    with contextlib.ExitStack() as stack:
+        children = [
+            stack.enter_context(
+                start("parts.discarded:Discarding", name, options, kv_gib=options.kv_gib)
+            )
+            for name in (*BUILDS, LIMIT)
+        ]
+        for child in children:
+            child.ready()
+        for workload in (name for name in WORKLOADS if name in options.only):
+            with attempt(failures):
+                both = take_turns(children, workload, options.cycles, options.gap, ROUNDS)
+                for times, suffix in zip(both, ("", "_at_once"), strict=True):
+                    for call in ("pause", "resume"):
+                        metric = f"{label(workload, options.kv_gib)}_{call}{suffix}_ms"
+                        values = {name: found[f"{call}_ms"] for name, found in times.items()}
+                        yield from rows(options, metric, values, values[LIMIT])
+
+
+def backed(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of pauses and resumes with a backup; the limit is a plain pinned copy."""
+    found: dict[str, Values] = {}  # by operation
+    with contextlib.ExitStack() as stack:
+        pairs = [
+            [
+                stack.enter_context(start("parts.backed:Backed", name, options))
+                for name in (BUILDS if at % 2 == 0 else BUILDS[::-1])
+            ]
+            for at in range(options.processes)
+        ]
+        for child in (child for children in pairs for child in children):
+            with attempt(failures):
+                child.ready()
+        for at, children in enumerate(pairs):
+            with attempt(failures):
+                cycles = range(at, options.backed_cycles, options.processes)
+                for call, name, value in backed_times(children, cycles):
+                    found.setdefault(call, {build: [] for build in BUILDS})[name].append(value)
+            for child in children:
+                child.close()
+    for key, values in found.items():
+        kind, _, call = key.partition("_")
+        if call in PLAIN:
+            plain = found.get(f"{kind}_{PLAIN[call]}")
+            limit = plain and [*plain[BEFORE], *plain[AFTER]]
+            metric = f"{key}_ms" if kind == "lora" else f"backed_{key}_ms"
+            yield from rows(options, metric, values, limit)
+
+
+def backed_times(children: Sequence[Child], cycles: range) -> Iterator[tuple[str, str, float]]:
+    """Yield the operation, child and milliseconds of first pauses, and of cycles of each kind."""
+    for child in children:
+        yield "first_pause", child.name, child.ask("first")["pause"]
+    for child in children:
+        child.ask("prepare_plain")
+    for kind in CHANGES:
+        for cycle in cycles:
+            for child in rotated(children, cycle):
+                reply = child.ask("cycle", kind=kind, plain=kind == "changed")
+                for call, value in reply.items():
+                    yield f"{kind}_{call}", child.name, value
+
+
+def swap(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of swaps, with backups and without."""
+    with attempt(failures):
+        yield from backed_swaps(options)
+    with attempt(failures):
+        yield from discarding_swaps(options)
+
+
+@contextlib.contextmanager
+def pair(worker: str, options: argparse.Namespace, **settings: Any) -> Iterator[list[Child]]:
+    """Start a child for each build and set both up, one after the other."""
+    with contextlib.ExitStack() as stack:
+        children = [
+            stack.enter_context(start(worker, name, options, **settings)) for name in BUILDS
+        ]
+        for child in children:
+            child.ready()
+        for child in children:
+            child.ask("setup")
+        yield children
+
+
+def backed_swaps(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the row of swaps with backups; the limit is plain copies in both directions at once."""
+    found: Values = {name: [] for name in BUILDS}
+    plain: list[float] = []
+    for at in range(SWAPPING_PAIRS):
+        with pair("parts.swap:Backed", options) as children:
+            for cycle in range(at, options.backed_cycles, SWAPPING_PAIRS):
+                for child in rotated(children, cycle // SWAPPING_PAIRS):
+                    reply = child.ask("turn", swap_first=True)
+                    found[child.name].append(reply["swap"])
+                    plain.append(reply["plain"])
+    yield from rows(options, "swap_16GB_ms", found, plain)
+
+
+def discarding_swaps(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the rows of swaps without backups, immediately after one another and after waits."""
+    with pair("parts.swap:Discarding", options, gib=options.swap_gib) as children:
+        for suffix, gap in (("", 0.0), ("_spaced", options.gap)):
+            found: Values = {name: [] for name in BUILDS}
+            for cycle in range(min(options.cycles, MOST_SWAPS)):
+                for child in rotated(children, cycle):
+                    time.sleep(gap)
+                    found[child.name].append(child.ask("swap")["swap"])
+            yield from rows(options, f"swap_{options.swap_gib}GiB{suffix}_ms", found)
