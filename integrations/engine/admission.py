@@ -24,6 +24,7 @@ from .tags import RELEASE_ORDER, RESUME_ORDER
 
 __all__ = [
     "EVERYTHING",
+    "QUERY_SECONDS",
     "Admission",
     "ClientGoneError",
     "RequestAbortedError",
@@ -32,10 +33,10 @@ __all__ = [
 ]
 
 EVERYTHING = frozenset(RELEASE_ORDER)
+QUERY_SECONDS = 5.0  # the longest wait for a query of an engine's memory
 
 Result = TypeVar("Result")
 
-_QUERY_SECONDS = 5.0
 _POLL_SECONDS = 1.0
 _WAKE_SECONDS = 60.0  # the least time that a request waits for a wake-up
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 1.0
@@ -374,8 +375,8 @@ class SharedQuery(Generic[Result]):
             self._last = asyncio.ensure_future(self._send())
             self._last.add_done_callback(_retrieve)
         query = self._last
-        await asyncio.wait([query], timeout=_QUERY_SECONDS)
-        error = query.exception() if query.done() else f"no answer in {_QUERY_SECONDS:g} s"
+        await asyncio.wait([query], timeout=QUERY_SECONDS)
+        error = query.exception() if query.done() else f"no answer in {QUERY_SECONDS:g} s"
         if error is not None:
             self._logger.warning("the engine did not report its memory: %s", error)
             return None

@@ -18,6 +18,7 @@ has released the memory, the hooks do nothing.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import logging
@@ -27,7 +28,7 @@ from typing import Any
 from memsaver.errors import MemsaverError
 
 from ..engine import admitted
-from ..engine.admission import Admission, SharedQuery
+from ..engine.admission import QUERY_SECONDS, Admission, SharedQuery
 from ..engine.errors import EngineAsleepError, EngineError
 from ..engine.refusals import asleep_in, refused
 from ..engine.tags import WEIGHTS
@@ -140,8 +141,8 @@ async def _checked(engine: Any, work: Awaitable[Any]) -> Any:
     except Exception as error:
         found = error
         with contextlib.suppress(Exception):  # an engine whose worker has ended does not answer
-            query = memory_of_async(engine.engine_core, failed=True)
-            found = error_from(error, await alive(engine, query))
+            query = alive(engine, memory_of_async(engine.engine_core, failed=True))
+            found = error_from(error, await asyncio.wait_for(query, QUERY_SECONDS))
         if engine.errored:
             raise engine.dead_error from error
         if found is error:

@@ -313,7 +313,7 @@ async def test_an_abort_ends_a_request_that_is_held(
 
 async def test_a_query_without_an_answer_in_time_is_not_cancelled(monkeypatch):
     """SGLang 0.5.12 would wait forever for the answer in each later query."""
-    monkeypatch.setattr(admission, "_QUERY_SECONDS", 0.01)
+    monkeypatch.setattr(admission, "QUERY_SECONDS", 0.01)
     manager = await asleep()
     query, answer = manager.get_internal_state, asyncio.Event()
     queries, completed = 0, 0

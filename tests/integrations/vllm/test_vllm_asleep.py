@@ -267,6 +267,28 @@ assert admission_of(engine) is None
     )
 
 
+def test_a_failed_sleep_keeps_its_error_if_the_query_of_the_state_has_no_answer(asleep):
+    asleep(
+        """
+from memsaver.integrations.engine import admission
+from memsaver.integrations.vllm import admissions
+async def hanging(*_, **__):
+    await asyncio.Event().wait()
+async def failing(*_, **__):
+    raise RuntimeError("it failed")
+admission.QUERY_SECONDS = admissions.QUERY_SECONDS = 0.1
+admissions.memory_of_async = hanging
+engine.engine_core.call_utility_async = failing
+try:
+    await asyncio.wait_for(engine.sleep(), 20)
+except RuntimeError as error:
+    assert str(error) == "it failed"
+else:
+    raise AssertionError("the sleep did not fail")
+"""
+    )
+
+
 @pytest.mark.parametrize("when", ["wait", "wake"])
 def test_held_requests_can_be_aborted_after_memsaver_stops_managing_the_memory(asleep, when):
     """A query has found another allocator. They can be aborted before vLLM has received them."""
