@@ -14,6 +14,8 @@ from memsaver.integrations.engine.errors import EngineTimeoutError
 from memsaver.integrations.sglang import engines as sglang
 from memsaver.integrations.vllm import engines as vllm
 
+pytestmark = pytest.mark.each_python
+
 SECONDS = 20.0
 
 
