@@ -27,6 +27,7 @@ PAGES: dict[str, tuple[tuple[str, str], ...]] = {
         ("verl_max_fraction", "largest gpu_memory_utilization that works"),
         ("verl_max_kv_tokens", "KV tokens with it"),
         ("verl_cycles_change_MiB", "change of the memory in use asleep, 50 steps, MiB"),
+        ("verl_left_MiB", "memory left in use by trainers that Ctrl-C or an error ended, MiB"),
         ("verl_tp2_sleep_wake_seconds", "two GPUs: release and both resumes of the engine, s"),
         ("verl_tp2_update_weights_seconds", "two GPUs: update with both resumes, s"),
         ("verl_tp2_step_seconds", "two GPUs: a step, s"),

@@ -72,6 +72,8 @@ GOALS: tuple[tuple[str, Goal | None], ...] = (
     ("verl_*sleep_wake_seconds", Goal(5.0)),
     ("verl_*step_seconds", Goal(1.0)),
     ("verl_*kv_tokens", Goal(1.0)),
+    ("verl_*cycles_change_MiB", Goal(at_most=64)),
+    ("verl_*left_MiB", Goal(at_most=64)),
     ("swap_16GB_ms", Goal(1.7)),
     ("swap_*_spaced_ms", None),
     ("swap_*_ms", Goal(5.0)),

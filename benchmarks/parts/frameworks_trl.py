@@ -3,7 +3,7 @@
 TRL puts the engine to sleep at level 2 after each generation, wakes the weights, sends them, and
 wakes the KV cache. The same training runs with memsaver and with vLLM's own allocator, in processes
 one after the other. The losses, rewards, gradients and responses of each step must be identical. If
-they are not, the peer trains once more: if its two runs also differ, the training is not
+they are not, the peer trains once more: if its two runs differ by as much, the training is not
 deterministic, and the figures are used; otherwise no row is written.
 """
 
@@ -19,6 +19,7 @@ import comparison
 import framework_model
 import results
 import runs
+import training_differences
 from children import Failed
 from engine_process import START_SECONDS, process, say, wait_until_free
 from libraries import OURS
@@ -27,7 +28,8 @@ from vllm_engine import PEER, THEIRS, environment
 BENCH = "frameworks"
 WORKER = "trl_worker:GrpoWorker"
 STEP_SECONDS = 60  # limit for a step
-COMPARED = ("loss", "reward", "grad_norm", "responses")
+NUMBERS = ("loss", "reward", "grad_norm")
+COMPARED = (*NUMBERS, "responses")
 ENVIRONMENT = {"HF_HUB_DISABLE_TELEMETRY": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
@@ -152,7 +154,12 @@ def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[s
     differing = differences(ours, theirs)
     if differing:
         say(f"the trainings differ: {differing}; {PEER} trains once more")
-        if not differences(theirs, train(THEIRS, options)):
+        again = train(THEIRS, options)
+        if not differences(theirs, again):
             failures.append(f"trl: two runs of the peer agree, memsaver differs: {differing}")
+            return
+        steps = (ours.steps, theirs.steps, again.steps)
+        if larger := training_differences.larger(*steps, NUMBERS):
+            failures.append(f"trl: {'; '.join(larger)}")
             return
     yield from rows(ours, theirs, differing)

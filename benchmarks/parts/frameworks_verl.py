@@ -3,8 +3,9 @@
 verl releases the engine's memory after each generation, and resumes the weights and the KV cache
 around the update of the weights. The same training runs with memsaver and with torch_memory_saver,
 one after the other. If the losses, rewards or responses differ, the peer trains once more: if its
-two runs also differ, the training is not deterministic, and the figures are used; otherwise no row
-is written.
+two runs differ by as much, the training is not deterministic, and the figures are used; otherwise
+no row is written. Nor is a row written if the engine's and the trainer's probabilities of the
+responses differ more than with the peer, as they do if the engine has other weights.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import comparison
 import results
 import runs
+import training_differences
 import verl_model
 import verl_reward
 from children import Failed, attempt
@@ -36,7 +38,12 @@ STEP_SECONDS = 20
 FREE_SECONDS = 60  # limit for the memory of an ended trainer to become free
 FLAT_MIB = 64  # by which the memory in use may change in cycles of sleep and wake-up
 WARM = 5  # cycles after which the memory must be flat
-COMPARED = ("actor/pg_loss", "actor/grad_norm", "critic/score/mean")
+SIZED = ("actor/grad_norm", "critic/score/mean")  # whose differences are compared in size
+COMPARED = ("actor/pg_loss", *SIZED)  # the loss is about 0 unless a response ends early
+# verl's mean difference between the engine's and the trainer's probabilities of the responses.
+PROBABILITIES = "training/rollout_probs_diff_mean"
+ALLOWED = "the largest allowed value"
+MORE = 2  # by this factor it may be larger than with the peer
 FRACTIONS = (0.6, 0.65, 0.7, 0.75)  # of the GPU's memory, to be tried in this order
 
 
@@ -145,15 +152,31 @@ def steps(
         comparison.show("verl_step_seconds", ours.seconds("step"))
         return
     theirs = train(DEFAULT, options, chosen)
+    if wrong := other_weights(ours.found, theirs.found):
+        failures.append(f"verl: {wrong}")
+        return
     differing = differences(ours.found, theirs.found)
     again: list[str] = []
     if differing:
         say(f"the trainings differ: {differing}; {PEER} trains once more")
-        again = differences(theirs.found, train(DEFAULT, options, chosen).found)
+        third = train(DEFAULT, options, chosen).found
+        again = differences(theirs.found, third)
         if not again:
             failures.append(f"verl: two runs of the peer agree, memsaver differs: {differing}")
             return
+        metrics = (ours.found.metrics, theirs.found.metrics, third.metrics)
+        if larger := training_differences.larger(*metrics, SIZED):
+            failures.append(f"verl: {'; '.join(larger)}")
+            return
     yield from rows(ours, theirs, prefix(options), differing, again)
+
+
+def other_weights(ours: Found, theirs: Found) -> str:
+    """Return why the engine seems to have other weights than the trainer; "" if it does not."""
+    mine, others = (max(step[PROBABILITIES] for step in one.metrics) for one in (ours, theirs))
+    if mine <= MORE * others:
+        return ""
+    return f"{PROBABILITIES} is {mine:.4g}, with {PEER} {others:.4g}"
 
 
 def prefix(options: argparse.Namespace) -> str:
@@ -200,7 +223,10 @@ def rows(
             row["detail"] |= {
                 "memsaver_phases": ours.phases,
                 "peer_phases": theirs.phases,
-                "compared": {key: [step[key] for step in ours.found.metrics] for key in COMPARED},
+                "compared": {
+                    key: [step[key] for step in ours.found.metrics]
+                    for key in (*COMPARED, PROBABILITIES)
+                },
                 "differences": list(differing),
                 "differences_of_the_peer": list(again),
             }
@@ -252,31 +278,38 @@ def cycles(
         say(f"{name}: memory in use asleep changed by {changes[name][0]:.0f} MiB")
     if changes[OURS][0] > FLAT_MIB:
         failures.append(f"verl: the memory in use asleep changed by {changes[OURS][0]:.0f} MiB")
-    if DEFAULT in changes:
-        yield results.measurement(
-            prefix(options) + "cycles_change_MiB",
-            changes[OURS],
-            PEER,
-            changes[DEFAULT],
-            bench=BENCH,
-        )
+    yield results.measurement(
+        prefix(options) + "cycles_change_MiB",
+        changes[OURS],
+        PEER if options.peer else ALLOWED,
+        changes[DEFAULT] if options.peer else [FLAT_MIB],
+        bench=BENCH,
+    )
 
 
 def interrupted(
     options: argparse.Namespace, folder: Path, failures: list[str]
 ) -> Iterator[dict[str, Any]]:
-    """Interrupt a training in a step, and let a step of another one raise; yield no row.
+    """Interrupt a training in a step, and let a step of another one raise.
 
-    Both trainers must end, and leave no memory of the GPU in use.
+    Both trainers must end. Yields the row of the memory that stays in use, and no row if a process
+    or memory of the GPU is left.
     """
+    used: list[float] = []
     for how in ("interrupted", "raises"):
         with attempt(failures):
-            failures += [f"verl, {how}: {text}" for text in end_early(how, options, folder)]
-    yield from ()
+            used.append(end_early(how, options, folder))
+    if len(used) == 2:
+        metric = prefix(options) + "left_MiB"
+        yield results.measurement(metric, used, ALLOWED, [NOISE_MIB], bench=BENCH)
 
 
-def end_early(how: str, options: argparse.Namespace, folder: Path) -> list[str]:
-    """Interrupt a training in its second step, or let a reward raise; return what is wrong."""
+def end_early(how: str, options: argparse.Namespace, folder: Path) -> float:
+    """Interrupt a training in its second step, or let a reward raise.
+
+    Returns:
+        The memory in use afterwards, in MiB more than at the start. Raises Failed.
+    """
     variables = {verl_reward.FAILURE: "40"} if how == "raises" else {}
     chosen = settings(options, folder, steps=100, variables=variables)
     wait_until_free(options.idle_mib)
@@ -289,21 +322,26 @@ def end_early(how: str, options: argparse.Namespace, folder: Path) -> list[str]:
         begin = time.monotonic()
         status = trainer.wait(FREE_SECONDS)
         say(f"{how}: ended with status {status} after {time.monotonic() - begin:.1f} s")
-        wrong = leftovers(options, trainer)
         say(trainer.log())
-    return wrong if status else [*wrong, "verl ended without an error"]
+        used = leftovers(options, trainer)
+    if not status:
+        raise Failed(f"verl, {how}: it ended without an error")
+    return used
 
 
-def leftovers(options: argparse.Namespace, trainer: Trainer) -> list[str]:
-    """Wait for the end of a trainer's processes; report those that run, and memory in use."""
+def leftovers(options: argparse.Namespace, trainer: Trainer) -> float:
+    """Wait for the end of a trainer's processes, and return the memory in use; see `end_early`.
+
+    Raises Failed if processes or memory are left.
+    """
     end = time.monotonic() + FREE_SECONDS
     while True:
         used, left = used_mib() - options.idle_mib, trainer.left()
         if used <= NOISE_MIB and not left:
             say(f"no process is left; {used:.0f} MiB more are in use than at the start")
-            return []
+            return used
         if time.monotonic() > end:
-            return [f"{used:.0f} MiB of the GPU are in use, and the processes {left} run"]
+            raise Failed(f"verl: {used:.0f} MiB are left in use, and the processes {left} run")
         time.sleep(0.5)
 
 

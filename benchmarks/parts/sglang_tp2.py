@@ -1,8 +1,9 @@
 """Measure the memory that a sleeping SGLang engine holds with tensor parallelism on two GPUs.
 
-Compares suspended NCCL communicators (MEMSAVER_SGLANG_SUSPEND_NCCL=1) with communicators that keep
-their memory, and the resumes of all memory; both again with NCCL_MAX_CTAS=8, for which NCCL
-allocates less memory. The memory in use is that of the GPU with more. Needs NCCL 2.29.7 or newer.
+Compares suspended NCCL communicators (MEMSAVER_SGLANG_SUSPEND_NCCL=1, which bounds NCCL's channels)
+with communicators that keep their memory, and the resumes of all memory; both again with
+NCCL_MAX_CTAS=8, for which NCCL allocates less memory, and with 64, which leaves NCCL its own
+choice. The memory in use is that of the GPU with more. Needs NCCL 2.29.7 or newer.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from raw_driver import count_gpus
 from sglang_engine import BENCH, engine_process
 
 METRIC, RESUME = "sglang_resident_tp2_MiB", "sglang_resume_tp2_ms"
-FEW_CTAS = {"NCCL_MAX_CTAS": "8"}
 PEER = "memsaver, communicators not suspended"
 WORKER = "parts.sglang_switch:Switching"
 FRACTION = 0.75
@@ -32,10 +32,14 @@ def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[s
     if options.device != "cpu" and count_gpus() < 2:
         say(f"{METRIC} needs two GPUs")
         return
-    for resident, resume, variables in (
-        (METRIC, RESUME, {}),
-        ("sglang_resident_tp2_8_ctas_MiB", "sglang_resume_tp2_8_ctas_ms", FEW_CTAS),
-    ):
+    for channels in (None, 8, 64):
+        resident, resume, variables = METRIC, RESUME, {}
+        if channels is not None:
+            resident, resume = (
+                f"sglang_{what}_tp2_{channels}_ctas_{unit}"
+                for what, unit in (("resident", "MiB"), ("resume", "ms"))
+            )
+            variables = {"NCCL_MAX_CTAS": str(channels)}
         with attempt(failures):
             ours = measure_one(options, {**variables, "MEMSAVER_SGLANG_SUSPEND_NCCL": "1"})
             theirs = measure_one(options, {**variables, "MEMSAVER_SGLANG_SUSPEND_NCCL": "0"})

@@ -50,7 +50,7 @@ def resume(group: Group, tags: Sequence[str], unrestored: Collection[str] = ()) 
             last, so that a failure leaves all of them paused with their contents.
     """
 
-    def work() -> Figures | None:
+    def work() -> Figures:
         start = time.perf_counter()
         names = _names(tags)
         reports = []
@@ -59,7 +59,7 @@ def resume(group: Group, tags: Sequence[str], unrestored: Collection[str] = ()) 
             if chosen:  # without names, memsaver would resume all tags
                 reports.append(memsaver.resume(*chosen, restore=restore))
         seconds = time.perf_counter() - start
-        return _figures(seconds, reports, names, tags) if names else None
+        return _figures(seconds, reports, names, tags) if names else Figures()
 
     return group.attempt(work)
 
@@ -122,9 +122,9 @@ class _Pause:
                 call.begin()
         self._seconds = time.perf_counter() - start
 
-    def run(self) -> Figures | None:
+    def run(self) -> Figures:
         if not self._begun:
-            return None
+            return Figures()
         start = time.perf_counter()
         reports = []
         for calls in self._begun:

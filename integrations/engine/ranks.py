@@ -41,7 +41,8 @@ class Group:
 
         Collective: every rank of the group calls it, even a rank without work. An exception that
         the work raises becomes its rank's failure; an interrupt or an exit is raised again on its
-        own rank.
+        own rank. If the work of all ranks returns None, the ranks exchange messages once instead
+        of twice; the reports of such ranks have no host and no process id.
 
         Raises:
             GroupError: a rank is unreachable.
@@ -56,7 +57,7 @@ class Group:
         codec = replace(JSON, pack_error=failed, unpack_error=JSON.unpack)
         outcomes = self._ranks().attempt(
             "the work of an engine's ranks",
-            lambda: asdict(replace(mine, **vars(work() or Figures()))),
+            lambda: None if (found := work()) is None else asdict(replace(mine, **vars(found))),
             codec=codec,
         )
         outcomes.check_agreed()
@@ -99,12 +100,13 @@ class Group:
         return Ranks(Channel(self._group) if self._group is not None else None)
 
 
-def _report(place: int, outcome: Outcome[dict[str, Any]]) -> RankReport:
+def _report(place: int, outcome: Outcome[dict[str, Any] | None]) -> RankReport:
     fields = outcome.error or outcome.value
     if fields:
         return RankReport.from_fields(fields)
     failure = outcome.failure
-    assert failure is not None
+    if failure is None:
+        return RankReport(place, "", 0)
     what = Failure(failure.kind, failure.message, failure.tag)
     return RankReport(place, failure.host, 0, failure=what)
 

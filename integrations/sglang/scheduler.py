@@ -40,7 +40,7 @@ from ..engine import moves
 from ..engine.answers import failure_of, last_answer, name_of, next_answer
 from ..engine.errors import EngineBusyError
 from ..engine.messages import Failure, RankReport, SchedulerState
-from ..engine.ranks import Group, first_failure
+from ..engine.ranks import Figures, Group, first_failure
 from ..engine.tags import RELEASE_ORDER, RESUME_ORDER, WEIGHTS
 from . import draft_weights, guard, handlers, leftovers, pipeline
 from .places import place_of
@@ -179,7 +179,7 @@ def _resume(
         return answer.done([], [])
     if not moves.are_memsavers(RESUME_ORDER):
         original(updater, handlers.request_for(request, tags))
-        return answer.done(tags, group.attempt(lambda: None))
+        return answer.done(tags, group.attempt(Figures))
 
     stash = handlers.stash_of(updater)
     rewritten = [tag for tag in _rewritten(request) if tag in tags]

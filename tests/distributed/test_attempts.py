@@ -62,7 +62,13 @@ for kind, raised in KINDS.items():
 assert group.gather({"rank": RANK, "text": "x" * 500}) == [
     {"rank": rank, "text": "x" * 500} for rank in range(3)
 ]
-(alone,) = Group(None).attempt(lambda: None)
+# Work without figures, on all ranks or on one, and a failure of one beside it.
+assert [one.rank for one in group.attempt(lambda: None)] == [0, 1, 2]
+reports = group.attempt(lambda: None if RANK == 1 else Figures(2.0))
+assert [one.seconds for one in reports] == [2.0, 0.0, 2.0] and reports[0].pid
+reports = group.attempt(lambda: act("error") if RANK == 1 else None)
+assert [one.failure and one.failure.kind for one in reports] == [None, "ValueError", None]
+(alone,) = Group(None).attempt(Figures)
 assert alone.failure is None and alone.pid == os.getpid()
 (alone,) = Group(None).attempt(lambda: 1 / 0)
 assert alone.failure.kind == "ZeroDivisionError"

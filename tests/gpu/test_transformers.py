@@ -18,7 +18,12 @@ from installed import needs
 from torch_environment import torch_environment
 
 CASES = Path(__file__).with_name("transformers_cases.py")
-NEEDED = {"trainer": "accelerate", "fsdp2": "transformers", "deepspeed_zero3": "deepspeed"}
+NEEDED = {
+    "trainer": "accelerate",
+    "trainer_again": "accelerate",
+    "fsdp2": "transformers",
+    "deepspeed_zero3": "deepspeed",
+}
 TIMEOUT = 300
 
 pytestmark = pytest.mark.timeout(TIMEOUT + 30)
@@ -33,7 +38,7 @@ def run(name: str, ranks: int = 1, **more: str) -> None:
         port = str(listener.getsockname()[1])
     env = {**torch_environment(expandable=False), "HF_HUB_OFFLINE": "1", **more}
     each = [env]
-    if name != "trainer":  # without these variables, Trainer uses one GPU
+    if not name.startswith("trainer"):  # without these variables, Trainer uses one GPU
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
         each = [{**env, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
     commands = [([sys.executable, str(CASES), name], one) for one in each]
@@ -57,7 +62,14 @@ def test_steps_with_sleeps_are_equal_on_two_ranks(name: str) -> None:
 @pytest.mark.recipes
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    [("trainer", 1), ("fsdp2", 1), ("fsdp2", 2), ("deepspeed_zero3", 1), ("deepspeed_zero3", 2)],
+    [
+        ("trainer", 1),
+        ("trainer_again", 1),
+        ("fsdp2", 1),
+        ("fsdp2", 2),
+        ("deepspeed_zero3", 1),
+        ("deepspeed_zero3", 2),
+    ],
 )
 def test_steps_with_sleeps_are_equal_on_the_simulated_driver(name: str, ranks: int) -> None:
     run(name, ranks, MEMSAVER_DRIVER="sim", DS_ACCELERATOR="cpu")

@@ -7,7 +7,10 @@ On a GPU, or on the simulated driver with MEMSAVER_DRIVER=sim, where CPU tensors
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -65,14 +68,20 @@ class Awake:
     def after_step(self) -> None:
         pass
 
+    def end(self) -> None:
+        pass
+
 
 class Asleep(Awake):
     """The reference sleeps except for its forward pass, and the trainer sleeps after each step."""
 
+    reference: Any = None
+
     def begin(self, model: Any, optimizer: Any, reference: Any) -> None:
-        self.trainer = offload(optimizer, model, tag=TRAINER)
-        self.reference = offload(reference, tag=REFERENCE)
-        self.reference.pause()
+        self.trainer = offload(optimizer, model, tag=TRAINER)  # again in a second training
+        if self.reference is None:
+            self.reference = offload(reference, tag=REFERENCE)
+            self.reference.pause()
 
     def log_probabilities(self, forward: Callable[[], Any]) -> Any:
         assert not resident(REFERENCE)
@@ -89,11 +98,22 @@ class Asleep(Awake):
             assert not resident(TRAINER, REFERENCE)
         assert self.trainer.bytes == size and not self.trainer.bytes_elsewhere
 
+    def end(self) -> None:
+        self.reference.resume()  # other models use its tag
 
-def trained(memory: Awake) -> list[float]:
-    """Return the losses and the norms of gradients of transformers' Trainer."""
+
+def trained(memory: Awake, where: str = "", error: type[BaseException] = ValueError) -> list[float]:
+    """Return the losses and the norms of gradients of transformers' Trainer.
+
+    Args:
+        memory: what sleeps.
+        where: the model whose third forward pass raises, after which the training begins again.
+        error: the error; a KeyboardInterrupt is that of a signal.
+    """
     model, reference = models()
     found: list[float] = []
+    if where:
+        fail_at({"reference": reference, "model": model}[where], 3, error)
 
     class Regularised(Trainer):
         def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
@@ -124,13 +144,39 @@ def trained(memory: Awake) -> list[float]:
             use_cpu=DEVICE == "cpu",
         )
         rows = [{"input_ids": row, "labels": row} for row in tokens()]
-        Regularised(model, arguments, train_dataset=rows, callbacks=[Sleeper()]).train()
-    assert len(found) == 2 * STEPS
+        trainer = Regularised(model, arguments, train_dataset=rows, callbacks=[Sleeper()])
+        if where:
+            with contextlib.suppress(error):
+                trainer.train()
+            assert len(found) == 2 * 2
+        trainer.train()
+    memory.end()
+    assert len(found) == 2 * (STEPS + 2 * bool(where))
     return found
+
+
+def fail_at(module: torch.nn.Module, count: int, error: type[BaseException]) -> None:
+    """Let one forward pass of a module fail."""
+    passes = itertools.count(1)
+
+    def fail(*_: Any) -> None:
+        if next(passes) == count:
+            if error is KeyboardInterrupt:
+                signal.raise_signal(signal.SIGINT)
+            raise error
+
+    module.model.layers[1].register_forward_hook(fail)  # type: ignore[union-attr, index]
 
 
 def case_trainer() -> None:
     assert trained(Asleep()) == trained(Awake())
+
+
+def case_trainer_again() -> None:
+    """After a step that raises, or that Ctrl-C interrupts, another training works."""
+    for error in (ValueError, KeyboardInterrupt):
+        for where in ("reference", "model"):
+            assert trained(Asleep(), where, error) == trained(Awake(), where, error)
 
 
 def looped(memory: Awake) -> list[float]:

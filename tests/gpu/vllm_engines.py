@@ -14,7 +14,7 @@ from typing import Any
 import qwen_model
 import torch
 import vllm_adapters
-from gpu_trainer import GIB, MIB
+from gpu_trainer import GIB, MIB, Trainer
 
 SLACK = 32 * MIB  # torch's own allocations between two readings of free memory
 KV_CACHE = 4 * GIB
@@ -137,7 +137,11 @@ def start(group: str, folder: Path) -> Session:
     qwen_model.save(folder / "model", qwen_model.weights(seed=1))
     arguments = arguments_of(group, folder)
     gpus = arguments.get("tensor_parallel_size", 1)
-    before = free(gpus)  # creates this process's context on each GPU
+    for gpu in range(gpus):  # creates this process's context, and loads the trainer's kernels
+        warm = Trainer(gpu, free(gpus)[gpu] - GIB - SLACK, pattern=1)
+        assert warm.is_intact()
+        warm.free()
+    before = free(gpus)
     from vllm import LLM
 
     begin = time.perf_counter()

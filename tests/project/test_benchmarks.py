@@ -74,6 +74,8 @@ def test_a_row_has_medians_a_ratio_and_every_value(benchmark_module):
         ("sglang_max_mem_fraction", "torch_memory_saver", 0.94, 1.093, "yes"),
         ("sglang_max_mem_fraction", "torch_memory_saver", 0.86, 1.0488, "not met"),
         ("sglang_max_mem_fraction", "torch_memory_saver", 0.94, 1.0444, "not met"),
+        ("verl_cycles_change_MiB", "torch_memory_saver", 64.0, 0.1, "yes"),
+        ("verl_tp2_left_MiB", "the largest allowed value", 65.0, 0.9, "not met"),
         ("vllm_sleep_first_ms", "vLLM", 1.0, 9.9, "not met"),
         ("vllm_tp2_sleep_first_ms", "vLLM", 1.0, 8.5, "yes"),
     ],

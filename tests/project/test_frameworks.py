@@ -78,6 +78,7 @@ def test_the_rows_of_trl(run):
     [
         ({"memsaver": [2.0], "vllm": [1.0]}, 1),  # the peer repeats its losses
         ({"memsaver": [2.0], "vllm": [1.0, 3.0]}, 0),  # it does not
+        ({"memsaver": [9.0], "vllm": [1.0, 1.5]}, 1),  # nor does it, but its losses are closer
     ],
 )
 def test_other_losses_than_the_peers_need_a_peer_that_differs_from_itself(run, losses, status):

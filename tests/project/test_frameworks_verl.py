@@ -87,16 +87,35 @@ def test_a_difference_counts_unless_the_peer_differs_from_itself(run, capsys, fa
         assert len(detail["differences_of_the_peer"]) >= count
 
 
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("far", "critic/score/mean differs by 0.999, in two runs of the peer by 0.001"),
+        ("stale", "training/rollout_probs_diff_mean is 0.01, with torch_memory_saver 3e-06"),
+    ],
+)
+def test_a_difference_must_be_as_small_as_the_peers(run, capsys, fault, message):
+    """Two runs of the peer differ from each other as well."""
+    status, rows, _ = run("--verl-steps=2", fault=fault)
+    assert (status, rows) == (1, {})
+    assert message in capsys.readouterr().err
+
+
 def test_an_engine_with_another_saver_is_a_failure_without_rows(run, capsys):
     status, rows, _ = run("--verl-steps=2", fault="saver")
     assert status == 1 and rows == {}
     assert "the engines do not use memsaver" in capsys.readouterr().err
 
 
-def test_cycles_measure_the_memory_in_use_asleep(run):
-    status, rows, _ = run("--verl-only=cycles", "--verl-cycles=7")
-    assert status == 0
-    assert rows["verl_cycles_change_MiB"]["memsaver"] == 0.0
+@pytest.mark.parametrize(
+    ("given", "compared"),
+    [("--peer", ("torch_memory_saver", 0.0)), ("--no-peer", ("the largest allowed value", 64.0))],
+)
+def test_cycles_measure_the_memory_in_use_asleep(run, given, compared):
+    status, rows, _ = run("--verl-only=cycles", "--verl-cycles=7", given)
+    row = rows["verl_cycles_change_MiB"]
+    assert (status, row["memsaver"]) == (0, 0.0)
+    assert (row["peer"], row["peer_value"]) == compared
 
 
 @pytest.mark.parametrize(("fault", "ours"), [("", 0.7), ("crowded", 0.65)])
@@ -109,10 +128,23 @@ def test_the_largest_fraction_is_the_last_that_works(run, fault, ours):
 
 
 def test_an_interrupted_trainer_and_one_that_raises_end_with_an_error(run, capsys):
-    assert run("--verl-only=interrupted", fault="hangs")[0] == 0
+    status, rows, _ = run("--verl-only=interrupted", fault="hangs")
+    assert status == 0 and rows["verl_left_MiB"]["detail"]["memsaver"] == [0, 0]
     text = capsys.readouterr().err
     assert "interrupted: ended with status" in text and "KeyboardInterrupt" in text
     assert "raises: ended with status 1" in text and "this reward was to fail" in text
+
+
+def test_a_process_that_outlives_its_trainer_is_a_failure(
+    run, benchmark_module, monkeypatch, capsys
+):
+    part = benchmark_module("parts.frameworks_verl")
+    monkeypatch.setattr(part, "FREE_SECONDS", 2)
+    monkeypatch.setattr(part.Trainer, "left", lambda trainer: [1 << 30])
+    monkeypatch.setattr(part.Trainer, "__exit__", lambda trainer, *_: trainer._log.close())
+    status, rows, _ = run("--verl-only=interrupted", fault="hangs")
+    assert (status, rows) == (1, {})
+    assert capsys.readouterr().err.count(f"and the processes [{1 << 30}] run") == 2
 
 
 def test_the_reward_is_the_share_of_even_words(benchmark_module, monkeypatch):

@@ -118,8 +118,8 @@ def test_engines_that_share_the_gpu(run):
 @pytest.mark.long
 def test_an_engine_on_two_gpus(run):
     status, rows, engines = run("--only=tp2")
-    assert status == 0 and [kind for _, kind, _ in engines] == ["ours"] * 4
-    for more in ("", "_8_ctas"):
+    assert status == 0 and [kind for _, kind, _ in engines] == ["ours"] * 6
+    for more in ("", "_8_ctas", "_64_ctas"):
         row = rows.pop(f"sglang_resident_tp2{more}_MiB")
         assert row["detail"]["memsaver"] == row["detail"]["peer"] == [1200.0] * 2
         assert row["detail"]["memsaver_gpus"] == [[1000.0, 1200.0]] * 2

@@ -5,6 +5,7 @@ The requests are those of the frameworks' sources. The other files test the inst
 
 from __future__ import annotations
 
+import itertools
 import json
 import urllib.request
 
@@ -50,6 +51,18 @@ def test_released_memory_is_free_and_resumable(engine, sim, framework):
             assert (sim.tag_bytes() < before) == (path == RELEASE)
         assert sim.tag_bytes() == full
         assert scheduler.weights.is_intact() and scheduler.kv_cache.is_zero()
+
+
+@pytest.mark.parametrize("framework", SEQUENCES)
+def test_a_round_succeeds_after_calls_in_any_order(engine, sim, framework):
+    """As after a step that raised, or that was interrupted, between two of them."""
+    scheduler, full, calls = engine.scheduler, sim.tag_bytes(), SEQUENCES[framework]
+    orders = itertools.permutations(range(len(calls)))
+    for start in {order[:count] for order in orders for count in range(len(calls) + 1)}:
+        for place in (*start, *range(len(calls))):
+            post(engine, *calls[place])
+        assert sim.tag_bytes() == full, start
+        assert scheduler.weights.is_intact() and scheduler.kv_cache.is_zero(), start
 
 
 def test_xtuner_resets_the_prefix_cache_by_releasing_once_more(engine):

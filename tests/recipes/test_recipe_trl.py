@@ -6,6 +6,7 @@ simulated driver. The engine's model and its generation are fakes.
 
 from __future__ import annotations
 
+import signal
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.recipes
 
 STEPS, SAMPLES, TOKENS = 2, 4, 6
 WORDS = 32
+ALL = {"weights", "kv_cache", "runtime"}
 
 
 class FakeModel:
@@ -138,24 +140,29 @@ def released() -> set[str]:
 
 def test_the_trainer_makes_the_calls_that_other_tests_replay(trainer):
     (llm,) = FakeLLM.made
-    assert llm.calls == trl_calls.START and released() == {"weights", "kv_cache"}
+    assert llm.calls == trl_calls.START and released() == ALL
     trainer.train()
     assert llm.calls == trl_calls.START + STEPS * trl_calls.STEP
-    assert released() >= {"weights", "kv_cache"}
+    assert released() == ALL
 
 
-def test_a_step_that_raises_can_be_followed_by_others(trainer):
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["generate", "wake_up", "compute_loss"])
+def test_a_step_that_raises_can_be_followed_by_others(trainer, monkeypatch, where, error):
+    """A KeyboardInterrupt is that of a signal."""
     (llm,) = FakeLLM.made
-    generate = llm.generate
 
     def broken(*_, **__):
-        llm.generate = generate
-        raise ValueError("the generation is broken")
+        patch.undo()
+        if error is KeyboardInterrupt:
+            signal.raise_signal(signal.SIGINT)
+        raise error
 
-    llm.generate = broken
-    with pytest.raises(ValueError, match="is broken"):
-        trainer.train()
-    assert not released()  # TRL has not reached its sleep
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer if where == "compute_loss" else llm, where, broken)
+        with pytest.raises(error):
+            trainer.train()
+    # TRL sleeps after a generation.
+    assert released() == (set() if where == "generate" else ALL)
     trainer.train()
-    assert released() >= {"weights", "kv_cache"}
-    assert llm.calls[-1] == "sleep 2"
+    assert released() == ALL and llm.calls[-1] == "sleep 2"

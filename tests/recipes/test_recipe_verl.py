@@ -130,38 +130,61 @@ def test_a_busy_engine_keeps_its_memory(rollout, engine):
     asyncio.run(rollout.resume(BOTH))
 
 
-def test_a_step_of_the_trainer_updates_weights_before_the_cache_is_back(
-    rollout, engine, monkeypatch
-):
-    """A colocated `ActorRolloutRefWorker.update_weights` keeps its order (without tensors)."""
+@pytest.fixture
+def worker(rollout, monkeypatch):
+    """Return verl's own colocated worker of a trainer, whose model has no tensors.
+
+    `worker.seen` are the states when weights are sent, and when the trainer's copy is released.
+    """
     from verl.workers import engine_workers
     from verl.workers.engine_workers import ActorRolloutRefWorker
 
-    seen = []
-
     def weights():
-        seen.append(states())
+        made.seen.append(states())
         yield from ()
 
     device = SimpleNamespace(empty_cache=lambda: None, synchronize=lambda: None)
     monkeypatch.setattr(engine_workers, "get_torch_device", lambda: device)
     monkeypatch.setattr(engine_workers, "set_expandable_segments", lambda enable: None)
     monkeypatch.setattr(engine_workers, "log_gpu_memory_usage", lambda *_, **__: None)
-    worker = object.__new__(ActorRolloutRefWorker)
-    worker.config = SimpleNamespace(rollout=rollout.config)
-    worker.rollout, worker.layered_summon, worker.peft_merge = rollout, False, False
-    worker.actor = SimpleNamespace(
+    made = object.__new__(ActorRolloutRefWorker)
+    made.config, made.seen = SimpleNamespace(rollout=rollout.config), []
+    made.rollout, made.layered_summon, made.peft_merge = rollout, False, False
+    made.actor = SimpleNamespace(
         engine=SimpleNamespace(
             is_param_offload_enabled=True,
             get_per_tensor_param=lambda **_: (weights(), None),
-            to=lambda *_, **__: seen.append(states()),
+            to=lambda *_, **__: made.seen.append(states()),
         )
     )
+    return made
+
+
+def test_a_step_of_the_trainer_updates_weights_before_the_cache_is_back(worker, rollout, engine):
     asyncio.run(rollout.release())
     asyncio.run(worker.update_weights(global_steps=3, mode="naive"))
-    # The states when the weights are sent, and when the trainer's copy is released.
-    assert seen == [{"kv_cache": "paused", "weights": "mapped"}] * 2
+    assert worker.seen == [{"kv_cache": "paused", "weights": "mapped"}] * 2
     assert states() == {"kv_cache": "mapped", "weights": "mapped"} and engine.steps == [3]
+
+
+@pytest.mark.parametrize("where", ["get_per_tensor_param", "to"])
+def test_a_step_that_raises_can_be_followed_by_others(worker, rollout, engine, monkeypatch, where):
+    def broken(*_, **__):
+        raise ValueError("the step is broken")
+
+    asyncio.run(rollout.release())
+    with monkeypatch.context() as patch:
+        patch.setattr(worker.actor.engine, where, broken)
+        with pytest.raises(ValueError, match="is broken"):
+            asyncio.run(worker.update_weights(global_steps=3, mode="naive"))
+    assert states()["kv_cache"] == "paused"
+    for step in (4, 5):
+        asyncio.run(rollout.release())
+        assert states() == {"kv_cache": "paused", "weights": "paused"}
+        asyncio.run(worker.update_weights(global_steps=step, mode="naive"))
+        assert states() == {"kv_cache": "mapped", "weights": "mapped"}
+        assert engine.scheduler.weights.is_intact() and engine.scheduler.kv_cache.is_zero()
+    assert engine.steps[-2:] == [4, 5]
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from repository import ROOT
 # The trainers of a process have the same variables.
 PROCESSES = {"host": ("slime", "miles", "miles_rematerialize"), "disk": ("miles_disk",)}
 ROUNDS = 3
+REPEATED = ("pause", "resume")  # in the last round, as if a step had begun again
 
 # The trainer's steps are performed on blocks of the size of parameters, gradients and master
 # weights; each training adds one to every byte.
@@ -115,6 +116,7 @@ def test_a_trainer_keeps_its_contents_and_leaves_the_gpu_to_the_engine(
             [(step.call, dict(step.arguments)) for step in group if step.side != steps.ENGINE]
             for group in (framework.start, *[framework.round] * ROUNDS)
         ]
+        rounds.append([call for call in rounds[-1] for _ in range(1 + (call[0] in REPEATED))])
         code += f"train_in_fork({name!r}, {framework.tagged}, {rounds})\n"
     preloaded(code, TMS_DISK_BACKUP_DIR=str(tmp_path), **frameworks[0].trainer)
 

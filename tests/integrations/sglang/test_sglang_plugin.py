@@ -68,7 +68,7 @@ def run_sglang(run_python, tmp_path):
         code = f"PATH = {str(path)!r}\nimport sys\nfrom sglang.srt import engine\n{lines}\n"
         for name in ("SGLANG_PLUGINS", "SGLANG_MEMORY_SAVER_CUDA_GRAPH"):
             env.setdefault(name, None)
-        for name in ("NCCL_GRAPH_REGISTER", "NCCL_CUMEM_ENABLE"):
+        for name in ("NCCL_GRAPH_REGISTER", "NCCL_CUMEM_ENABLE", "NCCL_MAX_CTAS"):
             env.setdefault(name, None)
         done = run_python(code, status=status, **env)
         return (json.loads(path.read_text()) if path.exists() else None), done.stderr
@@ -89,6 +89,7 @@ def test_every_process_uses_memsaver(run_sglang, scenario):
         "simulated": True,
         "preloaded": False,
         "vmm": None if scenario == "actor" else "0",
+        "ctas": None,
         "nccl": None,
         "torch": False,
     }
@@ -337,15 +338,15 @@ def test_variables_reach_every_process(run_sglang, scenario, env, values, warnin
 
 
 @pytest.mark.parametrize(
-    "vmm, used, poison, version, warnings",
-    [(None, "1", "1", "0.5.40", 2), ("0", "0", "0", "0.5.23", 0)],
+    "vmm, ctas, used, poison, version, warnings",
+    [(None, None, ["1", "16"], "1", "0.5.40", 2), ("0", "4", ["0", "4"], "0", "0.5.23", 0)],
 )
-def test_settings_of_every_process(run_sglang, vmm, used, poison, version, warnings):
+def test_settings_of_every_process(run_sglang, vmm, ctas, used, poison, version, warnings):
     """Each process warns once; NCCL's memory can be released unless the user disabled that."""
-    env = {"MEMSAVER_SGLANG_SUSPEND_NCCL": "1", "NCCL_CUMEM_ENABLE": vmm}
+    env = {"MEMSAVER_SGLANG_SUSPEND_NCCL": "1", "NCCL_CUMEM_ENABLE": vmm, "NCCL_MAX_CTAS": ctas}
     env |= {"MEMSAVER_POISON": poison, "STAND_IN_VERSION": version}
     seen, log = run_sglang(SCENARIOS["scheduler"], **env)
-    assert seen["vmm"] == used
+    assert [seen["vmm"], seen["ctas"]] == used
     assert log.count("option poison is on") == warnings
     cache_is_zero = [blocks[2] for blocks in seen["awake"]]
     assert all(cache_is_zero) is (poison == "0")  # SGLang needs zeros
