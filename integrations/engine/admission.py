@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from memsaver.errors import MemsaverError, OutOfDeviceMemoryError
 
-from .errors import EngineAsleepError
+from .errors import EngineAsleepError, EngineTimeoutError
 from .policies import Policy
 from .refusal_log import RefusalLog
 from .refusals import asleep_in, asleep_text
@@ -24,6 +24,7 @@ from .tags import RELEASE_ORDER, RESUME_ORDER
 
 __all__ = [
     "EVERYTHING",
+    "QUERY_SECONDS",
     "Admission",
     "ClientGoneError",
     "RequestAbortedError",
@@ -32,11 +33,12 @@ __all__ = [
 ]
 
 EVERYTHING = frozenset(RELEASE_ORDER)
+QUERY_SECONDS = 5.0  # the longest wait for a query of an engine's memory
 
 Result = TypeVar("Result")
 
-_QUERY_SECONDS = 5.0
 _POLL_SECONDS = 1.0
+_WAKE_SECONDS = 60.0  # the least time that a request waits for a wake-up
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 1.0
 
 
@@ -97,7 +99,9 @@ class Admission:
         self._held = 0
         self._waiters: deque[_Waiter] = deque()
         self.changing = asyncio.Lock()
-        self._generations: dict[Any, bool] = {}  # that wait; whether a caller has aborted them
+        # The names that callers have aborted of each generation; None stands for all of them.
+        self._generations: dict[Any, set[str | None]] = {}
+        self._ignores_aborts = False
         self._polling: asyncio.Task[frozenset[str]] | None = None
         self._waking: asyncio.Task[None] | None = None
         self._waking_tags: frozenset[str] = frozenset()
@@ -130,22 +134,42 @@ class Admission:
         return self._released
 
     def abort(self, ids: Collection[str], every: bool = False) -> None:
-        """Abort the waiting generations with one of these names, or every one."""
-        for request in self._generations:
-            if every or not set(ids).isdisjoint(request.ids):
-                self._generations[request] = True
+        """Record that a caller aborts the generations with one of these names, or every one.
+
+        Those that wait end. The engine ends those that it has received, and they are not sent again
+        if it has refused them.
+        """
+        if self._ignores_aborts:
+            return
+        for request, aborted in self._generations.items():
+            aborted.update([None] if every else set(ids).intersection(request.ids))
 
     @contextlib.contextmanager
-    def abortable(self, request: Any) -> Iterator[None]:
-        """Count an `admitted.Generation` as waiting during the block."""
-        self._generations[request] = False
+    def own_aborts(self) -> Iterator[None]:
+        """Ignore aborts in the block, which makes them to send a request again. Must not wait."""
+        self._ignores_aborts = True
+        try:
+            yield
+        finally:
+            self._ignores_aborts = False
+
+    @contextlib.contextmanager
+    def abortable(self, request: Any, whole: Any = None) -> Iterator[None]:
+        """Record aborts of an `admitted.Generation` during the block.
+
+        Args:
+            request: the generation.
+            whole: the generation of which it is a part, and whose aborts also count; or None.
+        """
+        before = self._generations.get(whole, set())
+        self._generations[request] = before.intersection([None, *request.ids])
         try:
             yield
         finally:
             del self._generations[request]
 
     def check_aborted(self, request: Any) -> None:
-        """Raise `RequestAbortedError` if a caller has aborted a waiting generation."""
+        """Raise `RequestAbortedError` if a caller has aborted an abortable generation."""
         if self._generations[request]:
             raise RequestAbortedError("the request was aborted while it waited for the engine")
 
@@ -174,7 +198,8 @@ class Admission:
 
         Raises:
             EngineAsleepError: a needed tag is released. Raised at once, after the deadline, after a
-                failed wake-up, whose error is the cause, or if too many requests are held.
+                failed wake-up, whose error is the cause, if the engine does not answer a wake-up
+                until the deadline and for at least 60 s, or if too many requests are held.
             ClientGoneError: the client has disconnected.
             RequestAbortedError: `is_gone` raised it.
         """
@@ -255,6 +280,7 @@ class Admission:
         is_gone: Callable[[], Awaitable[bool]] | None,
     ) -> None:
         now = asyncio.get_running_loop().time
+        until = max(deadline, now() + _WAKE_SECONDS)
         pause = _FIRST_PAUSE_SECONDS
         while missing := self._released & needs:
             if reads and (lost := missing & self.without_backup):
@@ -265,8 +291,10 @@ class Admission:
                     )
                 continue
             try:
-                if not await self._wake_once(missing):
+                if not await self._wake_once(missing, until, is_gone):
                     continue
+            except (ClientGoneError, RequestAbortedError):
+                raise
             except MemsaverError as error:
                 more = f"it could not be woken: {error}"
                 if not isinstance(error, OutOfDeviceMemoryError) or now() + pause > deadline:
@@ -279,18 +307,31 @@ class Admission:
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
             await _check_client(is_gone)
 
-    async def _wake_once(self, tags: frozenset[str]) -> bool:
+    async def _wake_once(
+        self,
+        tags: frozenset[str],
+        until: float,
+        is_gone: Callable[[], Awaitable[bool]] | None,
+    ) -> bool:
         """Resume tags in one task, which all requests that need a wake-up now share.
 
-        If a request is cancelled, the wake-up continues. Returns False if the task in progress was
-        another request's, and resumed only a part of the tags.
+        If a request is cancelled or stops waiting, the wake-up continues. Returns False if the task
+        in progress was another request's, and resumed only a part of the tags.
         """
+        now = asyncio.get_running_loop().time
+        begun = now()
         if self._waking is None or self._waking.done():
             self._waking_tags = tags
             self._waking = asyncio.ensure_future(self._resume(tags))
             self._waking.add_done_callback(_retrieve)
-        has_all = tags <= self._waking_tags
-        await asyncio.shield(self._waking)
+        waking, has_all = self._waking, tags <= self._waking_tags
+        while not waking.done():
+            await asyncio.wait([waking], timeout=max(0.0, min(_POLL_SECONDS, until - now())))
+            if not waking.done():
+                await _check_client(is_gone)
+                if now() >= until:
+                    raise EngineTimeoutError(f"no answer within {until - begun:.3g} s")
+        waking.result()
         return has_all
 
     async def _resume(self, tags: frozenset[str]) -> None:
@@ -334,8 +375,8 @@ class SharedQuery(Generic[Result]):
             self._last = asyncio.ensure_future(self._send())
             self._last.add_done_callback(_retrieve)
         query = self._last
-        await asyncio.wait([query], timeout=_QUERY_SECONDS)
-        error = query.exception() if query.done() else f"no answer in {_QUERY_SECONDS:g} s"
+        await asyncio.wait([query], timeout=QUERY_SECONDS)
+        error = query.exception() if query.done() else f"no answer in {QUERY_SECONDS:g} s"
         if error is not None:
             self._logger.warning("the engine did not report its memory: %s", error)
             return None

@@ -46,7 +46,10 @@ class Generation(Protocol):
         """
 
     async def take_back(self, deadline: float) -> None:
-        """Prepare to send a refused request again."""
+        """Prepare to send a refused request again.
+
+        Aborts its parts that the engine has received, if there are any, in `Admission.own_aborts`.
+        """
 
 
 async def generation(admission: Admission, what: str, request: Generation) -> AsyncIterator[Any]:
@@ -60,8 +63,8 @@ async def generation(admission: Admission, what: str, request: Generation) -> As
     Raises:
         EngineAsleepError: see `Admission.admit`.
         ClientGoneError: the client has disconnected.
-        RequestAbortedError: a caller has aborted the request, or a part of it that the engine had
-            refused, while it waited.
+        RequestAbortedError: a caller has aborted the request, or a part of it, and the engine has
+            not received it or has refused it.
     """
     deadline = admission.deadline()
 
@@ -69,12 +72,12 @@ async def generation(admission: Admission, what: str, request: Generation) -> As
         admission.check_aborted(request)
         return await request.is_gone()
 
-    with contextlib.ExitStack() as waiting:  # the refused parts, which callers may abort
+    with contextlib.ExitStack() as abortable:  # the request, then its refused parts
+        abortable.enter_context(admission.abortable(request))
         while True:
             try:
-                with admission.abortable(request):
-                    await admission.admit(EVERYTHING, what, deadline=deadline, is_gone=is_gone)
-                    admission.check_aborted(request)
+                await admission.admit(EVERYTHING, what, deadline=deadline, is_gone=is_gone)
+                admission.check_aborted(request)
             except EngineAsleepError as error:
                 raise refused(error) from error.__cause__
             refusal, begun, parts = None, False, list[tuple[Generation, contextlib.ExitStack]]()
@@ -86,8 +89,8 @@ async def generation(admission: Admission, what: str, request: Generation) -> As
                         if refusal is not None:
                             break
                     elif repeats(admission) and (part := request.refused_part(output)) is not None:
-                        held = waiting.enter_context(contextlib.ExitStack())
-                        held.enter_context(admission.abortable(part))
+                        held = abortable.enter_context(contextlib.ExitStack())
+                        held.enter_context(admission.abortable(part, request))
                         parts.append((part, held))
                         continue
                     begun = True
@@ -100,10 +103,9 @@ async def generation(admission: Admission, what: str, request: Generation) -> As
                 await outputs.aclose()
             if refusal is None:
                 break
-            await request.take_back(deadline)  # may abort parts that the engine has received
-            with admission.abortable(request):
-                await _again(admission, what, refusal, deadline)
-                admission.check_aborted(request)
+            await request.take_back(deadline)
+            await _again(admission, what, refusal, deadline)
+            admission.check_aborted(request)
         for part, held in parts:
             admission.check_aborted(part)
             held.close()  # the part's own generation begins now, and is abortable again

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from .loops import is_in_loop
+from memsaver._runtime.background import start_daemon
+
+from .loops import is_in_loop, settle
 
 __all__ = ["run"]
 
@@ -22,8 +24,12 @@ def run(work: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
     """
     if not is_in_loop():
         return _run(work)
-    with ThreadPoolExecutor(1, thread_name_prefix="memsaver") as pool:
-        return pool.submit(_run, work).result()
+    done: Future[_Result] = Future()
+    thread = start_daemon("blocking", lambda: settle(done, lambda: _run(work)))
+    try:
+        return done.result()
+    finally:
+        thread.join()  # also after an interrupt, because engines with blocking calls use one thread
 
 
 def _run(work: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:

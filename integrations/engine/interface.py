@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .weights.checks import RankCheck, VerificationRequest
 
 __all__ = [
+    "GENERATION_SECONDS",
     "Backend",
     "Broadcast",
     "Engine",
@@ -27,6 +28,8 @@ __all__ = [
     "SharedTensors",
     "WeightLoad",
 ]
+
+GENERATION_SECONDS = 3600.0  # the default of `Engine.generate`
 
 Layout = Literal["whole", "engine"]
 PauseMode = Literal["abort", "retract", "in_place", "wait"]
@@ -76,7 +79,14 @@ class Engine(Protocol):
         """Abort all requests. Some may end shortly after the call returns."""
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate, with the engine's own arguments and results."""
+        """Generate, with the engine's own arguments and results.
+
+        Args:
+            args: the engine's arguments.
+            kwargs: the engine's arguments, and `timeout`: seconds for the call, by default
+                `GENERATION_SECONDS`. An engine of this process whose calls block limits only the
+                wait for other threads' calls.
+        """
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from memsaver._runtime.interrupts import signals_deferred
+from memsaver._runtime.background import start_daemon
 from memsaver.errors import InvalidStateError
 
 __all__ = ["LoopThread", "check_outside_loop", "is_in_loop", "settle"]
@@ -56,9 +55,7 @@ class LoopThread:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="memsaver-engine-loop", daemon=True)
-        with signals_deferred():
-            self._thread.start()
+        self._thread = start_daemon("engine-loop", self._run)
         self.thread_id = self._thread.native_id or 0
 
     def _run(self) -> None:

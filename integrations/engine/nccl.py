@@ -12,9 +12,10 @@ from __future__ import annotations
 import concurrent.futures
 import ctypes
 import os
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from memsaver._runtime.background import start_daemon
 
 from . import held
 from .errors import EngineError, EngineTimeoutError
@@ -110,7 +111,7 @@ class Call:
 
         try:
             # NCCL cannot cancel the wait: after a timeout, the thread stays in it.
-            threading.Thread(target=work, daemon=True).start()
+            start_daemon("nccl", work)
         except RuntimeError as error:  # `wait` raises it, like every other failure
             self._status.set_exception(error)
 

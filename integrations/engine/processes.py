@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from memsaver._runtime.interrupts import signals_deferred
+from memsaver._runtime.background import start_daemon
 from memsaver._runtime.latches import Latch
 from memsaver._runtime.timeouts import seconds_until
 
@@ -72,9 +72,7 @@ class Parent:
             if done.exception() is None:
                 self._ended.wait(None)
 
-        with signals_deferred():
-            self._thread = threading.Thread(target=live, name="memsaver-engine-parent", daemon=True)
-            self._thread.start()
+        self._thread = start_daemon("engine-parent", live)
         return done.result()
 
     def end(self) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TypeVar
 
-from memsaver._runtime.interrupts import signals_deferred
+from memsaver._runtime.background import start_daemon
 from memsaver._runtime.latches import Latch
 from memsaver._runtime.timeouts import seconds_until
 from memsaver.errors import ConfigError
@@ -97,8 +96,7 @@ def started(
             end()
 
     try:
-        with signals_deferred():
-            threading.Thread(target=watch, name="memsaver-engine-start", daemon=True).start()
+        start_daemon("engine-start", watch)
         result = start()
         processes.record()
         return result, processes

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 
 from memsaver._inspection.statistics import device_memory
+from memsaver._runtime.background import start_daemon
 from memsaver._runtime.latches import Latch
 from memsaver._runtime.native import _C
 from memsaver.errors import MemsaverError
 
 __all__ = ["LowWater"]
 
+_END_SECONDS = 1.0  # to wait for the sample that is being taken
 _SECONDS = 0.005  # between two samples, each of which takes the driver some microseconds
 
 
@@ -54,23 +57,17 @@ class LowWater:
         self.look()
         if not self.total:
             return self
-        thread = threading.Thread(
-            target=_keep_looking,
-            args=(weakref.ref(self), self._over),
-            name="memsaver-low-water",
-            daemon=True,
-        )
-        with contextlib.suppress(
-            RuntimeError
-        ):  # without a thread, only the first and the last sample are taken
-            thread.start()
-            self._thread = thread
+        work = functools.partial(_keep_looking, weakref.ref(self), self._over)
+        # Without a thread, only the first and the last sample are taken.
+        with contextlib.suppress(RuntimeError):
+            self._thread = start_daemon("low-water", work)
         return self
 
     def _leave(self, *_: object) -> None:
         self._over.open()
         if self._thread is not None:
-            self._thread.join()
+            # A finalizer on it may wait for a tag that this thread owns.
+            self._thread.join(_END_SECONDS)
         self.look()
 
 

@@ -10,9 +10,9 @@ release arrived first, the request is sent again, or raises the same error.
 | wait | is held, in order, until the memory is resumed; raises after a timeout |
 | wake | resumes the memory that it needs; if too little is free, retries for a time, then raises |
 
-A health check neither waits nor wakes the engine. An abort ends a held request with
-`RequestAbortedError`, for which the server answers with status 400. Without
-`enable_memory_saver`, the hooks do nothing.
+A health check neither waits nor wakes the engine. An abort ends a request that is held, or
+that a scheduler has refused, with `RequestAbortedError`, for which the server answers with status
+400. Without `enable_memory_saver`, the hooks do nothing.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ __all__ = [
     "change",
     "discard_pending",
     "generate",
+    "release_states",
 ]
 
 _ATTRIBUTE = "_memsaver_admission"  # of a tokenizer manager
@@ -297,14 +298,27 @@ async def _discard(manager: Any, obj: Any, deadline: float) -> None:
     until then, because SGLang 0.5.12 exits if it receives an answer for a part without a state.
     """
     rids = _rids_of(obj)
-    for rid in rids:
-        if getattr(obj, "parallel_sample_num", 1) > 1:
-            manager.rid_to_state.pop(rid, None)  # not sent: the samples have names of their own
-        elif rid in manager.rid_to_state:
-            manager.abort_request(rid)
+    with _own_aborts(manager):
+        for rid in rids:
+            if getattr(obj, "parallel_sample_num", 1) > 1:
+                manager.rid_to_state.pop(rid, None)  # not sent: the samples have other names
+            elif rid in manager.rid_to_state:
+                manager.abort_request(rid)
     now = asyncio.get_running_loop().time
     while not manager.rid_to_state.keys().isdisjoint(rids) and now() < deadline:
         await asyncio.sleep(admitted.RETRY_SECONDS)
+
+
+def _own_aborts(manager: Any) -> contextlib.AbstractContextManager[None]:
+    """Return a block whose aborts are not a caller's; see `Admission.own_aborts`."""
+    admission = admission_of(manager)
+    return contextlib.nullcontext() if admission is None else admission.own_aborts()
+
+
+def release_states(original: Callable[..., Any], manager: Any, states: Any) -> Any:
+    """Wrap `TokenizerManager._release_req_states_on_failure`, which aborts parts that were sent."""
+    with _own_aborts(manager):
+        return original(manager, states)
 
 
 def discard_pending(original: Callable[..., Any], manager: Any, obj: Any) -> Any:

@@ -1,21 +1,26 @@
 """SGLang as an `Engine`: an `sglang.Engine` in this process, or a server at a URL.
 
-Every call has a timeout in seconds, except a generation by an engine in this process.
+Every call has a timeout in seconds. That of a generation by an engine in this process limits only
+the wait for other threads' calls.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import functools
-import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
+from memsaver._runtime.latches import Gate
+from memsaver._runtime.timeouts import check_timeout
 from memsaver.errors import ConfigError, InvalidStateError
 
+from ..engine.interface import GENERATION_SECONDS
 from ..engine.local_calls import check_call, result_of
+from ..engine.locks import late_generation
 from ..engine.messages import Answer, SchedulerState
 from ..engine.processes import death_among
 from .protocol import FORGIVING, REWRITTEN, states_of
@@ -63,6 +68,10 @@ def connect(engine: Any, api_key: str | None = None) -> LocalEngine | ServedEngi
     return LocalEngine(engine)
 
 
+class _DrivenError(Exception):
+    """Another thread drives the event loop."""
+
+
 class LocalEngine:
     """An `sglang.Engine` of this process. Any thread, but none inside an event loop.
 
@@ -73,9 +82,9 @@ class LocalEngine:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        # Owned by the thread that drives the loop, or is about to. Reentrant for a finalizer or a
+        # Entered by the thread that drives the loop, or is about to. Reentrant for a finalizer or a
         # signal handler of that thread: `_check_idle` detects a running loop.
-        self._driving = threading.RLock()
+        self._driving = Gate(reentrant=True)
 
     @property
     def engine(self) -> Any:
@@ -155,11 +164,23 @@ class LocalEngine:
         return Reply(bool(success), str(message), more[0] or () if more else ())
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """See `Engine`."""
-        with self._driving:
-            self._check_idle()
+        """See `Engine`.
+
+        Args:
+            args: the arguments.
+            kwargs: the arguments, and `timeout`: seconds to wait for other threads' calls, by
+                default an hour; for a stream, before each item.
+
+        Raises:
+            ConfigError: the timeout is not a positive number.
+            EngineTimeoutError: another thread's call did not end in time.
+            InvalidStateError: the engine's event loop is already running.
+        """
+        timeout = kwargs.pop("timeout", GENERATION_SECONDS)
+        check_timeout(timeout)
+        with self._idle(timeout):
             result = self._engine.generate(*args, **kwargs)
-        return self._stream(iter(result)) if kwargs.get("stream") else result
+        return self._stream(iter(result), timeout) if kwargs.get("stream") else result
 
     def _submit(
         self, name: str, fields: Mapping[str, Any], timeout: float, rid: str | None = None
@@ -183,15 +204,21 @@ class LocalEngine:
 
         self.run("an abort", abort, timeout)
 
-    def _stream(self, items: Iterator[Any]) -> Iterator[Any]:
+    def _stream(self, items: Iterator[Any], timeout: float) -> Iterator[Any]:
         end = object()
         while True:
-            with self._driving:  # released between items, because that may take long
-                self._check_idle()
+            with self._idle(timeout):  # not between items, because that may take long
                 item = next(items, end)
             if item is end:
                 return
             yield item
+
+    @contextlib.contextmanager
+    def _idle(self, timeout: float) -> Iterator[None]:
+        """Exclude other threads that drive the event loop."""
+        with self._driving.passed(timeout, lambda: late_generation(timeout)):
+            self._check_idle()
+            yield
 
     def _check_idle(self) -> None:
         if self._engine.loop.is_running():
@@ -243,17 +270,18 @@ class LocalEngine:
 
         if loop.is_closed():
             future.cancel()
-        elif loop.is_running() or not self._driving.acquire(blocking=False):
-            concurrent.futures.wait([future], seconds)
-        else:
+            return
+        with contextlib.suppress(_DrivenError), self._driving.passed(0, _DrivenError):
+            if loop.is_running():
+                raise _DrivenError
             watching = watch()
             try:
                 loop.run_until_complete(watching)
             except RuntimeError:  # another caller has just started the loop
                 watching.close()
                 time.sleep(0.001)
-            finally:
-                self._driving.release()
+            return
+        concurrent.futures.wait([future], seconds)
 
     def death(self) -> str:
         """Describe an engine process that has ended; "" if none is known to have ended."""

@@ -157,6 +157,7 @@ def _hooks_of_requests() -> dict[str, tuple[str, Callable[..., Any]]]:
         f"{_MANAGER}.abort_request": ("AROUND", admissions.abort),
         f"{_MANAGER}._handle_abort_finish_reason": ("AROUND", admissions.abort_reason),
         f"{_MANAGER}._discard_pending_req_states": ("AROUND", admissions.discard_pending),
+        f"{_MANAGER}._release_req_states_on_failure": ("AROUND", admissions.release_states),
         **{target: ("AROUND", hook) for target, hook in _CONTROL_CALLS.items()},
     }
 

@@ -32,7 +32,9 @@ class SleepController(EngineController):
 
     `generate` accepts the arguments of `sglang.Engine.generate`. For a server at a URL, arguments
     and results are JSON, there are no streams, and `timeout` is in seconds for the whole call, by
-    default an hour.
+    default an hour. For an engine of this process, `timeout` limits only the wait for other
+    threads' calls. In a callback of `on_pause` or `on_resume`, pass a short one: the other thread
+    may be waiting for the callback's tag.
 
     Threads: any. `sleep` and `wake_up` run one after the other; generations run concurrently. Do
     not call them in an event loop: use `await asyncio.to_thread(controller.sleep)`. `sleep` detects

@@ -10,13 +10,15 @@ first, the request is sent again, or raises the same error.
 | wait | is held, in order, until the memory is resumed; raises after a timeout |
 | wake | resumes the memory that it needs; if too little is free, retries for a time, then raises |
 
-An abort ends a held request with `RequestAbortedError`, and a client that disconnects cancels it.
-If the engine ends, held requests raise vLLM's `EngineDeadError`. Without `enable_sleep_mode`, and
-if another allocator than memsaver has released the memory, the hooks do nothing.
+An abort ends a request that is held, or that an engine core has refused, with
+`RequestAbortedError`, and a client that disconnects cancels it. If the engine ends, held requests
+raise vLLM's `EngineDeadError`. Without `enable_sleep_mode`, and if another allocator than memsaver
+has released the memory, the hooks do nothing.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import logging
@@ -26,7 +28,7 @@ from typing import Any
 from memsaver.errors import MemsaverError
 
 from ..engine import admitted
-from ..engine.admission import Admission, SharedQuery
+from ..engine.admission import QUERY_SECONDS, Admission, SharedQuery
 from ..engine.errors import EngineAsleepError, EngineError
 from ..engine.refusals import asleep_in, refused
 from ..engine.tags import WEIGHTS
@@ -46,41 +48,38 @@ __all__ = [
     "get_admission",
     "process_outputs",
     "record_change",
-    "record_managed",
     "record_memory",
-    "stop_managing",
 ]
 
 _ATTRIBUTE = "_memsaver_admission"  # of an engine
-_FORMER = "_memsaver_former_admission"  # of an engine that memsaver has stopped managing
-_IS_OURS = "_memsaver_is_ours"  # of an engine whose first sleep has shown it
 _logger = logging.getLogger("memsaver.vllm")
 
 
-def admission_of(engine: Any) -> Admission | None:
+class VllmAdmission(Admission):
+    """An engine's `Admission`.
+
+    Attributes:
+        is_ours: whether memsaver manages the engine's memory; None until a query has shown it,
+            which a query of an engine without released memory cannot. If False, new requests are
+            not admitted, and those that are held can still be aborted.
+    """
+
+    is_ours: bool | None = None
+
+
+def admission_of(engine: Any) -> VllmAdmission | None:
     """Return an `AsyncLLM`'s `Admission`; None if memsaver does not manage its memory."""
     return get_admission(engine, _AsyncCores)
 
 
-def get_admission(engine: Any, sleeper: Callable[[Any], Any]) -> Admission | None:
+def get_admission(engine: Any, sleeper: Callable[[Any], Any]) -> VllmAdmission | None:
     """Return an engine's `Admission`, which the first call makes; None if it has none."""
     found = vars(engine).get(_ATTRIBUTE, False)
     if found is False:
         is_on = settings.is_on() and engine.vllm_config.model_config.enable_sleep_mode
-        found = Admission(settings.policy(), sleeper(engine)) if is_on else None
+        found = VllmAdmission(settings.policy(), sleeper(engine)) if is_on else None
         setattr(engine, _ATTRIBUTE, found)
-    return found  # type: ignore[no-any-return]
-
-
-def stop_managing(engine: Any) -> None:
-    """Stop managing an engine whose memory another allocator releases. Idempotent.
-
-    Requests that are held can still be aborted.
-    """
-    former = vars(engine).get(_ATTRIBUTE)
-    if former is not None:
-        setattr(engine, _FORMER, former)
-    setattr(engine, _ATTRIBUTE, None)
+    return None if found is None or found.is_ours is False else found
 
 
 class Cores:
@@ -95,8 +94,7 @@ class Cores:
     async def resume(self, tags: Collection[str]) -> frozenset[str]:
         """See `Sleeper`."""
         engine = self._engine
-        admission = vars(engine).get(_ATTRIBUTE)
-        before = admission.released if admission is not None else frozenset(tags)
+        before: frozenset[str] = vars(engine)[_ATTRIBUTE].released
         _logger.info("a request wakes the engine: resuming %s", ", ".join(tags))
         try:
             # With data parallelism, the cores' own tags may differ: None resumes all of them.
@@ -125,13 +123,14 @@ class _AsyncCores(Cores):
 
 
 def record_memory(engine: Any, memory: Memory) -> frozenset[str]:
-    """Record an engine's lost contents, and return its released tags."""
+    """Record whose memory an engine's is, and its lost contents; return its released tags."""
+    admission: VllmAdmission = vars(engine)[_ATTRIBUTE]
     if memory.is_others:
-        stop_managing(engine)
+        admission.is_ours = False
         return frozenset()
-    admission = vars(engine).get(_ATTRIBUTE)
-    if admission is not None:
-        admission.without_backup = memory.lost
+    if memory.released and admission.is_ours is None:
+        admission.is_ours = True
+    admission.without_backup = memory.lost
     return memory.released
 
 
@@ -142,8 +141,8 @@ async def _checked(engine: Any, work: Awaitable[Any]) -> Any:
     except Exception as error:
         found = error
         with contextlib.suppress(Exception):  # an engine whose worker has ended does not answer
-            query = memory_of_async(engine.engine_core, failed=True)
-            found = error_from(error, await alive(engine, query))
+            query = alive(engine, memory_of_async(engine.engine_core, failed=True))
+            found = error_from(error, await asyncio.wait_for(query, QUERY_SECONDS))
         if engine.errored:
             raise engine.dead_error from error
         if found is error:
@@ -162,14 +161,13 @@ async def _changed(engine: Any, work: Callable[[], Awaitable[Any]], **change: An
             if not engine.errored:
                 await admission.refresh()
             raise
-        if not record_change(engine, admission, **change):
+        if not record_change(admission, **change):
             await admission.refresh()
-            record_managed(engine)
     return result
 
 
 def record_change(
-    engine: Any, admission: Admission, level: int | None = None, woken: Collection[str] | None = ()
+    admission: VllmAdmission, level: int | None = None, woken: Collection[str] | None = ()
 ) -> bool:
     """Record a successful sleep of a level, or wake-up of tags, without a query.
 
@@ -184,16 +182,11 @@ def record_change(
     if woken:
         admission.learn(admission.released.difference(woken))
         return True
-    if level is None or admission.released or not getattr(engine, _IS_OURS, False):
+    if level is None or admission.released or not admission.is_ours:
         return False
     admission.without_backup = frozenset({WEIGHTS} if level == 2 else ())
     admission.learn(MODEL)
     return True
-
-
-def record_managed(engine: Any) -> None:
-    """Record that a query has shown whether memsaver manages the engine's memory."""
-    setattr(engine, _IS_OURS, True)
 
 
 # --- generations and embeddings -------------------------------------------------------------------
@@ -284,7 +277,7 @@ async def abort(
 ) -> Any:
     """Wrap `AsyncLLM.abort`, which aborts only requests that were sent."""
     ids = [request_id] if isinstance(request_id, str) else list(request_id)
-    admission = admission_of(engine) or vars(engine).get(_FORMER)
+    admission = admission_of(engine) or vars(engine)[_ATTRIBUTE]  # also without new requests
     if admission is not None and not internal:
         admission.abort(ids)
     return await original(engine, ids, internal)

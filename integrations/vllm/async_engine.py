@@ -9,10 +9,9 @@ from typing import Any, TypeVar
 
 from memsaver.errors import ConfigError, MemsaverError
 
-from ..engine.interface import Request, Sample
+from ..engine.interface import GENERATION_SECONDS, Request, Sample
 from ..engine.local_calls import check_call, result_of
 from ..engine.outputs import request_ids
-from .link import GENERATION_SECONDS
 from .local import ERRORS, Local
 from .samples import prompt_of, sample_of, sampling_of
 

@@ -15,10 +15,9 @@ from typing import Any
 from memsaver._runtime.interrupts import interrupts_deferred
 
 from ..engine import blocking
-from ..engine.admission import Admission
 from ..engine.errors import EngineAsleepError
 from ..engine.refusals import asleep_in, refused
-from .admissions import Cores, get_admission, record_change, record_managed, record_memory
+from .admissions import Cores, VllmAdmission, get_admission, record_change, record_memory
 from .calls import MODEL, Need
 from .control_hooks import ControlHooks
 from .cores import error_from, memory_of
@@ -28,7 +27,7 @@ __all__ = ["add_request", "control"]
 _TOUCHED = "_memsaver_touched"  # of an engine: the time of the last query
 
 
-def admission_of(engine: Any) -> Admission | None:
+def admission_of(engine: Any) -> VllmAdmission | None:
     """Return an `LLMEngine`'s `Admission`; None if memsaver does not manage its memory."""
     return get_admission(engine, _Core)
 
@@ -84,7 +83,7 @@ def _admit(engine: Any, need: Need) -> None:
         raise refused(error) from error.__cause__
 
 
-def _may_be_asleep(engine: Any, admission: Admission) -> bool:
+def _may_be_asleep(engine: Any, admission: VllmAdmission) -> bool:
     after = admission.policy.sleep_after
     touched = getattr(engine, _TOUCHED, -after)
     return bool(admission.released) or bool(after and time.monotonic() > touched + after / 2)
@@ -98,11 +97,11 @@ def _changed(engine: Any, work: Callable[[], Any], **change: Any) -> Any:
         try:
             result = _checked(engine, work)
         except Exception:
-            blocking.run(admission.refresh)
+            with contextlib.suppress(Exception):  # the engine may have ended
+                blocking.run(admission.refresh)
             raise
-        if not record_change(engine, admission, **change):
+        if not record_change(admission, **change):
             blocking.run(admission.refresh)
-            record_managed(engine)
     return result
 
 

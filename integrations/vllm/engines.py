@@ -8,6 +8,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from memsaver._runtime.background import start_daemon
@@ -18,8 +19,9 @@ from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
 
 from ..engine import held
 from ..engine.errors import EngineTimeoutError
-from ..engine.interface import Request, Sample
+from ..engine.interface import GENERATION_SECONDS, Request, Sample
 from ..engine.local_calls import check_call, result_of
+from ..engine.locks import late_generation, locked
 from ..engine.loops import check_outside_loop, settle
 from ..engine.outputs import request_ids
 from .async_engine import AsyncEngine
@@ -107,16 +109,24 @@ class LocalEngine(Local):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """See `Engine`. The arguments and results are those of `vllm.LLM.generate`.
 
+        Args:
+            args: the arguments.
+            kwargs: the arguments, and `timeout`: seconds to wait for other threads' calls, by
+                default an hour.
+
         Raises:
+            ConfigError: the timeout is not a positive number.
+            EngineTimeoutError: another thread's call did not end in time.
             InvalidStateError: this thread is in another call of the engine.
         """
+        timeout = kwargs.pop("timeout", GENERATION_SECONDS)
         check_outside_loop()
         if threading.get_ident() in self._callers:
             raise InvalidStateError(
                 "the engine cannot generate inside another call of the same thread (for example, "
                 "in a finalizer or a signal handler): generate after that call"
             )
-        with self._calling(), self._generating, self._busy:
+        with self._no_generation(timeout) as left, self._only_call("a generation", left()):
             return self._llm.generate(*args, **kwargs)
 
     def samples(self, requests: Sequence[Request], timeout: float) -> list[Sample]:
@@ -163,18 +173,26 @@ class LocalEngine(Local):
         self._engine.abort_request(self.unfinished(), internal=True)
 
     @contextlib.contextmanager
-    def _no_generation(self, timeout: float) -> Iterator[None]:
+    def _no_generation(self, timeout: float) -> Iterator[Callable[[], float]]:
+        """Exclude other generations; the block receives a function of the remaining seconds."""
         check_timeout(timeout)
-        with self._calling():
-            if not self._generating.acquire(timeout=timeout):
-                raise EngineTimeoutError(
-                    f"the engine's generation did not end within {timeout:.3g} s; a vllm.LLM makes "
-                    "one generation at a time, and cannot be paused during it: use an AsyncLLM"
-                )
-            try:
-                yield
-            finally:
-                self._generating.release()
+        deadline = time.monotonic() + timeout
+        more = "; to pause an engine while it generates, use an AsyncLLM"
+        with (
+            self._calling(),
+            locked(self._generating, timeout, lambda: late_generation(timeout, more)),
+        ):
+            yield lambda: seconds_until(deadline)
+
+    def _only_call(self, what: str, seconds: float) -> AbstractContextManager[list[threading.Lock]]:
+        def late() -> EngineTimeoutError:
+            return EngineTimeoutError(
+                f"another thread's call did not end within {seconds:.3g} s; {what} was not made. "
+                "If this call is made in an on_pause or on_resume callback, that thread may be "
+                "waiting for the callback's tag: make the call after the transition"
+            )
+
+        return locked(self._busy, seconds, late)
 
     @contextlib.contextmanager
     def _calling(self) -> Iterator[None]:
@@ -201,10 +219,6 @@ class LocalEngine(Local):
     def _run(self, what: str, work: Callable[[], Result], timeout: float) -> Result:
         check_call(timeout, self.death())
         deadline = time.monotonic() + timeout
-        if not self._busy.acquire(timeout=timeout):
-            raise EngineTimeoutError(
-                f"another thread's call did not end within {timeout:.3g} s; {what} was not made"
-            )
         done: concurrent.futures.Future[Result] = concurrent.futures.Future()
         device = held.device()
 
@@ -212,29 +226,29 @@ class LocalEngine(Local):
             held.use_device(device)
             return work()
 
-        def call() -> None:
-            try:
+        with self._only_call(what, timeout) as owned:
+            if self._is_in_process():
                 settle(done, work_on_device)
-            finally:
-                self._busy.release()
-
-        if self._is_in_process():
-            call()
-        else:
-            _C.uninterrupted(functools.partial(self._start, call), True)
+            else:
+                start = functools.partial(self._start, owned, lambda: settle(done, work_on_device))
+                _C.uninterrupted(start, True)
         return result_of(done, what, seconds_until(deadline), self.death, kinds=ERRORS)
 
-    def _start(self, call: Callable[[], None]) -> None:
-        """Start a thread for a call, which owns `_busy`; release `_busy` if that fails.
+    def _start(self, owned: list[threading.Lock], work: Callable[[], None]) -> None:
+        """Start a thread for a call, which releases `_busy`.
 
         A finalizer on the thread could wait for `_busy`, so none runs before the thread is
         recorded. No signal handler may run between these steps.
         """
-        try:
-            start_daemon("vllm-call", call, self._calling)
-        except BaseException:
-            self._busy.release()
-            raise
+
+        def call() -> None:
+            try:
+                work()
+            finally:
+                self._busy.release()
+
+        start_daemon("vllm-call", call, self._calling)
+        owned.clear()
 
     def _is_in_process(self) -> bool:
         """Return whether the engine core is in this process, and uses the GPU from its threads."""

@@ -21,9 +21,8 @@ from ..engine.messages import Answer, SchedulerState, error_of
 from ..engine.tags import GRAPH, KV_CACHE, WEIGHTS
 from .protocol import INFO, RELEASE, RESUME, STATE
 
-__all__ = ["GENERATION_SECONDS", "Link"]
+__all__ = ["Link"]
 
-GENERATION_SECONDS = 3600.0
 _LEAST_SECONDS = 1.0  # for a call after another one
 
 # vLLM's modes of a pause, by those of `Backend`.

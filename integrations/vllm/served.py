@@ -9,6 +9,9 @@ from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlencode
 
+from memsaver._runtime.native import _C
+from memsaver._runtime.timeouts import seconds_until
+
 from ..engine.errors import EngineError, EngineTimeoutError
 from ..engine.fields import Fields, parsed
 from ..engine.http import served
@@ -20,6 +23,7 @@ from .samples import completions_of, samples_in
 __all__ = ["ServedEngine"]
 
 _POLL_SECONDS = 0.01
+_END_SECONDS = 5.0  # for requests that have been ended, or whose time has passed
 _MOST_THREADS = 64  # generations with different parameters are requests of their own
 
 _PATHS = {
@@ -106,28 +110,45 @@ class ServedEngine(served.ServedEngine, Link):
         deadline = time.monotonic() + timeout
         client = self._client.separate()
 
+        def late() -> EngineTimeoutError:
+            return EngineTimeoutError(
+                f"{client.address}{self._GENERATE} did not answer all requests within "
+                f"{timeout:.3g} s"
+            )
+
         def complete(body: Mapping[str, Any]) -> Any:
             left = deadline - time.monotonic()
             if left <= 0:  # earlier requests have used up the time
-                raise EngineTimeoutError(
-                    f"{client.address}{self._GENERATE} did not answer all requests within "
-                    f"{timeout:.3g} s"
-                )
+                raise late()
             text = client.post(self._GENERATE, body, left, served.GENERATION_BYTES)
             return parsed(text, "the server's answer")
 
         found: dict[int, Sample] = {}
         calls: dict[concurrent.futures.Future[Any], list[int]] = {}
         threads = concurrent.futures.ThreadPoolExecutor(min(len(bodies), _MOST_THREADS))
+
+        def start() -> None:
+            # As in `start_daemon`: no finalizer runs before the threads have started.
+            _C.pause_collection()
+            try:
+                for numbers, body in bodies:
+                    calls[threads.submit(complete, body)] = numbers
+            finally:
+                _C.resume_collection()
+
         try:
-            for numbers, body in bodies:
-                calls[threads.submit(complete, body)] = numbers
-            for call in concurrent.futures.as_completed(calls):
+            _C.uninterrupted(start, True)
+            # A finalizer on their threads may wait for a tag that this thread owns.
+            left = seconds_until(deadline) + _END_SECONDS
+            for call in concurrent.futures.as_completed(calls, left):
                 numbers = calls[call]
                 found |= dict(zip(numbers, samples_in(call.result(), len(numbers)), strict=True))
+        except concurrent.futures.TimeoutError as error:
+            raise late() from error
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
-            while not all(call.done() for call in calls):
+            end = time.monotonic() + _END_SECONDS
+            while not all(call.done() for call in calls) and time.monotonic() < end:
                 client.disconnect()
                 time.sleep(_POLL_SECONDS)
         return [found[number] for number in range(len(requests))]

@@ -35,7 +35,9 @@ class SleepController(EngineController):
 
     `generate` has the arguments of `vllm.LLM.generate` or `AsyncLLM.generate`, whose last output it
     returns. For a server at a URL, it sends the fields to /v1/completions, without streams. With an
-    AsyncLLM and a server, `timeout` is in seconds for the whole call, by default an hour.
+    AsyncLLM and a server, `timeout` is in seconds for the whole call, by default an hour; with a
+    `vllm.LLM`, for the wait for other threads' calls. In a callback of `on_pause` or `on_resume`,
+    pass a short one: the other thread may be waiting for the callback's tag.
 
     Threads: any, except the thread of an AsyncLLM's event loop, which another thread must run.
     `sleep` and `wake_up` run one after the other; generations of an AsyncLLM or a server run

@@ -272,7 +272,7 @@ CASES = {
     """,
     ),
     "a vLLM engine": (
-        ["vllm/engines.py", "vllm/local.py"],
+        ["vllm/engines.py", "vllm/local.py", "engine/locks.py"],
         """
     from memsaver.integrations.vllm.engines import LocalEngine
 

@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.each_python
 
 CODE = """
-    import faulthandler, gc, os, socket, threading
+    import contextlib, faulthandler, gc, os, socket, threading, time
     from multiprocessing.reduction import ForkingPickler
     import memsaver
     from memsaver import simulator
@@ -49,6 +49,71 @@ CODE = """
         listener.listen()
         Peer(listener.getsockname()[1:].decode(), "t").close()
 
+    def resolve():
+        from memsaver.integrations.engine.http.sockets import _addresses
+
+        _addresses("localhost", 1, time.monotonic() + 10)
+
+    def aside():
+        from memsaver.integrations.rollout.weights.sender import Aside
+
+        assert Aside(lambda: None).wait(10)
+
+    def low_water():
+        from memsaver.integrations.rollout.low_water import LowWater
+
+        class Water(LowWater):
+            def look(self):
+                if threading.current_thread() is not threading.main_thread():
+                    memsaver.resume("t")  # as in a finalizer, after the start
+                super().look()
+
+        with Water(0):
+            time.sleep(0.05)
+
+    def loop():
+        from memsaver.integrations.engine.loops import LoopThread
+
+        LoopThread().close()
+
+    def parent():
+        from memsaver.integrations.engine.processes import Parent
+
+        made = Parent()
+        made.run(lambda: None)
+        made.end()
+
+    def start():
+        from memsaver.integrations.engine.starting import started
+
+        started(lambda: None, threading.get_native_id(), time.monotonic() + 10, "a fake")
+
+    def nccl():
+        from memsaver.integrations.engine.nccl import Call
+
+        Call("ncclCommSuspend", lambda: 0).wait(10)
+
+    def blocking():
+        import asyncio
+        from memsaver.integrations.engine.blocking import run
+
+        async def notebook():
+            assert run(answer) == "text"
+
+        async def answer():
+            return "text"
+
+        asyncio.run(notebook())
+
+    def served():
+        from memsaver.integrations.engine.errors import EngineError
+        from memsaver.integrations.engine.interface import Request
+        from memsaver.integrations.vllm.served import ServedEngine
+
+        engine = ServedEngine("http://127.0.0.1:1")
+        with contextlib.suppress(EngineError):
+            engine.samples([Request([1], {"seed": 1})], 10)
+
     def pausing(tag):
         threading.Thread._set_ident = collect
         {call}()
@@ -60,12 +125,30 @@ CODE = """
     with memsaver.region("u", shareable=True):
         tensor = simulator.empty(4)
     memsaver.on_pause(pausing, tag="t")
-    memsaver.pause("t")
+    if "{call}" == "parent":  # the main thread starts an engine's processes itself
+        thread = threading.Thread(target=memsaver.pause, args=("t",), daemon=True)
+        thread.start()
+        thread.join()
+    else:
+        memsaver.pause("t")
     assert begun and gc.isenabled()
 """
 
 
-@pytest.mark.parametrize("call", ["timeline", "send", "connect"])
+INTEGRATIONS = [
+    "resolve",
+    "aside",
+    "low_water",
+    "loop",
+    "parent",
+    "start",
+    "nccl",
+    "blocking",
+    "served",
+]
+
+
+@pytest.mark.parametrize("call", ["timeline", "send", "connect", *INTEGRATIONS])
 def test_no_finalizer_runs_before_a_new_thread_has_started(run_python, call):
     pytest.importorskip("torch")
     run_python(CODE.replace("{call}", call), with_torch=True)

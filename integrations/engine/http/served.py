@@ -8,12 +8,12 @@ from typing import Any
 from memsaver.errors import ConfigError
 
 from ..fields import parsed
+from ..interface import GENERATION_SECONDS
 from .client import HttpClient
 
-__all__ = ["GENERATION_BYTES", "GENERATION_SECONDS", "ServedEngine"]
+__all__ = ["GENERATION_BYTES", "ServedEngine"]
 
 GENERATION_BYTES = 1 << 30  # tens of millions of tokens with their log-probabilities
-GENERATION_SECONDS = 3600.0
 
 
 class ServedEngine:

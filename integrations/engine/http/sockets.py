@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import socket
 import ssl
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import httpcore
 import httpx
 
-from memsaver._runtime.interrupts import signals_deferred
+from memsaver._runtime.background import start_daemon
 from memsaver._runtime.latches import Latch
 
 __all__ = ["DeadlineTransport"]
@@ -198,8 +197,7 @@ def _addresses(host: str, port: int, deadline: float) -> list[Any]:
         finally:
             done.open()
 
-    with signals_deferred():
-        threading.Thread(target=look_up, name="memsaver-resolve", daemon=True).start()
+    start_daemon("resolve", look_up)
     if not done.wait(deadline - time.monotonic()):
         raise httpcore.ConnectTimeout
     if failures:

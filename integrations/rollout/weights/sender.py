@@ -7,15 +7,15 @@ the trainer sees the group, and `close` ends it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import ipaddress
 import os
 import socket
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
-from memsaver._runtime.interrupts import signals_deferred
+from memsaver._runtime.background import start_daemon
 from memsaver._runtime.latches import Latch
 from memsaver.errors import ConfigError
 
@@ -243,11 +243,7 @@ class Aside:
     def __init__(self, work: Callable[[], None]) -> None:
         self.error: Exception | None = None
         self._done = Latch()
-        thread = threading.Thread(
-            target=self._run, args=([work],), name="memsaver-weights", daemon=True
-        )
-        with signals_deferred():
-            thread.start()
+        start_daemon("weights", functools.partial(self._run, [work]))
 
     def _run(self, work: list[Callable[[], None]]) -> None:
         try:

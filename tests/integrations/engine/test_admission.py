@@ -9,16 +9,10 @@ import random
 import pytest
 
 from memsaver.errors import ConfigError, OutOfDeviceMemoryError
-from memsaver.integrations.engine import admission, admitted
-from memsaver.integrations.engine.admission import (
-    EVERYTHING,
-    Admission,
-    ClientGoneError,
-    RequestAbortedError,
-)
+from memsaver.integrations.engine import admission
+from memsaver.integrations.engine.admission import EVERYTHING, Admission, ClientGoneError
 from memsaver.integrations.engine.errors import EngineAsleepError
 from memsaver.integrations.engine.policies import Policy
-from memsaver.integrations.engine.refusals import asleep_in, asleep_text
 from memsaver.integrations.engine.tags import GRAPH, KV_CACHE, WEIGHTS
 
 WEIGHTS_ONLY = frozenset({WEIGHTS})
@@ -136,81 +130,6 @@ async def test_a_client_that_disconnects_leaves_the_queue(when):
     with pytest.raises(asyncio.CancelledError):
         await task
     assert found.waiting == 0
-
-
-class Refused:
-    """A generation that the engine's processes refuse."""
-
-    ids = ("a",)
-
-    def __init__(self) -> None:
-        self.sent = asyncio.Event()
-
-    async def is_gone(self):
-        return False
-
-    async def send(self):
-        assert not self.sent.is_set(), "it was sent again"
-        self.sent.set()
-        raise asleep_in(asleep_text(EVERYTHING, "generate"))
-        yield
-
-    async def take_back(self, deadline):
-        pass
-
-
-async def test_a_refused_request_can_be_aborted_before_it_is_sent_again():
-    found, request = made("wake", Engine(())), Refused()
-    outputs = admitted.generation(found, "generate", request)
-    answer = asyncio.ensure_future(anext(outputs))
-    await request.sent.wait()
-    await asyncio.sleep(0)
-    found.abort(["a"])
-    with pytest.raises(RequestAbortedError):
-        await answer
-    found.abort(["a"])
-
-
-class Batch(Refused):
-    """A streamed batch, of whose prompts the engine refuses "b" and "c" after the first output."""
-
-    ids = ("a", "b", "c")
-
-    def __init__(self, parts: tuple[str, ...] = ("b", "c")) -> None:
-        super().__init__()
-        self.parts = {name: Batch(()) for name in parts}
-        for name, part in self.parts.items():
-            part.ids = (name,)
-
-    async def send(self):
-        self.sent.set()
-        for output in ("first", *self.parts, "last"):
-            yield output
-
-    def refusal_in(self, output):
-        return None
-
-    def refused_part(self, output):
-        return self.parts.get(output)
-
-
-@pytest.mark.parametrize(
-    ("aborted", "after", "sent"),
-    [("b", 2, []), ("c", 2, ["b"]), ("c", 3, ["b"]), ("d", 2, ["b", "c"])],
-)
-async def test_a_refused_part_of_a_batch_can_be_aborted_before_it_is_sent_again(
-    aborted, after, sent
-):
-    found, request, outputs = made("wake", Engine(())), Batch(), []
-    ends = contextlib.nullcontext() if aborted == "d" else pytest.raises(RequestAbortedError)
-    with ends:
-        async for output in admitted.generation(found, "generate", request):
-            outputs.append(output)
-            if len(outputs) == after:
-                found.abort([aborted])
-    assert [name for name, part in request.parts.items() if part.sent.is_set()] == sent
-    assert outputs == ["first", "last"] * (1 + len(sent))
-    found.abort([], every=True)
 
 
 async def test_a_wake_up_resumes_once_for_all_requests_and_in_the_engines_order():

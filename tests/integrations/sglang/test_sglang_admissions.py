@@ -6,7 +6,6 @@ import asyncio
 import pickle
 
 import pytest
-import sleeping_manager
 from sleeping_manager import (
     BOTH,
     EmbeddingReqInput,
@@ -22,7 +21,6 @@ import memsaver
 from memsaver.integrations.engine import admission
 from memsaver.integrations.engine.errors import EngineAsleepError
 from memsaver.integrations.engine.messages import Failure
-from memsaver.integrations.engine.refusals import asleep_text
 from memsaver.integrations.sglang import admissions
 from memsaver.integrations.sglang.protocol import REWRITTEN
 
@@ -84,138 +82,6 @@ async def test_a_request_that_a_release_overtakes_is_sent_again(policy, when, st
     assert len(manager.sent) == 2 and overtaken
 
 
-class Batches(Manager):
-    """A manager of two schedulers, of which one sleeps and refuses a part of the first batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ended: list[str] = []
-        self.waiting: list[asyncio.Future] = []  # the parts' own tasks
-
-    async def generate_request(self, obj, request=None):
-        assert not set(obj.rid) & set(self.rid_to_state), "Duplicate request ID detected"
-        self.rid_to_state |= {rid: asyncio.Event() for rid in obj.rid}
-        self.sent.append(obj)
-        try:
-            async for output in self._parts(obj):
-                yield output
-        except Exception:
-            admissions.discard_pending(Batches._discard, self, obj)
-            raise
-
-    async def _parts(self, obj):
-        refused, accepted = obj.rid
-        if not self.tags:
-            yield [{"text": rid} for rid in obj.rid]
-        elif getattr(obj, "parallel_sample_num", 1) == 1:
-            self.waiting.append(asyncio.ensure_future(self.rid_to_state[accepted].wait()))
-        del self.rid_to_state[refused]
-        if self.tags:
-            text = asleep_text(self.tags, "generate")
-            output = {"meta_info": {"finish_reason": {"type": "abort", "message": text}}}
-            own = sleeping_manager.own_abort_reason
-            yield await admissions.abort_reason(own, self, output, obj.stream)
-        del self.rid_to_state[accepted]
-
-    def _discard(self, obj):
-        for rid in obj.rid:
-            self.rid_to_state.pop(rid, None)
-
-    def abort_request(self, rid):
-        super().abort_request(rid)
-        asyncio.get_running_loop().call_later(0.1, self._answer_abort, rid)
-
-    def _answer_abort(self, rid):
-        self.rid_to_state.pop(rid).set()  # a KeyError here ends the server in SGLang 0.5.12
-        self.ended.append(rid)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_accepted_parts_of_a_refused_batch_end_before_it_is_sent_again(policy, stream):
-    policy("wake")
-    manager = Batches()
-    manager.tags = {"kv_cache"}
-    obj = GenerateReqInput(["a", "b"], stream, is_single=False)
-    found = admissions.generate(Batches.generate_request, manager, obj)
-    assert [output async for output in found] == [[{"text": "a"}, {"text": "b"}]]
-    assert manager.ended == ["b"] and len(manager.sent) == 2 and not manager.rid_to_state
-    assert all(part.done() for part in manager.waiting)
-
-
-class Part(GenerateReqInput):
-    """A batch whose prompts can be sent alone, as in SGLang."""
-
-    def __getitem__(self, at):
-        return Part(self.rid[at], self.stream)
-
-
-class Streams(Manager):
-    """A manager whose second scheduler is released after the first output of a streamed batch."""
-
-    async def generate_request(self, obj, request=None):
-        self.sent.append(obj.rid)
-        rids = [obj.rid] if isinstance(obj.rid, str) else obj.rid
-        for step in range(2):
-            for at, rid in enumerate(rids):
-                meta = {"id": rid, "finish_reason": None}
-                if at == 1 and step == 0:
-                    self.between()
-                if at == 1 and self.refuses:
-                    if step == 0:
-                        text = asleep_text({"kv_cache"}, "generate")
-                        meta["finish_reason"] = {"type": "abort", "message": text}
-                        output = {"meta_info": meta, "index": at}
-                        own = sleeping_manager.own_abort_reason
-                        yield await admissions.abort_reason(own, self, output, obj.stream)
-                    continue
-                yield {"text": f"{rid}{step}", "index": at, "meta_info": meta}
-
-
-@pytest.mark.parametrize("samples", [1, 2])
-@pytest.mark.parametrize("when", ["wait", "wake", "refuse"])
-async def test_a_prompt_of_a_streamed_batch_that_is_refused_is_sent_again(policy, when, samples):
-    """The batch's other prompts have had outputs, so it cannot be sent again as a whole."""
-    policy(when)
-    manager = Streams()
-    manager.refuses = False
-    await change(manager, "release")
-    await change(manager, "resume")
-
-    def between():
-        manager.refuses, manager.tags = True, {"kv_cache"}
-        manager.between = lambda: None
-        if when == "wait":
-            loop = asyncio.get_running_loop()
-            loop.call_later(0.05, lambda: loop.create_task(change(manager, "resume")))
-
-    manager.between = between
-    obj = Part(["a", "b", "c"], True, is_single=False)
-    obj.parallel_sample_num = samples
-    found = [o async for o in admissions.generate(Streams.generate_request, manager, obj)]
-    texts = [(one["index"], one.get("text")) for one in found]
-    others = [(0, "a0"), (2, "c0"), (0, "a1"), (2, "c1")]
-    if when == "refuse" or samples > 1:  # the prompt's output says why
-        assert texts == [others[0], (1, None), *others[1:]]
-        assert "kv_cache" in found[1]["meta_info"]["finish_reason"]["message"]
-        assert manager.sent == [["a", "b", "c"]]
-    else:
-        assert texts == [*others, (1, "b0"), (1, "b1")]
-        assert manager.sent == [["a", "b", "c"], "b"]
-
-
-async def test_names_that_were_not_sent_are_forgotten(policy):
-    """Samples have other names than their prompts."""
-    policy("wake")
-    manager = Batches()
-    manager.tags = {"kv_cache"}
-    obj = GenerateReqInput(["a", "b"], is_single=False)
-    obj.parallel_sample_num = 2
-    assert [
-        output async for output in admissions.generate(Batches.generate_request, manager, obj)
-    ] and not manager.rid_to_state
-    assert manager.aborted == []
-
-
 @pytest.mark.parametrize("is_background, count", [(False, 0), (True, 1)])
 async def test_a_disconnected_client_ends_only_a_foreground_request(
     policy, monkeypatch, is_background, count
@@ -266,7 +132,7 @@ async def test_an_abort_ends_a_request_that_is_held(
 
 async def test_a_query_without_an_answer_in_time_is_not_cancelled(monkeypatch):
     """SGLang 0.5.12 would wait forever for the answer in each later query."""
-    monkeypatch.setattr(admission, "_QUERY_SECONDS", 0.01)
+    monkeypatch.setattr(admission, "QUERY_SECONDS", 0.01)
     manager = await asleep()
     query, answer = manager.get_internal_state, asyncio.Event()
     queries, completed = 0, 0

@@ -244,6 +244,51 @@ for _ in range(2):
     )
 
 
+@pytest.mark.parametrize("failing", [False, True])
+def test_another_allocator_is_noticed_at_a_sleep_after_queries_that_could_not_show_it(
+    asleep, failing
+):
+    asleep(
+        f"failing = {failing}\n"
+        """
+from memsaver.integrations.vllm import admissions, cores
+async def memory(*_, **__):
+    if failing:
+        raise ConnectionError("no answer")
+    return cores.Memory(frozenset(), frozenset(), await engine.is_sleeping(), None)
+admissions.memory_of_async = memory
+await engine.sleep() if failing else await engine.wake_up(tags=[])
+await engine.wake_up()
+assert admission_of(engine) is not None
+failing = False
+await engine.sleep()
+assert admission_of(engine) is None
+"""
+    )
+
+
+def test_a_failed_sleep_keeps_its_error_if_the_query_of_the_state_has_no_answer(asleep):
+    asleep(
+        """
+from memsaver.integrations.engine import admission
+from memsaver.integrations.vllm import admissions
+async def hanging(*_, **__):
+    await asyncio.Event().wait()
+async def failing(*_, **__):
+    raise RuntimeError("it failed")
+admission.QUERY_SECONDS = admissions.QUERY_SECONDS = 0.1
+admissions.memory_of_async = hanging
+engine.engine_core.call_utility_async = failing
+try:
+    await asyncio.wait_for(engine.sleep(), 20)
+except RuntimeError as error:
+    assert str(error) == "it failed"
+else:
+    raise AssertionError("the sleep did not fail")
+"""
+    )
+
+
 @pytest.mark.parametrize("when", ["wait", "wake"])
 def test_held_requests_can_be_aborted_after_memsaver_stops_managing_the_memory(asleep, when):
     """A query has found another allocator. They can be aborted before vLLM has received them."""

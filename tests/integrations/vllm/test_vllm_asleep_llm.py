@@ -141,6 +141,23 @@ llm.shutdown()
     )
 
 
+def test_a_failed_sleep_keeps_its_error_if_the_query_of_the_state_fails_too(blocking):
+    blocking(
+        """
+from memsaver.integrations.vllm import blocking_admissions
+def failing(text):
+    def call(*_, **__):
+        raise RuntimeError(text)
+    return call
+llm.llm_engine.engine_core._call = failing("it failed")
+blocking_admissions.memory_of = failing("no answer")
+error = refused(RuntimeError, llm.sleep)
+llm.shutdown()
+assert str(error) == "it failed"
+"""
+    )
+
+
 def test_without_memsaver_the_hooks_do_nothing(blocking):
     blocking(
         """

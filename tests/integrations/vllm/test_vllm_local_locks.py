@@ -10,6 +10,7 @@ import types
 import pytest
 
 from memsaver.errors import InvalidStateError
+from memsaver.integrations.engine import held
 from memsaver.integrations.vllm.engines import LocalEngine
 
 SECONDS = 5.0
@@ -40,6 +41,44 @@ def test_a_thread_that_cannot_be_started_leaves_the_engine_usable(monkeypatch):
             engine.call("sleep", {}, SECONDS)
     assert gc.isenabled()
     assert engine.call("sleep", {}, SECONDS) == "asleep"
+
+
+def test_a_call_without_a_device_leaves_the_engine_usable(monkeypatch):
+    def device():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    engine = made(sleep=lambda: "asleep")
+    with monkeypatch.context() as patched:
+        patched.setattr(held, "device", device)
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            engine.call("sleep", {}, SECONDS)
+    assert engine.call("sleep", {}, 0.5) == "asleep"
+
+
+class InterruptedLock:
+    """A lock that a signal interrupts after its acquisition."""
+
+    def __init__(self) -> None:
+        self.lock, self.is_interrupted = threading.Lock(), True
+        self.locked, self.release = self.lock.locked, self.lock.release
+
+    def acquire(self, timeout):
+        assert self.lock.acquire(timeout=timeout)
+        if self.is_interrupted:
+            signal.raise_signal(signal.SIGINT)
+        return True
+
+
+@pytest.mark.parametrize("name", ["_busy", "_generating"])
+def test_an_interrupt_does_not_leave_a_lock_of_its_call(name):
+    engine = made(sleep=lambda *_: "asleep")
+    lock = InterruptedLock()
+    setattr(engine, name, lock)
+    with pytest.raises(KeyboardInterrupt):
+        engine.call("pause", {"mode": "abort"}, SECONDS)
+    assert not lock.locked()
+    lock.is_interrupted = False
+    assert engine.call("pause", {"mode": "abort"}, SECONDS) == "asleep"
 
 
 class Interrupted(list):

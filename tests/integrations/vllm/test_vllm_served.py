@@ -8,6 +8,7 @@ import threading
 import pytest
 from http_servers import RawServer, response
 
+import memsaver
 from memsaver.integrations.engine.errors import EngineError, EngineTimeoutError
 from memsaver.integrations.engine.interface import Request
 from memsaver.integrations.vllm import served
@@ -185,3 +186,26 @@ def test_all_requests_of_a_call_share_its_timeout(serve):
     with pytest.raises(EngineTimeoutError):
         engine.samples(requests_with_own_seeds(4), 2)
     assert len(server.requests) <= 2
+
+
+def test_a_callback_does_not_wait_without_end_for_requests_that_wait_for_its_tag(
+    sim, tag, make_blocks, monkeypatch
+):
+    """On the requests' threads, finalizers wait for the callback's tag."""
+    pytest.importorskip("httpx")
+    name = tag()
+    (block,) = make_blocks(name, [4096], "host")
+    engine = served.ServedEngine("http://127.0.0.1:1")
+    monkeypatch.setattr(served, "_END_SECONDS", 0.2)
+    monkeypatch.setattr(type(engine._client), "post", lambda *_: memsaver.resume(name))
+
+    def callback(_):
+        engine.samples(requests_with_own_seeds(2), 0.2)
+
+    registration = memsaver.on_pause(callback, name)
+    try:
+        with pytest.raises(EngineTimeoutError, match="did not answer all requests"):
+            memsaver.pause(name)
+    finally:
+        registration.remove()
+    assert block.is_intact()

@@ -1,0 +1,70 @@
+"""Locks for which a thread waits with a limit, and that an interrupt does not leave locked."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from memsaver._runtime.interrupts import signals_deferred
+from memsaver._runtime.native import _C
+from memsaver._runtime.timeouts import seconds_until
+
+from .errors import EngineTimeoutError
+
+__all__ = ["late_generation", "locked"]
+
+_HANDLERS_SECONDS = 0.05  # the longest time for which a wait defers signal handlers
+
+
+@contextlib.contextmanager
+def locked(
+    lock: threading.Lock, seconds: float, late: Callable[[], Exception]
+) -> Iterator[list[threading.Lock]]:
+    """Own a lock for the block, which receives the lock in a list.
+
+    If the block empties the list, another thread releases the lock instead.
+
+    Args:
+        lock: the lock. Unlike a `Gate`, it may be released by another thread.
+        seconds: the longest wait. Signal handlers run during the wait.
+        late: returns the error that is raised after the wait.
+    """
+    deadline = time.monotonic() + seconds
+    owned: list[threading.Lock] = []
+    try:
+        while not _acquired(lock, owned, min(_HANDLERS_SECONDS, seconds_until(deadline))):
+            if time.monotonic() >= deadline:
+                raise late()
+        yield owned
+    finally:
+        _C.uninterrupted(functools.partial(_release, owned), True)
+
+
+@signals_deferred()
+def _acquired(lock: threading.Lock, owned: list[threading.Lock], seconds: float) -> bool:
+    if lock.acquire(timeout=seconds):
+        owned.append(lock)
+    return bool(owned)
+
+
+def _release(owned: list[threading.Lock]) -> None:
+    for lock in owned:
+        lock.release()
+
+
+def late_generation(seconds: float, more: str = "") -> EngineTimeoutError:
+    """Return the error of a call that another thread's generation did not let begin in time.
+
+    Args:
+        seconds: the time that has passed.
+        more: what else the caller can do.
+    """
+    return EngineTimeoutError(
+        f"another thread's generation did not end within {seconds:.3g} s, and the engine makes one "
+        "generation at a time. If this call is made in an on_pause or on_resume callback, that "
+        "thread may be waiting for the callback's tag: generate after the transition, or pass a "
+        f"shorter `timeout`{more}"
+    )
