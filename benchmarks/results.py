@@ -134,7 +134,7 @@ def percentage(
     }
 
 
-def stamp(directory: Path = ROOT) -> dict[str, Any]:
+def stamp() -> dict[str, Any]:
     """Return the circumstances of a run on this machine. Creates no CUDA context."""
     gpu, driver = _gpu_and_driver()
     versions = {"driver": driver}
@@ -149,7 +149,7 @@ def stamp(directory: Path = ROOT) -> dict[str, Any]:
     return {
         "gpu": gpu,
         "versions": versions,
-        "commit": _commit(directory),
+        "commit": _commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     }
 
@@ -234,10 +234,10 @@ def _gpu_and_driver() -> tuple[str, str]:
         return "unknown", "unknown"
 
 
-def _commit(directory: Path) -> str:
+def _commit() -> str:
     told = os.environ.get("BENCH_COMMIT")  # for example, of a copy of the tree
-    commit = told or _output("git", "rev-parse", "HEAD", directory=directory)
+    commit = told or _output("git", "rev-parse", "HEAD", directory=ROOT)
     if told or not commit:
         return told or "unknown"
-    changed = _output("git", "status", "--porcelain", "csrc", "memsaver", directory=directory)
+    changed = _output("git", "status", "--porcelain", "csrc", "memsaver", directory=ROOT)
     return commit + ("+changes" if changed else "")

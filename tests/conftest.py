@@ -12,7 +12,6 @@ import importlib
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -179,29 +178,6 @@ def each_fault(sim, in_thread):
 
 
 @pytest.fixture
-def attempt(sim, in_thread):
-    """Run an action under faults; return its error, or None. Fails if the error is not typed."""
-    from driver_faults import TYPED
-
-    from memsaver.errors import MemsaverError
-
-    def act(action, *faults):
-        for fault in faults:
-            sim.fail(fault.call, fault.code, fault.nth, fault.times)
-        try:
-            in_thread(action).result()
-        except MemsaverError as error:
-            assert type(error) in TYPED, repr(error)
-            assert error.call and error.cuda_error, repr(error)
-            return error
-        finally:
-            sim.clear_faults()
-        return None
-
-    return act
-
-
-@pytest.fixture
 def memory(sim, tag):
     """Yield a tag's memory with known bytes: three pieces of a fingerprint, and part of a piece."""
     from fingerprint_memory import Memory
@@ -299,20 +275,6 @@ def plain(monkeypatch):
             monkeypatch.delenv(name)
     monkeypatch.setenv("NCCL_CONF_FILE", "/nonexistent")
     return monkeypatch
-
-
-@pytest.fixture
-def system(plain, tmp_path):
-    """Create a fake system root with files: `system({"/proc/meminfo": "..."})`."""
-    plain.setenv("MEMSAVER_TEST_SYSTEM_ROOT", str(tmp_path))
-
-    def make(files):
-        for name, text in files.items():
-            file = tmp_path / name.lstrip("/")
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text)
-
-    return make
 
 
 # --- traces ---------------------------------------------------------------------------------------
@@ -440,14 +402,6 @@ def run_dropin(dropin_site, tmp_path, request):
 def benchmark_module(monkeypatch):
     """Import a module of the benchmarks, and the fake of a peer, for this test."""
     yield from _modules_of(monkeypatch, BENCHMARKS, PEER)
-
-
-@pytest.fixture
-def warm_children(monkeypatch):
-    """Let this process start scripts from a process that has imported torch."""
-    import warm_processes  # imports the package
-
-    monkeypatch.setattr(subprocess, "Popen", warm_processes.WarmPopen)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Send requests of all kinds to a server that sleeps and wakes up meanwhile.
+"""Send requests of all kinds to a server while it sleeps and wakes up.
 
 The server holds requests while its memory is released (MEMSAVER_SGLANG_ASLEEP=wait). A part of the
 requests of each cycle arrives before and during the release, the others while the memory is
@@ -268,7 +268,7 @@ def nap(
     requests: int,
     seconds: float,
 ) -> int:
-    """Put the server to sleep and wake it up `naps` times; send the requests meanwhile.
+    """Put the server to sleep and wake it up `naps` times while the requests are sent.
 
     Returns the number of cycles, which is smaller if they take more than `seconds`.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from memsaver._memory.sharing.wire import domain
 from memsaver.errors import ConfigError
@@ -11,13 +11,23 @@ from memsaver.errors import ConfigError
 from .errors import EngineError
 from .fields import is_whole
 from .interface import Request, Sample, SharedTensors
+from .messages import SchedulerState
 from .sleep import EngineController
 
 __all__ = ["EngineBackend", "ranks_in"]
 
 
-class EngineBackend:
-    """See `interface.Backend`.
+class _Connection(Protocol):
+    def states(self, timeout: float) -> list[SchedulerState]: ...
+
+    def death(self) -> str: ...
+
+
+Link = TypeVar("Link", bound=_Connection)
+
+
+class EngineBackend(Generic[Link]):
+    """See `interface.Backend`. A subclass defines `_samples`.
 
     Attributes:
         link: the connection with the engine.
@@ -32,10 +42,11 @@ class EngineBackend:
 
     tp_size: int
     control: EngineController
+    link: Link
 
     def __init__(
         self,
-        link: Any,
+        link: Link,
         arguments: Mapping[str, Any],
         other_ranks: Mapping[str, int],
         end: Callable[[], None] | None,
@@ -57,8 +68,7 @@ class EngineBackend:
             return self._samples(requests, timeout)
 
     def _samples(self, requests: Sequence[Request], timeout: float) -> list[Sample]:
-        samples: list[Sample] = self.link.samples(requests, timeout)
-        return samples
+        raise NotImplementedError
 
     def maps_regions(self, timeout: float) -> bool:
         """See `Backend`."""
@@ -76,7 +86,7 @@ class EngineBackend:
 
     def death(self) -> str:
         """See `Backend`."""
-        return str(self.link.death())
+        return self.link.death()
 
     def close(self) -> None:
         """See `Backend`."""

@@ -59,7 +59,7 @@ class EngineController:
         check_timeout(timeout)
         self._engine = engine
         self._timeout = timeout
-        self._turn = Gate(reentrant=True)  # entered by a caller that changes the state
+        self._gate = Gate(reentrant=True)  # entered by a caller that changes the state
         self._requests = Requests()
         at_first = frozenset(selected(released, RELEASE_ORDER)) if released else frozenset()
         self._knowledge = Knowledge(at_first)
@@ -96,7 +96,7 @@ class EngineController:
                 memsaver's plugin and no longer has it, so it was replaced.
         """
         deadline = time.monotonic() + self._timeout
-        with self._turn_before(deadline):
+        with self._exclusive(deadline):
             self._knowledge.learn(self._states(deadline))
             return self.status
 
@@ -183,7 +183,7 @@ class EngineController:
         wanted = selected(tags, RELEASE_ORDER)
         check_timeout(timeout)
         deadline = time.monotonic() + timeout
-        with self._turn_before(deadline):
+        with self._exclusive(deadline):
             self._settle(deadline)
             to_release = [tag for tag in wanted if tag not in self._knowledge.everywhere]
             skipped = tuple(tag for tag in wanted if tag not in to_release)
@@ -226,7 +226,7 @@ class EngineController:
         wanted = selected(tags, RESUME_ORDER)
         check_timeout(timeout)
         deadline = time.monotonic() + timeout
-        with self._turn_before(deadline):
+        with self._exclusive(deadline):
             self._settle(deadline)
             to_resume = [tag for tag in wanted if tag in self._knowledge.anywhere]
             skipped = tuple(tag for tag in wanted if tag not in to_resume)
@@ -302,9 +302,9 @@ class EngineController:
 
     # --- the engine -------------------------------------------------------------------------------
 
-    def _turn_before(self, deadline: float) -> contextlib.AbstractContextManager[None]:
+    def _exclusive(self, deadline: float) -> contextlib.AbstractContextManager[None]:
         """Prevent other threads from changing the state during the block."""
-        return self._turn.passed(
+        return self._gate.passed(
             seconds_until(deadline),
             lambda: EngineTimeoutError(
                 "another thread's sleep or wake-up by this controller did not end in time; "

@@ -6,13 +6,12 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from memsaver.distributed.channel import Channel
 from memsaver.errors import ConfigError, InvalidStateError
 
 from ..engine.sleep import EngineController
 from ..engine.status import Status
 from ..engine.tags import GRAPH, KV_CACHE, WEIGHTS
-from .ranks import has_other_ranks, on_every_rank
+from .ranks import on_every_rank
 
 __all__ = ["WEIGHTS_POLICIES", "EngineMemory"]
 
@@ -100,8 +99,10 @@ class EngineMemory:
         if self._updating:
             self._wake([WEIGHTS])
             return False
-        if self.weights == "resend" and _is_on_any_rank(self._lost_weights):
-            self._resend()
+        if self.weights == "resend":
+            lost = on_every_rank("the state of the weights", lambda: self._lost_weights, _AGAIN)
+            if any(lost):
+                self._resend()
         self._wake(None)
         return True
 
@@ -141,18 +142,6 @@ def _is_without_weights(controller: EngineController) -> bool:
     """Return whether an engine without a backup of its weights may have lost their contents."""
     gone = controller.released | controller.lost
     return controller.status is Status.UNKNOWN or WEIGHTS in gone
-
-
-def _is_on_any_rank(flag: bool) -> bool:
-    """Return whether the flag is set on at least one rank. A collective over the world.
-
-    Raises:
-        GroupError: a rank is unreachable.
-    """
-    if not has_other_ranks():
-        return flag
-    flags = Channel().all_gather(bytes([flag]), None, "whether engines have their weights")
-    return any(map(any, flags))
 
 
 def _check_backup(engine: Any) -> None:

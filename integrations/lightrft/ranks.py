@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 from memsaver.distributed.attempts import Ranks
 from memsaver.distributed.channel import Channel
+from memsaver.distributed.messages import JSON
 
 __all__ = ["has_other_ranks", "on_every_rank"]
+
+Value = TypeVar("Value")
 
 
 def has_other_ranks() -> bool:
@@ -17,14 +21,14 @@ def has_other_ranks() -> bool:
     return bool(dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
 
 
-def on_every_rank(what: str, work: Callable[[], object], after: str) -> None:
-    """Run this rank's part, and raise if it failed on any rank. A collective over the world.
+def on_every_rank(what: str, work: Callable[[], Value], after: str) -> list[Value]:
+    """Run this rank's part, and return the results of all ranks. A collective over the world.
 
     An interrupt on one rank raises `RankError` on the others, and is raised again on its own rank.
 
     Args:
         what: a description of the call, for messages.
-        work: this rank's part; may do nothing.
+        work: this rank's part; may do nothing. Its result is sent as JSON.
         after: a description of the state after a failure, for the error.
 
     Raises:
@@ -34,6 +38,6 @@ def on_every_rank(what: str, work: Callable[[], object], after: str) -> None:
         MemsaverError: the exception that the work raised, if there are no other ranks.
     """
     if not has_other_ranks():
-        work()
-        return
-    Ranks(Channel()).attempt(what, work).values(lambda outcomes: outcomes.error(after))
+        return [work()]
+    outcomes = Ranks(Channel()).attempt(what, work, codec=JSON)
+    return outcomes.values(lambda failed: failed.error(after))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memsaver.distributed.errors import RankFailure, failed
-from memsaver.distributed.messages import Account
+from memsaver.distributed.messages import FailureRecord
 from memsaver.errors import MemsaverError
 
 from .pickles import PICKLES, pack, unpack
@@ -30,7 +30,7 @@ class SerializedError:
     def of(cls, rank: int, error: BaseException) -> SerializedError:
         """Create the serialised error for a rank's exception."""
         known = error if isinstance(error, MemsaverError) else None
-        return cls(Account.of(error, "").failure(rank), known)
+        return cls(FailureRecord.of(error, "").failure(rank), known)
 
     def packed(self) -> bytes:
         """Serialise the error to bytes, from which `parse` reads it on any rank."""

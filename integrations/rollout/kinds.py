@@ -1,40 +1,51 @@
-"""The kinds of engines: the modules of `memsaver.integrations` that start them and call them.
+"""The kinds of engines: the packages of `memsaver.integrations` that start them and call them.
 
-The package of a kind has two modules: `launch`, with `sizes_of`, `place` and `launch`, and
-`launch_node` if its engines can be on several hosts; and `backend`, with `backend_of`. A kind's
-package is imported only if its engine is used.
+The package of a kind has two modules: `launch`, which is a `Launcher`, and a `NodeLauncher` if its
+engines can be on several hosts; and `backend`, which is a `Connector`. A kind's package is imported
+only if its engine is used.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Any, cast
 
 from memsaver.errors import ConfigError
 
-__all__ = ["kind_of", "module_of"]
+from ..engine.launcher import Connector, Launcher, NodeLauncher
+
+__all__ = ["connector_of", "launcher_of", "node_launcher_of"]
 
 _KINDS = ("sglang", "vllm")
 
 
-def kind_of(engine: Any, given: str | None = None) -> str:
-    """Return the kind of an engine.
+def launcher_of(kind: str) -> Launcher:
+    """Return the module that starts engines of a kind. Raises `ConfigError` for an unknown kind."""
+    return cast("Launcher", _module(kind, "launch"))
+
+
+def node_launcher_of(kind: str) -> NodeLauncher:
+    """Return the same module for a kind whose engines can be on several hosts."""
+    return cast("NodeLauncher", _module(kind, "launch"))
+
+
+def connector_of(engine: Any, kind: str | None = None) -> Connector:
+    """Return the module that calls an engine.
 
     Args:
         engine: an engine of this process, whose class names its kind, or anything else.
-        given: the kind that the caller passes; None means the engine's own kind, or "sglang".
+        kind: the kind that the caller passes; None means the engine's own kind, or "sglang".
 
     Raises:
         ConfigError: the kind is unknown.
     """
-    if given is None:
+    if kind is None:
         package = type(engine).__module__.partition(".")[0]
-        return package if package in _KINDS else _KINDS[0]
-    if given not in _KINDS:
-        raise ConfigError(f"kind must be one of {', '.join(_KINDS)}, not {given!r}")
-    return given
+        kind = package if package in _KINDS else _KINDS[0]
+    return cast("Connector", _module(kind, "backend"))
 
 
-def module_of(kind: str, name: str) -> Any:
-    """Return the module "launch" or "backend" of a kind."""
+def _module(kind: str, name: str) -> Any:
+    if kind not in _KINDS:
+        raise ConfigError(f"kind must be one of {', '.join(_KINDS)}, not {kind!r}")
     return importlib.import_module(f"..{kind}.{name}", __package__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from memsaver._runtime.interrupts import signals_deferred
 from memsaver._runtime.timeouts import is_timeout
@@ -11,7 +11,7 @@ from memsaver.errors import ConfigError
 
 from ..engine import placement as placing
 from ..engine.interface import Backend, PauseMode, Sample
-from .kinds import kind_of, module_of
+from .kinds import connector_of, launcher_of, node_launcher_of
 from .output import RolloutOutput, check_samples
 from .prompts import Prompts, prompts_of
 from .ranks import ALONE, Layout, layout_of
@@ -134,11 +134,10 @@ class RolloutEngine(EngineStart):
         """
 
         def launched(placement: Any, width: int | None) -> Backend:
-            launch = module_of(kind_of(None, kind), "launch").launch
-            return cast("Backend", launch(placement, width, server_args, timeout))
+            return launcher_of(kind).launch(placement, width, server_args, timeout)
 
         def make(layout: Layout, gpus: list[Any]) -> Backend | Nodes:
-            launcher = module_of(kind_of(None, kind), "launch")
+            launcher = launcher_of(kind)
             sizes = launcher.sizes_of(server_args, None if mesh is None else layout.tp_size)
             width = None if mesh is None else sizes.width
             used = gpus if mesh is None else gpus[: sizes.ranks]
@@ -150,7 +149,7 @@ class RolloutEngine(EngineStart):
 
         def join(node: Any) -> Any:
             placement, size = node
-            return module_of(kind, "launch").launch_node(placement, size, server_args, timeout)
+            return node_launcher_of(kind).launch_node(placement, size, server_args, timeout)
 
         engine = cls.__new__(cls)
         engine._begin(
@@ -208,8 +207,8 @@ class RolloutEngine(EngineStart):
                         f"{len(engine)} servers for {layout.dp_size} data-parallel ranks"
                     )
                 mine = engine[layout.dp_rank]
-            backend_of = module_of(kind_of(mine, kind), "backend").backend_of
-            return cast("Backend", backend_of(mine, api_key=api_key, timeout=min(timeout, 60.0)))
+            connector = connector_of(mine, kind)
+            return connector.backend_of(mine, api_key=api_key, timeout=min(timeout, 60.0))
 
         made = cls.__new__(cls)
         made._begin(lambda: layout_of(mesh, tp=tp, dp=dp), timeout, pad_token_id, make)

@@ -8,36 +8,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
-from memsaver._runtime.interrupts import (
-    collective_block,
-    interrupts_deferred,
-    signals_deferred,
-)
+from memsaver._runtime.interrupts import collective_block, signals_deferred
 from memsaver._runtime.native import Backup
 from memsaver._runtime.timeouts import check_timeout
 from memsaver.distributed.words import listed
-from memsaver.errors import InvalidStateError, MemsaverError, OutOfDeviceMemoryError
+from memsaver.errors import InvalidStateError, MemsaverError
 
-from ..engine.held import release_cache
-from ..trainer.arrivals import limited_waits
 from .fence import Fence
 from .overlap import Overlap
 from .rollout_engine import RolloutEngine
-from .session_arguments import (
-    check_agreed,
-    check_options,
-    group_of,
-    layout_beside,
-    options_of,
-)
-from .stage_runs import StageRuns
+from .session_arguments import check_agreed, check_options, group_of, layout_beside
+from .stage_order import StageOrder
 from .stages import Stage, StageReport
-from .together import GRACE_SECONDS, Together
+from .together import Together
 from .trainer_memory import TrainerMemory
 
 __all__ = ["ColocatedSession", "Phase"]
-
-_WEIGHTS = "weights"  # the engine's tag for its weights
 
 
 class Phase(str, Enum):
@@ -49,7 +35,7 @@ class Phase(str, Enum):
     TRAINING = "training"  # in `with session.training()`
 
 
-class ColocatedSession(StageRuns):
+class ColocatedSession(StageOrder):
     """Runs the steps of a trainer and an engine, which use the same GPU memory in turn.
 
         session = ColocatedSession(engine, model, optimizer)
@@ -271,7 +257,7 @@ class ColocatedSession(StageRuns):
                 earlier stages remain, and the next call continues from there.
             EngineError, MemsaverError: a stage failed; the next call continues from there.
         """
-        with self._turn("rollout"):
+        with self._exclusive("rollout"):
             self.stages = []
             self._enter_rollout()
             self._phase = Phase.ROLLOUT
@@ -286,7 +272,7 @@ class ColocatedSession(StageRuns):
 
         Raises: see `rollout`.
         """
-        with self._turn("training"):
+        with self._exclusive("training"):
             self._sleep(keep_weights=not self._rewrites)
             if self._sleeps:
                 returning = self._common("the resume's overlap", self._overlap.returning)
@@ -318,89 +304,14 @@ class ColocatedSession(StageRuns):
         self._together.close()
         self._fence.close()
 
-    # --- the order --------------------------------------------------------------------------------
-
-    def _enter_rollout(self) -> None:
-        trainer, overlap = self._trainer, self._overlap
-        self._stage(Stage.SETTLE, trainer.synchronize, release_cache)
-        overlaps = not self._is_current and self._all_agree(
-            "the pause's overlap", overlap.may_leave
-        )
-        if self._sleeps and not overlaps:
-            self._stage(Stage.PAUSE_OPTIMIZER, lambda: trainer.pause(*trainer.others))
-        if not self._is_current:
-            if overlaps:
-                self._update_beside_pause()
-            else:
-                if self._sleeps:
-                    self._stage(Stage.RESUME_MODEL, lambda: trainer.resume(trainer.model))
-                overlap.measure(self._update_engine)
-        if self._sleeps:
-            self._stage(Stage.PAUSE_MODEL, lambda: trainer.pause(trainer.model))
-            self._stage(Stage.WAKE_REST, lambda: self._wake(None))
-
-    def _update_beside_pause(self) -> None:
-        """Send the weights during the pause of the optimizer, or after it if there is no room."""
-        self._stage_of_pause(Stage.RESUME_MODEL, self._overlap.begin_pause)
-        is_short = False
-        try:
-            self._update_engine()
-        except OutOfDeviceMemoryError:
-            is_short = True  # the traceback, which keeps tensors alive, ends with this block
-        self._stage_of_pause(Stage.PAUSE_OPTIMIZER, self._overlap.finish_pause)
-        if is_short:
-            self._overlap.measure(self._update_engine)
-
-    def _stage_of_pause(self, stage: Stage, action: Callable[[], Any]) -> None:
-        """Run a stage; if it fails, map the optimizer's memory again on all ranks."""
-        try:
-            self._stage(stage, action)
-        except BaseException:
-            self._overlap.undo_pause()
-            raise
-
-    def _update_engine(self) -> bool:
-        """Send the trainer's weights to the engine. Returns whether it has woken the weights."""
-        woken = None
-        if self._sleeps:
-            options = _options(keep_weights=not self._rewrites)
-            woken = self._stage(Stage.WAKE_WEIGHTS, lambda: self._wake(_WEIGHTS, **options))
-        self._stage(Stage.UPDATE, self._update, release_cache)
-        self._is_current = True
-        return bool(getattr(woken, "changed", ()))
-
-    def _sleep(self, keep_weights: bool) -> None:
-        if self._sleeps:
-            self._is_current = self._is_current and self._keeps and keep_weights
-            options = _options(keep_weights) | {"wait_idle": True, "timeout": self._timeout}
-            self._stage(Stage.SLEEP, lambda: self.engine.sleep(**options))
-
-    def _wake(self, tag: str | None, **options: Any) -> Any:
-        return self.engine.wake_up(tag, timeout=self._timeout, **options)
-
-    def _update(self) -> Any:
-        given: list[tuple[Any, dict[str, Any]]] = []
-
-        def prepare() -> None:
-            with limited_waits(self._timeout):
-                given.append((self._state(), options_of(self._options)))
-
-        # A failure of `prepare` is raised on all ranks here; otherwise the others would wait for
-        # this rank in the engine's own call.
-        limit = self._timeout + GRACE_SECONDS
-        self._together.gather("the weights to send", prepare, limit)
-        ((state, options),) = given
-        return self.engine.update_weights(state, **options)
-
     # --- a block ----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _turn(self, name: str) -> Iterator[None]:
+    def _exclusive(self, name: str) -> Iterator[None]:
         """Ensure that all ranks enter the same block, and that no other thread enters one."""
         mine = False
         try:
-            with interrupts_deferred():
-                mine = self._owner.acquire(blocking=False)
+            mine = self._owner.acquire(blocking=False)  # signals are deferred: `collective_block`
             error: MemsaverError | None = None
             # The description determines the stages that this rank will run.
             what = (
@@ -417,7 +328,7 @@ class ColocatedSession(StageRuns):
                     self._trainer.check()
                 except MemsaverError as raised:
                     error = raised
-            self._meet(what, None, error, self._block_timeout)
+            self._exchange(what, None, error, self._block_timeout)
             self._phase = Phase.MOVING
             yield
         finally:
@@ -425,8 +336,3 @@ class ColocatedSession(StageRuns):
                 self._overlap.settle()
                 self._phase = Phase.IDLE
                 self._owner.release()
-
-
-def _options(keep_weights: bool) -> dict[str, Any]:
-    """Return the option of a sleep or a wake-up, which engines of older programs lack."""
-    return {} if keep_weights else {"keep_weights": False}

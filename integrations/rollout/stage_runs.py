@@ -98,7 +98,7 @@ class StageRuns:
         ranks: tuple[RankStage, ...] = ()
         failed = ""
         try:
-            ranks = self._meet(f"stage {stage.value}", mine, error, timeout)
+            ranks = self._exchange(f"stage {stage.value}", mine, error, timeout)
         except BaseException as raised:
             failed = f"{type(raised).__name__}: {raised}"
             raise
@@ -117,7 +117,7 @@ class StageRuns:
         first, *others = self._together.gather(what, mine, self._timeout)
         return tuple(name for name in first if all(name in each for each in others))
 
-    def _meet(
+    def _exchange(
         self, what: str, mine: RankStage | None, error: BaseException | None, timeout: float
     ) -> tuple[Any, ...]:
         """Return the values of all ranks; raise if a rank has an error."""

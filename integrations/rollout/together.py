@@ -82,7 +82,7 @@ class Together:
         refused: BaseException | None = None,
         following: int = 0,
     ) -> None:
-        self._turn = Gate()
+        self._gate = Gate()
         self._ranks: Ranks | None = None
         self._channel: Channel | None = None  # until `close`
         self.is_leader = True
@@ -200,7 +200,7 @@ class Together:
             f"{what} waited {self._timeout:g} s for another thread's call on the same group; "
             "nothing was done"
         )
-        with self._turn.passed(self._timeout, lambda: late), signals_deferred():
+        with self._gate.passed(self._timeout, lambda: late), signals_deferred():
             yield self._ranks
 
 

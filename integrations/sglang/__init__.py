@@ -26,9 +26,14 @@ if TYPE_CHECKING:
         EngineError,
         EngineTimeoutError,
     )
+    from ..engine.launcher import Connector, NodeLauncher
     from ..engine.reports import SleepReport, Step
     from ..engine.status import Status
+    from . import backend, launch
     from .sleep import SleepController
+
+    _launcher: NodeLauncher = launch
+    _connector: Connector = backend
 
 __all__ = [
     "EngineAsleepError",

@@ -21,7 +21,7 @@ __all__ = ["WeightCalls", "checks_of"]
 _FORMATS = {"whole": "flattened_bucket", "engine": "direct"}  # SGLang's names for the layouts
 
 
-class WeightCalls(EngineBackend):
+class WeightCalls(EngineBackend[LocalEngine | ServedEngine]):
     """The calls of a `Backend` that update weights.
 
     `other_ranks` receive weights only with memsaver's plugin in the engine.
@@ -30,7 +30,6 @@ class WeightCalls(EngineBackend):
         selects: whether SGLang's update requests name the models that receive the weights.
     """
 
-    link: LocalEngine | ServedEngine
     selects: bool = False
 
     def begin_update(self, timeout: float) -> None:

@@ -26,9 +26,14 @@ if TYPE_CHECKING:
         EngineError,
         EngineTimeoutError,
     )
+    from ..engine.launcher import Connector, Launcher
     from ..engine.reports import SleepReport, Step
     from ..engine.status import Status
+    from . import backend, launch
     from .sleep import SleepController
+
+    _launcher: Launcher = launch
+    _connector: Connector = backend
 
 __all__ = [
     "EngineAsleepError",

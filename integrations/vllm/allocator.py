@@ -163,7 +163,7 @@ class MemsaverAllocator:
         ]
         before = self.released
         if before:
-            _release_free_memory()  # so that memory freed meanwhile is not mapped again
+            _release_free_memory()  # so that memory freed in the meantime is not mapped again
         steps.move(
             lambda group: moves.resume(group, chosen),
             undo=lambda group: self._pause_again(group, [tag for tag in chosen if tag in before]),

@@ -74,7 +74,7 @@ class VLLMBackend(WeightCalls):
     def _samples(self, requests: Sequence[Request], timeout: float) -> list[Sample]:
         return [
             replace(one, weight_version=one.weight_version or self.weight_version)
-            for one in super()._samples(requests, timeout)
+            for one in self.link.samples(requests, timeout)
         ]
 
     def pause_generation(self, mode: PauseMode, timeout: float) -> None:

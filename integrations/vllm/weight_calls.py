@@ -22,7 +22,7 @@ from .protocol import BEGIN, END, JOIN, LEAVE, LOAD, VERSION, checks_of, fields_
 __all__ = ["WeightCalls"]
 
 
-class WeightCalls(EngineBackend):
+class WeightCalls(EngineBackend[Link]):
     """The calls of a `Backend` that update weights, which `other_ranks` cannot receive.
 
     Attributes:
@@ -30,7 +30,6 @@ class WeightCalls(EngineBackend):
             loaded; None if it is unknown.
     """
 
-    link: Link
     weight_version: str | None
 
     def begin_update(self, timeout: float) -> None:

@@ -27,7 +27,7 @@ from memsaver.distributed.reports import GroupReport, RankFigures
 from memsaver.distributed.rollback import Rollback
 from memsaver.errors import ConfigError, MemsaverError, MemsaverWarning
 
-__all__ = ["together"]
+__all__ = ["run_on_all_ranks"]
 
 _FIGURES = struct.Struct("<dQQ")  # seconds, device bytes and copied bytes
 _CODEC = Codec(lambda figures: _FIGURES.pack(*figures), _FIGURES.unpack)
@@ -36,7 +36,7 @@ _FAILED_ELSEWHERE = "it failed on another rank"
 Result = TypeVar("Result")
 
 
-def together(
+def run_on_all_ranks(
     what: Callable[[], str], prepare: Callable[[], Call], group: Any, timeout: float | None
 ) -> GroupReport:
     """Run a call on every rank of the group, or on none.

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from memsaver._runtime.interrupts import interruptible, signals_deferred
 from memsaver.distributed.channel import Channel
 from memsaver.distributed.errors import GroupError, RankError, RankFailure, disagreed, failed
-from memsaver.distributed.messages import NOTHING, Account, Codec, Header, text_of
+from memsaver.distributed.messages import NOTHING, Codec, FailureRecord, Header, text_of
 
 __all__ = ["Outcome", "Outcomes", "Ranks"]
 
@@ -227,21 +227,21 @@ class _Attempt:
         # The steps may differ while the calls are equal, if several threads use the group at once.
         what = self._what if has_failed or not self._step else f"{self._what}, {self._step}"
         extra = _packed_error(own, self._codec) if own is not None else body
-        mine = Account.of(own, what).packed(extra)
+        mine = FailureRecord.of(own, what).packed(extra)
         sizes = self._headers("account", mine, None)
-        accounts, extras = zip(*map(Account.parse, self._bodies(sizes, mine)), strict=True)
+        records, extras = zip(*map(FailureRecord.parse, self._bodies(sizes, mine)), strict=True)
         if not has_failed:
-            calls = {rank: one.call(rank) for rank, one in zip(ranks, accounts, strict=True)}
+            calls = {rank: one.call(rank) for rank, one in zip(ranks, records, strict=True)}
             return Outcomes(what, (), own, calls)
         each: list[Outcome[Any]] = []
-        descriptions = [accounts[0].what]
-        for rank, header, account, extra in zip(ranks, headers, accounts, extras, strict=True):
+        descriptions = [records[0].what]
+        for rank, header, record, extra in zip(ranks, headers, records, extras, strict=True):
             if header.failed:
                 error = _read(self._codec.unpack_error, extra)
-                each.append(Outcome(rank, None, account.failure(rank), error))
+                each.append(Outcome(rank, None, record.failure(rank), error))
             else:
                 each.append(Outcome(rank, _read(self._codec.unpack, extra)))
-                descriptions.append(account.what)  # a failed rank may have made a different call
+                descriptions.append(record.what)  # a failed rank may have made a different call
         return Outcomes(descriptions[-1], tuple(each), own)
 
     def _gather(self, mine: bytes) -> list[bytes]:
@@ -251,7 +251,7 @@ class _Attempt:
 def _alone(what: str, value: Any, own: BaseException | None, codec: Codec) -> Outcomes[Any]:
     if own is None:
         return Outcomes(what, (Outcome(0, value),))
-    failure = Account.of(own, what).failure(0)
+    failure = FailureRecord.of(own, what).failure(0)
     error = _read(codec.unpack_error, _packed_error(own, codec))
     return Outcomes(what, (Outcome(0, None, failure, error),), own)
 

@@ -11,7 +11,7 @@ from memsaver._runtime.interrupts import signals_deferred
 from memsaver._runtime.native import _C, Backup
 from memsaver._transitions.handles import Call, state
 from memsaver._transitions.transitions import pause_call, resume_call, swap_call
-from memsaver.distributed.agreement import together
+from memsaver.distributed.agreement import run_on_all_ranks
 from memsaver.distributed.reports import GroupReport
 from memsaver.distributed.words import listed, side
 
@@ -42,7 +42,7 @@ def pause(
         InvalidStateError: torch.distributed is not initialised, or this rank is not in the group.
         NotLoadedError: torch is not installed, or lacks gloo and the group needs it.
     """
-    return together(
+    return run_on_all_ranks(
         lambda: f"pause({listed(tags) or 'every tag'})",
         lambda: pause_call(tags, backup),
         group,
@@ -67,7 +67,7 @@ def resume(*tags: str, group: Any = None, timeout: float | None = None) -> Group
         GroupError: a rank died, hangs, or did not make the call in time. This rank has rolled back.
         InvalidStateError, NotLoadedError: see `pause`.
     """
-    return together(
+    return run_on_all_ranks(
         lambda: f"resume({listed(tags) or 'every tag'})",
         lambda: resume_call(tags),
         group,
@@ -101,7 +101,7 @@ def swap(
         GroupError: a rank died, hangs, or did not make the call in time. This rank has rolled back.
         InvalidStateError, NotLoadedError: see `pause`.
     """
-    return together(
+    return run_on_all_ranks(
         lambda: f"swap(out={side(out)}, into={side(into)})",
         lambda: swap_call(out, into, backup),
         group,
@@ -138,7 +138,7 @@ def _resume_paused(
     group: Any,
     timeout: float | None,
 ) -> None:
-    together(
+    run_on_all_ranks(
         lambda: f"resume(the tags paused by paused({listed(tags) or 'every tag'}))",
         lambda: Call("resume", [], [tag for tag in going if state(tag) == "paused"], -1),
         group,

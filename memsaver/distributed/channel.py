@@ -14,9 +14,10 @@ from typing import Any
 
 from memsaver._runtime.latches import Gate, Latch
 from memsaver.distributed.errors import GroupError, ranks_text
-from memsaver.errors import ConfigError, InvalidStateError, MemsaverError, NotLoadedError
+from memsaver.distributed.groups import modules, refusal_of
+from memsaver.errors import InvalidStateError, MemsaverError, NotLoadedError
 
-__all__ = ["Channel", "modules", "refusal_of"]
+__all__ = ["Channel"]
 
 _DIAGNOSIS_SECONDS = 5.0  # limit on the time to determine the missing ranks
 _STRAGGLER_SECONDS = 0.5  # time without an arrival, after which absent ranks count as missing
@@ -285,48 +286,6 @@ class Channel:
         return late if store is not None and _done_in_time(look) else ()
 
 
-def refusal_of(group: Any) -> MemsaverError | None:
-    """Return the error for a group that this rank cannot use; None if the rank can use it.
-
-    Args:
-        group: the group; None means the world.
-
-    Raises:
-        InvalidStateError: torch.distributed is not initialised, or this rank is not in the group,
-            so that no other rank waits for it in the group.
-        NotLoadedError: torch is not installed, or has no torch.distributed.
-    """
-    _, dist = modules()
-    if group is not None and group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise InvalidStateError(
-            "this rank is not in the group: only the group's ranks may make the call"
-        )
-    # Checks the type, because an object may override `isinstance` checks and comparisons.
-    odd = group is not None and not issubclass(type(group), dist.ProcessGroup)
-    refused: MemsaverError | None = None
-    if odd:
-        refused = ConfigError(
-            "group must be a process group of torch.distributed or None, not "
-            f"{type(group).__name__}"
-        )
-    if not dist.is_initialized():
-        raise refused or InvalidStateError(
-            "torch.distributed is not initialised, so there are no other ranks: call "
-            "torch.distributed.init_process_group first, or memsaver.pause, resume or swap for "
-            "this process only"
-        )
-    if refused is None and group is not None:
-        try:
-            dist.get_process_group_ranks(group)
-            dist.get_rank(group)
-        except (KeyError, RuntimeError, ValueError):
-            refused = InvalidStateError(
-                "the group cannot be used, because torch.distributed does not know it: was it "
-                "destroyed?"
-            )
-    return refused
-
-
 class _Link:
     """State that this process keeps for a group between calls, without keeping the group alive."""
 
@@ -389,20 +348,6 @@ def _done_in_time(look: Callable[[], None]) -> bool:
         threading.Thread(target=run, name="memsaver-missing-ranks", daemon=True).start()
         done.wait(_DIAGNOSIS_SECONDS)
     return done.is_open()
-
-
-def modules() -> tuple[Any, Any]:
-    """Return torch and torch.distributed. Raises `NotLoadedError` if one of them is missing."""
-    try:
-        import torch
-        import torch.distributed as dist
-    except ImportError:
-        raise NotLoadedError(
-            "memsaver.distributed needs groups of torch.distributed, and torch is not installed"
-        ) from None
-    if not dist.is_available():
-        raise NotLoadedError("this torch was built without torch.distributed")
-    return torch, dist
 
 
 _links: weakref.WeakKeyDictionary[Any, _Link] = weakref.WeakKeyDictionary()  # by group

@@ -12,8 +12,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from memsaver.distributed.channel import Channel, modules, refusal_of
+from memsaver.distributed.channel import Channel
 from memsaver.distributed.errors import GroupError
+from memsaver.distributed.groups import modules, refusal_of
 from memsaver.errors import MemsaverError
 
 __all__ = ["awaited_channel", "channel_of"]

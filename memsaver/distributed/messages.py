@@ -13,7 +13,7 @@ from typing import Any
 from memsaver.distributed.errors import RankFailure
 from memsaver.errors import MemsaverError
 
-__all__ = ["JSON", "NOTHING", "PROTOCOL", "Account", "Codec", "Header", "text_of"]
+__all__ = ["JSON", "NOTHING", "PROTOCOL", "Codec", "FailureRecord", "Header", "text_of"]
 
 PROTOCOL = 2  # the messages of an attempt, and their order
 
@@ -93,7 +93,7 @@ class Header:
 
 
 @dataclass(frozen=True)
-class Account:
+class FailureRecord:
     """The failure record of one rank, sent if an attempt failed or the ranks' calls differ.
 
     Attributes:
@@ -113,7 +113,7 @@ class Account:
     message: str = ""
 
     @classmethod
-    def of(cls, error: BaseException | None, what: str) -> Account:
+    def of(cls, error: BaseException | None, what: str) -> FailureRecord:
         """Return this rank's record of a call and its exception, if any."""
         host = socket.gethostname()
         if error is None:
@@ -134,7 +134,7 @@ class Account:
         return _LENGTH.pack(len(text)) + text + error
 
     @classmethod
-    def parse(cls, data: bytes) -> tuple[Account, bytes]:
+    def parse(cls, data: bytes) -> tuple[FailureRecord, bytes]:
         """Return a rank's record, and the exception that its codec packed."""
         (length,) = _LENGTH.unpack_from(data)
         end = _LENGTH.size + length

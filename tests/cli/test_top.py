@@ -21,8 +21,8 @@ from watched_children import Child, top_command
 import memsaver
 from memsaver._inspection.statistics import TagStats
 from memsaver._runtime.native import LIBRARY_DIR
-from memsaver.cli import top
 from memsaver.cli.app import app
+from memsaver.cli.process_tables import NOBODY, view
 from memsaver.cli.watched import Device, Driver, Found, Process, Silent, WatchedTag
 
 GIB = 1 << 30
@@ -92,7 +92,7 @@ def test_nothing_is_found(runtime):
     done = run_top(runtime, COLUMNS="80")
     assert (done.exit_code, done.stderr) == (0, "")
     text = " ".join(done.stdout.split())
-    assert text.startswith(top.NOBODY) and "once it has a tag" in text
+    assert text.startswith(NOBODY) and "once it has a tag" in text
     assert "MEMSAVER_TOP" in text and max(map(len, done.stdout.splitlines())) <= 80
     assert json.loads(run_top(runtime, "--json").stdout)["processes"] == []
 
@@ -102,7 +102,7 @@ def test_searching_creates_nothing(runtime):
     done = subprocess.run(
         command, env=environment(runtime), capture_output=True, text=True, timeout=60
     )
-    assert (done.returncode, done.stderr) == (0, "") and top.NOBODY in done.stdout
+    assert (done.returncode, done.stderr) == (0, "") and NOBODY in done.stdout
     assert list(runtime.iterdir()) == []
 
 
@@ -165,7 +165,7 @@ FOUND = Found(
 
 def draw(found=FOUND, **options):
     console = Console(file=io.StringIO(), highlight=False, **options)
-    console.print(top.view(found, console))
+    console.print(view(found, console))
     return console.file.getvalue()
 
 
@@ -218,7 +218,7 @@ def test_an_output_limited_to_ascii():
         encoding = "ascii"
 
     console = Console(file=Ascii(), width=80, highlight=False)
-    console.print(top.view(FOUND, console))
+    console.print(view(FOUND, console))
     console.file.getvalue().encode("ascii")
 
 
@@ -278,7 +278,7 @@ def test_it_follows_and_ends_quietly(runtime, number, status):
         child("make('another', 1000)")
         shown.wait_for("another")
         child.end()
-        shown.wait_for(top.NOBODY[:40])
+        shown.wait_for(NOBODY[:40])
         assert shown.end(number) == status
         assert shown.seen.rstrip().endswith((LEFT, CURSOR)) and LEFT in shown.seen
         assert "Traceback" not in shown.seen and "Aborted" not in shown.seen

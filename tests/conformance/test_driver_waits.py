@@ -50,17 +50,6 @@ def test_destroying_a_stream_does_not_wait_for_its_work(drv):
     drv.check("cuEventDestroy", event)
 
 
-def test_unmap_and_release_do_not_wait_for_streams(drv, mapped, streams):
-    stream = streams()
-    address, handle = drv.mapped(PAGE)
-    with drv.gate(stream) as gate:
-        drv.check("cuMemsetD8Async", mapped[0], 1, PAGE, stream)
-        gate.entered.wait(5)
-        in_thread(drv, lambda: drv.discard(address, PAGE, handle), timeout=3)
-        assert drv.cuStreamQuery(stream) == NOT_READY
-    drv.check("cuStreamSynchronize", stream)
-
-
 def test_mapping_calls_do_not_wait_for_streams(drv, mapped, streams):
     stream = streams()
     with drv.gate(stream) as gate:

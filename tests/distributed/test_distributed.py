@@ -93,7 +93,7 @@ def test_all_ranks_or_none(run_ranks):
         md.resume("w")
         assert intact(weights)
 
-        # The way back is barred too.
+        # The rollback fails too.
         md.pause("w")
         with full(on=1), fault("cuMemcpyDtoHAsync", on=0), fault("cuMemHostRegister", on=0):
             if RANK == 0:
@@ -183,7 +183,7 @@ def test_a_group_without_a_cpu_backend(run_ranks):
         with full(on=1):
             error = raises(md.RankError, md.resume, "w")
         assert list(error.failures) == [1] and states("w") == ["paused"]
-        torch.set_default_device("meta")  # whatever torch makes tensors on meanwhile
+        torch.set_default_device("meta")  # the device of new tensors must not matter
         report = md.resume("w", timeout=10)
         torch.set_default_device("cpu")
         assert report.local.changed == ("w",) and len(report.ranks) == 2

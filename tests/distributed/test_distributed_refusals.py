@@ -109,7 +109,7 @@ def test_invalid_calls_are_rejected_before_anything_changes(run_ranks):
         md.resume("w", "kv")
         assert intact(weights + cache)
 
-        # A callback that fails on the way back only: that rank is back, and warns.
+        # A callback that fails only in the rollback: the rank's tag is mapped, with a warning.
         md.pause("w")
         with full(on=1), registered(memsaver.on_pause, fail, on=2):
             error = refused(md.resume, "w")

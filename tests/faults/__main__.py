@@ -59,7 +59,7 @@ def is_chosen(injection: Injection, only: list[str], every: int) -> bool:
 
 
 def named(only: list[str]) -> dict[str, list[Injection] | None]:
-    """Return the scenarios to run, each with its injections, or None for those that it can meet.
+    """Return the scenarios to run, each with its injections, or None for all that can occur.
 
     Raises ValueError for an invalid injection.
     """

@@ -78,7 +78,7 @@ def test_recording_keeps_a_capture_valid(tmp_path):
         with memsaver.timeline(interval=0.0005) as t:
             with memsaver.graph(graph, tag="cuda_graph"):
                 out = static * 2
-                time.sleep(0.05)  # the driver is asked for its memory meanwhile
+                time.sleep(0.05)  # the driver's memory is queried in the meantime
                 out = out + 1
             asked = len(t.memory)
             memsaver.pause()

@@ -164,7 +164,7 @@ def allocator():
 
 
 @pytest.fixture
-def torch_stand_in(allocator, monkeypatch):
+def fake_torch(allocator, monkeypatch):
     class MemPool:
         def __init__(self, functions: tuple[int, int]) -> None:
             self.functions = functions
@@ -204,7 +204,7 @@ def torch_stand_in(allocator, monkeypatch):
 
 
 @pytest.fixture
-def used(sim, tag, torch_stand_in):
+def used(sim, tag, fake_torch):
     """Yield a tag with memory in its own pool."""
     name = tag()
     pools = [memsaver.torch_pool(name, backup="host")]
@@ -213,9 +213,9 @@ def used(sim, tag, torch_stand_in):
     FREE(_C.torch_allocator(name, -1)[1])(address, MIB, 0, None)
 
 
-def test_it_is_torchs_own_class_with_the_tags_functions(used, torch_stand_in):
+def test_it_is_torchs_own_class_with_the_tags_functions(used, fake_torch):
     (pool,) = used.pools
-    assert isinstance(pool, torch_stand_in.MemPool)
+    assert isinstance(pool, fake_torch.MemPool)
     assert memsaver.explain(used.address).tag == used.name
     assert memsaver.stats()[used.name][0].backup == "host"
     assert memsaver.torch_pool(used.name).id != pool.id
@@ -244,11 +244,11 @@ def test_a_pool_in_a_cycle_is_closed_too(used, allocator):
     assert allocator.counts[name] == 0 and name in torch_mode._closed_pools
 
 
-def test_a_pause_while_it_is_in_use_is_refused(used, allocator, torch_stand_in, tag, make_blocks):
+def test_a_pause_while_it_is_in_use_is_refused(used, allocator, fake_torch, tag, make_blocks):
     (pool,) = used.pools
     other = tag("other")
     blocks = make_blocks(other, [MIB])
-    with torch_stand_in.use_mem_pool(pool):
+    with fake_torch.use_mem_pool(pool):
         count = allocator.counts[pool.id]
         for call in (
             lambda: memsaver.pause(used.name),

@@ -98,7 +98,7 @@ def main() -> int:
             run_round(machine, seed, sequences)
         except BaseException as error:
             if isinstance(error, FlakyStrategyDefinition) and not process.journal.has_failed:
-                # A fault may meet either of two threads' calls, and the possible next operations
+                # A fault may affect either of two threads' calls, and the possible next operations
                 # depend on it, so Hypothesis cannot replay the sequence. The round ends.
                 process.cut_short += 1
                 seed += 1

@@ -22,7 +22,7 @@ def built(tmp_path_factory):
         (folder / f"{name}.map").write_text(f"{version} {{ global: *; }};\n")
         compile_(
             name,
-            "standin_runtime.c",
+            "fake_runtime.c",
             "-shared",
             f"-DRUNTIME_ID={number}",
             f"-Wl,-soname,{name},--version-script={name}.map",

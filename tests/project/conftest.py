@@ -1,6 +1,7 @@
 """Fixtures of the tests of benchmarks."""
 
 import os
+import subprocess
 
 import pytest
 
@@ -17,3 +18,11 @@ def nvidia_smi(tmp_path, monkeypatch):
     (folder / "nvidia-smi").write_text(SMI)
     (folder / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+
+@pytest.fixture
+def warm_children(monkeypatch):
+    """Let this process start scripts from a process that has imported torch."""
+    import warm_processes  # imports the package
+
+    monkeypatch.setattr(subprocess, "Popen", warm_processes.WarmPopen)

@@ -12,7 +12,7 @@ import threading
 import time
 import types
 
-import sglang_stand_in as stand_in
+import fake_sglang
 from idle_process import idle
 
 
@@ -57,7 +57,7 @@ class SGLang:
             return types.SimpleNamespace(tokenizer_manager=None, shutdown=lambda: None)
         manager = self.classes.Tokenizer([self.classes.Scheduler(self.classes.Updater)])
         manager.server_args.tp_size = arguments.get("tp_size", 1)
-        engine = stand_in.Engine(manager)
+        engine = fake_sglang.Engine(manager)
         manager.auto_create_handle_loop = lambda: self.handle_signals(manager)
         manager._subprocess_watchdog = types.SimpleNamespace(
             _processes=processes, stop=lambda: None
@@ -77,7 +77,7 @@ class SGLang:
 @contextlib.contextmanager
 def launchable(patch):
     """Make the fake importable as `sglang` in the block; no process may be left at its end."""
-    with stand_in.modules(patch) as classes:
+    with fake_sglang.modules(patch) as classes:
         made = SGLang(classes)
         patch.setattr(sys.modules["sglang"], "Engine", made, raising=False)
         yield made

@@ -22,14 +22,13 @@ RUNTIMES = {
 }
 
 
-def program_lines(whose, at_exit=None):
+def program_lines(whose):
     """Return the lines that the built `program` prints if its memory is "ours" or "theirs"."""
     pair = f"0 {whose} 0"
-    at_exit = at_exit or pair
     return [
         f"constructor {pair}",
         f"main {pair}",
         "threads 0",
-        f"atexit {at_exit}",
-        f"destructor {at_exit}",
+        f"atexit {pair}",
+        f"destructor {pair}",
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sglang_stand_in as stand_in
+import fake_sglang
 
 import memsaver
 from memsaver.integrations.sglang.protocol import answers_of
@@ -27,8 +27,8 @@ def let_go(scheduler):
 def ask(scheduler, operation, tags=None, rid=None):
     """Send one message, and return the answer that the tokenizer manager receives."""
     kind = {
-        "release": stand_in.ReleaseMemoryOccupationReqInput,
-        "resume": stand_in.ResumeMemoryOccupationReqInput,
+        "release": fake_sglang.ReleaseMemoryOccupationReqInput,
+        "resume": fake_sglang.ResumeMemoryOccupationReqInput,
     }[operation]
     output = scheduler.handle(f"{operation}_memory_occupation", kind(tags=tags, rid=rid))
     assert scheduler.death is None, repr(scheduler.death)
@@ -37,4 +37,4 @@ def ask(scheduler, operation, tags=None, rid=None):
 
 
 def states():
-    return {tag: memsaver.state(tag) for tag in stand_in.TAGS}
+    return {tag: memsaver.state(tag) for tag in fake_sglang.TAGS}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 
-import sglang_stand_in as stand_in
+import fake_sglang
 
 import memsaver
 from memsaver.integrations.sglang import hooks
 from memsaver.integrations.sglang.sleep import SleepController
 
 MIB = 1 << 20
-ALL = frozenset(stand_in.TAGS)
+ALL = frozenset(fake_sglang.TAGS)
 
 
 def started(cleanup, monkeypatch, kind, schedulers=1, *, hooked=False):
@@ -24,11 +24,11 @@ def started(cleanup, monkeypatch, kind, schedulers=1, *, hooked=False):
         schedulers: the number of data-parallel schedulers.
         hooked: whether memsaver's hooks are installed.
     """
-    classes = cleanup.enter_context(stand_in.modules(monkeypatch))
+    classes = cleanup.enter_context(fake_sglang.modules(monkeypatch))
     if hooked:
         hooks.install()
     manager = classes.Tokenizer([classes.Scheduler(classes.Updater) for _ in range(schedulers)])
-    engine = (stand_in.Engine if kind == "local" else stand_in.Server)(manager)
+    engine = (fake_sglang.Engine if kind == "local" else fake_sglang.Server)(manager)
     cleanup.callback(engine.shutdown)
     return manager, engine if kind == "local" else engine.url
 

@@ -128,7 +128,7 @@ def test_two_callbacks_that_want_each_others_tags(sim, tag, make_blocks, registe
         return memsaver.on_pause(callback, mine)
 
     registered += [cross(*names), cross(*names[::-1])]
-    # The callback of a further pause would meet the barrier a second time.
+    # The callback of a further pause would wait in the barrier a second time.
     original, registered[:] = list(registered), []
     tasks = [in_thread(memsaver.pause, name) for name in names]
     try:

@@ -6,6 +6,7 @@ from itertools import chain
 import pytest
 from driver_faults import (
     PAGE,
+    TYPED,
     Fault,
     Fixed,
     held,
@@ -26,6 +27,26 @@ pytestmark = pytest.mark.filterwarnings("ignore::memsaver.MemsaverWarning")
 MIB = 1 << 20
 GIB = 1 << 30
 SIZES = [4096, 100_000, PAGE + 512]
+
+
+@pytest.fixture
+def attempt(sim, in_thread):
+    """Run an action under faults; return its error, or None. Fails if the error is not typed."""
+
+    def act(action, *faults):
+        for fault in faults:
+            sim.fail(fault.call, fault.code, fault.nth, fault.times)
+        try:
+            in_thread(action).result()
+        except MemsaverError as error:
+            assert type(error) in TYPED, repr(error)
+            assert error.call and error.cuda_error, repr(error)
+            return error
+        finally:
+            sim.clear_faults()
+        return None
+
+    return act
 
 
 @pytest.fixture

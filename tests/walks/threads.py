@@ -266,7 +266,7 @@ class Walk:
             if memsaver.state(tag) != "mapped":
                 return
             why = self._damage(tag)
-            # A finalizer or a handler on this thread may have paused the tag meanwhile. Checked in
+            # A finalizer or a handler on this thread may have paused the tag already. Checked in
             # this order, the state shows a pause in progress, and the count a finished one.
             if memsaver.state(tag) != "mapped" or self._pauses(tag) != before:
                 return

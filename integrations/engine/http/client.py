@@ -126,9 +126,9 @@ class HttpClient:
         """Return a server's text in full, with the API key redacted, encodable as UTF-8."""
         return encodable(self._key.hidden_in(text))
 
-    def excerpt(self, text: object, characters: int = _SHOWN_CHARACTERS) -> str:
+    def excerpt(self, text: object) -> str:
         """Return the beginning of a server's text for a message, with the API key redacted."""
-        return plain_text(self.hidden_in(str(text)))[:characters]
+        return plain_text(self.hidden_in(str(text)))[:_SHOWN_CHARACTERS]
 
     def _successful(self, path: str, answer: tuple[int, str]) -> str:
         status, text = answer

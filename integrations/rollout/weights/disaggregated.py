@@ -22,8 +22,8 @@ from ...engine.fields import is_encodable
 from ...engine.interface import JoinRequest
 from ..arguments import check_equal
 from ..together import Together
-from .meetings import Meetings
 from .sender import END_SECONDS, Aside, FailureNotice, Sender
+from .update_steps import UpdateSteps
 
 if TYPE_CHECKING:
     from ..engine_set import EngineSet
@@ -212,15 +212,15 @@ class WeightGroup:
         if not self._whole_mesh:
             yield self._engine.together
             return
-        with Meetings(self._engine).step(what, self._timeout) as own:
+        with UpdateSteps(self._engine).step(what, self._timeout) as own:
             yield own
 
     def _join(self, what: str, address: str, port: int) -> None:
         layout, timeout = self._engine.layout, self._timeout
         sizes = {layout.dp_rank: self._engine.tp_size}
         if self._whole_mesh:
-            meetings = Meetings(self._engine)
-            sizes = dict(meetings.along(what, (layout.dp_rank, self._engine.tp_size), timeout))
+            steps = UpdateSteps(self._engine)
+            sizes = dict(steps.along(what, (layout.dp_rank, self._engine.tp_size), timeout))
         size = 1 + sum(sizes.values())
         offset = 1 + sum(sizes[number] for number in sizes if number < layout.dp_rank)
         sends = not self._whole_mesh or layout.dp_rank == 0
@@ -234,7 +234,7 @@ class WeightGroup:
         with self._step(what) as own:
             place = own.on_leader(what, listen, timeout)
         if self._whole_mesh:
-            (place,) = [one for one in meetings.along(what, place, timeout) if one is not None]
+            (place,) = [one for one in steps.along(what, place, timeout) if one is not None]
         assert place is not None
         self.name, address, port = place
         request = JoinRequest(self.name, address, port, self._backend, size, offset)

@@ -14,10 +14,10 @@ from ..arguments import check_equal
 from ..together import GRACE_SECONDS
 from .agreement import check_same, common_tie, names_digest
 from .buckets import Bucket, Slot, buckets_of
-from .meetings import Meetings
 from .options import Options
 from .parts import check_cover
 from .sources import Source, Spec, sources_of
+from .update_steps import UpdateSteps
 
 if TYPE_CHECKING:
     from ..engine_set import EngineSet
@@ -59,7 +59,7 @@ class Plan:
 
 
 def agree(
-    engine: RolloutEngine | EngineSet, state: Any, options: Options, meetings: Meetings, what: str
+    engine: RolloutEngine | EngineSet, state: Any, options: Options, steps: UpdateSteps, what: str
 ) -> Plan:
     """Return the plan of an update. A collective of all ranks that changes nothing.
 
@@ -67,7 +67,7 @@ def agree(
         engine: see `update`.
         state: see `update`.
         options: the update's arguments.
-        meetings: the update's collectives.
+        steps: the update's collectives.
         what: a description of the update.
 
     Raises:
@@ -87,13 +87,13 @@ def agree(
     # The engine's own timeout, because the update's may be the invalid argument. A rank whose
     # `state_dict` waits until the timeout still reports to the others.
     limit = engine.timeout + GRACE_SECONDS
-    offers = meetings.gather(f"{what}: its plan", offer, limit)
+    offers = steps.gather(f"{what}: its plan", offer, limit)
     given, everyones, mappable, domains = zip(*offers, strict=True)
     if len(set(domains)) > 1:  # `_mappable` compares only the leader's domain with the engine's
         mappable = (frozenset(),)
     timeout, ranks = options.timeout, engine.layout.tp_ranks
     what = f"{what}: its tensors"
-    with meetings.step(what, timeout):
+    with steps.step(what, timeout):
         check_equal(ranks, given)
         check_same(ranks, everyones, options.layout == "whole")
         if not everyones[0]:
@@ -104,7 +104,7 @@ def agree(
     specs = [max(same, key=lambda spec: spec.nbytes) for same in zip(*everyones, strict=True)]
     ties = [common_tie(spec.same for spec in same) for same in zip(*everyones, strict=True)]
     ours = ranks, given, names_digest(specs), ties, frozenset.intersection(*mappable)
-    engines = meetings.along(what, ours, timeout)
+    engines = steps.along(what, ours, timeout)
     check_equal(
         [rank for theirs, *_ in engines for rank in theirs],
         [options for _, theirs, *_ in engines for options in theirs],

@@ -18,12 +18,12 @@ from ..together import GRACE_SECONDS
 from .buckets import Bucket
 from .colocated import BucketMemory
 from .disaggregated import WeightGroup
-from .meetings import Meetings
 from .options import Options
 from .plan import agree
 from .regions import RegionTensors
 from .report import WeightUpdate
 from .sources import Rename
+from .update_steps import UpdateSteps
 from .verification import Tally, Verify, digests_of, raise_unlike, verification_for, verified_places
 
 if TYPE_CHECKING:
@@ -132,14 +132,14 @@ class _Update:
         self._engine = engine
         self._state = state
         self._options = options
-        self._meetings = Meetings(engine)
+        self._steps = UpdateSteps(engine)
         engine._updates += 1
         self._number = engine._updates
         self._tally = Tally()
 
     def run(self) -> dict[str, Any]:
         """Run the update, and return the report's fields except for the duration."""
-        self._plan = agree(self._engine, self._state, self._options, self._meetings, _WHAT)
+        self._plan = agree(self._engine, self._state, self._options, self._steps, _WHAT)
         plan, timeout = self._plan, self._options.timeout
         largest = max((bucket.nbytes for bucket in plan.buckets), default=0)
         with contextlib.ExitStack() as held:
@@ -155,7 +155,7 @@ class _Update:
                     memory.append(held.enter_context(bucket))
 
             # A rank that waits for a tag until its timeout still reports to the others.
-            self._meetings.gather(f"{_WHAT}: its memory", begin, timeout + GRACE_SECONDS)
+            self._steps.gather(f"{_WHAT}: its memory", begin, timeout + GRACE_SECONDS)
             if plan.has_parts:
                 self._open(memory[0])
             loads: list[tuple[str, Bucket, PayloadMemory]] = [
@@ -169,7 +169,7 @@ class _Update:
                 for load in loads:
                     self._send(*load, load is loads[-1])
             if plan.has_parts:  # before the memory is freed, which waits for its users
-                self._meetings.gather(f"{_WHAT}: its last step", memory[0].close_others, timeout)
+                self._steps.gather(f"{_WHAT}: its last step", memory[0].close_others, timeout)
         checksums = self._checksums()
         return {
             "version": self._options.version,
@@ -188,9 +188,9 @@ class _Update:
         """Open the buckets of the other ranks of this engine."""
         what, timeout = f"{_WHAT}: the buckets of all ranks", self._options.timeout
         place, count = self._engine.layout.tp_rank, self._engine.layout.tp_size
-        rows = self._meetings.gather(what, lambda: memory.shared(count - 1), timeout)
+        rows = self._steps.gather(what, lambda: memory.shared(count - 1), timeout)
         others = [row[place - (place > rank)] for rank, row in enumerate(rows) if rank != place]
-        self._meetings.gather(f"{what}, opened", lambda: memory.open(others), timeout)
+        self._steps.gather(f"{what}, opened", lambda: memory.open(others), timeout)
 
     # --- the engine -------------------------------------------------------------------------------
 
@@ -211,7 +211,7 @@ class _Update:
             assert backend is not None
             backend.continue_generation(timeout)
 
-        self._meetings.on_leader("pausing generation", begin, timeout)
+        self._steps.on_leader("pausing generation", begin, timeout)
         try:
             yield
         except MemsaverError as error:
@@ -219,7 +219,7 @@ class _Update:
                 "; generation is still paused: repeat the update, or call continue_generation()"
             )
             raise
-        self._meetings.on_leader("continuing generation", end, timeout)
+        self._steps.on_leader("continuing generation", end, timeout)
 
     @contextlib.contextmanager
     def _session(self) -> Iterator[None]:
@@ -237,14 +237,14 @@ class _Update:
         try:
             # A begin that failed may still have taken effect: after its timeout, or on other
             # engines.
-            self._meetings.on_leader(f"{_WHAT}: its beginning", begin, timeout)
+            self._steps.on_leader(f"{_WHAT}: its beginning", begin, timeout)
             yield
         except BaseException:
             if backend is not None:  # so that a new update is possible; other ranks do not wait
                 with contextlib.suppress(MemsaverError):
                     end(min(timeout, GRACE_SECONDS))
             raise
-        self._meetings.on_leader(f"{_WHAT}: its end", end, timeout)
+        self._steps.on_leader(f"{_WHAT}: its end", end, timeout)
 
     def _send(self, which: str, bucket: Bucket, memory: PayloadMemory, last: bool) -> None:
         """Send the tensors of one load from the trainer's memory into the engine's."""
@@ -258,9 +258,9 @@ class _Update:
                 self._plan.sources[name].check()
             views.extend(memory.write(bucket, self._plan.sources))
 
-        self._meetings.gather(f"{what}, gathered", gather, self._options.timeout)
+        self._steps.gather(f"{what}, gathered", gather, self._options.timeout)
         if self._plan.has_parts:  # which other ranks wrote into this rank's memory
-            self._meetings.gather(f"{what}, written", memory.settle, self._options.timeout)
+            self._steps.gather(f"{what}, written", memory.settle, self._options.timeout)
 
         def payload() -> tuple[str, tuple[str, ...]]:
             memory.settle()
@@ -273,18 +273,18 @@ class _Update:
             return text, digests_of(views, places)
 
         timeout, engines = self._options.timeout, self._engine.layout
-        with self._meetings.step(what, timeout) as own:
+        with self._steps.step(what, timeout) as own:
             rows = own.gather(what, payload, timeout)
             sent = [digests for _, digests in rows]
             if self._options.group is not None:
                 sent = sent[:1]
             elif self._options.layout == "whole":
                 raise_unlike(bucket, places, sent, [f"rank {rank}" for rank in engines.tp_ranks])
-        each = self._meetings.along(what, (engines.dp_rank, sent), timeout)
+        each = self._steps.along(what, (engines.dp_rank, sent), timeout)
         flat = [tuple(itertools.chain(*theirs)) for _, theirs in each]
         raise_unlike(bucket, places * len(sent), flat, [f"engine {at}" for at, _ in each])
         memory.sending()
-        with self._meetings.step(what, timeout) as own:
+        with self._steps.step(what, timeout) as own:
             checks = own.on_leader(
                 what,
                 lambda: self._load(
@@ -343,9 +343,9 @@ class _Update:
             assert backend is not None
             return tuple(backend.checksums(timeout))
 
-        with self._meetings.step(what, timeout) as own:
+        with self._steps.step(what, timeout) as own:
             checksums = own.on_leader(what, query, timeout)
-        if len(set(self._meetings.along(what, checksums, timeout))) > 1:
+        if len(set(self._steps.along(what, checksums, timeout))) > 1:
             raise WeightMismatchError(
                 f"engines that received the same weights have different checksums: {checksums} on "
                 f"rank {self._engine.layout.leader}, others elsewhere; update them again"

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 from memsaver.cli.checks.findings import Finding, absent, bad, good, warned
 from memsaver.cli.checks.system import installed_version
 from memsaver.errors import ConfigError
-from memsaver.integrations.sglang import (  # type: ignore[import-not-found]
-    settings as sglang_settings,
-)
-from memsaver.integrations.sglang import (
-    versions as sglang_versions,
-)
-from memsaver.integrations.vllm import (  # type: ignore[import-not-found]
-    settings as vllm_settings,
-)
-from memsaver.integrations.vllm import (
-    versions as vllm_versions,
-)
+
+if TYPE_CHECKING:  # mypy knows the folder integrations/ as the package `integrations`
+    from integrations.sglang import settings as sglang_settings
+    from integrations.sglang import versions as sglang_versions
+    from integrations.vllm import settings as vllm_settings
+    from integrations.vllm import versions as vllm_versions
+else:
+    from memsaver.integrations.sglang import settings as sglang_settings
+    from memsaver.integrations.sglang import versions as sglang_versions
+    from memsaver.integrations.vllm import settings as vllm_settings
+    from memsaver.integrations.vllm import versions as vllm_versions
 
 __all__ = ["check_engines"]
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from memsaver._inspection.bare_driver import BareDriver
 from memsaver.cli.checks.findings import Finding, absent, good, warned
 from memsaver.errors import ConfigError, MemsaverError
-from memsaver.integrations.sglang import settings  # type: ignore[import-not-found]
+
+if TYPE_CHECKING:  # mypy knows the folder integrations/ as the package `integrations`
+    from integrations.sglang import settings
+else:
+    from memsaver.integrations.sglang import settings
 
 __all__ = ["check_nccl"]
 

@@ -14,7 +14,7 @@ def runtime(tmp_path_factory):
     """Build a fake CUDA runtime, and a library that calls it; return their folder."""
     folder = tmp_path_factory.mktemp("runtime")
     for output, source, options in (
-        ("libcudart.so.13", "standin_runtime.c", ["-DRUNTIME_ID=1", "-Wl,-soname,libcudart.so.13"]),
+        ("libcudart.so.13", "fake_runtime.c", ["-DRUNTIME_ID=1", "-Wl,-soname,libcudart.so.13"]),
         ("caller.so", "caller.c", ["-Wl,-rpath,$ORIGIN,--no-as-needed", "./libcudart.so.13"]),
     ):
         command = [*CC, "-O1", "-fPIC", "-shared", str(FIXTURES / source), "-o", output, *options]

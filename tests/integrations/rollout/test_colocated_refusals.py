@@ -79,20 +79,34 @@ def test_bad_options_are_refused(sim, tag, options, what):
     assert memsaver.explain(next(trainer.model.parameters())).tag is None
 
 
-def test_a_model_in_a_tag_with_the_optimizer_is_refused(sim, tag):
-    trainer = Trainer()
-    engine = TagEngine(trainer.model, tag("weights"), tag("kv"))
-    both = offload(trainer.model, trainer.optimizer, tag=tag("trainer"))
-    with pytest.raises(memsaver.ConfigError, match="its own tag"):
-        ColocatedSession(engine, both, both, state=trainer.model.state_dict)
+def with_the_optimizer(trainer, tag):
+    return (offload(trainer.model, trainer.optimizer, tag=tag("trainer")),) * 2
 
 
-def test_a_trainer_without_a_backup_is_refused(sim, tag):
+def without_a_backup(trainer, tag):
+    return (offload(trainer.model, tag=tag("model"), backup="none"),)
+
+
+def closed(trainer, tag):
+    handle = offload(trainer.model, tag=tag("model"))
+    handle.close()
+    return (handle,)
+
+
+@pytest.mark.parametrize(
+    ("handles", "error", "what"),
+    [
+        (with_the_optimizer, memsaver.ConfigError, "its own tag"),
+        (without_a_backup, memsaver.ConfigError, "no backup"),
+        (closed, memsaver.InvalidStateError, "closed"),
+    ],
+)
+def test_a_handle_that_cannot_be_used_is_refused(sim, tag, handles, error, what):
     trainer = Trainer()
     engine = TagEngine(trainer.model, tag("weights"), tag("kv"))
-    model = offload(trainer.model, tag=tag("model"), backup="none")
-    with pytest.raises(memsaver.ConfigError, match="no backup"):
-        ColocatedSession(engine, model, state=trainer.model.state_dict)
+    given = handles(trainer, tag)
+    with pytest.raises(error, match=what):
+        ColocatedSession(engine, *given, state=trainer.model.state_dict)
 
 
 def test_a_tag_without_a_backup_is_refused_before_anything_happens(sim, tag):
@@ -139,15 +153,6 @@ def test_a_refused_close_closes_nothing(scene):
         with pytest.raises(memsaver.InvalidStateError, match="closed"), block():
             raise AssertionError("closed")
     assert not paused(scene) - {"weights", "kv_cache"}
-
-
-def test_a_closed_handle_is_refused(sim, tag):
-    trainer = Trainer()
-    engine = TagEngine(trainer.model, tag("weights"), tag("kv"))
-    handle = offload(trainer.model, tag=tag("model"))
-    handle.close()
-    with pytest.raises(memsaver.InvalidStateError, match="closed"):
-        ColocatedSession(engine, handle, state=trainer.model.state_dict)
 
 
 @pytest.mark.parametrize("missing", ["update_weights", "sleep", "wake_up"])

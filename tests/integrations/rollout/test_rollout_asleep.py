@@ -9,8 +9,8 @@ import contextlib
 import sys
 import types
 
+import fake_sglang
 import pytest
-import sglang_stand_in as stand_in
 from sleeping_manager import choose
 from tasks import Task
 
@@ -31,12 +31,12 @@ def make_engine(monkeypatch, sim, tag, make_blocks):
     with contextlib.ExitStack() as cleanup:
 
         def make(kind: str):
-            classes = cleanup.enter_context(stand_in.modules(monkeypatch))
+            classes = cleanup.enter_context(fake_sglang.modules(monkeypatch))
             module = types.ModuleType("sglang.srt.managers.tokenizer_manager")
             module.TokenizerManager = classes.Tokenizer
             monkeypatch.setitem(sys.modules, module.__name__, module)
             hooks.install()
-            tag.names.extend(stand_in.TAGS)
+            tag.names.extend(fake_sglang.TAGS)
             scheduler = classes.Scheduler(classes.Updater)
             scheduler.model = make_blocks("weights", [2 * MIB], backup="host")[0]
             scheduler.blocks = [
@@ -47,7 +47,7 @@ def make_engine(monkeypatch, sim, tag, make_blocks):
             manager = classes.Tokenizer([scheduler])
             manager.server_args.enable_memory_saver = True
             manager.server_args.enable_weights_cpu_backup = True
-            engine = (stand_in.Engine if kind == "local" else stand_in.Server)(manager)
+            engine = (fake_sglang.Engine if kind == "local" else fake_sglang.Server)(manager)
             cleanup.callback(engine.shutdown)
             made = RolloutEngine.connect(engine if kind == "local" else engine.url, timeout=30)
             return made, RolloutEngine.connect(made.backend.link, timeout=30), manager

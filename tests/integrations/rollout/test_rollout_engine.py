@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from types import SimpleNamespace
 
+import fake_sglang
 import pytest
-import sglang_stand_in as stand_in
 from tasks import Task
 
 from memsaver.errors import ConfigError, InvalidStateError
@@ -25,9 +25,9 @@ def make_engine(monkeypatch):
     with contextlib.ExitStack() as cleanup:
 
         def make(kind: str = "local", **options):
-            classes = cleanup.enter_context(stand_in.modules(monkeypatch))
+            classes = cleanup.enter_context(fake_sglang.modules(monkeypatch))
             manager = classes.Tokenizer([classes.Scheduler(classes.Updater)])
-            engine = (stand_in.Engine if kind == "local" else stand_in.Server)(manager)
+            engine = (fake_sglang.Engine if kind == "local" else fake_sglang.Server)(manager)
             cleanup.callback(engine.shutdown)
             target = engine if kind == "local" else engine.url
             return RolloutEngine.connect(target, timeout=30, **options), manager
@@ -161,7 +161,7 @@ def test_sleep_and_wake_up_change_the_given_tags(make_engine, kind):
     assert engine.status is Status.WEIGHTS_ONLY
     assert engine.wake_up().changed == ("kv_cache",) and released == set()
     with engine.asleep() as report:
-        assert set(report.changed) == released == set(stand_in.TAGS)
+        assert set(report.changed) == released == set(fake_sglang.TAGS)
     assert engine.status is Status.AWAKE and released == set()
     engine.sleep()
     assert engine.wake_up().changed == ("cuda_graph", "weights", "kv_cache")
@@ -185,7 +185,7 @@ def test_others_may_have_changed_it(make_engine):
     engine.backend.control.sleep("weights")
     assert engine.status is Status.AWAKE and engine.refresh() is Status.NO_WEIGHTS
     engine.wake_up()
-    stand_in.dies_in_a_release(manager)
+    fake_sglang.dies_in_a_release(manager)
     with pytest.raises(EngineTimeoutError):
         engine.sleep(timeout=0.2)
     assert engine.status is Status.UNKNOWN

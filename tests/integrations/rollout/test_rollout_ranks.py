@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import memsaver
 import memsaver.distributed as md
-import sglang_stand_in as stand_in
+import fake_sglang
 from memsaver.errors import *
 from memsaver.integrations.rollout import RolloutEngine
 from memsaver.integrations.sglang import EngineAsleepError, EngineBusyError, EngineError
@@ -32,11 +32,11 @@ from tasks import Task
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
 TWO = {"max_new_tokens": 2}
-classes = contextlib.ExitStack().enter_context(kept := stand_in.modules(pytest.MonkeyPatch()))
+classes = contextlib.ExitStack().enter_context(kept := fake_sglang.modules(pytest.MonkeyPatch()))
 
-def stand_in_engine():
+def fake_engine():
     manager = classes.Tokenizer([classes.Scheduler(classes.Updater)])
-    return manager, stand_in.Engine(manager)
+    return manager, fake_sglang.Engine(manager)
 
 def rows(output):
     return [row[:length].tolist() for row, length in zip(output.token_ids, output.lengths)]
@@ -70,7 +70,7 @@ def test_a_group_of_two_shares_an_engine(run_ranks):
     run_ranks(
         """
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-        manager, target = stand_in_engine() if RANK == 0 else (None, None)
+        manager, target = fake_engine() if RANK == 0 else (None, None)
         engine = RolloutEngine.connect(target, mesh, timeout=20)
         assert (engine.backend is not None) == (RANK == 0) == engine.layout.is_leader
         assert engine.tp_size == 1 and engine.layout.tp_ranks == (0, 1)
@@ -110,7 +110,7 @@ def test_a_group_of_two_shares_an_engine(run_ranks):
 
         # Sleep, with what fails.
         report = engine.sleep()
-        assert set(report.changed) == engine.released == set(stand_in.TAGS)
+        assert set(report.changed) == engine.released == set(fake_sglang.TAGS)
         assert engine.status is Status.ASLEEP
         error = refused(EngineAsleepError, engine.generate, [[1]], TWO)
         assert error.tag == "cuda_graph" and "wake it up" in str(error)
@@ -156,7 +156,7 @@ def test_a_group_of_two_shares_an_engine(run_ranks):
         assert output.finish_reasons == ("abort",) and rows(output) == [[RANK, RANK + 1, RANK + 2]]
         engine.continue_generation()
 
-        # An interrupt of the leader's is its own; the others hear of it.
+        # The leader raises its own interrupt, and the others raise an error.
         if RANK == 0:
             engine.backend.generate = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt())
         try:
@@ -168,7 +168,7 @@ def test_a_group_of_two_shares_an_engine(run_ranks):
 
         # The engine's scheduler is dead: unknown, on all ranks.
         if RANK == 0:
-            stand_in.dies_in_a_release(manager)
+            fake_sglang.dies_in_a_release(manager)
         error = refused(EngineTimeoutError, engine.sleep, timeout=0.5)
         assert engine.status is Status.UNKNOWN and "rank 0" in str(error)
         engine.close()
@@ -203,7 +203,7 @@ def test_ranks_that_die_or_hang(run_ranks):
         """
         mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
         def connected(timeout):
-            _, target = stand_in_engine() if RANK == 0 else (None, None)
+            _, target = fake_engine() if RANK == 0 else (None, None)
             return RolloutEngine.connect(target, mesh, timeout=timeout)
 
         # One that does not come: an error on the others when the engine's time is over.
@@ -246,7 +246,7 @@ def test_a_leader_that_dies_at_work(run_ranks):
     run_ranks(
         """
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        manager, target = stand_in_engine() if RANK == 0 else (None, None)
+        manager, target = fake_engine() if RANK == 0 else (None, None)
         engine = RolloutEngine.connect(target, mesh, timeout=60)
         if RANK == 0:
             threading.Timer(1, lambda: os._exit(9)).start()
@@ -266,7 +266,7 @@ def test_two_groups_of_two_have_their_own_engines(run_ranks):
     run_ranks(
         """
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        manager, target = stand_in_engine() if RANK % 2 == 0 else (None, None)
+        manager, target = fake_engine() if RANK % 2 == 0 else (None, None)
         engine = RolloutEngine.connect(target, mesh, timeout=20)
         layout = engine.layout
         assert (layout.dp_rank, layout.dp_size) == (RANK // 2, 2)
@@ -287,9 +287,9 @@ def test_two_groups_of_two_have_their_own_engines(run_ranks):
         assert store.check(["comes2", "comes3"])
         engine.wake_up(fence=True)
 
-        # What fails with one engine is heard of by the ranks of all.
+        # A failure of one engine is an error on the ranks of all engines.
         if RANK == 2:
-            stand_in.dies_in_a_release(manager)
+            fake_sglang.dies_in_a_release(manager)
         error = refused(EngineTimeoutError, engine.sleep, fence=True, timeout=1)
         assert list(error.failures) == [2] and "rank 2 of 4" in str(error)
         assert engine.status is (Status.ASLEEP if RANK < 2 else Status.UNKNOWN)
@@ -299,7 +299,7 @@ def test_two_groups_of_two_have_their_own_engines(run_ranks):
 
         # A new engine; a block that fails on one rank of a fence.
         if RANK == 2:
-            manager, target = stand_in_engine()
+            manager, target = fake_engine()
         engine = RolloutEngine.connect(target, mesh, timeout=20)
         engine.sleep()
         try:
@@ -323,7 +323,7 @@ def test_two_groups_of_two_have_their_own_engines(run_ranks):
         assert other.layout.dp_rank == RANK // 2 and other.layout.tp_ranks == layout.tp_ranks
         other.sleep("kv_cache", fence=True)
         other.wake_up(fence=True)
-        _, own = stand_in_engine()
+        _, own = fake_engine()
         alone = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
         each = RolloutEngine.connect(own, alone, timeout=20)
         assert each.layout.is_leader and each.layout.dp_rank == RANK
@@ -333,7 +333,7 @@ def test_two_groups_of_two_have_their_own_engines(run_ranks):
                 RolloutEngine.connect(target, both, **bad)
 
         # A server for each group, by URL.
-        urls = gathered(stand_in.Server(manager).url if manager else "")
+        urls = gathered(fake_sglang.Server(manager).url if manager else "")
         servers = RolloutEngine.connect([urls[0], urls[2]], mesh, timeout=20)
         assert rows(servers.generate([[RANK + 7]], TWO)) == [[RANK + 7, RANK + 8]]
         dist.barrier()  # rank 0 hosts the store
@@ -363,7 +363,7 @@ def test_a_bad_argument_of_a_rank_is_an_error_on_all_ranks_of_the_mesh(run_ranks
                 {"dp": ("a", "b")},
             ),
         ]
-        manager, target = stand_in_engine()
+        manager, target = fake_engine()
         for mesh, options in meshes:
             for bad in (
                 {"mesh": "dp"},

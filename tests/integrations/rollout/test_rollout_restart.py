@@ -112,23 +112,8 @@ def test_an_engine_that_starts_at_the_second_attempt(sglang):
     assert len(sglang.seen) == 3
 
 
-def test_a_new_engine_without_weights_generates_nothing(sglang):
-    tries = []
-
-    def send(engine):
-        tries.append(engine)
-        if len(tries) == 1:
-            raise EngineError("the update failed")
-
-    with launched(Restarts(send=send)) as engine:
-        kill(sglang)
-        with pytest.raises(EngineError, match="the update failed"):
-            engine.generate([[1]], TWO)
-        assert engine.generate([[1]], TWO).token_ids.tolist() == [[1, 2]]
-        assert len(tries) == 2 and len(sglang.seen) == 2
-
-
-def test_an_engine_that_dies_before_it_has_weights_is_restarted(sglang):
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_new_engine_generates_nothing_before_it_has_weights(sglang, dies):
     tries = []
 
     def send(engine):
@@ -142,9 +127,10 @@ def test_an_engine_that_dies_before_it_has_weights_is_restarted(sglang):
         kill(sglang)
         with pytest.raises(EngineError, match="the update failed"):
             engine.generate([[1]], TWO)
-        kill(sglang)
+        if dies:
+            kill(sglang)
         assert engine.generate([[1]], TWO).token_ids.tolist() == [[1, 2]]
-        assert len(tries) == 3 and len(sglang.seen) == 3
+        assert len(tries) == len(sglang.seen) == 2 + dies
 
 
 def test_restart_is_a_call_for_deaths_in_other_calls(sglang):

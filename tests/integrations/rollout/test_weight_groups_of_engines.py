@@ -85,7 +85,7 @@ def test_a_bucket_is_broadcast_once_to_the_engines_of_a_set(tmp_path):
     )
 
 
-# The end of ranks of which one has died, so that they cannot meet in a barrier.
+# Ends ranks of which one has died, so that they cannot wait in a barrier.
 WITHOUT_A_BARRIER = """
 time.sleep(RANK == 0)  # which has the others' store
 print("fine", flush=True)

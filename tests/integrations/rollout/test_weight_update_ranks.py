@@ -230,7 +230,7 @@ with pytest.MonkeyPatch.context() as inner:
     inner.setattr(load_check, "watched", corrupting)
     error = refused(WeightMismatchError, update, engine, weights, verify="full")
 assert error.tensors == ("layers.0.o.weight",), error.tensors
-assert "on rank 0 (" in str(error), error  # of the stand-in's ranks, which are one each
+assert "on rank 0 (" in str(error), error  # of the fake's ranks, which are one each
 
 # A rank that comes no more.
 patch.setattr("memsaver.integrations.rollout.weights.plan.GRACE_SECONDS", 0)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 
+import fake_sglang
 import pytest
 import scheduler_calls
-import sglang_stand_in as stand_in
 import sleeping_manager
 
 from memsaver.integrations.sglang import hooks
@@ -21,7 +21,7 @@ def version():
 @pytest.fixture
 def sglang(monkeypatch, version):
     """Yield the classes of fake modules of SGLang with memsaver's hooks."""
-    with stand_in.modules(monkeypatch, version) as classes:
+    with fake_sglang.modules(monkeypatch, version) as classes:
         hooks.install()
         yield classes
 
@@ -29,7 +29,7 @@ def sglang(monkeypatch, version):
 @pytest.fixture
 def engine(sglang, sim, tag, make_blocks):
     """Yield a scheduler whose weights (with a backup), KV cache and graphs are in tags."""
-    tag.names.extend(stand_in.TAGS)
+    tag.names.extend(fake_sglang.TAGS)
     scheduler = sglang.Scheduler(sglang.Updater)
     scheduler_calls.hold(scheduler, make_blocks)
     yield scheduler

@@ -9,8 +9,8 @@ import threading
 import time
 import types
 
+import fake_sglang
 import pytest
-import sglang_stand_in as stand_in
 from sleep_worlds import started
 from tasks import Task
 
@@ -47,7 +47,7 @@ def world(make_world, kind):
 
 
 def expected(tokens, params, images=(), version="default"):
-    made = stand_in.generated(tokens, params, images)
+    made = fake_sglang.generated(tokens, params, images)
     logprobs = [-token / 1000 for token in made]
     return Sample(made, logprobs, "length", version)
 

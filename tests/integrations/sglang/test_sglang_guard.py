@@ -7,10 +7,10 @@ import logging
 import sys
 import types
 
+import fake_sglang
 import pytest
-import sglang_stand_in as stand_in
+from fake_sglang import messages
 from scheduler_calls import ask
-from sglang_stand_in import messages
 
 import memsaver
 from memsaver.integrations.engine import moves
@@ -68,7 +68,7 @@ def test_a_generation_without_memory_is_refused_with_status_503(engine, request_
         assert (answer.rid, answer.finished_reason["type"]) == (request_.rid, "abort")
         assert answer.finished_reason["status_code"] == 503
         error = refusal_in(answer)
-        assert type(error) is EngineAsleepError and set(error.tags) == set(tags or stand_in.TAGS)
+        assert type(error) is EngineAsleepError and set(error.tags) == set(tags or fake_sglang.TAGS)
         assert isinstance(error, memsaver.InvalidStateError) and error.status == "ENGINE_ASLEEP"
         ask(engine, "resume")
         assert send(engine, request_) == [] and engine.handled[-1] is request_
@@ -94,7 +94,7 @@ def test_a_refusal_reaches_a_server_without_a_tokenizer_manager(engine):
     request.input_ids = [5, 6]
     assert send(engine, request) == []
     ((abort, of),) = frames
-    assert (abort.rid, set(refusal_in(abort).tags)) == ("a", set(stand_in.TAGS))
+    assert (abort.rid, set(refusal_in(abort).tags)) == ("a", set(fake_sglang.TAGS))
     assert (of.origin_input_ids, of.cached_tokens, of.reasoning_tokens) == ([5, 6], 0, 0)
 
 
@@ -277,7 +277,7 @@ def test_requests_are_refused_after_a_failed_resume(engine, sim):
     sim.occupy(memsaver.device_memory(0)[0])
     ask(engine, "resume")
     (answer,) = send(engine, messages.TokenizedGenerateReqInput("a"))
-    assert set(refusal_in(answer).tags) == set(stand_in.TAGS)
+    assert set(refusal_in(answer).tags) == set(fake_sglang.TAGS)
     sim.occupy(0)
     ask(engine, "resume")
     assert send(engine, messages.TokenizedGenerateReqInput("a")) == []
@@ -322,7 +322,7 @@ def test_graphs_without_memory_do_not_postpone_a_continuation(engine, monkeypatc
 
 
 def test_a_scheduler_without_a_memory_saver_has_no_guard(sglang):
-    class Disabled(stand_in.Saver):
+    class Disabled(fake_sglang.Saver):
         enabled = False
 
     scheduler = sglang.Scheduler(sglang.Updater, saver=Disabled())

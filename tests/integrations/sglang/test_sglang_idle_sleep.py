@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import types
 
+import fake_sglang
 import pytest
-import sglang_stand_in as stand_in
+from fake_sglang import messages
 from scheduler_calls import ask, states
-from sglang_stand_in import messages
 
 from memsaver.integrations.sglang.guard import Guard
 from memsaver.integrations.sglang.idle_sleep import IdleRelease, IdleSleep, install, with_handler
@@ -29,7 +29,7 @@ def clock():
 
 
 def scheduler_of(**arguments):
-    found = stand_in.Scheduler()
+    found = fake_sglang.Scheduler()
     found.server_args = types.SimpleNamespace(enable_weights_cpu_backup=True, **arguments)
     return found
 

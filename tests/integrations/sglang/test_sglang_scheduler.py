@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 
+import fake_sglang
 import pytest
-import sglang_stand_in as stand_in
 from looks import held
 from scheduler_calls import ask, states
 
@@ -23,7 +23,7 @@ from memsaver.integrations.sglang.protocol import REWRITTEN, answers_of
 MIB = 1 << 20
 
 
-@pytest.fixture(params=stand_in.HANDLERS)
+@pytest.fixture(params=fake_sglang.HANDLERS)
 def version(request):
     return request.param
 
@@ -31,7 +31,7 @@ def version(request):
 def test_release_and_resume_report_the_bytes_of_each_tag(engine, sim):
     before = sim.tag_bytes()
     answer = ask(engine, "release")
-    assert answer.failure is None and set(answer.released) == set(stand_in.TAGS)
+    assert answer.failure is None and set(answer.released) == set(fake_sglang.TAGS)
     (rank,) = answer.ranks
     assert rank.device_bytes["kv_cache"] >= 8 * MIB and rank.device_bytes["weights"] >= 4 * MIB
     assert rank.bytes == before and sim.tag_bytes() == 0
@@ -48,12 +48,12 @@ def test_release_and_resume_report_the_bytes_of_each_tag(engine, sim):
 
 def test_arguments_by_name_are_those_by_position(engine):
     updater = engine.handlers
-    request = stand_in.ReleaseMemoryOccupationReqInput(tags=["weights"])
+    request = fake_sglang.ReleaseMemoryOccupationReqInput(tags=["weights"])
     (answer,) = answers_of([updater.release_memory_occupation(recv_req=request)])
     assert (answer.failure, answer.tags) == (None, ("weights",))
     state = engine.get_internal_state(recv_req=None).internal_state["memsaver"]
     assert list(state["released"]) == ["weights"]
-    request = stand_in.ResumeMemoryOccupationReqInput(tags=["weights"])
+    request = fake_sglang.ResumeMemoryOccupationReqInput(tags=["weights"])
     (answer,) = answers_of([updater.resume_memory_occupation(recv_req=request)])
     assert answer.released == () and engine.model.is_intact()
     with pytest.raises(TypeError):  # as in SGLang's own handler
@@ -136,7 +136,7 @@ def test_a_failure_of_sglangs_own_part_of_a_resume_is_undone(engine, sim, where)
         assert "a buffer has another shape" in str(error_of([answer]))
         assert "released as before" in str(error_of([answer])) and answer.held == ()
         assert set(states().values()) == {"paused"} and sim.tag_bytes() == 0
-        assert set(answer.released) == updater.offload_tags == set(stand_in.TAGS)
+        assert set(answer.released) == updater.offload_tags == set(fake_sglang.TAGS)
     updater.resume_errors.clear()
     assert ask(engine, "resume").failure is None
     assert engine.model.is_intact() and engine.graph.is_intact() and engine.kv.is_zero()
@@ -164,7 +164,7 @@ def test_memory_that_a_failed_resume_leaves_mapped_is_released(engine, sim):
     message = str(error_of([answer]))
     assert "no queue" in message and "could not release it: rank 0" in message
     assert "as before" not in message
-    assert set(answer.held) == set(answer.released) == set(stand_in.TAGS)
+    assert set(answer.held) == set(answer.released) == set(fake_sglang.TAGS)
     assert sim.tag_bytes() > 0
 
     engine.running.add("a")  # its memory is mapped, so requests may use it
@@ -174,7 +174,7 @@ def test_memory_that_a_failed_resume_leaves_mapped_is_released(engine, sim):
     with sim.fault("cuMemUnmap", times=0):
         answer = ask(engine, "release")
     assert "some ranks still have their memory" in str(error_of([answer])) and len(answer.held) == 3
-    assert set(answer.released) == set(stand_in.TAGS)
+    assert set(answer.released) == set(fake_sglang.TAGS)
     answer = ask(engine, "release", ["kv_cache"])
     assert answer.failure is None and answer.tags == ("kv_cache",)
     assert set(answer.held) == {"weights", "cuda_graph"}
@@ -204,7 +204,7 @@ def test_a_release_that_is_refused_keeps_contents_without_a_backup(engine):
 def test_an_sglang_without_the_functions_that_the_hooks_need(sglang, monkeypatch, caplog):
     """SGLang's own handlers run, and the internal state reports no guard."""
     monkeypatch.setattr(moves, "names_of", lambda tag: ())
-    request = stand_in.ReleaseMemoryOccupationReqInput()
+    request = fake_sglang.ReleaseMemoryOccupationReqInput()
     for owner, name in [
         ("updater", "offload_tags"),
         ("updater", "tp_cpu_group"),
@@ -238,13 +238,13 @@ def test_answers_without_room_for_a_text_are_not_guarded(sglang, monkeypatch):
     monkeypatch.setattr(messages, "ResumeMemoryOccupationReqOutput", type("Output", (), {}))
     scheduler = sglang.Scheduler(sglang.Updater)
     assert "memsaver" not in scheduler.handle("get_internal_state").internal_state
-    request = stand_in.ReleaseMemoryOccupationReqInput(tags=["kv_cache"])
+    request = fake_sglang.ReleaseMemoryOccupationReqInput(tags=["kv_cache"])
     output = scheduler.handle("release_memory_occupation", request)
     assert output is not None and answers_of([output]) == [] and scheduler.death is None
 
 
 def test_model_buffers_are_restored_without_a_backup(sglang, sim, tag, make_blocks):
-    tag.names.extend(stand_in.TAGS)
+    tag.names.extend(fake_sglang.TAGS)
     scheduler = sglang.Scheduler(sglang.Updater)
     scheduler.model = make_blocks("weights", [MIB], backup="none")[0]
     saved = scheduler.buffers()
@@ -269,7 +269,7 @@ def test_a_release_that_cannot_keep_the_model_buffers_changes_nothing(engine, mo
     def no_memory(tensor):
         raise MemoryError("no host memory")
 
-    monkeypatch.setattr(stand_in.Tensor, "cpu", no_memory)
+    monkeypatch.setattr(fake_sglang.Tensor, "cpu", no_memory)
     answer = ask(engine, "release")
     assert "no host memory" in answer.failure.message and answer.released == ()
     assert set(states().values()) == {"mapped"}
@@ -301,7 +301,7 @@ def test_another_saver_is_guarded_and_does_its_own_work(sglang, monkeypatch):
     for _ in range(2):
         ask(scheduler, "release", ["kv_cache", "weights"])
         ask(scheduler, "release")
-        assert saver.paused == set(stand_in.TAGS)
+        assert saver.paused == set(fake_sglang.TAGS)
     for _ in range(2):
         ask(scheduler, "resume", ["weights"])
         ask(scheduler, "resume")
@@ -314,8 +314,8 @@ def test_install_twice_is_as_once(engine):
     assert ask(engine, "resume").released == ()
 
 
-def test_without_hooks_the_stand_in_dies(monkeypatch):
-    with stand_in.modules(monkeypatch) as classes:
+def test_without_hooks_the_fake_dies(monkeypatch):
+    with fake_sglang.modules(monkeypatch) as classes:
         for setup, name, tags in [
             ([], "resume_memory_occupation", None),
             ([["kv_cache"]], "resume_memory_occupation", None),
@@ -325,12 +325,12 @@ def test_without_hooks_the_stand_in_dies(monkeypatch):
             for released in setup:
                 scheduler.handle(
                     "release_memory_occupation",
-                    stand_in.ReleaseMemoryOccupationReqInput(tags=released),
+                    fake_sglang.ReleaseMemoryOccupationReqInput(tags=released),
                 )
-            scheduler.handle(name, stand_in.ResumeMemoryOccupationReqInput(tags=tags))
+            scheduler.handle(name, fake_sglang.ResumeMemoryOccupationReqInput(tags=tags))
             assert scheduler.death is not None
         busy = classes.Scheduler(classes.Updater)
         busy.begin("a")
-        busy.handle("release_memory_occupation", stand_in.ReleaseMemoryOccupationReqInput())
+        busy.handle("release_memory_occupation", fake_sglang.ReleaseMemoryOccupationReqInput())
         assert isinstance(busy.death, AssertionError)
         asyncio.set_event_loop(None)

@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 RANK = """
     import datetime
     import pytest, torch.distributed as dist
-    import sglang_stand_in as stand_in
+    import fake_sglang
     import memsaver
     from simulated_driver import Block, Simulator
     from memsaver.integrations.sglang import hooks
@@ -23,7 +23,7 @@ RANK = """
     sim = Simulator()
     sim.start()
     patch = pytest.MonkeyPatch()
-    with stand_in.modules(patch) as classes:
+    with fake_sglang.modules(patch) as classes:
         hooks.install()
         scheduler = classes.Scheduler(classes.Updater, group=dist.group.WORLD)
         with memsaver.region("weights", backup="host"):
@@ -96,7 +96,7 @@ RANK = """
             answer = ask(scheduler, "resume")
             assert "another shape" in answer.failure.message, answer
             assert "released as before" in answer.failure.message and answer.held == (), answer
-            assert memsaver_states() == {"paused"} and updater.offload_tags == set(stand_in.TAGS)
+            assert memsaver_states() == {"paused"} and updater.offload_tags == set(fake_sglang.TAGS)
             updater.resume_errors.clear()
 
         # And then another rank cannot give it back: it is named, and a release has it do so.
@@ -108,7 +108,7 @@ RANK = """
         sim.clear_faults()
         assert answer.failure.kind == "OutOfDeviceMemoryError", answer
         assert "release it: rank 0" in answer.failure.message, answer
-        assert set(answer.held) == set(stand_in.TAGS) == updater.offload_tags
+        assert set(answer.held) == set(fake_sglang.TAGS) == updater.offload_tags
         assert memsaver_states() == ({"mapped"} if rank == 0 else {"paused"})
         answer = ask(scheduler, "release")
         assert answer.failure is None and answer.held == (), answer

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import fake_sglang
 import pytest
 import scheduler_calls
-import sglang_stand_in as stand_in
 from scheduler_calls import states
 
 import memsaver
@@ -41,7 +41,7 @@ def scheduler(engine):
 
 @pytest.fixture
 def main_process(sglang, scheduler):
-    made = stand_in.Engine(sglang.Tokenizer([scheduler]))
+    made = fake_sglang.Engine(sglang.Tokenizer([scheduler]))
     yield made
     made.shutdown()
 
@@ -49,8 +49,8 @@ def main_process(sglang, scheduler):
 def call(main_process, operation, tags=None, rid=None):
     """Make a call of the main_process's own interface, as SGLang's `Engine` does."""
     kind = {
-        "release": stand_in.ReleaseMemoryOccupationReqInput,
-        "resume": stand_in.ResumeMemoryOccupationReqInput,
+        "release": fake_sglang.ReleaseMemoryOccupationReqInput,
+        "resume": fake_sglang.ResumeMemoryOccupationReqInput,
     }[operation]
     method = getattr(main_process.tokenizer_manager, f"{operation}_memory_occupation")
     return main_process.loop.run_until_complete(method(kind(tags=tags, rid=rid), None))
@@ -109,7 +109,7 @@ class TestReported:
         assert set(states().values()) == {"mapped"} and scheduler.model.is_intact()
 
     def test_success_is_reported_to_the_main_process(self, scheduler):
-        request = stand_in.ReleaseMemoryOccupationReqInput(["kv_cache"], STRICT)
+        request = fake_sglang.ReleaseMemoryOccupationReqInput(["kv_cache"], STRICT)
         first = scheduler.handle("release_memory_occupation", request)
         second = scheduler.handle("release_memory_occupation", request)
         assert (first.success, first.message) == (True, "")

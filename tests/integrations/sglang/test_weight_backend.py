@@ -6,8 +6,8 @@ import contextlib
 import types
 from dataclasses import dataclass, replace
 
+import fake_sglang
 import pytest
-import sglang_stand_in as stand_in
 from sleep_worlds import started
 
 from memsaver.errors import InvalidStateError
@@ -123,7 +123,7 @@ def test_a_session_where_the_version_has_one(world):
             return answer
 
         world.monkeypatch.setattr(world.manager, name, call, raising=False)
-        world.monkeypatch.setitem(stand_in.CALLS, f"/{name}", Empty)
+        world.monkeypatch.setitem(fake_sglang.CALLS, f"/{name}", Empty)
 
     known("begin_weight_update", (True, "Success"))
     known("end_weight_update", (False, "no session is open"))
@@ -142,5 +142,5 @@ def test_checksums_where_the_version_has_them(world):
         return True, "Success.", rows, "both"
 
     world.monkeypatch.setattr(world.manager, "check_weights", check_weights, raising=False)
-    world.monkeypatch.setattr(stand_in.server, "CHECKER", "/weights_checker")
+    world.monkeypatch.setattr(fake_sglang.server, "CHECKER", "/weights_checker")
     assert list(world.backend.checksums(5)) == ["x", "y"]

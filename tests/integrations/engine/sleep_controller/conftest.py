@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 
+import fake_sglang
 import pytest
-import sglang_stand_in as stand_in
 from sleep_worlds import MIB, World, started
 
 
@@ -27,7 +27,7 @@ def make_world(monkeypatch, sim, tag, make_blocks):
             manager, target = started(cleanup, monkeypatch, kind, schedulers, hooked=guarded)
             cleanup.callback(forget, manager.schedulers)
             if guarded and schedulers == 1:
-                tag.names.extend(stand_in.TAGS)
+                tag.names.extend(fake_sglang.TAGS)
                 (scheduler,) = manager.schedulers
                 scheduler.model = make_blocks("weights", [2 * MIB], backup="host")[0]
                 scheduler.blocks = [

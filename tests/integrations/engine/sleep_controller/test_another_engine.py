@@ -95,7 +95,9 @@ def test_rollouts_and_lightrft_do_not_import_an_engine(run_python):
 import sys
 import memsaver.integrations.lightrft, memsaver.integrations.rollout.rollout_engine
 import memsaver.integrations.engine.sleep, memsaver.integrations.rollout.weights
-assert not [name for name in sys.modules if name.startswith("memsaver.integrations.sglang")]
+import memsaver.integrations.rollout.session, memsaver.integrations.engine.moves
+engines = ("memsaver.integrations.sglang", "memsaver.integrations.vllm")
+assert not [name for name in sys.modules if name.startswith(engines)]
         """
     )
 

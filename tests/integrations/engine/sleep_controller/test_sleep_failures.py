@@ -6,8 +6,8 @@ import contextlib
 import gc
 import time
 
+import fake_sglang
 import pytest
-import sglang_stand_in as stand_in
 from sleep_worlds import ALL, MIB
 
 import memsaver
@@ -67,7 +67,7 @@ def test_a_staged_wake_without_room_for_the_rest(make_world, kind):
 def test_a_server_that_hides_an_error(make_world):
     # For example, a server whose HTTP workers do not load plugins.
     world = make_world("server")
-    server = stand_in.Server(world.manager)
+    server = fake_sglang.Server(world.manager)
     server.swallow_errors = True
     try:
         controller = SleepController(server.url)
@@ -83,7 +83,7 @@ def test_a_server_that_hides_an_error(make_world):
 
 def test_a_server_that_cannot_report_the_effect_of_a_release(make_world):
     world = make_world("server")
-    server = stand_in.Server(world.manager)
+    server = fake_sglang.Server(world.manager)
     try:
         controller = SleepController(server.url, timeout=5)
         engine_release = controller._engine.release
@@ -193,7 +193,7 @@ def test_a_server_that_cannot_be_reached_is_an_error(make_world):
         SleepController("http://127.0.0.1:9", timeout=1)
     world = make_world("server")
     world.controller.sleep()
-    server = stand_in.Server(world.manager)
+    server = fake_sglang.Server(world.manager)
     controller = SleepController(server.url, timeout=1)
     server.shutdown()
     with pytest.raises(EngineError):
@@ -203,7 +203,7 @@ def test_a_server_that_cannot_be_reached_is_an_error(make_world):
 
 def test_an_engine_that_was_shut_down(make_world):
     world = make_world("local")
-    engine = stand_in.Engine(world.manager)
+    engine = fake_sglang.Engine(world.manager)
     controller = SleepController(engine)
     engine.shutdown()
     with pytest.raises(EngineError, match="shut down"):
@@ -212,7 +212,7 @@ def test_an_engine_that_was_shut_down(make_world):
 
 def test_an_api_key_is_sent_to_the_server(make_world):
     world = make_world("server")
-    server = stand_in.Server(world.manager, api_key="secret")
+    server = fake_sglang.Server(world.manager, api_key="secret")
     try:
         with pytest.raises(EngineError, match="401") as caught:
             SleepController(server.url)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 
+import fake_sglang
 import pytest
-import sglang_stand_in as stand_in
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from sleep_worlds import ALL
@@ -68,12 +68,12 @@ def test_differing_replicas_are_reported_and_repaired(make_world, kind):
     world = make_world(kind, schedulers=2)
     first, second = world.manager.schedulers
     first.handle(
-        "release_memory_occupation", stand_in.ReleaseMemoryOccupationReqInput(tags=["weights"])
+        "release_memory_occupation", fake_sglang.ReleaseMemoryOccupationReqInput(tags=["weights"])
     )
     assert world.controller.refresh() is Status.NO_WEIGHTS
     world.controller.sleep("weights")
     assert [s.weight_updater.offload_tags for s in (first, second)] == [{"weights"}] * 2
-    second.handle("resume_memory_occupation", stand_in.ResumeMemoryOccupationReqInput())
+    second.handle("resume_memory_occupation", fake_sglang.ResumeMemoryOccupationReqInput())
     with pytest.raises(InvalidStateError):
         world.controller.generate(prompt="a")
     world.controller.wake_up()
@@ -91,7 +91,7 @@ def test_late_replies_are_not_taken_for_anothers(make_world, kind):
         with pytest.raises(EngineTimeoutError):
             world.controller._engine.states(0.1)
     first.handle(
-        "release_memory_occupation", stand_in.ReleaseMemoryOccupationReqInput(tags=["weights"])
+        "release_memory_occupation", fake_sglang.ReleaseMemoryOccupationReqInput(tags=["weights"])
     )
     manager.slow = {0: 0.5}
     assert world.controller.refresh() is Status.NO_WEIGHTS
@@ -138,7 +138,9 @@ def test_replies_that_never_fit_leave_the_state_unknown(make_world):
 # --- any order ------------------------------------------------------------------------------------
 
 _TAGS = st.one_of(
-    st.none(), st.sampled_from(stand_in.TAGS), st.lists(st.sampled_from(stand_in.TAGS), max_size=3)
+    st.none(),
+    st.sampled_from(fake_sglang.TAGS),
+    st.lists(st.sampled_from(fake_sglang.TAGS), max_size=3),
 )
 _CALLS = st.lists(
     st.tuples(st.sampled_from(["sleep", "wake_up", "staged", "generate", "full", "busy"]), _TAGS),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import types
 
-from sglang_stand_in.messages import (
+from fake_sglang.messages import (
     ContinueGenerationReqInput,
     GenerateReqInput,
     InitWeightsUpdateGroupReqInput,

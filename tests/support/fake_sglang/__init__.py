@@ -6,14 +6,14 @@ manager that queries the schedulers and waits for all of them, an `Engine` with 
 server. A dead scheduler sends no answers, so a caller that waits for one waits forever.
 """
 
-from sglang_stand_in.main_process import (
+from fake_sglang.main_process import (
     Engine,
     TokenizerManager,
     dies_in_a_release,
     finish_of,
     generated,
 )
-from sglang_stand_in.messages import (
+from fake_sglang.messages import (
     ContinueGenerationReqInput,
     DestroyWeightsUpdateGroupReqInput,
     FlushCacheReqOutput,
@@ -28,15 +28,15 @@ from sglang_stand_in.messages import (
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromTensorReqInput,
 )
-from sglang_stand_in.scheduler import (
+from fake_sglang.scheduler import (
     TAGS,
     Saver,
     Scheduler,
     Tensor,
     Updater,
 )
-from sglang_stand_in.server import CALLS, Server
-from sglang_stand_in.sys_modules import HANDLERS, modules
+from fake_sglang.server import CALLS, Server
+from fake_sglang.sys_modules import HANDLERS, modules
 
 __all__ = [
     "CALLS",

@@ -8,8 +8,8 @@ import threading
 import types
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from sglang_stand_in.main_process import TokenizerManager
-from sglang_stand_in.messages import (
+from fake_sglang.main_process import TokenizerManager
+from fake_sglang.messages import (
     ContinueGenerationReqInput,
     DestroyWeightsUpdateGroupReqInput,
     GenerateReqInput,

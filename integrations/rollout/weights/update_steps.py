@@ -1,4 +1,4 @@
-"""`Meetings`: the collectives of an update, among an engine's ranks and among all engines."""
+"""`UpdateSteps`: the collectives of an update, among an engine's ranks and among all engines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..together import Together
 
-__all__ = ["Meetings"]
+__all__ = ["UpdateSteps"]
 
 if TYPE_CHECKING:
     from ..engine_set import EngineSet
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
-class Meetings:
+class UpdateSteps:
     """The steps of an engine's updates. Each is a collective that fails on all ranks or on none.
 
     A trainer's shards are gathered from the ranks of several engines in one collective, so the

@@ -6,9 +6,9 @@ import sys
 import types
 from contextlib import contextmanager
 
-from sglang_stand_in import messages
-from sglang_stand_in.main_process import TokenizerManager
-from sglang_stand_in.scheduler import (
+from fake_sglang import messages
+from fake_sglang.main_process import TokenizerManager
+from fake_sglang.scheduler import (
     OlderScheduler,
     Scheduler,
     UnownedUpdater,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import types
 from dataclasses import dataclass
 
-from sglang_stand_in import messages
-from sglang_stand_in.messages import (
+from fake_sglang import messages
+from fake_sglang.messages import (
     FlushCacheReqOutput,
     GetInternalStateReqOutput,
     ReleaseMemoryOccupationReqOutput,

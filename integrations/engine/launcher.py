@@ -1,0 +1,53 @@
+"""The functions of an engine's package that start engines, and that create their backends.
+
+mypy checks the packages' modules against these protocols.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from .interface import Backend
+from .placement import Gpu, Placement, Sizes
+
+__all__ = ["Connector", "Launcher", "NodeLauncher"]
+
+
+class Launcher(Protocol):
+    """The module `launch` of an engine's package, whose functions state the errors."""
+
+    def sizes_of(self, arguments: Mapping[str, Any], ranks: int | None) -> Sizes:
+        """Return the numbers of ranks from an engine's arguments; `ranks` is the limit."""
+
+    def place(
+        self, gpus: Sequence[Gpu | None], dp_rank: int, sizes: Sizes | None = None
+    ) -> Placement:
+        """Return the placement of an engine on the GPUs of the group's ranks."""
+
+    def launch(
+        self,
+        placement: Placement,
+        tp_size: int | None,
+        arguments: Mapping[str, Any],
+        timeout: float,
+    ) -> Backend:
+        """Start an engine within `timeout` seconds."""
+
+
+class NodeLauncher(Launcher, Protocol):
+    """The module `launch` of a package whose engines can be on several hosts."""
+
+    def launch_node(
+        self, placement: Placement, tp_size: int, arguments: Mapping[str, Any], timeout: float
+    ) -> Callable[[], None]:
+        """Start the part of an engine on another host; return a function that ends the part."""
+
+
+class Connector(Protocol):
+    """The module `backend` of an engine's package."""
+
+    def backend_of(
+        self, engine: Any, *, api_key: str | None = None, timeout: float = 60.0
+    ) -> Backend:
+        """Return the backend for an engine of this process, or for a server at a URL."""

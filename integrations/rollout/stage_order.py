@@ -1,0 +1,115 @@
+"""`StageOrder`: the stages of a colocated session, in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from memsaver.errors import OutOfDeviceMemoryError
+
+from ..engine.held import release_cache
+from ..trainer.arrivals import limited_waits
+from .overlap import Overlap
+from .rollout_engine import RolloutEngine
+from .session_arguments import options_of
+from .stage_runs import StageRuns
+from .stages import Stage
+from .together import GRACE_SECONDS
+
+__all__ = ["StageOrder"]
+
+_WEIGHTS = "weights"  # the engine's tag for its weights
+
+
+class StageOrder(StageRuns):
+    """The base class of `ColocatedSession`, which sets the attributes.
+
+    Attributes:
+        engine: the engine.
+    """
+
+    engine: RolloutEngine
+    _overlap: Overlap
+    _state: Callable[[], Any]  # returns the weights to send
+    _options: Mapping[str, Any] | Callable[[], Mapping[str, Any]]  # of an update
+    _is_current: bool  # whether the engine has the trainer's weights
+    _sleeps: bool  # whether the engine sleeps and the trainer pauses
+    _keeps: bool  # whether the engine's weights survive its sleep
+    _rewrites: bool  # whether each update rewrites all weights
+
+    def _enter_rollout(self) -> None:
+        trainer, overlap = self._trainer, self._overlap
+        self._stage(Stage.SETTLE, trainer.synchronize, release_cache)
+        overlaps = not self._is_current and self._all_agree(
+            "the pause's overlap", overlap.may_leave
+        )
+        if self._sleeps and not overlaps:
+            self._stage(Stage.PAUSE_OPTIMIZER, lambda: trainer.pause(*trainer.others))
+        if not self._is_current:
+            if overlaps:
+                self._update_beside_pause()
+            else:
+                if self._sleeps:
+                    self._stage(Stage.RESUME_MODEL, lambda: trainer.resume(trainer.model))
+                overlap.measure(self._update_engine)
+        if self._sleeps:
+            self._stage(Stage.PAUSE_MODEL, lambda: trainer.pause(trainer.model))
+            self._stage(Stage.WAKE_REST, lambda: self._wake(None))
+
+    def _update_beside_pause(self) -> None:
+        """Send the weights during the pause of the optimizer, or after it if there is no room."""
+        self._stage_of_pause(Stage.RESUME_MODEL, self._overlap.begin_pause)
+        is_short = False
+        try:
+            self._update_engine()
+        except OutOfDeviceMemoryError:
+            is_short = True  # the traceback, which keeps tensors alive, ends with this block
+        self._stage_of_pause(Stage.PAUSE_OPTIMIZER, self._overlap.finish_pause)
+        if is_short:
+            self._overlap.measure(self._update_engine)
+
+    def _stage_of_pause(self, stage: Stage, action: Callable[[], Any]) -> None:
+        """Run a stage; if it fails, map the optimizer's memory again on all ranks."""
+        try:
+            self._stage(stage, action)
+        except BaseException:
+            self._overlap.undo_pause()
+            raise
+
+    def _update_engine(self) -> bool:
+        """Send the trainer's weights to the engine. Returns whether it has woken the weights."""
+        woken = None
+        if self._sleeps:
+            options = _options(keep_weights=not self._rewrites)
+            woken = self._stage(Stage.WAKE_WEIGHTS, lambda: self._wake(_WEIGHTS, **options))
+        self._stage(Stage.UPDATE, self._update, release_cache)
+        self._is_current = True
+        return bool(getattr(woken, "changed", ()))
+
+    def _sleep(self, keep_weights: bool) -> None:
+        if self._sleeps:
+            self._is_current = self._is_current and self._keeps and keep_weights
+            options = _options(keep_weights) | {"wait_idle": True, "timeout": self._timeout}
+            self._stage(Stage.SLEEP, lambda: self.engine.sleep(**options))
+
+    def _wake(self, tag: str | None, **options: Any) -> Any:
+        return self.engine.wake_up(tag, timeout=self._timeout, **options)
+
+    def _update(self) -> Any:
+        given: list[tuple[Any, dict[str, Any]]] = []
+
+        def prepare() -> None:
+            with limited_waits(self._timeout):
+                given.append((self._state(), options_of(self._options)))
+
+        # A failure of `prepare` is raised on all ranks here; otherwise the others would wait for
+        # this rank in the engine's own call.
+        limit = self._timeout + GRACE_SECONDS
+        self._together.gather("the weights to send", prepare, limit)
+        ((state, options),) = given
+        return self.engine.update_weights(state, **options)
+
+
+def _options(keep_weights: bool) -> dict[str, Any]:
+    """Return the option of a sleep or a wake-up, which engines of older programs lack."""
+    return {} if keep_weights else {"keep_weights": False}
