@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 # Four processes, each with files of its own, because tests wait for a third of their time. Tests
 # on a GPU are chosen without them.
-PYTEST_ARGS ?= -m "not soak and not long" -n 4 --dist loadfile
+PYTEST_ARGS ?= -m "not soak and not long" -n 6 --dist loadfile
 BENCH_ARGS ?=
 # `make wheel` builds a wheel for each of these interpreters, for this platform (Ubuntu 22.04's).
 WHEEL_PYTHONS ?= $(BIN)/python

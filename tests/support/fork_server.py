@@ -39,7 +39,7 @@ PLAIN = (
     "uuid",
 )
 
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 MODULES = {
     "torch": (
@@ -168,6 +168,24 @@ def children() -> dict[int, str]:
     return found
 
 
+def share_by_file_names() -> None:
+    """Start torch's helper for memory that is shared by file names, and continue in a fork.
+
+    Without it, each process that shares memory so would start a helper of its own, which takes half
+    a second of CPU time. The helper is a child of this process, which only waits for the fork.
+    """
+    import torch
+
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    torch.ones(1).share_memory_()
+    torch.multiprocessing.set_sharing_strategy(before)
+    pid = os.fork()
+    if pid > 0:
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) & 0xFF)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def become(process: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Adopt the environment, folder and output; return the code, and the globals to run it in."""
     paths = os.environ["PYTHONPATH"].split(os.pathsep)
@@ -224,11 +242,15 @@ if __name__ == "__main__":
     with_torch = sys.argv[1] in ("torch", "memsaver")
     if with_torch:
         faulthandler.enable()
+    gc.disable()  # imports create only permanent objects
     for name in MODULES[sys.argv[1]]:
         importlib.import_module(name)
     if len(os.listdir("/proc/self/task")) > 1:
         sys.exit("an import has started threads: what is forked would be without them")
+    gc.enable()
     gc.freeze()  # no collection, even at exit, need scan the loaded modules
+    if sys.argv[1] == "torch":  # the others with torch are forked from this one
+        share_by_file_names()
     forked = serve()
     if forked is not None:
         if with_torch:
