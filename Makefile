@@ -1,7 +1,7 @@
 # Everything runs in the virtual environment .venv, which is made when it is first needed.
 PYTHON ?= python3
 VENV ?= .venv
-# Four processes, each with files of its own, because tests wait for a third of their time. Tests
+# Six processes, each with files of its own, because tests wait for a third of their time. Tests
 # on a GPU are chosen without them.
 PYTEST_ARGS ?= -m "not soak and not long" -n 6 --dist loadfile
 BENCH_ARGS ?=

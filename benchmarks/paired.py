@@ -15,8 +15,8 @@ Measurements (pause_resume.py describes them)
     swap                    16 GB with backups, and --swap-gib GiB without
 
 Device memory: --kv-gib (kv), 32 GiB (backed), 34 GiB (swap with backups), twice --swap-gib (swap
-without), and the CUDA contexts of up to three processes. Host memory: 32 GiB (backed), 64 GiB
-(swap with backups).
+without), and the CUDA contexts of three processes, or of twice --processes (backed). Host memory:
+32 GiB (backed), 64 GiB (swap with backups).
 
 Rows have the bench "paired", the current build's values as `memsaver`, and "memsaver at HASH" as
 the peer: a ratio above 1 means that the current build is faster.
@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     add("--swap-gib", type=runs.at_least(1), default=32, help="GiB of each tag without a backup")
     add("--cycles", type=runs.at_least(1), default=12, help="cycles of each kind without a backup")
     add("--gap", type=float, default=0.5, help="seconds before a resume without a backup")
-    add("--processes", type=runs.at_least(1), default=3, help="for first pauses, of each build")
+    add("--processes", type=runs.at_least(1), default=3, help="of each build with a backup")
     add("--backed-cycles", type=runs.at_least(1), default=6, help="cycles with a backup")
     add("--touch-gib", type=float, default=40, help="GiB of host memory to touch first; 0: none")
     add("--output", type=Path, default=OUTPUT)

@@ -1,11 +1,14 @@
-"""Judge whether trainings differ only as much as two trainings with one library do."""
+"""Judge whether trainings differ by more than FACTOR times the difference of two peer's runs."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-FACTOR = 10  # of the largest difference between two runs of the peer: those of few steps scatter
+# The allowed multiple of the largest difference between the peer's two runs: with few steps, that
+# difference scatters.
+FACTOR = 10
 
 Steps = Sequence[Mapping[str, Any]]  # the figures of each step
 
@@ -22,12 +25,13 @@ def larger(ours: Steps, theirs: Steps, again: Steps, keys: Sequence[str]) -> lis
     found = []
     for key in keys:
         mine, usual = largest(ours, theirs, key), largest(theirs, again, key)
-        if mine > FACTOR * usual:
+        if not mine <= FACTOR * usual:  # also if one of them is not a number
             found.append(f"{key} differs by {mine:.4g}, in two runs of the peer by {usual:.4g}")
     return found
 
 
 def largest(one: Steps, other: Steps, key: str) -> float:
-    """Return the largest difference of a figure in the same step of two trainings."""
+    """Return the largest difference of a figure in the same step of two trainings, or NaN."""
     pairs = zip(one, other, strict=True)
-    return max(abs(float(mine[key]) - float(others[key])) for mine, others in pairs)
+    found = [abs(float(mine[key]) - float(others[key])) for mine, others in pairs]
+    return math.nan if any(map(math.isnan, found)) else max(found)

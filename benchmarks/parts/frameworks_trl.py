@@ -3,8 +3,9 @@
 TRL puts the engine to sleep at level 2 after each generation, wakes the weights, sends them, and
 wakes the KV cache. The same training runs with memsaver and with vLLM's own allocator, in processes
 one after the other. The losses, rewards, gradients and responses of each step must be identical. If
-they are not, the peer trains once more: if its two runs differ by as much, the training is not
-deterministic, and the figures are used; otherwise no row is written.
+they are not, the peer trains once more: if its two runs also differ, and the figures of NUMBERS
+differ by at most `training_differences.FACTOR` times as much as between them, the figures are used;
+otherwise no row is written.
 """
 
 from __future__ import annotations

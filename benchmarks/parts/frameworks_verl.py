@@ -3,15 +3,17 @@
 verl releases the engine's memory after each generation, and resumes the weights and the KV cache
 around the update of the weights. The same training runs with memsaver and with torch_memory_saver,
 one after the other. If the losses, rewards or responses differ, the peer trains once more: if its
-two runs differ by as much, the training is not deterministic, and the figures are used; otherwise
-no row is written. Nor is a row written if the engine's and the trainer's probabilities of the
-responses differ more than with the peer, as they do if the engine has other weights.
+two runs also differ, and the figures of SIZED differ by at most `training_differences.FACTOR` times
+as much as between them, the figures are used; otherwise no row is written. Nor is a row written if
+the engine's and the trainer's probabilities of the responses differ by more than MORE times as much
+as with the peer, which happens if the engine has other weights.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,12 +40,12 @@ STEP_SECONDS = 20
 FREE_SECONDS = 60  # limit for the memory of an ended trainer to become free
 FLAT_MIB = 64  # by which the memory in use may change in cycles of sleep and wake-up
 WARM = 5  # cycles after which the memory must be flat
-SIZED = ("actor/grad_norm", "critic/score/mean")  # whose differences are compared in size
+SIZED = ("actor/grad_norm", "critic/score/mean")  # figures whose differences are compared in size
 COMPARED = ("actor/pg_loss", *SIZED)  # the loss is about 0 unless a response ends early
 # verl's mean difference between the engine's and the trainer's probabilities of the responses.
 PROBABILITIES = "training/rollout_probs_diff_mean"
 ALLOWED = "the largest allowed value"
-MORE = 2  # by this factor it may be larger than with the peer
+MORE = 2  # the largest allowed ratio to the peer's value of PROBABILITIES
 FRACTIONS = (0.6, 0.65, 0.7, 0.75)  # of the GPU's memory, to be tried in this order
 
 
@@ -173,8 +175,9 @@ def steps(
 
 def other_weights(ours: Found, theirs: Found) -> str:
     """Return why the engine seems to have other weights than the trainer; "" if it does not."""
-    mine, others = (max(step[PROBABILITIES] for step in one.metrics) for one in (ours, theirs))
-    if mine <= MORE * others:
+    values = [[step[PROBABILITIES] for step in one.metrics] for one in (ours, theirs)]
+    mine, others = map(max, values)
+    if mine <= MORE * others and not any(map(math.isnan, (*values[0], *values[1]))):
         return ""
     return f"{PROBABILITIES} is {mine:.4g}, with {PEER} {others:.4g}"
 
@@ -292,8 +295,8 @@ def interrupted(
 ) -> Iterator[dict[str, Any]]:
     """Interrupt a training in a step, and let a step of another one raise.
 
-    Both trainers must end. Yields the row of the memory that stays in use, and no row if a process
-    or memory of the GPU is left.
+    Both trainers must end. Yields the row of the additional memory in use, or no row if a process
+    is left or more than NOISE_MIB stay in use.
     """
     used: list[float] = []
     for how in ("interrupted", "raises"):
@@ -308,7 +311,10 @@ def end_early(how: str, options: argparse.Namespace, folder: Path) -> float:
     """Interrupt a training in its second step, or let a reward raise.
 
     Returns:
-        The memory in use afterwards, in MiB more than at the start. Raises Failed.
+        The memory in use afterwards, in MiB more than at the start.
+
+    Raises:
+        Failed: the trainer ended without an error, or left processes or memory.
     """
     variables = {verl_reward.FAILURE: "40"} if how == "raises" else {}
     chosen = settings(options, folder, steps=100, variables=variables)

@@ -29,7 +29,6 @@ BEFORE, AFTER = "before", "after"
 BUILDS = (BEFORE, AFTER)
 
 BENCH = "paired"
-ROUNDS = 2  # turns of each child in the cycles without a wait
 SWAPPING_PAIRS = 2  # pairs of processes for swaps with backups
 MOST_SWAPS = 10  # swaps without a backup of each kind
 
@@ -103,7 +102,7 @@ def rows(
 
 
 def first_quartile(values: Sequence[float]) -> float:
-    """Return the value that a quarter of the values are below."""
+    """Return the first quartile: a quarter of the values are smaller."""
     return sorted(values)[len(values) // 4]
 
 
@@ -120,7 +119,7 @@ def discarded(options: argparse.Namespace, failures: list[str]) -> Iterator[dict
             child.ready()
         for workload in (name for name in WORKLOADS if name in options.only):
             with attempt(failures):
-                both = take_turns(children, workload, options.cycles, options.gap, ROUNDS)
+                both = take_turns(children, workload, options.cycles, options.gap, options.cycles)
                 for times, suffix in zip(both, ("", "_at_once"), strict=True):
                     for call in ("pause", "resume"):
                         metric = f"{label(workload, options.kv_gib)}_{call}{suffix}_ms"

@@ -99,7 +99,7 @@ class Admission:
         self._held = 0
         self._waiters: deque[_Waiter] = deque()
         self.changing = asyncio.Lock()
-        # The names that callers have aborted of each generation; None stands for all of them.
+        # By generation: the names that callers have aborted; None stands for all names.
         self._generations: dict[Any, set[str | None]] = {}
         self._ignores_aborts = False
         self._polling: asyncio.Task[frozenset[str]] | None = None
@@ -136,17 +136,21 @@ class Admission:
     def abort(self, ids: Collection[str], every: bool = False) -> None:
         """Record that a caller aborts the generations with one of these names, or every one.
 
-        Those that wait end. The engine ends those that it has received, and they are not sent again
-        if it has refused them.
+        Waiting generations end. The engine ends those that it has received; those that it has
+        refused are not sent again.
         """
         if self._ignores_aborts:
             return
+        names = set(ids)
         for request, aborted in self._generations.items():
-            aborted.update([None] if every else set(ids).intersection(request.ids))
+            aborted.update([None] if every else names.intersection(request.ids))
 
     @contextlib.contextmanager
     def own_aborts(self) -> Iterator[None]:
-        """Ignore aborts in the block, which makes them to send a request again. Must not wait."""
+        """Ignore aborts during the block.
+
+        memsaver makes them itself, in order to send a request again. The block must not await.
+        """
         self._ignores_aborts = True
         try:
             yield
@@ -199,7 +203,7 @@ class Admission:
         Raises:
             EngineAsleepError: a needed tag is released. Raised at once, after the deadline, after a
                 failed wake-up, whose error is the cause, if the engine does not answer a wake-up
-                until the deadline and for at least 60 s, or if too many requests are held.
+                before the deadline and within 60 s, or if too many requests are held.
             ClientGoneError: the client has disconnected.
             RequestAbortedError: `is_gone` raised it.
         """
@@ -330,7 +334,9 @@ class Admission:
             if not waking.done():
                 await _check_client(is_gone)
                 if now() >= until:
-                    raise EngineTimeoutError(f"no answer within {until - begun:.3g} s")
+                    raise EngineTimeoutError(
+                        f"the engine did not answer the wake-up within {until - begun:.3g} s"
+                    )
         waking.result()
         return has_all
 

@@ -84,8 +84,8 @@ class Engine(Protocol):
         Args:
             args: the engine's arguments.
             kwargs: the engine's arguments, and `timeout`: seconds for the call, by default
-                `GENERATION_SECONDS`. An engine of this process whose calls block limits only the
-                wait for other threads' calls.
+                `GENERATION_SECONDS`. For an engine in this process with blocking calls, it limits
+                only the wait for other threads' calls.
         """
 
 

@@ -1,4 +1,4 @@
-"""The functions of an engine's package that start engines, and that create their backends.
+"""Protocols for the functions of an engine's package that start an engine or create its backend.
 
 mypy checks the packages' modules against these protocols.
 """
@@ -15,7 +15,7 @@ __all__ = ["Connector", "Launcher", "NodeLauncher"]
 
 
 class Launcher(Protocol):
-    """The module `launch` of an engine's package, whose functions state the errors."""
+    """The module `launch` of an engine's package. See its functions for their errors."""
 
     def sizes_of(self, arguments: Mapping[str, Any], ranks: int | None) -> Sizes:
         """Return the numbers of ranks from an engine's arguments; `ranks` is the limit."""

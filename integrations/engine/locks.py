@@ -1,4 +1,4 @@
-"""Locks for which a thread waits with a limit, and that an interrupt does not leave locked."""
+"""Locks with a bounded wait, which an interrupt cannot leave locked."""
 
 from __future__ import annotations
 
@@ -56,15 +56,15 @@ def _release(owned: list[threading.Lock]) -> None:
 
 
 def late_generation(seconds: float, more: str = "") -> EngineTimeoutError:
-    """Return the error of a call that another thread's generation did not let begin in time.
+    """Return the error for a call that could not begin because of another thread's generation.
 
     Args:
         seconds: the time that has passed.
-        more: what else the caller can do.
+        more: further advice for the caller.
     """
     return EngineTimeoutError(
         f"another thread's generation did not end within {seconds:.3g} s, and the engine makes one "
         "generation at a time. If this call is made in an on_pause or on_resume callback, that "
-        "thread may be waiting for the callback's tag: generate after the transition, or pass a "
-        f"shorter `timeout`{more}"
+        "thread may be waiting for the callback's tag: make this call after the transition, or "
+        f"pass a shorter `timeout`{more}"
     )

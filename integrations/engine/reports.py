@@ -76,8 +76,14 @@ class SleepReport:
 
 
 def rank_reports(answers: Iterable[Answer]) -> tuple[RankReport, ...]:
-    """Return the reports in all answers, one per rank: data-parallel schedulers may share ranks."""
-    ranks = {(rank.host, rank.pid): rank for answer in answers for rank in answer.ranks}
+    """Return the reports in all answers, one per rank: data-parallel schedulers may share ranks.
+
+    Reports without a process id are kept apart by their place in an answer.
+    """
+    ranks: dict[tuple[object, ...], RankReport] = {}
+    for number, answer in enumerate(answers):
+        for rank in answer.ranks:
+            ranks[(rank.host, rank.pid) if rank.pid else (number, rank.rank, None)] = rank
     return tuple(ranks.values())
 
 

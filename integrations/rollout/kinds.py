@@ -1,8 +1,8 @@
 """The kinds of engines: the packages of `memsaver.integrations` that start them and call them.
 
-The package of a kind has two modules: `launch`, which is a `Launcher`, and a `NodeLauncher` if its
-engines can be on several hosts; and `backend`, which is a `Connector`. A kind's package is imported
-only if its engine is used.
+The package of a kind has two modules: `launch` implements `Launcher`, or `NodeLauncher` if its
+engines can be on several hosts; `backend` implements `Connector`. A kind's package is imported only
+if its engine is used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def launcher_of(kind: str) -> Launcher:
 
 
 def node_launcher_of(kind: str) -> NodeLauncher:
-    """Return the same module for a kind whose engines can be on several hosts."""
+    """Return the module that starts parts of an engine on other hosts."""
     return cast("NodeLauncher", _module(kind, "launch"))
 
 

@@ -66,7 +66,7 @@ class LowWater:
     def _leave(self, *_: object) -> None:
         self._over.open()
         if self._thread is not None:
-            # A finalizer on it may wait for a tag that this thread owns.
+            # Bounded: a finalizer on the sampling thread may wait for a tag that this thread owns.
             self._thread.join(_END_SECONDS)
         self.look()
 

@@ -308,10 +308,13 @@ class ColocatedSession(StageOrder):
 
     @contextlib.contextmanager
     def _exclusive(self, name: str) -> Iterator[None]:
-        """Ensure that all ranks enter the same block, and that no other thread enters one."""
+        """Ensure that all ranks enter the same block, and that no other thread enters one.
+
+        Only for a `collective_block`, which defers signals.
+        """
         mine = False
         try:
-            mine = self._owner.acquire(blocking=False)  # signals are deferred: `collective_block`
+            mine = self._owner.acquire(blocking=False)
             error: MemsaverError | None = None
             # The description determines the stages that this rank will run.
             what = (

@@ -159,7 +159,12 @@ def _release_by_another(
     """Release with a different saver: memsaver only runs the checks."""
     if not tags:
         return answer.done([], [])
-    ranks = Group(updater.tp_cpu_group).attempt(lambda: handlers.check_idle(updater))
+
+    def check() -> Figures:
+        handlers.check_idle(updater)
+        return Figures()
+
+    ranks = Group(updater.tp_cpu_group).attempt(check)
     if first_failure(ranks):
         return answer.failed(tags, ranks)
     original(updater, handlers.request_for(request, tags))

@@ -59,9 +59,9 @@ class VllmAdmission(Admission):
     """An engine's `Admission`.
 
     Attributes:
-        is_ours: whether memsaver manages the engine's memory; None until a query has shown it,
-            which a query of an engine without released memory cannot. If False, new requests are
-            not admitted, and those that are held can still be aborted.
+        is_ours: whether memsaver manages the engine's memory; None until a query of an engine with
+            released memory has determined it. If False, new requests bypass the admission; held
+            requests can still be aborted.
     """
 
     is_ours: bool | None = None
@@ -123,7 +123,7 @@ class _AsyncCores(Cores):
 
 
 def record_memory(engine: Any, memory: Memory) -> frozenset[str]:
-    """Record whose memory an engine's is, and its lost contents; return its released tags."""
+    """Record who manages an engine's memory, and its lost contents; return its released tags."""
     admission: VllmAdmission = vars(engine)[_ATTRIBUTE]
     if memory.is_others:
         admission.is_ours = False
@@ -277,7 +277,7 @@ async def abort(
 ) -> Any:
     """Wrap `AsyncLLM.abort`, which aborts only requests that were sent."""
     ids = [request_id] if isinstance(request_id, str) else list(request_id)
-    admission = admission_of(engine) or vars(engine)[_ATTRIBUTE]  # also without new requests
+    admission = admission_of(engine) or vars(engine)[_ATTRIBUTE]  # held ones may be left
     if admission is not None and not internal:
         admission.abort(ids)
     return await original(engine, ids, internal)

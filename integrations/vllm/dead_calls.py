@@ -7,24 +7,25 @@ ended, or its process ends without one, after which vLLM shuts its client down.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
 __all__ = ["call_utility", "shut_down", "validate_alive"]
 
-_CALLS = "memsaver_calls"  # of a client's resources: its waiting calls, which they do not refer to
+_CALLS = "memsaver_calls"  # an attribute of a client's resources: the client's waiting calls
 
 
 def call_utility(original: Callable[..., Any], client: Any, *args: Any) -> Any:
-    """Call an engine core; `validate_alive` ends the call if the core ends meanwhile."""
+    """Call an engine core; `validate_alive` ends the call if the core ends during it."""
     setattr(client.resources, _CALLS, client.utility_results)
     return original(client, *args)
 
 
 def validate_alive(original: Callable[..., Any], resources: Any, *args: Any) -> None:
-    """Check a core's message; if it says that the core ends, end the waiting calls and raise."""
+    """Check a core's message; if it reports the core's end, end the waiting calls and raise."""
     try:
         original(resources, *args)
     except Exception:
@@ -42,5 +43,6 @@ def _end(calls: dict[int, Any]) -> None:
     dead = importlib.import_module("vllm.v1.engine.exceptions").EngineDeadError
     for future in list(calls.values()):
         # The calls of an `AsyncLLM` have futures of asyncio, and `cores.alive` ends them.
-        if isinstance(future, Future) and not future.done():
-            future.set_exception(dead())
+        if isinstance(future, Future):
+            with contextlib.suppress(InvalidStateError):  # another thread has completed it
+                future.set_exception(dead())

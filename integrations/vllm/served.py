@@ -143,6 +143,8 @@ class ServedEngine(served.ServedEngine, Link):
             for call in concurrent.futures.as_completed(calls, left):
                 numbers = calls[call]
                 found |= dict(zip(numbers, samples_in(call.result(), len(numbers)), strict=True))
+        except EngineTimeoutError:  # of one request, which is a TimeoutError too
+            raise
         except concurrent.futures.TimeoutError as error:
             raise late() from error
         finally:

@@ -1,6 +1,7 @@
 """Test the benchmark of verl's trainer from end to end, without a GPU, verl, Ray or SGLang."""
 
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -154,3 +155,11 @@ def test_the_reward_is_the_share_of_even_words(benchmark_module, monkeypatch):
     monkeypatch.setenv(reward.FAILURE, "2")
     with pytest.raises(RuntimeError, match="was to fail"):
         reward.compute_score("", "t2", "")
+
+
+@pytest.mark.parametrize("wrong", range(3))
+def test_a_figure_that_is_not_a_number_is_a_difference(benchmark_module, wrong):
+    runs = [[{"loss": 1.0}, {"loss": 2.0}] for _ in range(3)]
+    runs[wrong] = [{"loss": 1.0}, {"loss": math.nan}]
+    (found,) = benchmark_module("training_differences").larger(*runs, ["loss"])
+    assert "loss differs by" in found

@@ -172,7 +172,8 @@ def share_by_file_names() -> None:
     """Start torch's helper for memory that is shared by file names, and continue in a fork.
 
     Without it, each process that shares memory so would start a helper of its own, which takes half
-    a second of CPU time. The helper is a child of this process, which only waits for the fork.
+    a second of CPU time. The helper is a child of this process, which only waits for the fork. It
+    keeps the files of killed processes until all forks have ended.
     """
     import torch
 

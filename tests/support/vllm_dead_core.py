@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+from concurrent.futures import Future
 from types import ModuleType, SimpleNamespace
 
 SECONDS = 30
@@ -24,7 +25,9 @@ def error_of_a_call(core_client: ModuleType) -> BaseException:
             resources.validate_alive([SimpleNamespace(buffer=dead)])
 
     client = object.__new__(core_client.SyncMPClient)
-    client.resources, client.utility_results = resources, {}
+    answered: Future[None] = Future()
+    answered.set_result(None)  # by another thread, at the same time
+    client.resources, client.utility_results = resources, {-1: answered}
     client._numbers = itertools.count()  # of the fake, as `_send` is
     client._send_input = client._send = lambda *_: threading.Timer(0.1, end).start()
     errors: list[BaseException] = []

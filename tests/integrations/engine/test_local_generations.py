@@ -65,7 +65,7 @@ def test_a_callback_does_not_wait_without_end_for_a_generation_that_waits_for_it
     assert generating.wait(SECONDS)
     registration = memsaver.on_pause(callback, name)
     try:
-        with pytest.raises(EngineTimeoutError, match="generate after the transition"):
+        with pytest.raises(EngineTimeoutError, match="make this call after the transition"):
             memsaver.pause(name)
     finally:
         registration.remove()
