@@ -15,7 +15,7 @@ from memsaver.errors import MemsaverError
 
 __all__ = ["LowWater"]
 
-_END_SECONDS = 1.0  # to wait for the sample that is being taken
+_END_SECONDS = 1.0  # the longest wait for the sample in progress
 _SECONDS = 0.005  # between two samples, each of which takes the driver some microseconds
 
 

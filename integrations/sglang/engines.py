@@ -1,7 +1,7 @@
 """SGLang as an `Engine`: an `sglang.Engine` in this process, or a server at a URL.
 
-Every call has a timeout in seconds. That of a generation by an engine in this process limits only
-the wait for other threads' calls.
+Every call has a timeout in seconds. The timeout of a generation by an engine in this process limits
+only the wait for other threads' calls.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def connect(engine: Any, api_key: str | None = None) -> LocalEngine | ServedEngi
 
 
 class _DrivenError(Exception):
-    """Another thread drives the event loop."""
+    """Raised if another thread drives the event loop."""
 
 
 class LocalEngine:
@@ -207,7 +207,7 @@ class LocalEngine:
     def _stream(self, items: Iterator[Any], timeout: float) -> Iterator[Any]:
         end = object()
         while True:
-            with self._idle(timeout):  # not between items, because that may take long
+            with self._idle(timeout):  # free between items: the caller may take long
                 item = next(items, end)
             if item is end:
                 return

@@ -1,8 +1,8 @@
 """Ends the calls that wait for an engine core that has ended.
 
 vLLM's blocking client waits indefinitely for the answer to a call, even after the engine core
-has ended. A core may end in two ways: it sends a message that it ends, because its workers have
-ended, or its process ends without one, after which vLLM shuts its client down.
+has ended. A core may end in two ways: it reports its end in a message, because its workers have
+ended; or its process ends without a message, and vLLM then shuts its client down.
 """
 
 from __future__ import annotations

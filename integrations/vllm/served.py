@@ -138,7 +138,7 @@ class ServedEngine(served.ServedEngine, Link):
 
         try:
             _C.uninterrupted(start, True)
-            # A finalizer on their threads may wait for a tag that this thread owns.
+            # A finalizer on the requests' threads may wait for a tag that this thread owns.
             left = seconds_until(deadline) + _END_SECONDS
             for call in concurrent.futures.as_completed(calls, left):
                 numbers = calls[call]

@@ -20,7 +20,7 @@ def block_in(name, kind, seed):
         return Block(sim, (3 << 20) + 700, seed)
 
 def interrupted(call, seconds):
-    '''Whether SIGINT, so many seconds after its start, ended the call or what follows at once.'''
+    '''Send SIGINT after some seconds; return whether it interrupted the call or the next lines.'''
     timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
     try:
         timer.start()
@@ -68,7 +68,7 @@ time.sleep(1)
     assert done.stderr.splitlines()[-1] == "KeyboardInterrupt"
 
 
-def test_signals_that_interrupt_system_calls(run_python, tmp_path):
+def test_signals_do_not_break_interrupted_system_calls(run_python, tmp_path):
     run_python(
         code(
             """
@@ -94,7 +94,7 @@ def test_signals_that_interrupt_system_calls(run_python, tmp_path):
     )
 
 
-def test_a_handler_that_pauses_and_resumes(run_python):
+def test_a_signal_handler_can_pause_and_resume(run_python):
     run_python(
         code(
             """

@@ -20,7 +20,8 @@ def error_of_a_call(core_client: ModuleType) -> BaseException:
     resources = core_client.BackgroundResources(None)
     dead = core_client.EngineCoreProc.ENGINE_CORE_DEAD
 
-    def end() -> None:  # what the thread of the client does that receives the core's messages
+    def end() -> None:
+        # In vLLM, the client's receiving thread makes this call for each message.
         with contextlib.suppress(core_client.EngineDeadError):
             resources.validate_alive([SimpleNamespace(buffer=dead)])
 
