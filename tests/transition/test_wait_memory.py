@@ -55,6 +55,22 @@ def test_a_streams_work_waits_for_its_memory_alone(sim, tag, make_paused, slow):
     assert intact(blocks[1:])
 
 
+def test_memory_without_a_backup_waits_for_no_copy(sim, tag, make_paused, slow):
+    saved = make_paused(weights := tag("weights"), SHORT)
+    (empty,) = make_paused(cache := tag("cache"), [2 * MIB], backup="none")
+    slow()
+    under_way = memsaver.resume(weights, cache, wait=False)
+    with sim.stream() as stream:
+        under_way.wait_stream(stream.value, memory=empty)
+        sim.memset(empty.address, 7, empty.nbytes, stream)
+        assert sim.opened.cuStreamSynchronize(stream) == 0
+    assert not has_arrived(saved[-1])
+    under_way.wait_memory([empty, saved[-1]])
+    assert has_arrived(saved[-1])
+    under_way.wait()
+    assert intact(saved) and empty.bytes() == bytes([7]) * empty.nbytes
+
+
 WHOLE = {
     "memory of no tag": lambda blocks: (0x1000, 512),
     "memory beyond the tag's": lambda blocks: (blocks[-1].address, blocks[-1].nbytes + (1 << 30)),

@@ -11,9 +11,16 @@ namespace {
 // microseconds.
 constexpr uint64_t kMarkBytes = 64ull << 20;
 
-uint64_t common_bytes(const Range& a, const Range& b) {
-  const uint64_t begin = std::max(a.address, b.address), end = std::min(a.end(), b.end());
-  return begin < end ? end - begin : 0;
+// Returns the bytes that two lists of ranges have in common.
+uint64_t common_bytes(const std::vector<Range>& some, const std::vector<Range>& others) {
+  uint64_t bytes = 0;
+  for (const Range& a : some) {
+    for (const Range& b : others) {
+      const uint64_t begin = std::max(a.address, b.address), end = std::min(a.end(), b.end());
+      if (begin < end) bytes += end - begin;
+    }
+  }
+  return bytes;
 }
 
 }  // namespace
@@ -24,8 +31,12 @@ void CopyEvents::add(const Range& queued) {
   if (unmarked_bytes_ >= kMarkBytes) record();
 }
 
+void CopyEvents::add_without_work(const Range& range) {
+  append(without_work_, range.address, range.end());
+}
+
 void CopyEvents::close() {
-  if (!unmarked_.empty() || marks_.empty()) record();
+  if (!unmarked_.empty()) record();
 }
 
 void CopyEvents::record() {
@@ -38,11 +49,9 @@ void CopyEvents::record() {
 
 const Event* CopyEvents::last_in(const std::vector<Range>& ranges, uint64_t* found_bytes) const {
   const Event* last = nullptr;
+  *found_bytes += common_bytes(without_work_, ranges);
   for (const Mark& mark : marks_) {
-    uint64_t bytes = 0;
-    for (const Range& queued : mark.ranges) {
-      for (const Range& range : ranges) bytes += common_bytes(queued, range);
-    }
+    const uint64_t bytes = common_bytes(mark.ranges, ranges);
     if (bytes == 0) continue;
     *found_bytes += bytes;
     last = &mark.event;

@@ -18,17 +18,18 @@ class CopyEvents {
   explicit CopyEvents(Device& device) : device_(&device) {}
 
   // Records that all copies and fills into a range are queued. After every kMarkBytes, records an
-  // event. Each address is added at most once. Throws kDriverFailed.
+  // event. Each address is added at most once, here or in add_without_work. Throws kDriverFailed.
   void add(const Range& queued);
-  // Records an event after the ranges since the previous one. If there is no event yet, records one
-  // even without ranges, so that last() exists. Throws kDriverFailed.
+  // Records a range that no queued work writes to: it needs no event.
+  void add_without_work(const Range& range);
+  // Records an event after the ranges since the previous one. Throws kDriverFailed.
   void close();
 
-  // Returns the event after the last work in `ranges`, or null if none of it was added. Increases
+  // Returns the event after the last work in `ranges`, or null if none is queued there. Increases
   // `*found_bytes` by the bytes of `ranges` that were added.
   const Event* last_in(const std::vector<Range>& ranges, uint64_t* found_bytes) const;
-  // Returns the event after all work.
-  const Event& last() const { return marks_.back().event; }
+  // Returns the event after all work, or null if none is queued.
+  const Event* last() const { return marks_.empty() ? nullptr : &marks_.back().event; }
 
  private:
   struct Mark {
@@ -41,6 +42,7 @@ class CopyEvents {
   Device* device_;
   std::vector<Mark> marks_;
   std::vector<Range> unmarked_;
+  std::vector<Range> without_work_;
   uint64_t unmarked_bytes_ = 0;
 };
 

@@ -145,8 +145,10 @@ void DeviceTransition::map(Arriving& to) {
   const auto queue = [&](const Range& mapped) {
     if (found != restores_.end()) {
       found->second->queue(mapped, events);
-    } else if (events) {
+    } else if (events && to.poison) {
       events->add(mapped);
+    } else if (events) {
+      events->add_without_work(mapped);
     }
   };
   for (const auto& [address, extent] : to.pool->heap.extents()) queue({address, extent.bytes()});

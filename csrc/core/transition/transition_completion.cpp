@@ -69,7 +69,9 @@ void TransitionCompletion::wait_ranges(const std::vector<Tag*>& tags,
 
 std::vector<const Event*> TransitionCompletion::last_events() const {
   std::vector<const Event*> events;
-  for (const CopyEvents& device : events_) events.push_back(&device.last());
+  for (const CopyEvents& device : events_) {
+    if (const Event* event = device.last()) events.push_back(event);
+  }
   return events;
 }
 
