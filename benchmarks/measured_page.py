@@ -197,8 +197,9 @@ pinned host memory for the next pause; by default, each resume releases it. Note
   time, as memsaver's first pause does.
 - Answered requests: on the H200, an earlier version of the benchmark also counted 72 clients that
   disconnected on purpose; the row of the H100 counts only clients that wait.
-- SGLang on two GPUs: the rows without `NCCL_MAX_CTAS` were measured before memsaver set it to 16.
-  With 16, an engine has not been measured yet.
+- SGLang on two GPUs: the H200's rows without `NCCL_MAX_CTAS` were measured with NCCL's own number
+  of channels, those of the H100s with 16. With 12, memsaver's default since then, an engine has not
+  been measured yet.
 - SGLang's memory in use with all tags released has two values: that of an engine's first sleep,
   and half of the memory in use while two engines sleep (each for the seventh time, with
   torch_memory_saver for the third or fourth).
@@ -311,6 +312,14 @@ def on_h100(rows: list[Mapping[str, Any]]) -> list[str]:
     ]
 
 
+def error_of(row: Mapping[str, Any]) -> str:
+    """Return the standard error of a ratio of means, with its sign; nothing for other rows."""
+    detail = row["detail"]
+    if detail.get("average") != "mean":
+        return ""
+    return f" ± {row['ratio'] * detail['standard_error']:.2f}"
+
+
 def before_and_after(rows: list[Mapping[str, Any]]) -> list[str]:
     """Return the rows of paired.py, which compares two builds of memsaver."""
     gpus = " and ".join(sorted({row["gpu"] for row in rows}))
@@ -322,10 +331,21 @@ def before_and_after(rows: list[Mapping[str, Any]]) -> list[str]:
         "of the medians, followed by that of the first quartiles in parentheses; above 1, the "
         "later build is faster. `driver` is the time of bare driver calls or of a plain copy in "
         "the same run.",
-        "In this run, most bare driver calls took 1.3 to 3 times as long as in the first table, "
-        "and single cycles of one build differed by up to a factor of five; the cycles right after "
-        "each other were in two blocks. Compare the builds only with each other; if the two "
-        "ratios of a row disagree, it shows no difference.",
+    ]
+    averages = {row["detail"].get("average") for row in rows}
+    if None in averages:  # the first run
+        lines.append(
+            "In this run, most bare driver calls took 1.3 to 3 times as long as in the first "
+            "table, and single cycles of one build differed by up to a factor of five; the cycles "
+            "right after each other were in two blocks. Compare the builds only with each other; "
+            "if the two ratios of a row disagree, it shows no difference."
+        )
+    if "mean" in averages:
+        lines.append(
+            "Rows without a backup show means instead of medians, because a driver call without "
+            "a copy takes one of two durations; ± is the standard error of the ratio."
+        )
+    lines += [
         "",
         "| measurement | before | after | before/after | driver |",
         "|---|--:|--:|--:|--:|",
@@ -336,7 +356,7 @@ def before_and_after(rows: list[Mapping[str, Any]]) -> list[str]:
             WORDS.get(row["metric"], f"`{row['metric']}`"),
             value_and_range(row["peer_value"], detail["peer"]),
             value_and_range(row["memsaver"], detail["memsaver"]),
-            f"{row['ratio']:.2f} ({detail['ratio_of_first_quartiles']:.2f})",
+            f"{row['ratio']:.2f}{error_of(row)} ({detail['ratio_of_first_quartiles']:.2f})",
             "" if row["limit"] is None else f"{row['limit']:,.1f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")

@@ -19,7 +19,8 @@ without), and the CUDA contexts of three processes, or of twice --processes (bac
 32 GiB (backed), 64 GiB (swap with backups).
 
 Rows have the bench "paired", the current build's values as `memsaver`, and "memsaver at HASH" as
-the peer: a ratio above 1 means that the current build is faster.
+the peer: a ratio above 1 means that the current build is faster. The values are medians, or means
+without a backup; then the `detail` has the standard error of the ratio.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ def parser() -> argparse.ArgumentParser:
     add("--only", type=runs.part_names(PARTS), default=list(PARTS), help=",".join(PARTS))
     add("--kv-gib", type=runs.at_least(1), default=64, help="GiB of the kv workload")
     add("--swap-gib", type=runs.at_least(1), default=32, help="GiB of each tag without a backup")
-    add("--cycles", type=runs.at_least(1), default=12, help="cycles of each kind without a backup")
+    add("--cycles", type=runs.at_least(1), default=60, help="cycles of each kind without a backup")
     add("--gap", type=float, default=0.5, help="seconds before a resume without a backup")
-    add("--processes", type=runs.at_least(1), default=3, help="of each build with a backup")
+    add("--processes", type=runs.at_least(1), default=3, help="of each build, except for swaps")
     add("--backed-cycles", type=runs.at_least(1), default=6, help="cycles with a backup")
     add("--touch-gib", type=float, default=40, help="GiB of host memory to touch first; 0: none")
     add("--output", type=Path, default=OUTPUT)

@@ -12,7 +12,7 @@ import json
 import os
 import statistics
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -41,7 +41,7 @@ class Measurement(TypedDict):
     # _tokens_per_s, _requests. Names of fractions contain "fraction"; the unit of all other names
     # is percent.
     metric: str
-    memsaver: float  # the median
+    memsaver: float  # the median; the mean if the detail's `average` says so
     peer: str  # the library or setting that it is compared with
     peer_value: float | None  # the peer's median, in the same unit; None: it failed
     # How many times better memsaver is: above 1 is better for every unit. None without a peer's
@@ -77,6 +77,7 @@ def measurement(
     *,
     bench: str = "pause_resume",
     higher_is_better: bool = False,
+    average: Callable[[Sequence[float]], float] = statistics.median,
 ) -> dict[str, Any]:
     """Return the row of a metric, from all values.
 
@@ -84,7 +85,7 @@ def measurement(
     1 MiB.
     """
     digits = 4 if "fraction" in metric else 3
-    ours, others = (round(statistics.median(values), digits) for values in (memsaver, theirs))
+    ours, others = (round(average(values), digits) for values in (memsaver, theirs))
     least = 1.0 if metric.endswith("_MiB") else 0.0
     detail = {"memsaver": list(memsaver), "peer": list(theirs)}
     if limit is not None:
@@ -96,7 +97,7 @@ def measurement(
         "peer": peer,
         "peer_value": others,
         "ratio": ratio(max(ours, least), max(others, least), higher_is_better=higher_is_better),
-        "limit": None if limit is None else round(statistics.median(limit), 3),
+        "limit": None if limit is None else round(average(limit), 3),
         "detail": detail,
     }
 

@@ -1,16 +1,21 @@
 """Measure two builds of memsaver in turns: the parts of paired.py.
 
 Both builds run the workers of discarded.py, backed.py and swap.py, each in processes of its own
-with its folder on PYTHONPATH. The build that goes first alternates from cycle to cycle. Cycles with
-a backup are divided among several pairs of processes, because the speed of copies depends on where
-a process's pinned memory is.
+with its folder on PYTHONPATH. The build that goes first alternates from cycle to cycle. The cycles
+are divided among several sets of processes, because the speed of a copy depends on the place of a
+process's pinned memory, and the duration of a driver call on the place of its device memory.
+
+A driver call without a copy takes one of two durations, which differ by up to a factor of two and
+change from cycle to cycle. A median is then decided by a few cycles; so these rows have means.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
+import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -83,22 +88,39 @@ def rows(
     metric: str,
     found: Mapping[str, Sequence[float]],
     limit: Sequence[float] | None = None,
+    average: str = "median",
 ) -> Iterator[dict[str, Any]]:
     """Yield the row of a metric, if both builds have values.
 
-    Its `detail` also has the ratios of the minima and of the first quartiles, which the driver's
-    slow cycles affect less than the ratio of the medians.
+    Its `detail` also has the ratios of the minima and of the first quartiles, the average that the
+    row's values are, and the standard error of the ratio of the means.
     """
     before, after = found[BEFORE], found[AFTER]
     if not before or not after:
         return
     peer = f"memsaver at {options.before_commit[:7]}"
-    row = results.measurement(metric, after, peer, before, limit, bench=BENCH)
+    row = results.measurement(
+        metric, after, peer, before, limit, bench=BENCH, average=getattr(statistics, average)
+    )
     row["detail"] |= {
+        "average": average,
+        "standard_error": round(standard_error(before, after), 4),
         "ratio_of_minima": results.ratio(min(after), min(before)),
         "ratio_of_first_quartiles": results.ratio(first_quartile(after), first_quartile(before)),
     }
     yield row
+
+
+def standard_error(before: Sequence[float], after: Sequence[float]) -> float:
+    """Return the standard error of the ratio of two means, as a fraction of the ratio.
+
+    The means' relative errors are independent and small, so their squares add up.
+    """
+    squares = 0.0
+    for values in (before, after):
+        if len(values) > 1:
+            squares += statistics.variance(values) / len(values) / statistics.mean(values) ** 2
+    return math.sqrt(squares)
 
 
 def first_quartile(values: Sequence[float]) -> float:
@@ -108,23 +130,30 @@ def first_quartile(values: Sequence[float]) -> float:
 
 def discarded(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
     """Yield the rows of pauses and resumes without a backup; the limit is bare driver calls."""
-    with contextlib.ExitStack() as stack:
-        children = [
-            stack.enter_context(
-                start("parts.discarded:Discarding", name, options, kv_gib=options.kv_gib)
-            )
-            for name in (*BUILDS, LIMIT)
-        ]
-        for child in children:
-            child.ready()
-        for workload in (name for name in WORKLOADS if name in options.only):
-            with attempt(failures):
-                both = take_turns(children, workload, options.cycles, options.gap, options.cycles)
-                for times, suffix in zip(both, ("", "_at_once"), strict=True):
-                    for call in ("pause", "resume"):
-                        metric = f"{label(workload, options.kv_gib)}_{call}{suffix}_ms"
-                        values = {name: found[f"{call}_ms"] for name, found in times.items()}
-                        yield from rows(options, metric, values, values[LIMIT])
+    found: dict[str, Values] = {}  # by metric
+    sets = min(options.processes, options.cycles)
+    for at in range(sets):
+        cycles = len(range(at, options.cycles, sets))
+        with contextlib.ExitStack() as stack:
+            children = [
+                stack.enter_context(
+                    start("parts.discarded:Discarding", name, options, kv_gib=options.kv_gib)
+                )
+                for name in (*BUILDS, LIMIT)
+            ]
+            for child in children:
+                child.ready()
+            for workload in (name for name in WORKLOADS if name in options.only):
+                with attempt(failures):
+                    both = take_turns(children, workload, cycles, options.gap, cycles)
+                    for times, suffix in zip(both, ("", "_at_once"), strict=True):
+                        for call in ("pause", "resume"):
+                            metric = f"{label(workload, options.kv_gib)}_{call}{suffix}_ms"
+                            values = found.setdefault(metric, {name: [] for name in times})
+                            for name, by_call in times.items():  # without the first pause
+                                values[name] += by_call[f"{call}_ms"][-cycles:]
+    for metric, values in found.items():
+        yield from rows(options, metric, values, values[LIMIT], "mean")
 
 
 def backed(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -110,6 +111,17 @@ def test_rows_compare_the_current_build_with_the_earlier_one(measured):
         detail = row["detail"]
         assert len(detail["memsaver"]) == len(detail["peer"]) >= 3
         assert detail["ratio_of_minima"] == detail["ratio_of_first_quartiles"] == 2.0
+        assert detail["average"] == ("mean" if metric in WITHOUT_BACKUP else "median")
+        assert detail["standard_error"] == 0.0
+
+
+def test_means_have_a_standard_error(benchmark_module):
+    paired = benchmark_module("parts.paired")
+    options = SimpleNamespace(before_commit=COMMIT)
+    times = {"before": [9.0, 9.0, 15.0], "after": [10.0, 10.0, 10.0]}
+    (row,) = paired.rows(options, "many_10k_pause_ms", times, average="mean")
+    assert (row["peer_value"], row["memsaver"], row["ratio"]) == (11.0, 10.0, 1.1)
+    assert row["detail"]["standard_error"] == round(2 / 11, 4)
 
 
 def test_each_build_runs_in_its_folder_and_the_driver_with_the_current_one(
@@ -163,6 +175,9 @@ def test_the_page_shows_both_builds(benchmark_module, measured):
     lines = page.before_and_after([measured["backed_changed_pause_ms"], measured["swap_2GiB_ms"]])
     assert "memsaver at 0123456 and at " in lines[0]
     cells = "20.0 (20.0 to 20.0) | 10.0 (10.0 to 10.0) | 2.00 (2.00)"
+    assert not any("means" in line for line in lines)
+    means = page.before_and_after([measured["many_10k_pause_ms"]])
+    assert any("means" in line for line in means) and "2.00 ± 0.00 (2.00)" in means[-1]
     words = "later pauses of 16 GB, all contents changed, ms"
     assert lines[-2:] == [f"| {words} | {cells} | 5.0 |", f"| `swap_2GiB_ms` | {cells} |  |"]
 

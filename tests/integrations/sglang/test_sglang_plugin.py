@@ -339,7 +339,7 @@ def test_variables_reach_every_process(run_sglang, scenario, env, values, warnin
 
 @pytest.mark.parametrize(
     "vmm, ctas, used, poison, version, warnings",
-    [(None, None, ["1", "16"], "1", "0.5.40", 2), ("0", "4", ["0", "4"], "0", "0.5.23", 0)],
+    [(None, None, ["1", "12"], "1", "0.5.40", 2), ("0", "4", ["0", "4"], "0", "0.5.23", 0)],
 )
 def test_settings_of_every_process(run_sglang, vmm, ctas, used, poison, version, warnings):
     """Each process warns once; NCCL's memory can be released unless the user disabled that."""
