@@ -193,6 +193,11 @@ class EngineWorker(Worker):
         ]
         return {"times": found, "lost": f"changed: {', '.join(parts)}" if parts else ""}
 
+    def tag_bytes(self) -> dict[str, Any]:
+        """Return the bytes of each tag; needs memsaver's allocator."""
+        workers = self.engine.collective_rpc("bench_tag_bytes", args=([WEIGHTS, KV_CACHE],))
+        return {tag: max(found[tag] for found in workers) for tag in (WEIGHTS, KV_CACHE)}
+
     def _ms(self, step: Any) -> float:
         time.sleep(self._wait)
         begin = time.perf_counter()

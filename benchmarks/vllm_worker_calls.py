@@ -45,6 +45,13 @@ class WorkerCalls:
         ]
         return hashlib.sha256(str(torch.stack(sums).tolist()).encode()).hexdigest()
 
+    def bench_tag_bytes(self, tags: list[str]) -> dict[str, int]:
+        """Return the bytes of memsaver's allocations with each tag."""
+        import memsaver
+
+        rows = memsaver.stats().tags
+        return {tag: sum(row.allocated_bytes for row in rows if row.tag == tag) for tag in tags}
+
     def bench_held(self) -> dict[str, Any]:
         """Return the bytes that memsaver and vLLM's own allocator have allocated."""
         ours = theirs = 0

@@ -3,7 +3,8 @@
 The engines use the GPU one after the other. Each runs one cycle with the weights as at first, and
 then alternates cycles with unchanged weights and with changed weights. Checksums of the weights and
 the output before a sleep and after the wake-up are compared. Measurements taken before an engine
-failed are valid, unless the engine lost contents.
+failed are valid, unless the engine lost contents. The limit, measured for one GPU, is the time of
+bare driver calls and plain copies of the same bytes (engine_limits.py).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import results
 from children import Child, attempt
 from engine_process import running, say
 from libraries import OURS
+from raw_driver import LIMIT
 from vllm_engine import BENCH, PEER, THEIRS, engine_process, prefix
 
 FRACTION = 0.5  # of the GPU's memory
@@ -34,6 +36,9 @@ METRICS = (
     "decode_tokens_per_s",
 )
 
+LIMITS = "parts.engine_limits:Limits"
+LIMITING_CYCLES = 6
+
 Found = dict[str, list[float]]  # by metric, without the prefix
 
 
@@ -44,10 +49,13 @@ def kinds(cycles: int) -> Iterator[str]:
         yield from ("unchanged", "changed")
 
 
-def measure_one(name: str, options: argparse.Namespace, failures: list[str], end: float) -> Found:
+def measure_one(
+    name: str, options: argparse.Namespace, failures: list[str], end: float, sizes: dict[str, int]
+) -> Found:
     """Measure one allocator, up to a failure or to `end`; return nothing if contents were lost.
 
-    After `end`, a time of `time.monotonic`, only the first cycle of each kind is begun.
+    After `end`, a time of `time.monotonic`, only the first cycle of each kind is begun. Adds the
+    bytes of memsaver's tags to `sizes`.
     """
     found: Found = {}
     with (
@@ -55,6 +63,8 @@ def measure_one(name: str, options: argparse.Namespace, failures: list[str], end
         running(lambda: engine_process(name, options, FRACTION), options) as (child, _),
     ):
         decode(child, options, found)
+        if name == OURS:
+            sizes.update(child.ask("tag_bytes"))
         for kind in kinds(options.cycles):
             metric = f"sleep_{kind}_ms"
             if metric in found and time.monotonic() > end:
@@ -80,6 +90,16 @@ def decode(child: Child, options: argparse.Namespace, found: Found) -> None:
     found.setdefault("decode_tokens_per_s", []).extend(rates)
 
 
+def limits(options: argparse.Namespace, failures: list[str], sizes: Mapping[str, int]) -> Found:
+    """Return the times of bare driver calls and plain copies of as many bytes as the tags have."""
+    found: Found = {}
+    with attempt(failures), Child(LIMITS, LIMIT, wait=options.wait, **sizes) as child:
+        for _ in range(LIMITING_CYCLES):
+            for metric, ms in child.ask("cycle").items():
+                found.setdefault(metric, []).append(ms)
+    return found
+
+
 def rows(found: Mapping[str, Found], start: str) -> Iterator[dict[str, Any]]:
     """Yield a row for each metric that both have; print metrics of memsaver alone."""
     ours, theirs = (found.get(name, {}) for name in (OURS, THEIRS))
@@ -90,6 +110,7 @@ def rows(found: Mapping[str, Found], start: str) -> Iterator[dict[str, Any]]:
                 ours[metric],
                 PEER,
                 theirs[metric],
+                found.get(LIMIT, {}).get(metric),
                 bench=BENCH,
                 higher_is_better=metric.endswith("tokens_per_s"),
             )
@@ -104,7 +125,10 @@ def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[s
     names = (OURS, THEIRS) if options.peer else (OURS,)
     begin = time.monotonic()
     found: dict[str, Found] = {}
+    sizes: dict[str, int] = {}
     for number, name in enumerate(names, 1):
         end = begin + options.seconds * number / len(names)
-        found[name] = measure_one(name, options, failures, end)
+        found[name] = measure_one(name, options, failures, end, sizes)
+    if sizes and options.gpus == 1:
+        found[LIMIT] = limits(options, failures, sizes)
     yield from rows(found, prefix(options))

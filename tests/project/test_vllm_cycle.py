@@ -15,6 +15,7 @@ def run(benchmark_module, nvidia_smi, tmp_path, monkeypatch, warm_children):
     monkeypatch.setenv("PYTHONPATH", site)
     monkeypatch.syspath_prepend(site)
     monkeypatch.setenv("FAKE_LOG", str(tmp_path / "log"))
+    monkeypatch.setattr(benchmark_module("parts.vllm_sleep"), "LIMITS", "fake_limits:Limits")
 
     def call(*arguments, fault=""):
         monkeypatch.setenv("FAKE_FAULT", fault)
@@ -48,6 +49,8 @@ def test_the_rows_of_a_whole_run(run):
     for row in rows.values():
         assert (row["bench"], row["peer"]) == ("vllm_cycle", "vLLM's own allocator")
         assert len(row["detail"]["peer"]) == counts[row["metric"]]
+    limits = {metric: row["limit"] for metric, row in rows.items() if row["limit"] is not None}
+    assert limits == {"vllm_sleep_changed_ms": 4.0, "vllm_wake_kv_ms": 0.0}  # MiB of the tags
     decode = rows["vllm_decode_tokens_per_s"]
     assert decode["ratio"] == round(decode["memsaver"] / decode["peer_value"], 4)
 
@@ -58,6 +61,7 @@ def test_without_time_each_kind_of_cycle_runs_once(run):
     assert status == 0
     assert len(rows["vllm_tp2_wake_kv_ms"]["detail"]["memsaver"]) == 3
     assert rows["vllm_tp2_resident_MiB"]["memsaver"] == 1200.0  # of the GPU with more
+    assert not any(row["limit"] for row in rows.values())
 
 
 @pytest.mark.long
