@@ -14,8 +14,8 @@ Measurements
     plain       decoding, against an engine without a memory saver, in turns
     switch      two engines that take turns on the GPU: from a request for the one that sleeps to
                 its first token; memory in use while the first one sleeps alone
-    storm       requests of all kinds to a server of a small model that sleeps and wakes up
-                meanwhile: each must be answered, and with the tokens of an awake server
+    storm       requests of all kinds to a server of a small model while it sleeps and wakes up:
+                each must be answered with the tokens of an awake server
     tp2         memory in use while an engine on two GPUs sleeps, with suspended communicators
                 and without; nothing on a machine with one GPU
 

@@ -146,7 +146,7 @@ class _Update:
     """An update on one rank, from its beginning to its end.
 
     Attributes:
-        failed: whether a bucket was not loaded on some rank.
+        failed: whether a rank failed to load a bucket.
     """
 
     def __init__(self, worker: Any) -> None:
