@@ -9,7 +9,7 @@ Measurements
     sleep     sleep at level 1 with the initial weights, without changes, and with all weights
               changed in place before; wake-up of the weights and then of the KV cache; memory in
               use while the engine sleeps; decoding before and after
-    decode    decoding of two awake engines in turns; only if it is selected
+    decode    alternate decoding of two awake engines; only if it is selected
 
 Each engine runs in a process of its own. In `sleep`, the two engines use the GPU one after the
 other. Each step begins after a wait of --wait seconds, so that the driver's clearing of released

@@ -166,7 +166,7 @@ class EngineController:
                 a busy engine.
             keep_weights: False if all weights will be loaded again before they are used, so that an
                 engine that keeps weights in a sleep need not save them. SGLang needs the plugin for
-                this, and keeps them beside a draft model.
+                this, and keeps the weights if there is a draft model.
             timeout: seconds for the whole call, including the wait for another thread's call and
                 the query of the state.
 

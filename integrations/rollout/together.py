@@ -111,7 +111,7 @@ class Together:
                 raise
 
     def close(self) -> None:
-        """Close the connections to the other ranks. Idempotent; waits for none of them.
+        """Close the connections to the other ranks. Idempotent; does not wait for them.
 
         Later calls raise `InvalidStateError`, unless this process is the only rank.
         """

@@ -300,7 +300,7 @@ class _Link:
         weakref.finalize(self, self.gloo.clear)
 
     def close(self) -> None:
-        """Close the connections. Idempotent, and waits for nothing."""
+        """Close the connections. Idempotent; does not wait."""
         self.closed = True
         self.store = None
         self.gloo.clear()
