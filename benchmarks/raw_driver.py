@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from memsaver._inspection.bare_driver import BareDriver, BareMemory
+    from memsaver.cli.bare_driver import BareDriver, BareMemory
 
 # memsaver is imported only inside functions: paired.py's children import this module with an
 # earlier memsaver, whose modules have other names.
@@ -15,7 +15,7 @@ LIMIT = "driver"
 
 def count_gpus() -> int:
     """Return the number of GPUs; 0 without a driver. Creates no context."""
-    from memsaver._inspection.bare_driver import BareDriver
+    from memsaver.cli.bare_driver import BareDriver
     from memsaver.errors import MemsaverError
 
     try:
@@ -28,14 +28,14 @@ class RawDriver:
     """The minimum of driver calls that any library must make, for several tags. Frees nothing."""
 
     def __init__(self) -> None:
-        from memsaver._inspection.bare_driver import BareDriver
+        from memsaver.cli.bare_driver import BareDriver
 
         self._driver: BareDriver = BareDriver()
         self._memory: dict[str, BareMemory] = {}
 
     def setup(self, tag: str, total: int) -> int:
         """Map `total` bytes, rounded up to the granularity; return the number of bytes."""
-        from memsaver._inspection.bare_driver import BareMemory
+        from memsaver.cli.bare_driver import BareMemory
 
         memory = self._memory[tag] = BareMemory(self._driver, total)
         memory.resume()

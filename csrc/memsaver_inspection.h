@@ -13,10 +13,10 @@ extern "C" {
 /* --- statistics */
 
 /* The statistics of one tag on one device: X(type, name, meaning). This is the only list of the
- * fields: ms_usage, the JSON of `memsaver top`, Python's rows and the fields of TagStats
- * (build_support/usage_fields.py) are generated from it. Counters and durations are per tag, and
- * equal in the tag's rows for all devices; byte counts are per device. A failed transition changes
- * only `failures`. */
+ * fields: ms_usage, the JSON of `memsaver top`, Python's rows, the metrics for Prometheus and the
+ * fields of TagStats (build_support/usage_fields.py) are generated from it. Counters and durations
+ * are per tag, and equal in the tag's rows for all devices; byte counts are per device. A failed
+ * transition changes only `failures`. */
 #define MS_USAGE_FIELDS(X)                                                                   \
   X(uint64_t, allocations,                                                                   \
     "live allocations: torch's segments, not its tensors; a freed one counts until its "     \
@@ -48,7 +48,7 @@ extern "C" {
   X(uint64_t, last_unchanged_pieces,                                                         \
     "pieces of at most 1 MiB that the last pause did not copy, because their fingerprints "  \
     "matched the backup")                                                                    \
-  X(uint64_t, last_unchanged_bytes, "bytes of these pieces")                                 \
+  X(uint64_t, last_unchanged_bytes, "bytes of the unchanged pieces of the last pause")       \
   X(uint64_t, unchanged_pieces, "unchanged pieces of all pauses")                            \
   X(uint64_t, unchanged_bytes, "bytes of the unchanged pieces of all pauses")
 

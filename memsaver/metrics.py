@@ -9,52 +9,44 @@ Each scrape reads `memsaver.stats()`; nothing is collected between scrapes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from memsaver._inspection.statistics import Stats, TagStats, device_memory, stats
-from memsaver._runtime.native import STATES
+from memsaver._inspection.statistics import Stats, device_memory, stats
+from memsaver._runtime.native import _C, STATES
 from memsaver.errors import ConfigError, MemsaverError
 
 __all__ = ["Collector", "register"]
 
-_Figures = list[tuple[str, str, Callable[[TagStats], float]]]  # name, help, value
 
-# Per tag and device.
-_GAUGES: _Figures = [
-    ("resident_bytes", "Device memory in use.", lambda row: row.resident_bytes),
-    ("paused_now_bytes", "Device memory that a resume will map.", lambda row: row.paused_now_bytes),
-    ("allocated_bytes", "Live allocations, resident or not.", lambda row: row.allocated_bytes),
-    ("allocations", "Live allocations.", lambda row: row.allocations),
-    ("backup_bytes", "Bytes that the next resume restores.", lambda row: row.backup_bytes),
-    ("backup_host_bytes", "Host memory in use for backups.", lambda row: row.host_bytes),
-    ("backup_disk_bytes", "File space in use for backups.", lambda row: row.disk_bytes),
-    (
-        "backup_peer_bytes",
-        "Memory of another device in use for backups.",
-        lambda row: row.peer_bytes,
-    ),
-]
-_COUNTERS: _Figures = [
-    ("paused_bytes", "Device memory that pauses released.", lambda row: row.paused_bytes),
-    ("resumed_bytes", "Device memory that resumes mapped.", lambda row: row.resumed_bytes),
-    ("saved_bytes", "Bytes that pauses copied to backups.", lambda row: row.saved_bytes),
-    ("restored_bytes", "Bytes that resumes restored.", lambda row: row.restored_bytes),
-    ("unchanged_bytes", "Bytes that pauses found unchanged.", lambda row: row.unchanged_bytes),
-]
-# Per tag.
-_TAG_GAUGES: _Figures = [
-    ("last_pause_seconds", "Duration of the last pause.", lambda row: row.last_pause_seconds),
-    ("last_resume_seconds", "Duration of the last resume.", lambda row: row.last_resume_seconds),
-]
-_TAG_COUNTERS: _Figures = [
-    ("pauses", "Pauses done.", lambda row: row.pauses),
-    ("resumes", "Resumes done.", lambda row: row.resumes),
-    ("failures", "Pauses, resumes and swaps that failed.", lambda row: row.failures),
-    ("pause_seconds", "Time spent in pauses.", lambda row: row.pause_seconds),
-    ("resume_seconds", "Time spent in resumes.", lambda row: row.resume_seconds),
-]
+class _Figure(NamedTuple):
+    """A metric for each tag, or for each tag and device."""
+
+    field: str  # of TagStats
+    help: str
+    is_counter: bool
+    is_of_tag: bool  # equal in the tag's rows for all devices
+
+    @property
+    def name(self) -> str:
+        """The field's name, except that `memsaver_host_bytes` is the total of all tags."""
+        in_use_for_backups = self.field in ("host_bytes", "disk_bytes", "peer_bytes")
+        return f"memsaver_backup_{self.field}" if in_use_for_backups else f"memsaver_{self.field}"
+
+
+def _figures() -> Iterator[_Figure]:
+    """Yield the figures of the statistics. Those with a last value, such as bytes, accumulate."""
+    yield _Figure("paused_now_bytes", "Device memory that a resume will map.", False, False)
+    meanings = _C.usage_meanings()
+    for field, meaning in meanings.items():
+        is_count = field in ("pauses", "resumes", "failures")
+        yield _Figure(
+            field,
+            f"{meaning[0].upper()}{meaning[1:]}.",
+            is_counter=is_count or f"last_{field}" in meanings,
+            is_of_tag=is_count or field.endswith("_seconds"),
+        )
 
 
 class Registry(Protocol):
@@ -74,7 +66,7 @@ class Collector:
     def describe(self) -> Iterator[Any]:
         """Yield the metrics of a process without tags, so that a registry knows their names.
 
-        Uses neither the library nor the driver.
+        Opens no driver.
         """
         return _metrics(Stats((), 0, 0))
 
@@ -96,20 +88,14 @@ def _metrics(now: Stats) -> Iterator[Any]:
 
     here = [row for row in now.tags if row.device >= 0]
     tags = {row.tag: row for row in now.tags}.values()
-    by_device = [([row.tag, str(row.device)], row) for row in here]
-    by_tag = [([row.tag], row) for row in tags]
-
-    for family, figures, labels, rows in (
-        (GaugeMetricFamily, _GAUGES, ["tag", "device"], by_device),
-        (CounterMetricFamily, _COUNTERS, ["tag", "device"], by_device),
-        (GaugeMetricFamily, _TAG_GAUGES, ["tag"], by_tag),
-        (CounterMetricFamily, _TAG_COUNTERS, ["tag"], by_tag),
-    ):
-        for name, text, value in figures:
-            metric = family(f"memsaver_{name}", text, labels=labels)
-            for of, row in rows:
-                metric.add_metric(of, value(row))
-            yield metric
+    for figure in _figures():
+        family = CounterMetricFamily if figure.is_counter else GaugeMetricFamily
+        labels = ["tag"] if figure.is_of_tag else ["tag", "device"]
+        metric = family(figure.name, figure.help, labels=labels)
+        for row in tags if figure.is_of_tag else here:
+            of = [str(getattr(row, label)) for label in labels]
+            metric.add_metric(of, getattr(row, figure.field))
+        yield metric
 
     state = GaugeMetricFamily(
         "memsaver_state", "1 for the current state of the tag, else 0.", labels=["tag", "state"]

@@ -7,12 +7,11 @@ new process (environment, fork, exit, several devices) use a child, with `run_py
 
 from __future__ import annotations
 
+import functools
 import gc
-import importlib
 import os
 import re
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -23,13 +22,13 @@ import pytest
 from child_process import environment_without, reads_at_start, run_code
 from driver_choice import GPUS, asks_for_gpu_tests, why_not
 from dropin_environment import make_site, run_with, wheel_in
+from folder_modules import modules_in
 from repository import IMPORT_PATH, ROOT, TESTS
 from simulated_driver import Block, Simulator
 from tags import Tags, leftovers
 from tasks import Task
 
 BENCHMARKS = ROOT / "benchmarks"
-EXAMPLE = ROOT / "examples" / "grpo"
 PEER = TESTS / "fixtures" / "peer"
 
 
@@ -155,26 +154,10 @@ def make_blocks(sim):
 
 @pytest.fixture
 def each_fault(sim, in_thread):
-    """Yield every fault that can occur in an action, after counting the action's driver calls.
+    """See `driver_faults.each_fault`."""
+    from driver_faults import each_fault
 
-    `before` prepares the state, for the count and again for each fault. The action runs on its own
-    thread, so that a context that could not be popped affects no other test.
-    """
-    from driver_faults import DRIVER_CALLS, Fault
-
-    def faults(before, action, code):
-        before()
-        calls = {name: sim.calls(name) for name in DRIVER_CALLS}
-        in_thread(action).result()
-        made = {name: sim.calls(name) - calls[name] for name in DRIVER_CALLS}
-        assert any(made.values()), "the action makes no driver call"
-        for name, count in made.items():
-            for nth in range(1, count + 1):
-                for times in (1, 0):
-                    before()
-                    yield Fault(name, nth, times, code)
-
-    return faults
+    return functools.partial(each_fault, sim, in_thread)
 
 
 @pytest.fixture
@@ -401,34 +384,7 @@ def run_dropin(dropin_site, tmp_path, request):
 @pytest.fixture
 def benchmark_module(monkeypatch):
     """Import a module of the benchmarks, and the fake of a peer, for this test."""
-    yield from _modules_of(monkeypatch, BENCHMARKS, PEER)
-
-
-@pytest.fixture
-def example(monkeypatch):
-    """Import a module of examples/grpo, only for this test."""
-    yield from _modules_of(monkeypatch, EXAMPLE)
-
-
-@pytest.fixture
-def scene(sim, tag):
-    """Yield a colocated session with a trainer and a fake engine, on one simulated device."""
-    from colocated_scene import Scene  # imports torch
-
-    made = Scene(tag)
-    yield made
-    made.__dict__.clear()  # pytest keeps the object
-
-
-def _modules_of(monkeypatch, folder, *others):
-    """Yield `import_module` with the folder on its path; remove the folder's modules later."""
-    monkeypatch.syspath_prepend(folder)
-    before = set(sys.modules)
-    yield importlib.import_module
-    for name in set(sys.modules) - before:
-        file = str(getattr(sys.modules[name], "__file__", ""))
-        if file.startswith((str(folder), *map(str, others))):
-            del sys.modules[name]
+    yield from modules_in(monkeypatch, BENCHMARKS, PEER)
 
 
 @pytest.fixture

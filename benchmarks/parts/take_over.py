@@ -34,7 +34,7 @@ from libraries import OURS
 from serve import Worker
 from workloads import MIB
 
-from memsaver._inspection.bare_driver import BareDriver, BareMemory
+from memsaver.cli.bare_driver import BareDriver, BareMemory
 from parts.sharing import Receiver
 
 COPY = "a copy on the GPU"

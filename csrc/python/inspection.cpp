@@ -42,6 +42,14 @@ void define_inspection(py::module_& m) {
         });
       },
       py::arg("tag") = py::none());
+  // Returns the meaning of each figure of a row by name.
+  m.def("usage_meanings", [] {
+    py::dict meanings;
+#define MS_ADD_MEANING(type, name, meaning) meanings[#name] = meaning;
+    MS_USAGE_FIELDS(MS_ADD_MEANING)
+#undef MS_ADD_MEANING
+    return meanings;
+  });
   m.def("host_memory", [] {
     uint64_t held_bytes = 0, available_bytes = 0;
     without_gil(

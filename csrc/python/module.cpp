@@ -45,7 +45,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("uninterrupted", &uninterrupted, py::arg("function"), py::arg("is_patient") = false);
   m.def("interruptible", &interruptible, py::arg("function"));
   py::class_<DeferredBlock>(m, "SignalsDeferred")
-      .def(py::init<bool>(), py::arg("interrupts_alone") = false)
+      .def(py::init<>())
       .def("__enter__", &DeferredBlock::enter)
       .def("__exit__",
            [](DeferredBlock& self, py::handle, py::handle, py::handle) { self.leave(); });

@@ -8,7 +8,6 @@
 namespace memsaver::python {
 namespace {
 
-constexpr int kOther = 0;         // any signal except SIGINT
 constexpr int kMostTries = 1000;  // each failed try means that a handler of a new signal raised
 
 void keep(Raised& raised) {
@@ -36,7 +35,7 @@ py::object result_of(PyObject* result, Raised& failure) {
 
 }  // namespace
 
-bool SignalsDeferred::defers(int number, bool in_wait) {
+bool SignalsDeferred::defers(bool in_wait) {
   bool is_open = false;
   for (auto block = blocks_->rbegin(); block != blocks_->rend(); ++block) {
     switch ((*block)->kind_) {
@@ -48,9 +47,6 @@ bool SignalsDeferred::defers(int number, bool in_wait) {
         break;
       case Deferral::kWhole:
         if (!in_wait) return true;
-        break;
-      case Deferral::kInterrupts:
-        if (number == SIGINT) return true;
         break;
       case Deferral::kPatient:
         return true;
@@ -65,7 +61,7 @@ PyObject* SignalsDeferred::note(PyObject*, PyObject* args) {
   if (!PyArg_ParseTuple(args, "iO", &number, &frame)) return nullptr;
   try {
     Signal signal{number, py::reinterpret_borrow<py::object>(frame)};
-    if (defers(number, false)) {
+    if (defers(false)) {
       keep_waiting(std::move(signal));
       Py_RETURN_NONE;
     }
@@ -138,7 +134,7 @@ SignalsDeferred::SignalsDeferred(Deferral kind) : kind_(kind) {
     begin();
     deliver(raised_, false);
   } else {
-    const bool is_deferred = defers(kind == Deferral::kInterrupts ? SIGINT : kOther, false);
+    const bool is_deferred = defers(false);
     if (is_nested) begin();
     if (!is_deferred) replace();
   }
@@ -156,7 +152,6 @@ void SignalsDeferred::replace() {
   static const auto* const get = new py::object(signal_module().attr("getsignal"));
   const bool is_outermost = blocks_->empty();
   for (int number = 1; number < NSIG; ++number) {
-    if (kind_ == Deferral::kInterrupts && number != SIGINT) continue;
     PyObject* const found = PyObject_CallFunction(get->ptr(), "i", number);
     if (!found) {
       PyErr_Clear();  // there is no signal with this number
@@ -226,18 +221,14 @@ void SignalsDeferred::keep_waiting(Signal signal) {
 }
 
 std::vector<SignalsDeferred::Signal> SignalsDeferred::take_due(bool in_wait) {
-  const auto waits = [in_wait](const Signal& one) { return defers(one.number, in_wait); };
-  const auto due = std::stable_partition(came_->begin(), came_->end(), waits);
-  std::vector<Signal> out(std::make_move_iterator(due), std::make_move_iterator(came_->end()));
-  came_->erase(due, came_->end());
-  return out;
+  return defers(in_wait) ? std::vector<Signal>() : std::exchange(*came_, {});
 }
 
 void SignalsDeferred::deliver(Raised& raised, bool in_wait) {
   static const auto* const get = new py::object(signal_module().attr("getsignal"));
   const std::vector<Signal> due = take_due(in_wait);
   for (auto one = due.begin(); one != due.end(); ++one) {
-    if (defers(one->number, in_wait)) {  // a handler has raised in open work
+    if (defers(in_wait)) {  // a handler has raised in open work
       keep_waiting(*one);
       continue;
     }

@@ -34,11 +34,10 @@ namespace py = pybind11;
 using Raised = std::optional<py::error_already_set>;
 
 enum class Deferral {
-  kWhole,       // until the end or a wait for a tag; a handler's exception ends the wait
-  kPatient,     // until the end, even while the block waits for a tag
-  kInterrupts,  // like kPatient, but only SIGINT
-  kBetween,     // like kPatient, except in a kOpen block inside
-  kOpen,        // handlers run despite enclosing kBetween blocks; no effect on other kinds
+  kWhole,    // until the end or a wait for a tag; a handler's exception ends the wait
+  kPatient,  // until the end, even while the block waits for a tag
+  kBetween,  // like kPatient, except in a kOpen block inside
+  kOpen,     // handlers run despite enclosing kBetween blocks; no effect on other kinds
 };
 
 class SignalsDeferred {
@@ -81,11 +80,11 @@ class SignalsDeferred {
   // a pending handler raised.
   static bool set_handler(int number, const py::object& handler, const struct sigaction& action,
                           Raised& raised, bool insist);
-  // Returns whether a signal is deferred now, or would be if the main thread waited for a tag.
-  static bool defers(int number, bool in_wait);
+  // Returns whether signals are deferred now, or would be if the main thread waited for a tag.
+  static bool defers(bool in_wait);
   // Adds a signal to `came_`, unless it is in the list.
   static void keep_waiting(Signal signal);
-  // Removes the signals that need not wait from `came_`, and returns them.
+  // Removes the signals from `came_`, unless they are deferred, and returns them.
   static std::vector<Signal> take_due(bool in_wait);
   // Calls the handlers of these signals.
   static void deliver(Raised& raised, bool in_wait);
@@ -112,13 +111,10 @@ class SignalsDeferred {
 // A SignalsDeferred as a Python context manager. No handler runs in its methods.
 class DeferredBlock {
  public:
-  explicit DeferredBlock(bool interrupts_alone)
-      : kind_(interrupts_alone ? Deferral::kInterrupts : Deferral::kBetween) {}
-  void enter() { block_.emplace(kind_); }
+  void enter() { block_.emplace(Deferral::kBetween); }
   void leave();
 
  private:
-  const Deferral kind_;
   std::optional<SignalsDeferred> block_;
 };
 

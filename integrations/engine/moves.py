@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 
 import memsaver
-from memsaver._runtime.interrupts import interrupts_deferred
 from memsaver._runtime.native import _C, Backup, emit_warnings, policy_of
 from memsaver._transitions.handles import Call
 from memsaver._transitions.parts import names_of
@@ -81,12 +80,15 @@ def pause(
     are paused; a KV cache that was discarded has lost its contents. The rank's report contains its
     first error.
     """
-    # An interrupt is raised after the exchange, so that a rank never leaves the others waiting.
-    with interrupts_deferred(), ExitStack() as held:
-        begun = _Pause(tags, backups or {}, held)
-        ranks = group.attempt(begun.begin)
-        if not first_failure(ranks):
-            ranks = group.attempt(begun.run)
+
+    def both_steps() -> list[RankReport]:
+        with ExitStack() as held:
+            begun = _Pause(tags, backups or {}, held)
+            ranks = group.attempt(begun.begin)
+            return ranks if first_failure(ranks) else group.attempt(begun.run)
+
+    # Signal handlers run after the exchange, so that a rank never leaves the others waiting.
+    ranks = _C.uninterrupted(both_steps)
     emit_warnings(stacklevel=2)
     return ranks
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
-from memsaver._runtime.interrupts import interrupts_deferred
+from memsaver._runtime.native import _C
 
 from ..engine import blocking
 from ..engine.errors import EngineAsleepError
@@ -93,7 +92,8 @@ def _changed(engine: Any, work: Callable[[], Any], **change: Any) -> Any:
     admission = admission_of(engine)
     if admission is None:
         return work()
-    with _whole(engine):
+
+    def whole() -> Any:
         try:
             result = _checked(engine, work)
         except Exception:
@@ -102,17 +102,14 @@ def _changed(engine: Any, work: Callable[[], Any], **change: Any) -> Any:
             raise
         if not record_change(admission, **change):
             blocking.run(admission.refresh)
-    return result
+        return result
 
-
-def _whole(engine: Any) -> AbstractContextManager[object]:
-    """Return a context that defers interrupts, if the engine core runs in this process.
-
-    Its executor records a sleep after the memory was released. An interrupt in between would leave
-    an executor that ignores the next wake-up, and released memory that a weight update then uses.
-    """
-    is_here = hasattr(engine.engine_core, "engine_core")
-    return interrupts_deferred() if is_here else contextlib.nullcontext()
+    if not hasattr(engine.engine_core, "engine_core"):
+        return whole()
+    # The engine core runs in this process. Its executor records a sleep after the memory was
+    # released. A signal handler's exception in between would leave an executor that ignores the
+    # next wake-up, and released memory that a weight update then uses.
+    return _C.uninterrupted(whole, True)
 
 
 def _checked(engine: Any, work: Callable[[], Any]) -> Any:

@@ -61,7 +61,7 @@ class TagStats:
         restored_bytes: bytes that all resumes copied from the backup.
         last_unchanged_pieces: pieces of at most 1 MiB that the last pause did not copy, because
             their fingerprints matched the backup.
-        last_unchanged_bytes: bytes of these pieces.
+        last_unchanged_bytes: bytes of the unchanged pieces of the last pause.
         unchanged_pieces: unchanged pieces of all pauses.
         unchanged_bytes: bytes of the unchanged pieces of all pauses.
 

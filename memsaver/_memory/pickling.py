@@ -24,9 +24,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from memsaver._memory.sharing import importing, sending
-from memsaver._runtime.native import _C, STATES, State
-from memsaver.errors import ConfigError, InvalidStateError, SharingError
+from memsaver._memory.sharing import sending
+from memsaver.errors import InvalidStateError
 
 __all__ = ["register"]
 
@@ -76,7 +75,7 @@ class _Pickling:
     def __call__(self, tensor: Any) -> Any:
         # A shallow copy uses the same registry, and shares the memory without reading it.
         shares = sys._getframe(1).f_globals.get("__name__") == "copy"
-        found = None if shares else _located(tensor)
+        found = None if shares else sending.located(tensor)
         if found is not None and found[1] != "mapped":
             tag, state = found
             raise InvalidStateError(
@@ -98,62 +97,4 @@ class _Sending:
         self._otherwise = otherwise
 
     def __call__(self, tensor: Any) -> Any:
-        return sent(tensor, self._otherwise)
-
-
-def sent(tensor: Any, otherwise: Callable[[Any], Any]) -> Any:
-    """Reduce a tensor for another process: without a copy if its region is shareable.
-
-    Args:
-        tensor: any tensor.
-        otherwise: reduces tensors that are in no region.
-
-    Raises:
-        ConfigError: the tensor's region is not shareable.
-        SharingError: the memory belongs to another process; or see
-            `memsaver._memory.sharing.sending.reduce`.
-    """
-    found = _located(tensor)
-    if found is None:
-        if importing.is_imported(_address(tensor)):
-            raise SharingError(
-                "a tensor that another process sent cannot be forwarded: send a copy, "
-                "tensor.clone(), or let the process that created it send it"
-            )
-        return otherwise(tensor)
-    tag, state = found
-    if sending.is_shareable(tag):
-        return sending.reduce(tensor, tag)
-    first = "" if state == "mapped" else f"after memsaver.resume({tag!r}) "
-    raise ConfigError(
-        f"a tensor of tag {tag!r} cannot be sent to another process: its memory can be paused, and "
-        f"CUDA IPC has no handle for such memory; create it with memsaver.region({tag!r}, "
-        f"shareable=True), or {first}send a copy: " + _copy(),
-        tag=tag,
-    )
-
-
-def _copy() -> str:
-    if _C.driver_info()[2]:
-        return "tensor.clone() (on the simulated driver tensor.cpu() is the tensor itself)"
-    return (
-        "tensor.cpu(), or on the GPU tensor.clone() under memsaver.disabled(), or create the "
-        "tensor under memsaver.disabled()"
-    )
-
-
-def _located(tensor: Any) -> tuple[str, State] | None:
-    """Return the tag and its state for a tensor's memory; None for other memory."""
-    address = _address(tensor)
-    if not address or not _C.owns(address):
-        return None
-    found = _C.locate(address)
-    return None if found is None else (found[0], STATES[found[2]])
-
-
-def _address(tensor: Any) -> int:
-    """Return the address of a tensor's memory; 0 if it has none of its own."""
-    try:
-        return int(tensor.untyped_storage().data_ptr())
-    except Exception:
-        return 0  # sparse, on the meta device, or a subclass
+        return sending.reduce_any(tensor, self._otherwise)

@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from memsaver._runtime.native import _C
 
-__all__ = ["collective_block", "interruptible", "interrupts_deferred", "signals_deferred"]
+__all__ = ["collective_block", "interruptible", "signals_deferred"]
 
 Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
@@ -25,16 +25,6 @@ interruptible = _C.interruptible
 The handlers of earlier signals run first. After the work, or after an exception from a handler,
 signals are deferred again.
 """
-
-
-class interrupts_deferred(_C.SignalsDeferred):
-    """Defer SIGINT's handler to the end of the block; other signals are not deferred.
-
-    An interrupt during the entry is raised at the entry.
-    """
-
-    def __init__(self) -> None:
-        _C.SignalsDeferred.__init__(self, interrupts_alone=True)
 
 
 class signals_deferred(_C.SignalsDeferred, contextlib.ContextDecorator):

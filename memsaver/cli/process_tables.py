@@ -14,8 +14,8 @@ from memsaver.cli.tables import (
     is_narrow,
     simple_box,
 )
+from memsaver.cli.units import format_rate, format_seconds
 from memsaver.cli.watched import Found, Process, Silent, WatchedTag
-from memsaver.traces.units import format_rate, format_seconds
 
 if TYPE_CHECKING:  # rich takes long to import
     from rich.console import Console, RenderableType

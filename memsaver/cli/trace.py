@@ -24,16 +24,16 @@ from memsaver.cli.tables import (
     output_console,
     simple_box,
 )
+from memsaver.cli.units import format_rate, format_seconds
 from memsaver.errors import MemsaverError
 from memsaver.traces.trace import Trace
-from memsaver.traces.units import format_rate, format_seconds
 
 if TYPE_CHECKING:  # imported by the command itself: other commands do not need them
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    from memsaver.traces.summary import Moves, TagSummary
+    from memsaver.cli.trace_summary import Moves, TagSummary
 
 __all__ = ["command", "document", "show"]
 
@@ -99,7 +99,7 @@ def command(
 
 def document(trace: Trace) -> dict[str, Any]:
     """Return a trace's summary as JSON: sizes in bytes, times in seconds."""
-    from memsaver.traces.summary import summary
+    from memsaver.cli.trace_summary import summary
 
     return {
         "schema": SCHEMA,
@@ -146,7 +146,7 @@ def show(trace: Trace, console: Console) -> None:
     """Print a trace's summary."""
     from rich.text import Text
 
-    from memsaver.traces.summary import summary
+    from memsaver.cli.trace_summary import summary
 
     calls = _calls(trace)
     head = f"{format_seconds(trace.seconds)} of process {trace.process}, "

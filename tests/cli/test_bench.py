@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from warm_processes import run_command
 
 import memsaver
-from memsaver._inspection.bare_driver import BareDriver, BareMemory, PinnedMemory
 from memsaver._runtime.native import LIBRARY_DIR
 from memsaver.cli import bench
 from memsaver.cli.app import app
+from memsaver.cli.bare_driver import BareDriver, BareMemory, PinnedMemory
 from memsaver.cli.measurements import Measured, cycles, machine, measure_machine
 from memsaver.cli.measurements.figures import Figure, Limits
 from memsaver.errors import ConfigError, DriverError, MemsaverError, OutOfDeviceMemoryError

@@ -5,7 +5,7 @@ import re
 import pytest
 from doctors import FakeDriver, of
 
-from memsaver._inspection.bare_driver import BareDriver
+from memsaver.cli.bare_driver import BareDriver
 from memsaver.cli.checks import driver
 
 

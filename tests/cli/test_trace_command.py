@@ -7,9 +7,9 @@ import pytest
 from made_traces import made, transition
 
 import memsaver
+from memsaver.cli.trace_summary import summary
 from memsaver.traces import files
 from memsaver.traces.series import peaks
-from memsaver.traces.summary import summary
 from memsaver.traces.trace import TagSample
 
 MIB = 1 << 20

@@ -1,4 +1,4 @@
-"""Test a trainer's memory in tags on real GPUs: runs each case of two files in a process."""
+"""Test a trainer's memory in tags on real GPUs: runs each case of these files in a process."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from torch_environment import run_on_ranks
 
+FILES = ("offload_cases.py", "offload_graph_cases.py", "overlap_cases.py")
 CASES = {
     node.name: path
-    for path in map(Path(__file__).with_name, ("offload_cases.py", "overlap_cases.py"))
+    for path in map(Path(__file__).with_name, FILES)
     for node in ast.parse(path.read_text()).body
     if isinstance(node, ast.FunctionDef) and node.name.startswith("case_")
 }

@@ -11,6 +11,19 @@ import memsaver
 MIB = 1 << 20
 
 
+COUNTERS_OF_TAGS = {"pauses", "resumes", "failures", "pause_seconds", "resume_seconds"}
+COUNTERS = COUNTERS_OF_TAGS | {
+    *("paused_bytes", "resumed_bytes", "saved_bytes", "restored_bytes"),
+    *("unchanged_bytes", "unchanged_pieces"),
+}
+GAUGES_OF_TAGS = {"last_pause_seconds", "last_resume_seconds"}
+OTHER_NAMES = {
+    "host_bytes": "backup_host_bytes",
+    "disk_bytes": "backup_disk_bytes",
+    "peer_bytes": "backup_peer_bytes",
+}
+
+
 @pytest.fixture
 def scrape(tag, monkeypatch):
     """Scrape the metrics of this test's tags and those without a tag; values by name and labels."""
@@ -54,31 +67,12 @@ def test_metrics_are_the_statistics(sim, tag, make_blocks, scrape):
     found = scrape()
     (row,) = memsaver.stats()[name]
     both, alone = {"tag": name, "device": "0"}, {"tag": name}
-    for metric, want in {
-        "resident_bytes": row.resident_bytes,
-        "paused_now_bytes": row.paused_now_bytes,
-        "allocated_bytes": row.allocated_bytes,
-        "allocations": row.allocations,
-        "backup_bytes": row.backup_bytes,
-        "backup_host_bytes": row.host_bytes,
-        "backup_disk_bytes": row.disk_bytes,
-        "paused_bytes_total": row.paused_bytes,
-        "resumed_bytes_total": row.resumed_bytes,
-        "saved_bytes_total": row.saved_bytes,
-        "restored_bytes_total": row.restored_bytes,
-        "unchanged_bytes_total": row.unchanged_bytes,
-    }.items():
-        assert value(found, f"memsaver_{metric}", **both) == want, metric
-    for metric, want in {
-        "pauses_total": 2,
-        "resumes_total": 1,
-        "failures_total": 0,
-        "pause_seconds_total": row.pause_seconds,
-        "resume_seconds_total": row.resume_seconds,
-        "last_pause_seconds": row.last_pause_seconds,
-        "last_resume_seconds": row.last_resume_seconds,
-    }.items():
-        assert value(found, f"memsaver_{metric}", **alone) == want, metric
+    fields = {field.name for field in dataclasses.fields(row)[4:]}  # without tag, state and so on
+    assert fields > COUNTERS | GAUGES_OF_TAGS | OTHER_NAMES.keys()
+    for field in fields | {"paused_now_bytes"}:
+        metric = f"memsaver_{OTHER_NAMES.get(field, field)}{'_total' * (field in COUNTERS)}"
+        is_of_tag = field in COUNTERS_OF_TAGS | GAUGES_OF_TAGS
+        assert value(found, metric, **alone if is_of_tag else both) == getattr(row, field), field
     assert row.unchanged_bytes == 4 * MIB == row.saved_bytes  # not zero
     states = {
         s: value(found, "memsaver_state", tag=name, state=s) for s in get_args(memsaver.State)

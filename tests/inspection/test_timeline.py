@@ -176,17 +176,7 @@ def test_a_begin_before_the_recording(sim, tag, make_blocks):
     assert blocks[0].is_intact()
 
 
-def test_earlier_memory_is_recorded_from_the_beginning(sim, tag, make_blocks):
-    name = tag()
-    blocks = make_blocks(name, [4 * MIB])
-    with memsaver.timeline() as t:
-        pass
-    (row,) = of(t.samples, name)
-    assert (row.resident_bytes, row.allocated_bytes) == (4 * MIB, 4 * MIB)
-    assert row.seconds < 1 and len(blocks) == 1
-
-
-def test_the_driver_is_asked_around_each_transition(sim, tag, make_blocks):
+def test_memory_from_before_and_the_drivers_figures_are_recorded(sim, tag, make_blocks):
     name = tag()
     blocks = make_blocks(name, [4 * MIB])
     with memsaver.timeline() as t:
@@ -198,6 +188,8 @@ def test_the_driver_is_asked_around_each_transition(sim, tag, make_blocks):
     assert free == [*[before[0]] * 2, *[between[0]] * 2, *[before[0]] * 2]
     assert {row.total_bytes for row in t.memory} == {before[1]}
     assert between[0] - before[0] == 4 * MIB == blocks[0].nbytes
+    first = of(t.samples, name)[0]
+    assert first.resident_bytes == first.allocated_bytes == 4 * MIB and first.seconds < 1
 
 
 def test_an_interval_shows_other_processes_memory(sim, tag, make_blocks, wait_until):
@@ -242,39 +234,28 @@ def test_a_process_has_one_timeline_at_a_time(sim, tag):
 
 
 @pytest.mark.each_python
-def test_it_is_over_after_an_exception(sim, tag, make_blocks):
-    name = tag()
-    t = memsaver.timeline(interval=0.01)
-    with pytest.raises(ZeroDivisionError), t:
-        make_blocks(name, [2 * MIB])
-        raise ZeroDivisionError
-    assert resident(t.samples, name) == [2 * MIB, 0]
-    with memsaver.timeline():
-        pass
-
-
-def test_the_same_object_may_record_again(sim, tag, make_blocks):
+def test_it_is_over_after_an_exception_and_may_record_again(sim, tag, make_blocks):
     first, second = tag("first"), tag("second")
-    t = memsaver.timeline()
+    t = memsaver.timeline(interval=0.01)
     for name in (first, second):
-        with t:
+        with pytest.raises(ZeroDivisionError), t:
             make_blocks(name, [2 * MIB])
-        assert of(t.samples, name)
+            raise ZeroDivisionError
+        assert resident(t.samples, name) == [2 * MIB, 0]
     assert not [row for row in of(t.samples, first) if row.resident_bytes]
 
 
-@pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "many", (1 << 24) + 1])
-def test_an_invalid_number_of_events_is_rejected(wrong):
-    with pytest.raises(memsaver.ConfigError, match="events must be an integer from 1 to"):
-        memsaver.timeline(events=wrong)
-
-
-def test_the_core_bounds_the_events_too(sim):
-    for wrong in (0, (1 << 24) + 1):
-        with pytest.raises(memsaver.MemsaverError, match="16777216"):
-            _C.timeline_start(wrong)
-    with memsaver.timeline(events=1):
-        pass
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [
+        ("events", [0, -1, 1.5, True, "many", (1 << 24) + 1]),
+        ("interval", [0, -1.0, float("nan"), float("inf"), 1e12, True, "x", "1", [1]]),
+    ],
+)
+def test_invalid_options_are_rejected(option, values):
+    for wrong in values:
+        with pytest.raises(memsaver.ConfigError, match=f"{option} must be"):
+            memsaver.timeline(**{option: wrong})
 
 
 def test_without_a_thread_nothing_is_recorded(sim, monkeypatch):
@@ -289,19 +270,18 @@ def test_without_a_thread_nothing_is_recorded(sim, monkeypatch):
         pass
 
 
-@pytest.mark.parametrize("wrong", [0, -1.0, float("nan"), float("inf"), 1e12, True, "x", "1", [1]])
-def test_an_invalid_interval_is_rejected(wrong):
-    with pytest.raises(memsaver.ConfigError, match="interval"):
-        memsaver.timeline(interval=wrong)
-
-
-def test_nothing_recorded_is_an_error():
+def test_nothing_recorded_is_an_error(sim):
     with pytest.raises(memsaver.InvalidStateError, match="has recorded nothing"):
         _ = memsaver.timeline().trace
     for call in (_C.timeline_read, _C.timeline_stop):
         with pytest.raises(memsaver.InvalidStateError, match="start one first"):
             call()
     _C.timeline_sample()  # no effect and no error
+    for wrong in (0, (1 << 24) + 1):
+        with pytest.raises(memsaver.MemsaverError, match="16777216"):
+            _C.timeline_start(wrong)
+    with memsaver.timeline(events=1):
+        pass
 
 
 def test_a_long_caller_keeps_its_end(sim, tag, make_blocks):

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import memsaver
 from memsaver import simulator
-from memsaver._memory.sharing import exporter, importing, peers, sending
+from memsaver._memory.sharing import exporter, importing, peers, sent_storages
 
 if TYPE_CHECKING:
     from model.expected import Owner
@@ -181,7 +181,7 @@ class Importers:
         for owner in self.owners:
             owner.disown()
         self.owners.clear()
-        sending.forget_expired(math.inf)
+        sent_storages.forget_expired(math.inf)
         for importer in range(IMPORTERS):
             self.restart(importer)
 

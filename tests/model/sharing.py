@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import memsaver
-from memsaver._memory import pickling
-from memsaver._memory.sharing import exporter, sending
+from memsaver._memory.sharing import exporter, sending, sent_storages
 from memsaver._runtime.native import _C
 from memsaver.errors import InvalidStateError, MemsaverError, TagSharedError
 from model.apparatus import DEFAULTS, Apparatus
@@ -119,7 +118,7 @@ class Sharing(Apparatus):
         def otherwise(tensor: Any) -> Any:
             raise AssertionError("a tensor of a region was passed to torch")
 
-        _, arguments = pickling.sent(owner.tensor, otherwise)
+        _, arguments = sending.reduce_any(owner.tensor, otherwise)
         return tuple(arguments[-1])
 
     def uses(self, importer: int, message: Message) -> bool:
@@ -152,7 +151,7 @@ class Sharing(Apparatus):
         self.synchronize()
         for allocation in self.allocations():
             allocation.in_transit = 0
-        sending.forget_expired(math.inf)
+        sent_storages.forget_expired(math.inf)
         self.settle()
 
     def settle(self) -> None:

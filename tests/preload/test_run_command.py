@@ -103,6 +103,6 @@ def test_running_a_command_takes_no_other_commands_parts(run):
     imported = {line.split("|")[-1].strip() for line in run(words, SIM, ()).stderr.splitlines()}
     assert "memsaver.cli.run" in imported
     of_others = ("memsaver.cli.checks", "memsaver.cli.measurements", "memsaver.integrations")
-    of_others += ("memsaver.traces.files", "memsaver.traces.summary")
-    of_others += ("memsaver._inspection.bare_driver",)
+    of_others += ("memsaver.traces.files", "memsaver.cli.trace_summary")
+    of_others += ("memsaver.cli.bare_driver",)
     assert imported & set(of_others) == set()

@@ -11,7 +11,7 @@ import random
 import pytest
 from repository import ROOT
 
-from memsaver._inspection.bare_driver import BareDriver
+from memsaver.cli.bare_driver import BareDriver
 
 BENCHMARKS = ROOT / "benchmarks"
 MIB = 1 << 20

@@ -5,7 +5,7 @@ import importlib
 import pytest
 from repository import ROOT
 
-from memsaver._inspection.bare_driver import BareDriver
+from memsaver.cli.bare_driver import BareDriver
 
 MIB = 1 << 20
 

@@ -73,3 +73,21 @@ def fill_device(sim, free):
 
 def states(names):
     return {str(memsaver.state(name)) for name in names}
+
+
+def each_fault(sim, in_thread, before, action, code):
+    """Yield every fault that can occur in an action, after counting the action's driver calls.
+
+    `before` prepares the state, for the count and again for each fault. The action runs on its own
+    thread, so that a context that could not be popped affects no other test.
+    """
+    before()
+    calls = {name: sim.calls(name) for name in DRIVER_CALLS}
+    in_thread(action).result()
+    made = {name: sim.calls(name) - calls[name] for name in DRIVER_CALLS}
+    assert any(made.values()), "the action makes no driver call"
+    for name, count in made.items():
+        for nth in range(1, count + 1):
+            for times in (1, 0):
+                before()
+                yield Fault(name, nth, times, code)

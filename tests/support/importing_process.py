@@ -120,10 +120,10 @@ def importing_process(
 
 def release_shared(wait_until: Any) -> None:
     """Wait until no process uses or maps memory of this process, nor this process of another."""
-    from memsaver._memory.sharing import peers, sending
+    from memsaver._memory.sharing import peers, sending, sent_storages
 
     gc.collect()  # caught exceptions may refer to tensors
-    sending.forget_expired(math.inf)
+    sent_storages.forget_expired(math.inf)
     wait_until(lambda: sending.kept() == 0)
     wait_until(lambda: not any(peer.extents for peer in peers._peers.values()))
 

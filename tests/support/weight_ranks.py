@@ -6,7 +6,7 @@ import rank_processes
 
 # Common code of the ranks: an engine for each group of `tp` ranks, and CPU tensors.
 PRELUDE = """
-import datetime, os, time  # noqa: E402
+import contextlib, datetime, os, time  # noqa: E402
 import pytest, torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
@@ -21,6 +21,7 @@ from memsaver.integrations.rollout.rollout_engine import RolloutEngine  # noqa: 
 from memsaver.integrations.rollout.ranks import layout_of  # noqa: E402
 from memsaver.integrations.rollout.weights import WeightGroup, update  # noqa: E402
 from memsaver.integrations.engine.errors import EngineError  # noqa: E402
+from memsaver.integrations.engine.weights import load_check  # noqa: E402
 
 torch.multiprocessing.set_sharing_strategy("file_system")
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
@@ -52,6 +53,17 @@ def refused(kind, call, engine, *args, alone=False, **named):
             assert len(set(rows)) == 1, rows
         return error
     raise AssertionError("nothing was refused")
+
+@contextlib.contextmanager
+def corrupted(change):
+    # Changes the models after each of their loads in the block.
+    def corrupting(model, named, load, loads=load_check.watched):
+        result = loads(model, named, load)
+        change(model)
+        return result
+    with pytest.MonkeyPatch.context() as inner:
+        inner.setattr(load_check, "watched", corrupting)
+        yield
 
 def sharded(weights, mesh, placements):
     made = {n: distribute_tensor(t, mesh, placements(n, t)) for n, t in weights.items()}

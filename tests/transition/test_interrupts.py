@@ -72,6 +72,8 @@ EVERYWHERE = """
     import memsaver
     from interrupter import Interrupter
     from memsaver._runtime.native import _C
+    from memsaver.integrations.engine import moves
+    from memsaver.integrations.engine.ranks import Group
     from simulated_driver import Block, Simulator
 
     def block_in(tag, seed):
@@ -131,6 +133,7 @@ TRANSITIONS = {
     "paused block": ("", "again()"),
     "waiting": ("", "(memsaver.pause('a', 'b', wait=False), memsaver.resume('a', 'b'))"),
     "background": ("", "memsaver.pause('a', 'b', wait=False).wait()"),
+    "engine": ("", "moves.pause(Group(None), ['a', 'b'])"),
     "progress": ("ab", "memsaver.resume('a', 'b', progress=lambda done, total: None)"),
 }
 
@@ -143,7 +146,7 @@ SIGNALS = {
 
 
 def with_signals(cases, *interrupted):
-    """Return each case with SIGALRM, which `interrupts_deferred` ignores, and some with SIGINT."""
+    """Return each case with SIGALRM, and some with SIGINT."""
     return [(case, "SIGALRM") for case in cases] + [(case, "SIGINT") for case in interrupted]
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import random
 import signal
 import sys
@@ -34,13 +33,13 @@ from simulated_driver import Block, Simulator
 import memsaver
 from memsaver._runtime.native import _C
 from memsaver.errors import InvalidStateError
+from walks.children import forked
 from walks.sharing import Shares
 
 TAGS = ("a", "b", "c", "d")
 SHAREABLE = ("c", "d")
 IMPORTER_SECONDS = 0.02  # a tensor that waits for the garbage collector can take longer
 THREADS = 8
-CHILD_SECONDS = 20.0
 MOST_CYCLES = 16  # cycles that wait for the garbage collector
 
 
@@ -289,42 +288,10 @@ class Walk:
         return sum(row.pauses for row in memsaver.stats().tags if row.tag == tag)
 
     def _fork(self, rng: random.Random) -> None:
-        """Fork a child that uses the inert memsaver and exits, with or without finalizers."""
-        hard = rng.random() < 0.5
-        child = os.fork()
-        if child == 0:
-            self._exit_as_child(hard)
-        end = time.monotonic() + CHILD_SECONDS
-        while True:
-            try:
-                found, status = os.waitpid(child, os.WNOHANG)
-            except Alarm:
-                continue
-            if found:
-                break
-            if time.monotonic() > end:
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
-                self.wrong.append("a forked child did not exit")
-                return
-            time.sleep(0.002)
-        self.counts["fork"] += 1
-        if os.waitstatus_to_exitcode(status) != 7:
-            self.wrong.append(f"a forked child ended with {os.waitstatus_to_exitcode(status)}")
-
-    def _exit_as_child(self, hard: bool) -> None:
-        status = 1
-        try:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            for call in (memsaver.pause, memsaver.resume):
-                try:
-                    call("a")
-                except InvalidStateError:
-                    status = 7
-            if not hard:
-                gc.collect()  # runs finalizers, including those of the parent's cycles
-        finally:
-            os._exit(status)
+        why = forked(hard=rng.random() < 0.5, interrupted=Alarm)
+        self.counts["fork"] += why is None
+        if why:
+            self.wrong.append(why)
 
     # --- interruptions
 

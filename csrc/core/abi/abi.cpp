@@ -39,8 +39,7 @@ ms_status ms_driver_info(int* version, const char** library, int* simulated, ms_
 
 ms_status ms_device_memory(int device, uint64_t* free_bytes, uint64_t* total_bytes,
                            ms_error* error) {
-  return guarded(error, [&] {
-    require_not_forked();
+  return in_own_process(error, [&] {
     const Device::Memory memory = device_of(device).memory();
     if (free_bytes) *free_bytes = memory.free_bytes;
     if (total_bytes) *total_bytes = memory.total_bytes;
@@ -48,8 +47,7 @@ ms_status ms_device_memory(int device, uint64_t* free_bytes, uint64_t* total_byt
 }
 
 ms_status ms_device_bus_id(int device, char* text, size_t capacity, ms_error* error) {
-  return guarded(error, [&] {
-    require_not_forked();
+  return in_own_process(error, [&] {
     if (!text || capacity == 0) {
       throw Error(Status::kInvalidArgument, "the buffer for the result is null or empty");
     }
@@ -58,8 +56,7 @@ ms_status ms_device_bus_id(int device, char* text, size_t capacity, ms_error* er
 }
 
 ms_status ms_device_count(int* count, ms_error* error) {
-  return guarded(error, [&] {
-    require_not_forked();
+  return in_own_process(error, [&] {
     require_place(count);
     *count = Device::count();
   });
@@ -97,8 +94,7 @@ void ms_warn(const char* text) {
 void ms_list_free(void* list) { std::free(list); }
 
 ms_status ms_region_enter(const char* tag, int backup, ms_error* error) {
-  return guarded(error, [&] {
-    require_not_forked();
+  return in_own_process(error, [&] {
     enter_region(text_of(tag, "the tag"), policy_of(backup));
     stats_server::start();
   });
@@ -111,10 +107,7 @@ ms_status ms_region_exit(ms_error* error) {
 }
 
 ms_status ms_disable_enter(ms_error* error) {
-  return guarded(error, [&] {
-    require_not_forked();
-    enter_disabled();
-  });
+  return in_own_process(error, [&] { enter_disabled(); });
 }
 
 ms_status ms_region_limit(uint64_t devices, ms_error* error) {
@@ -129,18 +122,14 @@ const char* ms_region_tag(void) {
 size_t ms_region_depth(void) { return region_depth(); }
 
 ms_status ms_stream_bind(void* stream, const char* tag, int backup, ms_error* error) {
-  return guarded(error, [&] {
-    require_not_forked();
+  return in_own_process(error, [&] {
     bind_stream(stream, text_of(tag, "the tag"), policy_of(backup));
     stats_server::start();
   });
 }
 
 ms_status ms_stream_unbind(void* stream, ms_error* error) {
-  return guarded(error, [&] {
-    require_not_forked();
-    unbind_stream(stream);
-  });
+  return in_own_process(error, [&] { unbind_stream(stream); });
 }
 
 ms_status ms_malloc(uint64_t bytes, int device, void** pointer, ms_error* error) {
@@ -207,48 +196,34 @@ int ms_wants(void) { return current_tag() != nullptr && !forked(); }
 uint64_t ms_changes(void) { return Registry::instance().changes.load(); }
 
 ms_status ms_refresh_peers(ms_error* error) {
-  return guarded(error, [&] {
-    require_not_forked();
-    share_with_active_devices();
-  });
+  return in_own_process(error, [&] { share_with_active_devices(); });
 }
 
 ms_status ms_tag_state(const char* tag, int* state, ms_error* error) {
-  return guarded(error, [&] {
-    require_tags();
-    const std::string_view name = view_of(tag, "the tag");
-    std::lock_guard<std::mutex> lock(Registry::instance().mutex);
+  return on_tag(tag, error, [&](Tag& found) {
     require_place(state);
-    *state = static_cast<int>(Registry::instance().known(name).state);
+    *state = static_cast<int>(found.state);
   });
 }
 
 ms_status ms_tag_pausable(const char* tag, int* pausable, ms_error* error) {
-  return guarded(error, [&] {
-    require_tags();
-    const std::string_view name = view_of(tag, "the tag");
-    std::lock_guard<std::mutex> lock(Registry::instance().mutex);
+  return on_tag(tag, error, [&](Tag& found) {
     require_place(pausable);
-    Tag& found = Registry::instance().known(name);
     *pausable = found.state == State::kMapped && found.open_regions == 0 &&
                 !would_wait({&found}, Need::kTransition) && !is_imported({&found});
   });
 }
 
 ms_status ms_tag_backup(const char* tag, int* backup, ms_error* error) {
-  return guarded(error, [&] {
-    require_tags();
-    const std::string_view name = view_of(tag, "the tag");
-    std::lock_guard<std::mutex> lock(Registry::instance().mutex);
+  return on_tag(tag, error, [&](Tag& found) {
     require_place(backup);
-    *backup = static_cast<int>(Registry::instance().known(name).policy);
+    *backup = static_cast<int>(found.policy);
   });
 }
 
 ms_status ms_backup_view(uint64_t address, uint64_t bytes, int writable, void** host,
                          ms_error* error) {
-  return guarded(error, [&] {
-    require_not_forked();
+  return in_own_process(error, [&] {
     require_place(host);
     *host = view_backup({address, bytes}, writable != 0);
   });
@@ -256,16 +231,14 @@ ms_status ms_backup_view(uint64_t address, uint64_t bytes, int writable, void** 
 
 ms_status ms_retained_view(uint64_t address, uint64_t bytes, int writable, void** host,
                            ms_error* error) {
-  return guarded(error, [&] {
-    require_not_forked();
+  return in_own_process(error, [&] {
     require_place(host);
     *host = view_retained({address, bytes}, writable != 0);
   });
 }
 
 ms_status ms_trim(uint64_t* released_bytes, ms_error* error) {
-  return guarded(error, [&] {
-    require_tags();
+  return on_tags(error, [&] {
     const uint64_t released = Fingerprinter::trim() + trim_backups({});
     if (released_bytes) *released_bytes = released;
   });
@@ -273,8 +246,7 @@ ms_status ms_trim(uint64_t* released_bytes, ms_error* error) {
 
 ms_status ms_trim_tags(const char* const* tags, size_t tag_count, uint64_t* released_bytes,
                        ms_error* error) {
-  return guarded(error, [&] {
-    require_tags();
+  return on_tags(error, [&] {
     const uint64_t released = trim_backups(names_of(tags, tag_count));
     if (released_bytes) *released_bytes = released;
   });

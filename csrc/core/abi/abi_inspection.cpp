@@ -57,15 +57,13 @@ ms_event event_row(const Record& record) {
 extern "C" {
 
 ms_status ms_stats(ms_usage** rows, size_t* row_count, ms_error* error) {
-  return guarded(error, [&] {
-    require_tags();
+  return on_tags(error, [&] {
     return_list(usage(), [](const Usage& row) -> ms_usage { return row; }, rows, row_count);
   });
 }
 
 ms_status ms_host_memory(uint64_t* held_bytes, uint64_t* available_bytes, ms_error* error) {
-  return guarded(error, [&] {
-    require_not_forked();
+  return in_own_process(error, [&] {
     const HostUsage usage = host_usage();
     if (held_bytes) *held_bytes = usage.held_bytes;
     if (available_bytes) *available_bytes = usage.available_bytes;
@@ -74,8 +72,7 @@ ms_status ms_host_memory(uint64_t* held_bytes, uint64_t* available_bytes, ms_err
 
 ms_status ms_deferred_releases(uint64_t* objects, uint64_t* device_bytes, uint64_t* host_bytes,
                                ms_error* error) {
-  return guarded(error, [&] {
-    require_not_forked();
+  return in_own_process(error, [&] {
     const Deferred deferred = deferred_releases();
     if (objects) *objects = deferred.objects;
     if (device_bytes) *device_bytes = deferred.device_bytes;
@@ -84,16 +81,14 @@ ms_status ms_deferred_releases(uint64_t* objects, uint64_t* device_bytes, uint64
 }
 
 ms_status ms_timeline_start(size_t capacity, ms_error* error) {
-  return guarded(error, [&] {
-    require_tags();
+  return on_tags(error, [&] {
     timeline::start(capacity);
     timeline::note_memory();
   });
 }
 
 ms_status ms_timeline_read(ms_event** rows, size_t* row_count, uint64_t* dropped, ms_error* error) {
-  return guarded(error, [&] {
-    require_not_forked();
+  return in_own_process(error, [&] {
     const timeline::Recorded recorded = timeline::read();
     return_list(recorded.records, event_row, rows, row_count);
     if (dropped) *dropped = recorded.dropped;
@@ -101,23 +96,16 @@ ms_status ms_timeline_read(ms_event** rows, size_t* row_count, uint64_t* dropped
 }
 
 ms_status ms_timeline_sample(ms_error* error) {
-  return guarded(error, [&] {
-    require_not_forked();
-    timeline::note_memory();
-  });
+  return in_own_process(error, [&] { timeline::note_memory(); });
 }
 
 ms_status ms_timeline_stop(ms_error* error) {
-  return guarded(error, [&] {
-    require_not_forked();
-    timeline::stop();
-  });
+  return in_own_process(error, [&] { timeline::stop(); });
 }
 
 ms_status ms_ranges(const char* tag, int device, ms_range** rows, size_t* row_count,
                     ms_error* error) {
-  return guarded(error, [&] {
-    require_tags();
+  return on_tags(error, [&] {
     const std::string name = text_of(tag, "the tag");
     std::vector<Range> ranges;
     {
@@ -135,8 +123,7 @@ ms_status ms_ranges(const char* tag, int device, ms_range** rows, size_t* row_co
 }
 
 ms_status ms_locate(const void* pointer, ms_location* location, ms_error* error) {
-  return guarded(error, [&] {
-    require_not_forked();
+  return in_own_process(error, [&] {
     require_place(location);
     const Location found = locate(reinterpret_cast<uint64_t>(pointer));
     *location = ms_location{found.tag->name.c_str(),
@@ -155,8 +142,7 @@ ms_status ms_locate(const void* pointer, ms_location* location, ms_error* error)
 
 ms_status ms_fingerprint(const ms_range* ranges, size_t count, ms_digest** rows, size_t* row_count,
                          ms_error* error) {
-  return guarded(error, [&] {
-    require_not_forked();
+  return in_own_process(error, [&] {
     require_list(ranges, count, "ranges");
     std::vector<Range> wanted;
     for (size_t i = 0; i < count; ++i) wanted.push_back({ranges[i].address, ranges[i].bytes});

@@ -13,15 +13,9 @@ namespace {
 
 using namespace memsaver;
 
-Importer* unwrap(ms_importer* importer) {
-  if (!importer) throw Error(Status::kInvalidArgument, "the importer is null");
-  return reinterpret_cast<Importer*>(importer);
-}
+Importer* unwrap(ms_importer* importer) { return unwrapped<Importer>(importer, "the importer"); }
 
-ForeignSpan* unwrap(ms_foreign_span* span) {
-  if (!span) throw Error(Status::kInvalidArgument, "the span is null");
-  return reinterpret_cast<ForeignSpan*>(span);
-}
+ForeignSpan* unwrap(ms_foreign_span* span) { return unwrapped<ForeignSpan>(span, "the span"); }
 
 void return_extents(std::vector<ExportedExtent>& extents, ms_exported** rows, size_t* row_count) {
   require_place(rows);
@@ -41,26 +35,19 @@ void return_extents(std::vector<ExportedExtent>& extents, ms_exported** rows, si
 extern "C" {
 
 ms_status ms_tag_make_shareable(const char* tag, ms_error* error) {
-  return guarded(error, [&] {
-    require_tags();
-    const std::string_view name = view_of(tag, "the tag");
-    std::lock_guard<std::mutex> lock(Registry::instance().mutex);
-    make_shareable(Registry::instance().known(name));
-  });
+  return on_tag(tag, error, [&](Tag& found) { make_shareable(found); });
 }
 
 ms_status ms_exportable(uint64_t address, uint64_t bytes, ms_exported** rows, size_t* row_count,
                         ms_error* error) {
-  return guarded(error, [&] {
-    require_not_forked();
+  return in_own_process(error, [&] {
     std::vector<ExportedExtent> extents = exportable_extents({address, bytes});
     return_extents(extents, rows, row_count);
   });
 }
 
 ms_status ms_importer_open(int64_t pid, ms_importer** importer, ms_error* error) {
-  return guarded(error, [&] {
-    require_not_forked();
+  return in_own_process(error, [&] {
     require_place(importer);
     *importer = reinterpret_cast<ms_importer*>(Importer::open(pid).release());
   });
@@ -68,8 +55,7 @@ ms_status ms_importer_open(int64_t pid, ms_importer** importer, ms_error* error)
 
 ms_status ms_importer_export(ms_importer* importer, const ms_range* ranges, size_t count,
                              size_t most, ms_exported** rows, size_t* row_count, ms_error* error) {
-  return guarded(error, [&] {
-    require_not_forked();
+  return in_own_process(error, [&] {
     require_place(rows);
     Importer& to = *unwrap(importer);
     std::vector<ExportedExtent> extents = export_extents(to, ranges_of(ranges, count), most);
@@ -84,8 +70,7 @@ ms_status ms_importer_export(ms_importer* importer, const ms_range* ranges, size
 
 ms_status ms_importer_released(ms_importer* importer, const uint64_t* ids, size_t count,
                                ms_error* error) {
-  return guarded(error, [&] {
-    require_not_forked();
+  return in_own_process(error, [&] {
     require_list(ids, count, "ids");
     unwrap(importer)->released(ids, count);
   });
@@ -97,8 +82,7 @@ void ms_importer_close(ms_importer* importer) {
 }
 
 ms_status ms_importers(ms_import** rows, size_t* row_count, ms_error* error) {
-  return guarded(error, [&] {
-    require_not_forked();
+  return in_own_process(error, [&] {
     std::vector<ms_import> found;
     {
       std::lock_guard<std::mutex> lock(Registry::instance().mutex);
@@ -113,8 +97,7 @@ ms_status ms_importers(ms_import** rows, size_t* row_count, ms_error* error) {
 }
 
 ms_status ms_release_requests(int* descriptor, ms_error* error) {
-  return guarded(error, [&] {
-    require_not_forked();
+  return in_own_process(error, [&] {
     require_place(descriptor);
     *descriptor = release_requests();
   });
@@ -122,8 +105,7 @@ ms_status ms_release_requests(int* descriptor, ms_error* error) {
 
 ms_status ms_foreign_span_reserve(int device, uint64_t bytes, ms_foreign_span** span,
                                   uint64_t* address, ms_error* error) {
-  return guarded(error, [&] {
-    require_not_forked();
+  return in_own_process(error, [&] {
     require_place(span);
     require_place(address);
     std::unique_ptr<ForeignSpan> made =
@@ -135,8 +117,7 @@ ms_status ms_foreign_span_reserve(int device, uint64_t bytes, ms_foreign_span** 
 
 ms_status ms_foreign_span_map(ms_foreign_span* span, const ms_foreign_extent* extents, size_t count,
                               ms_error* error) {
-  return guarded(error, [&] {
-    require_not_forked();
+  return in_own_process(error, [&] {
     require_list(extents, count, "extents");
     std::vector<ForeignExtent> wanted;
     for (size_t i = 0; i < count; ++i) {
@@ -148,8 +129,7 @@ ms_status ms_foreign_span_map(ms_foreign_span* span, const ms_foreign_extent* ex
 
 ms_status ms_foreign_span_unmap(ms_foreign_span* span, const uint64_t* offsets, size_t count,
                                 ms_error* error) {
-  return guarded(error, [&] {
-    require_not_forked();
+  return in_own_process(error, [&] {
     require_list(offsets, count, "offsets");
     unwrap(span)->unmap(std::vector<uint64_t>(offsets, offsets + count));
   });

@@ -20,13 +20,11 @@ namespace {
 using namespace memsaver;
 
 Transition* unwrap(ms_transition* transition) {
-  if (!transition) throw Error(Status::kInvalidArgument, "the transition is null");
-  return reinterpret_cast<Transition*>(transition);
+  return unwrapped<Transition>(transition, "the transition");
 }
 
 Reservation* unwrap(ms_reservation* reservation) {
-  if (!reservation) throw Error(Status::kInvalidArgument, "the reservation is null");
-  return reinterpret_cast<Reservation*>(reservation);
+  return unwrapped<Reservation>(reservation, "the reservation");
 }
 
 ms_transition* wrap(std::unique_ptr<Transition> transition) {
@@ -72,8 +70,7 @@ void ms_while_waiting(int (*look)(void* data), void* data) { while_waiting({look
 
 ms_status ms_reserve(const char* const* tags, size_t tag_count, ms_reservation** reservation,
                      ms_error* error) {
-  return guarded(error, [&] {
-    require_tags();
+  return on_tags(error, [&] {
     require_place(reservation);
     *reservation =
         reinterpret_cast<ms_reservation*>(Reservation::take(names_of(tags, tag_count)).release());
@@ -96,8 +93,7 @@ ms_status ms_reservation_release(ms_reservation* reservation, ms_error* error) {
 
 ms_status ms_reservation_wait(ms_reservation* reservation, double seconds, int* is_over,
                               ms_error* error) {
-  return guarded(error, [&] {
-    require_not_forked();
+  return in_own_process(error, [&] {
     require_place(is_over);
     *is_over = unwrap(reservation)->wait(deadline_after(seconds)) ? 1 : 0;
   });
@@ -111,8 +107,7 @@ ms_status ms_transition_begin(const char* const* out, size_t out_count, const ch
                               size_t into_count, int backup, const ms_range* dead,
                               size_t dead_count, const uint64_t* changes,
                               ms_transition** transition, ms_error* error) {
-  return guarded(error, [&] {
-    require_tags();
+  return on_tags(error, [&] {
     require_place(transition);
     if (out_count > 0) explain_host_faults();
     *transition = wrap(
@@ -150,8 +145,7 @@ ms_status ms_swap_begin(const char* const* out, size_t out_count, const char* co
 
 ms_status ms_transition_run(ms_transition* transition, ms_change** rows, size_t* row_count,
                             ms_error* error) {
-  return guarded(error, [&] {
-    require_not_forked();
+  return in_own_process(error, [&] {
     Transition* const begun = unwrap(transition);
 
     const auto make_rows = [&] {
@@ -176,8 +170,7 @@ ms_status ms_transition_run(ms_transition* transition, ms_change** rows, size_t*
 
 ms_status ms_transition_run_all(ms_transition* const* transitions, size_t count,
                                 ms_run_result* results, ms_error* error) {
-  return guarded(error, [&] {
-    require_not_forked();
+  return in_own_process(error, [&] {
     require_list(transitions, count, "transitions");
     require_list(results, count, "results");
     for (size_t i = 0; i < count; ++i) {
@@ -204,17 +197,12 @@ ms_status ms_transition_run_all(ms_transition* const* transitions, size_t count,
 }
 
 ms_status ms_transition_hand_over(ms_transition* transition, ms_error* error) {
-  return guarded(error, [&] {
-    require_not_forked();
-    unwrap(transition)->hand_over();
-  });
+  return in_own_process(error, [&] { unwrap(transition)->hand_over(); });
 }
 
 ms_status ms_transition_set_caller(ms_transition* transition, const char* caller, ms_error* error) {
-  return guarded(error, [&] {
-    require_not_forked();
-    unwrap(transition)->set_caller(text_of(caller, "the caller"));
-  });
+  return in_own_process(error,
+                        [&] { unwrap(transition)->set_caller(text_of(caller, "the caller")); });
 }
 
 void ms_transition_progress(const ms_transition* transition, uint64_t* done_bytes,
@@ -226,16 +214,13 @@ void ms_transition_progress(const ms_transition* transition, uint64_t* done_byte
 }
 
 ms_status ms_transition_wait_stream(ms_transition* transition, void* stream, ms_error* error) {
-  return guarded(error, [&] {
-    require_not_forked();
-    unwrap(transition)->wait_stream(static_cast<CUstream>(stream));
-  });
+  return in_own_process(error,
+                        [&] { unwrap(transition)->wait_stream(static_cast<CUstream>(stream)); });
 }
 
 ms_status ms_transition_wait_ranges(ms_transition* transition, const ms_range* ranges,
                                     size_t range_count, void* const* stream, ms_error* error) {
-  return guarded(error, [&] {
-    require_not_forked();
+  return in_own_process(error, [&] {
     const CUstream waiting = stream ? static_cast<CUstream>(*stream) : nullptr;
     unwrap(transition)->wait_ranges(ranges_of(ranges, range_count), stream ? &waiting : nullptr);
   });

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <optional>
 #include <string>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "core/memory/registry.h"
+#include "core/platform/lifecycle.h"
 #include "core/platform/range.h"
 #include "core/platform/status.h"
 #include "memsaver.h"
@@ -33,6 +35,12 @@ std::optional<Backup> policy_of(int backup);
 std::vector<Range> ranges_of(const ms_range* ranges, size_t count);
 std::optional<uint64_t> value_of(const uint64_t* number);
 void require_place(const void* place);
+// Returns the core's object behind a handle of the ABI. Throws kInvalidArgument if it is null.
+template <typename Object>
+Object* unwrapped(void* handle, const char* what) {
+  if (!handle) throw Error(Status::kInvalidArgument, std::string(what) + " is null");
+  return static_cast<Object*>(handle);
+}
 // `what` is the plural of the elements, for the message.
 void require_list(const void* list, size_t count, const char* what);
 
@@ -68,6 +76,34 @@ ms_status guarded(ms_error* error, Body body) noexcept {
     }
     return MS_OUT_OF_HOST_MEMORY;
   }
+}
+
+// Like guarded. Fails with kInvalidState in a forked child.
+template <typename Body>
+ms_status in_own_process(ms_error* error, Body body) noexcept {
+  return guarded(error, [&] {
+    require_not_forked();
+    body();
+  });
+}
+
+// Like guarded, after require_tags().
+template <typename Body>
+ms_status on_tags(ms_error* error, Body body) noexcept {
+  return guarded(error, [&] {
+    require_tags();
+    body();
+  });
+}
+
+// Like on_tags, with the tag of this name and under the registry's lock. Fails with kUnknownTag.
+template <typename Body>
+ms_status on_tag(const char* tag, ms_error* error, Body body) noexcept {
+  return on_tags(error, [&] {
+    const std::string_view name = view_of(tag, "the tag");
+    std::lock_guard<std::mutex> lock(Registry::instance().mutex);
+    body(Registry::instance().known(name));
+  });
 }
 
 // Allocates a list of `count` rows, which the caller of the ABI frees; null if `count` is 0.

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-from memsaver._memory.sharing.sending import cancel
+from memsaver._memory.sharing.sent_storages import cancel
 
 from ...engine.interface import Layout
 from .buckets import Bucket

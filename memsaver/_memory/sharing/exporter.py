@@ -15,16 +15,13 @@ import os
 import select
 import socket
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from memsaver._memory.sharing import wire
+from memsaver._memory.sharing import sent_storages, wire
 from memsaver._runtime.background import start_daemon
 from memsaver._runtime.interrupts import signals_deferred
 from memsaver._runtime.native import _C
 from memsaver.errors import MemsaverError, SharingError
-
-if TYPE_CHECKING:
-    from memsaver._memory.sharing import sending
 
 __all__ = ["endpoint"]
 
@@ -100,8 +97,6 @@ class _Server:
                 os.close(self.wake)
 
     def _serve_all(self) -> None:
-        from memsaver._memory.sharing import sending
-
         poll = select.poll()
         listener = self.listener.fileno()
         poll.register(listener, select.POLLIN)
@@ -109,7 +104,7 @@ class _Server:
         poll.register(self.wake, select.POLLIN)
         while True:
             self.has_no_deadline = True  # set first: a deadline that is added now wakes this thread
-            left = sending.forget_expired()
+            left = sent_storages.forget_expired()
             self.has_no_deadline = left is None
             wait = None if left is None else int(left * 1000) + 1
             if self.owes_requests:
@@ -236,14 +231,12 @@ class _Importer:
 
     def _export(self, tokens: list[int], are_extents_missing: bool) -> None:
         """Hold sent tensors for the process, and answer with the extents that it does not have."""
-        from memsaver._memory.sharing import sending
-
         begun: list[int] = []
         try:
             try:
                 found = []
                 for token in tokens:
-                    sent, storage = sending.find(token)
+                    sent, storage = sent_storages.find(token)
                     self.held.setdefault(token, _Held(storage)).uses += 1
                     del storage
                     begun.append(token)
@@ -256,16 +249,14 @@ class _Importer:
                 self._drop(begun)
                 raise
             for token in begun:
-                sending.take(token)
+                sent_storages.take(token)
         except MemsaverError as error:
             wire.send(self.connection, {"error": str(error), "tag": error.tag})
 
-    def _export_extents(self, found: list[sending.Sent]) -> None:
+    def _export_extents(self, found: list[sent_storages.Sent]) -> None:
         """Send the tensors' extents, and those of other tensors that await a receiver."""
-        from memsaver._memory.sharing import sending
-
         own = [(sent.address, sent.nbytes) for sent in found]
-        others = [sending.ranges_with(*pool) for pool in {sent.pool for sent in found}]
+        others = [sent_storages.ranges_with(*pool) for pool in {sent.pool for sent in found}]
         try:
             wanted = list(itertools.chain(own, *others))
             rows = self.record.export_extents(wanted, wire.MOST_FILES)

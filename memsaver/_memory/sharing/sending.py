@@ -1,96 +1,37 @@
-"""The sender's side: tensors that can be sent, and memory that is kept for their receivers.
-
-Each sent storage has a token. A receiver presents the token, and the exporter then holds the
-storage for it. A token is valid as long as its storage exists: because a message is in transit, a
-receiver uses it, or the program has it. So a late message fails, and never maps newer memory at the
-same place.
-
-This module has no locks. With a lock, the garbage collector could run a finalizer on the thread
-that owns the lock; the finalizer could wait for a tag, and the tag's owner could wait for the lock,
-to send a tensor in a callback. Therefore each change of state is one call of a method of a dict
-whose keys are integers or tuples of integers. Such a call is atomic with and without the GIL: no
-other thread, finalizer or signal handler runs during the call, but they may run between two calls.
-`list(x)` and `list(x.values())` are atomic, too; `list(x.items())` is not, because it allocates
-tuples, which can start a collection.
-"""
+"""The sender's side: tensors that can be sent, and their reductions."""
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import functools
-import itertools
 import sys
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-from memsaver._memory.sharing import exporter, importing
+from memsaver._memory.sharing import exporter, importing, sent_storages
 from memsaver._memory.sharing.uses import Place
-from memsaver._runtime.native import _C
-from memsaver.errors import MemsaverError, SharingError, TagSharedError, completions
+from memsaver._runtime.native import _C, STATES, State
+from memsaver.errors import (
+    ConfigError,
+    MemsaverError,
+    SharingError,
+    TagSharedError,
+    completions,
+)
 
 __all__ = [
     "can_send",
-    "cancel",
     "cover",
     "is_shareable",
+    "kept",
+    "located",
     "make_shareable",
     "reduce",
+    "reduce_any",
     "reduce_named",
 ]
 
 
-_Memory = tuple[int, int, int]  # a storage's address, and the address and bytes of its memory
-
-
-@dataclass(eq=False)
-class Sent:
-    """A storage that was sent. Messages refer to it by its token."""
-
-    token: int
-    memory: _Memory
-    pool: tuple[str, int]  # tag and device
-    weak: Any  # torch's weak reference to the storage, whose address is therefore not reused
-    # The numbers of its messages that no receiver has taken, in their order. A message that has
-    # expired stays here until the storage's last one expires: its receiver may be late, and must
-    # not take a later message.
-    untaken: dict[int, bool] = field(default_factory=dict)
-
-    @property
-    def address(self) -> int:
-        """The address of its memory."""
-        return self.memory[1]
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of its memory."""
-        return self.memory[2]
-
-    def alive(self, torch: Any) -> Any:
-        """Return the storage, if it still has the memory that was sent; otherwise None."""
-        storage = torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata)
-        if storage is None or storage.data_ptr() != self.address or storage.nbytes() < self.nbytes:
-            return None
-        return storage
-
-
-class _Message(NamedTuple):
-    """A message in transit."""
-
-    sent: Sent
-    storage: Any  # keeps the memory
-    until: float  # deadline on time.monotonic(), after which it is no longer in transit
-
-
 _shareable: set[str] = set()
-_tokens = itertools.count(1)
-_numbers = itertools.count(1)
-_sent: dict[int, Sent] = {}  # by token
-_sent_of: dict[_Memory, Sent] = {}
-_in_flight: dict[int, _Message] = {}  # by number, in the order of their deadlines
-_most_sent = 256  # more entries than this are checked for dead storages
 
 
 def make_shareable(tag: str) -> None:
@@ -110,8 +51,8 @@ def cover(torch: Any) -> None:
     """Let torch's own reduction send tensors of shareable tags too, if there are any.
 
     SGLang replaces torch's reduction, and then registers its own, which calls torch's. Without this
-    call, it would hide the function that `pickling` registers. In torch's result,
-    item 6 is the device, and SGLang changes this item; so `reduce` returns the device there, too.
+    call, it would hide the function that `pickling` registers. In torch's result, item 6 is the
+    device, and SGLang changes this item; so `reduce` returns the device there, too.
     """
     if not _shareable:
         return
@@ -122,12 +63,50 @@ def cover(torch: Any) -> None:
 
     @functools.wraps(original)
     def reduce_tensor(tensor: Any) -> Any:
-        from memsaver._memory.pickling import sent
-
-        return sent(tensor, original)
+        return reduce_any(tensor, original)
 
     reduce_tensor.is_memsavers = True  # type: ignore[attr-defined]
     reductions.reduce_tensor = reduce_tensor
+
+
+def reduce_any(tensor: Any, otherwise: Callable[[Any], Any]) -> Any:
+    """Reduce a tensor for another process: without a copy if its region is shareable.
+
+    Args:
+        tensor: any tensor.
+        otherwise: reduces tensors that are in no region.
+
+    Raises:
+        ConfigError: the tensor's region is not shareable.
+        SharingError: the memory belongs to another process; or see `reduce`.
+    """
+    found = located(tensor)
+    if found is None:
+        if importing.is_imported(_address(tensor)):
+            raise SharingError(
+                "a tensor that another process sent cannot be forwarded: send a copy, "
+                "tensor.clone(), or let the process that created it send it"
+            )
+        return otherwise(tensor)
+    tag, state = found
+    if is_shareable(tag):
+        return reduce(tensor, tag)
+    first = "" if state == "mapped" else f"after memsaver.resume({tag!r}) "
+    raise ConfigError(
+        f"a tensor of tag {tag!r} cannot be sent to another process: its memory can be paused, and "
+        f"CUDA IPC has no handle for such memory; create it with memsaver.region({tag!r}, "
+        f"shareable=True), or {first}send a copy: " + _copy(),
+        tag=tag,
+    )
+
+
+def _copy() -> str:
+    if _C.driver_info()[2]:
+        return "tensor.clone() (on the simulated driver tensor.cpu() is the tensor itself)"
+    return (
+        "tensor.cpu(), or on the GPU tensor.clone() under memsaver.disabled(), or create the "
+        "tensor under memsaver.disabled()"
+    )
 
 
 def reduce(tensor: Any, tag: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -166,7 +145,8 @@ def _kept(tensor: Any, tag: str) -> tuple[Place, int]:
             stream.synchronize()
     _, _, span_address, span_bytes, _, device, _ = extents[0]
     endpoint = exporter.endpoint()
-    token = _keep(storage, (tag, device), address, nbytes)
+    token = sent_storages.keep(storage, (tag, device), address, nbytes)
+    exporter.expect_deadline()
     place = Place(
         endpoint=endpoint,
         token=token,
@@ -195,6 +175,23 @@ def _arguments(tensor: Any, place: Place, device: int) -> tuple[Any, ...]:
     )
 
 
+def located(tensor: Any) -> tuple[str, State] | None:
+    """Return the tag and its state for a tensor's memory; None for other memory."""
+    address = _address(tensor)
+    if not address or not _C.owns(address):
+        return None
+    found = _C.locate(address)
+    return None if found is None else (found[0], STATES[found[2]])
+
+
+def _address(tensor: Any) -> int:
+    """Return the address of a tensor's memory; 0 if it has none of its own."""
+    try:
+        return int(tensor.untyped_storage().data_ptr())
+    except Exception:
+        return 0  # sparse, on the meta device, or a subclass
+
+
 def can_send(tensor: Any) -> bool:
     """Return whether the tensor's memory is in a mapped, shareable tag, and exportable."""
     storage = tensor.untyped_storage()
@@ -218,8 +215,8 @@ def reduce_named(
 
     Args:
         named: names, and detached tensors for which `can_send` is true.
-        tokens: the list to which this function adds the storages' tokens, for `cancel`, even if it
-            raises.
+        tokens: the list to which this function adds the storages' tokens, even if it raises, for
+            `sent_storages.cancel`.
 
     Raises:
         SharingError: see `reduce`; or a tensor is in no region.
@@ -238,135 +235,9 @@ def reduce_named(
     return importing.rebuild_named, (rows,)
 
 
-def _forget_received() -> None:
-    """Drop torch's weak references, whose finalizers need modules that an exit removes.
-
-    Storages with messages in transit stay: `multiprocessing` may wait for receivers after this.
-    """
-    for sent in list(_sent_of.values()):
-        if not sent.untaken:
-            _forget(sent)
-
-
-def _forget(sent: Sent) -> None:
-    _sent.pop(sent.token, None)
-    _sent_of.pop(sent.memory, None)  # last: if this is interrupted, a later call finds the entry
-
-
-def cancel(tokens: list[int]) -> None:
-    """Stop keeping storages for a message that no receiver will take. Clears the list."""
-    while tokens:
-        take(tokens.pop())
-
-
-def _keep(storage: Any, pool: tuple[str, int], address: int, nbytes: int) -> int:
-    """Keep the memory of a storage for the receiver of a message, and return its token."""
-    from torch.multiprocessing.reductions import StorageWeakRef
-
-    forget_expired()
-    memory = (storage._cdata, address, nbytes)
-    sent = _sent_of.get(memory)
-    if sent is None:
-        _prune()
-        token = next(_tokens)
-        if token == 1:
-            atexit.register(_forget_received)
-        # If another thread has added an entry first, use that entry; the new token stays unused.
-        sent = _sent_of.setdefault(memory, Sent(token, memory, pool, StorageWeakRef(storage)))
-    number = next(_numbers)
-    until = time.monotonic() + float(_C.option("importer_seconds"))
-    _in_flight[number] = _Message(sent, storage, until)
-    sent.untaken[number] = True
-    _sent[sent.token] = sent
-    exporter.expect_deadline()
-    return sent.token
-
-
-def _prune() -> None:
-    """Remove the entries of storages that no longer exist."""
-    global _most_sent
-    if len(_sent_of) < _most_sent:
-        return
-    _most_sent = 2 * len(_sent_of)  # a finalizer that sends a tensor does not begin this again
-    for sent in list(_sent_of.values()):
-        if sent.weak.expired():
-            _forget(sent)
-    _most_sent = max(256, 2 * len(_sent_of))
-
-
-def forget_expired(now: float | None = None) -> float | None:
-    """Stop keeping memory that no receiver has taken in time.
-
-    Args:
-        now: on time.monotonic(), by default the current time.
-
-    Returns:
-        The seconds until the next deadline; None if no memory is kept.
-    """
-    if now is None:
-        now = time.monotonic()
-    while (number := _oldest()) is not None:
-        message = _in_flight.get(number)
-        if message is None:
-            continue
-        if message.until > now:
-            return message.until - now
-        untaken = list(message.sent.untaken)
-        if not any(other > number for other in untaken):
-            for other in untaken:
-                message.sent.untaken.pop(other, None)
-        _in_flight.pop(number, None)
-        del message  # may free the memory
-    return None
-
-
-def _oldest() -> int | None:
-    """Return the number of the message with the earliest deadline."""
-    while True:
-        # `next` raises if a message was added or removed after the call of `iter`.
-        with contextlib.suppress(RuntimeError):
-            return next(iter(_in_flight), None)
-
-
-def find(token: int) -> tuple[Sent, Any]:
-    """Return a sent tensor's entry and its storage, which keeps the memory alive.
-
-    Raises:
-        SharingError: the tensor was freed.
-    """
-    sent = _sent.get(token)
-    storage = None if sent is None else sent.alive(sys.modules["torch"])
-    if sent is None or storage is None:
-        raise SharingError(
-            "a sent tensor cannot be imported: it was freed; keep the tensor until the other "
-            "process has it, and send it again"
-        )
-    return sent, storage
-
-
-def take(token: int) -> None:
-    """Record that a receiver has received the earliest untaken message of a token."""
-    sent = _sent.get(token)
-    if sent is None:
-        return
-    for number in list(sent.untaken):
-        if sent.untaken.pop(number, False):
-            _in_flight.pop(number, None)  # may free the memory
-            return
-
-
 def kept() -> int:
     """Return the number of tensors that are kept for receivers, in transit or in use."""
-    return len(_sent_in_flight()) + exporter.held()
-
-
-def ranges_with(tag: str, device: int) -> list[tuple[int, int]]:
-    """Return address and bytes of each tensor in transit that a tag has on a device."""
-    return [(sent.address, sent.nbytes) for sent in _sent_in_flight() if sent.pool == (tag, device)]
-
-
-def _sent_in_flight() -> set[Sent]:
-    return {message.sent for message in list(_in_flight.values())}
+    return len(sent_storages.in_transit()) + exporter.held()
 
 
 def _add_importers(error: MemsaverError) -> None:

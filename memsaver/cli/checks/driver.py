@@ -6,8 +6,8 @@ import importlib.util
 import os
 import re
 
-from memsaver._inspection.bare_driver import BareDriver
 from memsaver._runtime.text import size_text
+from memsaver.cli.bare_driver import BareDriver
 from memsaver.cli.checks.findings import Finding, absent, bad, good, warned
 from memsaver.cli.checks.system import read_system_file
 from memsaver.errors import MemsaverError

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memsaver._inspection.bare_driver import BareDriver
+from memsaver.cli.bare_driver import BareDriver
 from memsaver.cli.checks.findings import Finding, absent, good, warned
 from memsaver.errors import ConfigError, MemsaverError
 

@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from memsaver._inspection.bare_driver import BareDriver
+from memsaver.cli.bare_driver import BareDriver
 from memsaver.cli.checks.findings import Finding, absent, bad, good, warned
 from memsaver.cli.checks.system import installed_version
 from memsaver.errors import MemsaverError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memsaver._inspection.bare_driver import BareDriver, BareMemory, PinnedMemory
+from memsaver.cli.bare_driver import BareDriver, BareMemory, PinnedMemory
 from memsaver.cli.measurements.figures import Figure, seconds_of
 
 __all__ = ["BUFFER", "IN", "OUT", "buffer_bytes", "measure_bus"]

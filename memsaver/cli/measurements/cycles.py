@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import memsaver
-from memsaver._inspection.bare_driver import BareDriver
 from memsaver._runtime.native import _C, Backup, backup_code
+from memsaver.cli.bare_driver import BareDriver
 from memsaver.cli.measurements.bus import IN, OUT
 from memsaver.cli.measurements.driver_calls import CREATE, MAP, RELEASE, UNMAP
 from memsaver.cli.measurements.figures import Figure, Limits, seconds_of

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from memsaver._inspection.bare_driver import PIECE, BareDriver, BareMemory
 from memsaver._runtime.text import size_text
+from memsaver.cli.bare_driver import PIECE, BareDriver, BareMemory
 from memsaver.cli.measurements.figures import Figure, seconds_of
 
 __all__ = ["CREATE", "MAP", "RELEASE", "UNMAP", "measure_driver"]

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import memsaver
-from memsaver._inspection.bare_driver import GRANULARITY, BareDriver, BareMemory
 from memsaver._runtime.native import _C
 from memsaver._runtime.text import size_text
+from memsaver.cli.bare_driver import GRANULARITY, BareDriver, BareMemory
 from memsaver.cli.measurements.bus import BUFFER, buffer_bytes, measure_bus
 from memsaver.cli.measurements.cycles import (
     GRAIN,

@@ -4,7 +4,7 @@ import pytest
 from importing_process import received
 
 import memsaver
-from memsaver._memory.sharing import peers, sending
+from memsaver._memory.sharing import peers, sending, sent_storages
 from memsaver.integrations.trainer import offload
 
 torch = pytest.importorskip("torch")
@@ -29,8 +29,8 @@ def test_the_weights_of_an_offloaded_model_are_sent(sim, tag, wait_until):
         with pytest.raises(memsaver.SharingError):
             received(model.weight.detach())
         memsaver.resume(name)
-    for message in list(sending._in_flight.values()):
-        sending.take(message.sent.token)
+    for message in list(sent_storages._in_flight.values()):
+        sent_storages.take(message.sent.token)
     wait_until(lambda: sending.kept() == 0)
     handle.close()
     del model, handle

@@ -18,13 +18,13 @@ import pytest
 from importing_process import allocations
 
 import memsaver
-from memsaver._memory.sharing import exporter, sending
+from memsaver._memory.sharing import exporter, sending, sent_storages
 from memsaver.errors import SharingError
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.each_python
 
-FILES = {sending.__file__, exporter.__file__}
+FILES = {module.__file__ for module in (exporter, sending, sent_storages)}
 WAIT = 20.0
 
 
@@ -76,7 +76,7 @@ class Sender:
 
     def take(self):
         with contextlib.suppress(IndexError):
-            sending.take(self.tokens.pop())
+            sent_storages.take(self.tokens.pop())
 
     def send_briefly(self):
         memsaver.configure(importer_seconds=1)
@@ -86,33 +86,33 @@ class Sender:
         memsaver.configure(importer_seconds=10)
 
     def expire(self):
-        sending.forget_expired(time.monotonic() + 5)
+        sent_storages.forget_expired(time.monotonic() + 5)
 
     def find(self):
-        sending.find(self.tokens[0])
+        sent_storages.find(self.tokens[0])
 
     def prune(self):
-        sending._most_sent = 1
-        sending._prune()
+        sent_storages._most_sent = 1
+        sent_storages._prune()
 
     def forget(self):
-        sending._forget_received()
+        sent_storages._forget_received()
 
     def check(self):
         """Check that the memory is kept for each message in transit, and not longer."""
         self.tensor = None
         self.expire()
         for token in self.tokens:
-            assert sending.find(token)[1].nbytes() == 200
-            sending.take(token)
+            assert sent_storages.find(token)[1].nbytes() == 200
+            sent_storages.take(token)
         if self.may_be_late:
-            sending.forget_expired(math.inf)
+            sent_storages.forget_expired(math.inf)
         assert sending.kept() == allocations(self.name) == 0
         for token in self.tokens:
             with pytest.raises(SharingError, match="was freed"):
-                sending.find(token)
+                sent_storages.find(token)
         self.prune()
-        assert len(sending._sent) == len(sending._sent_of) == 0
+        assert len(sent_storages._sent) == len(sent_storages._sent_of) == 0
 
 
 @pytest.mark.parametrize("makes", [made_elsewhere, lambda call: call()], ids=["thread", "reentry"])
@@ -137,7 +137,7 @@ def test_memory_is_kept_for_each_message(
     make, name, options, in_thread, monkeypatch, before, call, other, makes
 ):
     options(importer_seconds=10)
-    monkeypatch.setattr(sending, "_most_sent", 1)
+    monkeypatch.setattr(sent_storages, "_most_sent", 1)
 
     def interrupt_each_line():
         for place in itertools.count(1):
@@ -160,7 +160,7 @@ def test_a_late_receiver_takes_no_later_message(make, name, options):
     sender.send_briefly()
     sender.send()
     sender.expire()
-    sending.take(sender.tokens[0])
+    sent_storages.take(sender.tokens[0])
     sender.check()
 
 

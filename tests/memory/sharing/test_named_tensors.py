@@ -10,7 +10,7 @@ from importing_process import ImportFailed, allocations, dumped
 
 import memsaver
 from memsaver import simulator
-from memsaver._memory.sharing import importing, sending, wire
+from memsaver._memory.sharing import importing, sending, sent_storages, wire
 
 torch = pytest.importorskip("torch")
 
@@ -61,7 +61,7 @@ def test_more_extents_than_one_message_can_carry_arrive(importer, make, options,
 def test_all_tensors_arrive_or_none(importer, make, name, wait_until):
     kept, freed = make(50), make(50)
     data = dumped(Named(("kept", kept), ("freed", freed)))
-    sending.forget_expired(math.inf)
+    sent_storages.forget_expired(math.inf)
     del freed
     wait_until(lambda: allocations(name) == 1)
     with pytest.raises(ImportFailed, match="was freed"):

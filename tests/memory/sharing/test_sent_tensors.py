@@ -209,14 +209,14 @@ def test_a_receiver_for_which_an_exit_waits_gets_its_tensor(run_python):
     from multiprocessing.reduction import ForkingPickler
     import memsaver
     from memsaver import simulator
-    from memsaver._memory.sharing import sending
+    from memsaver._memory.sharing import sent_storages
 
     with memsaver.region("t", shareable=True):
         kept = simulator.empty(4)
     ForkingPickler.dumps(kept)
     atexit._run_exitfuncs()
-    (token,) = sending._in_flight
-    assert sending.find(token) is not None
+    (token,) = sent_storages._in_flight
+    assert sent_storages.find(token) is not None
     """
     run_python(code)
 
@@ -229,7 +229,7 @@ def test_an_exit_drops_torchs_weak_references(run_python):
     from torch.multiprocessing.reductions import StorageWeakRef
     import memsaver
     from memsaver import simulator
-    from memsaver._memory.sharing import sending
+    from memsaver._memory.sharing import sent_storages
 
     def count():
         return sum(isinstance(one, StorageWeakRef) for one in gc.get_objects())
@@ -238,7 +238,7 @@ def test_an_exit_drops_torchs_weak_references(run_python):
         kept = [simulator.empty(4) for _ in range(2)]
     ForkingPickler.dumps(kept)
     assert count() == 2
-    sending.forget_expired(float("inf"))
+    sent_storages.forget_expired(float("inf"))
     atexit._run_exitfuncs()
     assert count() == 0
     """

@@ -16,7 +16,7 @@ from warm_processes import WarmPopen
 
 import memsaver
 from memsaver import simulator
-from memsaver._memory.sharing import exporter, importing, peers, sending, wire
+from memsaver._memory.sharing import exporter, importing, peers, sent_storages, wire
 from memsaver._runtime.native import _C
 
 torch = pytest.importorskip("torch")
@@ -67,7 +67,7 @@ def test_pages_that_a_swap_gave_to_another_tag_are_not_received(
 
 def test_freed_memory_is_not_received(importer, make, name):
     data = dumped(make(4))
-    sending.forget_expired(math.inf)
+    sent_storages.forget_expired(math.inf)
     with pytest.raises(ImportFailed, match="was freed"):
         importer.load_pickle("x", data)
     assert name not in [row[0] for row in _C.importers()]
@@ -257,7 +257,7 @@ def asked(endpoint, token):
 def test_a_process_of_another_user_receives_no_descriptors(own_importer, make, name, wait_until):
     mine = make(4)
     message = dumped(mine)
-    token = max(sending._sent)  # the newest
+    token = max(sent_storages._sent)  # the newest
     request = f"asked({exporter.endpoint()!r}, {token})"
     own_importer.do(ASK)
     answer, files = own_importer.ask(request)

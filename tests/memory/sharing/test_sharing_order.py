@@ -9,7 +9,7 @@ import time
 import pytest
 from importing_process import FILL_LATER, RUN_STREAMS, ImportFailed, allocations, dumped
 
-from memsaver._memory.sharing import exporter, importing, peers, sending
+from memsaver._memory.sharing import exporter, importing, peers, sending, sent_storages
 from memsaver._runtime.native import _C
 
 torch = pytest.importorskip("torch")
@@ -48,7 +48,7 @@ def test_a_late_message_never_maps_newer_memory(importer, make, name, wait_until
     kept, mine = make(50), make(50)
     importer.load("x", [kept, mine])
     late, address = dumped(mine), mine.data_ptr()
-    sending.forget_expired(math.inf)
+    sent_storages.forget_expired(math.inf)
     importer.do("x.pop(); gc.collect()")
     del mine
     wait_until(lambda: allocations(name) == 1)
@@ -62,7 +62,7 @@ def test_a_late_message_never_maps_newer_memory(importer, make, name, wait_until
 def test_a_late_message_is_valid_while_the_sender_has_the_tensor(importer, make, name, wait_until):
     mine = make(50)
     late = dumped(mine[5:])
-    sending.forget_expired(math.inf)
+    sent_storages.forget_expired(math.inf)
     for _ in range(2):
         importer.load_pickle("x", late)
         assert importer.ask("int(x[0])") == 5
@@ -74,11 +74,11 @@ def test_a_late_message_is_valid_while_the_sender_has_the_tensor(importer, make,
 
 
 def test_tokens_of_freed_tensors_are_forgotten(make, monkeypatch):
-    monkeypatch.setattr(sending, "_most_sent", 1)
+    monkeypatch.setattr(sent_storages, "_most_sent", 1)
     for _ in range(300):
         dumped(make(4))
-        sending.forget_expired(math.inf)
-    assert len(sending._sent) == len(sending._sent_of) < 260
+        sent_storages.forget_expired(math.inf)
+    assert len(sent_storages._sent) == len(sent_storages._sent_of) < 260
 
 
 def test_each_use_of_a_storage_ends_alone(make, name, wait_until):

@@ -1,6 +1,6 @@
 """Direct calls to the CUDA driver: properties of devices, and the cost of bare calls.
 
-Only the command line and the benchmarks use this module. It calls the driver that the library
+The benchmarks use this module, too. It calls the driver that the library
 opened, which may be the simulated driver; `memsaver._runtime.native` finds it.
 """
 

@@ -1,0 +1,218 @@
+"""Memory that is kept for the receivers of sent tensors.
+
+Each sent storage has a token. A receiver presents the token, and the exporter then holds the
+storage for it. A token is valid as long as its storage exists: because a message is in transit, a
+receiver uses it, or the program has it. So a late message fails, and never maps newer memory at the
+same place.
+
+This module has no locks. With a lock, the garbage collector could run a finalizer on the thread
+that owns the lock; the finalizer could wait for a tag, and the tag's owner could wait for the lock,
+to send a tensor in a callback. Therefore each change of state is one call of a method of a dict
+whose keys are integers or tuples of integers. Such a call is atomic with and without the GIL: no
+other thread, finalizer or signal handler runs during the call, but they may run between two calls.
+`list(x)` and `list(x.values())` are atomic, too; `list(x.items())` is not, because it allocates
+tuples, which can start a collection.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from memsaver._runtime.native import _C
+from memsaver.errors import SharingError
+
+__all__ = [
+    "Sent",
+    "cancel",
+    "find",
+    "forget_expired",
+    "in_transit",
+    "keep",
+    "ranges_with",
+    "take",
+]
+
+
+_Memory = tuple[int, int, int]  # a storage's address, and the address and bytes of its memory
+
+
+@dataclass(eq=False)
+class Sent:
+    """A storage that was sent. Messages refer to it by its token."""
+
+    token: int
+    memory: _Memory
+    pool: tuple[str, int]  # tag and device
+    weak: Any  # torch's weak reference to the storage, whose address is therefore not reused
+    # The numbers of its messages that no receiver has taken, in their order. A message that has
+    # expired stays here until the storage's last one expires: its receiver may be late, and must
+    # not take a later message.
+    untaken: dict[int, bool] = field(default_factory=dict)
+
+    @property
+    def address(self) -> int:
+        """The address of its memory."""
+        return self.memory[1]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its memory."""
+        return self.memory[2]
+
+    def alive(self, torch: Any) -> Any:
+        """Return the storage, if it still has the memory that was sent; otherwise None."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata)
+        if storage is None or storage.data_ptr() != self.address or storage.nbytes() < self.nbytes:
+            return None
+        return storage
+
+
+class _Message(NamedTuple):
+    """A message in transit."""
+
+    sent: Sent
+    storage: Any  # keeps the memory
+    until: float  # deadline on time.monotonic(), after which it is no longer in transit
+
+
+_tokens = itertools.count(1)
+_numbers = itertools.count(1)
+_sent: dict[int, Sent] = {}  # by token
+_sent_of: dict[_Memory, Sent] = {}
+_in_flight: dict[int, _Message] = {}  # by number, in the order of their deadlines
+_most_sent = 256  # more entries than this are checked for dead storages
+
+
+def _forget_received() -> None:
+    """Drop torch's weak references, whose finalizers need modules that an exit removes.
+
+    Storages with messages in transit stay: `multiprocessing` may wait for receivers after this.
+    """
+    for sent in list(_sent_of.values()):
+        if not sent.untaken:
+            _forget(sent)
+
+
+def _forget(sent: Sent) -> None:
+    _sent.pop(sent.token, None)
+    _sent_of.pop(sent.memory, None)  # last: if this is interrupted, a later call finds the entry
+
+
+def cancel(tokens: list[int]) -> None:
+    """Stop keeping storages for a message that no receiver will take. Clears the list."""
+    while tokens:
+        take(tokens.pop())
+
+
+def keep(storage: Any, pool: tuple[str, int], address: int, nbytes: int) -> int:
+    """Keep the memory of a storage for the receiver of a message, and return its token.
+
+    The caller then calls `exporter.expect_deadline`.
+    """
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    forget_expired()
+    memory = (storage._cdata, address, nbytes)
+    sent = _sent_of.get(memory)
+    if sent is None:
+        _prune()
+        token = next(_tokens)
+        if token == 1:
+            atexit.register(_forget_received)
+        # If another thread has added an entry first, use that entry; the new token stays unused.
+        sent = _sent_of.setdefault(memory, Sent(token, memory, pool, StorageWeakRef(storage)))
+    number = next(_numbers)
+    until = time.monotonic() + float(_C.option("importer_seconds"))
+    _in_flight[number] = _Message(sent, storage, until)
+    sent.untaken[number] = True
+    _sent[sent.token] = sent
+    return sent.token
+
+
+def _prune() -> None:
+    """Remove the entries of storages that no longer exist."""
+    global _most_sent
+    if len(_sent_of) < _most_sent:
+        return
+    _most_sent = 2 * len(_sent_of)  # a finalizer that sends a tensor does not begin this again
+    for sent in list(_sent_of.values()):
+        if sent.weak.expired():
+            _forget(sent)
+    _most_sent = max(256, 2 * len(_sent_of))
+
+
+def forget_expired(now: float | None = None) -> float | None:
+    """Stop keeping memory that no receiver has taken in time.
+
+    Args:
+        now: on time.monotonic(), by default the current time.
+
+    Returns:
+        The seconds until the next deadline; None if no memory is kept.
+    """
+    if now is None:
+        now = time.monotonic()
+    while (number := _oldest()) is not None:
+        message = _in_flight.get(number)
+        if message is None:
+            continue
+        if message.until > now:
+            return message.until - now
+        untaken = list(message.sent.untaken)
+        if not any(other > number for other in untaken):
+            for other in untaken:
+                message.sent.untaken.pop(other, None)
+        _in_flight.pop(number, None)
+        del message  # may free the memory
+    return None
+
+
+def _oldest() -> int | None:
+    """Return the number of the message with the earliest deadline."""
+    while True:
+        # `next` raises if a message was added or removed after the call of `iter`.
+        with contextlib.suppress(RuntimeError):
+            return next(iter(_in_flight), None)
+
+
+def find(token: int) -> tuple[Sent, Any]:
+    """Return a sent tensor's entry and its storage, which keeps the memory alive.
+
+    Raises:
+        SharingError: the tensor was freed.
+    """
+    sent = _sent.get(token)
+    storage = None if sent is None else sent.alive(sys.modules["torch"])
+    if sent is None or storage is None:
+        raise SharingError(
+            "a sent tensor cannot be imported: it was freed; keep the tensor until the other "
+            "process has it, and send it again"
+        )
+    return sent, storage
+
+
+def take(token: int) -> None:
+    """Record that a receiver has received the earliest untaken message of a token."""
+    sent = _sent.get(token)
+    if sent is None:
+        return
+    for number in list(sent.untaken):
+        if sent.untaken.pop(number, False):
+            _in_flight.pop(number, None)  # may free the memory
+            return
+
+
+def ranges_with(tag: str, device: int) -> list[tuple[int, int]]:
+    """Return address and bytes of each tensor in transit that a tag has on a device."""
+    return [(sent.address, sent.nbytes) for sent in in_transit() if sent.pool == (tag, device)]
+
+
+def in_transit() -> set[Sent]:
+    """Return the storages that messages in transit refer to."""
+    return {message.sent for message in list(_in_flight.values())}

@@ -1,0 +1,15 @@
+"""Import modules of a folder that is no package, for one test."""
+
+import importlib
+import sys
+
+
+def modules_in(monkeypatch, folder, *others):
+    """Yield `import_module` with the folder on its path; remove the folder's modules later."""
+    monkeypatch.syspath_prepend(folder)
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        file = str(getattr(sys.modules[name], "__file__", ""))
+        if file.startswith((str(folder), *map(str, others))):
+            del sys.modules[name]
