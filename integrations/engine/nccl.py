@@ -72,7 +72,7 @@ class Nccl:
         return self._statistic(handle, _SUSPENDABLE)
 
     def held_bytes(self, handle: int) -> int:
-        """Return the communicator's bytes on the device now. Raises `EngineError`."""
+        """Return the bytes that the communicator uses on the device. Raises `EngineError`."""
         total = self._statistic(handle, _TOTAL)
         released = self.suspendable_bytes(handle) if self.is_suspended(handle) else 0
         return max(0, total - released)

@@ -57,7 +57,7 @@ class Fence:
             raise refused
 
     def close(self) -> None:
-        """Close the connections to the ranks of other engines. Idempotent; waits for no rank."""
+        """Close the connections to other engines' ranks, without waiting for them. Idempotent."""
         for together in self._along:
             together.close()
         self._layout = self._layout.without_groups()

@@ -1,4 +1,4 @@
-"""`LowWater`: the least free memory of a device during a block."""
+"""`LowWater`: the minimum free memory of a device during a block."""
 
 from __future__ import annotations
 

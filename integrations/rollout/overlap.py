@@ -90,7 +90,7 @@ class Overlap:
     # --- the pause, while the weights are sent ----------------------------------------------------
 
     def may_leave(self) -> bool:
-        """Return whether an update has room while the states are mapped. Raises nothing."""
+        """Return whether memory for an update is free while the states are mapped. Never raises."""
         if not self._wanted or not self._need:
             return False
         try:

@@ -71,7 +71,7 @@ class Restarter:
         self._fence = Fence(engine.layout, engine.timeout, lane=_LANE)
 
     def close(self) -> None:
-        """Close the connections to the ranks of other engines. Idempotent; waits for no rank."""
+        """Close the connections to other engines' ranks, without waiting for them. Idempotent."""
         self._fence.close()
 
     def answered(self, what: str, attempt: Callable[[], Result], limit: float) -> Result:

@@ -92,7 +92,7 @@ class SGLangBackend(WeightCalls):
 
 
 def _outer_sizes(server_args: Mapping[str, Any]) -> dict[str, int]:
-    """Return the numbers of replicas and of pipeline stages that have ranks of their own."""
+    """Return the sizes of the dimensions that multiply the number of the engine's ranks."""
     replicas = ranks_in(server_args, "dp_size")
     if server_args.get("enable_dp_attention"):
         replicas = 1  # they use the ranks of the tensor-parallel group

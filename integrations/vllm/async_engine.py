@@ -63,7 +63,7 @@ class AsyncEngine(Local):
         return self.run(name, lambda: calls[name](**arguments), timeout)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """See `Engine`. Return the last output of `AsyncLLM.generate`, whose arguments it has.
+        """See `Engine`. Takes the arguments of `AsyncLLM.generate` and returns its last output.
 
         Args:
             args: the arguments.

@@ -67,7 +67,7 @@ class LayerwiseReload:
             reload.initialize_layerwise_reload(model)
 
     def load(self, named: Iterable[tuple[str, Any]]) -> Any:
-        """Load tensors. Those of incomplete layers are copied, as their memory is the sender's."""
+        """Load tensors; copy those of incomplete layers, because the sender owns their memory."""
         tensors = list(named)
         result = self._model.load_weights(iter(tensors))
         storages = {t.untyped_storage().data_ptr() for _, t in tensors if t.numel()}

@@ -146,7 +146,7 @@ class _Update:
     """An update on one rank, from its beginning to its end.
 
     Attributes:
-        failed: whether a bucket was not loaded on some rank.
+        failed: whether a rank failed to load a bucket.
     """
 
     def __init__(self, worker: Any) -> None:
@@ -177,8 +177,8 @@ class _Update:
                 continue  # which counts as unused
             if held.shape != tensor.shape:
                 raise EngineError(
-                    f"the parameter {name} has the shape {tuple(held.shape)}, and the tensor "
-                    f"{tuple(tensor.shape)}"
+                    f"the parameter {name} has the shape {tuple(held.shape)}, but its tensor "
+                    f"has {tuple(tensor.shape)}"
                 )
             held.data.copy_(tensor)
 

@@ -1,4 +1,4 @@
-"""The groups of torch.distributed, and whether this rank can use one."""
+"""Access to torch.distributed's groups, and a check that this rank can use a group."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ Storage = tuple[Any, int]  # a storage's device and address
 
 @functools.cache
 def _mode_class() -> Any:
-    """Return the class of a torch dispatch mode that calls its owner."""
+    """Return the class of a torch dispatch mode that passes each operation to a `Writes`."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Mode(TorchDispatchMode):  # type: ignore[misc]
