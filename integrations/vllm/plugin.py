@@ -160,7 +160,7 @@ def _get_instance(owner: Any, original: Callable[[], Any]) -> Any:
 
 
 def _start() -> None:
-    """Check that memsaver can work in this process, and log it."""
+    """Check that memsaver can work in this process, and log its version."""
     try:
         _C.driver_info()
     except NotLoadedError as error:
