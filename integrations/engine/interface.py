@@ -185,7 +185,7 @@ class JoinRequest:
         name: the group's name.
         address: the address of the group's store.
         port: the port of the group's store.
-        backend: the backend of torch.distributed, "nccl" or "gloo".
+        backend: the torch.distributed backend, "nccl" or "gloo".
         world_size: the number of ranks in the group.
         rank_offset: the rank in the group of the engine's first rank.
     """

@@ -136,7 +136,7 @@ class Link(abc.ABC):
 
     @abc.abstractmethod
     def call(self, name: str, arguments: Mapping[str, Any], timeout: float) -> Any:
-        """Call a function of vLLM.
+        """Call a vLLM function.
 
         Args:
             name: "sleep", "wake_up", "reset_prefix_cache", "reset_mm_cache", "abort", "pause" or
