@@ -20,14 +20,13 @@ SIZES = [
 ]
 
 
-
 Choices = Sequence[Sequence[Any]]  # of which a tuple has one element each
 
 
 def _numbers(choices: Choices) -> st.SearchStrategy[int]:
     """Return a strategy for the number of a tuple.
 
-    One draw for a tuple, because Hypothesis takes longer for a draw than the library for most calls.
+    One draw for a tuple, because a draw takes Hypothesis longer than most calls take the library.
     """
     count = math.prod(map(len, choices))
     assert count <= 1 << 24, "Hypothesis would prefer small numbers"
@@ -58,7 +57,9 @@ def lists(min_size: int, max_size: int, *parts: Choices) -> st.SearchStrategy[li
         elements = zip(*(iter(numbers),) * len(parts))
         return [tuple(map(_numbered, parts, each)) for each, _ in zip(elements, range(size))]
 
-    return st.tuples(st.integers(min_size, max_size), *max_size * [*map(_numbers, parts)]).map(chosen)
+    return st.tuples(st.integers(min_size, max_size), *max_size * [*map(_numbers, parts)]).map(
+        chosen
+    )
 
 
 THREAD = [0, 0, *range(THREADS)]

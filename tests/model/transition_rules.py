@@ -41,9 +41,7 @@ TURNS = ("turn", "turn", "turn", "turn", "swap", "swap", "pause", "resume")
 # The byte that device work writes during a transition: two values, so that contents recur.
 AT_WORK = [None, None, None, None, 1, 1, 2, 2]
 # Rules are equally likely, so the most important ones are listed several times.
-changes = rule(
-    drawn=lists(5, 10, (TURNS, SOME, SIDES, OVERRIDE, THREAD, AT_WORK), FIRST, SECOND)
-)
+changes = rule(drawn=lists(5, 10, (TURNS, SOME, SIDES, OVERRIDE, THREAD, AT_WORK), FIRST, SECOND))
 
 
 class TransitionRules(Sharing):
