@@ -19,7 +19,6 @@ SIZES = [
     *(MIB - 512, MIB, MIB + 512, PAGE - 512, PAGE, PAGE + 1, 3 * MIB + 4096, 5 * MIB),
 ]
 
-
 Choices = Sequence[Sequence[Any]]  # of which a tuple has one element each
 
 
@@ -54,16 +53,16 @@ def lists(min_size: int, max_size: int, *parts: Choices) -> st.SearchStrategy[li
 
     def chosen(drawn: tuple[int, ...]) -> list[Any]:
         size, *numbers = drawn
-        elements = zip(*(iter(numbers),) * len(parts))
-        return [tuple(map(_numbered, parts, each)) for each, _ in zip(elements, range(size))]
+        starts = range(0, size * len(parts), len(parts))
+        return [tuple(map(_numbered, parts, numbers[at : at + len(parts)])) for at in starts]
 
-    return st.tuples(st.integers(min_size, max_size), *max_size * [*map(_numbers, parts)]).map(
-        chosen
-    )
+    elements = max_size * [_numbers(part) for part in parts]
+    return st.tuples(st.integers(min_size, max_size), *elements).map(chosen)
 
 
 THREAD = [0, 0, *range(THREADS)]
 PICK = range(64)  # the index of an existing object, modulo their number
+SEED = range(1 << 20)
 OVERRIDE = [None, None, None, "none", "host", "pageable", "disk", "peer"]
 _TOGETHER = [("a", "b"), ("c", "d"), ("e", "b", "a"), ("d", "c", "a", "e"), ()]
 SOME = [*((name,) for name in NAMES), *_TOGETHER]
@@ -77,7 +76,6 @@ devices = st.integers(0, DEVICES - 1)
 threads = st.sampled_from(THREAD)
 sizes = st.sampled_from(32 * SMALL + 12 * SIZES + [LARGE])
 picks = st.sampled_from(PICK)
-SEED = range(1 << 20)
 seeds = st.sampled_from(SEED)
 backups = st.sampled_from([None, "none", "host", "pageable", "disk", "peer"])
 overrides = st.sampled_from(OVERRIDE)
