@@ -5,6 +5,7 @@
 // one thread, which is the only one to write, check and free it.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <shared_mutex>
@@ -64,7 +65,7 @@ inline void write_pattern(void* at, uint64_t bytes, uint64_t seed) {
   }
 }
 
-// Returns the offset at which memory first differs from the pattern, or from the byte, `bytes` if
+// Returns the offset at which memory first differs from the pattern, or from the byte; `bytes` if
 // it does not differ.
 inline uint64_t unlike_pattern(const void* at, uint64_t bytes, uint64_t seed) {
   const auto* from = static_cast<const unsigned char*>(at);
@@ -72,8 +73,8 @@ inline uint64_t unlike_pattern(const void* at, uint64_t bytes, uint64_t seed) {
     const Part part(seed, offset, bytes);
     if (std::memcmp(from + offset, part.words, part.bytes) == 0) continue;
     const auto* right = reinterpret_cast<const unsigned char*>(part.words);
-    while (from[offset] == *right++) ++offset;
-    return offset;
+    const auto* wrong = std::mismatch(right, right + part.bytes, from + offset).first;
+    return offset + static_cast<uint64_t>(wrong - right);
   }
   return bytes;
 }
