@@ -218,7 +218,7 @@ class Found:
         metrics: for each step, verl's metrics.
         responses: for each step, its responses with their prompts and scores, sorted.
         cycles: for each step, the seconds of its release and resumes.
-        sleeping: the bytes in use after each release of a step; None without NVML.
+        sleeping: the bytes in use after each release of a step; None if NVML is missing.
         tokens: the tokens of the engine's KV cache.
     """
 

@@ -44,7 +44,7 @@ def record(**line: Any) -> None:
 
 
 def used_bytes() -> int | None:
-    """Return the bytes in use on the first visible GPU; None without NVML."""
+    """Return the bytes in use on the first visible GPU; None if NVML is missing."""
     try:
         return DeviceMemory().used()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Calls to an engine of this process, which another thread or an event loop runs."""
+"""Calls to an engine in this process, run by another thread or by an event loop."""
 
 from __future__ import annotations
 

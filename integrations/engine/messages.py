@@ -199,7 +199,7 @@ class SchedulerState:
     Attributes:
         scheduler: its unique name.
         released: the tags whose memory is released.
-        idle: whether no request is in flight, so that a release is possible.
+        idle: whether no request is in flight, so a release is possible.
         last: the last answer, or None.
         when_asleep: the treatment of requests that need released memory; see `Policy`.
         update_ranks: the number of ranks for which a weight update of this engine contains

@@ -83,7 +83,7 @@ class Parent:
 
 
 class Processes:
-    """The `multiprocessing` processes that a thread of this process starts from now on.
+    """The `multiprocessing` processes that a thread has started since this object was created.
 
     Args:
         thread_id: the thread's native id.

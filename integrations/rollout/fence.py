@@ -115,7 +115,7 @@ def connections_of(layout: Layout) -> int:
 
 
 def _failures(leader: int, error: BaseException | None) -> list[SerializedError]:
-    """Return an engine's error once for each rank that failed; [] without an error."""
+    """Return an engine's error once for each rank that failed; [] if there is no error."""
     if error is None:
         return []
     one = SerializedError.of(leader, error)

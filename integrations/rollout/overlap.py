@@ -60,7 +60,7 @@ class Overlap:
         return tags if needed + _SPARE_BYTES <= free else ()
 
     def resume(self, returning: Sequence[str]) -> Report | None:
-        """Resume other memory, and begin to resume `returning`, in its order. Collective.
+        """Resume other memory, and begin resuming `returning`, in its order. Collective.
 
         Args:
             returning: the tags that all ranks may resume in the background.
@@ -117,7 +117,7 @@ class Overlap:
             self._need = at_first - water.free
 
     def begin_pause(self) -> Report:
-        """Resume the model, and begin to pause the rest of the trainer's memory. Collective."""
+        """Resume the model, and begin pausing the rest of the trainer's memory. Collective."""
         self._left = ()  # until the pause begins, there is nothing to undo
         report: Report = self._trainer.resume(self._trainer.model)
         tags = self._trainer.others

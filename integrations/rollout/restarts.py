@@ -147,8 +147,8 @@ class Restarter:
             if len(recent) >= restarts.most:
                 self._engine._end_dead()
                 raise RestartLimitError(
-                    f"an engine is dead and is not restarted: {len(recent)} restarts in the last "
-                    f"{restarts.seconds:g} s, and {restarts.most} are allowed{why and f': {why}'}"
+                    f"an engine is dead and will not be restarted: {len(recent)} restarts in the "
+                    f"last {restarts.seconds:g} s (limit: {restarts.most}){why and f': {why}'}"
                 )
 
         what = "the number of restarts"

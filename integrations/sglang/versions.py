@@ -36,7 +36,7 @@ def doubt(version: str) -> str | None:
 
 
 def is_too_old(version: str) -> bool:
-    """Return whether a version is too old to load plugins. No development version is."""
+    """Return whether a version is too old to load plugins; False for development versions."""
     return _is_before(version, PLUGINS_SINCE)
 
 

@@ -137,7 +137,7 @@ class Offloaded:
 
     @property
     def may_overlap(self) -> bool:
-        """Whether only calls with hooks use the memory, so that other work may run during a resume.
+        """Whether only calls with hooks use the memory, so other work may run during a resume.
 
         That is the case for the states of optimizers, without parameters, gradients or other
         tensors, and for modules with `offload(by_layer=True)`. Regions with the tag's name are not

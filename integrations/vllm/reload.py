@@ -25,7 +25,7 @@ def is_converted(model: Any) -> bool:
 def domain_of(worker: Any) -> str:
     """Return the domain of the processes whose tensors a worker's model may load in place.
 
-    Returns "" without a model, and for a model whose weights vLLM converts: its loads may write to
+    Returns "" if there is no model, or if vLLM converts the model's weights: its loads may write to
     the sender's tensors, and memsaver does not detect such writes.
     """
     try:

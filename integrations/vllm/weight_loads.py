@@ -253,7 +253,7 @@ def _on_all_ranks(worker: Any, work: Callable[[], None]) -> Rows:
     try:
         work()
     except Exception as error:
-        _logger.exception("a call of memsaver failed")
+        _logger.exception("a memsaver call failed")
         check = _failed(group.rank, error)
     rows: Sequence[dict[str, Any]] = group.gather(asdict(check))
     return list(rows)

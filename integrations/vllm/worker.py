@@ -121,7 +121,7 @@ def installed_allocator() -> MemsaverAllocator | None:
 
 
 def memsaver_state(worker: Any) -> dict[str, Any]:
-    """Return the `SchedulerState` of this rank's memory, as JSON's types.
+    """Return the `SchedulerState` of this rank's memory, as JSON values.
 
     A worker does not know of requests that wait, so `idle` is always True.
     """
