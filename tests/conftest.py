@@ -83,7 +83,7 @@ def pytest_collection_finish() -> None:
 # --- the simulator --------------------------------------------------------------------------------
 
 
-MANY_OBJECTS = 20_000  # more than a test creates, fewer than a library such as torch
+MANY_OBJECTS = 5_000  # more than a test creates, fewer than a library such as torch
 
 
 def collect_garbage() -> None:

@@ -60,6 +60,8 @@ def missing(name: str, public: list[str]) -> AttributeError | ImportError:
 
 def _advice(name: str, public: list[str]) -> str:
     """Return a suggestion to append to the error message, or ""."""
+    if name.startswith("__"):  # programs look for many such names in every module
+        return ""
     if name.lower() == "vllm":
         return f": {_VLLM}"
     if name in _MODULES:

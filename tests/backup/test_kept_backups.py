@@ -4,7 +4,7 @@ import random
 
 import pytest
 from looks import intact, row_of
-from simulated_driver import known_bytes
+from simulated_driver import known_parts
 
 import memsaver
 from memsaver import simulator
@@ -29,7 +29,8 @@ class Memory:
         self.fill(seed)
 
     def fill(self, seed):
-        self.write(0, known_bytes(seed, self.nbytes))
+        for at, part in known_parts(seed, self.nbytes):
+            self.write(at, part)
 
     def write(self, at, data):
         """Write to the block, and update its expected contents."""

@@ -43,22 +43,22 @@ def asks_for_gpu_tests(expression: str) -> bool:
 
 def why_not(config: pytest.Config, item: pytest.Item) -> str | None:
     """Return the reason why a test cannot run; None if it can."""
-    marked = item.get_closest_marker
-    if (marked("gpu") or marked("two_gpus")) and GPUS == 0:
+    marked = {mark.name for mark in item.iter_markers()}
+    if ("gpu" in marked or "two_gpus" in marked) and GPUS == 0:
         return "no NVIDIA GPU: libcuda.so.1 cannot be opened, or finds none"
-    if marked("two_gpus") and GPUS < 2:
+    if "two_gpus" in marked and GPUS < 2:
         return "there is only one NVIDIA GPU"
     opens_its_own = "conformance" in item.path.parts
-    if (marked("gpu") or marked("two_gpus")) and not (config.real_driver or opens_its_own):
+    if ("gpu" in marked or "two_gpus" in marked) and not (config.real_driver or opens_its_own):
         return "this run is on the simulated driver; choose GPU tests with -m gpu"
     on_the_simulator = "sim" in getattr(item, "fixturenames", ()) and not opens_its_own
     if config.real_driver and on_the_simulator:
         return "this run is on the real driver"
     for mark, engine in (("sglang", "SGLang"), ("vllm", "vLLM")):
-        if marked(mark) and find_spec(mark) is None:
+        if mark in marked and find_spec(mark) is None:
             return f"{engine} is not installed"
-    if marked("preloads") and re.search(r"[\s:]", str(ROOT.resolve())):
+    if "preloads" in marked and re.search(r"[\s:]", str(ROOT.resolve())):
         return f"LD_PRELOAD cannot name a library below {ROOT}: the path has a space or a colon"
-    if marked("soak") and not config.soak:
+    if "soak" in marked and not config.soak:
         return "runs for minutes; choose it with -m soak"
     return None

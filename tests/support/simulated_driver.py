@@ -18,10 +18,16 @@ def _period(seed: int, nbytes: int) -> bytes:
     return random.Random(seed).randbytes(nbytes)
 
 
+def known_parts(seed: int, nbytes: int) -> Iterator[tuple[int, bytes]]:
+    """Yield `known_bytes` in parts, each with its offset, without a copy of all of them."""
+    period = _period(seed, min(nbytes, PERIOD))
+    for at in range(0, nbytes, PERIOD):
+        yield at, period[: nbytes - at]
+
+
 def known_bytes(seed: int, nbytes: int) -> bytes:
     """Return `nbytes` bytes that depend on the seed, and are the same in each call."""
-    period = _period(seed, min(nbytes, PERIOD))
-    return b"".join(period[: nbytes - at] for at in range(0, nbytes, PERIOD))
+    return b"".join(part for _, part in known_parts(seed, nbytes))
 
 
 # Bytes to be filled before anything else sees them, which saves zeroing them and a copy of them.
@@ -246,8 +252,8 @@ class Block:
 
     def fill(self, seed: int) -> None:
         self.seed = seed
-        for address, part in self._parts():
-            self.sim.write(address, part)
+        for at, part in known_parts(seed, self.nbytes):
+            self.sim.write(self.address + at, part)
 
     def expected(self) -> bytes:
         return known_bytes(self.seed, self.nbytes)
@@ -256,16 +262,11 @@ class Block:
         return self.sim.read(self.address, self.nbytes)
 
     def is_intact(self) -> bool:
-        return all(self.sim.read(address, len(part)) == part for address, part in self._parts())
+        parts = known_parts(self.seed, self.nbytes)
+        return all(self.sim.read(self.address + at, len(part)) == part for at, part in parts)
 
     def is_zero(self) -> bool:
         return self.sim.contains(self.address, bytes(self.nbytes))
-
-    def _parts(self) -> Iterator[tuple[int, bytes]]:
-        """Yield the address and the contents of each part."""
-        period = _period(self.seed, min(self.nbytes, PERIOD))
-        for at in range(0, self.nbytes, PERIOD):
-            yield self.address + at, period[: self.nbytes - at]
 
 
 def _no_memory(address: int, nbytes: int) -> str:
