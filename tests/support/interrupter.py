@@ -97,7 +97,7 @@ class Interrupter:
             finally:
                 self._set_profile(None, None)
         except self._error as error:
-            names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+            names = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
             self.where = [name for name in names if name != "handler"][-1]
             raised()
             return True
