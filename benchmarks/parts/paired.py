@@ -134,7 +134,7 @@ def discarded(options: argparse.Namespace, failures: list[str]) -> Iterator[dict
     sets = min(options.processes, options.cycles)
     for at in range(sets):
         cycles = len(range(at, options.cycles, sets))
-        with contextlib.ExitStack() as stack:
+        with attempt(failures), contextlib.ExitStack() as stack:
             children = [
                 stack.enter_context(
                     start("parts.discarded:Discarding", name, options, kv_gib=options.kv_gib)
