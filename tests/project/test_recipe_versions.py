@@ -8,7 +8,6 @@ import sys
 import pytest
 from repository import TESTS
 
-
 # Files for frameworks that `make recipes` does not install.
 FRAMEWORKS = ("lightrft", "slime", "trl", "verl", "verl_trainer", "xtuner")
 
