@@ -50,7 +50,7 @@ test: $(VENV)/.installed-test build  ## Run the tests (PYTEST_ARGS to choose)
 .PHONY: test-long
 test-long: $(VENV)/.installed-test $(VENV)/.installed-wheel build  ## Run the longer tests: every failing call, processes' lives, limits
 	@# Only the files with such tests: to collect all of them takes as long as some of these tests.
-	$(BIN)/python -m pytest -m long -n 2 $$(grep -rl --include='test_*.py' 'mark\.long' tests)
+	$(BIN)/python -m pytest -m long -n 3 --dist loadfile $$(grep -rl --include='test_*.py' 'mark\.long' tests)
 
 .PHONY: faults
 faults: ARGS ?= --every 11

@@ -123,7 +123,7 @@ def running(
 
 
 def decode_in_turns(one: Child, other: Child, turns: int) -> dict[str, list[float]]:
-    """Return the tokens per second of two engines that decode in turns, by their names."""
+    """Return the tokens per second of two engines that decode alternately, by name."""
     rates: dict[str, list[float]] = {one.name: [], other.name: []}
     for turn in range(turns):
         for child in (one, other) if turn % 2 else (other, one):

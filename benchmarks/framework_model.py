@@ -44,7 +44,7 @@ def tokenizer() -> Any:
 
 
 def prompts(count: int) -> list[str]:
-    """Return prompts of PROMPT words; the words repeat after all of them were used."""
+    """Return prompts of PROMPT words; the words repeat once all of them have been used."""
     words = [f"t{number}" for number in range(NUMBERS, SMALL.vocab)]
     starts = (number * PROMPT % len(words) for number in range(count))
     return [" ".join(words[at : at + PROMPT]) for at in starts]

@@ -104,7 +104,7 @@ def _of_one_gpu(
 def medians(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the first words of a table's heading, which say how its values were obtained."""
     has_single = any(is_single(row, side) for row in rows for side in ("memsaver", "peer"))
-    return "Medians, or single measurements (once)," if has_single else "Medians"
+    return 'Medians, or single measurements (marked "once"),' if has_single else "Medians"
 
 
 def is_single(row: Mapping[str, Any], side: str) -> bool:

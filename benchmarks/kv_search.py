@@ -1,6 +1,6 @@
 """Search for the largest KV cache that fits, with few engines.
 
-An engine that fits reports its least free memory. The next engine gets a KV cache that uses that
+An engine that fits reports its minimum free memory. The next engine gets a KV cache that uses that
 memory; so the second engine is near the largest, and the third confirms it.
 """
 
@@ -19,7 +19,7 @@ class Trial:
 
     Attributes:
         tokens: the size of its KV cache.
-        spare: its least free memory in bytes; None if it did not fit.
+        spare: its minimum free memory in bytes; None if it did not fit.
         why: the reason if it did not fit.
     """
 

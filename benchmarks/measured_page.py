@@ -205,10 +205,10 @@ pinned host memory for the next pause; by default, each resume releases it. Note
   torch_memory_saver for the third or fourth).
 - The results were written by the programs of `benchmarks/`; the file has the single cycles (except
   for `cudaMalloc`) and the commit.
-- `benchmarks/results/h200_0.2.0.json` is a shorter run of memsaver 0.2.0 without a backup, on a
-  machine whose driver calls took one of two times (64 GiB unmapped by bare calls: 21 to 24 ms or 41
-  to 46 ms), for both libraries. Its medians depend on how many cycles of each were slow, so they
-  are not shown here.
+- `benchmarks/results/h200_0.2.0.json` is a shorter run of memsaver 0.2.0 without a backup. On that
+  machine, the driver calls of both libraries were either fast or slow: bare calls unmapped 64 GiB
+  in 21 to 24 ms or in 41 to 46 ms. The medians depend on how many cycles of each library were slow,
+  so they are not shown here.
 """
 
 

@@ -23,7 +23,7 @@ MIB = 1 << 20
 PAGE = 2 * MIB
 PAGES_MIB = (2, 32, 256)
 
-# Runs with their addresses, in the order of the addresses.
+# Runs with their addresses, in address order.
 Placed = list[tuple[int, Run]]
 # The runs in a page, each with its place in the page.
 Content = tuple[tuple[int, Run], ...]

@@ -1,4 +1,4 @@
-"""Compare two builds of memsaver on one GPU: an earlier one and the current one, in turns.
+"""Compare two builds of memsaver on one GPU: an earlier one and the current one, alternately.
 
     pip install --no-build-isolation --no-deps --target /tmp/before SOURCE_OF_AN_EARLIER_COMMIT
     python benchmarks/paired.py --before /tmp/before --before-commit HASH [--after /tmp/after]

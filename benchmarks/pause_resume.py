@@ -11,7 +11,7 @@ Measurements
     swap        one tag out, another in: 16 GB each with a backup; 64 GiB each without one
     disk        8 GB with a backup on disk (--disk-dir)
     host        host memory beyond the backed bytes, while paused and after trim
-    two_gpu     the decoder on each of two GPUs, backed; left out where there is one
+    two_gpu     the decoder on each of two GPUs, backed; left out with one GPU
     neighbour   the decoder on one of two GPUs, with a backup on the other one or on the host; left
                 out with one GPU
     sharing     16 GB sent to another process from a shareable region, or by CUDA IPC; an update

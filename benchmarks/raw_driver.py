@@ -14,7 +14,7 @@ LIMIT = "driver"
 
 
 def count_gpus() -> int:
-    """Return the number of GPUs; 0 without a driver. Creates no context."""
+    """Return the number of GPUs; 0 if there is no driver. Creates no context."""
     from memsaver.cli.bare_driver import BareDriver
     from memsaver.errors import MemsaverError
 

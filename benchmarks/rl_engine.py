@@ -254,7 +254,7 @@ class Loop(EngineWorker):
                 self._lost = f"the engine's weights: {problem or found}"
 
     def _checked(self) -> dict[str, Any]:
-        """Return the result of `step` about contents, after its update."""
+        """Check the contents after an update; return the fields of `step`'s result for them."""
         if not self._backup:
             return {"lost": self._lost, "unchecked": "", "weights": ""}
         old, (self._sent, unchecked) = self._sent, self.checksum()

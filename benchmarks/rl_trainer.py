@@ -1,4 +1,4 @@
-"""A trainer beside an engine: weights and optimizer states in two tags of a memory saver.
+"""A trainer next to an engine: weights and optimizer states in two tags of a memory saver.
 
 Both tags have a backup in host memory. With memsaver, `offload` moves them there; with
 torch_memory_saver, they are created in regions, as is usual for that library. Gradients exist for

@@ -6,16 +6,16 @@ Needs SGLang, and memsaver installed so that SGLang finds its plugin. The engine
 Qwen3-8B's shape with random weights, 16.4 GB, on one GPU, including CUDA graphs.
 
 Measurements
-    fraction    the largest mem_fraction_static with which an engine wakes up beside a trainer that
-                holds a copy of the weights: in stages, against all at once
+    fraction    the largest mem_fraction_static with which an engine wakes up next to a trainer that
+                holds a copy of the weights: in stages, compared with all at once
     cycle       release and resume of each tag, with weights backed up in host memory: as loaded,
                 without changes, and after a weight update; decoding before and after; the start of
                 the engine
-    plain       decoding, against an engine without a memory saver, in turns
+    plain       decoding, alternating with an engine without a memory saver
     switch      two engines that take turns on the GPU: from a request for the one that sleeps to
                 its first token; memory in use while the first one sleeps alone
-    storm       requests of all kinds to a server of a small model that sleeps and wakes up
-                meanwhile: each must be answered, and with the tokens of an awake server
+    storm       requests of all kinds to a server of a small model while it sleeps and wakes up:
+                each must be answered with the tokens of an awake server
     tp2         memory in use while an engine on two GPUs sleeps, with suspended communicators
                 and without; nothing on a machine with one GPU
 

@@ -93,7 +93,9 @@ class KindWorker(Worker):
     def pause(self, mode: str) -> dict[str, Any]:
         """Pause generation with a request in flight, then without; release after each pause.
 
-        Returns the output afterwards, and the reason if the release with a request was refused.
+        Returns:
+            The tokens of the request, the output after both releases, and the engine's refusal of
+            the release during the request; "" if it was not refused.
         """
         from memsaver.integrations.engine.errors import EngineBusyError
 

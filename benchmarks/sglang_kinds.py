@@ -172,7 +172,7 @@ class File:
         self._stamp = results.stamp()
 
     def add(self, row: dict[str, Any]) -> None:
-        """Add a row, instead of an earlier one of this kind, unless the kind was not run now."""
+        """Add a row, and drop an earlier row of its kind unless the kind was not run this time."""
         with self._lock:
             rows = {known["name"]: known for known in results.read(self._path)}
             if row["resumed"] == NOT_RUN:

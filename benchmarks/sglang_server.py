@@ -74,7 +74,7 @@ def serving(
 
     Args:
         model: the model's directory.
-        arguments: its options, by the names that `sglang.Engine` has for them.
+        arguments: its options, with the names of `sglang.Engine`'s arguments.
         variables: further environment variables.
         log: the file for its output.
     """

@@ -59,7 +59,7 @@ class Tags(Resident):
     """memsaver's tags, through `offload`."""
 
     def begin(self, model: Any, optimizer: Any, reference: Any) -> None:
-        """See the base."""
+        """See the base class."""
         import memsaver
         from memsaver.integrations.trainer import offload
 
@@ -71,20 +71,20 @@ class Tags(Resident):
         self.drop_reference()
 
     def wake_reference(self) -> None:
-        """See the base."""
+        """See the base class."""
         self._memsaver.resume("reference")
 
     def drop_reference(self) -> None:
-        """See the base."""
+        """See the base class."""
         self._memsaver.pause("reference")
 
     def sleep(self) -> None:
-        """See the base."""
+        """See the base class."""
         self._memsaver.pause("trainer")
         self._empty()
 
     def wake(self) -> None:
-        """See the base."""
+        """See the base class."""
         self._memsaver.resume("trainer")
 
 
@@ -92,26 +92,26 @@ class Moves(Resident):
     """Copies in host memory that `Tensor.to` allocates each time."""
 
     def begin(self, model: Any, optimizer: Any, reference: Any) -> None:
-        """See the base."""
+        """See the base class."""
         self._model, self._optimizer, self._reference = model, optimizer, reference
         self.drop_reference()
 
     def wake_reference(self) -> None:
-        """See the base."""
+        """See the base class."""
         self._reference.to(self._device)
 
     def drop_reference(self) -> None:
-        """See the base."""
+        """See the base class."""
         self._reference.to("cpu")
         self._empty()
 
     def sleep(self) -> None:
-        """See the base."""
+        """See the base class."""
         self._move("cpu")
         self._empty()
 
     def wake(self) -> None:
-        """See the base."""
+        """See the base class."""
         self._move(self._device)
 
     def _move(self, device: str) -> None:

@@ -1,4 +1,4 @@
-"""Judge whether trainings differ by more than FACTOR times the difference of two peer's runs."""
+"""Judge whether runs differ by more than FACTOR times the difference of the peer's two runs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Steps = Sequence[Mapping[str, Any]]  # the figures of each step
 
 
 def larger(ours: Steps, theirs: Steps, again: Steps, keys: Sequence[str]) -> list[str]:
-    """Return the figures that differ far more than between two trainings with the peer.
+    """Return the figures that differ far more than between two training runs with the peer.
 
     Args:
-        ours: the training with memsaver.
-        theirs: the training with the peer.
-        again: a second training with the peer.
+        ours: the run with memsaver.
+        theirs: the run with the peer.
+        again: a second run with the peer.
         keys: the names of the figures, which are numbers.
     """
     found = []
@@ -31,7 +31,7 @@ def larger(ours: Steps, theirs: Steps, again: Steps, keys: Sequence[str]) -> lis
 
 
 def largest(one: Steps, other: Steps, key: str) -> float:
-    """Return the largest difference of a figure in the same step of two trainings, or NaN."""
+    """Return the largest difference of a figure in the same step of two training runs, or NaN."""
     pairs = zip(one, other, strict=True)
     found = [abs(float(mine[key]) - float(others[key])) for mine, others in pairs]
     return math.nan if any(map(math.isnan, found)) else max(found)

@@ -35,7 +35,7 @@ END_SECONDS = 30  # limit for a trainer that was asked to end
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a training.
+    """The settings of a training run.
 
     Attributes:
         folder: the folder with the model and the prompts; see `verl_model.save`.
@@ -138,7 +138,7 @@ class Trainer:
 
     Args:
         name: the memory saver.
-        settings: the training.
+        settings: the settings of the training run.
         results: an existing folder for everything that the trainer writes.
     """
 
@@ -212,13 +212,13 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Found:
-    """The results of a training.
+    """The results of a training run.
 
     Attributes:
         metrics: for each step, verl's metrics.
         responses: for each step, its responses with their prompts and scores, sorted.
         cycles: for each step, the seconds of its release and resumes.
-        sleeping: the bytes in use after each release of a step; None without NVML.
+        sleeping: the bytes in use after each release of a step; None if NVML is missing.
         tokens: the tokens of the engine's KV cache.
     """
 
@@ -236,7 +236,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read(name: str, results: Path) -> Found:
-    """Return the results of a training with the named saver. Raises Failed."""
+    """Return the results of a training run with the named saver. Raises Failed."""
     metrics = [line["data"] for line in lines(results / METRICS)]
     record = lines(results / RECORD)
     started = [line for line in record if line["call"] == verl_watch.STARTED]

@@ -34,7 +34,7 @@ LIBRARIES = (("torch_memory_saver", "torch_memory_saver_hook"), ("memsaver", "/m
 
 
 def record(**line: Any) -> None:
-    """Append a line to the file; lines of several processes do not mix."""
+    """Append a line to the file; lines of several processes are not interleaved."""
     text = json.dumps({"at": time.time(), **line}) + "\n"
     descriptor = os.open(os.environ[FILE], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     try:
@@ -44,7 +44,7 @@ def record(**line: Any) -> None:
 
 
 def used_bytes() -> int | None:
-    """Return the bytes in use on the first visible GPU; None without NVML."""
+    """Return the bytes in use on the first visible GPU; None if NVML is missing."""
     try:
         return DeviceMemory().used()
     except RuntimeError:

@@ -6,10 +6,10 @@ Needs vLLM, and memsaver installed so that vLLM finds its plugin. The engine ser
 Qwen3-8B's shape with random weights, 16.4 GB, with CUDA graphs; its KV cache fills half of the GPU.
 
 Measurements
-    sleep     sleep at level 1 with the weights as at first, without changes, and with all weights
+    sleep     sleep at level 1 with the initial weights, without changes, and with all weights
               changed in place before; wake-up of the weights and then of the KV cache; memory in
               use while the engine sleeps; decoding before and after
-    decode    decoding of two awake engines in turns; only if it is selected
+    decode    alternate decoding of two awake engines; only if it is selected
 
 Each engine runs in a process of its own. In `sleep`, the two engines use the GPU one after the
 other. Each step begins after a wait of --wait seconds, so that the driver's clearing of released

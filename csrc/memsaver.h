@@ -415,9 +415,9 @@ MS_API ms_status ms_transition_wait_stream(ms_transition* transition, void* stre
 
 /* Like ms_transition_wait_stream, but makes the work wait only for the contents of `ranges`: for a
  * resume's copies into them, and the copies queued before those. If an address does not belong to
- * the resume, the work waits for all copies. Without ranges, it waits for no copy, but the call
- * still returns only when all copies are queued. `stream` points to the CUstream; if it is NULL,
- * the calling thread waits.
+ * the resume, the work waits for all copies. Without ranges, it does not wait for copies, but the
+ * call still returns only when all copies are queued. `stream` points to the CUstream; if it is
+ * NULL, the calling thread waits.
  * Errors: those of ms_transition_wait_stream; MS_DRIVER_FAILED if a copy fails while this thread
  * waits. */
 MS_API ms_status ms_transition_wait_ranges(ms_transition* transition, const ms_range* ranges,

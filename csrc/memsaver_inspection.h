@@ -166,8 +166,8 @@ typedef struct ms_location {
 } ms_location;
 
 /* Returns the allocation and the tag of an address, and the transition that brought the tag into
- * its state. Makes no driver call and waits for no transition, so it also works after an illegal
- * access.
+ * its state. Makes no driver call and does not wait for transitions, so it also works after an
+ * illegal access.
  * Errors: MS_NOT_OURS if the address is not in memory that this library reserved. */
 MS_API ms_status ms_locate(const void* pointer, ms_location* location, ms_error* error);
 

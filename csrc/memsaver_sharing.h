@@ -60,8 +60,8 @@ MS_API ms_status ms_importer_open(int64_t pid, ms_importer** importer, ms_error*
  * or none. Skips extents that the process already has, and exports at most `most`; a further call
  * exports the rest. The caller closes the descriptors. Waits while a transition of the tag is in
  * progress. `rows` is required.
- * Errors: those of ms_exportable; MS_INVALID_ARGUMENT if there is no range, or they belong to
- * several tags or devices; MS_INVALID_STATE if the wait would deadlock. */
+ * Errors: those of ms_exportable; MS_INVALID_ARGUMENT if there is no range, or the ranges belong
+ * to several tags or devices; MS_INVALID_STATE if the wait would deadlock. */
 MS_API ms_status ms_importer_export(ms_importer* importer, const ms_range* ranges, size_t count,
                                     size_t most, ms_exported** rows, size_t* row_count,
                                     ms_error* error);

@@ -65,7 +65,7 @@ class Registry(Protocol):
 
 @dataclass(frozen=True)
 class Collector:
-    """The collector of memsaver's metrics. Any thread. All collectors are equal."""
+    """The collector of memsaver's metrics. Any thread. All collectors compare equal."""
 
     def describe(self) -> Iterator[Any]:
         """Yield the metrics of a process without tags, so that a registry knows their names.

@@ -79,7 +79,7 @@ def place(directory: Path, copies: int) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def direct_file(directory: Path, failures: list[str]) -> Iterator[DirectFile | None]:
-    """Yield a file for direct I/O, written and read once; None without direct I/O."""
+    """Yield a file for direct I/O, written and read once; None if it is not supported."""
     file: DirectFile | None = None
     try:
         file = DirectFile(directory, TOTAL)

@@ -4,8 +4,8 @@ For as many bytes as the engine's tags have, in a process of its own, after the 
 
     sleep_unchanged_ms    bare driver calls that unmap and release all memory
     sleep_changed_ms      a plain pinned copy of the weights to the host; the cache can be released
-                          meanwhile
-    wake_weights_ms       the same copy back; the memory can be mapped meanwhile
+                          during the copy
+    wake_weights_ms       the same copy back; the memory can be mapped during the copy
     wake_kv_ms            bare driver calls that allocate and map the cache
 """
 

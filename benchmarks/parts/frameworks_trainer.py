@@ -1,8 +1,8 @@
 """Measure transformers' Trainer whose optimizer, weights and reference model sleep.
 
-The same training runs three times: with memsaver's `offload`, with `Tensor.to` to the host and
-back, and with everything on the device. A training whose losses or gradients differ from those of
-the resident one is a failure without rows.
+The same training is run three times: with memsaver's `offload`, with `Tensor.to` to the host and
+back, and with everything on the device. A run whose losses or gradients differ from those of the
+resident run is a failure without rows.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def column(found: Found, key: str) -> list[float]:
 
 
 def rows(found: Mapping[str, Found]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of three trainings."""
+    """Yield the rows of three training runs."""
     ours, moves, resident = found[OURS], found[MOVES], found[RESIDENT]
     values = (
         ("trainer_transition_seconds", column(ours, "transitions"), MOVES, moves, "transitions"),

@@ -36,7 +36,7 @@ ENVIRONMENT = {"HF_HUB_DISABLE_TELEMETRY": "1", "CUBLAS_WORKSPACE_CONFIG": ":409
 
 @dataclass(frozen=True)
 class Found:
-    """One training.
+    """One training run.
 
     Attributes:
         steps: for each step, COMPARED and "seconds".
@@ -86,7 +86,7 @@ def cycles_of(calls: Sequence[tuple[str, float]]) -> list[float]:
 
 
 def differences(one: Found, other: Found) -> list[str]:
-    """Return the figures that differ between two trainings, as "step 2: loss 1.0, 1.1"."""
+    """Return the figures that differ between two training runs, as "step 2: loss 1.0, 1.1"."""
     return [
         f"step {number}: {key} {mine[key]}, {others[key]}"
         for number, (mine, others) in enumerate(zip(one.steps, other.steps, strict=True), 1)
@@ -121,7 +121,7 @@ def train(name: str, options: argparse.Namespace) -> Found:
 
 
 def rows(ours: Found, theirs: Found, differing: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of two trainings."""
+    """Yield the rows of two training runs."""
     values: Mapping[str, tuple[Sequence[float], Sequence[float]]] = {
         "trl_sleep_wake_seconds": (ours.cycles[:1], theirs.cycles[:1]),
         "trl_sleep_wake_later_seconds": (ours.cycles[1:], theirs.cycles[1:]),
@@ -154,7 +154,7 @@ def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[s
         return
     differing = differences(ours, theirs)
     if differing:
-        say(f"the trainings differ: {differing}; {PEER} trains once more")
+        say(f"the training runs differ: {differing}; {PEER} trains once more")
         again = train(THEIRS, options)
         if not differences(theirs, again):
             failures.append(f"trl: two runs of the peer agree, memsaver differs: {differing}")

@@ -76,7 +76,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Training:
-    """A training that has ended: its results, and the peak of the memory in use in MiB."""
+    """A training run that has ended: its results, and the peak of the memory in use in MiB."""
 
     found: Found
     peak: float
@@ -100,7 +100,7 @@ class Training:
 
 
 def settings(options: argparse.Namespace, folder: Path, **changed: Any) -> Settings:
-    """Return the settings of a training, and write its model and its prompts."""
+    """Return the settings of a training run, and write its model and its prompts."""
     given = {
         "steps": options.verl_steps,
         "gpus": options.verl_gpus,
@@ -132,7 +132,7 @@ def train(name: str, options: argparse.Namespace, chosen: Settings) -> Training:
 
 
 def differences(one: Found, other: Found) -> list[str]:
-    """Return the figures that differ between two trainings, as "step 2: name 1.0, 1.1"."""
+    """Return the figures that differ between two training runs, as "step 2: name 1.0, 1.1"."""
     found = []
     for number, (mine, others) in enumerate(zip(one.metrics, other.metrics, strict=True), 1):
         for key in COMPARED:
@@ -146,7 +146,7 @@ def differences(one: Found, other: Found) -> list[str]:
 def steps(
     options: argparse.Namespace, folder: Path, failures: list[str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a training of a few steps."""
+    """Yield the rows of a training run of a few steps."""
     chosen = settings(options, folder)
     ours = train(OURS, options, chosen)
     if not options.peer:
@@ -160,7 +160,7 @@ def steps(
     differing = differences(ours.found, theirs.found)
     again: list[str] = []
     if differing:
-        say(f"the trainings differ: {differing}; {PEER} trains once more")
+        say(f"the training runs differ: {differing}; {PEER} trains once more")
         third = train(DEFAULT, options, chosen).found
         again = differences(theirs.found, third)
         if not again:
@@ -174,7 +174,7 @@ def steps(
 
 
 def other_weights(ours: Found, theirs: Found) -> str:
-    """Return why the engine seems to have other weights than the trainer; "" if it does not."""
+    """Return why the weights of engine and trainer seem to differ; "" if they seem equal."""
     values = [[step[PROBABILITIES] for step in one.metrics] for one in (ours, theirs)]
     mine, others = map(max, values)
     if mine <= MORE * others and not any(map(math.isnan, (*values[0], *values[1]))):
@@ -194,14 +194,14 @@ def rows(
     differing: Sequence[str],
     again: Sequence[str],
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of two trainings.
+    """Yield the rows of two training runs.
 
     Args:
         ours: the training with memsaver.
         theirs: the training with the peer.
         start: the beginning of the metrics' names.
         differing: the differences between the two.
-        again: the differences between two trainings with the peer, if `differing` is not empty.
+        again: the differences between two runs with the peer, if `differing` is not empty.
     """
     values: Mapping[str, tuple[Sequence[float], Sequence[float]]] = {
         "sleep_wake_seconds": (ours.found.cycles, theirs.found.cycles),
@@ -293,10 +293,10 @@ def cycles(
 def interrupted(
     options: argparse.Namespace, folder: Path, failures: list[str]
 ) -> Iterator[dict[str, Any]]:
-    """Interrupt a training in a step, and let a step of another one raise.
+    """Interrupt a training run during a step, and make a step of another run raise.
 
     Both trainers must end. Yields the row of the additional memory in use, or no row if a process
-    is left or more than NOISE_MIB stay in use.
+    is still running or more than NOISE_MIB remain in use.
     """
     used: list[float] = []
     for how in ("interrupted", "raises"):
@@ -308,7 +308,7 @@ def interrupted(
 
 
 def end_early(how: str, options: argparse.Namespace, folder: Path) -> float:
-    """Interrupt a training in its second step, or let a reward raise.
+    """Interrupt a training run in its second step, or make a reward raise.
 
     Returns:
         The memory in use afterwards, in MiB more than at the start.
@@ -338,16 +338,16 @@ def end_early(how: str, options: argparse.Namespace, folder: Path) -> float:
 def leftovers(options: argparse.Namespace, trainer: Trainer) -> float:
     """Wait for the end of a trainer's processes, and return the memory in use; see `end_early`.
 
-    Raises Failed if processes or memory are left.
+    Raises Failed if processes are still running or memory is still in use.
     """
     end = time.monotonic() + FREE_SECONDS
     while True:
         used, left = used_mib() - options.idle_mib, trainer.left()
         if used <= NOISE_MIB and not left:
-            say(f"no process is left; {used:.0f} MiB more are in use than at the start")
+            say(f"no process is running; {used:.0f} MiB more are in use than at the start")
             return used
         if time.monotonic() > end:
-            raise Failed(f"verl: {used:.0f} MiB are left in use, and the processes {left} run")
+            raise Failed(f"verl: {used:.0f} MiB are still in use; processes running: {left}")
         time.sleep(0.5)
 
 

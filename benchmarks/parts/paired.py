@@ -1,4 +1,4 @@
-"""Measure two builds of memsaver in turns: the parts of paired.py.
+"""Measure two builds of memsaver alternately: the parts of paired.py.
 
 Both builds run the workers of discarded.py, backed.py and swap.py, each in processes of its own
 with its folder on PYTHONPATH. The build that goes first alternates from cycle to cycle. The cycles

@@ -145,7 +145,7 @@ def proposal(way: Way, ways: Sequence[Way]) -> int | None:
 
 
 def look(ways: Sequence[Way], options: argparse.Namespace, failures: list[str]) -> None:
-    """Run trials of the ways in turn, until all are settled or the time is over."""
+    """Run trials of the ways in turn, until all are settled or the time is up."""
     end = time.monotonic() + options.kv_seconds
     with attempt(failures):
         probe(ways, options)

@@ -1,6 +1,6 @@
 """Compare decoding of an awake engine with memsaver and of an engine without a memory saver.
 
-Both engines are on the GPU at once, with KV caches of the same size, and decode in turns, so that
+Both engines are on the GPU at once, with KV caches of the same size, and alternate, so that
 changes of the GPU's speed affect both. The guard against requests to a sleeping engine is installed
 in memsaver's engine.
 """

@@ -7,13 +7,13 @@ it in place of the engine's, and create new memory, without contents, for the tr
 
 take_over_asleep_16GB_ms: before, the engine is paused without a backup; afterwards, the trainer is
 paused without one. The peer's bare driver calls create and map the engine's memory, copy, and
-release the trainer's memory. Those of the takeover import and map the trainer's memory for the
-engine, and unmap and release it for the trainer.
+release the trainer's memory. The takeover's driver calls import and map the trainer's memory for
+the engine, and unmap and release it for the trainer.
 
 The driver's calls are made for pieces of physical memory of several sizes, in one process; the
-values are those of the size with the lowest median, and the details have all of them. A real
-implementation would also send a descriptor for each piece, and could only take over pieces with
-equal contents: the details have their percentages (see page_shares.py).
+values are those of the size with the lowest median, and the details list the values of all sizes. A
+real implementation would also send a descriptor for each piece, and could only take over pieces
+with equal contents: the details give their percentages (see page_shares.py).
 """
 
 from __future__ import annotations

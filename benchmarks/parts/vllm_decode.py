@@ -1,6 +1,6 @@
 """Compare decoding of two awake vLLM engines, with memsaver and with vLLM's own allocator.
 
-Both engines are on the GPU at once and decode in turns, so that changes of the GPU's speed affect
+Both engines are on the GPU at once and alternate, so that changes of the GPU's speed affect
 both.
 """
 

@@ -1,6 +1,6 @@
 """Measure sleep and wake-up of a vLLM engine, with decoding before and after.
 
-The engines use the GPU one after the other. Each runs one cycle with the weights as at first, and
+The engines use the GPU one after the other. Each runs one cycle with the initial weights, and
 then alternates cycles with unchanged weights and with changed weights. Checksums of the weights and
 the output before a sleep and after the wake-up are compared. Measurements taken before an engine
 failed are valid, unless the engine lost contents. The limit, measured for one GPU, is the time of

@@ -45,8 +45,8 @@ MEMSAVER_CALLED(X)
 // clang-format on
 
 // The functions found for the calls of one loaded object. Never freed. Entries of `real` are
-// resolved lazily. The objects of the functions stay loaded. An object that is loaded later at the
-// same addresses inherits the entry.
+// resolved lazily. The shared objects that define the functions stay loaded. An object that is
+// loaded later at the caller's addresses inherits the entry.
 struct Caller {
   uintptr_t begin, bytes;
   Caller* next;

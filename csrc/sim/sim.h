@@ -71,7 +71,8 @@ int sim_settings_problem(char* buffer, size_t size);
 int sim_fail(const char* call, uint64_t nth, int code, uint64_t times);
 // Removes all faults, including those from the environment.
 void sim_clear_faults(void);
-// Returns the number of calls of that name so far, including failed calls; 0 for an unknown name.
+// Returns the number of calls of that name so far, including failed calls; 0 if the name is
+// unknown.
 uint64_t sim_calls(const char* call);
 
 // Fills *totals. Returns 0, or -1 in a forked child (*totals is then all zero).
@@ -101,9 +102,9 @@ void sim_peer_access(int possible);
 // and cuMemHostRegister return CUDA_ERROR_OUT_OF_MEMORY.
 void sim_host_limit(uint64_t bytes);
 
-// Copy between `buffer` and the memory at an address, device or host memory, like a program's own
-// access to that address, but through the device's file, which maps no pages. Return 0, or -1 if a
-// byte of it is not accessible; bytes before it may be copied.
+// Copy between `buffer` and device or host memory at an address. Access is checked as for the
+// program's own accesses, but the copy goes through the device's file, which maps no pages. Return
+// 0, or -1 if a byte is not accessible; the bytes before it may be copied.
 int sim_read(uint64_t address, void* buffer, uint64_t size);
 int sim_write(uint64_t address, const void* buffer, uint64_t size);
 

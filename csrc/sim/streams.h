@@ -81,7 +81,7 @@ class Streams {
   // Closes a stream: it accepts no operations, and is removed when it is idle.
   void close(const StreamPtr& stream);
 
-  // Returns the stream of a handle, including special values; null for an unknown one. The
+  // Returns the stream of a handle, including special values; null if it is unknown. The
   // per-thread stream is the calling thread's in `current`.
   StreamPtr find(CUstream handle, Context* current);
   // Returns all streams that run or may run operations, including closed ones with work left.

@@ -148,7 +148,10 @@ bool fill(const std::vector<Span>& destination, uint32_t value, unsigned width) 
   uint64_t most = 0;
   for (const Span& span : destination) most = std::max(most, span.size);
   std::vector<char> pattern(zero ? 0 : std::min(most, kBufferBytes));
-  for (size_t at = 0; at < pattern.size(); at += width) std::memcpy(&pattern[at], &value, width);
+  if (!pattern.empty()) std::memcpy(pattern.data(), &value, width);
+  for (size_t at = width; at < pattern.size(); at *= 2) {
+    std::memcpy(&pattern[at], pattern.data(), std::min(at, pattern.size() - at));
+  }
   for (const Span& span : destination) {
     if (span.memory == nullptr) return false;
     const int fd = span.memory->fd();

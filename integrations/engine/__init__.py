@@ -15,7 +15,7 @@ engine's sleep, and `interface.Backend`, for rollouts: see `memsaver.integration
 | `imports`, `variables` | an engine's plugin: callbacks after imports, environment variables |
 | `ranks`, `moves` | inside an engine's processes: attempts on all ranks; pauses and resumes |
 | `placement`, `processes`, `loops` | the GPUs, processes and event loops of engines started here |
-| `local_calls`, `locks` | calls to engines of this process, and their waits for other threads |
+| `local_calls`, `locks` | calls to engines in this process, and their waits for other threads |
 | `weights` | inside an engine's processes: verification of weights that a trainer sends |
 | `admission`, `admitted`, `policies`, `refusals`, `idle` | requests to a sleeping engine |
 | `http` | a client for engines behind a URL; the responses of a sleeping server |

@@ -1,9 +1,9 @@
 """Suspends an engine's NCCL communicators while its memory is released, on all ranks or on none.
 
 NCCL waits in each call for the other ranks of the communicator, indefinitely. So a communicator
-is suspended only if all of its ranks take part here, which the ranks verify by an exchange. Before
-a resume, all ranks check that there is enough free memory: if NCCL's call failed on one rank, the
-other ranks would wait in theirs, and the communicator would be lost.
+is suspended only if all of its ranks take part; to verify this, the ranks exchange lists of
+their communicators. Before a resume, all ranks check that there is enough free memory: if NCCL's
+call failed on one rank, the other ranks would wait in theirs, and the communicator would be lost.
 
 A call spends most of its time on NCCL's messages between the ranks, so the calls for several
 communicators run at the same time.
@@ -36,7 +36,7 @@ class Suspender:
     """Suspends and resumes this process's communicators. Every method is collective.
 
     Args:
-        find: returns the communicators of this process that may be suspended.
+        find: returns the communicators in this process that may be suspended.
         device: the device of their memory.
     """
 

@@ -70,7 +70,7 @@ class Engine(Protocol):
         """
 
     def states(self, timeout: float) -> list[SchedulerState]:
-        """Return the state of each data-parallel scheduler; [] without memsaver's hooks."""
+        """Return the state of each data-parallel scheduler; [] if memsaver's hooks are missing."""
 
     def flush(self, timeout: float) -> bool:
         """Flush the prefix cache; return False, and do nothing, if requests are in flight."""
@@ -185,7 +185,7 @@ class JoinRequest:
         name: the group's name.
         address: the address of the group's store.
         port: the port of the group's store.
-        backend: the backend of torch.distributed, "nccl" or "gloo".
+        backend: the torch.distributed backend, "nccl" or "gloo".
         world_size: the number of ranks in the group.
         rank_offset: the rank in the group of the engine's first rank.
     """
@@ -249,8 +249,8 @@ class Backend(Protocol):
 
         Returns:
             The checks of each of the engine's ranks, even if they found a defect; the engine keeps
-            the old version in this case. [] without a verification request, and from an engine
-            that cannot verify.
+            the old version in this case. [] if there was no verification request, or the
+            engine cannot verify.
         """
 
     def end_update(self, timeout: float) -> None:

@@ -50,4 +50,4 @@ class Connector(Protocol):
     def backend_of(
         self, engine: Any, *, api_key: str | None = None, timeout: float = 60.0
     ) -> Backend:
-        """Return the backend for an engine of this process, or for a server at a URL."""
+        """Return the backend for an engine in this process, or for a server at a URL."""

@@ -1,4 +1,4 @@
-"""Calls to an engine of this process, which another thread or an event loop runs."""
+"""Calls to an engine in this process, run by another thread or by an event loop."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def result_of(
         timeout: seconds to wait.
         death: describes a process of the engine that ended; "" if none has.
         wait: waits for the call for some seconds; None waits for another thread.
-        kinds: memsaver's errors for some of the engine's errors, by the names of their classes.
+        kinds: memsaver's errors for some of the engine's errors, keyed by their class names.
 
     Raises:
         EngineTimeoutError: the call did not return in time.

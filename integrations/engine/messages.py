@@ -152,8 +152,8 @@ class Answer:
         operation: "release" or "resume".
         tags: the tags of the operation, even if it failed, except tags that were already in the
         requested state.
-        released: the tags whose memory is released now.
-        held: the released tags whose memory is still allocated on some rank, because the rank could
+        released: the tags whose memory is currently released.
+        held: the released tags whose memory is still allocated on a rank, because the rank could
             not release it after a failure; the next release retries.
         ranks: the reports of the ranks of the scheduler's tensor-parallel group.
         failure: the operation's failure, or None.
@@ -199,7 +199,7 @@ class SchedulerState:
     Attributes:
         scheduler: its unique name.
         released: the tags whose memory is released.
-        idle: whether no request is in flight, so that a release is possible.
+        idle: whether no request is in flight, so a release is possible.
         last: the last answer, or None.
         when_asleep: the treatment of requests that need released memory; see `Policy`.
         update_ranks: the number of ranks for which a weight update of this engine contains

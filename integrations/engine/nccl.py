@@ -59,12 +59,12 @@ class Nccl:
         return self.version >= SINCE and hasattr(self._library, "ncclCommSuspend")
 
     def begin_suspend(self, handle: int) -> Call:
-        """Begin to release a communicator's memory. The call waits for the other ranks."""
+        """Begin releasing a communicator's memory. The call waits for the other ranks."""
         arguments = ctypes.c_void_p(handle), ctypes.c_int(_MEMORY)
         return Call("ncclCommSuspend", self._library.ncclCommSuspend, *arguments)
 
     def begin_resume(self, handle: int) -> Call:
-        """Begin to allocate a suspended communicator's memory again. See `begin_suspend`."""
+        """Begin reallocating a suspended communicator's memory. See `begin_suspend`."""
         return Call("ncclCommResume", self._library.ncclCommResume, ctypes.c_void_p(handle))
 
     def suspendable_bytes(self, handle: int) -> int:
@@ -72,7 +72,7 @@ class Nccl:
         return self._statistic(handle, _SUSPENDABLE)
 
     def held_bytes(self, handle: int) -> int:
-        """Return the communicator's bytes on the device now. Raises `EngineError`."""
+        """Return the bytes that the communicator uses on the device. Raises `EngineError`."""
         total = self._statistic(handle, _TOTAL)
         released = self.suspendable_bytes(handle) if self.is_suspended(handle) else 0
         return max(0, total - released)
@@ -139,14 +139,14 @@ def _check(function: str, status: int) -> None:
 
 @dataclass(frozen=True)
 class Communicator:
-    """A communicator of this process.
+    """A communicator in this process.
 
     Attributes:
         name: its name, the same on all of its ranks.
         ranks: the names of its ranks in the engine's world, in the communicator's order.
         rank: this process's place in it.
         handle: the address of NCCL's object.
-        nccl: the library that has created it.
+        nccl: the library that created it.
     """
 
     name: str

@@ -34,7 +34,7 @@ def sample(
     Args:
         token_ids: the generated tokens.
         logprobs: their log-probabilities, of which None becomes NaN; or None. After an abort, the
-            engine may report some for other tokens than these.
+            engine may report some for tokens other than these.
         finish: the reason of the end.
         version: the version of the weights, or None.
 

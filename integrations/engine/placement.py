@@ -83,7 +83,7 @@ class Sizes:
 
 
 def gpu_of_this_process() -> Gpu | None:
-    """Return torch's current GPU, or None without GPUs. Starts CUDA in this process.
+    """Return torch's current GPU, or None if there is no GPU. Starts CUDA in this process.
 
     CUDA must start before an engine does; otherwise the environment for the engine's processes
     would apply to this process as well.
@@ -98,7 +98,7 @@ def gpu_of_this_process() -> Gpu | None:
 
 
 def by_host(gpus: Sequence[Gpu | None]) -> list[list[Gpu]]:
-    """Return the GPUs of an engine's ranks, divided by their hosts; [] without GPUs.
+    """Return the GPUs of an engine's ranks, divided by their hosts; [] if there are no GPUs.
 
     Args:
         gpus: the GPUs of the group's ranks, in the engine's order.

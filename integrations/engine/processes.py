@@ -76,14 +76,14 @@ class Parent:
         return done.result()
 
     def end(self) -> None:
-        """End the thread; with it, Linux ends the processes that are left."""
+        """End the thread. Linux then kills its remaining child processes."""
         self._ended.open()
         if self._thread is not None:
             self._thread.join(_SECONDS)
 
 
 class Processes:
-    """The processes of multiprocessing that a thread of this process starts from now on.
+    """The `multiprocessing` processes that a thread has started since this object was created.
 
     Args:
         thread_id: the thread's native id.
@@ -107,7 +107,7 @@ class Processes:
             self._descendants.update(descendants_of(child.pid))
 
     def end(self) -> None:
-        """End the recorded processes, and all that they started. Idempotent."""
+        """End the recorded processes and all their descendants. Idempotent."""
         kill(self._found, self._descendants)
 
 
@@ -129,7 +129,7 @@ def descendants_of(pid: int) -> list[Descendant]:
 
 
 def _children_of(path: str) -> list[int]:
-    """Return the children of a thread, by the path of their list; [] if the thread has ended."""
+    """Read the children of a thread from a file of /proc; [] if the thread has ended."""
     try:
         with open(path) as file:
             return [int(text) for text in file.read().split()]
@@ -138,7 +138,7 @@ def _children_of(path: str) -> list[int]:
 
 
 def kill(processes: Sequence[Any], started: Iterable[Descendant] = ()) -> None:
-    """End processes of multiprocessing with all their descendants, and wait until they have ended.
+    """End `multiprocessing` processes and all their descendants, and wait until they have ended.
 
     Args:
         processes: the processes, which may be dead.

@@ -79,7 +79,7 @@ class EngineController:
     def lost(self) -> frozenset[str]:
         """The tags that a failed sleep left mapped, but without the contents that had no backup.
 
-        Empty again after the engine's next successful sleep or wake-up.
+        The set is empty after the engine's next successful sleep or wake-up.
         """
         return self._knowledge.lost
 
@@ -166,7 +166,7 @@ class EngineController:
                 a busy engine.
             keep_weights: False if all weights will be loaded again before they are used, so that an
                 engine that keeps weights in a sleep need not save them. SGLang needs the plugin for
-                this, and keeps them beside a draft model.
+                this, and keeps the weights if there is a draft model.
             timeout: seconds for the whole call, including the wait for another thread's call and
                 the query of the state.
 
@@ -218,7 +218,7 @@ class EngineController:
 
         Raises:
             ConfigError: a tag is unknown, the list of tags is empty, or the timeout is invalid.
-            OutOfDeviceMemoryError: with the plugin, too little memory is free on some rank, for
+            OutOfDeviceMemoryError: with the plugin, too little memory is free on a rank, for
                 example because a trainer still uses it. The tags stay released, the engine is
                 alive, and the call can be repeated.
             EngineTimeoutError, EngineError, MemsaverError: see `sleep`.

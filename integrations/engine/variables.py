@@ -1,4 +1,7 @@
-"""The environment variables of an engine's plugin. Read at each use: children inherit them."""
+"""The environment variables of an engine's plugin. Child processes inherit them.
+
+They are read at each use, so changes to `os.environ` take effect.
+"""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ class Adapted:
             return self._originals["save_ckpt"](*args, **kwargs)
 
     def load_ckpt(self, *args: Any, **kwargs: Any) -> Any:
-        """Call LightRFT's method with the memory of all optimizers mapped, like `save_ckpt`."""
+        """Call LightRFT's method with the memory of all optimizers mapped; see `save_ckpt`."""
         with self._optimizers.there():
             return self._originals["load_ckpt"](*args, **kwargs)
 

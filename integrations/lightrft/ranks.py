@@ -29,7 +29,7 @@ def on_every_rank(what: str, work: Callable[[], Value], after: str) -> list[Valu
     Args:
         what: a description of the call, for messages.
         work: this rank's part; may do nothing. Its result is sent as JSON.
-        after: a description of the state after a failure, for the error.
+        after: a description of the state after a failure, for the error message.
 
     Raises:
         RankError: the work failed on a rank. Equal on all ranks; on a rank that failed, `__cause__`

@@ -57,7 +57,7 @@ class Fence:
             raise refused
 
     def close(self) -> None:
-        """Close the connections to the ranks of other engines. Idempotent; waits for no rank."""
+        """Close the connections to other engines' ranks, without waiting for them. Idempotent."""
         for together in self._along:
             together.close()
         self._layout = self._layout.without_groups()
@@ -115,7 +115,7 @@ def connections_of(layout: Layout) -> int:
 
 
 def _failures(leader: int, error: BaseException | None) -> list[SerializedError]:
-    """Return an engine's error once for each rank that failed; [] without an error."""
+    """Return an engine's error once for each rank that failed; [] if there is no error."""
     if error is None:
         return []
     one = SerializedError.of(leader, error)

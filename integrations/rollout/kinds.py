@@ -33,7 +33,7 @@ def connector_of(engine: Any, kind: str | None = None) -> Connector:
     """Return the module that calls an engine.
 
     Args:
-        engine: an engine of this process, whose class names its kind, or anything else.
+        engine: an engine in this process, whose class names its kind, or anything else.
         kind: the kind that the caller passes; None means the engine's own kind, or "sglang".
 
     Raises:

@@ -1,4 +1,4 @@
-"""`LowWater`: the least free memory of a device during a block."""
+"""`LowWater`: the minimum free memory of a device during a block."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class LowWater:
     and released between two samples is not counted.
 
     Attributes:
-        free: the smallest free memory of all samples, in bytes; 0 without a driver.
-        total: the device's total memory, in bytes; 0 without a driver.
+        free: the smallest free memory of all samples, in bytes; 0 if there is no driver.
+        total: the device's total memory, in bytes; 0 if there is no driver.
     """
 
     def __init__(self, device: int) -> None:

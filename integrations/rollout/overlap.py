@@ -60,7 +60,7 @@ class Overlap:
         return tags if needed + _SPARE_BYTES <= free else ()
 
     def resume(self, returning: Sequence[str]) -> Report | None:
-        """Resume other memory, and begin to resume `returning`, in its order. Collective.
+        """Resume other memory, and begin resuming `returning`, in its order. Collective.
 
         Args:
             returning: the tags that all ranks may resume in the background.
@@ -90,7 +90,7 @@ class Overlap:
     # --- the pause, while the weights are sent ----------------------------------------------------
 
     def may_leave(self) -> bool:
-        """Return whether an update has room while the states are mapped. Raises nothing."""
+        """Return whether memory for an update is free while the states are mapped. Never raises."""
         if not self._wanted or not self._need:
             return False
         try:
@@ -117,7 +117,7 @@ class Overlap:
             self._need = at_first - water.free
 
     def begin_pause(self) -> Report:
-        """Resume the model, and begin to pause the rest of the trainer's memory. Collective."""
+        """Resume the model, and begin pausing the rest of the trainer's memory. Collective."""
         self._left = ()  # until the pause begins, there is nothing to undo
         report: Report = self._trainer.resume(self._trainer.model)
         tags = self._trainer.others

@@ -46,7 +46,7 @@ class Layout:
 
     @property
     def leader(self) -> int:
-        """The rank that has the engine."""
+        """The rank that owns the engine."""
         return self.tp_ranks[0]
 
     @property

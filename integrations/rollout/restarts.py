@@ -71,7 +71,7 @@ class Restarter:
         self._fence = Fence(engine.layout, engine.timeout, lane=_LANE)
 
     def close(self) -> None:
-        """Close the connections to the ranks of other engines. Idempotent; waits for no rank."""
+        """Close the connections to other engines' ranks, without waiting for them. Idempotent."""
         self._fence.close()
 
     def answered(self, what: str, attempt: Callable[[], Result], limit: float) -> Result:
@@ -147,8 +147,8 @@ class Restarter:
             if len(recent) >= restarts.most:
                 self._engine._end_dead()
                 raise RestartLimitError(
-                    f"an engine is dead and is not restarted: {len(recent)} restarts in the last "
-                    f"{restarts.seconds:g} s, and {restarts.most} are allowed{why and f': {why}'}"
+                    f"an engine is dead and will not be restarted: {len(recent)} restarts in the "
+                    f"last {restarts.seconds:g} s (limit: {restarts.most}){why and f': {why}'}"
                 )
 
         what = "the number of restarts"

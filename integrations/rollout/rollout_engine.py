@@ -117,7 +117,7 @@ class RolloutEngine(EngineStart):
             pad_token_id: the token that fills the padding in the output of `generate`.
             restarts: the limits for restarts of an engine whose processes die during `generate`;
                 None means that the death is an error. With this option, `generate` is a collective
-                of the whole mesh. The same on all ranks.
+                of the whole mesh. Must be the same on all ranks.
             kind: "sglang" or "vllm".
             server_args: arguments of `sglang.Engine`, such as `model_path`, or of vLLM's
                 `AsyncEngineArgs`, such as `model`. With a mesh, the engine's ranks (`tp_size`,

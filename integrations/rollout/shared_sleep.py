@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 
 class SharedSleep:
-    """Sleep and wake-up as collectives of a group. The leader has the engine.
+    """Sleep and wake-up as collectives of a group. The leader owns the engine.
 
     The base class of `RolloutEngine`, which sets the attributes.
 

@@ -211,7 +211,7 @@ class EngineStart(SharedSleep):
         self._connections.callback(self._fence.close)
 
     def close(self) -> None:
-        """End the engine if this object started it. Idempotent; waits for no other rank.
+        """End the engine if this object started it. Idempotent; does not wait for other ranks.
 
         Also closes the connections with other ranks and drops the process groups of `layout`, so
         that torch.distributed can be shut down and initialised again. No other call may follow.

@@ -67,7 +67,7 @@ class Together:
 
     Raises:
         GroupError: not all ranks made the call within `timeout`.
-        ConfigError: an invalid group or timeout on some rank. A rank with an invalid group looks
+        ConfigError: an invalid group or timeout on a rank. A rank with an invalid group looks
             for the group on which others wait for it, at most for `timeout`.
         InvalidStateError, NotLoadedError: see `memsaver.distributed`. A rank that is not in the
             group is the only one to raise the error; ranks that wait for it wait until `timeout`.
@@ -111,7 +111,7 @@ class Together:
                 raise
 
     def close(self) -> None:
-        """Close the connections to the other ranks. Idempotent; waits for none of them.
+        """Close the connections to the other ranks. Idempotent; does not wait for them.
 
         Later calls raise `InvalidStateError`, unless this process is the only rank.
         """

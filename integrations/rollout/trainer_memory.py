@@ -109,7 +109,7 @@ class TrainerMemory:
         return tuple(t for t in tags if all(h.may_overlap for h in self._handles if h.tag == t))
 
     def begin_resume(self, tag: str) -> memsaver.Transition:
-        """Begin to resume one of `awaited` on this rank. See `Offloaded.resume`."""
+        """Begin resuming one of the `awaited` tags on this rank. See `Offloaded.resume`."""
         handle = next(h for h in self._overlapping if h.tag == tag)
         return handle.resume(wait=False)
 
@@ -126,7 +126,7 @@ class TrainerMemory:
         _check_backups(self.tags)
 
     def pause(self, *names: str) -> Any:
-        """Pause tags on all ranks, or on none. Returns None without tags."""
+        """Pause tags on all ranks, or on none. Returns None if there are no tags."""
         if not names:
             return None
         if self._group is None:
@@ -134,7 +134,7 @@ class TrainerMemory:
         return memsaver.distributed.pause(*names, group=self._group, timeout=self._timeout)
 
     def resume(self, *names: str) -> Any:
-        """Resume tags on all ranks, or on none. Returns None without tags."""
+        """Resume tags on all ranks, or on none. Returns None if there are no tags."""
         if not names:
             return None
         if self._group is None:

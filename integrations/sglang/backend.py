@@ -1,4 +1,4 @@
-"""SGLang as a `Backend` for rollouts: an engine of this process, or a server at a URL.
+"""SGLang as a `Backend` for rollouts: an engine in this process, or a server at a URL.
 
 For SGLang 0.5.11 and newer.
 """
@@ -32,7 +32,7 @@ def backend_of(engine: Any, *, api_key: str | None = None, timeout: float = 60.0
     """Return the backend for an engine.
 
     Args:
-        engine: an `sglang.Engine` of this process, or a server's URL.
+        engine: an `sglang.Engine` in this process, or a server's URL.
         api_key: the server's API key (its admin key, if it has one).
         timeout: seconds for the query of the engine's arguments and state.
 
@@ -92,7 +92,7 @@ class SGLangBackend(WeightCalls):
 
 
 def _outer_sizes(server_args: Mapping[str, Any]) -> dict[str, int]:
-    """Return the numbers of replicas and of pipeline stages that have ranks of their own."""
+    """Return the sizes of the dimensions that multiply the number of the engine's ranks."""
     replicas = ranks_in(server_args, "dp_size")
     if server_args.get("enable_dp_attention"):
         replicas = 1  # they use the ranks of the tensor-parallel group

@@ -42,7 +42,7 @@ def is_loaded() -> bool:
 
 
 def placed(tag: str, keep: bool) -> tuple[str, bool]:
-    """Return the tag and the backup of a region for which SGLang requests this tag and backup."""
+    """Return the region's tag and backup, given those that SGLang requests."""
     if tag == DRAFTER:
         return WEIGHTS, True
     return tag, keep or (tag == WEIGHTS and _is_loading.get())

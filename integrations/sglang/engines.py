@@ -73,7 +73,7 @@ class _DrivenError(Exception):
 
 
 class LocalEngine:
-    """An `sglang.Engine` of this process. Any thread, but none inside an event loop.
+    """An `sglang.Engine` in this process. Any thread, but none inside an event loop.
 
     Calls run on the engine's event loop, which one thread can drive at a time. While another thread
     drives the loop, for example during generation, that thread runs the calls; generations are

@@ -164,7 +164,7 @@ def install(result: Any, scheduler: Any) -> Any:
 
 
 def has_failed(scheduler: Any) -> bool:
-    """Return whether a guard could not be installed, so that requests may end the engine."""
+    """Return whether no guard could be installed; a request may then crash a sleeping engine."""
     return bool(getattr(scheduler, _FAILED, False))
 
 

@@ -87,7 +87,7 @@ def launch(
 def launch_node(
     placement: Placement, tp_size: int, arguments: Mapping[str, Any], timeout: float
 ) -> Callable[[], None]:
-    """Start the part of an engine on another host than the first, which receives all requests.
+    """Start the part of an engine on a host other than the first, which receives all requests.
 
     Args:
         placement: the part's GPUs, and the address of the first host.

@@ -75,13 +75,13 @@ def is_installed(scheduler: Any) -> bool:
 
 
 def after_send(result: Any, scheduler: Any, *_: Any) -> Any:
-    """Follow `_pp_send_pyobj_to_next_stage`, which all stages but the last call."""
+    """Run after `_pp_send_pyobj_to_next_stage`, on every stage except the last."""
     _run(scheduler)
     return result
 
 
 def after_input(result: Any, scheduler: Any, *_: Any) -> Any:
-    """Follow `process_input_requests`, for the last stage."""
+    """Run after `process_input_requests`, on the last stage."""
     if vars(scheduler).get(_WAITING) and scheduler.pp_group.is_last_rank:
         _run(scheduler)
     return result

@@ -113,7 +113,7 @@ def _replace_factory(module: ModuleType) -> None:
 
 
 def _start() -> None:
-    """Prepare the process for its first enabled saver, and log it."""
+    """Prepare the process for its first enabled saver, and log that it is ready."""
     try:
         _C.driver_info()
     except NotLoadedError as error:

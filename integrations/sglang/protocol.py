@@ -3,10 +3,14 @@
 SGLang's requests and replies have no field for memsaver's messages. The string `rid`, which SGLang
 ignores in update requests and in replies to releases and resumes, carries them as JSON after a
 prefix; the reply's message carries the result of an update. A scheduler's state is a part of the
-server information, under the key "memsaver". The `rid` of a request to release or resume is
-FORGIVING if memsaver's controller sends it, or REWRITTEN if, in addition, the weights are about to
-be rewritten, and otherwise STRICT on its way to the schedulers if this version of SGLang reports
-tags that are already in the requested state.
+server information, under the key "memsaver".
+
+The `rid` of a request to release or resume has one of these values on its way to the schedulers:
+
+- FORGIVING: memsaver's controller sends the request.
+- REWRITTEN: memsaver's controller sends it, and the weights are about to be rewritten.
+- STRICT: another client sends it, and this version of SGLang reports tags that are already in the
+  requested state. With older versions, the `rid` is the client's.
 """
 
 from __future__ import annotations

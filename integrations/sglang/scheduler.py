@@ -16,7 +16,7 @@ buffers, queues, bookkeeping), with a saver that does nothing.
 | a resume fails | still released, with backups; the same call may be repeated |
 
 If the rollback fails as well, on some ranks, the tags count as released, and the answer names the
-tags that still have memory on some rank (`Answer.held`). The next release of the tags releases that
+tags that still have memory on a rank (`Answer.held`). The next release of the tags releases that
 memory, and the next resume uses it.
 
 The result is part of the answer to the tokenizer manager, whose methods return the answers of all
@@ -96,7 +96,7 @@ def _release(
     if not moves.are_memsavers(RELEASE_ORDER):
         return _release_by_another(original, updater, request, tags, answer)
 
-    # Released tags may still have memory on some rank: see the end of `_resume`.
+    # Released tags may still have memory on a rank: see the end of `_resume`.
     ranks = group.attempt(
         lambda: handlers.check_idle(updater) if tags or moves.is_mapped(asked) else None
     )

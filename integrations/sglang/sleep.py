@@ -32,7 +32,7 @@ class SleepController(EngineController):
 
     `generate` accepts the arguments of `sglang.Engine.generate`. For a server at a URL, arguments
     and results are JSON, there are no streams, and `timeout` is in seconds for the whole call, by
-    default an hour. For an engine of this process, `timeout` limits only the wait for other
+    default an hour. For an engine in this process, `timeout` limits only the wait for other
     threads' calls. In a callback of `on_pause` or `on_resume`, pass a short one: the other thread
     may be waiting for the callback's tag.
 
@@ -44,7 +44,7 @@ class SleepController(EngineController):
     or wake the engine: see `memsaver.integrations.sglang.settings`.
 
     Args:
-        engine: an `sglang.Engine` of this process, a server's URL, or a result of
+        engine: an `sglang.Engine` in this process, a server's URL, or a result of
             `engines.connect`.
         api_key: the server's API key (its admin key, if it has one).
         released: the tags that are already released; needed only without the plugin.

@@ -26,6 +26,6 @@ def request_resume(manager: Any, obj: Any, request: Any = None) -> Awaitable[lis
 
 
 def _mark(obj: Any) -> None:
-    """Make a request strict if SGLang is, unless memsaver's controller sends it."""
+    """Mark a request STRICT if SGLang reports states, unless memsaver's controller sends it."""
     if handlers.reports_states() and obj.rid not in (FORGIVING, REWRITTEN):
         obj.rid = STRICT

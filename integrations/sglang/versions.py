@@ -36,7 +36,7 @@ def doubt(version: str) -> str | None:
 
 
 def is_too_old(version: str) -> bool:
-    """Return whether a version lacks plugins. A development version is never too old."""
+    """Return whether a version is too old to load plugins; False for development versions."""
     return _is_before(version, PLUGINS_SINCE)
 
 

@@ -1,4 +1,4 @@
-"""References to the memory of CPU tensors, and whether the simulator can redirect them.
+"""Finds references to the memory of CPU tensors, and redirects them if possible.
 
 Every Python tensor that uses a storage can be found and redirected to other memory. Objects that
 hold the memory's address (a numpy array, a DLPack consumer) or the storage object cannot be

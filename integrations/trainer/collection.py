@@ -145,8 +145,8 @@ class Collection:
             gradients: whether to move gradients as well; ignored if this object excludes them.
 
         Raises:
-            OutOfDeviceMemoryError: there is no room for a storage or a batch; memory that was moved
-                stays in the tag, the rest in place, and a repeated call continues from there.
+            OutOfDeviceMemoryError: there is no room for a storage or a batch. Memory that was moved
+                stays in the tag; the rest stays where it was, and a repeated call moves it.
             InvalidStateError: the tag is paused.
         """
         with self._lock.locked():

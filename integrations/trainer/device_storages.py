@@ -37,7 +37,7 @@ class DeviceStorages:
 
         Raises:
             OutOfDeviceMemoryError: storages before the failing one were moved; it and the later
-                ones were not. All of them may be used, and the same call continues from there.
+                ones were not. All of them may be used, and repeating the call moves the rest.
             InvalidStateError: the thread is inside `use_mem_pool`, whose pool would get the memory.
         """
         import torch

@@ -141,7 +141,7 @@ def guard_optimizer(
 
 
 def guard_steps(before_step: Hook) -> contextlib.ExitStack:
-    """Call `before_step`, with the optimizer, before each step of any optimizer of torch.
+    """Call `before_step`, with the optimizer, before each step of any torch optimizer.
 
     If it raises, the step does not happen.
 

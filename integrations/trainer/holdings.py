@@ -108,7 +108,7 @@ def storages_of_live_parameters() -> set[int]:
 
 
 def gradients_of(target: Any) -> Iterator[Holding]:
-    """Yield the gradients that a target's parameters have now."""
+    """Yield the current gradients of a target's parameters."""
     for parameter in parameters_of(target):
         if parameter.grad is not None:
             yield from parts_of(parameter.grad, "a gradient")

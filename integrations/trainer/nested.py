@@ -1,4 +1,4 @@
-"""Values inside containers, such as an optimizer's states or the optimizers inside another."""
+"""Values inside containers, such as an optimizer's states or the optimizers in a wrapper."""
 
 from __future__ import annotations
 

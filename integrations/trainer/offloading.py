@@ -117,7 +117,7 @@ class Offloaded:
         and reading `optimizer.state`, must wait for the returned transition.
 
         With `offload(by_layer=True)`, the forward pass of each module waits only for its own
-        parameters, their gradients and its buffers, which arrive in the order of their addresses;
+        parameters, their gradients and its buffers, which arrive in address order;
         after the forward pass of the whole target, and before the calls above that are not forward
         passes, work waits for all copies.
 
@@ -137,7 +137,7 @@ class Offloaded:
 
     @property
     def may_overlap(self) -> bool:
-        """Whether only calls with hooks use the memory, so that other work may run during a resume.
+        """Whether only calls with hooks use the memory, so other work may run during a resume.
 
         That is the case for the states of optimizers, without parameters, gradients or other
         tensors, and for modules with `offload(by_layer=True)`. Regions with the tag's name are not
@@ -275,9 +275,9 @@ def offload(
         InvalidStateError: the tag is paused, or the thread is inside torch's `use_mem_pool`; or, on
             the simulated driver, something other than a Python tensor uses the memory.
         OutOfDeviceMemoryError: there is no room for the move. Memory moved before the failure is in
-            the tag, and the rest is in place; all of it can be used, and the same call continues
-            from there. Until that call succeeds, operations on the targets while the tag is paused
-            still raise InvalidStateError, as described above.
+            the tag, and the rest stays where it was; all of it can be used, and repeating the call
+            moves the rest. Until that call succeeds, operations on the targets while the tag is
+            paused still raise InvalidStateError, as described above.
         NotLoadedError: torch is not installed, or there is no CUDA driver.
     """
     try:

@@ -21,7 +21,7 @@ __all__ = ["SimulatedStorages"]
 
 
 class SimulatedStorages:
-    """The memory of CPU tensors, except step counters, which are on the host with a GPU too."""
+    """The memory of CPU tensors, except step counters, which stay on the host even with a GPU."""
 
     def takes(self, holding: Holding) -> bool:
         """Return whether a tensor would be in device memory on a GPU."""

@@ -12,7 +12,7 @@ first, the request is sent again, or raises the same error.
 
 An abort ends a request that is held, or that an engine core has refused, with
 `RequestAbortedError`, and a client that disconnects cancels it. If the engine ends, held requests
-raise vLLM's `EngineDeadError`. Without `enable_sleep_mode`, and if another allocator than memsaver
+raise vLLM's `EngineDeadError`. Without `enable_sleep_mode`, and if an allocator other than memsaver
 has released the memory, the hooks do nothing.
 """
 

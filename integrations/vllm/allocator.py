@@ -29,7 +29,7 @@ _NAMES = {"cudagraph": GRAPH}  # vLLM's tags that have another name in memsaver
 class MemsaverAllocator:
     """Implements the `CuMemAllocator` of vLLM 0.26 and 0.33 with memsaver.
 
-    Each tag of vLLM is a tag of memsaver with the same name, except that CUDA graphs are in
+    Each vLLM tag is a memsaver tag with the same name, except that CUDA graphs are in
     `cuda_graph`. There is one allocator per process, which vLLM's worker uses on one thread.
 
     Inside a `steps.Step`, `sleep`, `discard` and `wake_up` are collective, and change all ranks or

@@ -1,4 +1,4 @@
-"""An `AsyncLLM` of this process as an `Engine`."""
+"""An `AsyncLLM` in this process as an `Engine`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ABORT_SECONDS = 5.0  # to abort a generation, after the generation's own timeou
 
 
 class AsyncEngine(Local):
-    """An `AsyncLLM` of this process. Any thread except that of the engine's event loop.
+    """An `AsyncLLM` in this process. Any thread except that of the engine's event loop.
 
     Args:
         engine: the AsyncLLM.
@@ -63,7 +63,7 @@ class AsyncEngine(Local):
         return self.run(name, lambda: calls[name](**arguments), timeout)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """See `Engine`. Return the last output of `AsyncLLM.generate`, whose arguments it has.
+        """See `Engine`. Takes the arguments of `AsyncLLM.generate` and returns its last output.
 
         Args:
             args: the arguments.

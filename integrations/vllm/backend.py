@@ -1,4 +1,4 @@
-"""vLLM as a `Backend` for rollouts: an engine of this process, or a server at a URL.
+"""vLLM as a `Backend` for rollouts: an engine in this process, or a server at a URL.
 
 For vLLM 0.26 and newer.
 """
@@ -29,7 +29,7 @@ def backend_of(
     """Return the backend for an engine.
 
     Args:
-        engine: a `vllm.LLM` or an `AsyncLLM` of this process, or a server's URL.
+        engine: a `vllm.LLM` or an `AsyncLLM` in this process, or a server's URL.
         api_key: the server's API key.
         timeout: seconds for the query of the engine's arguments and state.
         level: see `SleepController`.

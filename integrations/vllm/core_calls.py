@@ -102,7 +102,7 @@ def _full(released: Sequence[str]) -> tuple[str, ...]:
 
 
 def _is_idle(core: Any) -> bool:
-    """Return whether no request uses memory, or is about to. Those that wait in a pause do not."""
+    """Return whether no request uses memory or is about to. Requests held by a pause do not."""
     if core.scheduler.running or getattr(core, "batch_queue", None):
         return False
     return bool(core.is_scheduler_paused() or not core.scheduler.has_unfinished_requests())

@@ -38,7 +38,7 @@ class Memory:
     Attributes:
         released: the tags that are released on at least one of them.
         lost: those of them whose contents a release discarded.
-        is_others: whether another allocator than memsaver has released memory.
+        is_others: whether an allocator other than memsaver has released memory.
         error: the error of the last sleep or wake-up, if it was queried and failed.
     """
 

@@ -1,4 +1,4 @@
-"""vLLM as an `Engine`: a `vllm.LLM` or an `AsyncLLM` of this process, or a server at a URL."""
+"""vLLM as an `Engine`: a `vllm.LLM` or an `AsyncLLM` in this process, or a server at a URL."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def connect(engine: Any, api_key: str | None = None) -> Link:
 
 
 class LocalEngine(Local):
-    """A `vllm.LLM` of this process. Any thread.
+    """A `vllm.LLM` in this process. Any thread.
 
     An LLM makes one call at a time, so a call waits for another thread's. During a generation of
     `samples`, calls run between vLLM's steps, except for a pause, which waits for its end. If vLLM

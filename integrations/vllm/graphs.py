@@ -39,7 +39,7 @@ def _graph_pool(original: Callable[..., Any], platform: Any) -> Any:
 
 
 def _are_registered() -> bool:
-    """Return whether vLLM exports the graphs' memory to other processes, and log it once.
+    """Return whether vLLM exports the graphs' memory to other processes, and log this once.
 
     Its own all-reduce does so, which CUDA permits only for memory of cudaMalloc.
     """

@@ -157,7 +157,7 @@ class Guard:
         return all(self._core.model_executor.collective_rpc(_has_memsaver))
 
     def failure(self) -> dict[str, Any] | None:
-        """Return the fields of the `Failure` of the last sleep or wake-up; None without one."""
+        """Return the fields of the last sleep's or wake-up's `Failure`; None if it succeeded."""
         for state in self._core.model_executor.collective_rpc(RANK_STATE) if self.is_ours else ():
             if state["last"] is not None and state["last"]["failure"] is not None:
                 return dict(state["last"]["failure"])

@@ -1,7 +1,7 @@
 """Releases an idle engine's memory after some time, in vLLM's engine core.
 
-The engine core waits for requests in its input queue. `IdleSleep` bounds this wait by the time that
-is left, and then releases the memory on the thread that waited, so that no request can arrive in
+The engine core waits for requests in its input queue. `IdleSleep` bounds this wait by the remaining
+time, and then releases the memory on the thread that waited, so that no request can arrive in
 between. With several data-parallel engine cores, each one releases its memory independently, except
 those of a model with experts, which step together: they keep their memory.
 """

@@ -33,8 +33,8 @@ class Link(abc.ABC):
     """A vLLM engine as an `Engine`. Every call has a timeout in seconds.
 
     Attributes:
-        level: vLLM's level of a sleep of the weights: 1 keeps their contents in host memory, and
-            with 2 they must be loaded after the wake-up.
+        level: vLLM's sleep level: 1 saves the weights in host memory; 2 discards them, so they must
+            be loaded after the wake-up.
     """
 
     level: int = 1
@@ -132,11 +132,11 @@ class Link(abc.ABC):
 
     @abc.abstractmethod
     def rpc(self, method: str, arguments: Sequence[Any], timeout: float) -> list[Any]:
-        """Make vLLM's collective_rpc, with arguments and results of JSON's types."""
+        """Call vLLM's `collective_rpc`. Arguments and results are JSON values."""
 
     @abc.abstractmethod
     def call(self, name: str, arguments: Mapping[str, Any], timeout: float) -> Any:
-        """Call a function of vLLM.
+        """Call a vLLM function.
 
         Args:
             name: "sleep", "wake_up", "reset_prefix_cache", "reset_mm_cache", "abort", "pause" or

@@ -1,4 +1,4 @@
-"""`Local`: the calls to a vLLM engine of this process."""
+"""`Local`: the calls to a vLLM engine in this process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def has_plugin() -> bool:
 
 
 def arguments_of(config: Any, weight_version: str | None = None) -> dict[str, Any]:
-    """Return the description of an engine with this `VllmConfig`, in JSON's types."""
+    """Return the description of an engine with this `VllmConfig`, as JSON values."""
     from vllm import __version__ as version
 
     ranks, model = config.parallel_config, config.model_config
@@ -51,7 +51,7 @@ def arguments_of(config: Any, weight_version: str | None = None) -> dict[str, An
 
 
 class Local(Link):
-    """A vLLM engine of this process."""
+    """A vLLM engine in this process."""
 
     _engine: Any  # the `AsyncLLM`, or the `LLMEngine` of a `vllm.LLM`
 

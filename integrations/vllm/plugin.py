@@ -17,7 +17,7 @@ some of them more than once. The effects begin when vLLM imports the modules con
 
 Before vLLM requests the allocator, no driver is opened and torch is not imported. Without
 `enable_sleep_mode` or `enable_cumem_allocator`, vLLM works as it does without memsaver. No failure
-of this module ends a process of vLLM, except that a requested sleep mode without a CUDA driver is
+of this module ends a vLLM process, except that a requested sleep mode without a CUDA driver is
 an error.
 """
 
@@ -65,7 +65,7 @@ _logger = logging.getLogger("memsaver.vllm")
 
 
 def load_plugin() -> None:
-    """Load memsaver as a plugin of vLLM. Idempotent. Never raises."""
+    """Load memsaver as a vLLM plugin. Idempotent. Never raises."""
     when_imported(_RAY, _guarded([_copy_variables]))  # the workers also need MEMSAVER_VLLM=0
     try:
         if not settings.is_on():
@@ -160,7 +160,7 @@ def _get_instance(owner: Any, original: Callable[[], Any]) -> Any:
 
 
 def _start() -> None:
-    """Check that memsaver can work in this process, and log it."""
+    """Check that memsaver can work in this process, and log its version."""
     try:
         _C.driver_info()
     except NotLoadedError as error:

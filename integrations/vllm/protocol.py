@@ -1,7 +1,7 @@
 """The names of memsaver's calls through vLLM's collective_rpc, and the form of their messages.
 
 The plugin adds the methods to vLLM's workers, and `core_calls` answers the calls in vLLM's engine
-core. All arguments and results consist of JSON's types, because vLLM sends other objects only with
+core. All arguments and results are JSON values, because vLLM sends other objects only with
 VLLM_ALLOW_INSECURE_SERIALIZATION.
 """
 

@@ -25,7 +25,7 @@ def is_converted(model: Any) -> bool:
 def domain_of(worker: Any) -> str:
     """Return the domain of the processes whose tensors a worker's model may load in place.
 
-    Returns "" without a model, and for a model whose weights vLLM converts: its loads may write to
+    Returns "" if there is no model, or if vLLM converts the model's weights: its loads may write to
     the sender's tensors, and memsaver does not detect such writes.
     """
     try:
@@ -67,7 +67,7 @@ class LayerwiseReload:
             reload.initialize_layerwise_reload(model)
 
     def load(self, named: Iterable[tuple[str, Any]]) -> Any:
-        """Load tensors. Those of incomplete layers are copied, as their memory is the sender's."""
+        """Load tensors; copy those of incomplete layers, because the sender owns their memory."""
         tensors = list(named)
         result = self._model.load_weights(iter(tensors))
         storages = {t.untyped_storage().data_ptr() for _, t in tensors if t.numel()}

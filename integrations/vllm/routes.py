@@ -1,7 +1,7 @@
 """The route of a vLLM server that shows a client that the engine has memsaver's plugin.
 
-It exists only beside the server's /collective_rpc, through which the client makes its calls, so
-only with VLLM_SERVER_DEV_MODE=1.
+It exists only with the server's /collective_rpc, through which the client makes its calls, so only
+with VLLM_SERVER_DEV_MODE=1.
 """
 
 from __future__ import annotations

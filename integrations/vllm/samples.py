@@ -90,8 +90,8 @@ def completions_of(requests: Sequence[Request]) -> list[tuple[list[int], dict[st
     for number, request in enumerate(requests):
         if request.multimodal:
             raise ConfigError(
-                "a vLLM server accepts prompts of tokens or texts: with other parts use an engine "
-                "of this process"
+                "a vLLM server accepts only prompts of tokens or text: for other parts, use an "
+                "engine in this process"
             )
         key = repr(sorted(request.sampling_params.items())), request.text is None
         if key not in places:

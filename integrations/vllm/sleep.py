@@ -44,11 +44,11 @@ class SleepController(EngineController):
     concurrently, and those of a `vllm.LLM` one after the other.
 
     Args:
-        engine: a `vllm.LLM` or an `AsyncLLM` of this process, the URL of a server with
+        engine: a `vllm.LLM` or an `AsyncLLM` in this process, the URL of a server with
             VLLM_SERVER_DEV_MODE=1, or a result of `engines.connect`.
         api_key: the server's API key.
-        level: vLLM's level of a sleep of the weights: 1 keeps their contents in host memory, and
-            with 2 they must be loaded after the wake-up.
+        level: vLLM's sleep level: 1 saves the weights in host memory; 2 discards them, so they must
+            be loaded after the wake-up.
         released: the tags that are already released; needed only without the plugin.
         timeout: seconds for queries of the engine's state.
 

@@ -24,7 +24,7 @@ Move = Callable[[Group], list[RankReport]]
 
 
 class _MoveFailed(Exception):
-    """Ends the worker's call on every rank, after a transition that failed on some rank."""
+    """Ends the worker's call on every rank after a transition failed on any of them."""
 
 
 class Step:

@@ -23,7 +23,7 @@ __all__ = ["WeightCalls"]
 
 
 class WeightCalls(EngineBackend[Link]):
-    """The calls of a `Backend` that update weights, which `other_ranks` cannot receive.
+    """The calls of a `Backend` that update weights. Engines with `other_ranks` are rejected.
 
     Attributes:
         weight_version: the version of the weights that the engine reports or that this backend has

@@ -146,7 +146,7 @@ class _Update:
     """An update on one rank, from its beginning to its end.
 
     Attributes:
-        failed: whether a bucket was not loaded on some rank.
+        failed: whether a rank failed to load a bucket.
     """
 
     def __init__(self, worker: Any) -> None:
@@ -177,8 +177,8 @@ class _Update:
                 continue  # which counts as unused
             if held.shape != tensor.shape:
                 raise EngineError(
-                    f"the parameter {name} has the shape {tuple(held.shape)}, and the tensor "
-                    f"{tuple(tensor.shape)}"
+                    f"the parameter {name} has the shape {tuple(held.shape)}, but its tensor "
+                    f"has {tuple(tensor.shape)}"
                 )
             held.data.copy_(tensor)
 
@@ -253,7 +253,7 @@ def _on_all_ranks(worker: Any, work: Callable[[], None]) -> Rows:
     try:
         work()
     except Exception as error:
-        _logger.exception("a call of memsaver failed")
+        _logger.exception("a memsaver call failed")
         check = _failed(group.rank, error)
     rows: Sequence[dict[str, Any]] = group.gather(asdict(check))
     return list(rows)

@@ -13,7 +13,7 @@ on one, and only the rank whose response the executor reads last raises.
 | a wake-up fails | released as before, with backups; the same call may be repeated |
 
 If the rollback of a sleep fails as well, the sleep counts as done, so that the engine does not use
-memory that some rank lacks: the next wake-up maps it. The last answer and the state of the memory
+memory that a rank lacks: the next wake-up maps it. The last answer and the state of the memory
 are the result of `memsaver_state`, which a collective_rpc calls by name.
 """
 
@@ -121,7 +121,7 @@ def installed_allocator() -> MemsaverAllocator | None:
 
 
 def memsaver_state(worker: Any) -> dict[str, Any]:
-    """Return the `SchedulerState` of this rank's memory, as JSON's types.
+    """Return the `SchedulerState` of this rank's memory, as JSON values.
 
     A worker does not know of requests that wait, so `idle` is always True.
     """
@@ -216,7 +216,7 @@ def _state_after(operation: str, step: Step, lost: set[str]) -> str:
 
 
 def _lost(undone: list[RankReport], allocator: MemsaverAllocator) -> set[str]:
-    """Return the tags that some rank had released without keeping their contents."""
+    """Return the tags that at least one rank had released without keeping their contents."""
     moved = {tag for rank in undone for tag, nbytes in rank.device_bytes.items() if nbytes}
     return {tag for tag in moved.intersection(RELEASE_ORDER) if allocator.discards(tag)}
 

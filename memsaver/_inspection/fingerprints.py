@@ -35,7 +35,7 @@ def fingerprint(*tags_or_tensors: Any) -> str:
             non-contiguous tensor is copied first.
 
     Waits for work submitted earlier to the device. A tag's fingerprint is that of its tensors, if
-    they are passed in the order of their addresses.
+    they are passed in address order.
 
     Raises:
         UnknownTagError: no region has ever named the tag.

@@ -104,7 +104,7 @@ class Timeline:
 
         Raises:
             OutOfHostMemoryError: not enough host memory for the result. The recording continues;
-                call again.
+                call `stop` again.
         """
         _C.uninterrupted(self._stop, True)
 

@@ -106,7 +106,7 @@ def policy_of(tag: str) -> Backup | None:
 
 
 def tag_totals(tags: Iterable[str], figure: str) -> dict[str, int]:
-    """Return the sum of a statistic over each tag's devices; 0 for an unknown tag."""
+    """Return the sum of a statistic over each tag's devices; 0 if the tag is unknown."""
     totals = dict.fromkeys(tags, 0)
     if not totals:
         return totals

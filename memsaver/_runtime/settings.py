@@ -109,8 +109,8 @@ def configure(
         poison: for debugging: code that relies on zeros after a resume, such as SGLang with its KV
             cache, then fails.
         disk_dir: an existing directory that can be written to.
-        peer: a pause fails with `ConfigError` if its device cannot access this one.
-        peer_margin_bytes: contents for which there is no room are saved in pinned host memory.
+        peer: a pause fails with `ConfigError` if the tag's device cannot access the peer.
+        peer_margin_bytes: contents that do not fit are saved in pinned host memory.
         importer_seconds: a pause that waits longer raises `TagSharedError`; a sent tensor that is
             not received within this time may be freed.
         top: has an effect only before the process's first tag is created.

@@ -18,7 +18,7 @@ def check_timeout(timeout: object, name: str = "timeout", *, optional: bool = Fa
 
     Args:
         timeout: the value to check.
-        name: the argument's name, for the error.
+        name: the argument's name, for the error message.
         optional: whether None is also valid.
     """
     if timeout is None and optional:

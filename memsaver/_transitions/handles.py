@@ -204,8 +204,8 @@ class Transition(Job[Report]):
             stream: a `torch.cuda.Stream`, another object with a `cuda_stream`, or the address of a
                 CUDA stream; None is torch's current stream.
             memory: see `wait_memory`. During a resume, the work waits only for the contents of this
-                memory: copies run in the order of the addresses. If some of the memory is not
-                resumed by this transition, the work waits for all copies. None is all memory.
+                memory: copies run in address order. If some of the memory is not resumed by
+                this transition, the work waits for all copies. None means all memory.
 
         Raises:
             ConfigError: `stream` is not a stream, or `memory` has no addresses.
@@ -221,8 +221,8 @@ class Transition(Job[Report]):
 
         Args:
             memory: a dense tensor, an object with an `address` and `nbytes`, a pair (address,
-                bytes), or a list of those; with [] the call waits for no copy. If some of the
-                memory is not resumed by this transition, it waits for all copies.
+                bytes), or a list of those; with [], the call does not wait for copies. If some
+                of the memory is not resumed by this transition, the call waits for all copies.
 
         Raises:
             ConfigError: `memory` has no addresses.

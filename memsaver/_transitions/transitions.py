@@ -50,7 +50,7 @@ def pause(
     `Change.changed` is False.
 
     Args:
-        tags: the tags; without tags, every tag.
+        tags: the tags; if empty, all tags.
         backup: "none", "host", "pageable", "disk" or "peer" (see `region`), for this call only,
             instead of the regions' policy.
         wait: False returns a `Transition` as soon as the tags are reserved; the rest happens on
@@ -113,7 +113,7 @@ def resume(
     `Change.changed` is False.
 
     Args:
-        tags: the tags; without tags, every tag.
+        tags: the tags; if empty, all tags.
         restore: False copies nothing, for contents that are about to be overwritten. The memory
             then reads as if the pause had not saved its contents.
         wait: False returns a `Transition` as soon as the tags are reserved; the rest happens on

@@ -80,7 +80,7 @@ def command(
 ) -> None:
     """Measure this machine's bus and driver, and compare memsaver's pauses and resumes with them.
 
-    Takes half a minute and allocates device and host memory: do not run it beside other work.
+    Takes half a minute and allocates device and host memory: run nothing else at the same time.
 
     Checks the contents after every resume. Needs no torch.
     """

@@ -86,7 +86,7 @@ class Workload(Protocol):
         """Return the result of one decode step, comparable with ==. Needs all tags mapped."""
 
     def train(self, nbytes: int) -> int:
-        """Allocate, use and free `nbytes` of device memory; return the least free memory."""
+        """Allocate, use and free `nbytes` of device memory; return the minimum free memory."""
 
 
 class GpuWorkload:

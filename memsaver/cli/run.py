@@ -52,7 +52,7 @@ def command(
 
     For example: `memsaver run --tag trainer --backup host -- python train.py`
 
-    The command replaces this process, so it gets its signals and determines its exit status.
+    The command replaces this process, receives its signals and determines its exit status.
     """
     if not words or not words[0]:
         _fail(

@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 Groups: TypeAlias = tuple[tuple[str, ...], ...]
-"""The names of a table's figures. Those of a group stand in one column, below one another."""
+"""The names of a table's figures. The figures of a group share a column, one below another."""
 
 LEAST_WIDTH = 50  # columns that a folded table needs; on fewer the terminal wraps the lines
 _WIDTH = 80  # columns that a table with one line per row needs

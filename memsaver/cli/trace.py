@@ -135,7 +135,7 @@ def _calls(trace: Trace) -> int:
 
 
 def _least_free(trace: Trace) -> dict[int, int]:
-    """Return the least free memory of each device that was sampled."""
+    """Return the minimum free memory of each device that was sampled."""
     least: dict[int, int] = {}
     for row in trace.memory:
         least[row.device] = min(row.free_bytes, least.get(row.device, row.free_bytes))

@@ -32,7 +32,7 @@ class Moves:
 
     @property
     def rate(self) -> float:
-        """Device memory per second, in bytes; 0 without known durations."""
+        """Device memory per second, in bytes; 0 if no duration is known."""
         return self.timed_bytes / self.seconds if self.seconds > 0 else 0.0
 
 

@@ -27,7 +27,7 @@ def pause(
     contents, callbacks and work in flight on each rank.
 
     Args:
-        tags: the tags, the same on all ranks, in any order; without tags, every tag of the rank.
+        tags: the tags, the same on all ranks, in any order; if empty, all tags of the rank.
         group: a `torch.distributed` group that includes this rank; None means the world. See
             `memsaver.distributed` for an invalid group on one rank.
         backup: as in `memsaver.pause`. Each rank may choose its own.

@@ -84,7 +84,7 @@ class Channel:
         blocks other threads of the process that use the store.
 
         Args:
-            timeout: seconds to wait. See `all_gather`, also for the errors.
+            timeout: seconds to wait; see `all_gather`, which raises the same errors.
             what: a description of the call. See `all_gather`.
         """
         _connected.setdefault(self._group, Counter())[self.lane] += 1
@@ -113,7 +113,7 @@ class Channel:
         Args:
             payload: this rank's bytes.
             timeout: seconds to wait for the others; None means the group's own timeout.
-            what: a description of the call, for the error.
+            what: a description of the call, for the error message.
 
         Raises:
             GroupError: a rank is dead or did not make the call in time, or the group is broken.
@@ -300,7 +300,7 @@ class _Link:
         weakref.finalize(self, self.gloo.clear)
 
     def close(self) -> None:
-        """Close the connections. Idempotent, and waits for nothing."""
+        """Close the connections. Idempotent; does not wait."""
         self.closed = True
         self.store = None
         self.gloo.clear()

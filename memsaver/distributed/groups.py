@@ -1,4 +1,4 @@
-"""The groups of torch.distributed, and whether this rank can use one."""
+"""Access to torch.distributed's groups, and a check that this rank can use a group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def modules() -> tuple[Any, Any]:
         import torch.distributed as dist
     except ImportError:
         raise NotLoadedError(
-            "memsaver.distributed needs groups of torch.distributed, and torch is not installed"
+            "memsaver.distributed needs torch.distributed groups, but torch is not installed"
         ) from None
     if not dist.is_available():
         raise NotLoadedError("this torch was built without torch.distributed")
@@ -44,8 +44,7 @@ def refusal_of(group: Any) -> MemsaverError | None:
     refused: MemsaverError | None = None
     if odd:
         refused = ConfigError(
-            "group must be a process group of torch.distributed or None, not "
-            f"{type(group).__name__}"
+            f"group must be a torch.distributed process group or None, not {type(group).__name__}"
         )
     if not dist.is_initialized():
         raise refused or InvalidStateError(

@@ -29,7 +29,7 @@ def channel_of(
 
     Args:
         group: the group that the caller passed; None means the world.
-        what: a description of the call, for the error.
+        what: a description of the call, for the error message.
         timeout: seconds to look for a group on which other ranks wait. See `awaited_channel`.
         lane: see `Channel`.
 
@@ -56,7 +56,7 @@ def awaited_channel(
 
     Args:
         refused: the error of this rank's own group.
-        what: a description of the call, for the error.
+        what: a description of the call, for the error message.
         timeout: seconds to look; None means the default timeout of torch's groups, 30 minutes.
         lanes: the lanes on which the other ranks may wait.
 

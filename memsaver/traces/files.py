@@ -36,7 +36,7 @@ def save(trace: Trace, path: str | os.PathLike[str]) -> Path:
         content = to_picture(trace, kind[1:])
     else:
         raise ConfigError(
-            f"a timeline cannot be saved as {target.name!r}: its name ends in .json, .html or "
+            f"a timeline cannot be saved as {target.name!r}: the name must end in .json, .html or "
             f"{', '.join(PICTURES)}"
         )
     replace_file(target, content)

@@ -26,7 +26,7 @@ class DeviceSeries:
         resident: for each tag, its device memory at these times, in bytes.
         allocated: for each tag, the bytes of its live allocations.
         free: the driver's free memory at the latest sample; None before the first sample.
-        total_bytes: the device's total memory; 0 without samples.
+        total_bytes: the device's total memory; 0 if there are no samples.
     """
 
     device: int

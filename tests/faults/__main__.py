@@ -37,7 +37,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--workers",
         type=int,
-        default=3,
+        default=5,
         metavar="N",
         help="processes at a time; they wait for the disk",
     )

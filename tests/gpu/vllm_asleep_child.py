@@ -115,7 +115,7 @@ def free(gpu: int = 0) -> int:
 
 
 async def refuse(one: Setting) -> None:
-    """Requests are refused, by the engine of this process and by the engine core."""
+    """Requests are refused, by the engine in this process and by the engine core."""
     from memsaver.errors import ConfigError
     from memsaver.integrations.vllm.admissions import admission_of
 

@@ -294,7 +294,7 @@ def connected(target: Any, **others: Any) -> Iterator[Any]:
 
 
 def llm_scene(folder: Path, **others: Any) -> None:
-    """A `vllm.LLM` of this process."""
+    """A `vllm.LLM` in this process."""
     from vllm import LLM
 
     llm = LLM(**arguments(folder, logprobs_mode="processed_logprobs", **others))
@@ -309,7 +309,7 @@ def adapters_scene(folder: Path) -> None:
 
 
 def async_scene(folder: Path) -> None:
-    """An `AsyncLLM` of this process."""
+    """An `AsyncLLM` in this process."""
     import vllm_connections
 
     with vllm_connections.async_llm(arguments(folder, logprobs_mode="processed_logprobs")) as llm:

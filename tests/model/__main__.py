@@ -30,7 +30,7 @@ from model.worker import SEQUENCES
 SEEDS = 1000  # the distance between the first seeds of two processes
 # Operations per process; the last round may exceed it. A limit is needed because each stream that
 # the driver refused to destroy keeps a simulator thread, which slows down later operations.
-SHARE = 5000
+SHARE = 10_000
 PATIENCE = 1800.0  # the time limit of a process, in seconds
 
 

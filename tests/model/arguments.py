@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
 from hypothesis import strategies as st
 
 from model.apparatus import THREADS
@@ -14,17 +19,65 @@ SIZES = [
     *(MIB - 512, MIB, MIB + 512, PAGE - 512, PAGE, PAGE + 1, 3 * MIB + 4096, 5 * MIB),
 ]
 
+Choices = Sequence[Sequence[Any]]  # of which a tuple has one element each
+
+
+def _numbers(choices: Choices) -> st.SearchStrategy[int]:
+    """Return a strategy for the number of a tuple.
+
+    One draw for a tuple, because a draw takes Hypothesis longer than most calls take the library.
+    """
+    count = math.prod(map(len, choices))
+    assert count <= 1 << 24, "Hypothesis would prefer small numbers"
+    return st.integers(0, count - 1)
+
+
+def _numbered(choices: Choices, number: int) -> tuple[Any, ...]:
+    found = []
+    for among in choices:
+        number, at = divmod(number, len(among))
+        found.append(among[at])
+    return tuple(found)
+
+
+def one_of_each(*choices: Sequence[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
+    """Return a strategy for tuples of one element of each sequence."""
+    return _numbers(choices).map(partial(_numbered, choices))
+
+
+def lists(min_size: int, max_size: int, *parts: Choices) -> st.SearchStrategy[list[Any]]:
+    """Return a strategy for lists of tuples of `one_of_each` of each part's choices.
+
+    All possible elements are drawn, because `st.lists` also draws whether each is the last.
+    """
+
+    def chosen(drawn: tuple[int, ...]) -> list[Any]:
+        size, *numbers = drawn
+        starts = range(0, size * len(parts), len(parts))
+        return [tuple(map(_numbered, parts, numbers[at : at + len(parts)])) for at in starts]
+
+    elements = max_size * [_numbers(part) for part in parts]
+    return st.tuples(st.integers(min_size, max_size), *elements).map(chosen)
+
+
+THREAD = [0, 0, *range(THREADS)]
+PICK = range(64)  # the index of an existing object, modulo their number
+SEED = range(1 << 20)
+OVERRIDE = [None, None, None, "none", "host", "pageable", "disk", "peer"]
+_TOGETHER = [("a", "b"), ("c", "d"), ("e", "b", "a"), ("d", "c", "a", "e"), ()]
+SOME = [*((name,) for name in NAMES), *_TOGETHER]
+SIDES = [
+    (("a",), ("b",)), (("b",), ("a",)), (("a", "c"), ("d",)), (("d",), ("c", "a")),
+    (("e", "b"), ("d", "c")), (("c",), ("e", "a")), (("d", "e"), ("a", "b", "c"))
+]  # fmt: skip
+
 names = st.sampled_from(NAMES)
 devices = st.integers(0, DEVICES - 1)
-threads = st.sampled_from([0, 0, *range(THREADS)])
+threads = st.sampled_from(THREAD)
 sizes = st.sampled_from(32 * SMALL + 12 * SIZES + [LARGE])
-picks = st.integers(0, 63)  # the index of an existing object, modulo their number
-seeds = st.integers(0, 1 << 20)
+picks = st.sampled_from(PICK)
+seeds = st.sampled_from(SEED)
 backups = st.sampled_from([None, "none", "host", "pageable", "disk", "peer"])
-overrides = st.sampled_from([None, None, None, "none", "host", "pageable", "disk", "peer"])
-_TOGETHER = [("a", "b"), ("c", "d"), ("e", "b", "a"), ("d", "c", "a", "e"), ()]
-some = st.sampled_from([*((name,) for name in NAMES), *_TOGETHER])
-sides = st.sampled_from(
-    [(("a",), ("b",)), (("b",), ("a",)), (("a", "c"), ("d",)), (("d",), ("c", "a")),
-     (("e", "b"), ("d", "c")), (("c",), ("e", "a")), (("d", "e"), ("a", "b", "c"))]
-)  # fmt: skip
+overrides = st.sampled_from(OVERRIDE)
+some = st.sampled_from(SOME)
+sides = st.sampled_from(SIDES)

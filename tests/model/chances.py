@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from faults.injections import DRIVER_CALLS, OS_CALLS, SHORT, Injection, codes_of
 from hypothesis import strategies as st
 
+from model.arguments import one_of_each
+
 _WAIT = ["cuMemAlloc", "cuMemFree", "cuCtxPushCurrent", "malloc"]
 _STAGED = [
     *("cuMemHostRegister", "cuMemHostUnregister", "cuStreamCreate", "cuStreamDestroy"),
@@ -56,14 +58,11 @@ _ANY_EVERY = 7  # one in this many faults is in any call, even one that the oper
 
 _NTH = [1, 1, 1, 1, 2, 2, 3, 6]
 _HOW_OFTEN = ["once", "forever", "once", "forever", "once", "forever", "never"]
-_chance = st.tuples(
-    st.integers(0, _ANY_EVERY * 64 - 1),
-    st.integers(0, 11),
-    st.sampled_from(_NTH),
-    st.sampled_from(_HOW_OFTEN),
-)
+_PICK = range(_ANY_EVERY * 64)
 Chance = tuple[int, int, int, str]
-mostly = st.one_of(*4 * [st.tuples(_chance)], st.tuples(_chance, _chance))
+FIRST = (_PICK, range(12), _NTH, _HOW_OFTEN)
+SECOND = (_PICK, range(12), _NTH, [*_HOW_OFTEN, *4 * len(_HOW_OFTEN) * ["never"]])
+mostly = st.tuples(one_of_each(*FIRST), one_of_each(*SECOND))
 
 
 def of_transition(kind: str, out: Iterable[str], into: Iterable[str]) -> list[str]:

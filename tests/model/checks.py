@@ -55,6 +55,26 @@ def check_location(allocation: Allocation, offset: int) -> None:
     require(found is not None and found[:5] == expected, f"{found} is not {expected}")
 
 
+def agrees(tag: Tag, device: int, row: SimpleNamespace) -> bool:
+    """Return whether a tag's figures on a device are possible."""
+    nbytes = tag.nbytes(device)
+    if BACKUPS[row.backup] != tag.policy or (not tag.paused and row.resident_bytes < nbytes):
+        return False
+    if tag.owing:
+        if row.allocated_bytes < nbytes:
+            return False
+    elif (row.allocations, row.allocated_bytes, nbytes % UNIT) != (len(tag.on(device)), nbytes, 0):
+        return False
+    if tag.retained:
+        return True
+    if row.backup_bytes != (nbytes if tag.paused and tag.kept else 0):
+        return False
+    if tag.paused and not tag.owing and row.resident_bytes != 0:
+        return False
+    in_memory = row.host_bytes + row.peer_bytes
+    return bool((row.disk_bytes if tag.saved == "disk" else in_memory) >= row.backup_bytes)
+
+
 def check_statistics(
     place: Place, tags: list[Tag], deferring: set[int], reachable: set[tuple[int, int]]
 ) -> None:
@@ -72,23 +92,8 @@ def check_statistics(
             row = rows.get((tag.name, device))
             if row is None:
                 require(not tag.on(device), f"no figures of {tag.name} on device {device}")
-                continue
-            nbytes = tag.nbytes(device)
-            where = f"{tag.name} on device {device}: {row}"
-            require(BACKUPS[row.backup] == tag.policy, where)
-            if tag.owing:
-                require(row.allocated_bytes >= nbytes, where)
-            else:
-                require(row.allocations == len(tag.on(device)), where)
-                require(row.allocated_bytes == nbytes and nbytes % UNIT == 0, where)
-            if not tag.retained:
-                saved = nbytes if tag.paused and tag.kept else 0
-                require(row.backup_bytes == saved, where)
-                require(not tag.paused or tag.owing or row.resident_bytes == 0, where)
-                in_memory = row.host_bytes + row.peer_bytes
-                holds = row.disk_bytes if tag.saved == "disk" else in_memory
-                require(holds >= row.backup_bytes, where)
-            require(tag.paused or row.resident_bytes >= nbytes, where)
+            elif not agrees(tag, device, row):
+                raise AssertionError(f"{tag.name} on device {device}: {row}")
     for device in range(DEVICES):
         reported = sum(row.resident_bytes for row in found if row.device == device)
         # The backups of one of the two devices are on the other one.

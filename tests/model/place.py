@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import mmap
 import os
 import random
 import time
@@ -27,8 +26,8 @@ _libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 class Place:
     """The devices of a process; only its main thread uses this object.
 
-    Device memory is accessed through system calls, so that an unmapped address is an error, not a
-    crash.
+    Device memory is accessed through system calls, or after one that accessed the same page, so
+    that an unmapped address is an error, not a crash.
     """
 
     def __init__(self) -> None:
@@ -40,11 +39,7 @@ class Place:
         self._random = memoryview(random.Random(1).randbytes(_POOL))
         self._pool = os.memfd_create("pool")
         os.write(self._pool, self._random)
-        self._window_bytes = 2 * MIB
         self._window = os.memfd_create("window")
-        os.truncate(self._window, self._window_bytes)
-        self._view = mmap.mmap(self._window, self._window_bytes)
-        self._seen = ctypes.addressof(ctypes.c_char.from_buffer(self._view))
         # Make the library create its permanent objects (streams, the kernel, addresses).
         for device in range(DEVICES):
             self.sim.start(device)
@@ -83,19 +78,15 @@ class Place:
         """Return a description of the first difference in the bytes at an address, or None."""
         expected = ctypes.addressof((ctypes.c_char * len(contents)).from_buffer(contents))
         while start < end:
-            size = min(end - start, self._window_bytes)
-            source = (ctypes.c_char * size).from_address(address + start)
-            try:
-                done = os.pwrite(self._window, source, 0)
-            except OSError:
-                done = 0
-            if done != size:
-                return f"no memory at {address + start + done:#x}"
-            if _libc.memcmp(self._seen, expected + start, size) != 0:
-                found = self._view[:size]
+            at = address + start
+            size = min(end - start, MIB - at % MIB)  # within a page of device memory
+            if not self.accessible(at):
+                return f"no memory at {at:#x}"
+            if _libc.memcmp(at, expected + start, size) != 0:
+                found = ctypes.string_at(at, size)
                 wrong = next(i for i in range(size) if found[i] != contents[start + i])
                 return (
-                    f"the byte at {address + start + wrong:#x} (offset {start + wrong}) is "
+                    f"the byte at {at + wrong:#x} (offset {start + wrong}) is "
                     f"{found[wrong]}, not {contents[start + wrong]}"
                 )
             start += size

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from faults.injections import INVALID_VALUE, Injection
-from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 import memsaver
 from memsaver.errors import ConfigError, InvalidStateError, MemsaverError, SharingError
-from model.arguments import overrides, picks, seeds
+from model.arguments import OVERRIDE, PICK, SEED, lists
 from model.checks import require
 from model.expected import Allocation, Tag
 from model.importers import IMPORTERS
@@ -32,17 +31,11 @@ _STEPS = [
     *("swap_shareable", "make_shareable"),
 ]
 shares = rule(
-    drawn=st.lists(
-        st.tuples(
-            st.sampled_from(_STEPS),
-            picks,
-            st.integers(0, IMPORTERS - 1),
-            st.sampled_from([*12 * [None], *_CALLS]),  # the call to refuse
-            overrides,
-            seeds,
-        ),
-        min_size=4,
-        max_size=10,
+    drawn=lists(
+        *(4, 10),
+        # The step, what it concerns, the importer, and the call to refuse.
+        (_STEPS, PICK, range(IMPORTERS), [*12 * [None], *_CALLS], OVERRIDE),
+        (SEED,),
     )
 )
 
@@ -51,7 +44,7 @@ class SharingRules(MemoryRules, TransitionRules):
     @shares
     def share(self, drawn):
         """Share memory in some steps, between which nothing else changes its tags."""
-        for i, (step, pick, importer, refused, backup, seed) in enumerate(drawn):
+        for i, ((step, pick, importer, refused, backup), (seed,)) in enumerate(drawn):
             if i > 0:
                 self.compare()
             self.land()

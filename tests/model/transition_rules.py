@@ -11,9 +11,22 @@ from hypothesis.stateful import precondition, rule
 
 import memsaver
 from memsaver.errors import OutOfDeviceMemoryError, OutOfHostMemoryError
-from model.arguments import devices, names, overrides, picks, sides, some, threads
+from model.arguments import (
+    OVERRIDE,
+    SIDES,
+    SOME,
+    THREAD,
+    devices,
+    lists,
+    names,
+    overrides,
+    picks,
+    sides,
+    some,
+    threads,
+)
 from model.calls import Outcome
-from model.chances import SAVING, UNDOING, injections, mostly, of_transition
+from model.chances import FIRST, SAVING, SECOND, UNDOING, injections, mostly, of_transition
 from model.checks import check_contents, require
 from model.expected import Tag, pages_under
 from model.place import DEVICES
@@ -26,22 +39,16 @@ TURNS = ("turn", "turn", "turn", "turn", "swap", "swap", "pause", "resume")
 
 
 # The byte that device work writes during a transition: two values, so that contents recur.
-at_work = st.sampled_from([None, None, None, None, 1, 1, 2, 2])
+AT_WORK = [None, None, None, None, 1, 1, 2, 2]
 # Rules are equally likely, so the most important ones are listed several times.
-changes = rule(
-    drawn=st.lists(
-        st.tuples(st.sampled_from(TURNS), some, sides, overrides, mostly, threads, at_work),
-        min_size=5,
-        max_size=10,
-    )
-)
+changes = rule(drawn=lists(5, 10, (TURNS, SOME, SIDES, OVERRIDE, THREAD, AT_WORK), FIRST, SECOND))
 
 
 class TransitionRules(Sharing):
     @changes
     def change(self, drawn):
         """Run some transitions one after the other, most of them under faults."""
-        for i, (kind, some_of, over, backup, chances, thread, value) in enumerate(drawn):
+        for i, ((kind, some_of, over, backup, thread, value), *chances) in enumerate(drawn):
             if i > 0:
                 self.release_imports()  # only the first transition may be refused because of them
                 self.compare()

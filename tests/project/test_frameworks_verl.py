@@ -145,7 +145,7 @@ def test_a_process_that_outlives_its_trainer_is_a_failure(
     monkeypatch.setattr(part.Trainer, "__exit__", lambda trainer, *_: trainer._log.close())
     status, rows, _ = run("--verl-only=interrupted", fault="hangs")
     assert (status, rows) == (1, {})
-    assert capsys.readouterr().err.count(f"and the processes [{1 << 30}] run") == 2
+    assert capsys.readouterr().err.count(f"processes running: [{1 << 30}]") == 2
 
 
 def test_the_reward_is_the_share_of_even_words(benchmark_module, monkeypatch):

@@ -1,7 +1,7 @@
 """`make recipes`: run the tests of SGLang's and vLLM's own modules with several versions of each.
 
 Each version is installed without its dependencies into build/sglang or build/vllm, and so are the
-packages that its modules import (the engine's requirements), once. Two versions run at a time.
+packages that its modules import (the engine's requirements), once. Three versions run at a time.
 A version that cannot be installed is a failure, and so is a skipped test, unless the version lacks
 the tested feature.
 """
@@ -29,7 +29,7 @@ from repository import ROOT
 
 HOOKS = "test_the_hooks_attach"
 SECONDS = 600  # for an installation, or for one version's tests
-WORKERS = 2  # versions at a time; the tests of each use one core, and have time limits
+WORKERS = 3  # versions at a time; the tests of each use at most one core, and have time limits
 INSTALLING = threading.Lock()  # the versions share a folder of packages
 
 

@@ -1,7 +1,7 @@
 """`make sanitize`: run the core, the hooks and the simulator under sanitizers.
 
 One build detects address errors, undefined behaviour and leaks, another data races. Both run the
-stress test of tests/native/stress and the native test programs, two of these at a time; the first
+stress test of tests/native/stress and the native test programs, some at a time; the first
 also runs tests of the Python package, and scenarios of `make faults`. Exits with 1 if a sanitizer
 reports an error or a check fails.
 """
@@ -26,6 +26,7 @@ from sanitizers.builds import Build
 from sanitizers.checks import Outcome, Place
 
 Check = Callable[[], Outcome]
+CHECKS = 3  # at a time, for two cores: checks wait for threads, files and processes
 
 
 def arguments() -> argparse.Namespace:
@@ -53,7 +54,8 @@ def planned(
 ) -> tuple[list[Check], list[Check]]:
     """Return the checks to run, in order.
 
-    The checks of the first list use one core for most of their time, those of the second all.
+    Those of the first list run some at a time, because they also wait; those of the second use all
+    cores.
     """
     one_core: list[Check] = []
     all_cores: list[Check] = []
@@ -91,7 +93,7 @@ def main() -> int:
     asked = arguments()
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="memsaver-sanitize-") as folder:
-        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        with concurrent.futures.ThreadPoolExecutor(CHECKS) as pool:
             # Both at once: each ends with a long compilation on one core.
             builds = list(pool.map(functools.partial(built, asked=asked), (ASAN, TSAN)))
             one_core, all_cores = planned(asked, Place(Path(folder)), builds)

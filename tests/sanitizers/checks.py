@@ -187,7 +187,8 @@ def suite(place: Place, built: Build) -> Outcome:
         if f"def {test.partition('[')[0]}(" not in (TESTS / file).read_text():
             return Outcome("suite", 0, 1, f"LEFT_OUT names a test that does not exist: {name}")
     env = of_python(place, built, "suite")
-    options = ["-n", "2", "--dist", "loadfile"]
+    # Tests wait for a third of their time, and those of one file take as long as a third of all.
+    options = ["-n", "3", "--dist", "worksteal"]
     options += [f"--deselect=tests/{name}" for name in LEFT_OUT]
     return pytest_run(place, "suite", SUITE, env, built.site(), *options)
 

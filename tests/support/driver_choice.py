@@ -11,7 +11,7 @@ from repository import ROOT
 
 
 def count_gpus() -> int:
-    """Return how many GPUs the real driver reports; 0 without a driver. Starts no context."""
+    """Return how many GPUs the real driver reports; 0 if there is none. Starts no context."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
         count = ctypes.c_int(0)

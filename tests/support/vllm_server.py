@@ -11,7 +11,7 @@ from memsaver.integrations.vllm.local import has_plugin
 
 
 class Server:
-    """Serves a fake `vllm.LLM` of this process.
+    """Serves a fake `vllm.LLM` in this process.
 
     Attributes:
         url: the server's address.

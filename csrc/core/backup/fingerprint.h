@@ -34,7 +34,7 @@ class Fingerprinter {
   Fingerprinter& operator=(const Fingerprinter&) = delete;
 
   // Queues all of `pieces`, none of them larger than kFingerprintBytes, on a separate stream, and
-  // waits for nothing: the caller has drained the device. Called once per object. The pieces must
+  // does not wait: the caller has drained the device. Called once per object. The pieces must
   // stay mapped and unchanged until they are done or the object is destroyed. Throws kDriverFailed,
   // kOutOfHostMemory.
   void start(const std::vector<Range>& pieces);

@@ -1,11 +1,11 @@
 // deferred_release: the owner of a driver object, and the list of objects that the driver refused
 // to release.
 //
-// A DriverObject destroys its object with the one call of its kind. If the driver refuses the call,
-// the object moves to the process's list of deferred releases, with a warning (log.h), and
-// retry_releases() makes the same call again: in every transition, in every allocation (only calls
-// that do not wait) and in trim(). Room in the list is reserved before the object is created, so
-// its destructor needs no host memory.
+// A DriverObject destroys its object with the one driver call for its type. If the driver refuses
+// the call, the object moves to the process's list of deferred releases, with a warning (log.h),
+// and retry_releases() makes the same call again: in every transition, in every allocation (only
+// calls that do not wait) and in trim(). Room in the list is reserved before the object is created,
+// so its destructor needs no host memory.
 //
 // Streams, events and modules are not deferred. They belong to a context; a program may reset that
 // context in the meantime, and destroying an object of a reset context crashes the driver. The

@@ -17,7 +17,7 @@ struct Location {
 };
 
 // Returns the location of an address. Makes no driver call, so it works with a lost context, and
-// waits for no transition. Takes the registry's lock. Throws kNotOurs.
+// does not wait for transitions. Takes the registry's lock. Throws kNotOurs.
 Location locate(uint64_t address);
 
 // Returns the name of the address's tag if the tag is paused or in a transition, otherwise null.

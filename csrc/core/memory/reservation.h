@@ -30,10 +30,10 @@ uint64_t this_thread() noexcept;
 
 // The condition that a thread waits for tags to satisfy.
 enum class Need {
-  kMemory,       // no Hold on them: to change their memory
-  kTransition,   // no Hold, and no other thread's reservation: to begin a transition
-  kReservation,  // no other thread's reservation, and no transition in progress: to reserve
-  kSettled,      // no transition in progress
+  kMemory,       // to change the tags' memory: no Hold on them exists
+  kTransition,   // to begin a transition: no Hold and no other thread's reservation exists
+  kReservation,  // to reserve: no other thread's reservation exists, no transition is in progress
+  kSettled,      // no transition is in progress
 };
 
 // A right to some tags: a Hold's or a Reservation's. Needs the registry's lock.

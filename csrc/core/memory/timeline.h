@@ -1,10 +1,10 @@
 // timeline: records allocations, frees, transitions and the driver's free memory.
 //
 // Records are kept in a ring of fixed size, which is allocated when recording starts; new records
-// replace the oldest, which are counted. A record is written under the registry's lock when its
-// change is committed. Writing needs no driver call, and allocates memory only for a tag's first
-// baseline, which is omitted if there is no memory for it. While nothing is recorded, a write costs
-// a load and a branch.
+// replace the oldest, and the replaced records are counted. A record is written under the
+// registry's lock when its change is committed. Writing needs no driver call, and allocates memory
+// only for a tag's first baseline, which is omitted if there is no memory for it. While nothing is
+// recorded, a write costs a load and a branch.
 #pragma once
 
 #include <atomic>

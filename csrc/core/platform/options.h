@@ -49,8 +49,8 @@ constexpr uint64_t kAnyDevice = UINT64_MAX;
     "the device whose memory backup='peer' uses; auto: the device with peer access that has "   \
     "most memory free when a device's first such backup is made")                               \
   X(peer_margin_bytes, kSize, "MEMSAVER_PEER_MARGIN_BYTES", 1ull << 30, 0, 1ull << 60,          \
-    "device memory that backup='peer' leaves free on the other device; contents for which "     \
-    "there is no room are saved in pinned host memory")                                         \
+    "device memory that backup='peer' leaves free on the other device; contents that do not "   \
+    "fit are saved in pinned host memory")                                                      \
   X(importer_seconds, kSeconds, "MEMSAVER_IMPORTER_SECONDS", 10000, 0, 3600000,                 \
     "how long a pause waits for other processes to release tensors of its tags that they "      \
     "imported, and how long the memory of a tensor that was sent is kept for its receiver")     \

@@ -46,7 +46,7 @@ class UndoJournal {
   // unmapped. Releases the pages that were transferred, which other contents may have overwritten,
   // and lists the saved ranges of their contents in Leaving::transferred.
   void give_up_transferred() noexcept;
-  // Ends the journal. Pages without a mapping become their pools' unmapped pages.
+  // Ends the journal. Pages that are still unmapped are retained in Pool::unmapped_pages.
   void close() noexcept;
 
  private:

@@ -136,7 +136,7 @@ def unknown_to_all(checks: Sequence[RankCheck]) -> set[str]:
 
 
 def is_good(checks: Sequence[RankCheck]) -> bool:
-    """Return whether the checks found no defect, so that the update counts as successful."""
+    """Return whether the checks found no defect, so the update counts as successful."""
     return not unknown_to_all(checks) and not any(
         check.failure or check.damaged or check.differing for check in checks
     )

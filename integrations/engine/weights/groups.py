@@ -145,7 +145,7 @@ class Receiver:
         raise EngineTimeoutError(f"the weights did not arrive within {timeout:g} s")
 
     def close(self) -> None:
-        """Leave the group; waits for no other rank. Idempotent."""
+        """Leave the group without waiting for other ranks. Idempotent."""
         group, self._group = self._group, None
         if group is not None and self._backend == "nccl":
             group.abort()

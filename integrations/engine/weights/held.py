@@ -69,7 +69,7 @@ def differing(model: Any, named: Named, load: Load) -> tuple[str, ...]:
     if not found:
         return ()
     # Memory that is written twice differs from the first write, and casting in pieces may produce
-    # other NaNs than one operation does: a real load, on copies of these storages, decides.
+    # NaNs other than those of one operation: a real load, on copies of these storages, decides.
     suspects = {name for names, _ in found for name in names}
     try:
         replay = _Replay(model, Source(named), {storage for _, storage in found})

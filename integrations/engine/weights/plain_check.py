@@ -92,7 +92,7 @@ class PlainCheck:
 
     @property
     def seen(self) -> Known:
-        """The names and shapes in this load that were not known."""
+        """The names and shapes that this load was the first to use."""
         return self._seen
 
     def around_loader(self, model: Any) -> contextlib.AbstractContextManager[None]:
@@ -132,7 +132,7 @@ class _Coverage(Writes):
 
     Attributes:
         copied: the numbers of elements, by name.
-        converted: names of tensors whose data were written in another way than by copying a view.
+        converted: names of tensors whose data were written other than by copying a view.
     """
 
     def __init__(self, model: Any, source: Source) -> None:

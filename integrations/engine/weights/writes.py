@@ -28,7 +28,7 @@ Storage = tuple[Any, int]  # a storage's device and address
 
 @functools.cache
 def _mode_class() -> Any:
-    """Return the class of a torch dispatch mode that calls its owner."""
+    """Return the class of a torch dispatch mode that passes each operation to a `Writes`."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Mode(TorchDispatchMode):  # type: ignore[misc]
@@ -193,7 +193,7 @@ class Source:
         return self._at(_span(tensor))
 
     def _at(self, span: tuple[Any, int, int]) -> list[str]:
-        """Return the tensors whose memory contains a span, so that it is a view of them."""
+        """Return the tensors whose memory contains a span, which is then a view of them."""
         device, begin, end = span
         places = self._places.get(device, [])
         at = bisect.bisect_right(places, begin, key=lambda place: place[0])

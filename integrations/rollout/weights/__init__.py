@@ -8,8 +8,9 @@
   only the memory of one bucket in addition to the model, even if FSDP2's shards are gathered.
 - **In place.** An engine on the same GPUs reads tensors of shareable regions in place, without a
   bucket.
-- **Verified.** The engine's ranks compare the tensors that arrive with those sent, and the model's
-  contents after the load with these tensors, in the model's own layout; on the GPUs, bit for bit.
+- **Verified.** The engine's ranks compare each received tensor with the tensor that was sent, and,
+  after the load, the model's contents with the received tensors in the model's own layout. The
+  comparisons are bit for bit and run on the GPUs.
 - **All or none.** A failure on a rank raises the same error on all ranks, and every wait is
   bounded. The trainer's weights are only read. After a failed update an engine has both old and new
   weights; repeating the call updates all of them.

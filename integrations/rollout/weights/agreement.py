@@ -39,7 +39,7 @@ def common_tie(everyones: Iterable[str | None]) -> str | None:
 
     Returns:
         The name; "" if the tensor must be sent, because the ranks differ or because it shares no
-        earlier tensor's memory on some rank; None if no rank has an element of it.
+        earlier tensor's memory on at least one rank; None if no rank has an element of it.
     """
     names = {one for one in everyones if one is not None}
     if not names:

@@ -100,10 +100,10 @@ class BucketMemory:
         return views
 
     def shared(self, count: int) -> list[str]:
-        """Return `count` texts, each of which `open` of one other rank may use.
+        """Return `count` serialized handles of the memory, each for `open` on one other rank.
 
-        Torch counts one receiver for each text: with a second receiver, the memory could be freed
-        while a receiver uses it.
+        Torch expects one receiver for each handle: with a second receiver, the memory could be
+        freed while a receiver uses it.
         """
         with self._file_names():
             return [shared(self._memory) for _ in range(count)]

@@ -54,7 +54,7 @@ class WeightGroup:
             interface. NCCL's sockets use the interfaces that NCCL_SOCKET_IFNAME names. Only the
             leader's address and port are used.
         port: a free port of this address; 0 chooses one.
-        backend: the backend of torch.distributed; "gloo" if either side has no GPU. With "nccl" on
+        backend: the torch.distributed backend; "gloo" if either side has no GPU. With "nccl" on
             one host, start the trainer with NCCL_CUMEM_ENABLE=0, as SGLang does for its own
             processes: NCCL cannot share buffers between processes with different values.
         timeout: seconds to wait for the engine's ranks to join, and to leave. Broadcasts use the
@@ -334,7 +334,7 @@ def _check_address(address: object, port: object) -> None:
 
 
 def _advice_for_nccl() -> str:
-    """Return advice for a failure of NCCL between this process and an engine's.
+    """Return advice for an NCCL failure between this process and an engine's.
 
     Ranks on one host fail with "invalid argument" if only some of them use virtual memory for
     NCCL's buffers; SGLang and vLLM disable it in their processes.

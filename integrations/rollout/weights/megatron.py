@@ -41,7 +41,7 @@ def megatron_parts(
     query_groups: int,
     vocabulary: int,
 ) -> Iterator[tuple[str, Any]]:
-    """Yield a rank's weights for `update`, by the names in a checkpoint. Copies nothing.
+    """Yield a rank's weights for `update`, with a checkpoint's names. Copies nothing.
 
     The model must be a dense decoder with Megatron Core's names; the yielded names are Hugging
     Face's for Llama and Qwen. The query, key and value of a group must be adjacent in `linear_qkv`,

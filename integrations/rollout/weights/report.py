@@ -21,7 +21,7 @@ class WeightUpdate:
             trainer's shareable regions.
         buckets: the number of buckets in which the others were sent.
         bucket_bytes: the bytes of the largest bucket, the memory that the update needs in addition
-            to the model; 0 without buckets.
+            to the model; 0 if there are no buckets.
         verify: the requested verification: "off", "sampled" or "full".
         received: the number of tensors that arrived as sent, by their digests.
         held: the number of tensors whose contents equal those of the engine's model, in the model's

@@ -203,7 +203,7 @@ def _gloo_device(address: str) -> Any:
     """Return gloo's device, which listens at an address of this machine.
 
     gloo connects only addresses of one family, and the engine's ranks use the family of their
-    host's name. If this host's name has another family than `address`, the device listens at that
+    host's name. If this host's name has a family other than `address`'s, the device listens at that
     family's loopback address if `address` is one, otherwise at the address that torch chooses.
     """
     from torch.distributed import ProcessGroupGloo

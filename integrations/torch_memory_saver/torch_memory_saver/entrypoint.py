@@ -168,7 +168,7 @@ class TorchMemorySaver:
             raise ConfigError(f"hook_mode {hook_mode!r} is not one of preload, torch")
         if self._impl is not None:
             raise InvalidStateError(
-                "hook_mode cannot be set any more: set it before the first region, pause or resume"
+                "hook_mode can no longer be set: set it before the first region, pause or resume"
             )
         self._hook_mode = hook_mode
 

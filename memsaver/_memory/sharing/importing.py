@@ -186,7 +186,7 @@ def _memories_at(places: Sequence[Place]) -> list[_Memory]:
 
 
 def _begun(places: dict[_Key, Place]) -> dict[_Key, _Memory]:
-    """Begin to use memory of one tag on one device."""
+    """Begin using memory of one tag on one device."""
     first = next(iter(places.values()))
     peer = peers.peer_at(first.endpoint, first.tag)
     ordinal = _ordinal(first)

@@ -125,7 +125,7 @@ def _kept(tensor: Any, tag: str) -> tuple[Place, int]:
     """Keep a tensor's storage for the receiver of a message. See `reduce`.
 
     Returns:
-        The storage's place, and its device here.
+        The storage's place, and its device index in this process.
     """
     if tensor.requires_grad and not tensor.is_leaf:
         raise SharingError(

@@ -39,7 +39,7 @@ def _budget() -> Finding:
     except MemsaverError as error:  # an invalid option; `check_options` gives the advice
         return warned(name, f"unknown: {error}", "correct that option")
     if available >= 1 << 63:
-        text = "not limited, as the system does not say what it has"
+        text = "not limited, because the system does not report its memory"
         return warned(name, text, "set MEMSAVER_HOST_BYTES", bytes=None, option=most)
     least = min(available, most) if most else available
     text = f"{size_text(least)} for backups now"

@@ -62,7 +62,7 @@ def _graph_register(values: dict[str, tuple[str, str]]) -> Finding:
     value, source = values.get(GRAPH_REGISTER, (None, None))
     data = {"value": value, "source": source}
     means = "collectives in a captured graph continue to use pages that a pause releases"
-    advice = "set it to 0 where graphs with collectives, or what they work on, can be paused"
+    advice = "set it to 0 if graphs with collectives, or the memory that they use, can be paused"
     if value is None:
         if _plugin_sets_it():
             text = "not set: memsaver sets it to 0 in SGLang's processes, for pausable graphs"

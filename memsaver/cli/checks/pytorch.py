@@ -54,7 +54,7 @@ def _torch_version(version: str) -> Finding:
         return warned(
             name,
             f"{version}: a region catches the allocations of every thread on its device",
-            "install torch 2.8 or newer, or let no other thread allocate beside a region",
+            "install torch 2.8 or newer, or do not allocate on other threads during a region",
             version=version,
         )
     return good(name, version, version=version)

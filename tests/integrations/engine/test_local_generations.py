@@ -1,4 +1,4 @@
-"""Test the limits of waits for another thread's generation by an engine of this process."""
+"""Test the limits of waits for another thread's generation by an engine in this process."""
 
 from __future__ import annotations
 
