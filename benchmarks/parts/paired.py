@@ -114,7 +114,9 @@ def rows(
 def standard_error(before: Sequence[float], after: Sequence[float]) -> float:
     """Return the standard error of the ratio of two means, as a fraction of the ratio.
 
-    The means' relative errors are independent and small, so their squares add up.
+    The means' relative errors are independent and small, so their squares add up. Counts each cycle
+    as independent, although the cycles of a process share the place of its memory; so it is a lower
+    bound.
     """
     squares = 0.0
     for values in (before, after):
