@@ -115,8 +115,8 @@ def standard_error(before: Sequence[float], after: Sequence[float]) -> float:
     """Return the standard error of the ratio of two means, as a fraction of the ratio.
 
     The means' relative errors are independent and small, so their squares add up. Counts each cycle
-    as independent, although the cycles of a process share the place of its memory, so the result can
-    be too small.
+    as independent, although the cycles of a process share the place of its memory, so the result
+    can be too small.
     """
     squares = 0.0
     for values in (before, after):
