@@ -343,7 +343,8 @@ def before_and_after(rows: list[Mapping[str, Any]]) -> list[str]:
     if "mean" in averages:
         lines.append(
             "Rows without a backup show means instead of medians, because a driver call without "
-            "a copy takes one of two durations; ± is the standard error of the ratio."
+            "a copy takes one of two durations; ± is the standard error of the ratio, "
+            "with each cycle counted as independent."
         )
     lines += [
         "",

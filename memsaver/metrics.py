@@ -36,7 +36,11 @@ class _Figure(NamedTuple):
 
 
 def _figures() -> Iterator[_Figure]:
-    """Yield the figures of the statistics. Those with a last value, such as bytes, accumulate."""
+    """Yield the figures of the statistics.
+
+    Counts are counters, and so is each figure that has a second one for the last transition, such
+    as `paused_bytes` and `last_paused_bytes`.
+    """
     yield _Figure("paused_now_bytes", "Device memory that a resume will map.", False, False)
     meanings = _C.usage_meanings()
     for field, meaning in meanings.items():
@@ -134,7 +138,8 @@ def register(registry: Registry | None = None) -> Collector:
 
     Experimental: may change in any version.
 
-    Bytes and counts are labelled with `tag` and `device`, metrics of the whole tag with `tag`.
+    Metrics are labelled with `tag` and `device`; those of the whole tag, such as the number of its
+    pauses and their duration, with `tag`.
     Counters end in `_total`.
 
     Args:

@@ -114,7 +114,9 @@ def rows(
 def standard_error(before: Sequence[float], after: Sequence[float]) -> float:
     """Return the standard error of the ratio of two means, as a fraction of the ratio.
 
-    The means' relative errors are independent and small, so their squares add up.
+    The means' relative errors are independent and small, so their squares add up. Counts each cycle
+    as independent, although the cycles of a process share the place of its memory, so the result
+    can be too small.
     """
     squares = 0.0
     for values in (before, after):
@@ -134,7 +136,7 @@ def discarded(options: argparse.Namespace, failures: list[str]) -> Iterator[dict
     sets = min(options.processes, options.cycles)
     for at in range(sets):
         cycles = len(range(at, options.cycles, sets))
-        with contextlib.ExitStack() as stack:
+        with attempt(failures), contextlib.ExitStack() as stack:
             children = [
                 stack.enter_context(
                     start("parts.discarded:Discarding", name, options, kv_gib=options.kv_gib)

@@ -87,7 +87,8 @@ def pause(
             ranks = group.attempt(begun.begin)
             return ranks if first_failure(ranks) else group.attempt(begun.run)
 
-    # Signal handlers run after the exchange, so that a rank never leaves the others waiting.
+    # Signal handlers run at the end, or while this rank waits for a tag. Their exceptions in such a
+    # wait are this rank's failure, so that it never leaves the other ranks waiting.
     ranks = _C.uninterrupted(both_steps)
     emit_warnings(stacklevel=2)
     return ranks

@@ -2,9 +2,8 @@
 
 `app` combines the commands. `checks` contains the checks of `memsaver doctor`, `measurements` the
 measurements of `memsaver bench`, and `watched` finds the processes that `memsaver top` shows.
-Importing
-this package does not import typer: `main` does, and reports an interrupt during that import like a
-later one. rich is imported only for output.
+Importing this package does not import typer: `main` does, and reports an interrupt during that
+import like a later one. rich is imported only for output.
 """
 
 import sys

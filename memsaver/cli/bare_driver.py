@@ -1,7 +1,7 @@
 """Direct calls to the CUDA driver: properties of devices, and the cost of bare calls.
 
-The benchmarks use this module, too. It calls the driver that the library
-opened, which may be the simulated driver; `memsaver._runtime.native` finds it.
+The benchmarks use this module, too. It calls the driver that the library opened, which may be the
+simulated driver; `memsaver._runtime.native` finds it.
 """
 
 from __future__ import annotations

@@ -38,6 +38,23 @@ def test_only_changed_contents_are_copied_again(run):
     """)
 
 
+def test_a_wait_for_memory_sees_its_contents_and_needs_no_later_copies(run):
+    run("""
+        scene = Scene([64 * MIB, 64 * MIB])
+        memsaver.pause("t")
+        scene.sim.copy_rate(128 * MIB)
+        under_way = memsaver.resume("t", wait=False)
+        first, last = scene.blocks
+        under_way.wait_memory(first)
+        assert first.is_intact() and not under_way.done()
+        assert scene.sim.read(last.address + 64 * MIB - 64, 64) == bytes(64)
+        under_way.wait_memory(last)
+        assert last.is_intact()
+        under_way.wait()
+        scene.check()
+    """)
+
+
 @pytest.mark.parametrize(
     ("sizes", "room", "margin", "there"),
     [

@@ -116,18 +116,27 @@ def test_poison_is_complete_when_the_resume_returns(sim, tag, make_blocks):
     assert all(map(is_poisoned, blocks))
 
 
-def test_poison_is_complete_for_a_stream_that_waits(sim, tag, make_blocks, wait_until):
+@pytest.mark.parametrize("alone", [False, True], ids=["all memory", "its memory"])
+@pytest.mark.parametrize("kind", ["none", *SAVED])
+@pytest.mark.filterwarnings("ignore:cuMemHostUnregister")
+def test_poison_is_complete_for_a_stream_that_waits(sim, tag, make_blocks, options, kind, alone):
     """Work queued after wait_stream overwrites the poison; the poison never overwrites the work."""
-    name = tag()
-    (block,) = make_blocks(name, [PAGE])
-    memsaver.pause(name)
+    options(share_bytes="2MiB", slab_bytes="2MiB")  # each block is filled by one call of the driver
+    blocks = make_blocks(name := tag(), [PAGE] * 4, backup=kind)
+    saved = blocks[0].bytes()[:4096]
+    begin, last = blocks[0].address + 4096, blocks[-1]
+    _C.pause([name], -1, [(begin, PAGE - 4096), *((b.address, PAGE) for b in blocks[1:])])
     sim.stream_delay(0.05)
-    resume = memsaver.resume(name, wait=False)
-    with sim.stream() as stream:
-        resume.wait_stream(stream.value)
-        sim.memset(block.address, 7, 4096, stream)
-    resume.wait()
-    assert block.bytes() == b"\x07" * 4096 + b"\xff" * (PAGE - 4096)
+    # Unpinning a staging buffer would wait for the fills, too.
+    with sim.fault("cuMemHostUnregister", times=0), sim.stream() as stream:
+        resume = memsaver.resume(name, wait=False)
+        resume.wait_stream(stream.value, memory=last if alone else None)
+        sim.memset(last.address, 7, 4096, stream)
+        resume.wait()
+        assert sim.opened.cuStreamSynchronize(stream) == 0
+    assert all(map(is_poisoned, blocks[1:-1]))
+    assert last.bytes() == b"\x07" * 4096 + b"\xff" * (PAGE - 4096)
+    assert blocks[0].bytes()[:4096] == (b"\xff" * 4096 if kind == "none" else saved)
 
 
 @pytest.mark.parametrize("nth", [1, 2])

@@ -1,7 +1,10 @@
 """Test the comparison of two builds (benchmarks/paired.py) with fake children."""
 
+import importlib
 import json
+import math
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +19,7 @@ class Children:
     def __init__(self):
         self.asked = []  # (child, request, arguments), in order
         self.paths = {}  # PYTHONPATH by child
+        self.ready, self.most = 0, math.inf  # children that have started, and that can start
 
     def __call__(self, worker, name, *, label, environment, **settings):
         self.paths[label] = environment["PYTHONPATH"].split(os.pathsep)
@@ -38,7 +42,9 @@ class FakeChild:
         assert name != "driver" or worker == "parts.discarded:Discarding"
 
     def ready(self):
-        pass
+        self._children.ready += 1
+        if self._children.ready > self._children.most:
+            raise importlib.import_module("children").Failed("no memory is left")
 
     def ask(self, do, **arguments):
         assert not self._closed
@@ -113,6 +119,19 @@ def test_rows_compare_the_current_build_with_the_earlier_one(measured):
         assert detail["ratio_of_minima"] == detail["ratio_of_first_quartiles"] == 2.0
         assert detail["average"] == ("mean" if metric in WITHOUT_BACKUP else "median")
         assert detail["standard_error"] == 0.0
+
+
+def test_rows_without_a_backup_survive_processes_that_do_not_start(benchmark_module, children):
+    paired, failures = benchmark_module("parts.paired"), []
+    children.most = 3  # the first set of processes
+    options = SimpleNamespace(
+        **{"before": Path("/old"), "after": Path("/new"), "before_commit": COMMIT},
+        **{"only": ["many"], "cycles": 5, "processes": 3, "kv_gib": 1, "gap": 0},
+    )
+    found = {row["metric"]: row["detail"] for row in paired.discarded(options, failures)}
+    assert list(found) == [metric for metric in WITHOUT_BACKUP if metric.startswith("many")]
+    assert {len(detail["peer"]) for detail in found.values()} == {2}
+    assert failures == ["no memory is left"] * 2
 
 
 def test_means_have_a_standard_error(benchmark_module):

@@ -8,12 +8,27 @@ import sys
 import pytest
 from repository import TESTS
 
+# Files for frameworks that `make recipes` does not install.
+FRAMEWORKS = ("lightrft", "slime", "trl", "verl", "verl_trainer", "xtuner")
 
-def test_a_crash_with_one_version_does_not_stop_the_next(tmp_path, monkeypatch, capsys):
+
+@pytest.fixture
+def recipes(monkeypatch):
     spec = importlib.util.spec_from_file_location("recipes", TESTS / "recipes" / "__main__.py")
-    recipes = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, recipes)
-    spec.loader.exec_module(recipes)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_file_is_run_with_one_engine(recipes):
+    listed = [file for one in recipes.ENGINES.values() for file in (*one.files, *one.children)]
+    names = {f"test_recipe_{name}.py" for name in (*listed, *FRAMEWORKS)}
+    assert names == {path.name for path in (TESTS / "recipes").glob("test_recipe_*.py")}
+    assert len(names) == len(listed) + len(FRAMEWORKS)
+
+
+def test_a_crash_with_one_version_does_not_stop_the_next(recipes, tmp_path, monkeypatch, capsys):
     crashing = tmp_path / "python"
     crashing.write_text("#!/bin/sh\nexit 139\n")
     crashing.chmod(0o755)

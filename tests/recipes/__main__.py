@@ -112,7 +112,7 @@ VLLM = Engine(
     "vllm",
     ("0.26.0", "0.27.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"),
     ("0.26.0", "0.33.0"),  # the one that has run on a GPU, the newest
-    ("vllm", "vllm_asleep", "vllm_kept", "vllm_rollout"),
+    ("vllm", "vllm_asleep", "vllm_clients", "vllm_kept", "vllm_rollout"),
     ("vllm_fake", "vllm_ray"),
     without="vllm/**/*.so",  # they need CUDA's libraries, and vLLM works without them
     needs=SGLANG,

@@ -106,6 +106,7 @@ def server():
     import uvicorn
     from fastapi import FastAPI
 
+    importlib.import_module("vllm.plugins").load_general_plugins()  # memsaver's
     app = FastAPI()
     client = app.state.engine_client = Client()
     for name in ("cache", "rpc", "sleep"):

@@ -71,6 +71,19 @@ def test_memory_without_a_backup_waits_for_no_copy(sim, tag, make_paused, slow):
     assert intact(saved) and empty.bytes() == bytes([7]) * empty.nbytes
 
 
+@pytest.mark.parametrize(
+    ("backup", "restore"), [("none", True), ("pageable", True), ("disk", True), ("host", False)]
+)
+def test_a_resume_without_queued_copies_needs_no_events(sim, tag, make_paused, backup, restore):
+    (block,) = make_paused(name := tag(), [70 * MIB], backup=backup)
+    with sim.fault("cuEventCreate", times=0), sim.stream() as stream:
+        under_way = memsaver.resume(name, wait=False, restore=restore)
+        under_way.wait_stream(stream.value)
+        under_way.wait_memory(block)
+        under_way.wait()
+    assert block.is_intact() if restore and backup != "none" else block.is_zero()
+
+
 WHOLE = {
     "memory of no tag": lambda blocks: (0x1000, 512),
     "memory beyond the tag's": lambda blocks: (blocks[-1].address, blocks[-1].nbytes + (1 << 30)),

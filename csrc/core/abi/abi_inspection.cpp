@@ -10,7 +10,6 @@
 #include "core/memory/timeline.h"
 #include "core/observe/contents.h"
 #include "core/observe/stats.h"
-#include "core/platform/lifecycle.h"
 #include "memsaver_inspection.h"
 
 namespace {

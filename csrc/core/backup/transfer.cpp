@@ -291,7 +291,6 @@ void Restore::queue(const Range& mapped, CopyEvents* events) {
   };
   if (!store_.is_direct()) {
     staged_.insert(staged_.end(), parts.begin(), parts.end());
-    if (events) events->add_without_work(mapped);
     return;
   }
   CUstream stream = device_.copy_stream(Device::Direction::kToDevice);

@@ -119,7 +119,7 @@ class Restore {
 
   // Queues the copies into a mapped range. If `events` is not null, adds the range's addresses to
   // it, in the order of the copies. Staged backups are copied by run_staged(), which returns when
-  // its copies are done, so that their ranges need no event. Throws kDriverFailed.
+  // its copies are done: `events` is not used. Throws kDriverFailed.
   void queue(const Range& mapped, CopyEvents* events = nullptr);
   // Runs the queued copies of staged backups and returns when they are done. Has no effect on other
   // backups. Throws like BackupStore::read, and kOutOfHostMemory, kDriverFailed.

@@ -141,13 +141,15 @@ void DeviceTransition::map(Arriving& to) {
                                                      to.ranges, progress_, staging_.get()));
   }
   const auto found = restores_.find(&to);
+  Restore* const restore = found == restores_.end() ? nullptr : found->second.get();
+  const bool adds_events = restore && to.pool->backup->is_direct();
   CopyEvents* const events = events_ ? &*events_ : nullptr;
   const auto queue = [&](const Range& mapped) {
-    if (found != restores_.end()) {
-      found->second->queue(mapped, events);
-    } else if (events && to.poison) {
+    if (restore) restore->queue(mapped, events);
+    if (!events || adds_events) return;
+    if (to.poison) {
       events->add(mapped);
-    } else if (events) {
+    } else {
       events->add_without_work(mapped);
     }
   };

@@ -23,7 +23,7 @@ from memsaver._runtime.interrupts import signals_deferred
 from memsaver._runtime.native import _C
 from memsaver.errors import MemsaverError, SharingError
 
-__all__ = ["endpoint"]
+__all__ = ["endpoint", "expect_deadline", "held"]
 
 _BACKLOG = 64
 _RETRY_MILLISECONDS = 100

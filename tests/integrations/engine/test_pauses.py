@@ -2,6 +2,7 @@
 
 import time
 
+import distributed_ranks
 import pytest
 from driver_faults import TYPED
 from looks import held, intact
@@ -130,3 +131,44 @@ def test_after_every_fault_nothing_is_lost_and_a_pause_can_be_repeated(
         assert pause().failure is None and paused() == KV | SAVED and sim.tag_bytes() == 0, fault
         resume()
         assert all(intact(blocks[name]) for name in SAVED), fault
+
+
+RANKS = """
+import threading
+from memsaver.integrations.engine import moves
+from memsaver.integrations.engine.ranks import Group, first_failure
+
+begin("gloo")
+(block,) = blocks("weights", [MIB], "host")
+group, tags = Group(dist.group.WORLD), ["weights"]
+for number, error in ((signal.SIGINT, KeyboardInterrupt), (signal.SIGALRM, TimeoutError)):
+    def handler(*_):
+        raise error
+
+    signal.signal(number, handler)
+    if RANK == 0:  # a transition in the background has the tag
+        sim.hold_streams(True)
+        before = memsaver.pause("weights", wait=False)
+        threading.Timer(0.3, signal.raise_signal, [number]).start()
+    start = time.monotonic()
+    try:
+        failed = first_failure(moves.pause(group, tags))
+        assert (failed.rank, failed.failure.kind) == (0, error.__name__), failed
+        assert RANK == 1 or error is TimeoutError
+    except KeyboardInterrupt:
+        assert RANK == 0 and error is KeyboardInterrupt
+    assert time.monotonic() - start < 20, "the group's timeout is 30 s"
+    if RANK == 0:
+        assert not before.done()
+        sim.hold_streams(False)
+        before.wait()
+    else:
+        assert states("weights") == ["mapped"]
+    assert not first_failure(moves.pause(group, tags))
+    assert not first_failure(moves.resume(group, tags)) and block.is_intact()
+"""
+
+
+def test_all_ranks_learn_of_a_signal_that_ends_the_wait_of_one(tmp_path):
+    pytest.importorskip("torch")
+    distributed_ranks.run(tmp_path, RANKS, 2)

@@ -90,11 +90,13 @@ for name, (calls, error) in {WRONG}.items():
     )
 
 
-def test_steps_go_on_after_an_interrupt_of_a_sleep_or_a_wake_up(run_vllm):
+@pytest.mark.parametrize("signal", ["", "signal.SIGALRM, TimeoutError"], ids=["SIGINT", "SIGALRM"])
+def test_steps_go_on_after_an_interrupt_of_a_sleep_or_a_wake_up(run_vllm, signal):
     """An interrupt of vLLM's own `generate` may leave a request behind, with any allocator."""
     run_vllm(
         f"""
 {START}
+import signal
 from interrupter import Interrupter
 
 def transitions():
@@ -103,7 +105,7 @@ def transitions():
     llm.sleep(level=2)
 
 places = 0
-for place in Interrupter().places(transitions, every=61):
+for place in Interrupter({signal}).places(transitions, every=61):
     step(3)
     places += 1
 assert places > 50, places
