@@ -150,7 +150,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(recorded, tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("name", ["trace", "trace.txt", ".json", "trace.json.gz"])
 def test_another_ending_is_refused(tmp_path, name):
-    with pytest.raises(memsaver.ConfigError, match="ends in"):
+    with pytest.raises(memsaver.ConfigError, match="must end in"):
         files.save(made(), tmp_path / name)
     assert list(tmp_path.iterdir()) == []
 

@@ -119,7 +119,7 @@ def test_the_tensors_of_a_whole_process_can_be_sent(python):
         import ctypes, torch
         import memsaver
         from importing_process import ImportingProcess, dumped
-        caller, core = Caller("caller_1.so"), Core()
+        caller, core = Caller("caller_2.so"), Core()
         with memsaver.region("trainer", shareable=True):
             memsaver.simulator.empty(1)  # as torch's pools on a GPU: registers the sending
         pointer = caller.malloc(4 * MIB)
@@ -154,7 +154,7 @@ def test_the_weights_of_a_whole_process_update_an_engine_without_a_bucket(python
         from memsaver.integrations.rollout.rollout_engine import RolloutEngine
         from memsaver.integrations.sglang.replies import Reply
 
-        caller = Caller("caller_1.so")
+        caller = Caller("caller_2.so")
         memsaver.configure(importer_seconds=10)
         with memsaver.region("trainer", shareable=True):
             pass

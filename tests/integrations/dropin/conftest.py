@@ -11,11 +11,15 @@ from dropin_preload import CC, CHILD, FIXTURES, LIBRARIES
 
 @pytest.fixture(scope="session")
 def runtime(tmp_path_factory):
-    """Build a fake CUDA runtime, and a library that calls it; return their folder."""
+    """Build a fake CUDA runtime, and a library that calls it; return their folder.
+
+    The runtime's name differs from that of torch's own, which the dynamic linker would use instead.
+    """
     folder = tmp_path_factory.mktemp("runtime")
+    name = "libcudart-faf08d9a.so.13"
     for output, source, options in (
-        ("libcudart.so.13", "fake_runtime.c", ["-DRUNTIME_ID=1", "-Wl,-soname,libcudart.so.13"]),
-        ("caller.so", "caller.c", ["-Wl,-rpath,$ORIGIN,--no-as-needed", "./libcudart.so.13"]),
+        (name, "fake_runtime.c", ["-DRUNTIME_ID=1", f"-Wl,-soname,{name}"]),
+        ("caller.so", "caller.c", ["-Wl,-rpath,$ORIGIN,--no-as-needed", f"./{name}"]),
     ):
         command = [*CC, "-O1", "-fPIC", "-shared", str(FIXTURES / source), "-o", output, *options]
         subprocess.run(command, cwd=folder, check=True)

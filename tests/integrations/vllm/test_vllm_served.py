@@ -115,7 +115,7 @@ def test_a_server_outside_of_its_development_mode_is_refused(run):
 def test_prompts_with_images_are_refused(run):
     run("""
     request = Request([1], {"max_tokens": 1}, {"image": "a.png"})
-    with pytest.raises(ConfigError, match="tokens or texts"):
+    with pytest.raises(ConfigError, match="tokens or text"):
         backend_of(server.url).generate([request], 10)
     """)
 
