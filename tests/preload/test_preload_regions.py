@@ -112,6 +112,10 @@ def test_the_environment_makes_the_process_a_region(python, backup, policy):
     assert out == ["trainer", policy, "1", "0", "0", "True"]
 
 
+# These two import torch, whose own runtime of version 13 would get the calls of a caller of that
+# version.
+
+
 def test_the_tensors_of_a_whole_process_can_be_sent(python):
     """A trainer without regions of its own, whose weights an engine maps."""
     out = python(
@@ -119,7 +123,7 @@ def test_the_tensors_of_a_whole_process_can_be_sent(python):
         import ctypes, torch
         import memsaver
         from importing_process import ImportingProcess, dumped
-        caller, core = Caller("caller_2.so"), Core()
+        caller, core = Caller("caller_3.so"), Core()
         with memsaver.region("trainer", shareable=True):
             memsaver.simulator.empty(1)  # as torch's pools on a GPU: registers the sending
         pointer = caller.malloc(4 * MIB)
@@ -154,7 +158,7 @@ def test_the_weights_of_a_whole_process_update_an_engine_without_a_bucket(python
         from memsaver.integrations.rollout.rollout_engine import RolloutEngine
         from memsaver.integrations.sglang.replies import Reply
 
-        caller = Caller("caller_2.so")
+        caller = Caller("caller_3.so")
         memsaver.configure(importer_seconds=10)
         with memsaver.region("trainer", shareable=True):
             pass
