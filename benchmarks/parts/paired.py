@@ -92,8 +92,9 @@ def rows(
 ) -> Iterator[dict[str, Any]]:
     """Yield the row of a metric, if both builds have values.
 
-    Its `detail` also has the ratios of the minima and of the first quartiles, the average that the
-    row's values are, and the standard error of the ratio of the means.
+    `average` names the function of `statistics` that computes the row's values. The row's `detail`
+    also has this name, the ratios of the minima and of the first quartiles, and the standard error
+    of the ratio of the means.
     """
     before, after = found[BEFORE], found[AFTER]
     if not before or not after:

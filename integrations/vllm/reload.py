@@ -25,8 +25,8 @@ def is_converted(model: Any) -> bool:
 def domain_of(worker: Any) -> str:
     """Return the domain of the processes whose tensors a worker's model may load in place.
 
-    Returns "" if there is no model, or if vLLM converts the model's weights: its loads may write to
-    the sender's tensors, and memsaver does not detect such writes.
+    The domain is empty if the worker has no model, or if vLLM converts the model's weights: loading
+    such a model may write to the sender's tensors, and memsaver does not detect these writes.
     """
     try:
         model = worker.model_runner.get_model()

@@ -22,7 +22,8 @@ class CopyEvents {
   void add(const Range& queued);
   // Records a range into which nothing is queued: it needs no event.
   void add_without_work(const Range& range);
-  // Records an event after the ranges since the previous one. Throws kDriverFailed.
+  // Records an event after the ranges that were added since the previous event, if there are any.
+  // Throws kDriverFailed.
   void close();
 
   // Returns the event after the last work in `ranges`, or null if none is queued there. Increases
