@@ -313,11 +313,9 @@ def on_h100(rows: list[Mapping[str, Any]]) -> list[str]:
 
 
 def error_of(row: Mapping[str, Any]) -> str:
-    """Return the standard error of a ratio of means, with its sign; nothing for other rows."""
-    detail = row["detail"]
-    if detail.get("average") != "mean":
-        return ""
-    return f" ± {row['ratio'] * detail['standard_error']:.2f}"
+    """Return the standard error of a ratio, with its sign; nothing for a row of medians."""
+    error = row["detail"].get("standard_error")
+    return "" if error is None else f" ± {row['ratio'] * error:.2f}"
 
 
 def before_and_after(rows: list[Mapping[str, Any]]) -> list[str]:
@@ -328,24 +326,12 @@ def before_and_after(rows: list[Mapping[str, Any]]) -> list[str]:
         f"All measurements of `benchmarks/results/{PAIRED.name}`, on {gpus}, {dates(rows)}: "
         f"{', '.join(builds)}.",
         "Both builds took turns in one run (`benchmarks/paired.py`). `before/after` is the ratio "
-        "of the medians, followed by that of the first quartiles in parentheses; above 1, the "
-        "later build is faster. `driver` is the time of bare driver calls or of a plain copy in "
-        "the same run.",
+        "of trimmed means, which leave out a fifth of the cycles at each end; above 1, the later "
+        "build is faster. ± is its standard error, with each cycle counted as independent. "
+        "`driver` is the time of bare driver calls or of a plain copy in the same run.",
     ]
-    averages = {row["detail"].get("average") for row in rows}
-    if None in averages:  # the first run
-        lines.append(
-            "In this run, most bare driver calls took 1.3 to 3 times as long as in the first "
-            "table, and single cycles of one build differed by up to a factor of five; the cycles "
-            "right after each other were in two blocks. Compare the builds only with each other; "
-            "if the two ratios of a row disagree, it shows no difference."
-        )
-    if "mean" in averages:
-        lines.append(
-            "Rows without a backup show means instead of medians, because a driver call without "
-            "a copy takes one of two durations; ± is the standard error of the ratio, "
-            "with each cycle counted as independent."
-        )
+    if any("average" not in row["detail"] for row in rows):
+        lines.append("A row without ± is from an earlier run, and has medians.")
     lines += [
         "",
         "| measurement | before | after | before/after | driver |",
@@ -357,7 +343,7 @@ def before_and_after(rows: list[Mapping[str, Any]]) -> list[str]:
             WORDS.get(row["metric"], f"`{row['metric']}`"),
             value_and_range(row["peer_value"], detail["peer"]),
             value_and_range(row["memsaver"], detail["memsaver"]),
-            f"{row['ratio']:.2f}{error_of(row)} ({detail['ratio_of_first_quartiles']:.2f})",
+            f"{row['ratio']:.2f}{error_of(row)}",
             "" if row["limit"] is None else f"{row['limit']:,.1f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")

@@ -19,8 +19,8 @@ without), and the CUDA contexts of three processes, or of twice --processes (bac
 32 GiB (backed), 64 GiB (swap with backups).
 
 Rows have the bench "paired", the current build's values as `memsaver`, and "memsaver at HASH" as
-the peer: a ratio above 1 means that the current build is faster. The values are medians, or means
-without a backup; then the `detail` has the standard error of the ratio.
+the peer: a ratio above 1 means that the current build is faster. The values are trimmed means; the
+`detail` has the standard error of the ratio.
 """
 
 from __future__ import annotations

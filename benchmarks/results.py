@@ -41,7 +41,7 @@ class Measurement(TypedDict):
     # _tokens_per_s, _requests. Names of fractions contain "fraction"; the unit of all other names
     # is percent.
     metric: str
-    memsaver: float  # the median; the mean if the detail's `average` says so
+    memsaver: float  # the median, or the detail's `average`
     peer: str  # the library or setting that it is compared with
     peer_value: float | None  # the peer's median, in the same unit; None: it failed
     # How many times better memsaver is: above 1 is better for every unit. None without a peer's

@@ -6,7 +6,8 @@ are divided among several sets of processes, because the speed of a copy depends
 process's pinned memory, and the duration of a driver call on the place of its device memory.
 
 A driver call without a copy takes one of two durations, which differ by up to a factor of two and
-change from cycle to cycle. A median is then decided by a few cycles; so these rows have means.
+change from cycle to cycle, and a median is then decided by a few cycles. A mean is decided by a
+single cycle that the machine interrupts. So the rows have trimmed means.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ SWAPPING_PAIRS = 2  # pairs of processes for swaps with backups
 MOST_SWAPS = 10  # swaps without a backup of each kind
 
 PLAIN = {"pause": "plain_out", "resume": "plain_in"}  # the copies that precede each call
+
+TRIMMED = 0.2  # the part of the values at each end that a trimmed mean leaves out
 
 Values = dict[str, list[float]]  # by child
 
@@ -88,47 +91,42 @@ def rows(
     metric: str,
     found: Mapping[str, Sequence[float]],
     limit: Sequence[float] | None = None,
-    average: str = "median",
 ) -> Iterator[dict[str, Any]]:
     """Yield the row of a metric, if both builds have values.
 
-    `average` names the function of `statistics` that computes the row's values. The row's `detail`
-    also has this name, the ratios of the minima and of the first quartiles, and the standard error
-    of the ratio of the means.
+    Its values are trimmed means; its `detail` also has their ratio's standard error, as a fraction
+    of the ratio.
     """
     before, after = found[BEFORE], found[AFTER]
     if not before or not after:
         return
     peer = f"memsaver at {options.before_commit[:7]}"
-    row = results.measurement(
-        metric, after, peer, before, limit, bench=BENCH, average=getattr(statistics, average)
-    )
+    row = results.measurement(metric, after, peer, before, limit, bench=BENCH, average=trimmed_mean)
     row["detail"] |= {
-        "average": average,
-        "standard_error": round(standard_error(before, after), 4),
-        "ratio_of_minima": results.ratio(min(after), min(before)),
-        "ratio_of_first_quartiles": results.ratio(first_quartile(after), first_quartile(before)),
+        "average": "trimmed mean",
+        "standard_error": round(math.hypot(relative_error(before), relative_error(after)), 4),
     }
     yield row
 
 
-def standard_error(before: Sequence[float], after: Sequence[float]) -> float:
-    """Return the standard error of the ratio of two means, as a fraction of the ratio.
+def trimmed_mean(values: Sequence[float]) -> float:
+    """Return the mean without a fifth of the values at each end."""
+    cut = int(TRIMMED * len(values))
+    return statistics.mean(sorted(values)[cut : len(values) - cut])
 
-    The means' relative errors are independent and small, so their squares add up. Counts each cycle
-    as independent, although the cycles of a process share the place of its memory, so the result
-    can be too small.
+
+def relative_error(values: Sequence[float]) -> float:
+    """Return the standard error of the trimmed mean, as a fraction of it (Tukey and McLaughlin).
+
+    Counts each cycle as independent, although the cycles of a process share the place of its
+    memory, so the result can be too small. A single value has the error 0.
     """
-    squares = 0.0
-    for values in (before, after):
-        if len(values) > 1:
-            squares += statistics.variance(values) / len(values) / statistics.mean(values) ** 2
-    return math.sqrt(squares)
-
-
-def first_quartile(values: Sequence[float]) -> float:
-    """Return the first quartile: a quarter of the values are smaller."""
-    return sorted(values)[len(values) // 4]
+    if len(values) < 2:
+        return 0.0
+    ordered, cut = sorted(values), int(TRIMMED * len(values))
+    low, high = ordered[cut], ordered[-1 - cut]
+    spread = statistics.stdev(min(max(value, low), high) for value in values)
+    return spread / ((1 - 2 * TRIMMED) * math.sqrt(len(values))) / trimmed_mean(values)
 
 
 def discarded(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
@@ -156,7 +154,7 @@ def discarded(options: argparse.Namespace, failures: list[str]) -> Iterator[dict
                             for name, by_call in times.items():  # without the first pause
                                 values[name] += by_call[f"{call}_ms"][-cycles:]
     for metric, values in found.items():
-        yield from rows(options, metric, values, values[LIMIT], "mean")
+        yield from rows(options, metric, values, values[LIMIT])
 
 
 def backed(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
