@@ -198,8 +198,7 @@ pinned host memory for the next pause; by default, each resume releases it. Note
 - Answered requests: on the H200, an earlier version of the benchmark also counted 72 clients that
   disconnected on purpose; the row of the H100 counts only clients that wait.
 - SGLang on two GPUs: the H200's rows without `NCCL_MAX_CTAS` were measured with NCCL's own number
-  of channels, those of the H100s with 16. With 12, memsaver's default since then, an engine has not
-  been measured yet.
+  of channels, those of the H100s with 12, memsaver's default.
 - SGLang's memory in use with all tags released has two values: that of an engine's first sleep,
   and half of the memory in use while two engines sleep (each for the seventh time, with
   torch_memory_saver for the third or fourth).
@@ -312,12 +311,6 @@ def on_h100(rows: list[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def error_of(row: Mapping[str, Any]) -> str:
-    """Return the standard error of a ratio, with its sign; nothing for a row of medians."""
-    error = row["detail"].get("standard_error")
-    return "" if error is None else f" ± {row['ratio'] * error:.2f}"
-
-
 def before_and_after(rows: list[Mapping[str, Any]]) -> list[str]:
     """Return the rows of paired.py, which compares two builds of memsaver."""
     gpus = " and ".join(sorted({row["gpu"] for row in rows}))
@@ -325,14 +318,10 @@ def before_and_after(rows: list[Mapping[str, Any]]) -> list[str]:
     lines = [
         f"All measurements of `benchmarks/results/{PAIRED.name}`, on {gpus}, {dates(rows)}: "
         f"{', '.join(builds)}.",
-        "Both builds took turns in one run (`benchmarks/paired.py`). `before/after` is the ratio "
-        "of trimmed means, which leave out a fifth of the cycles at each end; above 1, the later "
+        "Both builds took turns on one machine (`benchmarks/paired.py`). `before/after` is the "
+        "ratio of trimmed means, which leave out a fifth of the cycles at each end; above 1, the later "
         "build is faster. ± is its standard error, with each cycle counted as independent. "
         "`driver` is the time of bare driver calls or of a plain copy in the same run.",
-    ]
-    if any("average" not in row["detail"] for row in rows):
-        lines.append("A row without ± is from an earlier run, and has medians.")
-    lines += [
         "",
         "| measurement | before | after | before/after | driver |",
         "|---|--:|--:|--:|--:|",
@@ -343,7 +332,7 @@ def before_and_after(rows: list[Mapping[str, Any]]) -> list[str]:
             WORDS.get(row["metric"], f"`{row['metric']}`"),
             value_and_range(row["peer_value"], detail["peer"]),
             value_and_range(row["memsaver"], detail["memsaver"]),
-            f"{row['ratio']:.2f}{error_of(row)}",
+            f"{row['ratio']:.2f} ± {row['ratio'] * detail['standard_error']:.2f}",
             "" if row["limit"] is None else f"{row['limit']:,.1f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
