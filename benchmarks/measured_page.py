@@ -319,8 +319,8 @@ def before_and_after(rows: list[Mapping[str, Any]]) -> list[str]:
         f"All measurements of `benchmarks/results/{PAIRED.name}`, on {gpus}, {dates(rows)}: "
         f"{', '.join(builds)}.",
         "Both builds took turns on one machine (`benchmarks/paired.py`). `before/after` is the "
-        "ratio of trimmed means, which leave out a fifth of the cycles at each end; above 1, the later "
-        "build is faster. ± is its standard error, with each cycle counted as independent. "
+        "ratio of trimmed means, which leave out a fifth of the cycles at each end; above 1, the "
+        "later build is faster. ± is its standard error, with each cycle counted as independent. "
         "`driver` is the time of bare driver calls or of a plain copy in the same run.",
         "",
         "| measurement | before | after | before/after | driver |",

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import math
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,7 +37,7 @@ from verl_trainer import Found, Settings, Trainer, read
 
 BENCH = "frameworks"
 PEER = PEERS[DEFAULT]
-START_SECONDS = 180  # limit for the start of Ray, the trainer and the engine
+START_SECONDS = 300  # limit for the start of Ray, the trainer and the engine
 STEP_SECONDS = 20
 FREE_SECONDS = 60  # limit for the memory of an ended trainer to become free
 FLAT_MIB = 64  # by which the memory in use may change in cycles of sleep and wake-up
@@ -45,6 +47,7 @@ COMPARED = ("actor/pg_loss", *SIZED)  # the loss is about 0 unless a response en
 # verl's mean difference between the engine's and the trainer's probabilities of the responses.
 PROBABILITIES = "training/rollout_probs_diff_mean"
 ALLOWED = "the largest allowed value"
+ENDED = "ended.json"  # of a training that has ended: its commit, and its peak in MiB
 MORE = 2  # the largest allowed ratio to the peer's value of PROBABILITIES
 FRACTIONS = (0.6, 0.65, 0.7, 0.75)  # of the GPU's memory, to be tried in this order
 
@@ -65,7 +68,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     text = "fractions: gpu_memory_utilization to try, up to the first that fails"
     add("--verl-fractions", type=float, nargs="+", default=FRACTIONS, help=text)
     add("--verl-small", action="store_true", help="a model of 4 layers, to try this out")
-    add("--verl-folder", type=Path, help="folder for models, logs and results, which remain in it")
+    text = "folder for models, logs and results, which remain in it; see frameworks_verl.py"
+    add("--verl-folder", type=Path, help=text)
     add(
         "--verl-cycles",
         type=runs.at_least(WARM + 2),
@@ -111,24 +115,47 @@ def settings(options: argparse.Namespace, folder: Path, **changed: Any) -> Setti
     return made
 
 
-def train(name: str, options: argparse.Namespace, chosen: Settings) -> Training:
-    """Train once with a memory saver. Raises Failed."""
+def train(name: str, options: argparse.Namespace, chosen: Settings, run: int = 1) -> Training:
+    """Train with a memory saver, unless this training has ended already. Raises Failed.
+
+    `run` distinguishes trainings with the same settings.
+    """
+    words = (name, f"{chosen.gpus}gpus", f"{chosen.steps}x{chosen.tokens}", chosen.fraction, run)
+    place = chosen.folder / "-".join(map(str, words))
+    commit = results.stamp()["commit"]
+    peak = peak_of_ended(place, commit)
+    if peak is None:
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir()
+        peak = train_in(place, name, options, chosen)
+    training = Training(read(name, place), peak)
+    if len(training.found.metrics) != chosen.steps:
+        raise Failed(f"{name}: verl reported {len(training.found.metrics)} of {chosen.steps} steps")
+    (place / ENDED).write_text(json.dumps({"commit": commit, "peak": peak}))
+    say(f"{name}: steps {training.seconds('step')}; cycles {training.found.cycles}")
+    say(f"{name}: {training.found.tokens} KV tokens; peak {training.peak} MiB")
+    return training
+
+
+def peak_of_ended(place: Path, commit: str) -> float | None:
+    """Return the peak in MiB of a training that ended in this folder with the same commit."""
+    path = place / ENDED
+    ended = json.loads(path.read_text()) if path.exists() else {}
+    return ended["peak"] if ended.get("commit") == commit else None
+
+
+def train_in(place: Path, name: str, options: argparse.Namespace, chosen: Settings) -> float:
+    """Train once, and return the peak of the memory in use in MiB. Raises Failed."""
     wait_until_free(options.idle_mib)
     say(f"{name}: training with verl, gpu_memory_utilization={chosen.fraction}")
     begin = time.monotonic()
     peaks = Peaks(DeviceMemory().used)
-    place = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=chosen.folder))
     with peaks.stage("training"), Trainer(name, chosen, place) as trainer:
         status = trainer.wait(START_SECONDS + STEP_SECONDS * chosen.steps)
         if status != 0:
             raise Failed(f"{name}: verl ended with status {status}; {trainer.log()}")
-    found = read(name, place)
-    if len(found.metrics) != chosen.steps:
-        raise Failed(f"{name}: verl reported {len(found.metrics)} of {chosen.steps} steps")
-    training = Training(found, round(peaks.stages["training"] / (1 << 20), 1))
-    say(f"{name}: {time.monotonic() - begin:.0f} s; steps {training.seconds('step')}")
-    say(f"{name}: cycles {found.cycles}; {found.tokens} KV tokens; peak {training.peak} MiB")
-    return training
+    say(f"{name}: {time.monotonic() - begin:.0f} s")
+    return round(peaks.stages["training"] / (1 << 20), 1)
 
 
 def differences(one: Found, other: Found) -> list[str]:
@@ -161,7 +188,7 @@ def steps(
     again: list[str] = []
     if differing:
         say(f"the training runs differ: {differing}; {PEER} trains once more")
-        third = train(DEFAULT, options, chosen).found
+        third = train(DEFAULT, options, chosen, run=2).found
         again = differences(theirs.found, third)
         if not again:
             failures.append(f"verl: two runs of the peer agree, memsaver differs: {differing}")

@@ -102,6 +102,26 @@ def test_a_difference_must_be_as_small_as_the_peers(run, capsys, fault, message)
     assert message in capsys.readouterr().err
 
 
+def test_a_training_that_has_ended_is_not_repeated(run, benchmark_module, monkeypatch, capsys):
+    """The first run is cut off after the first of three trainings."""
+    part = benchmark_module("parts.frameworks_verl")
+    wait = part.Trainer.wait
+
+    def cut_off(trainer, seconds):
+        if trainer.name == "tms":
+            raise part.Failed("cut off")
+        return wait(trainer, seconds)
+
+    monkeypatch.setattr(part.Trainer, "wait", cut_off)
+    assert run("--verl-steps=2", fault="random")[:2] == (1, {})
+    monkeypatch.setattr(part.Trainer, "wait", wait)
+    status, rows, _ = run("--verl-steps=2", fault="random")
+    assert status == 0 and "verl_step_seconds" in rows
+    said = capsys.readouterr().err
+    assert said.count("memsaver: training with verl") == 1
+    assert said.count("tms: training with verl") == 3
+
+
 def test_an_engine_with_another_saver_is_a_failure_without_rows(run, capsys):
     status, rows, _ = run("--verl-steps=2", fault="saver")
     assert status == 1 and rows == {}
