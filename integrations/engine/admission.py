@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterator
@@ -64,12 +65,17 @@ class RequestAbortedError(MemsaverError, ValueError):
     _status = "REQUEST_ABORTED"
 
 
+def _future() -> asyncio.Future[None]:
+    return asyncio.get_running_loop().create_future()
+
+
 @dataclass(eq=False)
 class _Waiter:
+    """A held request. `admitted` ends once its tags are mapped, `left` once it is not held."""
+
     needs: frozenset[str]
-    admitted: asyncio.Future[None] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
+    admitted: asyncio.Future[None] = field(default_factory=_future)
+    left: asyncio.Future[None] = field(default_factory=_future)
 
 
 class Admission:
@@ -96,8 +102,7 @@ class Admission:
         self._sleeper = sleeper
         self.without_backup = frozenset(without_backup)
         self._released: frozenset[str] = frozenset()
-        self._held = 0
-        self._waiters: deque[_Waiter] = deque()
+        self._waiters: deque[_Waiter] = deque()  # in the order of their arrival
         self.changing = asyncio.Lock()
         # By generation: the names that callers have aborted; None stands for all names.
         self._generations: dict[Any, set[str | None]] = {}
@@ -114,7 +119,7 @@ class Admission:
 
     @property
     def waiting(self) -> int:
-        """The number of waiting requests."""
+        """The number of held requests."""
         return len(self._waiters)
 
     def learn(self, released: Collection[str]) -> None:
@@ -190,7 +195,9 @@ class Admission:
         reads: bool = True,
         is_gone: Callable[[], Awaitable[bool]] | None = None,
     ) -> None:
-        """Return when the tags that a request needs are mapped.
+        """Return when the tags that a request needs are mapped, after earlier requests.
+
+        A request does not wait for an earlier one whose tags are still released.
 
         Args:
             needs: the tags.
@@ -207,7 +214,7 @@ class Admission:
             ClientGoneError: the client has disconnected.
             RequestAbortedError: `is_gone` raised it.
         """
-        if not self._released & needs:
+        if not self._released & needs and not self._before(None):
             return
         try:
             end = self.deadline() if deadline is None else deadline
@@ -233,57 +240,61 @@ class Admission:
         reads: bool,
         is_gone: Callable[[], Awaitable[bool]] | None,
     ) -> None:
-        is_full = self._held >= self.policy.most_held
+        is_full = len(self._waiters) >= self.policy.most_held
         if is_full or self.policy.when_asleep == "refuse":
             if await self.refresh() & needs:
-                more = f"{self._held} requests are held, which is the limit" if is_full else ""
-                raise self._error(what, more)
+                held = f"{len(self._waiters)} requests are held, which is the limit"
+                raise self._error(what, held if is_full else "")
             return
-        self._held += 1
+        waiter = _Waiter(needs)
+        self._waiters.append(waiter)
         try:
             if self.policy.when_asleep == "wait":
-                await self._wait(needs, what, deadline, is_gone)
+                await self._wait(waiter, what, deadline, is_gone)
             else:
-                await self._wake(needs, what, deadline, reads, is_gone)
+                await self._wake(waiter, what, deadline, reads, is_gone)
+            for earlier in self._before(waiter):
+                await asyncio.wait([earlier.left])
         finally:
-            self._held -= 1
+            self._waiters.remove(waiter)
+            waiter.left.set_result(None)
+
+    def _before(self, waiter: _Waiter | None) -> list[_Waiter]:
+        """Return the held requests whose tags are mapped, up to this one."""
+        earlier = itertools.takewhile(lambda one: one is not waiter, self._waiters)
+        return [one for one in earlier if not one.needs & self._released]
 
     async def _wait(
         self,
-        needs: frozenset[str],
+        waiter: _Waiter,
         what: str,
         deadline: float,
         is_gone: Callable[[], Awaitable[bool]] | None,
     ) -> None:
         now = asyncio.get_running_loop().time
-        waiter = _Waiter(needs)
-        self._waiters.append(waiter)
-        try:
-            while not waiter.admitted.done():
-                left = deadline - now()
-                if left <= 0:
-                    more = f"no caller woke it up within {self.policy.wait_seconds:g} s"
-                    raise self._error(what, more)
-                await asyncio.wait([waiter.admitted], timeout=min(left, _POLL_SECONDS))
-                if waiter.admitted.done():
-                    return
-                await _check_client(is_gone)
-                if waiter is self._waiters[0] and (self._polling is None or self._polling.done()):
-                    # Not awaited: the later requests would be admitted before this one.
-                    self._polling = asyncio.ensure_future(self.refresh())
-                    self._polling.add_done_callback(_retrieve)
-        finally:
-            self._waiters.remove(waiter)
+        while waiter.needs & self._released and not waiter.admitted.done():
+            left = deadline - now()
+            if left <= 0:
+                more = f"no caller woke it up within {self.policy.wait_seconds:g} s"
+                raise self._error(what, more)
+            await asyncio.wait([waiter.admitted], timeout=min(left, _POLL_SECONDS))
+            if waiter.admitted.done():
+                return
+            await _check_client(is_gone)
+            if waiter is self._waiters[0] and (self._polling is None or self._polling.done()):
+                # Not awaited: the later requests would be admitted before this one.
+                self._polling = asyncio.ensure_future(self.refresh())
+                self._polling.add_done_callback(_retrieve)
 
     async def _wake(
         self,
-        needs: frozenset[str],
+        waiter: _Waiter,
         what: str,
         deadline: float,
         reads: bool,
         is_gone: Callable[[], Awaitable[bool]] | None,
     ) -> None:
-        now = asyncio.get_running_loop().time
+        needs, now = waiter.needs, asyncio.get_running_loop().time
         until = max(deadline, now() + _WAKE_SECONDS)
         pause = _FIRST_PAUSE_SECONDS
         while missing := self._released & needs:
@@ -307,7 +318,7 @@ class Admission:
                 return
             if now() + pause > deadline:
                 raise self._error(what, "other callers released its memory after each wake-up")
-            await asyncio.sleep(pause)
+            await asyncio.wait([waiter.admitted], timeout=pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
             await _check_client(is_gone)
 

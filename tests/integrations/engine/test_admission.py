@@ -102,6 +102,25 @@ async def test_a_query_in_progress_does_not_delay_the_first_request():
     assert order == [0, 1, 2]
 
 
+@pytest.mark.parametrize("when", ["wait", "wake"])
+async def test_requests_that_arrive_after_a_wake_up_do_not_overtake_held_ones(when):
+    engine, order = Engine(), []
+    found = made(when, engine)
+
+    async def request(number):
+        await found.admit(EVERYTHING, "generate")
+        order.append(number)
+
+    tasks = [asyncio.ensure_future(request(number)) for number in range(20)]
+    await asyncio.sleep(0)
+    engine.tags.clear()
+    found.learn(())
+    tasks += [asyncio.ensure_future(request(number)) for number in range(20, 40)]
+    await asyncio.gather(*tasks)
+    assert order == list(range(40))
+    assert found.waiting == 0
+
+
 async def test_a_waiting_request_notices_a_resume_by_another_process():
     engine = Engine()
     found = made("wait", engine)
