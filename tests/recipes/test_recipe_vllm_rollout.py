@@ -143,7 +143,7 @@ def test_a_busy_engine_does_not_sleep(vllm_engine):
 
 
 def test_buckets_are_loaded_into_the_model(vllm_engine):
-    from vllm_workers import payload
+    from weight_buckets import payload
 
     from memsaver.integrations.engine.weights.checks import RankCheck
 
