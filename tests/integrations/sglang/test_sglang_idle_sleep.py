@@ -68,8 +68,6 @@ def test_requests_and_a_pause_postpone_the_release(clock, scheduler, idle):
     assert advance(clock, idle, 4.5) == []
     scheduler._engine_paused = True
     assert advance(clock, idle, 30) == []
-    scheduler._engine_paused = False
-    assert len(advance(clock, idle, 6)) == 1
 
 
 def test_monitoring_does_not_restart_the_idle_time(clock, scheduler, idle):
