@@ -54,17 +54,8 @@ def test_a_sleep_keeps_the_named_tags_and_discards_the_others(
     assert all(blocks[tag].is_zero() for tag in lost)
 
 
-@pytest.fixture
-def weights(sim, allocator):
-    return pool(allocator, sim, "weights")
-
-
-@pytest.fixture
-def cache(sim, allocator):
-    return pool(allocator, sim, "kv_cache")
-
-
-def test_a_sleep_may_be_restricted_to_some_tags(sim, allocator, weights, cache):
+def test_a_sleep_may_be_restricted_to_some_tags(sim, allocator):
+    weights, cache = pool(allocator, sim, "weights"), pool(allocator, sim, "kv_cache")
     with allocator.only(["kv_cache"]):
         allocator.sleep(offload_tags=("weights",))
     assert allocator.released == ("kv_cache",) and weights.is_intact()
