@@ -31,3 +31,27 @@ def engine(sim, tag, process_group):
     engine.close()
     assert engine.scheduler.death is None, repr(engine.scheduler.death)
     del engine.scheduler.weights, engine.scheduler.kv_cache
+
+
+@pytest.fixture
+def start_vllm(sim, tag, monkeypatch):
+    """Return a function that starts a vLLM engine; its arguments are those of `Engine`."""
+    pytest.importorskip("vllm.device_allocator.sleep_mode_backend", reason="vLLM is not installed")
+    from vllm_recipe import Engine
+
+    tag.names.extend(("weights", "kv_cache", "runtime", "workspace", "cuda_graph"))
+    engines = []
+
+    def start(**kinds):
+        engines.append(Engine(monkeypatch, **kinds))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def vllm_engine(start_vllm):
+    """Return a vLLM engine whose weights and KV cache are mapped."""
+    return start_vllm()

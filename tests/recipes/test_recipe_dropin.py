@@ -65,7 +65,8 @@ SEQUENCES = {
 }
 
 
-def test_released_memory_is_free_and_resumable(request):
+def test_released_memory_is_free_and_resumable_and_children_are_preloaded(request):
+    """The children are started like SGLang's schedulers."""
     needs("sglang", "make recipes")
     run_dropin = request.getfixturevalue("run_dropin")
     run_dropin(
@@ -82,19 +83,6 @@ for sequence in {list(SEQUENCES.values())}:
             else:
                 engine.resume_memory_occupation(Resume(tags=tags))
         assert used() == full and reads(weights, 1) and reads(cache, 0)
-        """,
-        timeout=110,  # SGLang's imports take long
-        MEMSAVER_SGLANG="0",
-    )
-
-
-def test_children_are_preloaded(request):
-    """Children that are started like SGLang's schedulers are preloaded."""
-    needs("sglang", "make recipes")
-    run_dropin = request.getfixturevalue("run_dropin")
-    run_dropin(
-        ENGINE
-        + """
 with adapter.configure_subprocess():
     code = "import memsaver; assert memsaver.is_preloaded()"
     subprocess.run([sys.executable, "-c", code], check=True)

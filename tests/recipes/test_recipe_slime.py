@@ -6,17 +6,12 @@ import os
 from types import SimpleNamespace
 
 import pytest
+from framework_rounds import check_repeated, check_stages
 from installed import needs, needs_sglang
-
-import memsaver
 
 pytestmark = pytest.mark.recipes
 
 NOT_ON_PYPI = "it is installed from its repository; slime on PyPI is another project"
-
-
-def states():
-    return {tag: memsaver.state(tag) for tag in ("kv_cache", "weights")}
 
 
 @pytest.fixture
@@ -36,26 +31,24 @@ def installed():
 
 
 def test_an_engine_releases_memory_and_resumes_it_in_stages(installed, actor, engine, sim):
-    full = sim.tag_bytes()
-    for _ in range(2):
-        engine.scheduler.kv_cache.fill(7)
-        actor.release_memory_occupation()
-        assert sim.tag_bytes() == 0
-        actor.resume_memory_occupation(tags=["weights"])
-        assert states() == {"kv_cache": "paused", "weights": "mapped"}
-        assert engine.scheduler.weights.is_intact()
-        actor.resume_memory_occupation(tags=["kv_cache", "cuda_graph"])
-        assert sim.tag_bytes() == full and engine.scheduler.kv_cache.is_zero()
+    check_stages(
+        engine,
+        sim,
+        actor.release_memory_occupation,
+        lambda: actor.resume_memory_occupation(tags=["weights"]),
+        lambda: actor.resume_memory_occupation(tags=["kv_cache", "cuda_graph"]),
+    )
 
 
 def test_repeated_requests_are_no_error(installed, actor, engine):
-    actor.resume_memory_occupation()
-    actor.release_memory_occupation()
-    actor.release_memory_occupation()
-    actor.resume_memory_occupation(tags=["weights"])
-    actor.resume_memory_occupation()
-    assert states() == {"kv_cache": "mapped", "weights": "mapped"}
-    assert engine.scheduler.weights.is_intact()
+    check_repeated(
+        engine,
+        actor.resume_memory_occupation,
+        actor.release_memory_occupation,
+        actor.release_memory_occupation,
+        lambda: actor.resume_memory_occupation(tags=["weights"]),
+        actor.resume_memory_occupation,
+    )
 
 
 def test_its_trainers_are_preloaded_with_memsaver(request, monkeypatch):

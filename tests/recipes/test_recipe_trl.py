@@ -13,8 +13,7 @@ from typing import ClassVar
 import pytest
 import trl_calls
 from installed import needs
-
-import memsaver
+from looks import paused_tags
 
 pytestmark = pytest.mark.recipes
 
@@ -134,16 +133,12 @@ def trainer(sim, tag, monkeypatch, tmp_path):
         llm.engine.close()
 
 
-def released() -> set[str]:
-    return {row.tag for row in memsaver.stats().tags if row.state == "paused"}
-
-
 def test_the_trainer_makes_the_calls_that_other_tests_replay(trainer):
     (llm,) = FakeLLM.made
-    assert llm.calls == trl_calls.START and released() == ALL
+    assert llm.calls == trl_calls.START and paused_tags() == ALL
     trainer.train()
     assert llm.calls == trl_calls.START + STEPS * trl_calls.STEP
-    assert released() == ALL
+    assert paused_tags() == ALL
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -163,6 +158,6 @@ def test_a_step_that_raises_can_be_followed_by_others(trainer, monkeypatch, wher
         with pytest.raises(error):
             trainer.train()
     # TRL sleeps after a generation.
-    assert released() == (set() if where == "generate" else ALL)
+    assert paused_tags() == (set() if where == "generate" else ALL)
     trainer.train()
-    assert released() == ALL and llm.calls[-1] == "sleep 2"
+    assert paused_tags() == ALL and llm.calls[-1] == "sleep 2"

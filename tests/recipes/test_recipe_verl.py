@@ -11,6 +11,7 @@ from types import MethodType, SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
+from framework_rounds import MAPPED, ONLY_WEIGHTS, check_repeated, check_stages, states
 from installed import needs, needs_sglang
 from sleeping_manager import choose
 
@@ -79,31 +80,25 @@ def rollout(engine, monkeypatch):
     return ServerAdapter(rollout_config(), model_config(), mesh)
 
 
-def states():
-    return {tag: memsaver.state(tag) for tag in BOTH}
-
-
 def test_the_client_releases_memory_and_resumes_it_in_stages(rollout, engine, sim):
-    full = sim.tag_bytes()
-    for _ in range(2):
-        engine.scheduler.kv_cache.fill(7)
-        asyncio.run(rollout.release())
-        assert sim.tag_bytes() == 0
-        asyncio.run(rollout.resume(["weights"]))
-        assert states() == {"kv_cache": "paused", "weights": "mapped"}
-        assert engine.scheduler.weights.is_intact()
-        asyncio.run(rollout.resume(["kv_cache"]))
-        assert sim.tag_bytes() == full and engine.scheduler.kv_cache.is_zero()
+    check_stages(
+        engine,
+        sim,
+        lambda: asyncio.run(rollout.release()),
+        lambda: asyncio.run(rollout.resume(["weights"])),
+        lambda: asyncio.run(rollout.resume(["kv_cache"])),
+    )
 
 
 def test_repeated_requests_are_no_error(rollout, engine):
-    asyncio.run(rollout.resume(BOTH))
-    asyncio.run(rollout.release())
-    asyncio.run(rollout.release())
-    for tags in (["weights"], ["weights"], BOTH, ["kv_cache"]):
-        asyncio.run(rollout.resume(tags))
-    assert states() == {"kv_cache": "mapped", "weights": "mapped"}
-    assert engine.scheduler.weights.is_intact()
+    def resume(*tags):
+        return lambda: asyncio.run(rollout.resume(list(tags)))
+
+    def release():
+        asyncio.run(rollout.release())
+
+    calls = (resume("weights"), resume("weights"), resume(*BOTH), resume("kv_cache"))
+    check_repeated(engine, resume(*BOTH), release, release, *calls)
 
 
 def test_a_resume_without_room_is_an_error_and_can_be_repeated(rollout, engine, sim):
@@ -113,7 +108,7 @@ def test_a_resume_without_room_is_an_error_and_can_be_repeated(rollout, engine, 
     asyncio.run(rollout.resume(["weights"]))
     with pytest.raises(aiohttp.ClientResponseError, match="400"):
         asyncio.run(rollout.resume(["kv_cache"]))
-    assert states() == {"kv_cache": "paused", "weights": "mapped"}
+    assert states() == ONLY_WEIGHTS
     sim.occupy(0)
     asyncio.run(rollout.resume(["kv_cache"]))
     assert engine.scheduler.weights.is_intact() and engine.scheduler.kv_cache.is_zero()
@@ -124,7 +119,7 @@ def test_a_busy_engine_keeps_its_memory(rollout, engine):
     engine.scheduler.running = 1
     with pytest.raises(aiohttp.ClientResponseError, match="400"):
         asyncio.run(rollout.release())
-    assert states() == {"kv_cache": "mapped", "weights": "mapped"}
+    assert states() == MAPPED
     engine.scheduler.running = 0
     asyncio.run(rollout.release())
     asyncio.run(rollout.resume(BOTH))
@@ -164,7 +159,7 @@ def test_a_step_of_the_trainer_updates_weights_before_the_cache_is_back(worker, 
     asyncio.run(rollout.release())
     asyncio.run(worker.update_weights(global_steps=3, mode="naive"))
     assert worker.seen == [{"kv_cache": "paused", "weights": "mapped"}] * 2
-    assert states() == {"kv_cache": "mapped", "weights": "mapped"} and engine.steps == [3]
+    assert states() == MAPPED and engine.steps == [3]
 
 
 @pytest.mark.parametrize("where", ["get_per_tensor_param", "to"])
@@ -182,7 +177,7 @@ def test_a_step_that_raises_can_be_followed_by_others(worker, rollout, engine, m
         asyncio.run(rollout.release())
         assert states() == {"kv_cache": "paused", "weights": "paused"}
         asyncio.run(worker.update_weights(global_steps=step, mode="naive"))
-        assert states() == {"kv_cache": "mapped", "weights": "mapped"}
+        assert states() == MAPPED
         assert engine.scheduler.weights.is_intact() and engine.scheduler.kv_cache.is_zero()
     assert engine.steps[-2:] == [4, 5]
 
@@ -218,7 +213,7 @@ def test_the_server_sleeps_and_wakes_in_every_mode(server, engine, sim, mode):
 
 def test_the_server_releases_only_the_cache(server, engine):
     engine.run(server.release_kv_cache())
-    assert states() == {"kv_cache": "paused", "weights": "mapped"}
+    assert states() == ONLY_WEIGHTS
     engine.run(server.resume_kv_cache())
     assert engine.scheduler.kv_cache.is_zero()
 

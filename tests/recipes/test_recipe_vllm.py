@@ -8,30 +8,14 @@ import sys
 
 import pytest
 import torch
+from looks import paused_tags
 
-import memsaver
 from memsaver.integrations.vllm import plugin, wake_order
 from memsaver.integrations.vllm.allocator import MemsaverAllocator
 
 pytestmark = pytest.mark.recipes
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def vllm_engine(sim, tag, monkeypatch):
-    """Yield an engine whose weights and KV cache are mapped."""
-    pytest.importorskip("vllm.device_allocator.sleep_mode_backend", reason="vLLM is not installed")
-    from vllm_recipe import Engine
-
-    tag.names.extend(("weights", "kv_cache", "runtime"))
-    engine = Engine(monkeypatch)
-    yield engine
-    engine.close()
-
-
-def released() -> set[str]:
-    return {row.tag for row in memsaver.stats().tags if row.state == "paused"}
 
 
 def weight() -> torch.Tensor:
@@ -62,42 +46,14 @@ def test_the_hooks_attach(vllm_engine, purpose):
         assert hasattr(owner.get_global_graph_pool, "__wrapped__")
 
 
-def test_level_2_keeps_only_the_buffers(vllm_engine):
-    core, runner = vllm_engine.core, vllm_engine.runner
-    core.sleep(level=2)
-    assert {row.backup_bytes for row in memsaver.stats().tags if row.tag == "weights"} == {0}
-    core.wake_up(["weights"])
-    assert not runner.model.weight.any()
-    assert torch.equal(runner.model.cos_sin_cache, torch.arange(64.0))
-    runner.model.weight.copy_(weight())
-    core.wake_up(["kv_cache"])
-    assert not core.is_sleeping()
-    core.sleep(level=1)
-    core.wake_up()
-    assert torch.equal(runner.model.weight, weight())
-
-
-@pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("order", [("weights", "kv_cache"), ("kv_cache", "weights")])
-def test_tags_wake_up_in_any_order(vllm_engine, order, level):
-    core, runner = vllm_engine.core, vllm_engine.runner
-    core.sleep(level)
-    core.wake_up([order[0]])
-    assert released() == {order[1]} and core.is_sleeping()
-    core.wake_up([order[1]])
-    assert not released() and not core.is_sleeping()
-    assert torch.equal(runner.model.cos_sin_cache, torch.arange(64.0))
-    assert torch.equal(runner.model.weight, weight()) == (level == 1)
-
-
 def test_discard_releases_a_tag_of_an_engine_that_is_awake(vllm_engine):
     core = vllm_engine.core
     if not hasattr(core.model_executor, "discard"):
         pytest.skip("this version of vLLM has no discard of single tags")
     core.model_executor.discard(("kv_cache",))
-    assert released() == {"kv_cache"}
+    assert paused_tags() == {"kv_cache"}
     core.sleep()
-    assert released() >= {"weights", "kv_cache"}
+    assert paused_tags() >= {"weights", "kv_cache"}
     core.wake_up()
     assert torch.equal(vllm_engine.runner.model.weight, weight())
 
@@ -125,7 +81,7 @@ def test_another_sleep_mode_backend_sleeps_in_its_own_way(vllm_engine, monkeypat
     core, model_config = vllm_engine.core, vllm_engine.worker.model_config
     model_config.sleep_mode_backend = "other"
     core.sleep(level=1)
-    assert core.is_sleeping() and not released()
+    assert core.is_sleeping() and not paused_tags()
     core.wake_up()
     assert not core.is_sleeping() and len(calls) == 2
     assert torch.equal(vllm_engine.runner.model.weight, weight())

@@ -26,17 +26,13 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def core(sim, tag, monkeypatch):
-    """Yield an engine core, whose loop `run` starts in a thread."""
+def core(request):
+    """Return an engine core, whose loop `run` starts in a thread."""
     pytest.importorskip("vllm.v1.engine.core", reason="vLLM is not installed")
-    from vllm_recipe import Engine
-
-    tag.names.extend(("weights", "kv_cache", "runtime"))
-    engine = Engine(monkeypatch)
+    engine = request.getfixturevalue("vllm_engine")
     for name in hooks.modules():
         importlib.import_module(name)
-    yield engine.core
-    engine.close()
+    return engine.core
 
 
 @pytest.fixture

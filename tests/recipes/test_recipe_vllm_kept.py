@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import vllm_kv_caches
+from looks import paused_tags
 
 import memsaver
 from memsaver import simulator
@@ -18,57 +19,32 @@ MIB = 1 << 20
 ORDERS = [("weights", "kv_cache"), ("kv_cache", "weights")]
 
 
-@pytest.fixture
-def start(sim, tag, monkeypatch):
-    """Return a function that starts an engine whose weights and KV cache are mapped."""
-    pytest.importorskip("vllm.device_allocator.sleep_mode_backend", reason="vLLM is not installed")
-    from vllm_recipe import Engine
-
-    tag.names.extend(("weights", "kv_cache", "runtime", "workspace", "cuda_graph"))
-    engines = []
-
-    def call(**kinds):
-        engines.append(Engine(monkeypatch, **kinds))
-        return engines[-1]
-
-    yield call
-    for engine in engines:
-        engine.close()
-
-
-def released() -> set[str]:
-    return {row.tag for row in memsaver.stats().tags if row.state == "paused"}
-
-
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("order", ORDERS)
-def test_lora_adapters_survive(start, order, level):
-    engine = start(has_lora=True)
+def test_tags_wake_up_in_any_order(start_vllm, order, level):
+    """Adapters survive, and at level 2 the buffers of the model and of a draft model."""
+    engine = start_vllm(has_lora=True, has_draft=True)
+    core, models = engine.core, (engine.runner.model, engine.runner.draft)
     stack = engine.runner.lora_manager.stack.fill_(3)
+    contents = torch.arange(MIB, dtype=torch.float32)
     for _ in range(2):
-        engine.core.sleep(level)
-        assert released() == {"weights", "kv_cache", "runtime"}
-        for tag in order:
-            engine.core.wake_up([tag])
-        assert not released() and (stack == 3).all()
+        core.sleep(level)
+        assert paused_tags() == {"weights", "kv_cache", "runtime"}
+        saved = [row.backup_bytes for row in memsaver.stats().tags if row.tag == "weights"]
+        assert any(saved) == (level == 1)
+        core.wake_up([order[0]])
+        assert paused_tags() == {order[1]} and core.is_sleeping()
+        core.wake_up([order[1]])
+        assert not paused_tags() and not core.is_sleeping()
+        assert (stack == 3).all()
+        for model in models:
+            assert torch.equal(model.cos_sin_cache, torch.arange(64.0))
+            assert torch.equal(model.weight, contents) == (level == 1)
+            model.weight.copy_(contents)  # as a reload
 
 
-@pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("order", ORDERS)
-def test_a_draft_model_survives(start, order, level):
-    engine = start(has_draft=True)
-    draft, contents = engine.runner.draft, torch.arange(MIB, dtype=torch.float32)
-    for _ in range(2):
-        engine.core.sleep(level)
-        for tag in order:
-            engine.core.wake_up([tag])
-        assert torch.equal(draft.cos_sin_cache, torch.arange(64.0))
-        assert torch.equal(draft.weight, contents) == (level == 1)
-        draft.weight.copy_(contents)  # as a reload
-
-
-def test_a_level_2_sleep_that_fails_saves_nothing_of_a_draft_model(sim, start):
-    engine = start(has_draft=True, has_lora=True)
+def test_a_level_2_sleep_that_fails_saves_nothing_of_a_draft_model(sim, start_vllm):
+    engine = start_vllm(has_draft=True, has_lora=True)
     sim.host_limit(1 << 16)
     with pytest.raises(memsaver.OutOfHostMemoryError):
         engine.core.sleep(level=2)
@@ -81,9 +57,9 @@ def test_a_level_2_sleep_that_fails_saves_nothing_of_a_draft_model(sim, start):
 
 @pytest.mark.parametrize("function", vllm_kv_caches.ALL)
 @pytest.mark.parametrize("level", [1, 2])
-def test_state_that_is_created_with_the_kv_cache_survives(start, monkeypatch, level, function):
+def test_state_that_is_created_with_the_kv_cache_survives(start_vllm, monkeypatch, level, function):
     monkeypatch.setattr("vllm_recipe.Runner.allocates", staticmethod(function))
-    engine = start()
+    engine = start_vllm()
     rows = {row.tag: row for row in memsaver.stats().tags}
     assert rows["kv_cache"].resident_bytes == vllm_kv_caches.KV_CACHE
     if "runtime" not in rows or not rows["runtime"].resident_bytes:
@@ -109,8 +85,8 @@ class OnDevice(torch.nn.Parameter):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_parameters_that_vllm_preserves_survive_level_2(start, order):
-    engine = start(has_draft=True)
+def test_parameters_that_vllm_preserves_survive_level_2(start_vllm, order):
+    engine = start_vllm(has_draft=True)
     if "_sleep_saved_parameters" not in vars(engine.worker):
         pytest.skip("this version of vLLM has no sleep_preserve_parameter_names")
     model, draft = engine.runner.model, engine.runner.draft
@@ -123,13 +99,13 @@ def test_parameters_that_vllm_preserves_survive_level_2(start, order):
     assert not draft.weight.any()
 
 
-def test_graphs_that_vllm_offloads_survive_level_2(start, monkeypatch):
+def test_graphs_that_vllm_offloads_survive_level_2(start_vllm, monkeypatch):
     try:
         capture_pool = importlib.import_module("vllm.compilation.cudagraph_pool").capture_pool
     except ImportError:
         pytest.skip("this version of vLLM has no sleep_mode_offload_cudagraph")
     config = importlib.import_module("vllm.config").VllmConfig
-    engine = start()
+    engine = start_vllm()
     engine.worker.model_config.sleep_mode_offload_cudagraph = True
     compilation = SimpleNamespace(cudagraph_mode=None)
     made = SimpleNamespace(model_config=engine.worker.model_config, compilation_config=compilation)
@@ -140,14 +116,14 @@ def test_graphs_that_vllm_offloads_survive_level_2(start, monkeypatch):
     allocator = importlib.import_module("vllm.distributed.device_communicators.pynccl_allocator")
     assert pool == allocator._graph_pool_id == (0, 7)
     engine.core.sleep(level=2)
-    assert "cuda_graph" in released()
+    assert "cuda_graph" in paused_tags()
     engine.core.wake_up(["kv_cache"])
-    assert released() == {"weights"} and (graph == 3).all()
+    assert paused_tags() == {"weights"} and (graph == 3).all()
 
 
-def test_workspaces_are_released_without_a_backup(start, monkeypatch):
+def test_workspaces_are_released_without_a_backup(start_vllm, monkeypatch):
     workspace = importlib.import_module("vllm.v1.worker.workspace")
-    engine = start()
+    engine = start_vllm()
     try:
         manager = workspace.WorkspaceManager(
             torch.device("cpu"),
@@ -166,21 +142,21 @@ def test_workspaces_are_released_without_a_backup(start, monkeypatch):
     (row,) = [row for row in memsaver.stats().tags if row.tag == "workspace"]
     assert row.state == "paused" and not row.backup_bytes
     engine.core.wake_up(["kv_cache"])
-    assert released() == {"weights"}
+    assert paused_tags() == {"weights"}
     tensor.fill_(1)
 
 
-def test_release_of_the_kv_cache_memory_keeps_everything_else(start):
-    engine = start(has_lora=True, has_draft=True)
+def test_release_of_the_kv_cache_memory_keeps_everything_else(start_vllm):
+    engine = start_vllm(has_lora=True, has_draft=True)
     if not hasattr(engine.core, "release_kv_cache_memory"):
         pytest.skip("this version of vLLM has no release_kv_cache_memory")
     with pytest.raises(RuntimeError, match="completed pause"):
         engine.core.release_kv_cache_memory()
     engine.core.pause_scheduler()
     engine.core.release_kv_cache_memory()
-    assert released() == {"kv_cache"} and engine.core.is_sleeping()
+    assert paused_tags() == {"kv_cache"} and engine.core.is_sleeping()
     with pytest.raises(RuntimeError, match="resident"):
         engine.core.release_kv_cache_memory()
     engine.core.wake_up(["kv_cache"])
-    assert not released() and not engine.core.is_sleeping()
+    assert not paused_tags() and not engine.core.is_sleeping()
     assert engine.runner.draft.weight.any()

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from looks import paused_tags
 
 import memsaver
 from memsaver.integrations.engine.messages import error_of
@@ -43,24 +44,14 @@ class CoreLink(Link):
 
 
 @pytest.fixture
-def vllm_engine(sim, tag, monkeypatch):
-    pytest.importorskip("vllm.device_allocator.sleep_mode_backend", reason="vLLM is not installed")
-    from vllm_recipe import Engine
-
-    tag.names.extend(("weights", "kv_cache", "runtime"))
-    engine = Engine(monkeypatch)
-    engine.core.vllm_config = SimpleNamespace(
+def vllm_engine(vllm_engine):
+    vllm_engine.core.vllm_config = SimpleNamespace(
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1
         ),
         model_config=SimpleNamespace(skip_tokenizer_init=True, enable_sleep_mode=True),
     )
-    yield engine
-    engine.close()
-
-
-def released() -> set[str]:
-    return {row.tag for row in memsaver.stats().tags if row.state == "paused"}
+    return vllm_engine
 
 
 def test_a_controller_sleeps_and_wakes_in_stages(vllm_engine):
@@ -71,7 +62,7 @@ def test_a_controller_sleeps_and_wakes_in_stages(vllm_engine):
     kept = runner.model.weight.clone()
     assert control.guarded and control.status is Status.AWAKE
     report = control.sleep()
-    assert report.bytes > 8 * MIB and {"weights", "kv_cache"} <= released()
+    assert report.bytes > 8 * MIB and {"weights", "kv_cache"} <= paused_tags()
     assert control.status is Status.ASLEEP and vllm_engine.core.is_sleeping()
     with control.staged_wake():
         assert control.status is Status.WEIGHTS_ONLY and torch.equal(runner.model.weight, kept)
@@ -89,7 +80,7 @@ def test_tags_sleep_independently(vllm_engine):
         control.wake_up(tag)
         assert control.released == {other} and core.is_sleeping()
         control.wake_up()
-        assert control.status is Status.AWAKE and not core.is_sleeping() and not released()
+        assert control.status is Status.AWAKE and not core.is_sleeping() and not paused_tags()
     assert torch.equal(vllm_engine.runner.model.weight, kept)
     control.sleep("kv_cache")
     core.wake_up()  # another client
@@ -137,13 +128,13 @@ def test_a_busy_engine_does_not_sleep(vllm_engine):
     link = CoreLink(vllm_engine.core)
     vllm_engine.core.scheduler.running.append(object())
     [answer] = link.rpc(protocol.RELEASE, [["weights"], 1], 10)
-    assert answer["failure"]["kind"] == "EngineBusyError" and not released()
+    assert answer["failure"]["kind"] == "EngineBusyError" and not paused_tags()
     assert not link.states(10)[0].idle and not vllm_engine.core.is_scheduler_paused()
     assert error_of([]) is None
 
 
 def test_buckets_are_loaded_into_the_model(vllm_engine):
-    from vllm_workers import payload
+    from weight_buckets import payload
 
     from memsaver.integrations.engine.weights.checks import RankCheck
 

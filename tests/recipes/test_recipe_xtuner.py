@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from framework_rounds import check_repeated, check_stages, states
 from installed import needs, needs_sglang
 
 import memsaver
@@ -26,32 +27,20 @@ def xtuner():
     needs_sglang()
 
 
-def states():
-    return {tag: memsaver.state(tag) for tag in ("kv_cache", "weights")}
-
-
 def test_a_worker_releases_memory_and_resumes_it_in_stages(worker, engine, sim):
-    full = sim.tag_bytes()
-    for _ in range(2):
-        engine.scheduler.kv_cache.fill(7)
-        worker.offload()
-        assert sim.tag_bytes() == 0
-        worker.onload_weights()
-        assert states() == {"kv_cache": "paused", "weights": "mapped"}
-        assert engine.scheduler.weights.is_intact()
-        worker.onload_kvcache()
-        assert sim.tag_bytes() == full and engine.scheduler.kv_cache.is_zero()
+    check_stages(engine, sim, worker.offload, worker.onload_weights, worker.onload_kvcache)
 
 
 def test_repeated_requests_are_no_error(worker, engine):
-    worker.onload_weights()
-    worker.offload()
-    worker.reset_prefix_cache()  # releases again
-    worker.onload_kvcache()
-    worker.onload_weights()
-    worker.onload_weights()
-    assert states() == {"kv_cache": "mapped", "weights": "mapped"}
-    assert engine.scheduler.weights.is_intact()
+    check_repeated(
+        engine,
+        worker.onload_weights,
+        worker.offload,
+        worker.reset_prefix_cache,  # releases again
+        worker.onload_kvcache,
+        worker.onload_weights,
+        worker.onload_weights,
+    )
 
 
 def test_a_resume_without_room_is_an_error_and_can_be_repeated(worker, engine, sim):

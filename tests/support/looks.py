@@ -20,6 +20,11 @@ def intact(blocks):
     return all(block.is_intact() for block in blocks)
 
 
+def paused_tags():
+    """Return the names of the process's paused tags."""
+    return {row.tag for row in memsaver.stats().tags if row.state == "paused"}
+
+
 @contextlib.contextmanager
 def held(sim):
     """Prevent copies from starting in the block. Ends before a failing test frees its blocks."""

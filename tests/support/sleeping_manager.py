@@ -9,6 +9,11 @@ import types
 from dataclasses import asdict, dataclass
 
 import pytest
+from fake_sglang.messages import (
+    ReleaseMemoryOccupationReqOutput,
+    ResumeMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqOutput,
+)
 
 from memsaver.integrations.engine.messages import Answer, Failure, SchedulerState
 from memsaver.integrations.engine.refusals import asleep_text
@@ -23,19 +28,6 @@ class HTTPException(Exception):
 
     def __init__(self, status_code, detail=None, headers=None):
         self.status_code, self.detail, self.headers = status_code, detail, headers
-
-
-@dataclass
-class ResumeMemoryOccupationReqInput:
-    tags: list[str] | None = None
-
-
-class ReleaseMemoryOccupationReqOutput:
-    pass
-
-
-class ResumeMemoryOccupationReqOutput:
-    pass
 
 
 @dataclass

@@ -9,11 +9,11 @@ import json
 from types import SimpleNamespace
 
 import torch
+from weight_buckets import payload
 
 from memsaver.integrations.engine.interface import SharedTensors, WeightLoad
 from memsaver.integrations.engine.weights.checks import RankCheck, VerificationRequest
 from memsaver.integrations.engine.weights.digests import digest
-from memsaver.integrations.rollout.weights.payloads import flattened, listed
 from memsaver.integrations.vllm import protocol, weight_loads
 
 
@@ -31,37 +31,18 @@ class Worker:
         [check] = [RankCheck.from_fields(row) for row in json.loads(json.dumps(rows))]
         return check
 
-    def load(self, named, layout="whole", sent=None, text=None, **fields) -> RankCheck:
-        """Load a bucket with full verification.
-
-        `sent` are the tensors of the digests, and `text` a payload in place of a bucket's.
-        """
-        names = tuple(named)
-        row = tuple(digest((sent or named)[name]) for name in names)
-        verification = VerificationRequest(names, tuple(range(len(names))), (row,))
-        own, memory = payload(named, layout)
-        text = text or own
+    def load(self, named, layout="whole") -> RankCheck:
+        """Load a bucket with full verification."""
+        row = tuple(digest(tensor) for tensor in named.values())
+        verification = VerificationRequest(tuple(named), tuple(range(len(named))), (row,))
+        text, memory = payload(named, as_list=layout == "engine")
         given = WeightLoad(SharedTensors((text,), layout), 10.0, verification=verification)
-        check = self.call(protocol.LOAD, {**protocol.fields_of(given), **fields})
+        check = self.call(protocol.LOAD, protocol.fields_of(given))
         memory.fill_(255)  # the sender uses its memory for the next bucket
         return check
 
 
 weight_loads.install(Worker)
-
-
-def payload(named, layout="whole"):
-    """Return the text of a bucket, and its memory."""
-    memory = torch.zeros(sum(512 + t.nbytes for t in named.values()), dtype=torch.uint8)
-    memory.share_memory_()
-    views, begin = [], 0
-    for name, tensor in named.items():
-        begin = -(-begin // 512) * 512
-        view = memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        view.copy_(tensor)
-        views.append((name, begin, view))
-        begin += tensor.nbytes
-    return (listed(views) if layout == "engine" else flattened(memory, views)), memory
 
 
 def contents(model) -> dict[str, torch.Tensor]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
+import weight_buckets
 from weight_engine import Request, checkpoint
 
 from memsaver.integrations.engine.weights.checks import VerificationRequest
 from memsaver.integrations.engine.weights.digests import digest
-from memsaver.integrations.rollout.weights.payloads import flattened, listed
 from memsaver.integrations.sglang.protocol import text_of
 
 
@@ -18,16 +17,8 @@ def weights():
 
 
 def payload(named, load_format="flattened_bucket"):
-    memory = torch.zeros(sum(512 + t.nbytes for t in named.values()), dtype=torch.uint8)
-    views, begin = [], 0
-    for name, tensor in named.items():
-        begin = -(-begin // 512) * 512
-        view = memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        view.copy_(tensor)
-        views.append((name, begin, view))
-        begin += tensor.nbytes
-    payload.kept = memory  # must exist while it is opened
-    return listed(views) if load_format == "direct" else flattened(memory, views)
+    text, payload.kept = weight_buckets.payload(named, as_list=load_format == "direct")
+    return text
 
 
 def verification(named, places=None, sent=None):

@@ -22,7 +22,8 @@ def version():
 def sglang(monkeypatch, version):
     """Yield the classes of fake modules of SGLang with memsaver's hooks."""
     with fake_sglang.modules(monkeypatch, version) as classes:
-        hooks.install()
+        for _ in range(2):  # the second call does nothing
+            hooks.install()
         yield classes
 
 

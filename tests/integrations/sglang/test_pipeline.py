@@ -15,13 +15,13 @@ from memsaver.integrations.sglang import pipeline
 # The stages of an engine, with the order of SGLang's loop: a stage receives requests, handles them,
 # sends them to the next stage, and then runs a batch.
 STAGES = """
-import datetime, os, pickle, sys, types
+import datetime, pickle, sys, types
 import pytest, torch
 import torch.distributed as dist
 import weight_engine
+from rank_calls import gathered
 from weight_engine import Model, Output, Request, checkpoint
 from weight_requests import payload, verification, weights
-from memsaver.integrations.engine.weights.checks import VerificationRequest
 from memsaver.integrations.engine import hooking
 from memsaver.integrations.sglang import hooks, pipeline, weight_loads
 from memsaver.integrations.sglang.protocol import checks_in, text_of
@@ -32,8 +32,8 @@ RANK = dist.get_rank()
 patch = pytest.MonkeyPatch()
 hooked = weight_engine.hooked(patch)
 Manager = hooked.__enter__()
-for kind in ("Init", "Destroy"):
-    setattr(sys.modules[weight_engine.MESSAGES], f"{kind}WeightsUpdateGroupReqOutput", Output)
+messages = sys.modules[weight_engine.MESSAGES]
+messages.InitWeightsUpdateGroupReqOutput = Output
 
 class StageModel(Model):
     "A stage with one of the two layers; the first one has the embedding."
@@ -54,10 +54,14 @@ class Scheduler:
         self.updater.scheduler = self
         self.ipc_channels = types.SimpleNamespace(
             send_to_tokenizer=types.SimpleNamespace(send_output=self.reply))
-        self.joined = []
 
     def reply(self, output, request):
         self.sent.append(output)
+
+    def replies(self):
+        "Return the replies since the last call."
+        found, self.sent = self.sent, []
+        return found
 
     def process_input_requests(self, requests):
         for name, request in requests:
@@ -94,20 +98,91 @@ scheduler = Scheduler()
 assert _update_ranks(scheduler.updater) == 1
 Scheduler._memsaver_hooks = frozenset(("process_input_requests", "_pp_send_pyobj_to_next_stage"))
 assert _update_ranks(scheduler.updater) == 2
+named = weights()
 
 def update(named, damage=0.0, is_verified=True):
     # Each stage has its own payload: the stage's rank is the index.
-    texts = [None, None]
     text = payload(named)
-    mine = payload.kept
-    dist.all_gather_object(texts, text)
+    update.kept = payload.kept
     rid = text_of(verification(named)) if is_verified else None
-    request = Request(rid, texts, load_format="flattened_bucket")
+    request = Request(rid, gathered(text), load_format="flattened_bucket")
     if damage and RANK == 1:
-        mine.view(-1)[0] += 1
-    return [("update_weights_from_tensor", request)], mine
-"""
-END = """
+        update.kept.view(-1)[0] += 1
+    return [("update_weights_from_tensor", request)]
+
+# All stages load their parts before the first one replies for all.
+scheduler.step([])
+scheduler.step(update(named))
+(output,) = scheduler.replies()
+checks = checks_in(output.message)
+assert output.success and [check.rank for check in checks] == [0, 1]
+assert all(check.received == len(named) for check in checks)
+first, last = (set(check.unused) for check in checks)
+assert not first & last and "embed.weight" in last and "layers.0.q.weight" in last
+assert sum(check.held for check in checks) == len(named)
+layer = getattr(scheduler.model, f"norm_{RANK}")
+assert torch.equal(layer.data, checkpoint()[f"layers.{RANK}.norm.weight"])
+
+# A later stage that received other contents fails the update for both.
+scheduler.step(update(named, damage=1.0))
+(output,) = scheduler.replies()
+checks = checks_in(output.message)
+assert not output.success and checks[0].damaged == () and checks[1].damaged, checks
+
+# An update without verification fails, too, if a later stage fails.
+scheduler.step(update(named, is_verified=False))
+scheduler.step(update({**named, "layers.1.q.weight": torch.zeros(3, 3)}, is_verified=False))
+good, bad = scheduler.replies()
+assert good.success and not bad.success, (good, bad)
+assert "exceeds dimension size" in bad.message, bad
+
+# The stages join a group together, each with its own rank.
+joined = []
+
+def join(updater, request):
+    joined.append(request.rank_offset)
+    group = dist.new_group([0, 1])  # returns only if both stages join at the same time
+    dist.barrier(group)
+    if RANK == 0 or request.group_name == "good":
+        return Output(True, "")
+    if request.group_name == "bad":
+        return Output(False, "no such host")
+    raise RuntimeError("no route to the group")
+
+hook = weight_loads.everywhere("InitWeightsUpdateGroupReqOutput")
+scheduler.updater.init_weights_update_group = lambda request: hook(join, scheduler.updater, request)
+for name in ("good", "bad", "raises"):
+    request = types.SimpleNamespace(rank_offset=1, group_name=name, host=None)
+    scheduler.step([("init_weights_update_group", request)])
+assert joined == [1 + RANK] * 3
+assert [(one.success, one.message) for one in scheduler.replies()] == [
+    (True, ""), (False, "no such host"), (False, "RuntimeError: no route to the group")]
+
+# An update waits for the batches in the pipeline.
+scheduler.step([], batch="a batch")
+scheduler.step(update(named))
+for _ in range(2):
+    assert scheduler.sent == []
+    scheduler.step([])
+(output,) = scheduler.replies()
+assert output.success, output.message
+
+# It does not wait forever.
+patch.setattr(pipeline, "_ROUNDS", 3)
+requests = update({**named, "embed.weight": named["embed.weight"] + 1})
+for _ in range(2):
+    scheduler.step([], batch="a batch")
+scheduler.step(requests, batch="a batch")
+for _ in range(2):
+    assert scheduler.sent == []
+    scheduler.step([], batch="a batch")
+(output,) = scheduler.replies()
+(check,) = checks_in(output.message)
+assert not output.success and check.failure.kind == "EngineBusyError", check
+assert 'pause="abort"' in check.failure.message
+like = checkpoint()["embed.weight"].to(torch.bfloat16)
+assert RANK == 1 or torch.equal(scheduler.model.embed.data[:14], like)
+
 for work, _ in scheduler.work:
     work.wait()
 dist.barrier()
@@ -116,115 +191,10 @@ print("fine")
 """
 
 
-def run(code, tmp_path):
-    said = rank_processes.run(STAGES + code + END, 2, tmp_path, timeout=90)
+@pytest.mark.timeout(120)
+def test_stages_handle_requests_about_weights_together(tmp_path):
+    said = rank_processes.run(STAGES, 2, tmp_path, timeout=90)
     assert all("fine" in text for text in said)
-
-
-@pytest.mark.timeout(120)
-def test_stages_load_what_they_have_and_the_first_replies_for_all(tmp_path):
-    run(
-        """
-named = weights()
-requests, kept = update(named)
-scheduler.step([])
-scheduler.step(requests)
-(output,) = scheduler.sent
-checks = checks_in(output.message)
-assert output.success and [check.rank for check in checks] == [0, 1]
-assert all(check.received == len(named) for check in checks)
-first, last = (set(check.unused) for check in checks)
-assert not first & last and "embed.weight" in last and "layers.0.q.weight" in last
-assert sum(check.held for check in checks) == len(named)
-like = checkpoint()
-layer = getattr(scheduler.model, f"norm_{RANK}")
-assert torch.equal(layer.data, like[f"layers.{RANK}.norm.weight"])
-# A later stage that received other contents fails the update for both.
-requests, kept = update(named, damage=1.0)
-scheduler.step(requests)
-output = scheduler.sent[-1]
-checks = checks_in(output.message)
-assert not output.success and checks[0].damaged == () and checks[1].damaged, checks
-""",
-        tmp_path,
-    )
-
-
-@pytest.mark.timeout(120)
-def test_an_update_waits_for_the_batches_in_the_pipeline(tmp_path):
-    run(
-        """
-named = weights()
-scheduler.step([], batch="a batch")
-requests, kept = update(named)
-scheduler.step(requests)
-for _ in range(2):
-    assert scheduler.sent == []
-    scheduler.step([])
-(output,) = scheduler.sent
-assert output.success, output.message
-# It does not wait forever.
-patch.setattr(pipeline, "_ROUNDS", 3)
-requests, kept = update({**named, "embed.weight": named["embed.weight"] + 1})
-for _ in range(2):
-    scheduler.step([], batch="a batch")
-scheduler.step(requests, batch="a batch")
-for _ in range(2):
-    assert len(scheduler.sent) == 1
-    scheduler.step([], batch="a batch")
-output = scheduler.sent[-1]
-(check,) = checks_in(output.message)
-assert not output.success and check.failure.kind == "EngineBusyError", check
-assert 'pause="abort"' in check.failure.message
-like = checkpoint()["embed.weight"].to(torch.bfloat16)
-assert RANK == 1 or torch.equal(scheduler.model.embed.data[:14], like)
-""",
-        tmp_path,
-    )
-
-
-@pytest.mark.timeout(120)
-def test_an_update_without_verification_fails_if_a_later_stage_fails(tmp_path):
-    run(
-        """
-named = weights()
-requests, kept = update(named, is_verified=False)
-scheduler.step(requests)
-(output,) = scheduler.sent
-assert output.success, output.message
-requests, kept = update({**named, "layers.1.q.weight": torch.zeros(3, 3)}, is_verified=False)
-scheduler.step(requests)
-assert [one.success for one in scheduler.sent] == [True, False]
-assert "exceeds dimension size" in scheduler.sent[1].message, scheduler.sent[1]
-""",
-        tmp_path,
-    )
-
-
-@pytest.mark.timeout(120)
-def test_stages_join_a_group_together_with_ranks_of_their_own(tmp_path):
-    run(
-        """
-def join(updater, request):
-    scheduler.joined.append(request.rank_offset)
-    group = dist.new_group([0, 1])  # returns only if both stages join at the same time
-    dist.barrier(group)
-    if RANK == 0 or request.group_name == "good":
-        return Output(True, "")
-    if request.group_name == "bad":
-        return Output(False, "no such host")
-    raise RuntimeError("no route to the group")
-hook = weight_loads.everywhere("InitWeightsUpdateGroupReqOutput")
-scheduler.updater.init_weights_update_group = lambda request: hook(join, scheduler.updater, request)
-for name in ("good", "bad", "raises"):
-    request = types.SimpleNamespace(rank_offset=1, group_name=name, host=None)
-    scheduler.step([("init_weights_update_group", request)])
-assert scheduler.joined == [1 + RANK] * 3
-assert [(one.success, one.message) for one in scheduler.sent] == [
-    (True, ""), (False, "no such host"), (False, "RuntimeError: no route to the group")]
-""",
-        tmp_path,
-    )
 
 
 def test_stages_with_other_loops_refuse():

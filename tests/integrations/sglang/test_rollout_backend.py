@@ -190,10 +190,17 @@ def test_tensors_that_a_group_broadcasts(world):
 # --- unusable engines -----------------------------------------------------------------------------
 
 
-def test_a_server_of_another_version(make_world):
+@pytest.mark.parametrize(
+    ("version", "kind", "text"),
+    [
+        ("0.4.6.post5", ConfigError, r"0\.4\.6\.post5.*0\.5\.11 or newer"),
+        *((version, EngineError, "no version") for version in (5, None, ["0.5.16"], {})),
+    ],
+)
+def test_a_server_of_another_version_or_without_one(make_world, version, kind, text):
     manager, url = make_world("server")
-    manager.version = "0.4.6.post5"
-    with pytest.raises(ConfigError, match=r"0\.4\.6\.post5.*0\.5\.11 or newer"):
+    manager.version = version
+    with pytest.raises(kind, match=text):
         backend_of(url)
 
 
@@ -204,14 +211,6 @@ def test_an_invalid_number_of_ranks_is_an_engine_error(make_world, kind, name, v
     setattr(manager.server_args, name, value)
     with pytest.raises(EngineError, match=name):
         backend_of(target)
-
-
-@pytest.mark.parametrize("version", [5, None, ["0.5.16"], {}])
-def test_a_server_without_a_version_is_an_engine_error(make_world, version):
-    manager, url = make_world("server")
-    manager.version = version
-    with pytest.raises(EngineError, match="no version"):
-        backend_of(url)
 
 
 def test_a_link_is_used_as_it_is(make_world, kind):

@@ -95,18 +95,20 @@ def test_too_many_ranks_are_rejected(arguments):
         sizes_of(arguments, 2)
 
 
-def test_invalid_places_are_rejected():
-    with pytest.raises(ConfigError, match="use the GPUs 0, 0"):
-        place(gpus(0, 0), 0)
-    with pytest.raises(ConfigError, match="use the GPUs 5, 5"):
-        place([Gpu("a", "4,5", 1), Gpu("a", "5", 0)], 0)
-    for wrong in (["a", "b", "a"], ["a", "a", "b"]):
-        with pytest.raises(ConfigError, match=f"not on {', '.join(wrong)}"):
-            place([Gpu(host, None, at) for at, host in enumerate(wrong)], 0)
-    with pytest.raises(ConfigError, match="use the GPUs 0, 0"):
-        place(gpus(0, 1) + gpus(0, 0, host="b"), 0)
-    with pytest.raises(ConfigError, match="only some ranks"):
-        place([None, Gpu("a", None, 0)], 0)
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        (gpus(0, 0), "use the GPUs 0, 0"),
+        ([Gpu("a", "4,5", 1), Gpu("a", "5", 0)], "use the GPUs 5, 5"),
+        (gpus(0) + gpus(1, host="b") + gpus(2), "not on a, b, a"),
+        (gpus(0, 1) + gpus(2, host="b"), "not on a, a, b"),
+        (gpus(0, 1) + gpus(0, 0, host="b"), "use the GPUs 0, 0"),
+        ([None, *gpus(0)], "only some ranks"),
+    ],
+)
+def test_invalid_places_are_rejected(ranks, text):
+    with pytest.raises(ConfigError, match=text):
+        place(ranks, 0)
 
 
 def test_an_engine_on_two_hosts_has_a_node_on_each():
@@ -195,27 +197,29 @@ def test_a_launch_leaves_this_process_unchanged(sglang, surroundings, monkeypatc
         own.wait()
 
 
-def test_an_engine_that_does_not_start(sglang, surroundings):
-    before = surroundings()
-    sglang.error = RuntimeError("Initialization failed. Please see the error messages above.")
-    with pytest.raises(EngineError, match="Initialization failed"):
-        launch(place([None], 0), None, {}, 30)
-    sglang.error = TypeError("unexpected keyword argument 'modle_path'")
-    with pytest.raises(ConfigError, match="modle_path"):
-        launch(place([None], 0), None, {"modle_path": "m"}, 30)
+def test_an_engine_that_does_not_start(sglang, surroundings, monkeypatch):
+    before, place_of_one = surroundings(), place([None], 0)
+    for error, kind, text in (
+        (RuntimeError("Initialization failed."), EngineError, "Initialization failed"),
+        (TypeError("unexpected keyword argument 'modle_path'"), ConfigError, "modle_path"),
+    ):
+        sglang.error = error
+        with pytest.raises(kind, match=text):
+            launch(place_of_one, None, {}, 30)
     with pytest.raises(ConfigError, match="positive number of seconds"):
-        launch(place([None], 0), None, {"model_path": "m"}, float("inf"))
+        launch(place_of_one, None, {"model_path": "m"}, float("inf"))
     with pytest.raises(ConfigError, match=r"tp_size=4.*2 ranks"):
         launch(place([None, None], 0), 2, {"tp_size": 4}, 30)
-    assert surroundings() == before
-
-
-def test_an_engine_that_does_not_start_in_time(sglang, surroundings):
-    before = surroundings()
-    sglang.start_seconds = 60
-    start = time.monotonic()
+    sglang.error = None
+    with monkeypatch.context() as patch:  # an engine whose version is not supported
+        version = types.ModuleType("sglang.version")
+        version.__version__ = "0.5.9"
+        patch.setitem(sys.modules, "sglang.version", version)
+        with pytest.raises(ConfigError, match=r"0\.5\.9"):
+            launch(place_of_one, None, {}, 30)
+    sglang.start_seconds, start = 60, time.monotonic()
     with pytest.raises(EngineTimeoutError, match="within 1"):
-        launch(place([None], 0), None, {}, 1)
+        launch(place_of_one, None, {}, 1)
     assert time.monotonic() - start < 30 and surroundings() == before
 
 
@@ -249,16 +253,6 @@ def test_processes_of_other_threads_outlive_an_engine_that_they_were_started_wit
         thread.join()
         others[0].kill()
         others[0].join()
-
-
-def test_an_engine_whose_version_is_not_supported_is_ended(sglang, surroundings, monkeypatch):
-    before = surroundings()
-    version = types.ModuleType("sglang.version")
-    version.__version__ = "0.5.9"
-    monkeypatch.setitem(sys.modules, "sglang.version", version)
-    with pytest.raises(ConfigError, match=r"0\.5\.9"):
-        launch(place([None], 0), None, {}, 30)
-    assert surroundings() == before
 
 
 def test_a_rollout_engine_that_starts_its_own(sglang, surroundings):

@@ -185,24 +185,20 @@ async def test_a_wake_up_without_memory_is_the_requests_error(policy):
     assert await outputs(manager, GenerateReqInput("b"))
 
 
-async def test_weights_without_a_backup_are_not_woken_for_a_generation(policy):
+@pytest.mark.parametrize("rid", [None, REWRITTEN])
+async def test_weights_without_a_backup_are_not_woken_for_a_generation(policy, rid):
+    """The engine has no backup, or the weights were to be rewritten."""
     policy("wake")
-    manager = await asleep(enable_weights_cpu_backup=False)
-    with pytest.raises(EngineAsleepError, match="weights has no backup"):
-        await outputs(manager, GenerateReqInput("a"))
-    assert (await update(manager))[0] is True
-
-
-async def test_weights_that_were_to_be_rewritten_are_not_woken_for_a_generation(policy):
-    policy("wake")
-    manager = Manager()
-    await change(manager, "release", rid=REWRITTEN)
+    manager = Manager(enable_weights_cpu_backup=rid is not None)
+    await change(manager, "release", rid=rid)
     await change(manager, "release")  # of a sleeping engine
     with pytest.raises(EngineAsleepError, match="weights has no backup"):
         await outputs(manager, GenerateReqInput("a"))
+    assert (await update(manager))[0] is True
     await change(manager, "resume")
     await change(manager, "release")
-    assert await outputs(manager, GenerateReqInput("a"))
+    if rid is not None:
+        assert await outputs(manager, GenerateReqInput("a"))
 
 
 @pytest.mark.parametrize("when", ["wait", "wake"])

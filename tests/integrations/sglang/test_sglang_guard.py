@@ -158,28 +158,22 @@ def test_an_update_needs_only_the_weights(engine, request_):
     assert answer.success is False and refusal_in(answer).tags == ("weights",)
     ask(engine, "release", ["kv_cache"])
     ask(engine, "resume", ["weights"])
-    if not isinstance(request_, messages.LoadLoRAAdapterReqInput):
-        send(engine, request_)
-        assert engine.handled[-1] is request_
-
-
-def test_an_update_that_captures_graphs_again_needs_all_memory(engine):
-    ask(engine, "release", ["kv_cache"])
+    if isinstance(request_, messages.LoadLoRAAdapterReqInput):
+        return
+    send(engine, request_)
+    assert engine.handled[-1] is request_
     request = messages.UpdateWeightFromDiskReqInput("path", recapture_cuda_graph=True)
-    (answer,) = send(engine, request)
+    (answer,) = send(engine, request)  # the new graphs need all memory
     assert answer.success is False and refusal_in(answer).tags == ("kv_cache",)
 
 
-def test_a_refused_read_of_a_weight_returns_none(engine):
-    ask(engine, "release")
-    (answer,) = send(engine, messages.GetWeightsByNameReqInput("model.norm.weight"))
-    assert answer == messages.GetWeightsByNameReqOutput(None)
-
-
-def test_remote_calls_are_refused(engine):
+def test_reads_of_weights_and_remote_calls_are_refused(engine):
     ask(engine, "release", ["kv_cache"])
     (answer,) = send(engine, messages.RpcReqInput("anything"))
     assert answer.success is False and "run anything" in answer.message
+    ask(engine, "release")
+    (answer,) = send(engine, messages.GetWeightsByNameReqInput("model.norm.weight"))
+    assert answer == messages.GetWeightsByNameReqOutput(None)
     ask(engine, "resume")
     (answer,) = send(engine, messages.RpcReqInput("anything"))
     assert answer.success is True
@@ -251,7 +245,7 @@ def test_a_flush_empties_the_cache_of_image_embeddings(engine, monkeypatch, modu
     assert answer.success
 
 
-def test_a_paused_generation_continues_after_the_last_resume(engine):
+def test_a_continuation_is_postponed_until_the_last_resume(engine):
     send(engine, messages.PauseGenerationReqInput("retract"))
     ask(engine, "release")
     send(engine, messages.ContinueGenerationReqInput())
@@ -260,10 +254,7 @@ def test_a_paused_generation_continues_after_the_last_resume(engine):
     assert engine._engine_paused
     send(engine, messages.ResumeMemoryOccupationReqInput())
     assert not engine._engine_paused
-
-
-def test_a_pause_replaces_a_postponed_continuation(engine):
-    send(engine, messages.PauseGenerationReqInput("retract"))
+    # Another pause replaces the postponed continuation.
     ask(engine, "release")
     send(engine, messages.ContinueGenerationReqInput(), messages.PauseGenerationReqInput("retract"))
     send(engine, messages.ResumeMemoryOccupationReqInput())
@@ -293,9 +284,15 @@ def test_a_refusal_is_logged_once_per_kind_and_release(engine, caplog):
     assert caplog.text.count("TokenizedGenerateReqInput is refused") == 2
 
 
-def test_graphs_without_memory_do_not_block_requests(engine, monkeypatch):
-    """A release of all tags names the graphs even if none was captured with memsaver."""
-    monkeypatch.setattr(moves, "are_memsavers", lambda tags: list(tags) != ["cuda_graph"])
+@pytest.fixture
+def without_graphs(engine, monkeypatch):
+    """Let no graph be captured with memsaver; a release of all tags names the graphs anyway."""
+    with monkeypatch.context() as patch:
+        patch.setattr(moves, "are_memsavers", lambda tags: list(tags) != ["cuda_graph"])
+        yield
+
+
+def test_graphs_without_memory_do_not_block_requests(engine, without_graphs):
     ask(engine, "release")
     ask(engine, "resume", ["weights", "kv_cache"])
     request = messages.TokenizedGenerateReqInput("a")
@@ -303,22 +300,19 @@ def test_graphs_without_memory_do_not_block_requests(engine, monkeypatch):
         engine.process_input_requests([request])
     assert engine.handled[-1] is request
     engine.death = None
-    monkeypatch.undo()
 
 
-def test_graphs_without_memory_do_not_postpone_a_continuation(engine, monkeypatch):
-    monkeypatch.setattr(moves, "are_memsavers", lambda tags: list(tags) != ["cuda_graph"])
-    for number in range(2):
-        send(engine, messages.PauseGenerationReqInput("retract"))
-        ask(engine, "release")
-        if number:  # before the resume, and postponed until it
-            send(engine, messages.ContinueGenerationReqInput())
-            assert engine._engine_paused
-        send(engine, messages.ResumeMemoryOccupationReqInput(["weights", "kv_cache"]))
-        if not number:
-            send(engine, messages.ContinueGenerationReqInput())
-        assert not engine._engine_paused
-    monkeypatch.undo()
+@pytest.mark.parametrize("is_postponed", [False, True])
+def test_graphs_without_memory_do_not_postpone_a_continuation(engine, without_graphs, is_postponed):
+    send(engine, messages.PauseGenerationReqInput("retract"))
+    ask(engine, "release")
+    if is_postponed:
+        send(engine, messages.ContinueGenerationReqInput())
+        assert engine._engine_paused
+    send(engine, messages.ResumeMemoryOccupationReqInput(["weights", "kv_cache"]))
+    if not is_postponed:
+        send(engine, messages.ContinueGenerationReqInput())
+    assert not engine._engine_paused
 
 
 def test_a_scheduler_without_a_memory_saver_has_no_guard(sglang):

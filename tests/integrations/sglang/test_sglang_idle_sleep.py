@@ -28,10 +28,16 @@ def clock():
     return Clock()
 
 
-def scheduler_of(**arguments):
+@pytest.fixture
+def scheduler():
     found = fake_sglang.Scheduler()
-    found.server_args = types.SimpleNamespace(enable_weights_cpu_backup=True, **arguments)
+    found.server_args = types.SimpleNamespace(enable_weights_cpu_backup=True)
     return found
+
+
+@pytest.fixture
+def idle(scheduler, clock):
+    return IdleSleep(scheduler, 5, clock=clock)
 
 
 def advance(clock, idle, seconds, received=()):
@@ -44,9 +50,7 @@ def advance(clock, idle, seconds, received=()):
     return found
 
 
-def test_an_idle_scheduler_releases_memory_after_the_time(clock):
-    scheduler = scheduler_of()
-    idle = IdleSleep(scheduler, 5, clock=clock)
+def test_an_idle_scheduler_releases_memory_after_the_time(clock, scheduler, idle):
     assert advance(clock, idle, 4.5) == []
     assert advance(clock, idle, 1) == [IdleRelease(("kv_cache", "weights"))]
     scheduler.weight_updater.offload_tags = {"kv_cache", "weights"}
@@ -55,16 +59,18 @@ def test_an_idle_scheduler_releases_memory_after_the_time(clock):
     assert len(advance(clock, idle, 6)) == 1
 
 
-def test_a_request_restarts_the_idle_time(clock):
-    idle = IdleSleep(scheduler_of(), 5, clock=clock)
+def test_requests_and_a_pause_postpone_the_release(clock, scheduler, idle):
     for _ in range(5):
         assert advance(clock, idle, 4, [GENERATION]) == []
-    assert len(advance(clock, idle, 5)) == 1
+    scheduler.begin("a")  # a long generation
+    assert advance(clock, idle, 30, [GENERATION]) == []
+    scheduler.end("a")
+    assert advance(clock, idle, 4.5) == []
+    scheduler._engine_paused = True
+    assert advance(clock, idle, 30) == []
 
 
-def test_monitoring_does_not_restart_the_idle_time(clock):
-    scheduler = scheduler_of()
-    idle = IdleSleep(scheduler, 5, clock=clock)
+def test_monitoring_does_not_restart_the_idle_time(clock, scheduler, idle):
     found = []
     for _ in range(4):
         scheduler.begin("HEALTH_CHECK_1")  # the check generates its token
@@ -74,36 +80,21 @@ def test_monitoring_does_not_restart_the_idle_time(clock):
     assert len(found) == 1
 
 
-def test_a_long_generation_and_a_pause_do_not_count_as_idle(clock):
-    scheduler = scheduler_of()
-    idle = IdleSleep(scheduler, 5, clock=clock)
-    scheduler.begin("a")
-    advance(clock, idle, 1, [GENERATION])
-    assert advance(clock, idle, 30) == []
-    scheduler.end("a")
-    assert advance(clock, idle, 4.5) == []
-    scheduler._engine_paused = True
-    assert advance(clock, idle, 30) == []
+@pytest.mark.parametrize(
+    ("has_backup", "graphs", "tags"),
+    [(False, "0", ("kv_cache",)), (True, "1", ("kv_cache", "weights", "cuda_graph"))],
+)
+def test_only_memory_whose_contents_return_is_released(
+    clock, scheduler, monkeypatch, has_backup, graphs, tags
+):
+    scheduler.server_args.enable_weights_cpu_backup = has_backup
+    monkeypatch.setenv("SGLANG_MEMORY_SAVER_CUDA_GRAPH", graphs)
+    assert advance(clock, IdleSleep(scheduler, 5, clock=clock), 6) == [IdleRelease(tags)]
 
 
-def test_weights_without_a_backup_stay_mapped(clock):
-    scheduler = scheduler_of()
-    scheduler.server_args.enable_weights_cpu_backup = False
-    idle = IdleSleep(scheduler, 5, clock=clock)
-    assert advance(clock, idle, 6) == [IdleRelease(("kv_cache",))]
-
-
-def test_pausable_graphs_are_released(clock, monkeypatch):
-    monkeypatch.setenv("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "1")
-    idle = IdleSleep(scheduler_of(), 5, clock=clock)
-    assert advance(clock, idle, 6) == [IdleRelease(("kv_cache", "weights", "cuda_graph"))]
-
-
-def test_only_the_rank_that_receives_requests_measures_the_time(clock):
-    idle = IdleSleep(scheduler_of(), 5, clock=clock)
+def test_only_the_rank_that_receives_requests_measures_the_time(clock, scheduler, idle):
     clock.now += 100
     assert idle.handle(None) is None
-    scheduler = scheduler_of()
     scheduler.ps = types.SimpleNamespace(pp_rank=1)
     idle = IdleSleep(scheduler, 5, clock=clock)
     clock.now += 100
@@ -112,14 +103,13 @@ def test_only_the_rank_that_receives_requests_measures_the_time(clock):
 
 @pytest.mark.parametrize("is_local, kind", [(False, IdleSleep), (True, type(None))])
 def test_ranks_that_receive_control_requests_by_themselves_do_not_sleep(
-    monkeypatch, caplog, is_local, kind
+    scheduler, monkeypatch, caplog, is_local, kind
 ):
     """All data-parallel ranks release together, and the others would not take part."""
     monkeypatch.setenv("MEMSAVER_SGLANG_ASLEEP", "wake")
     monkeypatch.setenv("MEMSAVER_SGLANG_SLEEP_AFTER", "5")
-    scheduler = scheduler_of(
-        enable_dp_attention=True, enable_dp_attention_local_control_broadcast=is_local
-    )
+    scheduler.server_args.enable_dp_attention = True
+    scheduler.server_args.enable_dp_attention_local_control_broadcast = is_local
     scheduler.memory_saver_adapter = types.SimpleNamespace(enabled=True)
     scheduler.input_blocker = None
     install(None, scheduler)
@@ -127,10 +117,9 @@ def test_ranks_that_receive_control_requests_by_themselves_do_not_sleep(
     assert ("local_control_broadcast" in caplog.text) == is_local
 
 
-def test_sglangs_own_input_blocker_comes_first(clock):
+def test_sglangs_own_input_blocker_comes_first(clock, scheduler):
     inner = types.SimpleNamespace(handle=lambda requests: [*requests, "unblocked"])
-    idle = IdleSleep(scheduler_of(), 5, inner, clock)
-    assert idle.handle(["a"]) == ["a", "unblocked"]
+    assert IdleSleep(scheduler, 5, inner, clock).handle(["a"]) == ["a", "unblocked"]
 
 
 @pytest.fixture

@@ -130,33 +130,27 @@ def test_communicators_are_suspended_while_no_memory_is_mapped(engine, world):
     assert engine.model.is_intact()
 
 
-def test_without_memory_for_communicators_everything_stays_released(engine, world, sim):
-    ask(engine, "release")
-    sim.occupy(memsaver.device_memory(0)[0] - 100 * MIB)
-    error = error_of([ask(engine, "resume")])
-    assert isinstance(error, memsaver.OutOfDeviceMemoryError) and error.free == 100 * MIB
-    assert not world() and set(states().values()) == {"paused"}
-    sim.occupy(0)
-    assert ask(engine, "resume").failure is None and world() and engine.model.is_intact()
-
-
-def test_a_resume_that_fails_suspends_them_again(engine, world):
-    ask(engine, "release")
-    engine.weight_updater.resume_errors["after weights"] = RuntimeError("another shape")
-    assert "another shape" in str(error_of([ask(engine, "resume")]))
-    assert not world() and set(states().values()) == {"paused"}
-    engine.weight_updater.resume_errors.clear()
-    assert ask(engine, "resume").failure is None and world()
-
-
-def test_a_communicator_that_cannot_be_resumed_leaves_everything_released(
-    engine, world, monkeypatch
-):
+@pytest.mark.parametrize("cause", ["no memory", "SGLang's own part", "NCCL"])
+def test_a_resume_that_fails_leaves_everything_released(engine, world, sim, monkeypatch, cause):
     ask(engine, "release")
     with monkeypatch.context() as patch:
-        patch.setattr(nccl.Nccl, "begin_resume", lambda *_: nccl.Call("ncclCommResume", lambda: 3))
-        error = str(error_of([ask(engine, "resume")]))
-    assert "ncclCommResume failed with NCCL's error 3" in error and "free memory" not in error
+        if cause == "no memory":
+            sim.occupy(memsaver.device_memory(0)[0] - 100 * MIB)
+        elif cause == "NCCL":
+            failing = nccl.Call("ncclCommResume", lambda: 3)
+            patch.setattr(nccl.Nccl, "begin_resume", lambda *_: failing)
+        else:
+            shape = RuntimeError("another shape")
+            patch.setattr(engine.weight_updater, "resume_errors", {"after weights": shape})
+        error = error_of([ask(engine, "resume")])
+    sim.occupy(0)
+    if cause == "no memory":
+        assert isinstance(error, memsaver.OutOfDeviceMemoryError) and error.free == 100 * MIB
+    elif cause == "NCCL":
+        assert "ncclCommResume failed with NCCL's error 3" in str(error)
+        assert "free memory" not in str(error)
+    else:
+        assert "another shape" in str(error)
     assert not world() and set(states().values()) == {"paused"}
     assert ask(engine, "resume").failure is None and world() and engine.model.is_intact()
 

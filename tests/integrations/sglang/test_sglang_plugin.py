@@ -15,8 +15,7 @@ from memsaver import ConfigError
 from memsaver.integrations.engine.policies import Policy
 from memsaver.integrations.sglang import settings, versions
 
-MIB = 1 << 20
-STAND_IN = TESTS / "fixtures" / "sglang_plugins"
+IMPORTS = os.pathsep.join([str(TESTS / "fixtures" / "sglang_plugins"), IMPORT_PATH])
 
 
 # --- the package ----------------------------------------------------------------------------------
@@ -58,18 +57,23 @@ SCENARIOS = {
 }
 
 
+UNSET_VARIABLES = (
+    "SGLANG_PLUGINS",
+    "SGLANG_MEMORY_SAVER_CUDA_GRAPH",
+    "NCCL_GRAPH_REGISTER",
+    "NCCL_CUMEM_ENABLE",
+    "NCCL_MAX_CTAS",
+)
+
+
 @pytest.fixture
 def run_sglang(run_python, tmp_path):
     """Run lines in a process with `engine`; return the scheduler's results, and stderr."""
     path = tmp_path / "seen.json"
 
     def run(lines: str, status: int = 0, **env):
-        env.setdefault("PYTHONPATH", os.pathsep.join([str(STAND_IN), IMPORT_PATH]))
         code = f"PATH = {str(path)!r}\nimport sys\nfrom sglang.srt import engine\n{lines}\n"
-        for name in ("SGLANG_PLUGINS", "SGLANG_MEMORY_SAVER_CUDA_GRAPH"):
-            env.setdefault(name, None)
-        for name in ("NCCL_GRAPH_REGISTER", "NCCL_CUMEM_ENABLE", "NCCL_MAX_CTAS"):
-            env.setdefault(name, None)
+        env = {"PYTHONPATH": IMPORTS, **dict.fromkeys(UNSET_VARIABLES), **env}
         done = run_python(code, status=status, **env)
         return (json.loads(path.read_text()) if path.exists() else None), done.stderr
 
@@ -173,38 +177,44 @@ for owner, names in hooked.items():
 assert not hasattr(WeightUpdater, "load_weights_from_distributed")  # which this version lacks
 assert WeightUpdater().update_weights_from_tensor(named_tensors=7) == 7
         """,
-        PYTHONPATH=os.pathsep.join([str(STAND_IN), IMPORT_PATH]),
+        PYTHONPATH=IMPORTS,
         SGLANG_PLUGINS=None,
     )
 
 
-def test_an_sglang_with_other_handlers(run_sglang):
-    """The saver works without the hooks, and the log reports their absence."""
-    _, log = run_sglang(
-        """
-import types
-from memsaver.integrations.sglang import hooks, plugin
+# Lines that replace a module of SGLang, by the message that they cause.
+OTHER_INTERFACES = {
+    "cannot protect release and resume": """
 for name in hooks.modules():
     plugin._hook(types.ModuleType(name))
-assert type(engine.TorchMemorySaverAdapter.create(enable=True)).__name__ == "MemsaverAdapter"
-        """
-    )
-    assert log.count("memsaver cannot protect release and resume") == 4
-
-
-def test_an_sglang_without_a_place_for_the_guard(run_sglang):
-    _, log = run_sglang(
-        """
-import types
-from memsaver.integrations.sglang import hooks
-engine.load_plugins()
+""",
+    "cannot protect a sleeping engine from requests": """
 module = types.ModuleType("sglang.srt.managers.scheduler")
 module.Scheduler = type("Scheduler", (), {"get_internal_state": lambda *_: None})
 hooks.install_in(module)
-engine.TorchMemorySaverAdapter.create(enable=True)
-        """
+""",
+    "cannot write a sleeping server's responses": """
+plugin._hook_server(types.ModuleType("sglang.srt.entrypoints.http_server"))
+""",
+    "TorchMemorySaverAdapter.create. memsaver was not tested with SGLang 0.9.0": """
+plugin._replace_factory(types.ModuleType("other"))
+""",
+}
+
+
+@pytest.mark.parametrize("message", OTHER_INTERFACES)
+def test_an_sglang_with_another_interface_is_logged_and_the_saver_works(run_sglang, message):
+    _, log = run_sglang(
+        f"""
+import types
+from memsaver.integrations.sglang import hooks, plugin
+engine.load_plugins()
+{OTHER_INTERFACES[message]}
+assert type(engine.TorchMemorySaverAdapter.create(enable=True)).__name__ == "MemsaverAdapter"
+        """,
+        STAND_IN_VERSION="0.9.0",
     )
-    assert "cannot protect a sleeping engine from requests" in log
+    assert log.count(message) == (4 if "release and resume" in message else 1)
 
 
 def test_without_a_driver_the_saver_is_an_error(run_sglang):
@@ -252,19 +262,6 @@ assert not left, left
     )
 
 
-def test_an_unexpected_server_is_logged(run_sglang):
-    _, log = run_sglang(
-        """
-engine.load_plugins()
-import sys, types
-from importlib.machinery import ModuleSpec
-from memsaver.integrations.sglang import plugin
-plugin._hook_server(types.ModuleType("sglang.srt.entrypoints.http_server"))
-        """
-    )
-    assert "cannot write a sleeping server's responses" in log
-
-
 @pytest.mark.parametrize(
     "values, text",
     [
@@ -291,18 +288,6 @@ def test_the_policy_is_read_from_the_environment(monkeypatch):
     monkeypatch.setenv("MEMSAVER_SGLANG_ASLEEP_REQUESTS", "8")
     monkeypatch.setenv("MEMSAVER_SGLANG_SLEEP_AFTER", "600")
     assert settings.policy() == Policy("wake", 2.5, 600.0, 8)
-
-
-def test_an_sglang_without_the_factory(run_sglang):
-    _, log = run_sglang(
-        """
-import types
-from memsaver.integrations.sglang import plugin
-plugin._replace_factory(types.ModuleType("other"))
-        """,
-        STAND_IN_VERSION="0.9.0",
-    )
-    assert "memsaver is not active" in log and "0.9.0" in log
 
 
 GRAPHS, REGISTER = "SGLANG_MEMORY_SAVER_CUDA_GRAPH", "NCCL_GRAPH_REGISTER"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 
 import fake_sglang
@@ -116,12 +115,22 @@ def test_the_kv_cache_is_released_while_other_contents_are_saved_again(engine, s
     assert engine.model.is_intact() and engine.graph.is_intact()
 
 
-def test_a_failure_of_sglangs_own_part_is_undone(engine):
-    engine.handlers.prepare_error = RuntimeError("a weight cache is active")
-    answer = ask(engine, "release")
-    assert "a weight cache is active" in str(error_of([answer]))
+@pytest.mark.parametrize("cause", ["a weight cache is active", "no host memory"])
+def test_a_release_whose_preparation_fails_changes_nothing(engine, monkeypatch, cause):
+    """SGLang's own part fails, or memsaver cannot keep the model's buffers."""
+
+    def no_memory(tensor):
+        raise MemoryError(cause)
+
+    with monkeypatch.context() as patch:
+        if cause == "no host memory":
+            patch.setattr(fake_sglang.Tensor, "cpu", no_memory)
+        else:
+            patch.setattr(engine.handlers, "prepare_error", RuntimeError(cause))
+        answer = ask(engine, "release")
+    assert cause in str(error_of([answer])) and answer.released == ()
     assert set(states().values()) == {"mapped"} and engine.handlers.offload_tags == set()
-    engine.handlers.prepare_error = None
+    assert engine.model.is_intact() and engine.graph.is_intact() and engine.kv.is_intact()
     assert ask(engine, "release").failure is None
     assert ask(engine, "resume").failure is None and engine.model.is_intact()
 
@@ -265,17 +274,6 @@ def test_a_release_leaves_no_model_buffers_on_the_device(engine):
     assert engine.model.is_intact()
 
 
-def test_a_release_that_cannot_keep_the_model_buffers_changes_nothing(engine, monkeypatch):
-    def no_memory(tensor):
-        raise MemoryError("no host memory")
-
-    monkeypatch.setattr(fake_sglang.Tensor, "cpu", no_memory)
-    answer = ask(engine, "release")
-    assert "no host memory" in answer.failure.message and answer.released == ()
-    assert set(states().values()) == {"mapped"}
-    assert engine.model.is_intact() and engine.graph.is_intact() and engine.kv.is_intact()
-
-
 def test_the_state_is_part_of_the_server_information(engine):
     def state():
         fields = engine.handle("get_internal_state").internal_state["memsaver"]
@@ -308,29 +306,18 @@ def test_another_saver_is_guarded_and_does_its_own_work(sglang, monkeypatch):
         assert saver.paused == set()
 
 
-def test_install_twice_is_as_once(engine):
-    hooks.install()
-    assert ask(engine, "release").number == 1
-    assert ask(engine, "resume").released == ()
-
-
 def test_without_hooks_the_fake_dies(monkeypatch):
+    release = "release_memory_occupation", fake_sglang.ReleaseMemoryOccupationReqInput()
+    resume = "resume_memory_occupation", fake_sglang.ResumeMemoryOccupationReqInput()
+    release_cache = release[0], fake_sglang.ReleaseMemoryOccupationReqInput(tags=["kv_cache"])
     with fake_sglang.modules(monkeypatch) as classes:
-        for setup, name, tags in [
-            ([], "resume_memory_occupation", None),
-            ([["kv_cache"]], "resume_memory_occupation", None),
-            ([None], "release_memory_occupation", None),
-        ]:
+        for messages in ([resume], [release_cache, resume], [release, release]):
             scheduler = classes.Scheduler(classes.Updater)
-            for released in setup:
-                scheduler.handle(
-                    "release_memory_occupation",
-                    fake_sglang.ReleaseMemoryOccupationReqInput(tags=released),
-                )
-            scheduler.handle(name, fake_sglang.ResumeMemoryOccupationReqInput(tags=tags))
+            for message in messages:
+                assert scheduler.death is None
+                scheduler.handle(*message)
             assert scheduler.death is not None
         busy = classes.Scheduler(classes.Updater)
         busy.begin("a")
-        busy.handle("release_memory_occupation", fake_sglang.ReleaseMemoryOccupationReqInput())
+        busy.handle(*release)
         assert isinstance(busy.death, AssertionError)
-        asyncio.set_event_loop(None)

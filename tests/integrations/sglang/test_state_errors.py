@@ -28,6 +28,7 @@ class Reply:
 
 @pytest.fixture
 def reports(sglang, monkeypatch):
+    """Install replies that report the outcome."""
     from sglang.srt.managers import io_struct
 
     for operation in ("Release", "Resume"):
@@ -35,13 +36,8 @@ def reports(sglang, monkeypatch):
 
 
 @pytest.fixture
-def scheduler(engine):
-    return engine
-
-
-@pytest.fixture
-def main_process(sglang, scheduler):
-    made = fake_sglang.Engine(sglang.Tokenizer([scheduler]))
+def main_process(sglang, engine):
+    made = fake_sglang.Engine(sglang.Tokenizer([engine]))
     yield made
     made.shutdown()
 
@@ -56,89 +52,92 @@ def call(main_process, operation, tags=None, rid=None):
     return main_process.loop.run_until_complete(method(kind(tags=tags, rid=rid), None))
 
 
-@pytest.mark.usefixtures("reports")
-class TestReported:
-    @pytest.mark.parametrize(
-        ("released", "operation", "tags", "text"),
-        [
-            ([], "resume", ["kv_cache"], "kv_cache is not currently released"),
-            ([], "resume", None, "weights, kv_cache are not currently released"),
-            (["kv_cache"], "resume", ["weights"], "weights is not currently released"),
-            (["kv_cache"], "resume", ["kv_cache", "weights"], "weights is not currently released"),
-            (["kv_cache"], "release", ["kv_cache"], "kv_cache is already released"),
-            (["kv_cache"], "release", ["kv_cache", "weights"], "kv_cache is already released"),
-        ],
-    )
-    def test_a_call_for_a_tag_in_the_requested_state_changes_nothing(
-        self, main_process, scheduler, released, operation, tags, text
-    ):
-        if released:
-            call(main_process, "release", released)
-        before = states()
-        with pytest.raises(RuntimeError, match=text) as caught:
-            call(main_process, operation, tags)
-        assert isinstance(caught.value, InvalidStateError) and states() == before
-        if released:
-            call(main_process, "resume", released)
-        assert scheduler.model.is_intact()
+@pytest.mark.parametrize(
+    ("released", "operation", "tags", "text"),
+    [
+        ([], "resume", ["kv_cache"], "kv_cache is not currently released"),
+        ([], "resume", None, "weights, kv_cache are not currently released"),
+        (["kv_cache"], "resume", ["weights"], "weights is not currently released"),
+        (["kv_cache"], "resume", ["kv_cache", "weights"], "weights is not currently released"),
+        (["kv_cache"], "release", ["kv_cache"], "kv_cache is already released"),
+        (["kv_cache"], "release", ["kv_cache", "weights"], "kv_cache is already released"),
+    ],
+)
+def test_a_call_for_a_tag_in_the_requested_state_changes_nothing(
+    reports, main_process, engine, released, operation, tags, text
+):
+    if released:
+        call(main_process, "release", released)
+    before = states()
+    with pytest.raises(RuntimeError, match=text) as caught:
+        call(main_process, operation, tags)
+    assert isinstance(caught.value, InvalidStateError) and states() == before
+    if released:
+        call(main_process, "resume", released)
+    assert engine.model.is_intact()
 
-    def test_a_call_for_all_tags_is_for_those_that_remain(self, main_process, sim, scheduler):
-        call(main_process, "release", ["kv_cache"])
+
+def test_a_call_for_all_tags_is_for_those_that_remain(reports, main_process, sim, engine):
+    call(main_process, "release", ["kv_cache"])
+    call(main_process, "release")
+    assert sim.tag_bytes() == 0
+    with pytest.raises(RuntimeError, match="already released"):
         call(main_process, "release")
-        assert sim.tag_bytes() == 0
-        with pytest.raises(RuntimeError, match="already released"):
-            call(main_process, "release")
-        call(main_process, "resume", ["weights"])
+    call(main_process, "resume", ["weights"])
+    call(main_process, "resume")
+    assert set(states().values()) == {"mapped"} and engine.model.is_intact()
+
+
+@pytest.mark.parametrize("then", ["resume", "release"])
+def test_tags_that_still_have_memory_may_be_resumed_or_released(
+    reports, main_process, engine, sim, then
+):
+    call(main_process, "release")
+    engine.weight_updater.resume_errors["after kv_cache"] = RuntimeError("no queue")
+    with sim.fault("cuMemUnmap"), pytest.raises(RuntimeError, match="could not release it"):
         call(main_process, "resume")
-        assert set(states().values()) == {"mapped"} and scheduler.model.is_intact()
-
-    @pytest.mark.parametrize("then", ["resume", "release"])
-    def test_tags_that_still_have_memory_may_be_resumed_or_released(
-        self, main_process, scheduler, sim, then
-    ):
-        call(main_process, "release")
-        scheduler.weight_updater.resume_errors["after kv_cache"] = RuntimeError("no queue")
-        with sim.fault("cuMemUnmap"), pytest.raises(RuntimeError, match="could not release it"):
-            call(main_process, "resume")
-        assert sim.tag_bytes() > 0
-        scheduler.weight_updater.resume_errors.clear()
-        call(main_process, then)
-        if then == "release":
-            assert sim.tag_bytes() == 0
-            call(main_process, "resume")
-        assert set(states().values()) == {"mapped"} and scheduler.model.is_intact()
-
-    def test_success_is_reported_to_the_main_process(self, scheduler):
-        request = fake_sglang.ReleaseMemoryOccupationReqInput(["kv_cache"], STRICT)
-        first = scheduler.handle("release_memory_occupation", request)
-        second = scheduler.handle("release_memory_occupation", request)
-        assert (first.success, first.message) == (True, "")
-        assert not second.success and "kv_cache is already released" in second.message
-        (answer,) = answers_of([second])
-        assert type(error_of([answer])) is InvalidStateError and answer.released == ("kv_cache",)
-
-    def test_a_controller_may_repeat_its_calls(self, main_process, scheduler):
-        controller = SleepController(main_process)
-        controller.sleep()
-        controller.sleep()
-        call(main_process, "release", ["kv_cache"], rid=FORGIVING)
-        controller.wake_up("weights")
-        controller.wake_up()
-        controller.wake_up()
-        assert set(states().values()) == {"mapped"} and scheduler.model.is_intact()
-
-    def test_an_idle_main_process_may_sleep_after_a_partial_release(self, scheduler):
-        scheduler_calls.ask(scheduler, "release", ["kv_cache"])
-        assert scheduler_calls.ask(scheduler, "release").failure is None
+    assert sim.tag_bytes() > 0
+    engine.weight_updater.resume_errors.clear()
+    call(main_process, then)
+    if then == "release":
+        assert sim.tag_bytes() == 0
+        call(main_process, "resume")
+    assert set(states().values()) == {"mapped"} and engine.model.is_intact()
 
 
-def test_other_versions_accept_repeated_releases_and_resumes(main_process, scheduler):
+def test_success_is_reported_to_the_main_process(reports, engine):
+    request = fake_sglang.ReleaseMemoryOccupationReqInput(["kv_cache"], STRICT)
+    first = engine.handle("release_memory_occupation", request)
+    second = engine.handle("release_memory_occupation", request)
+    assert (first.success, first.message) == (True, "")
+    assert not second.success and "kv_cache is already released" in second.message
+    (answer,) = answers_of([second])
+    assert type(error_of([answer])) is InvalidStateError and answer.released == ("kv_cache",)
+
+
+def test_a_controller_may_repeat_its_calls(reports, main_process, engine):
+    controller = SleepController(main_process)
+    controller.sleep()
+    controller.sleep()
+    call(main_process, "release", ["kv_cache"], rid=FORGIVING)
+    controller.wake_up("weights")
+    controller.wake_up()
+    controller.wake_up()
+    assert set(states().values()) == {"mapped"} and engine.model.is_intact()
+
+
+def test_an_idle_main_process_may_sleep_after_a_partial_release(reports, engine):
+    scheduler_calls.ask(engine, "release", ["kv_cache"])
+    assert scheduler_calls.ask(engine, "release").failure is None
+
+
+def test_other_versions_accept_repeated_releases_and_resumes(main_process, engine):
     for operation in ("resume", "release", "release", "resume", "resume"):
         call(main_process, operation, ["kv_cache", "weights"])
-    assert set(states().values()) == {"mapped"} and scheduler.model.is_intact()
+    assert set(states().values()) == {"mapped"} and engine.model.is_intact()
 
 
-def test_a_call_that_fails_is_in_the_log(main_process, scheduler, sim, caplog):
+def test_a_call_that_fails_is_in_the_log(main_process, engine, sim, caplog):
     """The program that logs may be another one than the caller, who gets the error."""
     call(main_process, "release")
     sim.occupy(memsaver.device_memory(0)[0])

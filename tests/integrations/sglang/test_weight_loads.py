@@ -52,14 +52,6 @@ def corrupting(monkeypatch, *parameters):
     monkeypatch.setattr(load_check, "watched", loaded)
 
 
-def test_a_cache_that_cannot_be_flushed_is_an_answer(manager):
-    rank, named = manager(Model()), weights()
-    rank.can_flush = False
-    output = load(rank, named, verification(named))
-    with pytest.raises(EngineError, match="Cache flush failed"):
-        checks(output)
-
-
 def test_requests_that_wait_in_a_pause_do_not_bar_a_flush(manager):
     rank, named = manager(Model()), weights()
     rank.scheduler.waiting_queue = waiting = ["retracted"]
@@ -73,15 +65,8 @@ def test_requests_that_wait_in_a_pause_do_not_bar_a_flush(manager):
     assert not load(rank, named, verification(named)).success and rank.flushed == 1
 
 
-def test_shards_in_the_models_own_layout(manager):
-    rank, like = manager(Model()), Model()
-    like.load_weights(checkpoint().items())
-    named = {name: p.data.clone() for name, p in like.named_parameters()}
-    output = load(rank, named, verification(named), "direct")
-    (check,) = checks(output)
-    assert check.held == len(named) and check.unused == ()
-    assert rank.runner.model.holds(checkpoint())
-
+def test_shards_that_the_model_does_not_have_are_an_error(manager):
+    rank = manager(Model())
     for bad in ({"nope": torch.ones(1)}, {"embed": torch.ones(3, 8, dtype=torch.bfloat16)}):
         output = load(rank, bad, verification(bad), "direct")
         with pytest.raises(EngineError, match=r"KeyError: 'nope'|embed is"):

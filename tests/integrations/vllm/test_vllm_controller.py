@@ -97,26 +97,23 @@ with control.staged_wake() as reports:
     refused(EngineAsleepError, control.check, "generate")
 assert control.status is Status.AWAKE and reports[0].changed == ("weights",)
 assert backend.generate(requests([1, 2], [3]), 30) == first
-""")
 
-
-def test_tags_sleep_independently(run):
-    run("""
-control = backend.control
-first = backend.generate(requests([1, 2]), 30)
-for tag, status in (("kv_cache", Status.WEIGHTS_ONLY), ("weights", Status.NO_WEIGHTS)):
+# The tags sleep independently.
+for tag, other, status in (
+    ("kv_cache", "weights", Status.WEIGHTS_ONLY), ("weights", "kv_cache", Status.NO_WEIGHTS)
+):
     control.sleep(tag)
     assert control.status is status and control.released == {tag}
-    other = "weights" if tag == "kv_cache" else "kv_cache"
     control.sleep(other)
     assert control.status is Status.ASLEEP
     control.wake_up(other)
     assert control.status is status
     control.wake_up()
-    assert control.status is Status.AWAKE and backend.generate(requests([1, 2]), 30) == first
+    assert control.status is Status.AWAKE
+    assert backend.generate(requests([1, 2], [3]), 30) == first
 with control.asleep("kv_cache"):
     assert control.refresh() is Status.WEIGHTS_ONLY
-assert backend.generate(requests([1, 2]), 30) == first
+assert backend.generate(requests([1, 2], [3]), 30) == first
 refused(ConfigError, control.sleep, "graphs")
 """)
 

@@ -7,20 +7,24 @@ import pytest
 
 from memsaver.integrations.vllm.idle_sleep import IdleSleep
 
-STATE = "async def sleeps():\n    return await engine.is_sleeping()\n"
-
 
 @pytest.mark.each_python
 def test_an_idle_engine_sleeps_and_the_next_request_wakes_it(asleep):
     asleep(
-        STATE
-        + """
+        """
+async def memory():
+    return any((await engine.collective_rpc(vllm_calls.resident))[0].values())
 before = await generate(engine)
 for _ in range(2):
-    await until(sleeps)
-    assert not any((await engine.collective_rpc(vllm_calls.resident))[0].values())
+    await until(engine.is_sleeping)
+    assert not await memory()
     assert await generate(engine) == before
-    assert not await sleeps()
+    assert not await engine.is_sleeping()
+await engine.pause_generation(mode="keep")
+await asyncio.sleep(2)
+assert await memory()  # of a paused engine
+await engine.resume_generation()
+assert await generate(engine) == before
 """,
         when="wake",
         after=1,
@@ -39,21 +43,6 @@ await until(sleeps(1))
 assert [await generate(engine) for _ in range(4)] == before * 2
 """,
         engine="engine_of(data_parallel_size=2)",
-        when="wake",
-        after=1,
-    )
-
-
-def test_a_paused_engine_keeps_its_memory(asleep):
-    asleep(
-        """
-before = await generate(engine)
-await engine.pause_generation(mode="keep")
-await asyncio.sleep(2)
-assert any((await engine.collective_rpc(vllm_calls.resident))[0].values())
-await engine.resume_generation()
-assert await generate(engine) == before
-""",
         when="wake",
         after=1,
     )

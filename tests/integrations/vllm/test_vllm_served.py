@@ -102,35 +102,24 @@ def test_an_engine_without_the_plugin_sleeps_as_vllm_does(run):
     )
 
 
-def test_a_server_outside_of_its_development_mode_is_refused(run):
-    run("""
+@pytest.mark.parametrize("plugin", [0, 1])
+def test_what_a_server_cannot_do_is_refused(run, plugin):
+    run(
+        """
+    backend, params = backend_of(server.url), {"max_tokens": 3}
+    with pytest.raises(ConfigError, match="tokens or text"):
+        backend.generate([Request([1], params, {"image": "a.png"})], 10)
+    llm.llm_engine.vllm_config.model_config.skip_tokenizer_init = True
+    backend = backend_of(server.url)
+    for sample in backend.generate([Request([1, 2], params), Request([3], params)], 10):
+        assert len(sample.token_ids) == len(sample.logprobs) == 3
+    with pytest.raises(ConfigError, match="no tokenizer for texts: pass token ids"):
+        backend.generate([Request([], params, text="a text")], 10)
     server.routes = False
     with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1"):
         SleepController(server.url)
     with pytest.raises(EngineError, match="cannot be reached"):
         SleepController("http://127.0.0.1:1")
-    """)
-
-
-def test_prompts_with_images_are_refused(run):
-    run("""
-    request = Request([1], {"max_tokens": 1}, {"image": "a.png"})
-    with pytest.raises(ConfigError, match="tokens or text"):
-        backend_of(server.url).generate([request], 10)
-    """)
-
-
-@pytest.mark.parametrize("plugin", [0, 1])
-def test_a_server_without_a_tokenizer_generates_from_tokens_alone(run, plugin):
-    run(
-        """
-    llm.llm_engine.vllm_config.model_config.skip_tokenizer_init = True
-    backend = backend_of(server.url)
-    requests = [Request([1, 2], {"max_tokens": 3}), Request([3], {"max_tokens": 3})]
-    for sample in backend.generate(requests, 10):
-        assert len(sample.token_ids) == len(sample.logprobs) == 3
-    with pytest.raises(ConfigError, match="no tokenizer for texts: pass token ids"):
-        backend.generate([Request([], {"max_tokens": 3}, text="a text")], 10)
     """,
         MEMSAVER_VLLM=plugin,
     )

@@ -6,7 +6,13 @@ import pytest
 def test_generation_continues_after_a_sleep_that_failed(asleep):
     asleep(
         """
-before = await generate(engine)
+async def own_error():
+    with raising(Exception) as caught:
+        await engine.sleep(mode="unknown")
+    return type(caught.error), str(caught.error)
+
+before, own = await generate(engine), await own_error()
+assert own[0] is Exception and "Invalid pause mode" in own[1]
 for mode, reason in (("abort", "abort"), ("wait", "length")):
     running = asyncio.ensure_future(generate(engine, mode, 60))
     await until(lambda: asyncio.sleep(0, engine.output_processor.request_states))
@@ -23,6 +29,7 @@ with raising(OutOfHostMemoryError):
 assert await engine.is_paused()
 await engine.resume_generation()
 assert await generate(engine) == before
+assert await own_error() == own  # an error of vLLM's own
 """
     )
 
@@ -87,24 +94,6 @@ for level in (1, 2):
     llm.wake_up()
         """,
         VLLM_FAKE_VERSION=version,
-    )
-
-
-def test_an_error_of_vllms_own_is_unchanged_after_a_failed_sleep(asleep):
-    asleep(
-        """
-async def own_error():
-    with raising(Exception) as caught:
-        await engine.sleep(mode="unknown")
-    return type(caught.error), str(caught.error)
-
-own = await own_error()
-assert own[0] is Exception and "Invalid pause mode" in own[1]
-await engine.collective_rpc(vllm_calls.limit_host, args=(1 << 10,))
-with raising(OutOfHostMemoryError):
-    await engine.sleep()
-assert await own_error() == own
-"""
     )
 
 

@@ -13,7 +13,8 @@ from memsaver.integrations.vllm.protocol import BEGIN, END, LOAD
 torch = pytest.importorskip("torch")
 
 from repository import TESTS  # noqa: E402
-from vllm_workers import Worker, buckets, contents, equal, payload  # noqa: E402
+from vllm_workers import Worker, buckets, contents, equal  # noqa: E402
+from weight_buckets import payload  # noqa: E402
 
 
 @pytest.fixture

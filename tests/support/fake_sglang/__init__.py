@@ -6,35 +6,9 @@ manager that queries the schedulers and waits for all of them, an `Engine` with 
 server. A dead scheduler sends no answers, so a caller that waits for one waits forever.
 """
 
-from fake_sglang.main_process import (
-    Engine,
-    TokenizerManager,
-    dies_in_a_release,
-    finish_of,
-    generated,
-)
-from fake_sglang.messages import (
-    ContinueGenerationReqInput,
-    DestroyWeightsUpdateGroupReqInput,
-    FlushCacheReqOutput,
-    GenerateReqInput,
-    GetInternalStateReqOutput,
-    InitWeightsUpdateGroupReqInput,
-    PauseGenerationReqInput,
-    ReleaseMemoryOccupationReqInput,
-    ReleaseMemoryOccupationReqOutput,
-    ResumeMemoryOccupationReqInput,
-    ResumeMemoryOccupationReqOutput,
-    UpdateWeightsFromDistributedReqInput,
-    UpdateWeightsFromTensorReqInput,
-)
-from fake_sglang.scheduler import (
-    TAGS,
-    Saver,
-    Scheduler,
-    Tensor,
-    Updater,
-)
+from fake_sglang.main_process import Engine, dies_in_a_release, generated
+from fake_sglang.messages import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
+from fake_sglang.scheduler import TAGS, Saver, Scheduler, Tensor
 from fake_sglang.server import CALLS, Server
 from fake_sglang.sys_modules import HANDLERS, modules
 
@@ -42,28 +16,14 @@ __all__ = [
     "CALLS",
     "HANDLERS",
     "TAGS",
-    "ContinueGenerationReqInput",
-    "DestroyWeightsUpdateGroupReqInput",
     "Engine",
-    "FlushCacheReqOutput",
-    "GenerateReqInput",
-    "GetInternalStateReqOutput",
-    "InitWeightsUpdateGroupReqInput",
-    "PauseGenerationReqInput",
     "ReleaseMemoryOccupationReqInput",
-    "ReleaseMemoryOccupationReqOutput",
     "ResumeMemoryOccupationReqInput",
-    "ResumeMemoryOccupationReqOutput",
     "Saver",
     "Scheduler",
     "Server",
     "Tensor",
-    "TokenizerManager",
-    "UpdateWeightsFromDistributedReqInput",
-    "UpdateWeightsFromTensorReqInput",
-    "Updater",
     "dies_in_a_release",
-    "finish_of",
     "generated",
     "modules",
 ]

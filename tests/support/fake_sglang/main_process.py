@@ -100,29 +100,31 @@ class TokenizerManager:
             raise ValueError("SGLang would not take it like this")
         if params.get("max_new_tokens", 128) > 8192:
             raise ValueError("the requested tokens exceed the context length")
-        for scheduler in self.schedulers:
-            scheduler.begin(rid)
-        if any(scheduler.death for scheduler in self.schedulers):
-            await asyncio.Event().wait()
-        aborted = self.aborted
-        end = asyncio.get_running_loop().time() + self.generate_seconds
-        while asyncio.get_running_loop().time() < end and not self.finishes:
-            if self.aborted != aborted or rid in self.aborted_rids:
-                break
-            await asyncio.sleep(0.005)
-        else:
-            aborted = None
-        for scheduler in self.schedulers:
-            scheduler.end(rid)
+        is_aborted = await self._run(rid)
         made = generated(tokens, params, images)
-        if aborted is not None:
+        if is_aborted:
             made = made[: len(made) // 2]
-        reason = {"type": "abort"} if aborted is not None else finish_of(params, made)
+        reason = {"type": "abort"} if is_aborted else {"type": "length", "length": len(made)}
         logprobs = [(-token / 1000, token, None) for token in made]
         version = self.server_args.weight_version
         meta = {"id": rid, "finish_reason": reason, "weight_version": version}
         meta["output_token_logprobs"] = logprobs
         return {"output_ids": made, "meta_info": meta}
+
+    async def _run(self, rid: str) -> bool:
+        """Let the schedulers work for a request until its end; return whether it was aborted."""
+        for scheduler in self.schedulers:
+            scheduler.begin(rid)
+        if any(scheduler.death for scheduler in self.schedulers):
+            await asyncio.Event().wait()
+        before, is_aborted = self.aborted, False
+        end = asyncio.get_running_loop().time() + self.generate_seconds
+        while asyncio.get_running_loop().time() < end and not (self.finishes or is_aborted):
+            await asyncio.sleep(0.005)
+            is_aborted = self.aborted != before or rid in self.aborted_rids
+        for scheduler in self.schedulers:
+            scheduler.end(rid)
+        return is_aborted
 
     async def pause_generation(self, obj: PauseGenerationReqInput) -> None:
         assert obj.mode in ("abort", "retract", "in_place")
@@ -166,17 +168,7 @@ class TokenizerManager:
 
     async def generate(self, prompt: str) -> dict:
         self._rids += 1
-        rid, aborted = f"rid-{self._rids}", self.aborted
-        for scheduler in self.schedulers:
-            scheduler.begin(rid)
-        if any(scheduler.death for scheduler in self.schedulers):
-            await asyncio.Event().wait()
-        end = asyncio.get_running_loop().time() + self.generate_seconds
-        while asyncio.get_running_loop().time() < end and self.aborted == aborted:
-            await asyncio.sleep(0.005)
-        for scheduler in self.schedulers:
-            scheduler.end(rid)
-        return {"text": prompt + "!", "aborted": self.aborted != aborted}
+        return {"text": prompt + "!", "aborted": await self._run(f"rid-{self._rids}")}
 
 
 def generated(tokens: list[int], params: dict, images: list = ()) -> list[int]:
@@ -188,11 +180,6 @@ def generated(tokens: list[int], params: dict, images: list = ()) -> list[int]:
 def dies_in_a_release(manager: TokenizerManager) -> None:
     """Make the first scheduler end during the next release of weights."""
     manager.schedulers[0].weight_updater.prepare_error = RuntimeError("killed")
-
-
-def finish_of(params: dict, made: list[int]) -> dict:
-    """Return SGLang's finish reason for a request that completed."""
-    return {"type": "length", "length": len(made)}
 
 
 class Engine:

@@ -6,25 +6,30 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class ReleaseMemoryOccupationReqInput:
+class Occupation:
     tags: list[str] | None = None
     rid: str | None = None
 
 
-@dataclass
-class ResumeMemoryOccupationReqInput:
-    tags: list[str] | None = None
-    rid: str | None = None
+class ReleaseMemoryOccupationReqInput(Occupation):
+    pass
+
+
+class ResumeMemoryOccupationReqInput(Occupation):
+    pass
 
 
 @dataclass
-class ReleaseMemoryOccupationReqOutput:
+class Output:
     rid: str | None = None
 
 
-@dataclass
-class ResumeMemoryOccupationReqOutput:
-    rid: str | None = None
+class ReleaseMemoryOccupationReqOutput(Output):
+    pass
+
+
+class ResumeMemoryOccupationReqOutput(Output):
+    pass
 
 
 @dataclass
@@ -128,16 +133,21 @@ class UpdateWeightFromDiskReqInput:
 
 
 @dataclass
-class UpdateWeightFromDiskReqOutput:
+class Result:
     success: bool
     message: str
-    num_paused_requests: int | None = 0
 
 
-@dataclass
-class UpdateWeightsFromTensorReqOutput:
-    success: bool
-    message: str
+class UpdateWeightFromDiskReqOutput(Result):
+    pass
+
+
+class UpdateWeightsFromTensorReqOutput(Result):
+    pass
+
+
+class RpcReqOutput(Result):
+    pass
 
 
 @dataclass
@@ -167,12 +177,6 @@ class GetWeightsByNameReqOutput:
 @dataclass
 class RpcReqInput:
     method: str
-
-
-@dataclass
-class RpcReqOutput:
-    success: bool
-    message: str
 
 
 @dataclass

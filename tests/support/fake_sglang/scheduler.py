@@ -150,7 +150,6 @@ class Scheduler:
         self.running: set[str] = set()
         self.generated, self.flushed = 0, 0
         self.death: BaseException | None = None
-        self.buffer: bytes | None = None  # the model's buffers
         self.model = None  # a simulated_driver.Block, whose first bytes are the buffer
         self._make_handlers(make_updater, saver or Saver(), group)
         self.handled: list = []  # requests that reached their handlers

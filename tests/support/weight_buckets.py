@@ -1,0 +1,25 @@
+"""Buckets of tensors, as a trainer sends them to an engine in another process."""
+
+from __future__ import annotations
+
+import torch
+
+from memsaver.integrations.rollout.weights.payloads import flattened, listed
+
+
+def payload(named, as_list=False):
+    """Return the text of a bucket, and its memory, which must exist while the text is opened.
+
+    Args:
+        named: the tensors, by name.
+        as_list: whether the text is a list of tensors, instead of a flattened bucket.
+    """
+    memory = torch.zeros(sum(512 + t.nbytes for t in named.values()), dtype=torch.uint8)
+    views, begin = [], 0
+    for name, tensor in named.items():
+        begin = -(-begin // 512) * 512
+        view = memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        view.copy_(tensor)
+        views.append((name, begin, view))
+        begin += tensor.nbytes
+    return (listed(views) if as_list else flattened(memory, views)), memory
