@@ -16,8 +16,10 @@ def is_foreign(target: Path) -> bool:
     """Return whether replacing this folder would destroy files that this program did not create.
 
     An environment that this program creates contains only pip until it is complete, and then the
-    file `test-extra`.
+    file `test-extra`. Through a link, the environment of another tree would be replaced.
     """
+    if target.is_symlink():
+        return True
     if (target / "test-extra").exists() or not target.exists():
         return False
     if not (target / "pyvenv.cfg").exists():

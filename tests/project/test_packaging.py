@@ -112,10 +112,15 @@ def test_pythons_are_the_same_everywhere():
     assert {f"3.{minor}" for minor in built} == named
 
 
-@pytest.mark.parametrize("holds", ["a package", "a file", "nothing", "pip"])
+@pytest.mark.parametrize("holds", ["a package", "a file", "nothing", "pip", "linked"])
 def test_make_replaces_no_environment_that_it_did_not_create(tmp_path, monkeypatch, holds):
     monkeypatch.syspath_prepend(ROOT / "build_support")
     make_venv = importlib.import_module("make_venv")
+    target = tmp_path
+    if holds == "linked":
+        target = tmp_path / ".venv"
+        target.symlink_to(tmp_path)
+        (tmp_path / "test-extra").touch()
     packages = tmp_path / "lib" / "python3.11" / "site-packages"
     if holds in ("a package", "pip"):
         name = "pip" if holds == "pip" else "torch"
@@ -123,10 +128,10 @@ def test_make_replaces_no_environment_that_it_did_not_create(tmp_path, monkeypat
         (tmp_path / "pyvenv.cfg").touch()
     if holds == "a file":
         (tmp_path / "notes").touch()
-    monkeypatch.setattr(sys, "argv", ["make_venv.py", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["make_venv.py", str(target)])
     monkeypatch.setattr(sys, "prefix", sys.base_prefix)
     monkeypatch.setattr(make_venv.venv.EnvBuilder, "create", lambda *arguments: None)
-    if holds in ("a package", "a file"):
+    if holds in ("a package", "a file", "linked"):
         with pytest.raises(SystemExit, match="did not create it"):
             make_venv.main()
     else:
