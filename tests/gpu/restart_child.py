@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from rollout_child import PROMPTS, STUCK_SECONDS, arguments, greedy, in_background, rows
-from weight_sync_child import outputs, refused, state
+from trainer_weights import outputs, state
+from weight_sync_child import refused
 
 MIB = 1 << 20
 LONG = 1500  # tokens

@@ -13,51 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from expected_errors import raises
+from mapped_updates import check_mapped, check_offloaded, check_serializer
 from rollout_child import (
-    PROMPTS,
     RANK,
     SIZE,
     STUCK_SECONDS,
     arguments,
-    flushed,
-    greedy,
     in_background,
-    rows,
     wait_until_generating,
 )
+from trainer_weights import in_the_engines_layout, outputs, state
 
 MIB = 1 << 20
 BUCKET = 24 * MIB
-
-
-def state(seed: int, **to: Any) -> dict[str, Any]:
-    """Return a trainer's weights, by default on its GPU."""
-    import qwen_model
-
-    to = to or {"device": "cuda"}
-    return {n: t.to(**to) for part in qwen_model.weights(seed) for n, t in part.items()}
-
-
-def outputs(engine: Any) -> list[list[int]]:
-    found = []
-    for prompt in PROMPTS:
-        flushed(engine)
-        found += rows(engine.generate([prompt], greedy()))
-    return found
-
-
-def in_the_engines_layout(seed: int) -> dict[str, Any]:
-    """Return the weights of a one-rank engine, by its parameters' names."""
-    import torch
-
-    whole = state(seed)
-    fused: dict[str, list[Any]] = {}
-    for name, tensor in whole.items():
-        for part, into in (("q", "qkv"), ("k", "qkv"), ("v", "qkv"), ("gate", "gate_up")):
-            name = name.replace(f".{part}_proj.", f".{into}_proj.")
-        name = name.replace(".mlp.up_proj.", ".mlp.gate_up_proj.")
-        fused.setdefault(name, []).append(tensor)
-    return {name: torch.cat(parts) for name, parts in fused.items()}
 
 
 def check_updates(engine: Any, first: list[list[int]], sent: Any, **options: Any) -> None:
@@ -115,37 +83,6 @@ def check_regions(engine: Any, first: list[list[int]]) -> None:
     memsaver.resume("trainer")
     engine.update_weights(weights, verify="full")
     assert outputs(engine) == first
-
-
-def check_mapped(engine: Any, first: list[list[int]]) -> None:
-    """Check updates from a shareable tag, whose tensors the engine maps."""
-    import torch
-
-    import memsaver
-
-    for layout, made in (("whole", state), ("engine", in_the_engines_layout)):
-        with memsaver.region(f"shared {layout}", backup="host", shareable=True):
-            weights = {name: t.clone() for name, t in made(1).items()}
-        torch.cuda.empty_cache()
-        for seed in (2, 1, 1):
-            for name, tensor in made(seed).items():
-                weights[name].copy_(tensor)
-            del tensor
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            report = engine.update_weights(weights, layout=layout, verify="full")
-            peak = torch.cuda.max_memory_allocated() - before
-            print(f"mapped, {layout}: {report}, peak {peak / MIB:.1f} MiB", flush=True)
-            assert report.mapped == report.held == report.tensors, report
-            assert not report.unverified and not report.buckets and peak <= MIB, peak
-            memsaver.pause(f"shared {layout}")  # at once
-            assert (outputs(engine) == first) == (seed == 1), (layout, seed)
-            memsaver.resume(f"shared {layout}")
-        for name in list(weights)[::2]:
-            weights[name] = weights[name].clone()  # in no region
-        report = engine.update_weights(weights, layout=layout, verify="full")
-        assert report.held == report.tensors > report.mapped > 0 < report.buckets, report
-        assert outputs(engine) == first
 
 
 def check_bad(engine: Any, first: list[list[int]], folder: Path) -> None:
@@ -215,6 +152,8 @@ def alone(folder: Path) -> None:
         check_memory(engine)
         check_regions(engine, first)
         check_mapped(engine, first)
+        check_offloaded(engine, first)
+        check_serializer()
         check_bad(engine, first, folder)
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from rollout_child import RANK, SIZE, STUCK_SECONDS, arguments, check_sleep
-from weight_sync_child import BUCKET, check_updates, outputs, refused, state
+from trainer_weights import outputs, state
+from weight_sync_child import BUCKET, check_updates, refused
 
 
 def _ranks(gpus: int) -> Any:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import pickle
 import time
 from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
+from typing import Any
 
 import torch
 from expected_errors import raises
@@ -56,6 +58,37 @@ def case_shared_contents_and_views(tag: str) -> None:
         small.fill_(6)
         torch.cuda.synchronize()
         assert other.ask("int(x['view'].sum())") == 6 * 48
+
+
+def _add_ten(queue: Any, simple: Any, pipe: Any) -> None:
+    for receive in (queue.get, simple.get, pipe.recv):
+        tensor = receive()
+        tensor.add_(10)
+        torch.cuda.synchronize()
+        pipe.send(tensor.stride())
+        del tensor
+        gc.collect()
+
+
+def case_shared_through_queues_and_pipes(tag: str) -> None:
+    """torch.multiprocessing sends views without a copy; the tag can be paused after each."""
+    with memsaver.region(tag, backup="host", shareable=True):
+        mine = torch.arange(12, device="cuda").reshape(3, 4)
+    expected = mine.clone()
+    context = torch.multiprocessing.get_context("spawn")
+    queue, simple, (pipe, theirs) = context.Queue(), context.SimpleQueue(), context.Pipe()
+    child = context.Process(target=_add_ten, args=(queue, simple, theirs), daemon=True)
+    child.start()
+    for send in (queue.put, simple.put, pipe.send):
+        send(mine[1:].T)
+        assert pipe.poll(60) and pipe.recv() == mine[1:].T.stride()
+        expected[1:] += 10
+        assert torch.equal(mine, expected)
+        with memsaver.paused(tag):
+            pass
+        assert torch.equal(mine, expected)
+    child.join(30)
+    assert child.exitcode == 0
 
 
 def case_shared_tag_is_not_paused(tag: str) -> None:
