@@ -124,7 +124,7 @@ class Kind:
         title: its name in the documentation.
         model: the configuration of the model, as in transformers.
         arguments: arguments of the engine.
-        update: how its weights are updated: "tensors", "disk", or "" if SGLang cannot.
+        update: the device whose tensors update its weights, "cpu" or "cuda"; "" if SGLang cannot.
         quantization: the checkpoint's: "fp8" in blocks, "w8a8_int8", or "" for bfloat16.
         draft: the draft model: "eagle", "eagle3", "target" (the target's first weights), or "".
         adapter: whether a LoRA adapter is loaded.
@@ -138,7 +138,7 @@ class Kind:
     title: str
     model: Settings = field(default_factory=lambda: DENSE)
     arguments: Settings = field(default_factory=dict)
-    update: str = "tensors"
+    update: str = "cpu"
     quantization: str = ""
     draft: str = ""
     adapter: bool = False
@@ -173,7 +173,7 @@ KINDS = (
         "fp8_reload",
         "the same with `load_format=flash_rl`",
         arguments={"quantization": "fp8", "load_format": "flash_rl"},
-        update="disk",
+        update="cuda",  # the weights are quantized where they are
     ),
     Kind("w8a8_fp8", "`w8a8_fp8`", arguments={"quantization": "w8a8_fp8"}, update=""),
     Kind("w8a8_int8", "`w8a8_int8`", quantization="w8a8_int8", update=""),

@@ -230,10 +230,8 @@ class KindWorker(Worker):
         return found
 
     def _load(self, seed: int) -> None:
-        if self._kind.update == "disk":
-            answer = self.engine.update_weights_from_disk(str(self._model(seed)))
-        else:
-            answer = self._send(models.tensors(self._model(seed)))
+        named = models.tensors(self._model(seed))
+        answer = self._send({name: t.to(self._kind.update) for name, t in named.items()})
         if not answer[0]:
             raise RuntimeError(f"the weights were not updated: {answer[1]}")
 
