@@ -1,11 +1,5 @@
 """Code that runs on the ranks of a colocated session: an FSDP2 trainer and a fake engine."""
 
-from __future__ import annotations
-
-import textwrap
-
-import rank_processes
-
 PRELUDE = """
 import os, time
 from datetime import timedelta
@@ -18,6 +12,8 @@ from memsaver.distributed import GroupError, RankError
 from memsaver.integrations.rollout import ColocatedSession, Phase, Stage
 from memsaver.integrations.engine.errors import EngineTimeoutError
 from memsaver.integrations.trainer import offload
+from rank_calls import gathered
+from refusals import refused
 from colocated_engine import TagEngine, stages_of
 from simulated_driver import Simulator
 from trainers import Trainer, plain_model
@@ -49,20 +45,6 @@ def step(trainer):
     trainer.optimizer.zero_grad()
 
 
-def raised(kind, call):
-    try:
-        call()
-    except kind as error:
-        return error
-    raise AssertionError(f"{kind.__name__} was not raised")
-
-
-def gathered(value):
-    everyones = [None] * SIZE
-    dist.all_gather_object(everyones, value)
-    return everyones
-
-
 def rollout(inside=lambda engine: None):
     with session.rollout() as engine:
         inside(engine)
@@ -78,9 +60,4 @@ step(trainer)
 engine = TagEngine(trainer.model, "weights", "kv_cache")
 session = ColocatedSession(engine, trainer.model, trainer.optimizer, timeout=20)
 """
-
-
-def run(folder, code, size, statuses=None):
-    """Run code on all ranks of a group; each rank must end with the status given for it."""
-    text = PRELUDE + textwrap.dedent(code) + "\ndist.destroy_process_group()\n"
-    rank_processes.run(text, size, folder, statuses=statuses, timeout=100)
+END = "\ndist.destroy_process_group()\n"

@@ -55,6 +55,20 @@ def checkpoint(seed: int = 0, dtype=torch.float32) -> dict[str, torch.Tensor]:
     return weights
 
 
+def module_of(weights: dict[str, torch.Tensor]) -> torch.nn.Module:
+    """Return a trainer's module with these tensors as parameters, by their names."""
+    module = torch.nn.Module()
+    for name, tensor in weights.items():
+        owner = module
+        *path, last = name.split(".")
+        for part in path:
+            if not hasattr(owner, part):
+                owner.add_module(part, torch.nn.Module())
+            owner = getattr(owner, part)
+        owner.register_parameter(last, torch.nn.Parameter(tensor))
+    return module
+
+
 def parameter(*shape, dtype=torch.bfloat16):
     return torch.nn.Parameter(torch.full(shape, torch.nan, dtype=dtype), requires_grad=False)
 
@@ -299,7 +313,10 @@ class Backend(WeightCalls):
         self.damage = lambda number: None  # called before each load with its number
         self.domain = domain()
         self.has_plugin = make_manager is not SchedulerWeightUpdaterManager
-        self.largest = 0
+
+    def holds(self, weights: dict[str, torch.Tensor]) -> bool:
+        """Return whether all ranks contain the whole checkpoint."""
+        return all(model.holds(weights) for model in self.models)
 
     def states(self, timeout: float) -> list[SchedulerState]:
         return [SchedulerState("one", (), True, domain=self.domain)] if self.has_plugin else []

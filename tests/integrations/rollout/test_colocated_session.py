@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from colocated_engine import KV_BYTES, TagEngine, stages_of  # noqa: E402
 from colocated_scene import ENTERING, Scene, X, paused  # noqa: E402
-from trainers import Trainer, bytes_of  # noqa: E402
+from trainers import Trainer, bytes_of, lies_in  # noqa: E402
 
 GIB = 1 << 30
 
@@ -87,25 +87,6 @@ def test_stages_come_in_their_order(scene):
         assert stages_of(session) == ENTERING  # the previous step's are removed
 
 
-def test_a_session_computes_the_same_with_and_without_sleep(sim, tag):
-    sleeping, plain = Scene(tag), Scene(tag, sleep=False)
-    results = []
-    for scene in (sleeping, plain):
-        outputs = []
-        for _ in range(5):
-            with scene.session.rollout() as engine:
-                outputs.append((bytes_of(engine.generate(X)), tuple(engine.weights)))
-            with scene.session.training():
-                scene.train()
-        with scene.session.training():
-            results.append((outputs, scene.trainer.contents()))
-    assert results[0] == results[1]
-    assert len({weights for _, weights in results[0][0]}) == 5
-    assert not paused(plain)
-    assert [call for call in plain.engine.heard if call != "update_weights"] == []
-    assert stages_of(plain.session)[:2] == [Stage.SETTLE, Stage.UPDATE]
-
-
 def test_without_a_session_of_sleep_the_trainer_is_left_where_it_is(sim, tag):
     trainer = Trainer()
     engine = TagEngine(trainer.model, tag("weights"), tag("kv"))
@@ -116,54 +97,37 @@ def test_without_a_session_of_sleep_the_trainer_is_left_where_it_is(sim, tag):
     assert memsaver.explain(next(trainer.model.parameters())).tag is None
 
 
-def test_offload_moves_the_given_targets(sim, tag, run_python):
-    # In a separate process, because the default tags exist once in a process.
-    run_python(
-        """
-        import memsaver
-        from memsaver.integrations.rollout import ColocatedSession
-        from colocated_engine import TagEngine
-        from trainers import Trainer, lies_in
-
-        trainer = Trainer()
-        trainer.step()
-        engine = TagEngine(trainer.model, "weights", "kv")
-        with memsaver.region("reference", backup="host"):
-            reference = memsaver.simulator.empty(1 << 20)
-        reference.fill_(3)
-        session = ColocatedSession(
-            engine,
-            trainer.model,
-            trainer.optimizer,
-            tags=["reference"],
-            update_options={"scale": 2},
-        )
-        assert session.trainer_tags == ("model", "optimizer", "reference")
-        assert all(lies_in(p, "model") for p in trainer.model.parameters())
-        with session.rollout():
-            assert all(memsaver.state(t) == "paused" for t in session.trainer_tags)
-        with session.training():
-            assert reference.sum() == 3 * (1 << 20)
-            trainer.step()
-            try:
-                session.close()
-            except memsaver.InvalidStateError as error:
-                assert "training" in str(error)
-            else:
-                raise AssertionError
-        session.close()
-        memsaver.pause("optimizer")
-        trainer.optimizer.zero_grad()  # no hook is left: nothing speaks
-        """,
-        with_torch=True,
+def test_a_session_offloads_the_given_targets_to_its_default_tags(sim, tag):
+    tag.names += ["model", "optimizer"]
+    trainer, name = Trainer(), tag("reference")
+    trainer.step()
+    with memsaver.region(name, backup="host"):
+        reference = memsaver.simulator.empty(1 << 20).fill_(3)
+    session = ColocatedSession(
+        TagEngine(trainer.model, tag("weights"), tag("kv")),
+        trainer.model,
+        trainer.optimizer,
+        tags=[name],
+        update_options={"scale": 2},
     )
+    assert session.trainer_tags == ("model", "optimizer", name)
+    assert all(lies_in(p, "model") for p in trainer.model.parameters())
+    with session.rollout():
+        assert all(memsaver.state(t) == "paused" for t in session.trainer_tags)
+    with session.training():
+        assert reference.sum() == 3 * (1 << 20)
+        trainer.step()
+        with pytest.raises(InvalidStateError, match="training"):
+            session.close()
+    session.close()
+    memsaver.pause("optimizer")
+    trainer.optimizer.zero_grad()  # no hook is left: nothing speaks
 
 
 def test_weights_that_the_engine_has_are_not_sent_again(sim, tag):
     scene = Scene(tag, engine_keeps_weights=True)
-    for tag_name in (scene.engine.names["weights"],):
-        with memsaver.region(tag_name, backup="host"):
-            pass
+    with memsaver.region(scene.engine.names["weights"], backup="host"):
+        pass
     session = scene.session
     for _ in range(2):
         with session.rollout() as engine:

@@ -9,14 +9,14 @@ import pytest
 import memsaver
 from memsaver.integrations.engine.reports import SleepReport
 from memsaver.integrations.engine.status import Status, check_operation, status_of
-from memsaver.integrations.engine.tags import KV_CACHE, RELEASE_ORDER, WEIGHTS
+from memsaver.integrations.engine.tags import RELEASE_ORDER
 from memsaver.integrations.rollout import ColocatedSession, Phase, RolloutEngine, Stage
 from memsaver.integrations.trainer import offload
 
 torch = pytest.importorskip("torch")
 
 import weight_engine  # noqa: E402
-from weight_engine import Backend, checkpoint  # noqa: E402
+from weight_engine import Backend, checkpoint, module_of  # noqa: E402
 
 pytestmark = pytest.mark.each_python
 
@@ -61,33 +61,10 @@ def backend(monkeypatch, tensors_in_files):
         yield made
 
 
-class Trainer(torch.nn.Module):
-    """A module with a checkpoint's tensors as parameters, by their names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        parts: dict[str, torch.nn.Module] = {"": self}
-        for name, tensor in checkpoint(1).items():
-            path, _, last = name.rpartition(".")
-            at = ""
-            for part in path.split("."):
-                owner, at = parts[at], f"{at}.{part}".lstrip(".")
-                if at not in parts:
-                    parts[at] = torch.nn.Module()
-                    owner.add_module(part, parts[at])
-            parts[path].register_parameter(last, torch.nn.Parameter(tensor))
-        self.lm_head.weight = self.embed.weight
-
-    def forward(self) -> torch.Tensor:
-        return sum(p.square().sum() for p in self.parameters())
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.clone() for name, tensor in self.state_dict().items()}
-
-
 @pytest.fixture
 def scene(sim, tag, backend):
-    trainer = Trainer()
+    trainer = module_of(checkpoint(1))
+    trainer.lm_head.weight = trainer.embed.weight
     optimizer = torch.optim.AdamW(trainer.parameters(), lr=1e-2)
     engine = RolloutEngine(backend, timeout=30)
     versions = itertools.count(1)
@@ -109,10 +86,14 @@ def scene(sim, tag, backend):
 
 def train(scene) -> dict[str, torch.Tensor]:
     """Run a step; return the weights after it."""
-    scene["trainer"]().backward()
+    sum(parameter.square().sum() for parameter in scene["trainer"].parameters()).backward()
     scene["optimizer"].step()
     scene["optimizer"].zero_grad()
-    return scene["trainer"].weights()
+    return weights_of(scene)
+
+
+def weights_of(scene) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in scene["trainer"].state_dict().items()}
 
 
 def test_the_engine_has_the_trainers_weights_in_each_rollout(scene, backend):
@@ -122,7 +103,7 @@ def test_the_engine_has_the_trainers_weights_in_each_rollout(scene, backend):
     for number in range(3):
         with session.rollout() as engine:
             assert engine.status is Status.AWAKE and backend.version == str(number + 1)
-            assert all(model.holds(weights) for model in backend.models)
+            assert backend.holds(weights)
         assert engine.status is Status.ASLEEP
         update = next(r.result for r in session.stages if r.stage is Stage.UPDATE)
         assert update.held == update.tensors > 0 and update.buckets > 1
@@ -134,7 +115,6 @@ def test_a_damaged_bucket_leaves_the_trainer_intact_and_is_sent_again(scene, bac
     session = scene["session"]
     with session.training():
         weights = train(scene)
-    model = backend.models[0]
 
     def damage(number):
         if number == 2:
@@ -147,29 +127,8 @@ def test_a_damaged_bucket_leaves_the_trainer_intact_and_is_sent_again(scene, bac
     assert session.phase is Phase.IDLE and not session.engine_is_current
     assert session.engine.status is Status.WEIGHTS_ONLY  # its weights are not usable
     with session.training():
-        kept = scene["trainer"].weights()
+        kept = weights_of(scene)
         assert all(torch.equal(kept[name], tensor) for name, tensor in weights.items())
     backend.damage = lambda number: None
     with session.rollout():
-        assert model.holds(weights)
-
-
-def test_only_the_requested_tags_are_woken(scene, backend):
-    """The KV cache is resumed only after the trainer's copy is paused."""
-    session = scene["session"]
-    released, name = [], session.trainer_tags[0]
-    control = backend.control
-    wake_up = control.wake_up
-
-    def listening(tags=None, **options):
-        report = wake_up(tags, **options)
-        released.append((control.released, str(memsaver.state(name))))
-        return report
-
-    control.wake_up = listening
-    with session.training():
-        pass
-    with session.rollout():
-        pass
-    assert released == [(ALL - {WEIGHTS}, "mapped"), (frozenset(), "paused")]
-    assert KV_CACHE in released[0][0]
+        assert backend.holds(weights)

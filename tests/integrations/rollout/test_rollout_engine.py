@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import fake_sglang
 import pytest
+from sleep_worlds import started
 from tasks import Task
 
 from memsaver.errors import ConfigError, InvalidStateError
@@ -25,11 +26,7 @@ def make_engine(monkeypatch):
     with contextlib.ExitStack() as cleanup:
 
         def make(kind: str = "local", **options):
-            classes = cleanup.enter_context(fake_sglang.modules(monkeypatch))
-            manager = classes.Tokenizer([classes.Scheduler(classes.Updater)])
-            engine = (fake_sglang.Engine if kind == "local" else fake_sglang.Server)(manager)
-            cleanup.callback(engine.shutdown)
-            target = engine if kind == "local" else engine.url
+            manager, target = started(cleanup, monkeypatch, kind)
             return RolloutEngine.connect(target, timeout=30, **options), manager
 
         yield make

@@ -6,7 +6,6 @@ import threading
 
 import pytest
 from launchable_engine import launchable
-from weight_ranks import run
 
 from memsaver.errors import ConfigError
 from memsaver.integrations.engine.errors import EngineDiedError, EngineError
@@ -193,12 +192,9 @@ launching.launch, placement.gpu_of_this_process = launch, lambda: None
 """
 
 
-@pytest.mark.timeout(200)
-def test_all_ranks_of_a_mesh_restart_together(tmp_path):
+def test_all_ranks_of_a_mesh_restart_together(run_ranks):
     pytest.importorskip("torch")
-    run(
-        MORTAL
-        + """
+    run_ranks(4, MORTAL)("""
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 sent = []
 
@@ -232,44 +228,23 @@ refused(RestartLimitError, lambda e: e.restart(), engine)
 refused(EngineDiedError, lambda e: update(e, checkpoint(3)), engine)
 engine.close()
 # Limits that differ are an error on all ranks.
-error = refused(
-    ConfigError,
-    lambda _: RolloutEngine.launch(mesh, timeout=20, restarts=Restarts(most=RANK)),
-    engine,
-    alone=True,
-)
-assert "restarts" in str(error), error
+def rejected(kind, restarts):
+    return refusals.raises(kind, RolloutEngine.launch, mesh, timeout=20, restarts=restarts)
+
+assert "restarts" in rejected(ConfigError, Restarts(most=RANK))
 # An engine that does not start, or whose limits differ, is an error for the ranks of all engines.
 if RANK == 2:
     failures.append(1)
-error = refused(
-    EngineError,
-    lambda _: RolloutEngine.launch(mesh, timeout=20, restarts=Restarts()),
-    engine,
-    alone=True,
-)
-assert "no memory" in str(error) and "rank 2" in str(error), error
+text = rejected(EngineError, Restarts())
+assert "no memory" in text and "rank 2" in text, text
 for given in (None, Restarts(most=3)):
-    mine = Restarts() if RANK < 2 else given
-    error = refused(
-        RankError,
-        lambda _: RolloutEngine.launch(mesh, timeout=20, restarts=mine),
-        engine,
-        alone=True,
-    )
-    assert "restarts: most=2" in str(error), error
-""",
-        4,
-        tmp_path,
-    )
+    assert "restarts: most=2" in rejected(RankError, Restarts() if RANK < 2 else given)
+""")
 
 
-@pytest.mark.timeout(200)
-def test_weights_that_one_rank_could_not_send_are_sent_again_by_all(tmp_path):
+def test_weights_that_one_rank_could_not_send_are_sent_again_by_all(run_ranks):
     pytest.importorskip("torch")
-    run(
-        MORTAL
-        + """
+    run_ranks(2, MORTAL)("""
 mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
 sent = []
 
@@ -286,7 +261,4 @@ assert "log was not written" in str(error) and "rank 1" in str(error), error
 assert engine.generate([[RANK]]).token_ids.tolist() == [[RANK + 1]]
 assert sent == [13, 13]
 engine.close()
-""",
-        2,
-        tmp_path,
-    )
+""")

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from descriptors import open_descriptors
 from process_sockets import eventually, listening, threads
 from weight_engine import Backend
-from weight_ranks import run
 
 from memsaver.errors import ConfigError
 from memsaver.integrations.engine.errors import EngineError, EngineTimeoutError
@@ -198,11 +197,9 @@ def test_a_broadcast_takes_its_time_once(group_of, monkeypatch):
         group.leave()
 
 
-@pytest.mark.timeout(200)
-def test_a_group_with_an_engine_elsewhere(tmp_path):
+def test_a_group_with_an_engine_elsewhere(run_ranks):
     """Ranks 0 and 1 are a trainer; ranks 2 and 3 are its engine, which joins groups like SGLang."""
-    run(
-        """
+    run_ranks(4)("""
 from remote_engines import Remote, serve
 own = dist.new_group([0, 1])
 ranks = dist.new_group([2, 3])
@@ -239,10 +236,7 @@ else:
     assert "has left the group" in str(error)
     if backend is not None:
         backend.order("end")
-""",
-        4,
-        tmp_path,
-    )
+""")
 
 
 @pytest.mark.parametrize(("value", "told"), [(None, "not set"), ("1", "is 1"), ("0", "")])

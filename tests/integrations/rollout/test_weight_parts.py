@@ -11,7 +11,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from megatron_shards import shards_of  # noqa: E402
-from weight_ranks import run  # noqa: E402
 
 from memsaver.errors import ConfigError  # noqa: E402
 from memsaver.integrations.rollout.weights import Part, megatron_parts  # noqa: E402
@@ -123,10 +122,8 @@ def test_parts_must_be_boxes_that_cover_the_tensor():
         check_cover("w", (4, 3), [halves[0], None])
 
 
-@pytest.mark.timeout(200)
-def test_two_ranks_send_their_shards_to_an_engine_of_one_rank_or_two(tmp_path):
-    run(
-        """
+def test_two_ranks_send_their_shards_to_an_engine_of_one_rank_or_two(run_ranks):
+    run_ranks(2)("""
 from megatron_shards import shards_of
 from memsaver.integrations.rollout.weights import Part, megatron_parts
 from memsaver.integrations.engine.errors import EngineError
@@ -202,17 +199,12 @@ for size in (1, 2):
     assert holds(backend, checkpoint(4))
     engine.close()
 
-""",
-        2,
-        tmp_path,
-    )
+""")
 
 
-@pytest.mark.timeout(200)
-def test_parts_of_three_ranks_use_a_text_for_each_receiver(tmp_path):
+def test_parts_of_three_ranks_use_a_text_for_each_receiver(run_ranks):
     """A text may be opened once: torch counts one receiver for it."""
-    run(
-        """
+    run_ranks(3)("""
 from memsaver.integrations.rollout.weights import Part, colocated
 made, opened = [], []
 for name, calls in (("shared", made), ("opened", opened)):
@@ -237,10 +229,7 @@ for seed in (1, 2):
     assert report.held == report.received == 13 and report.buckets > 2, report
     assert holds(backend, checkpoint(seed))
 assert len(made) == len(opened) == 2 * 2, (made, opened)
-""",
-        3,
-        tmp_path,
-    )
+""")
 
 
 def rebuild(can_map, *arguments):

@@ -6,7 +6,6 @@ import pytest
 
 pytest.importorskip("torch")
 
-from weight_ranks import run
 
 REGIONS = """
 import memsaver
@@ -31,11 +30,8 @@ def cycle(name):
 """
 
 
-@pytest.mark.timeout(200)
-def test_every_rank_sends_its_own_tensors(tmp_path):
-    run(
-        REGIONS
-        + """
+def test_every_rank_sends_its_own_tensors(run_ranks):
+    run_ranks(2, REGIONS)("""
 engine, backend = engine_of(2)
 weights = in_region("trainer", checkpoint(2))
 report = update(engine, weights, verify="full")
@@ -58,17 +54,11 @@ for name, tensor in in_region("trainer", weights).items():
 report = update(engine, state, verify="full")
 assert holds(backend, weights) and report.mapped == 4 and report.held == 13, report
 cycle("trainer")
-""",
-        2,
-        tmp_path,
-    )
+""")
 
 
-@pytest.mark.timeout(200)
-def test_a_tensor_is_mapped_only_if_all_ranks_can_send_it_in_place(tmp_path):
-    run(
-        REGIONS
-        + """
+def test_a_tensor_is_mapped_only_if_all_ranks_can_send_it_in_place(run_ranks):
+    run_ranks(2, REGIONS)("""
 weights = in_region("trainer", checkpoint(2))
 if RANK == 1:
     name = "layers.0.q.weight"
@@ -89,17 +79,11 @@ if RANK == 1:
     patch.setattr("memsaver.integrations.rollout.weights.plan.domain", lambda: "elsewhere")
 report = update(engine, weights, verify="full")
 assert holds(backend, checkpoint(2)) and (report.mapped, report.held) == (0, 13), report
-""",
-        2,
-        tmp_path,
-    )
+""")
 
 
-@pytest.mark.timeout(200)
-def test_a_failure_of_one_rank_is_raised_on_all(tmp_path):
-    run(
-        REGIONS
-        + """
+def test_a_failure_of_one_rank_is_raised_on_all(run_ranks):
+    run_ranks(2, REGIONS)("""
 engine, backend = engine_of(2)
 weights = in_region("trainer", checkpoint(2))
 
@@ -169,7 +153,4 @@ error = refused(WeightMismatchError, update, engine, weights, verify="full")
 assert error.tensors == ("layers.0.k.weight",) and "on rank 1" in str(error), error
 wait_until(lambda: kept() == 0)  # the update before it is released in the background
 cycle("trainer")
-""",
-        2,
-        tmp_path,
-    )
+""")
