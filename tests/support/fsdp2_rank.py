@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+from refusals import refused
 from simulated_driver import Simulator
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -68,12 +69,7 @@ def train(optimizer, model, accumulate, tags):
     assert trainer.contents() == expected.contents(), optimizer
     memsaver.pause(*tags)
     for work in (trainer.optimizer.step, lambda: trainer.model(torch.ones(1, 32))):
-        try:
-            work()
-        except memsaver.InvalidStateError as error:
-            assert error.tag in tags
-        else:
-            raise AssertionError("nothing refused it")
+        assert refused(memsaver.InvalidStateError, work).tag in tags
     memsaver.resume(*tags)
 
 

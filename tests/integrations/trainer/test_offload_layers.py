@@ -3,16 +3,14 @@
 import copy
 
 import pytest
+import torch
+from looks import held
+from torch import nn
+from trainers import Trainer
 
 import memsaver
 from memsaver.integrations.trainer import offload
 from memsaver.integrations.trainer.layers import has_separate_layers, read_by_forward
-
-torch = pytest.importorskip("torch")
-
-from looks import held  # noqa: E402
-from torch import nn  # noqa: E402
-from trainers import Trainer  # noqa: E402
 
 MIB = 1 << 20
 LAYER_BYTES = 64 * MIB  # the bytes between two events of a resume

@@ -1,12 +1,8 @@
 """Test the layouts of trainers' memory: shared storages, views, wrappers."""
 
 import pytest
-
-from memsaver.integrations.trainer import offload
-
-torch = pytest.importorskip("torch")
-
-from trainers import (  # noqa: E402
+import torch
+from trainers import (
     Trainer,
     assert_same_steps,
     bytes_of,
@@ -14,6 +10,8 @@ from trainers import (  # noqa: E402
     plain_model,
     states_of,
 )
+
+from memsaver.integrations.trainer import offload
 
 # --- shared storages ------------------------------------------------------------------------------
 
