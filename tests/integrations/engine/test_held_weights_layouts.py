@@ -1,7 +1,5 @@
 """Test that verification finds every wrong byte, for any views, types and overlaps of writes."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
