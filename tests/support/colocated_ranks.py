@@ -1,32 +1,19 @@
 """Code that runs on the ranks of a colocated session: an FSDP2 trainer and a fake engine."""
 
+# Follows the code of distributed_ranks.
 PRELUDE = """
-import os, time
-from datetime import timedelta
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-import memsaver
 from memsaver.distributed import GroupError, RankError
 from memsaver.integrations.rollout import ColocatedSession, Phase, Stage
 from memsaver.integrations.engine.errors import EngineTimeoutError
 from memsaver.integrations.trainer import offload
-from rank_calls import gathered
 from refusals import refused
 from colocated_engine import TagEngine, stages_of
-from simulated_driver import Simulator
 from trainers import Trainer, plain_model
 
-RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-dist.init_process_group(
-    "gloo",
-    store=dist.FileStore("store", SIZE),
-    rank=RANK,
-    world_size=SIZE,
-    timeout=timedelta(seconds=30),
-)
-sim = Simulator()
+begin("gloo")
 sim.start()
 X = torch.ones(4)
 CALLS = ["wake_up weights", "update_weights", "wake_up all", "sleep"]

@@ -1,7 +1,5 @@
 """A trainer and an engine on the simulated device, and the session of both, for tests."""
 
-from __future__ import annotations
-
 import torch
 from colocated_engine import TagEngine
 from trainers import Trainer

@@ -3,8 +3,6 @@
 The trainer's leader sends requests to them through torch's store.
 """
 
-from __future__ import annotations
-
 import os
 import time
 
@@ -107,7 +105,6 @@ class Remote(weight_engine.Backend):
         super().__init__(make_manager, 0)
         self.tp_size, self.engine, self.number = size, engine, 0
         self.refuses, self.dies = False, False
-        self.broadcasts = 0
 
     def order(self, *todo):
         """Make a request; return the answer of the engine's first rank."""

@@ -167,7 +167,7 @@ async def test_requests_beyond_the_limit_are_refused(when):
     held.pop().cancel()
     await asyncio.sleep(0.01)
     held.append(asyncio.ensure_future(found.admit(EVERYTHING, "generate")))
-    await asyncio.sleep(0)
+    await asyncio.sleep(0.01)
     assert not any(one.done() for one in held)
     engine.tags.clear()
     await found.admit(EVERYTHING, "generate")  # the query shows that the engine is awake

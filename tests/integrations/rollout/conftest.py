@@ -1,11 +1,19 @@
-"""Fixtures of the tests of rollouts: a colocated session, and code that runs on ranks."""
+"""Fixtures of the tests of rollouts: a colocated session, and code that runs on ranks.
 
+Ignores these tests without torch.
+"""
+
+import importlib.util
 import textwrap
 
 import colocated_ranks
+import distributed_ranks
 import pytest
 import rank_processes
 import weight_ranks
+
+if importlib.util.find_spec("torch") is None:
+    collect_ignore_glob = ["test_*.py"]
 
 
 @pytest.fixture
@@ -62,7 +70,7 @@ def run_colocated(tmp_path):
     def on(size, statuses=None):
         def run(code):
             text = colocated_ranks.PRELUDE + textwrap.dedent(code) + colocated_ranks.END
-            rank_processes.run(text, size, tmp_path, statuses=statuses, timeout=100)
+            distributed_ranks.run(tmp_path, text, size, statuses, timeout=100)
 
         return run
 

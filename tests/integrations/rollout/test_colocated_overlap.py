@@ -1,15 +1,12 @@
 """Test a colocated session whose optimizer states move while other stages run."""
 
 import pytest
+from colocated_engine import stages_of
+from colocated_scene import Scene, X, paused
+from trainers import Trainer, bytes_of
 
 import memsaver
 from memsaver.integrations.rollout import Phase, Stage
-
-torch = pytest.importorskip("torch")
-
-from colocated_engine import stages_of  # noqa: E402
-from colocated_scene import Scene, X, paused  # noqa: E402
-from trainers import Trainer, bytes_of  # noqa: E402
 
 OVERLAPPED = [
     Stage.SETTLE,

@@ -1,9 +1,5 @@
 """Test that several ranks of a colocated session refuse arguments and calls that differ."""
 
-import pytest
-
-pytest.importorskip("torch")
-
 
 def test_arguments_of_a_session_that_differ_between_ranks_are_an_error_on_all(run_colocated):
     run_colocated(2)("""

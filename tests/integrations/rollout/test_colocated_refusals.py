@@ -3,16 +3,14 @@
 import types
 
 import pytest
+import torch
+from colocated_engine import TagEngine
+from colocated_scene import Scene, X, paused
+from trainers import Trainer
 
 import memsaver
 from memsaver.integrations.rollout import ColocatedSession
 from memsaver.integrations.trainer import offload
-
-torch = pytest.importorskip("torch")
-
-from colocated_engine import TagEngine  # noqa: E402
-from colocated_scene import Scene, X, paused  # noqa: E402
-from trainers import Trainer  # noqa: E402
 
 
 def test_blocks_are_not_nested(scene, in_thread):
@@ -137,13 +135,13 @@ def test_a_refused_close_closes_nothing(scene):
     assert not paused(scene) - {"weights", "kv_cache"}
 
 
-@pytest.mark.parametrize("missing", ["update_weights", "sleep", "wake_up"])
-def test_an_object_without_an_engines_methods_is_rejected(sim, missing):
-    methods = {name: print for name in ("update_weights", "sleep", "wake_up") if name != missing}
-    trainer = Trainer()
-    with pytest.raises(memsaver.ConfigError, match=rf"has no {missing}\(\)"):
-        ColocatedSession(types.SimpleNamespace(**methods), trainer.model)
-    assert not trainer.model._forward_pre_hooks
+def test_an_object_without_an_engines_methods_is_rejected(sim):
+    trainer, names = Trainer(), ("update_weights", "sleep", "wake_up")
+    for missing in names:
+        engine = types.SimpleNamespace(**{name: print for name in names if name != missing})
+        with pytest.raises(memsaver.ConfigError, match=rf"has no {missing}\(\)"):
+            ColocatedSession(engine, trainer.model)
+        assert not trainer.model._forward_pre_hooks
 
 
 def test_a_session_that_cannot_begin_leaves_no_hooks(sim, tag):

@@ -3,30 +3,29 @@
 import time
 
 import pytest
+from colocated_engine import KV_BYTES, TagEngine, stages_of
+from colocated_scene import ENTERING, Scene, X, paused
+from trainers import Trainer, bytes_of, lies_in
 
 import memsaver
 from memsaver.errors import InvalidStateError
 from memsaver.integrations.rollout import ColocatedSession, Phase, Stage
 
-torch = pytest.importorskip("torch")
-
-from colocated_engine import KV_BYTES, TagEngine, stages_of  # noqa: E402
-from colocated_scene import ENTERING, Scene, X, paused  # noqa: E402
-from trainers import Trainer, bytes_of, lies_in  # noqa: E402
-
 GIB = 1 << 30
 
 
-def test_each_side_has_the_memory_that_the_other_released(scene, sim):
+def test_stages_are_in_order_and_each_side_has_the_memory_of_the_other(scene, sim):
     session, engine = scene.session, scene.engine
     for step in range(3):
         with session.rollout() as given:
             assert given is engine and session.phase is Phase.ROLLOUT
             assert paused(scene) == {"model", "optimizer"}
             assert session.engine_is_current
+            assert stages_of(session) == ENTERING  # the previous step's are removed
             generated = engine.generate(X)
         assert paused(scene) == {"model", "optimizer", "weights", "kv_cache"}
         assert sim.tag_bytes() == 0
+        assert stages_of(session) == [*ENTERING, Stage.GENERATE, Stage.SLEEP]
         with session.training():
             assert session.phase is Phase.TRAINING
             assert paused(scene) == {"weights", "kv_cache"}
@@ -39,6 +38,8 @@ def test_each_side_has_the_memory_that_the_other_released(scene, sim):
             changed = [bytes_of(t) for t in scene.trainer.model.state_dict().values()]
             assert changed != expected, step
         assert session.phase is Phase.IDLE
+        assert stages_of(session)[-3:] == [Stage.SLEEP, Stage.RESUME_TRAINER, Stage.TRAIN]
+        assert not any(report.error for report in session.stages)
 
 
 def test_the_weights_are_sent_again_to_an_engine_that_lost_them(scene):
@@ -72,19 +73,6 @@ def test_the_weights_are_sent_again_to_an_engine_that_lost_them(scene):
     session.close()
     with pytest.raises(InvalidStateError, match="closed"):
         session.send_weights()
-
-
-def test_stages_come_in_their_order(scene):
-    session = scene.session
-    with session.rollout():
-        assert stages_of(session) == ENTERING
-    assert stages_of(session) == [*ENTERING, Stage.GENERATE, Stage.SLEEP]
-    with session.training():
-        pass
-    assert stages_of(session)[-3:] == [Stage.SLEEP, Stage.RESUME_TRAINER, Stage.TRAIN]
-    assert not any(report.error for report in session.stages)
-    with session.rollout():
-        assert stages_of(session) == ENTERING  # the previous step's are removed
 
 
 def test_without_a_session_of_sleep_the_trainer_is_left_where_it_is(sim, tag):
@@ -184,9 +172,6 @@ def test_gradients_survive_a_rollout(scene):
     with scene.session.training():
         assert [bytes_of(p.grad) for p in trainer.model.parameters()] == gradients
         assert any(any(g) for g in gradients)
-
-
-# --- reports --------------------------------------------------------------------------------------
 
 
 def test_peaks_are_the_drivers(scene, sim, wait_until):

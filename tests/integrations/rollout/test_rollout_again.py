@@ -1,11 +1,6 @@
 """Test that torch.distributed can be shut down and initialised again after an engine was used."""
 
-from __future__ import annotations
-
-import pytest
 import rank_processes
-
-pytest.importorskip("torch")
 
 CODE = """
 import datetime, os, time
@@ -52,12 +47,8 @@ for number, shape in enumerate([(1, 2), (2, 1), (1, 2)]):
     dist.destroy_process_group()
     eventually(listening, [])
     met(f"ended-{number}")
-print("fine")
 """
 
 
-@pytest.mark.timeout(150)
 def test_a_closed_engine_keeps_nothing_of_a_process_group(tmp_path):
-    here = f"import os; os.chdir({str(tmp_path)!r})\n"
-    said = rank_processes.run(here + CODE, 2, tmp_path, timeout=120)
-    assert all("fine" in text for text in said)
+    rank_processes.run(CODE, 2, tmp_path, timeout=110)

@@ -3,8 +3,6 @@
 The fake SGLang has memsaver's hooks, and its memory is on the simulated driver.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import types
@@ -12,6 +10,7 @@ import types
 import fake_sglang
 import pytest
 import scheduler_calls
+import torch
 from sleeping_manager import choose
 from tasks import Task
 
@@ -19,8 +18,6 @@ from memsaver.integrations.engine.errors import EngineAsleepError
 from memsaver.integrations.engine.status import Status
 from memsaver.integrations.rollout import RolloutEngine
 from memsaver.integrations.sglang import hooks
-
-torch = pytest.importorskip("torch")
 
 pytestmark = pytest.mark.usefixtures("tensors_in_files")
 

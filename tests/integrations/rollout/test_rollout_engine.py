@@ -1,12 +1,11 @@
 """Test `RolloutEngine` in one process with the fake SGLang."""
 
-from __future__ import annotations
-
 import contextlib
 from types import SimpleNamespace
 
 import fake_sglang
 import pytest
+import torch
 from sleep_worlds import started
 from tasks import Task
 
@@ -14,8 +13,6 @@ from memsaver.errors import ConfigError, InvalidStateError
 from memsaver.integrations.engine.errors import EngineError, EngineTimeoutError
 from memsaver.integrations.engine.status import Status
 from memsaver.integrations.rollout import RolloutEngine, Sample
-
-torch = pytest.importorskip("torch")
 
 TWO = {"max_new_tokens": 2}
 

@@ -1,11 +1,5 @@
 """Test engines on several hosts: a part on each, and failures on all ranks."""
 
-from __future__ import annotations
-
-import pytest
-
-pytest.importorskip("torch")
-
 
 def test_the_first_rank_of_each_host_starts_a_part_of_the_engine(run_ranks):
     run_ranks(4)("""

@@ -3,35 +3,25 @@
 Importing torch takes seconds in each process, so a set of processes runs many scenes.
 """
 
-from __future__ import annotations
-
 import textwrap
 
+import distributed_ranks
 import pytest
-import rank_processes
-
-pytest.importorskip("torch")
 
 PRELUDE = """
-import contextlib, datetime, os, sys, threading, time
+import threading
 import pytest
-import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-import memsaver
-import memsaver.distributed as md
 import fake_sglang
 import refusals
 from memsaver.errors import *
 from memsaver.integrations.rollout import RolloutEngine
 from memsaver.integrations.sglang import EngineAsleepError, EngineBusyError, EngineError
 from memsaver.integrations.sglang import EngineTimeoutError, Status
-from rank_calls import gathered, lost
 from tasks import Task
 
-RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
+begin("gloo")
 TWO = {"max_new_tokens": 2}
 classes = contextlib.ExitStack().enter_context(kept := fake_sglang.modules(pytest.MonkeyPatch()))
 
@@ -72,7 +62,7 @@ def run_ranks(tmp_path):
     def on(size, statuses=None):
         def run(code):
             text = PRELUDE + textwrap.dedent(code)
-            rank_processes.run(text, size, tmp_path, statuses=statuses, timeout=110)
+            distributed_ranks.run(tmp_path, text, size, statuses, timeout=110)
 
         return run
 

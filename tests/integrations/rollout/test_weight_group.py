@@ -1,7 +1,5 @@
 """Test `WeightGroup`, which broadcasts weights to an engine in other processes."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time
@@ -9,9 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
-pytest.importorskip("torch")
-
 import torch.distributed as dist
 from descriptors import open_descriptors
 from process_sockets import eventually, listening, threads

@@ -1,15 +1,10 @@
 """Test one process group through which several engines receive weights: all of them or none."""
 
-from __future__ import annotations
-
 import threading
 import time
 from types import SimpleNamespace
 
 import pytest
-
-pytest.importorskip("torch")
-
 from weight_engine import Backend
 
 from memsaver.errors import ConfigError

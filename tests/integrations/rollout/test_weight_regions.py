@@ -1,7 +1,5 @@
 """Test updates with tensors in shareable regions, which the engine maps, in a single process."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
@@ -9,22 +7,20 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
+import torch
+from importing_process import release_shared
+from looks import held
+from weight_engine import Backend, Model, checkpoint
+from weight_regions import cycle, in_region, shareable
 
-torch = pytest.importorskip("torch")
-
-from importing_process import release_shared  # noqa: E402
-from looks import held  # noqa: E402
-from weight_engine import Backend, Model, checkpoint  # noqa: E402
-
-import memsaver  # noqa: E402
-from memsaver import simulator  # noqa: E402
-from memsaver._memory.sharing import importing, sending  # noqa: E402
-from memsaver._runtime.native import _C  # noqa: E402
-from memsaver.errors import InvalidStateError, SharingError  # noqa: E402
-from memsaver.integrations.engine.errors import EngineError  # noqa: E402
-from memsaver.integrations.rollout.rollout_engine import RolloutEngine  # noqa: E402
-from memsaver.integrations.rollout.weights import update  # noqa: E402
-from memsaver.integrations.trainer import offload  # noqa: E402
+import memsaver
+from memsaver._memory.sharing import importing, sending
+from memsaver._runtime.native import _C
+from memsaver.errors import InvalidStateError, SharingError
+from memsaver.integrations.engine.errors import EngineError
+from memsaver.integrations.rollout.rollout_engine import RolloutEngine
+from memsaver.integrations.rollout.weights import update
+from memsaver.integrations.trainer import offload
 
 pytestmark = pytest.mark.usefixtures("tensors_in_files")
 
@@ -35,25 +31,6 @@ def name(sim, tag, options, wait_until, caplog):
     options(importer_seconds=5)
     yield tag("trainer")
     release_shared(wait_until)
-
-
-def in_region(name, weights, **options):
-    """Return copies of tensors in a region; tied tensors stay tied."""
-    copies = {}
-    with memsaver.region(name, backup="host", **options):
-        for tensor in weights.values():
-            if id(tensor) not in copies:
-                copies[id(tensor)] = simulator.empty(tensor.shape, tensor.dtype).copy_(tensor)
-    return {key: copies[id(tensor)] for key, tensor in weights.items()}
-
-
-def shareable(name, weights):
-    return in_region(name, weights, shareable=True)
-
-
-def cycle(name):
-    memsaver.pause(name)
-    memsaver.resume(name)
 
 
 def is_untouched(backend):
