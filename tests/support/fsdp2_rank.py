@@ -6,7 +6,7 @@ from refusals import refused
 from simulated_driver import Simulator
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from trainers import Trainer, lies_in, plain_model
+from trainers import Trainer, lies_in, plain_model, step_all
 
 import memsaver
 from memsaver.integrations.trainer import offload
@@ -64,8 +64,7 @@ def train(optimizer, model, accumulate, tags):
     pause()
     assert weights.bytes == held
     assert all(lies_in(parameter, tags[1]) for parameter in trainer.model.parameters())
-    trainer.step()
-    expected.step()
+    step_all(trainer, expected)
     assert trainer.contents() == expected.contents(), optimizer
     memsaver.pause(*tags)
     for work in (trainer.optimizer.step, lambda: trainer.model(torch.ones(1, 32))):

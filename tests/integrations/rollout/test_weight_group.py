@@ -3,7 +3,6 @@
 import socket
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -104,14 +103,13 @@ def test_a_fixed_port_can_be_used_again(group_of):
 
 def test_names_do_not_repeat_in_another_process_with_the_same_pid(run_python):
     """Names must differ, because an engine remembers the groups of killed trainers."""
-    code = f"""
-import os, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+    code = """
+import os
 os.getpid = lambda: 4711
-from test_weight_group import Nobody
+from weight_engine import Backend
 from memsaver.integrations.rollout import RolloutEngine, WeightGroup
-backend = Nobody()
-backend.leave_group = lambda *_: None
+backend = Backend(size=0)
+backend.join_group = backend.leave_group = lambda *_: None
 names = []
 for _ in range(2):
     with WeightGroup(RolloutEngine(backend, timeout=20), backend="gloo") as group:

@@ -22,9 +22,10 @@ from memsaver.integrations.trainer import offload
 pytestmark = pytest.mark.each_python
 
 
-def test_copies_of_a_model_and_an_optimizer_are_free(sim, tag):
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_copies_of_a_model_and_an_optimizer_are_free(sim, tag, by_layer):
     trainer = Trainer()
-    offloaded = offload(trainer.model, trainer.optimizer, tag=tag())
+    offloaded = offload(trainer.model, trainer.optimizer, tag=tag(), by_layer=by_layer)
     trainer.step()
     model, optimizer = copy.deepcopy(trainer.model), copy.deepcopy(trainer.optimizer)
     loaded = pickle.loads(pickle.dumps(trainer.model))

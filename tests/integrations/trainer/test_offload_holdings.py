@@ -250,7 +250,6 @@ if sys.version_info >= (
 @pytest.mark.parametrize("kind", ALIASES)
 def test_an_alias_that_cannot_be_redirected_is_rejected_until_it_is_deleted(sim, tag, kind):
     tensor = torch.arange(64.0)
-    address = tensor.data_ptr()
     alias = ALIASES[kind](tensor)
     address = tensor.data_ptr()
     name = tag()
