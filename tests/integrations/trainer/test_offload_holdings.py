@@ -213,17 +213,13 @@ def test_a_module_without_a_hash_is_refused(sim, tag):
             offload(model, tag=tag())
 
 
-def test_a_second_handle_keeps_the_backup(sim, tag):
-    trainer = Trainer()
-    name, new, plain = tag(), tag("new"), tag("plain")
-    offload(trainer.model, tag=name, backup="disk")
-    offload(trainer.optimizer, tag=name)
-    assert memsaver.stats()[name][0].backup == "disk"
+def test_a_tag_without_a_backup_gets_one(sim, tag):
+    new, plain = tag("new"), tag("plain")
     with memsaver.region(plain):
         pass
-    for other in (new, plain):
-        offload(torch.ones(4), tag=other)
-        assert memsaver.stats()[other][0].backup == "host"
+    for name in (new, plain):
+        offload(torch.ones(4), tag=name)
+        assert memsaver.stats()[name][0].backup == "host"
 
 
 # --- aliases on the simulated driver --------------------------------------------------------------

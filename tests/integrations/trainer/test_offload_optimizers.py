@@ -102,8 +102,9 @@ def test_several_optimizers_in_one_tag_or_in_two(sim, tag):
 def test_two_handles_on_one_tag(sim, tag):
     trainer, expected = Trainer(), Trainer()
     name = tag()
-    offload(trainer.model, tag=name)
+    offload(trainer.model, tag=name, backup="disk")
     offloaded = offload(trainer.optimizer, tag=name)
+    assert memsaver.stats()[name][0].backup == "disk"  # the second one keeps it
     assert_same_steps(trainer, expected, offloaded)
 
 

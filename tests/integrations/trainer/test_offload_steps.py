@@ -148,13 +148,12 @@ def test_all_of_memsavers_own_calls_gather_first(sim, tag):
     with memsaver.region(other):
         pass
 
-    def transitions():
-        yield lambda: memsaver.pause(offloaded.tag)
-        yield lambda: memsaver.pause()
-        yield lambda: memsaver.pause(offloaded.tag, wait=False).wait()
-        yield lambda: memsaver.swap(out=offloaded.tag, into=other)
-
-    for transition in transitions():
+    for transition in (
+        lambda: memsaver.pause(offloaded.tag),
+        memsaver.pause,
+        lambda: memsaver.pause(offloaded.tag, wait=False).wait(),
+        lambda: memsaver.swap(out=offloaded.tag, into=other),
+    ):
         memsaver.resume()
         trainer.optimizer.zero_grad()
         trainer.backward()
