@@ -1,11 +1,12 @@
 """Test the preloaded library's functions that programs call through ctypes or dlsym."""
 
 import subprocess
+import sys
 import textwrap
 import zipfile
 
 import pytest
-from dropin_preload import CC, LIBRARIES
+from dropin_preload import LIBRARIES
 
 pytestmark = pytest.mark.each_python
 
@@ -162,18 +163,13 @@ def test_a_failure_is_a_number_and_a_warning(by_ctypes):
 
 def test_without_memsaver_the_functions_report_errors(dropin_wheel, tmp_path):
     with zipfile.ZipFile(dropin_wheel) as archive:
-        archive.extract(LIBRARIES[0], tmp_path)
-    (tmp_path / "main.c").write_text(
-        """
-        #include <dlfcn.h>
-        int main(void) {
-          int (*pause)(const char*) = (int (*)(const char*))dlsym(RTLD_DEFAULT, "tms_pause");
-          int (*get)(void) = (int (*)(void))dlsym(RTLD_DEFAULT, "tms_get_interesting_region");
-          return pause && get && !(get() & 255) ? pause("a") : 99;
-        }
-        """
-    )
-    subprocess.run([*CC, "main.c", "-o", "main", "-ldl"], cwd=tmp_path, check=True, timeout=60)
-    env = {"LD_PRELOAD": str(tmp_path / LIBRARIES[0])}
-    done = subprocess.run([tmp_path / "main"], env=env, capture_output=True, timeout=60)
+        library = archive.extract(LIBRARIES[0], tmp_path)
+    code = """
+import ctypes
+tms = ctypes.CDLL(None)
+assert not tms.tms_get_interesting_region() & 255
+raise SystemExit(tms.tms_pause(b"a"))
+"""
+    command = [sys.executable, "-I", "-S", "-c", code]
+    done = subprocess.run(command, env={"LD_PRELOAD": library}, capture_output=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (3, b"", b"")
