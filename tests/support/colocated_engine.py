@@ -1,7 +1,5 @@
 """An engine in this process for sessions: its memory is in tags; its output shows its weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,36 +1,19 @@
 """Code that runs on the ranks of a colocated session: an FSDP2 trainer and a fake engine."""
 
-from __future__ import annotations
-
-import textwrap
-
-import rank_processes
-
+# Follows the code of distributed_ranks.
 PRELUDE = """
-import os, time
-from datetime import timedelta
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-import memsaver
 from memsaver.distributed import GroupError, RankError
 from memsaver.integrations.rollout import ColocatedSession, Phase, Stage
 from memsaver.integrations.engine.errors import EngineTimeoutError
 from memsaver.integrations.trainer import offload
+from refusals import refused
 from colocated_engine import TagEngine, stages_of
-from simulated_driver import Simulator
 from trainers import Trainer, plain_model
 
-RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-dist.init_process_group(
-    "gloo",
-    store=dist.FileStore("store", SIZE),
-    rank=RANK,
-    world_size=SIZE,
-    timeout=timedelta(seconds=30),
-)
-sim = Simulator()
+begin("gloo")
 sim.start()
 X = torch.ones(4)
 CALLS = ["wake_up weights", "update_weights", "wake_up all", "sleep"]
@@ -49,20 +32,6 @@ def step(trainer):
     trainer.optimizer.zero_grad()
 
 
-def raised(kind, call):
-    try:
-        call()
-    except kind as error:
-        return error
-    raise AssertionError(f"{kind.__name__} was not raised")
-
-
-def gathered(value):
-    everyones = [None] * SIZE
-    dist.all_gather_object(everyones, value)
-    return everyones
-
-
 def rollout(inside=lambda engine: None):
     with session.rollout() as engine:
         inside(engine)
@@ -78,9 +47,4 @@ step(trainer)
 engine = TagEngine(trainer.model, "weights", "kv_cache")
 session = ColocatedSession(engine, trainer.model, trainer.optimizer, timeout=20)
 """
-
-
-def run(folder, code, size, statuses=None):
-    """Run code on all ranks of a group; each rank must end with the status given for it."""
-    text = PRELUDE + textwrap.dedent(code) + "\ndist.destroy_process_group()\n"
-    rank_processes.run(text, size, folder, statuses=statuses, timeout=100)
+END = "\ndist.destroy_process_group()\n"

@@ -1,7 +1,5 @@
 """A trainer and an engine on the simulated device, and the session of both, for tests."""
 
-from __future__ import annotations
-
 import torch
 from colocated_engine import TagEngine
 from trainers import Trainer
@@ -25,15 +23,13 @@ X = torch.ones(4)
 class Scene:
     """A trainer, an engine with the test's own tags, and a session of both."""
 
-    def __init__(self, tag, **options) -> None:
-        self.trainer = Trainer(options.pop("optimizer", "adamw"))
-        self.trainer.step()
-        self.trainer.optimizer.zero_grad()
-        kind = options.pop("engine", TagEngine)
-        self.engine = kind(self.trainer.model, tag("weights"), tag("kv"))
+    def __init__(self, tag, optimizer="adamw", engine=TagEngine, by_layer=False, **options) -> None:
+        self.trainer = Trainer(optimizer)
+        self.train()
+        self.engine = engine(self.trainer.model, tag("weights"), tag("kv"))
         self.tags = tag("model"), tag("optimizer")
         handles = (
-            offload(self.trainer.model, tag=self.tags[0], by_layer=options.pop("by_layer", False)),
+            offload(self.trainer.model, tag=self.tags[0], by_layer=by_layer),
             offload(self.trainer.optimizer, tag=self.tags[1]),
         )
         options.setdefault("state", self.trainer.model.state_dict)

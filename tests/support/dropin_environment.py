@@ -1,7 +1,5 @@
 """The distribution of integrations/torch_memory_saver, built and run as a program's dependency."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

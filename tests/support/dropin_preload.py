@@ -1,7 +1,5 @@
 """Common code of the tests of processes preloaded with torch_memory_saver's library."""
 
-from __future__ import annotations
-
 import sysconfig
 
 from repository import TESTS

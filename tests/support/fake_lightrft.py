@@ -4,8 +4,6 @@ Names, arguments and order are those of LightRFT's `StrategyBase` and `FSDPV2Str
 006b2e2 and 02f6351); the methods' other effects are left out.
 """
 
-from __future__ import annotations
-
 from enum import Enum
 from types import SimpleNamespace
 

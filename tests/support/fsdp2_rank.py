@@ -2,10 +2,11 @@
 
 import torch
 import torch.distributed as dist
+from refusals import refused
 from simulated_driver import Simulator
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from trainers import Trainer, lies_in, plain_model
+from trainers import Trainer, lies_in, plain_model, step_all
 
 import memsaver
 from memsaver.integrations.trainer import offload
@@ -63,17 +64,11 @@ def train(optimizer, model, accumulate, tags):
     pause()
     assert weights.bytes == held
     assert all(lies_in(parameter, tags[1]) for parameter in trainer.model.parameters())
-    trainer.step()
-    expected.step()
+    step_all(trainer, expected)
     assert trainer.contents() == expected.contents(), optimizer
     memsaver.pause(*tags)
     for work in (trainer.optimizer.step, lambda: trainer.model(torch.ones(1, 32))):
-        try:
-            work()
-        except memsaver.InvalidStateError as error:
-            assert error.tag in tags
-        else:
-            raise AssertionError("nothing refused it")
+        assert refused(memsaver.InvalidStateError, work).tag in tags
     memsaver.resume(*tags)
 
 

@@ -1,7 +1,5 @@
 """A fake of `sglang.Engine` that starts processes, for tests of `RolloutEngine.launch`."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import multiprocessing

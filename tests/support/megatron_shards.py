@@ -1,7 +1,5 @@
 """Weights of a checkpoint as the shards of a Megatron trainer's ranks."""
 
-from __future__ import annotations
-
 import torch
 
 _LAYERS = "decoder.layers."

@@ -3,25 +3,13 @@
 The trainer's leader sends requests to them through torch's store.
 """
 
-from __future__ import annotations
-
 import os
 import time
 
 import torch
 import torch.distributed as dist
 import weight_engine
-from torch.distributed.distributed_c10d import (
-    Backend as Kind,
-)
-from torch.distributed.distributed_c10d import (
-    PrefixStore,
-    _get_default_store,
-    _new_process_group_helper,
-    _world,
-    default_pg_timeout,
-    rendezvous,
-)
+from torch.distributed import distributed_c10d as c10d
 
 from memsaver.integrations.engine.errors import EngineDiedError, EngineError
 from memsaver.integrations.sglang.replies import Reply
@@ -32,18 +20,18 @@ __all__ = ["Remote", "serve"]
 def joined(address, port, rank, size, name, kind):
     """Join a group like SGLang's `init_custom_process_group`."""
     url = f"tcp://{address}:{port}"
-    made, rank, size = next(rendezvous(url, rank, size, timeout=default_pg_timeout))
-    made.set_timeout(default_pg_timeout)
-    group, _ = _new_process_group_helper(
+    made, rank, size = next(c10d.rendezvous(url, rank, size, timeout=c10d.default_pg_timeout))
+    made.set_timeout(c10d.default_pg_timeout)
+    group, _ = c10d._new_process_group_helper(
         size,
         rank,
         [],
-        Kind(kind),
-        PrefixStore(name, made),
+        c10d.Backend(kind),
+        c10d.PrefixStore(name, made),
         group_name=name,
-        timeout=default_pg_timeout,
+        timeout=c10d.default_pg_timeout,
     )
-    _world.pg_group_ranks[group] = {i: i for i in range(size)}
+    c10d._world.pg_group_ranks[group] = {i: i for i in range(size)}
     return group
 
 
@@ -57,7 +45,7 @@ def serve(engine, make_manager, rank=0, size=1, group=None):
         size: the number of the engine's ranks.
         group: the engine's process group.
     """
-    store, groups, number = _get_default_store(), {}, 0
+    store, groups, number = c10d._get_default_store(), {}, 0
     model = weight_engine.Model(rank, size)
     manager = make_manager(model, group)
     while True:
@@ -107,12 +95,11 @@ class Remote(weight_engine.Backend):
         super().__init__(make_manager, 0)
         self.tp_size, self.engine, self.number = size, engine, 0
         self.refuses, self.dies = False, False
-        self.broadcasts = 0
 
     def order(self, *todo):
         """Make a request; return the answer of the engine's first rank."""
         self.number += 1
-        store = _get_default_store()
+        store = c10d._get_default_store()
         store.set(f"{self.engine}/todo{self.number}", repr(todo))
         if todo[0] not in ("end", "die"):
             done = f"{self.engine}/done{self.number}"

@@ -10,9 +10,9 @@ from memsaver.integrations.sglang.protocol import answers_of
 MIB = 1 << 20
 
 
-def hold(scheduler, make_blocks):
-    """Allocate weights and graphs with a backup, and a KV cache without a backup."""
-    scheduler.model = make_blocks("weights", [4 * MIB], backup="host")[0]
+def hold(scheduler, make_blocks, backup="host"):
+    """Allocate weights with that backup, graphs with one, and a KV cache without a backup."""
+    scheduler.model = make_blocks("weights", [4 * MIB], backup=backup)[0]
     scheduler.kv = make_blocks("kv_cache", [8 * MIB], backup="none")[0]
     scheduler.graph = make_blocks("cuda_graph", [2 * MIB], backup="host")[0]
 

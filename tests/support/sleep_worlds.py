@@ -1,7 +1,5 @@
 """Fake engines, their actual state, and sleep controllers for them."""
 
-from __future__ import annotations
-
 import contextlib
 
 import fake_sglang
@@ -30,6 +28,7 @@ def started(cleanup, monkeypatch, kind, schedulers=1, *, hooked=False):
     manager = classes.Tokenizer([classes.Scheduler(classes.Updater) for _ in range(schedulers)])
     engine = (fake_sglang.Engine if kind == "local" else fake_sglang.Server)(manager)
     cleanup.callback(engine.shutdown)
+    manager.engine = engine
     return manager, engine if kind == "local" else engine.url
 
 
@@ -41,6 +40,10 @@ class World:
         self.scheduler = manager.schedulers[0]
         self.expected_deaths = 0
         self.controller = SleepController(target, timeout=5)
+
+    @property
+    def server(self) -> fake_sglang.Server:
+        return self.manager.engine
 
     @property
     def released(self) -> frozenset[str]:

@@ -80,14 +80,27 @@ def plain_model() -> torch.nn.Module:
     )
 
 
+def step_all(*trainers: Any) -> None:
+    for trainer in trainers:
+        trainer.step()
+
+
+def zero_grad_all(*trainers: Any) -> None:
+    for trainer in trainers:
+        trainer.optimizer.zero_grad()
+
+
+def pause_and_resume(offloaded: Offloaded) -> None:
+    with offloaded.paused():
+        pass
+
+
 def assert_same_steps(trainer: Any, expected: Any, offloaded: Offloaded, steps: int = 6) -> None:
     """Check that steps with pauses in between equal another trainer's steps."""
-    for step in range(steps):
-        trainer.step()
-        expected.step()
-        with offloaded.paused():
-            pass
-        assert trainer.contents() == expected.contents(), step
+    for number in range(steps):
+        step_all(trainer, expected)
+        pause_and_resume(offloaded)
+        assert trainer.contents() == expected.contents(), number
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

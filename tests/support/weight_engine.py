@@ -19,10 +19,10 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from memsaver._memory.sharing.wire import domain
-from memsaver.errors import InvalidStateError
 from memsaver.integrations.engine import hooking
 from memsaver.integrations.engine.messages import SchedulerState
-from memsaver.integrations.engine.status import Status
+from memsaver.integrations.engine.status import Status, check_operation, status_of
+from memsaver.integrations.engine.tags import RELEASE_ORDER
 from memsaver.integrations.sglang import hooks, shared_tensors
 from memsaver.integrations.sglang.protocol import text_of, verification_of
 from memsaver.integrations.sglang.replies import Reply
@@ -53,6 +53,20 @@ def checkpoint(seed: int = 0, dtype=torch.float32) -> dict[str, torch.Tensor]:
         weights[f"{name}scale"] = made(1)
     weights["lm_head.weight"] = weights["embed.weight"]
     return weights
+
+
+def module_of(weights: dict[str, torch.Tensor]) -> torch.nn.Module:
+    """Return a trainer's module with these tensors as parameters, by their names."""
+    module = torch.nn.Module()
+    for name, tensor in weights.items():
+        owner = module
+        *path, last = name.split(".")
+        for part in path:
+            if not hasattr(owner, part):
+                owner.add_module(part, torch.nn.Module())
+            owner = getattr(owner, part)
+        owner.register_parameter(last, torch.nn.Parameter(tensor))
+    return module
 
 
 def parameter(*shape, dtype=torch.bfloat16):
@@ -265,17 +279,40 @@ def _for_rank(request: Request, rank: int) -> Request:
 
 
 class Control:
-    status = Status.AWAKE
-    released: frozenset[str] = frozenset()
+    """A fake of an engine's sleep: its memory is a set of released tags."""
+
+    def __init__(self) -> None:
+        self.released: frozenset[str] = frozenset()
+
+    @property
+    def status(self) -> Status:
+        return status_of(self.released)
+
+    def refresh(self) -> Status:
+        return self.status
+
+    def check(self, operation: str) -> None:
+        check_operation(operation, self.released)
 
     @contextlib.contextmanager
     def request(self, operation: str):
         self.check(operation)
         yield
 
-    def check(self, operation: str) -> None:
-        if self.released:
-            raise InvalidStateError(f"the engine cannot {operation} while weights is released")
+    def sleep(self, tags=None, **_):
+        return self.become(self.released | self._named(tags))
+
+    def wake_up(self, tags=None, **_):
+        return self.become(self.released - self._named(tags))
+
+    def become(self, released: frozenset[str]):
+        changed = tuple(sorted(self.released ^ released))
+        self.released = released
+        return types.SimpleNamespace(changed=changed)
+
+    @staticmethod
+    def _named(tags) -> frozenset[str]:
+        return frozenset([tags] if isinstance(tags, str) else tags or RELEASE_ORDER)
 
 
 class Backend(WeightCalls):
@@ -299,7 +336,10 @@ class Backend(WeightCalls):
         self.damage = lambda number: None  # called before each load with its number
         self.domain = domain()
         self.has_plugin = make_manager is not SchedulerWeightUpdaterManager
-        self.largest = 0
+
+    def holds(self, weights: dict[str, torch.Tensor]) -> bool:
+        """Return whether all ranks contain the whole checkpoint."""
+        return all(model.holds(weights) for model in self.models)
 
     def states(self, timeout: float) -> list[SchedulerState]:
         return [SchedulerState("one", (), True, domain=self.domain)] if self.has_plugin else []

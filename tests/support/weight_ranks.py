@@ -1,27 +1,23 @@
 """Code that runs as ranks of a trainer with a fake engine, on the CPU."""
 
-from __future__ import annotations
-
-import rank_processes
-
 # Common code of the ranks: an engine for each group of `tp` ranks, and CPU tensors.
 PRELUDE = """
-import contextlib, datetime, os, time  # noqa: E402
-import pytest, torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor  # noqa: E402
-import weight_engine  # noqa: E402
-from rank_calls import gathered  # noqa: E402
-from weight_engine import Backend, checkpoint  # noqa: E402
-from memsaver.distributed import GroupError, RankError  # noqa: E402
-from memsaver.errors import ConfigError, InvalidStateError  # noqa: E402
-from memsaver.integrations.rollout import WeightMismatchError  # noqa: E402
-from memsaver.integrations.rollout.rollout_engine import RolloutEngine  # noqa: E402
-from memsaver.integrations.rollout.ranks import layout_of  # noqa: E402
-from memsaver.integrations.rollout.weights import WeightGroup, update  # noqa: E402
-from memsaver.integrations.engine.errors import EngineError  # noqa: E402
-from memsaver.integrations.engine.weights import load_check  # noqa: E402
+import contextlib, datetime, os, time
+import pytest, torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+import refusals, weight_engine
+from rank_calls import gathered
+from weight_engine import Backend, checkpoint
+from memsaver.distributed import GroupError, RankError
+from memsaver.errors import ConfigError, InvalidStateError
+from memsaver.integrations.rollout import WeightMismatchError
+from memsaver.integrations.rollout.rollout_engine import RolloutEngine
+from memsaver.integrations.rollout.ranks import layout_of
+from memsaver.integrations.rollout.weights import WeightGroup, update
+from memsaver.integrations.engine.errors import EngineError
+from memsaver.integrations.engine.weights import load_check
 
 torch.multiprocessing.set_sharing_strategy("file_system")
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
@@ -40,19 +36,13 @@ def engine_of(tp, timeout=20, **model):
 def holds(backend, weights=None):
     return backend is None or all(m.holds(weights or checkpoint()) for m in backend.models)
 
-def refused(kind, call, engine, *args, alone=False, **named):
-    # The error, of this very kind; its text is the same on all ranks of the engine, or on none.
-    try:
-        call(engine, *args, **named)
-    except kind as error:
-        assert type(error) is kind, repr(error)
-        if not alone:
-            layout = engine.layout
-            rows = [None] * len(layout.tp_ranks)
-            dist.all_gather_object(rows, str(error), group=layout.tp_group)
-            assert len(set(rows)) == 1, rows
-        return error
-    raise AssertionError("nothing was refused")
+def refused(kind, call, engine, *args, **named):
+    # The error, of this very kind; its text is the same on all ranks of the engine.
+    error = refusals.refused(kind, call, engine, *args, **named)
+    assert type(error) is kind, repr(error)
+    texts = gathered(str(error), engine.layout.tp_group)
+    assert len(set(texts)) == 1, texts
+    return error
 
 @contextlib.contextmanager
 def corrupted(change):
@@ -81,8 +71,3 @@ dist.barrier()
 dist.destroy_process_group()
 print("fine")
 """
-
-
-def run(code: str, size: int, tmp_path, **options) -> None:
-    said = rank_processes.run(PRELUDE + code + END, size, tmp_path, timeout=150, **options)
-    assert all("fine" in text for text in said)

@@ -1,7 +1,5 @@
 """Fixtures of processes that are preloaded with torch_memory_saver's library."""
 
-from __future__ import annotations
-
 import subprocess
 import textwrap
 

@@ -3,8 +3,6 @@
 The lists are those of benchmarks/framework_steps.py, which a benchmark replays on a GPU.
 """
 
-from __future__ import annotations
-
 import pytest
 from repository import ROOT
 
@@ -16,6 +14,7 @@ REPEATED = ("pause", "resume")  # in the last round, as if a step had begun agai
 # The trainer's steps are performed on blocks of the size of parameters, gradients and master
 # weights; each training adds one to every byte.
 TRAINER = """
+import contextlib
 import torch
 
 def tensor(byte):
@@ -25,18 +24,13 @@ def tensor(byte):
 class Trainer:
     def __init__(self, tagged):
         self.tagged, self.value, self.others = tagged, 1, used()
+        self.pause, self.resume = saver.pause, saver.resume
         self.masters = tensor(1)
-        with saver.region("param_buffer", enable_cpu_backup=False) if tagged else _nothing():
+        with saver.region("param_buffer") if tagged else contextlib.nullcontext():
             self.parameters = tensor(1)
-        with saver.region("grad_buffer", enable_cpu_backup=False) if tagged else _nothing():
+        with saver.region("grad_buffer") if tagged else contextlib.nullcontext():
             self.gradients = tensor(0)
         self.copy = self.parameters.clone()
-
-    def pause(self, tag):
-        saver.pause(tag)
-
-    def resume(self, tag):
-        saver.resume(tag)
 
     def train(self):
         for kept in (self.masters, self.parameters):
@@ -64,7 +58,7 @@ class Trainer:
     def update(self, source, requests, disabled, pause):
         held = used() - self.others
         assert held == (self.parameters.nbytes if self.tagged else 0), held
-        with saver.disable() if disabled else _nothing():
+        with saver.disable() if disabled else contextlib.nullcontext():
             assert caller.malloc(MIB) >> 56 == 1  # a bucket, which can be sent
             sent = {
                 "backup": lambda: saver.get_cpu_backup(self.parameters, zero_copy=True),
@@ -72,10 +66,6 @@ class Trainer:
                 "device": lambda: self.parameters,
             }[source]()
             assert sent.eq(self.value).all()
-
-def _nothing():
-    import contextlib
-    return contextlib.nullcontext()
 
 def train(tagged, rounds):
     trainer = Trainer(tagged)

@@ -1,34 +1,27 @@
 """Test the preloaded library's functions that programs call through ctypes or dlsym."""
 
-from __future__ import annotations
-
 import subprocess
+import sys
 import textwrap
+import zipfile
 
 import pytest
-from dropin_preload import CC, LIBRARIES
+from dropin_preload import LIBRARIES
 
 pytestmark = pytest.mark.each_python
 
 FUNCTIONS = """
 import ctypes
 tms = ctypes.CDLL(None)
-for name in ("tms_set_current_tag", "tms_set_cpu_backup_backend", "tms_set_disk_backup_dir"):
-    getattr(tms, name).argtypes, getattr(tms, name).restype = [ctypes.c_char_p], None
-for name in ("tms_set_interesting_region", "tms_set_enable_cpu_backup",
-             "tms_set_enable_disk_backup", "tms_set_retain_cpu_backup"):
-    getattr(tms, name).argtypes, getattr(tms, name).restype = [ctypes.c_bool], None
-for name in ("tms_get_interesting_region", "tms_get_enable_cpu_backup",
-             "tms_get_enable_disk_backup", "tms_get_retain_cpu_backup"):
-    getattr(tms, name).restype = ctypes.c_bool
-for name in ("tms_get_current_tag", "tms_get_cpu_backup_backend"):
-    getattr(tms, name).restype = ctypes.c_char_p
-for name in ("tms_pause", "tms_resume"):
-    getattr(tms, name).argtypes, getattr(tms, name).restype = [ctypes.c_char_p], ctypes.c_int
-tms.set_memory_margin_bytes.argtypes = [ctypes.c_uint64]
-tms.set_memory_margin_bytes.restype = None
-tms.tms_get_cpu_backup_pointer.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
-tms.tms_get_cpu_backup_pointer.restype = ctypes.c_void_p
+flag, text, pointer, size = ctypes.c_bool, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_uint64
+for name in ("interesting_region", "enable_cpu_backup", "enable_disk_backup", "retain_cpu_backup"):
+    getattr(tms, f"tms_set_{name}").argtypes, getattr(tms, f"tms_get_{name}").restype = [flag], flag
+for name in ("set_current_tag", "set_cpu_backup_backend", "set_disk_backup_dir", "pause", "resume"):
+    getattr(tms, f"tms_{name}").argtypes = [text]
+tms.tms_get_current_tag.restype = tms.tms_get_cpu_backup_backend.restype = text
+tms.tms_get_cpu_backup_pointer.argtypes = [pointer, size]
+tms.tms_get_cpu_backup_pointer.restype = pointer
+tms.set_memory_margin_bytes.argtypes = [size]
 ours = lambda array: ctypes.addressof(array) >> 56 == 0
 """
 
@@ -169,21 +162,14 @@ def test_a_failure_is_a_number_and_a_warning(by_ctypes):
 
 
 def test_without_memsaver_the_functions_report_errors(dropin_wheel, tmp_path):
-    import zipfile
-
     with zipfile.ZipFile(dropin_wheel) as archive:
-        archive.extract(LIBRARIES[0], tmp_path)
-    (tmp_path / "main.c").write_text(
-        """
-        #include <dlfcn.h>
-        int main(void) {
-          int (*pause)(const char*) = (int (*)(const char*))dlsym(RTLD_DEFAULT, "tms_pause");
-          int (*get)(void) = (int (*)(void))dlsym(RTLD_DEFAULT, "tms_get_interesting_region");
-          return pause && get && !(get() & 255) ? pause("a") : 99;
-        }
-        """
-    )
-    subprocess.run([*CC, "main.c", "-o", "main", "-ldl"], cwd=tmp_path, check=True, timeout=60)
-    env = {"LD_PRELOAD": str(tmp_path / LIBRARIES[0])}
-    done = subprocess.run([tmp_path / "main"], env=env, capture_output=True, timeout=60)
+        library = archive.extract(LIBRARIES[0], tmp_path)
+    code = """
+import ctypes
+tms = ctypes.CDLL(None)
+assert not tms.tms_get_interesting_region() & 255
+raise SystemExit(tms.tms_pause(b"a"))
+"""
+    command = [sys.executable, "-I", "-S", "-c", code]
+    done = subprocess.run(command, env={"LD_PRELOAD": library}, capture_output=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (3, b"", b"")

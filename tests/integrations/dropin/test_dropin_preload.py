@@ -1,7 +1,5 @@
 """Test processes preloaded with torch_memory_saver's library: trainers and children."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import zipfile
@@ -77,38 +75,34 @@ def test_the_memory_of_a_whole_process_can_be_shareable(preloaded):
 @pytest.mark.parametrize(
     "backup, env",
     [
-        ("none", {}),
-        ("none", {"TMS_INIT_ENABLE_CPU_BACKUP": "0"}),
-        ("host", {"TMS_INIT_ENABLE_CPU_BACKUP": "yes"}),
-        ("pageable", {"TMS_INIT_ENABLE_CPU_BACKUP": "1", "TMS_INIT_CPU_BACKUP_BACKEND": "mmap"}),
-        ("disk", {"TMS_INIT_ENABLE_CPU_BACKUP": "0", "TMS_INIT_ENABLE_DISK_BACKUP": "true"}),
+        (None, {}),
+        (None, {"ENABLE": "0"}),
+        (None, {"ENABLE": "maybe"}),
+        ("none", {"ENABLE": "1"}),
+        ("none", {"ENABLE": "TRUE", "ENABLE_CPU_BACKUP": "0"}),
+        ("host", {"ENABLE": "TRUE", "ENABLE_CPU_BACKUP": "yes"}),
+        ("pageable", {"ENABLE": "1", "ENABLE_CPU_BACKUP": "1", "CPU_BACKUP_BACKEND": "mmap"}),
+        ("disk", {"ENABLE": "1", "ENABLE_CPU_BACKUP": "0", "ENABLE_DISK_BACKUP": "true"}),
     ],
 )
-def test_the_backup_of_a_whole_process(preloaded, backup, env):
+def test_a_process_is_a_region_with_a_backup_only_if_configured(preloaded, backup, env):
     preloaded(
         f"""
-        first = filled(1)
-        assert memsaver.stats()["default"][0].backup == {backup!r}
-        saver.pause(), saver.resume()
-        assert has(first, {int(backup != "none")})
-        """,
-        TMS_INIT_ENABLE="TRUE",
-        **env,
-    )
-
-
-@pytest.mark.parametrize("env", [{}, {"TMS_INIT_ENABLE": "0"}, {"TMS_INIT_ENABLE": "maybe"}])
-def test_a_preloaded_process_is_a_region_only_if_configured(preloaded, env):
-    preloaded(
-        """
+        backup = {backup!r}
         assert memsaver.is_preloaded()
-        assert caller.malloc(MIB) >> 56 == 1
         with memsaver.region("mine", backup="host"):
+            mine = filled(2)
+        if backup is None:
+            assert caller.malloc(MIB) >> 56 == 1  # from the runtime
+            memsaver.pause(), memsaver.resume()
+        else:
             first = filled(1)
-        memsaver.pause(), memsaver.resume()
-        assert has(first, 1)
+            assert memsaver.stats()["default"][0].backup == backup
+            saver.pause(), saver.resume()
+            assert has(first, int(backup != "none"))
+        assert has(mine, 2)
         """,
-        **env,
+        **{f"TMS_INIT_{name}": value for name, value in env.items()},
     )
 
 

@@ -1,7 +1,5 @@
 """Test the settings of torch_memory_saver with memsaver: properties and TMS_* variables."""
 
-from __future__ import annotations
-
 import pytest
 
 

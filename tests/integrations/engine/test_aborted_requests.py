@@ -1,7 +1,5 @@
 """Test requests that end while they wait for an engine, or that the engine refuses."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 

@@ -1,7 +1,5 @@
 """Test the names of a model's weights while its layers are wrapped for LoRA adapters."""
 
-from __future__ import annotations
-
 import pytest
 
 from memsaver.integrations.engine.weights.adapters import without_adapters

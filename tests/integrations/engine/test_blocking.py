@@ -1,7 +1,5 @@
 """Test coroutines that run for callers without an event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 

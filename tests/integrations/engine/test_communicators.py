@@ -16,9 +16,14 @@ from memsaver.integrations.engine.ranks import Group, first_failure
 MIB = 1 << 20
 
 
-def resume(suspender, group):
-    """Resume without other work, and return the reports of the ranks."""
-    return suspender.resume(group, lambda: 0, list)[0]
+def suspend(suspender):
+    """Return the report of the rank if it fails."""
+    return first_failure(suspender.suspend(Group(None)))
+
+
+def resume(suspender):
+    """Resume without other work; return the report of the rank if it fails."""
+    return first_failure(suspender.resume(Group(None), lambda: 0, list)[0])
 
 
 @pytest.fixture
@@ -28,19 +33,28 @@ def fake():
     made.set_version(nccl.SINCE)
 
 
+@pytest.fixture
+def one(fake, tmp_path, sim):
+    """Return a communicator of one rank."""
+    return fake.communicator(tmp_path, "world", (0,), 0, 512 * MIB)
+
+
+@pytest.fixture
+def suspender(one):
+    return Suspender(lambda: [one], 0)
+
+
 def test_a_communicator_is_suspended_and_resumed_and_a_repeated_call_does_nothing(
-    fake, tmp_path, sim
+    fake, one, suspender
 ):
-    one = fake.communicator(tmp_path, "world", (0,), 0, 512 * MIB)
-    suspender, group = Suspender(lambda: [one], 0), Group(None)
-    assert not first_failure(resume(suspender, group))
+    assert not resume(suspender)
     for _ in range(2):
         for _ in range(2):
-            assert not first_failure(suspender.suspend(group))
+            assert not suspend(suspender)
             assert not fake.is_usable(one)
             assert fake.nccl.held_bytes(one.handle) == MIB
         for _ in range(2):
-            assert not first_failure(resume(suspender, group))
+            assert not resume(suspender)
             assert fake.is_usable(one)
             assert fake.nccl.held_bytes(one.handle) == 513 * MIB
 
@@ -52,21 +66,19 @@ def test_an_old_library_or_a_communicator_without_such_memory_stays(
     fake.set_version(version)
     one = fake.communicator(tmp_path, "world", (0,), 0, nbytes)
     suspender = Suspender(lambda: [one], 0)
-    assert not first_failure(suspender.suspend(Group(None)))
+    assert not suspend(suspender)
     assert fake.is_usable(one)
 
 
-def test_a_resume_without_memory_leaves_it_suspended(fake, tmp_path, sim):
-    one = fake.communicator(tmp_path, "world", (0,), 0, 512 * MIB)
-    suspender, group = Suspender(lambda: [one], 0), Group(None)
-    suspender.suspend(group)
+def test_a_resume_without_memory_leaves_it_suspended(fake, one, suspender, sim):
+    suspend(suspender)
     sim.occupy(memsaver.device_memory(0)[0] - 100 * MIB)
-    rank = first_failure(resume(suspender, group))
+    rank = resume(suspender)
     assert rank.failure.kind == "OutOfDeviceMemoryError"
     assert rank.failure.needed > 512 * MIB and rank.failure.free == 100 * MIB
     assert not fake.is_usable(one)
     sim.occupy(0)
-    assert not first_failure(resume(suspender, group))
+    assert not resume(suspender)
     assert fake.is_usable(one)
 
 
@@ -89,11 +101,9 @@ class Waiting:
 
 
 @pytest.mark.parametrize("has_room", [True, False])
-def test_other_work_runs_at_the_same_time_if_there_is_memory_for_both(
-    fake, tmp_path, sim, has_room
-):
+def test_other_work_runs_at_the_same_time_if_there_is_memory_for_both(fake, one, sim, has_room):
     library = Waiting(fake.nccl)
-    one = replace(fake.communicator(tmp_path, "world", (0,), 0, 512 * MIB), nccl=library)
+    one = replace(one, nccl=library)
     suspender, group = Suspender(lambda: [one], 0), Group(None)
     suspender.suspend(group)
     if not has_room:
@@ -115,14 +125,11 @@ def test_a_rank_that_stays_away_ends_the_wait(fake, tmp_path):
         fake.nccl.begin_suspend(one.handle).wait(0.1)
 
 
-def test_an_error_of_the_library_is_reported(fake, tmp_path, sim):
-    one = fake.communicator(tmp_path, "world", (0,), 0, MIB)
+def test_an_error_of_the_library_is_reported(fake, one, suspender):
     fake.fail(one, 5)
-    suspender, group = Suspender(lambda: [one], 0), Group(None)
-    rank = first_failure(suspender.suspend(group))
-    assert "ncclCommSuspend failed with NCCL's error 5" in rank.failure.message
+    assert "ncclCommSuspend failed with NCCL's error 5" in suspend(suspender).failure.message
     assert fake.is_usable(one)
-    assert not first_failure(resume(suspender, group)) and fake.is_usable(one)
+    assert not resume(suspender) and fake.is_usable(one)
 
 
 class TorchOnDevice(threading.local):
@@ -155,18 +162,16 @@ def test_an_exception_in_the_call_is_not_a_timeout():
         nccl.Nccl(types.SimpleNamespace(ncclCommResume=fail)).begin_resume(1).wait(30)
 
 
-def test_a_thread_that_cannot_be_started_fails_the_call(fake, tmp_path, sim, monkeypatch):
+def test_a_thread_that_cannot_be_started_fails_the_call(fake, one, suspender, monkeypatch):
     def refuse(self):
         raise RuntimeError("can't start new thread")
 
-    one = fake.communicator(tmp_path, "world", (0,), 0, MIB)
-    suspender, group = Suspender(lambda: [one], 0), Group(None)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        rank = first_failure(suspender.suspend(group))
+        rank = suspend(suspender)
     assert "can't start new thread" in rank.failure.message and fake.is_usable(one)
-    assert not first_failure(suspender.suspend(group)) and not fake.is_usable(one)
-    assert not first_failure(resume(suspender, group)) and fake.is_usable(one)
+    assert not suspend(suspender) and not fake.is_usable(one)
+    assert not resume(suspender) and fake.is_usable(one)
 
 
 RANKS = """

@@ -1,7 +1,5 @@
 """Test comparisons of a model's weights with the loaded ones, for loaders that transform them."""
 
-from __future__ import annotations
-
 import concurrent.futures
 
 import pytest
@@ -35,9 +33,9 @@ def test_a_load_equals_the_models_contents(rank, size, pool, dtype):
     assert differing(model, named, model.load_weights) == ()
 
 
-def test_watching_names_the_unused_tensors():
+def test_watching_names_the_unused_tensors_that_have_elements():
     model = Model()
-    named = [*given(), ("layers.0.rotary", torch.ones(4))]
+    named = [*given(), ("layers.0.bias", torch.ones(0, 3)), ("layers.0.rotary", torch.ones(4))]
     assert watched(model, named, model.load_weights)[1] == ("lm_head.weight", "layers.0.rotary")
     assert model.holds(dict(given()))
 
@@ -118,12 +116,6 @@ def test_a_loader_that_reads_its_own_writes_is_compared_with_its_result():
     assert differing(model, named, model.load_weights) == ("a",)
 
 
-def test_a_tensor_without_elements_is_not_missed():
-    model = Model()
-    named = [*given(), ("layers.0.bias", torch.ones(0, 3))]
-    assert watched(model, named, model.load_weights)[1] == ("lm_head.weight",)
-
-
 def test_a_difference_is_reported_without_room_for_a_second_comparison(monkeypatch):
     def no_room(*_):
         raise MemoryError("no room for a copy")
@@ -190,31 +182,21 @@ def test_a_loader_that_writes_one_tensor_made_of_two(copies):
     assert watched(model, named[:1], model.load_weights)[1] == ("kv_a",)
 
 
-def test_writes_by_operations_other_than_copies_are_compared():
-    class Odd(torch.nn.Module):
+def test_results_that_operations_write_to_buffers_are_compared():
+    class Inverted(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.a = torch.nn.Parameter(torch.zeros(4, 3), requires_grad=False)
-            self.b = torch.nn.Parameter(torch.zeros(5, dtype=torch.complex64), requires_grad=False)
-            self.register_buffer("c", torch.zeros(6, dtype=torch.bool))
+            self.register_buffer("a", torch.zeros(6, dtype=torch.bool))
 
         def load_weights(self, weights):
-            for name, tensor in weights:
-                if name == "a":
-                    self.a.data[torch.tensor([2, 0, 1, 3])] = tensor
-                elif name == "b":
-                    torch._foreach_copy_([self.b.data], [tensor])
-                else:
-                    torch.logical_not(tensor, out=self.c)
+            for _, tensor in weights:
+                torch.logical_not(tensor, out=self.a)
 
-    named = [("a", torch.randn(4, 3)), ("b", torch.randn(5) + 1j), ("c", torch.ones(6) > 0)]
-    model = Odd()
+    model, named = Inverted(), [("a", torch.ones(6) > 0)]
     _, unused = watched(model, named, model.load_weights)
     assert unused == () and differing(model, named, model.load_weights) == ()
-    model.a.data[3, 2] += 1
-    model.b.data[4] += 1j
-    model.c[5] = True
-    assert differing(model, named, model.load_weights) == ("a", "b", "c")
+    model.a[5] = True
+    assert differing(model, named, model.load_weights) == ("a",)
 
 
 def test_errors_propagate_and_leave_nothing_behind():

@@ -1,7 +1,5 @@
 """Test hooks around single functions of an engine's classes and modules."""
 
-from __future__ import annotations
-
 from memsaver.integrations.engine import hooking
 
 

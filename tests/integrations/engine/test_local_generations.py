@@ -1,7 +1,5 @@
 """Test the limits of waits for another thread's generation by an engine in this process."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import types

@@ -8,20 +8,6 @@ import ctypes
 from types import SimpleNamespace
 
 driver = sim.opened
-
-
-class Location(ctypes.Structure):
-    _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
-
-
-def access(block, device):
-    flags = ctypes.c_ulonglong()
-    place = Location(1, device)
-    address = ctypes.c_ulonglong(block.address)
-    assert driver.cuMemGetAccess(ctypes.byref(flags), ctypes.byref(place), address) == 0
-    return flags.value
-
-
 with memsaver.region("weights", backup="host"):
     block = Block(sim, 3 << 20, 1)
 context = ctypes.c_void_p()
@@ -32,7 +18,13 @@ def use_device_1():
 
 
 def rights():
-    return [access(block, device) for device in (0, 1)]
+    found = []
+    for device in (0, 1):
+        flags, place = ctypes.c_ulonglong(), (ctypes.c_int * 2)(1, device)  # a CUmemLocation
+        address = ctypes.c_ulonglong(block.address)
+        assert driver.cuMemGetAccess(ctypes.byref(flags), place, address) == 0
+        found.append(flags.value)
+    return found
 
 
 assert rights() == [3, 0]

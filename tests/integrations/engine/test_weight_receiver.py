@@ -1,7 +1,5 @@
 """Test the member of a process group that receives new weights."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 

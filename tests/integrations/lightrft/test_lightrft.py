@@ -1,12 +1,13 @@
 """Test LightRFT's strategy interface with memsaver, around a fake strategy and engine."""
 
-from __future__ import annotations
-
+import copy
 from types import SimpleNamespace
 
 import fake_sglang as engines
 import pytest
+import scheduler_calls
 from fake_lightrft import EngineStatus, Rollout, Sender, Strategy
+from scheduler_calls import states
 
 import memsaver
 from memsaver.integrations.engine.messages import Answer, SchedulerState
@@ -28,17 +29,15 @@ def make_strategy(monkeypatch, sim, tag, make_blocks):
     with engines.modules(monkeypatch) as classes:
         hooks.install()
 
-        def make(backup="host", adapted=True, args=(), **options):
+        def make(backup="host", args=(), **options):
             scheduler = classes.Scheduler(classes.Updater)
-            scheduler.model = make_blocks("weights", [4 * MIB], backup=backup)[0]
-            scheduler.kv = make_blocks("kv_cache", [8 * MIB], backup="none")[0]
-            scheduler.graph = make_blocks("cuda_graph", [2 * MIB], backup="host")[0]
+            scheduler_calls.hold(scheduler, make_blocks, backup)
             engine = engines.Engine(classes.Tokenizer([scheduler]))
             engine.server_args = SimpleNamespace(enable_weights_cpu_backup=backup == "host")
             made.append((engine, scheduler))
             strategy = Strategy(**dict(args))
             strategy.rollout, strategy.scheduler = Rollout(engine), scheduler
-            strategy.memory = adapt(strategy, **options) if adapted else None
+            strategy.memory = adapt(strategy, **options)
             return strategy
 
         yield make
@@ -46,10 +45,6 @@ def make_strategy(monkeypatch, sim, tag, make_blocks):
             assert scheduler.death is None, repr(scheduler.death)
             engine.shutdown()
             del scheduler.model, scheduler.kv, scheduler.graph
-
-
-def states():
-    return {tag: memsaver.state(tag) for tag in ("weights", "kv_cache", "cuda_graph")}
 
 
 def all_of(state, **others):
@@ -205,9 +200,16 @@ def test_other_engines_are_left_to_lightrft(make_strategy):
 # --- the optimizer --------------------------------------------------------------------------------
 
 
-def test_steps_between_offloads_are_bit_equal(sim, tag):
+@pytest.fixture
+def adapted(sim, tag):
+    """Return an adapted strategy, and the tag of its first optimizer."""
     strategy, name = Strategy(), tag("optimizer")
     adapt(strategy, tag=name)
+    return strategy, name
+
+
+def test_steps_between_offloads_are_bit_equal(sim, adapted):
+    strategy, name = adapted
     trainer, expected = Trainer("adamw"), Trainer("adamw")
     for _ in range(6):
         assert strategy.maybe_load_optimizer(trainer.optimizer) is trainer.optimizer
@@ -222,10 +224,9 @@ def test_steps_between_offloads_are_bit_equal(sim, tag):
     assert strategy.calls == []
 
 
-def test_two_optimizers_have_tags_of_their_own(sim, tag):
-    strategy, name = Strategy(), tag("optimizer")
+def test_two_optimizers_have_tags_of_their_own(tag, adapted):
+    strategy, name = adapted
     tag.names.append(f"{name} 2")
-    adapt(strategy, tag=name)
     actor, critic = Trainer("adamw"), Trainer("sgd_momentum")
     for trainer in (actor, critic):
         trainer.step()
@@ -239,7 +240,7 @@ def test_two_optimizers_have_tags_of_their_own(sim, tag):
     actor.step()
 
 
-def test_a_wrapper_with_master_weights(sim, tag):
+def test_a_wrapper_with_master_weights(adapted):
     """LightRFT's mixed-precision wrapper is an Optimizer subclass around the real optimizer."""
 
     class Wrapper(torch.optim.Optimizer):
@@ -253,8 +254,7 @@ def test_a_wrapper_with_master_weights(sim, tag):
                 master.grad = torch.ones_like(master)
             self.optim.step()
 
-    strategy, name = Strategy(), tag("optimizer")
-    adapt(strategy, tag=name)
+    strategy, name = adapted
     trainer = Trainer("adamw")
     wrapper = Wrapper(trainer.optimizer)
     wrapper.step()
@@ -270,20 +270,12 @@ def test_a_wrapper_with_master_weights(sim, tag):
     wrapper.step()
 
 
-def test_checkpoints_are_written_and_read_with_the_memory_mapped(sim, tag):
-    strategy, name = Strategy(), tag("optimizer")
-    adapt(strategy, tag=name)
+def test_checkpoints_are_written_and_read_with_the_memory_mapped(sim, adapted):
+    strategy, name = adapted
     trainer = Trainer("adamw")
     trainer.step()
     expected = [state.clone() for state in states_of(trainer.optimizer)]
-    saved_by_torch = trainer.optimizer.state_dict()
-    saved_by_torch = {
-        **saved_by_torch,
-        "state": {
-            key: {what: value.clone() for what, value in state.items()}
-            for key, state in saved_by_torch["state"].items()
-        },
-    }
+    saved_by_torch = copy.deepcopy(trainer.optimizer.state_dict())
     strategy.maybe_offload_optimizer(trainer.optimizer)
     saved = strategy.save_ckpt(trainer.model, "folder", optimizer=trainer.optimizer)
     found = [value for state in saved for value in state.values()]

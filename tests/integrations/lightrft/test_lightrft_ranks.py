@@ -1,79 +1,64 @@
 """Test LightRFT's strategy interface with memsaver on four ranks, two of which have an engine."""
 
+import distributed_ranks
 import pytest
-import rank_processes
 
 pytest.importorskip("torch")
 
-RANK = """
-import contextlib, os
-import torch.distributed as dist
+RANKS = """
 import pytest
 import fake_sglang as engines
+import scheduler_calls
 from fake_lightrft import EngineStatus, Rollout, Sender, Strategy
-from simulated_driver import Block, Simulator
-from trainers import Trainer
-import memsaver
-from memsaver.distributed import RankError
+from trainers import Trainer, step_all, zero_grad_all
 from memsaver.integrations.lightrft import adapt
 from memsaver.integrations.sglang import hooks
 
-rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-dist.init_process_group("gloo", store=dist.FileStore("store", size), rank=rank, world_size=size)
-sim = Simulator()
+begin("gloo")
 sim.start()
-MIB = 1 << 20
 
 
-def raises(call, *arguments):
-    # An error that is the same on all ranks.
-    with pytest.raises(RankError) as caught:
-        call(*arguments)
-    everyones = [None] * size
-    dist.all_gather_object(everyones, str(caught.value))
-    assert len(set(everyones)) == 1, everyones
-    return caught.value
+def said(text):
+    return text if tp_rank == 0 else None
+
+
+def refused_in_a_second(call, *arguments):
+    memory._engine._timeout = 1
+    error = refused(call, *arguments)
+    memory._engine._timeout = 30
+    return error
 
 
 with pytest.MonkeyPatch.context() as patch, engines.modules(patch) as classes:
     hooks.install()
     engine = scheduler = None
-    tp_rank = rank % 2  # two groups, whose first ranks have an engine each
+    tp_rank = RANK % 2  # two groups, whose first ranks have an engine each
     if tp_rank == 0:
         scheduler = classes.Scheduler(classes.Updater)
-        with memsaver.region("weights", backup="host"):
-            scheduler.model = Block(sim, 4 * MIB, 1)
-        with memsaver.region("kv_cache", backup="none"):
-            scheduler.kv = Block(sim, 8 * MIB, 2)
-        with memsaver.region("cuda_graph", backup="host"):
-            scheduler.graph = Block(sim, 2 * MIB, 3)
+        scheduler_calls.hold(scheduler, blocks)
         engine = engines.Engine(classes.Tokenizer([scheduler]))
     strategy = Strategy()
     memory = adapt(strategy, timeout=30)
     strategy.setup_inference_engine(Rollout(engine, tp_rank), actor=Sender(strategy, scheduler))
     assert strategy.inference_engine_status is EngineStatus.SLEEPED
-    assert memory.status == ("weights_only" if tp_rank == 0 else None)
+    assert memory.status == said("weights_only")
 
     # One engine lacks memory: every rank raises the error, and all continue when there is some.
-    if rank == 2:
-        sim.occupy(memsaver.device_memory(0)[0] - MIB)
-    error = raises(strategy.gather_and_generate, "a")
+    with full(2):
+        error = refused(strategy.gather_and_generate, "a")
     assert set(error.failures) == {2} and error.failures[2].kind == "OutOfDeviceMemoryError"
     assert "rank 2 of 4" in str(error)
-    sim.occupy(0)
-    assert strategy.gather_and_generate("a") == ("a!" if tp_rank == 0 else None)
+    assert strategy.gather_and_generate("a") == said("a!")
 
     # One engine has a request in flight, while the others sleep.
     strategy.wakeup_inference_engine()
-    if rank == 0:
+    if RANK == 0:
         scheduler.begin("somebody else's")
-    memory._engine._timeout = 1
-    error = raises(strategy.maybe_sleep_inference_engine)
+    error = refused_in_a_second(strategy.maybe_sleep_inference_engine)
     assert set(error.failures) == {0} and error.failures[0].kind == "EngineBusyError"
-    memory._engine._timeout = 30
-    if rank == 0:
+    if RANK == 0:
         scheduler.end("somebody else's")
-    assert strategy.gather_and_generate("b") == ("b!" if tp_rank == 0 else None)
+    assert strategy.gather_and_generate("b") == said("b!")
 
     # Of engines that lose their weights in a sleep, one is busy: all get them again, once.
     memory.close()
@@ -83,63 +68,51 @@ with pytest.MonkeyPatch.context() as patch, engines.modules(patch) as classes:
     assert sender.states == []
     if tp_rank == 0:
         scheduler.begin("somebody else's")
-    memory._engine._timeout = 1
-    raises(strategy.maybe_sleep_inference_engine)  # on both, and nothing is lost
-    memory._engine._timeout = 30
+    refused_in_a_second(strategy.maybe_sleep_inference_engine)  # on both, and nothing is lost
     strategy.wakeup_inference_engine()
     assert sender.states == []
-    if rank == 2:
+    if RANK == 2:
         scheduler.end("somebody else's")
-    memory._engine._timeout = 1
-    error = raises(strategy.maybe_sleep_inference_engine)
+    error = refused_in_a_second(strategy.maybe_sleep_inference_engine)
     assert set(error.failures) == {0}
-    memory._engine._timeout = 30
     strategy.wakeup_inference_engine()
     assert len(sender.states) == (1 if tp_rank == 0 else 0)
-    if rank == 0:
+    if RANK == 0:
         scheduler.end("somebody else's")
-    assert strategy.gather_and_generate("c") == ("c!" if tp_rank == 0 else None)
+    assert strategy.gather_and_generate("c") == said("c!")
 
     # Optimizers: all ranks or none.
-    trainer, expected = Trainer("adamw"), Trainer("adamw")
-    for each in (trainer, expected):
-        each.step()
-        each.optimizer.zero_grad()
-    if rank == 1:
-        sim.occupy(memsaver.device_memory(0)[0])
-    error = raises(strategy.maybe_offload_optimizer, trainer.optimizer)
+    trainer, expected = Trainer(), Trainer()
+    step_all(trainer, expected)
+    zero_grad_all(trainer, expected)
+    with full(1):
+        error = refused(strategy.maybe_offload_optimizer, trainer.optimizer)
     assert set(error.failures) == {1}
-    sim.occupy(0)
     strategy.maybe_offload_optimizer(trainer.optimizer)
     assert memsaver.state("optimizer") == "paused"
-    if rank == 3:
-        sim.occupy(memsaver.device_memory(0)[0])
-    error = raises(strategy.maybe_load_optimizer, trainer.optimizer)
+    with full(3):
+        error = refused(strategy.maybe_load_optimizer, trainer.optimizer)
     assert set(error.failures) == {3} and memsaver.state("optimizer") == "paused"
-    sim.occupy(0)
     strategy.maybe_load_optimizer(trainer.optimizer)
-    for each in (trainer, expected):
-        each.step()
+    step_all(trainer, expected)
     assert trainer.contents() == expected.contents()
     # One rank has no optimizer; the next call gives all ranks the same tag.
-    another = Trainer("adamw")
+    another = Trainer()
     another.step()
     for odd in (None, [], 5, object()):
-        error = raises(strategy.maybe_offload_optimizer, odd if rank == 2 else another.optimizer)
+        error = refused(strategy.maybe_offload_optimizer, odd if RANK == 2 else another.optimizer)
         assert set(error.failures) == {2} and error.failures[2].kind == "ConfigError", error
     strategy.maybe_offload_optimizer(another.optimizer)
     assert memsaver.state("optimizer 2") == "paused"
     strategy.maybe_load_optimizer(another.optimizer)
     memory.close()
     if engine is not None:
-        assert scheduler.death is None
+        scheduler_calls.let_go(scheduler)
         engine.shutdown()
-        del scheduler.model, scheduler.kv, scheduler.graph
-assert sim.violations() == []
 dist.barrier()
 dist.destroy_process_group()
 """
 
 
 def test_a_failure_of_one_rank_is_an_error_on_all(tmp_path):
-    rank_processes.run(RANK, 4, tmp_path, timeout=100)
+    distributed_ranks.run(tmp_path, RANKS, 4, timeout=100)

@@ -1,38 +1,40 @@
 """Test a trainer and an engine on one device: the state after errors and interrupts."""
 
 import pytest
+import torch
+from colocated_engine import stages_of
+from colocated_scene import Scene, X, paused
+from looks import held
+from trainers import Trainer, bytes_of
 
 import memsaver
 from memsaver.integrations.rollout import Phase, Stage
 from memsaver.integrations.trainer import offload
 
-torch = pytest.importorskip("torch")
 
-from colocated_engine import stages_of  # noqa: E402
-from colocated_scene import Scene, X, paused  # noqa: E402
-from looks import held  # noqa: E402
-from trainers import Trainer, bytes_of  # noqa: E402
-
-
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("call", ["wake_up weights", "update_weights", "wake_up all", "sleep"])
-def test_a_rollout_whose_engine_fails_can_be_repeated(scene, call):
-    class Broken(memsaver.MemsaverError):
-        pass
-
-    with scene.session.training():
-        before = scene.trainer.contents()
-    scene.engine.fail[call] = Broken("it broke")
-    with pytest.raises(Broken, match="it broke"):
+def test_a_rollout_whose_engine_fails_can_be_repeated(sim, tag, call, overlap):
+    scene = Scene(tag, overlap=overlap)
+    for _ in range(2):  # the first update shows how much memory an overlapped one needs
         with scene.session.rollout():
             pass
-    assert scene.session.phase is Phase.IDLE
-    assert scene.session.stages[-1].error == "Broken: it broke"
+        with scene.session.training():
+            scene.train()
+            before = scene.trainer.contents()
+    scene.engine.fail[call] = memsaver.DriverError("it broke")
+    with pytest.raises(memsaver.DriverError, match="it broke"):
+        with scene.session.rollout():
+            pass
+    assert scene.session.phase is Phase.IDLE and "optimizer" in paused(scene)
+    assert scene.session.stages[-1].error == "DriverError: it broke"
     with scene.session.rollout() as engine:
         with_weights = engine.generate(X)
     with scene.session.training():
-        assert scene.trainer.contents() == before
-        total = sum(float(t.double().sum()) for t in scene.trainer.model.state_dict().values())
-        assert float(with_weights[0]) == pytest.approx(1 + total, rel=1e-4)
+        pass  # at its end, states that return in the background are there
+    assert scene.trainer.contents() == before
+    total = sum(float(t.double().sum()) for t in scene.trainer.model.state_dict().values())
+    assert float(with_weights[0]) == pytest.approx(1 + total, rel=1e-4)
 
 
 def test_after_a_failed_update_the_trainer_has_its_weights_and_may_train(scene):
@@ -175,9 +177,6 @@ def test_an_exception_in_a_block_is_the_callers_and_leaves_a_session_to_go_on_wi
     assert paused(scene) == {"weights", "kv_cache"}
     with scene.session.rollout() as engine:
         assert float(engine.generate(X)[0]) != 1
-
-
-# --- interrupts -----------------------------------------------------------------------------------
 
 
 @pytest.mark.long

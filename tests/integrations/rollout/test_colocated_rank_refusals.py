@@ -1,21 +1,8 @@
 """Test that several ranks of a colocated session refuse arguments and calls that differ."""
 
-import functools
 
-import colocated_ranks
-import pytest
-
-pytest.importorskip("torch")
-
-
-@pytest.fixture
-def run_ranks(tmp_path):
-    return functools.partial(colocated_ranks.run, tmp_path)
-
-
-def test_arguments_of_a_session_that_differ_between_ranks_are_an_error_on_all(run_ranks):
-    run_ranks(
-        """
+def test_arguments_of_a_session_that_differ_between_ranks_are_an_error_on_all(run_colocated):
+    run_colocated(2)("""
         class Collective(TagEngine):
             def update_weights(self, state, scale=1.0):
                 dist.barrier()  # as a RolloutEngine, whose ranks wait for each other
@@ -34,7 +21,7 @@ def test_arguments_of_a_session_that_differ_between_ranks_are_an_error_on_all(ru
             ("tags", ("first",), ("first", "second")),
         ):
             options = {name: values[RANK]}
-            error = raised(
+            error = refused(
                 memsaver.ConfigError,
                 lambda: ColocatedSession(engine, plain_model(), timeout=20, **options),
             )
@@ -64,18 +51,15 @@ def test_arguments_of_a_session_that_differ_between_ranks_are_an_error_on_all(ru
             ("pairs", memsaver.ConfigError, "update_options must be a mapping"),
         ):
             started = time.monotonic()
-            error = raised(kind, rollout)
+            error = refused(kind, rollout)
             assert text in str(error) and time.monotonic() - started < 10, error
         broken = ""
         rollout()
-        """,
-        2,
-    )
+    """)
 
 
-def test_a_bad_argument_of_a_rank_is_an_error_on_all_ranks_at_once(run_ranks):
-    run_ranks(
-        """
+def test_a_bad_argument_of_a_rank_is_an_error_on_all_ranks_at_once(run_colocated):
+    run_colocated(2)("""
         class Odd:
             __repr__ = __eq__ = __hash__ = __lt__ = __bool__ = lambda self, *_: 1 / 0
 
@@ -112,7 +96,7 @@ def test_a_bad_argument_of_a_rank_is_an_error_on_all_ranks_at_once(run_ranks):
                     "timeout": 40,
                     **(bad if RANK == 1 else {}),
                 }
-                error = raised(memsaver.MemsaverError, lambda: ColocatedSession(**given))
+                error = refused(memsaver.MemsaverError, lambda: ColocatedSession(**given))
                 assert list(error.failures) == [1], (bad.keys(), error)
                 assert kind in (None, error.failures[1].kind), error
                 assert gathered(str(error)) == [str(error)] * SIZE
@@ -120,17 +104,14 @@ def test_a_bad_argument_of_a_rank_is_an_error_on_all_ranks_at_once(run_ranks):
         assert time.monotonic() - start < 35, "no wait lasted until a timeout"
         rollout(lambda engine: engine.generate(X))
         training()
-        """,
-        2,
-    )
+    """)
 
 
-def test_ranks_that_call_different_things_are_refused_before_anything_is_done(run_ranks):
-    run_ranks(
-        """
+def test_ranks_that_call_different_things_are_refused_before_anything_is_done(run_colocated):
+    run_colocated(2)("""
         training()
         before, heard = trainer.contents(), list(engine.heard)
-        error = raised(RankError, rollout if RANK == 0 else training)
+        error = refused(RankError, rollout if RANK == 0 else training)
         assert "same call" in str(error)
         assert gathered(str(error)) == [str(error)] * SIZE
         assert engine.heard == heard and session.phase is Phase.IDLE
@@ -142,7 +123,7 @@ def test_ranks_that_call_different_things_are_refused_before_anything_is_done(ru
         rollout()
         if RANK == 1:
             session.weights_changed()
-        assert "same call" in str(raised(RankError, rollout))
+        assert "same call" in str(refused(RankError, rollout))
         session.weights_changed()
         rollout()
 
@@ -151,10 +132,8 @@ def test_ranks_that_call_different_things_are_refused_before_anything_is_done(ru
             with session.training():
                 rollout()
 
-        assert "inside a training" in str(raised(memsaver.InvalidStateError, nested))
+        assert "inside a training" in str(refused(memsaver.InvalidStateError, nested))
         rollout()
         training()
         assert trainer.contents() == before
-        """,
-        2,
-    )
+    """)

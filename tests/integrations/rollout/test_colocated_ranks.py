@@ -1,22 +1,11 @@
 """Test a colocated session on several ranks: FSDP2 trainers, and faults on some of the ranks."""
 
-import functools
-
-import colocated_ranks
 import pytest
-
-pytest.importorskip("torch")
-
-
-@pytest.fixture
-def run_ranks(tmp_path):
-    return functools.partial(colocated_ranks.run, tmp_path)
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_steps_of_ranks_are_bit_equal_to_those_without_sleep(run_ranks, size):
-    run_ranks(
-        """
+def test_steps_of_ranks_are_bit_equal_to_those_without_sleep(run_colocated, size):
+    run_colocated(size)("""
         expected = Trainer("sgd_momentum", model=sharded)
         step(expected)
         plain_engine = TagEngine(expected.model, "plain weights", "plain kv")
@@ -42,22 +31,17 @@ def test_steps_of_ranks_are_bit_equal_to_those_without_sleep(run_ranks, size):
             assert all(0 < rank.peak_bytes <= rank.total_bytes for rank in report.ranks)
             assert gathered(report.ranks) == [report.ranks] * SIZE
         assert len(session.stages) > 8
-        """,
-        size,
-    )
+    """)
 
 
-def test_ranks_overlap_alike_and_share_failures_of_the_background(run_ranks):
-    run_ranks(
-        """
+def test_ranks_overlap_alike_and_share_failures_of_the_background(run_colocated):
+    run_colocated(2)("""
         expected = Trainer("sgd_momentum", model=sharded)
         step(expected)
         session.close()
         session = ColocatedSession(
             engine, trainer.model, trainer.optimizer, overlap=True, timeout=20
         )
-        optimizer = lambda: str(memsaver.state("optimizer"))
-
         def cycle(overlaps):
             rollout()
             stages = stages_of(session)
@@ -75,10 +59,10 @@ def test_ranks_overlap_alike_and_share_failures_of_the_background(run_ranks):
         cycle(True)
 
         # A pause that fails on one rank: the states are mapped on all ranks.
-        with sim.fault("cuMemUnmap" if RANK == 0 else "cuInit", 1, times=0):
-            error = raised(memsaver.DriverError, rollout)
+        with fault("cuMemUnmap", on=0):
+            error = refused(memsaver.DriverError, rollout)
         assert list(error.failures) == [0] and "pause_optimizer" in str(error)
-        assert optimizer() == "mapped"
+        assert states("optimizer") == ["mapped"]
         # A resume that fails on one rank: the step raises there, the end of the block elsewhere.
         rollout()
         begin = session._trainer.begin_resume
@@ -88,12 +72,12 @@ def test_ranks_overlap_alike_and_share_failures_of_the_background(run_ranks):
             return begin(tag)
         session._trainer.begin_resume = failing
         kind = memsaver.OutOfDeviceMemoryError
-        error = raised(kind, lambda: training(trainer.optimizer.step))
-        assert optimizer() == ["mapped", "paused"][RANK]
+        error = refused(kind, lambda: training(trainer.optimizer.step))
+        assert states("optimizer") == [["mapped", "paused"][RANK]]
         del session._trainer.begin_resume
         assert session.stages[-1].stage is Stage.TRAIN and session.stages[-1].error
         training()
-        assert optimizer() == "mapped"
+        assert states("optimizer") == ["mapped"]
         rollout(lambda engine: engine.generate(X))
 
         # A model that only one rank may resume in the background: no rank does.
@@ -114,15 +98,11 @@ def test_ranks_overlap_alike_and_share_failures_of_the_background(run_ranks):
             step(trainer)
         training(block)
         rollout()
-        """,
-        2,
-    )
+    """)
 
 
-def test_an_interrupt_of_a_rank_is_an_error_on_the_others_and_never_dropped(run_ranks):
-    run_ranks(
-        """
-        import signal
+def test_an_interrupt_of_a_rank_is_an_error_on_the_others_and_never_dropped(run_colocated):
+    run_colocated(2)("""
         training()
         before = trainer.contents()
         at = None
@@ -134,7 +114,7 @@ def test_an_interrupt_of_a_rank_is_an_error_on_the_others_and_never_dropped(run_
         session._on_stage = interrupt
 
         def ends(call):
-            return type(raised(BaseException, call)).__name__
+            return type(refused(BaseException, call)).__name__
 
         # At the end of each stage: between it and the next one, or the block.
         stages = {stage: rollout for stage in Stage}
@@ -165,14 +145,11 @@ def test_an_interrupt_of_a_rank_is_an_error_on_the_others_and_never_dropped(run_
         training()
         assert trainer.contents() == before
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        """,
-        2,
-    )
+    """)
 
 
-def test_a_failure_on_one_rank_is_raised_on_all_ranks(run_ranks):
-    run_ranks(
-        """
+def test_a_failure_on_one_rank_is_raised_on_all_ranks(run_colocated):
+    run_colocated(2)("""
         training()
         before = trainer.contents()
         # Each stage of the engine, on one rank; the kinds are different ones.
@@ -180,7 +157,7 @@ def test_a_failure_on_one_rank_is_raised_on_all_ranks(run_ranks):
             guilty = number % SIZE
             if RANK == guilty:
                 engine.fail[call] = memsaver.OutOfDeviceMemoryError(f"{call} broke")
-            error = raised(memsaver.OutOfDeviceMemoryError, rollout)
+            error = refused(memsaver.OutOfDeviceMemoryError, rollout)
             assert list(error.failures) == [guilty] and f"{call} broke" in str(error)
             assert f"rank {guilty} of 2" in str(error)
             assert gathered(str(error)) == [str(error)] * SIZE
@@ -194,21 +171,18 @@ def test_a_failure_on_one_rank_is_raised_on_all_ranks(run_ranks):
 
         # All alike: what it is, not that it is all of them.
         engine.fail["wake_up all"] = memsaver.OutOfDeviceMemoryError("no room anywhere")
-        error = raised(memsaver.OutOfDeviceMemoryError, rollout)
+        error = refused(memsaver.OutOfDeviceMemoryError, rollout)
         assert list(error.failures) == [0, 1] and "ranks 0-1 of 2" in str(error)
         # Differently.
         engine.fail["wake_up all"] = [memsaver.DriverError, memsaver.ConfigError][RANK]("of it own")
-        error = raised(RankError, rollout)
+        error = refused(RankError, rollout)
         assert [error.failures[r].kind for r in (0, 1)] == ["DriverError", "ConfigError"]
         rollout()
 
         # No memory for the trainer on one rank: none has it resumed.
-        if RANK == 1:
-            sim.occupy(memsaver.device_memory(0)[0])
-        error = raised(RankError, training)
-        assert list(error.failures) == [1]
-        assert [str(memsaver.state(t)) for t in ("model", "optimizer")] == ["paused"] * 2
-        sim.occupy(0)
+        with full(1):
+            error = refused(RankError, training)
+        assert list(error.failures) == [1] and states("model", "optimizer") == ["paused"] * 2
         training()
         assert trainer.contents() == before
 
@@ -217,19 +191,19 @@ def test_a_failure_on_one_rank_is_raised_on_all_ranks(run_ranks):
             memsaver.trim(wait=True)
             memsaver.configure(fingerprints=False)
             sim.host_limit(0)
-        error = raised(RankError, rollout)
+        error = refused(RankError, rollout)
         assert list(error.failures) == [0]
         assert error.failures[0].kind == "OutOfHostMemoryError", error
-        assert str(memsaver.state("model")) == "mapped"
+        assert states("model") == ["mapped"]
         sim.host_limit()
         training()
         assert trainer.contents() == before
 
         # A pause that the driver refuses on one rank: the same.
-        with sim.fault("cuMemUnmap" if RANK == 0 else "cuInit", 1, times=0):
-            error = raised(RankError, rollout)
+        with fault("cuMemUnmap", on=0):
+            error = refused(RankError, rollout)
         assert list(error.failures) == [0]
-        assert str(memsaver.state("model")) == "mapped"
+        assert states("model") == ["mapped"]
         rollout(lambda engine: engine.generate(X))
         training()
         assert trainer.contents() == before
@@ -243,40 +217,34 @@ def test_a_failure_on_one_rank_is_raised_on_all_ranks(run_ranks):
         works = engine.sleep
         if RANK == 1:
             engine.sleep = hangs
-        error = raised(EngineTimeoutError, rollout)
+        error = refused(EngineTimeoutError, rollout)
         assert list(error.failures) == [1] and "no answer" in str(error)
         session._timeout, engine.sleep = 20, works
         training()
-        """,
-        2,
-    )
+    """)
 
 
-def test_an_exception_in_a_block_of_a_rank_is_raised_on_the_others(run_ranks):
-    run_ranks(
-        """
+def test_an_exception_in_a_block_of_a_rank_is_raised_on_the_others(run_colocated):
+    run_colocated(2)("""
         def fails(*_):
             if RANK == 1:
                 raise ZeroDivisionError("of rank 1")
 
         for call, name in ((rollout, "generate"), (training, "train")):
             if RANK == 1:
-                assert "of rank 1" in str(raised(ZeroDivisionError, lambda: call(fails)))
+                assert "of rank 1" in str(refused(ZeroDivisionError, lambda: call(fails)))
             else:
-                error = raised(RankError, lambda: call(fails))
+                error = refused(RankError, lambda: call(fails))
                 assert list(error.failures) == [1]
                 assert "ZeroDivisionError: of rank 1" in str(error) and name in str(error)
             assert session.phase is Phase.IDLE
             rollout(lambda engine: engine.generate(X))
             training()
-        """,
-        2,
-    )
+    """)
 
 
-def test_a_rank_that_dies_or_stays_away_ends_the_wait(run_ranks):
-    run_ranks(
-        """
+def test_a_rank_that_dies_or_stays_away_ends_the_wait(run_colocated):
+    run_colocated(2, statuses={1: 7})("""
         training()
         before = trainer.contents()
         session._timeout = session._block_timeout = session._trainer._timeout = 10
@@ -286,15 +254,12 @@ def test_a_rank_that_dies_or_stays_away_ends_the_wait(run_ranks):
 
             session.engine.update_weights = fall
         began = time.monotonic()
-        error = raised(GroupError, rollout)
+        error = refused(GroupError, rollout)
         assert time.monotonic() - began < 25
         assert "update" in str(error) and error.missing in ((1,), ())
         assert session.phase is Phase.IDLE
-        assert str(memsaver.state("model")) == "mapped"
+        assert states("model") == ["mapped"]
         memsaver.resume()
         assert trainer.contents() == before
         os._exit(0)
-        """,
-        2,
-        statuses={1: 7},
-    )
+    """)

@@ -3,16 +3,14 @@
 import types
 
 import pytest
+import torch
+from colocated_engine import TagEngine
+from colocated_scene import Scene, X, paused
+from trainers import Trainer
 
 import memsaver
 from memsaver.integrations.rollout import ColocatedSession
 from memsaver.integrations.trainer import offload
-
-torch = pytest.importorskip("torch")
-
-from colocated_engine import TagEngine  # noqa: E402
-from colocated_scene import Scene, X, paused  # noqa: E402
-from trainers import Trainer  # noqa: E402
 
 
 def test_blocks_are_not_nested(scene, in_thread):
@@ -40,15 +38,12 @@ def test_blocks_are_not_nested(scene, in_thread):
                 session.close()
 
 
-def test_training_during_a_rollout_is_refused(scene):
+def test_work_of_a_side_that_is_paused_is_refused(scene):
     with scene.session.rollout():
         with pytest.raises(memsaver.InvalidStateError, match="paused"):
             scene.trainer.optimizer.step()
         with pytest.raises(memsaver.InvalidStateError, match="paused"):
             scene.trainer.model(torch.ones(1, 32))
-
-
-def test_generating_during_training_is_refused(scene):
     with scene.session.training():
         with pytest.raises(memsaver.InvalidStateError, match="released"):
             scene.engine.generate(X)
@@ -79,34 +74,19 @@ def test_bad_options_are_refused(sim, tag, options, what):
     assert memsaver.explain(next(trainer.model.parameters())).tag is None
 
 
-def with_the_optimizer(trainer, tag):
-    return (offload(trainer.model, trainer.optimizer, tag=tag("trainer")),) * 2
-
-
-def without_a_backup(trainer, tag):
-    return (offload(trainer.model, tag=tag("model"), backup="none"),)
-
-
-def closed(trainer, tag):
-    handle = offload(trainer.model, tag=tag("model"))
-    handle.close()
-    return (handle,)
-
-
-@pytest.mark.parametrize(
-    ("handles", "error", "what"),
-    [
-        (with_the_optimizer, memsaver.ConfigError, "its own tag"),
-        (without_a_backup, memsaver.ConfigError, "no backup"),
-        (closed, memsaver.InvalidStateError, "closed"),
-    ],
-)
-def test_a_handle_that_cannot_be_used_is_refused(sim, tag, handles, error, what):
-    trainer = Trainer()
+def test_handles_that_cannot_be_used_are_refused(sim, tag):
+    trainer, other, bare = Trainer(), Trainer(), Trainer()
     engine = TagEngine(trainer.model, tag("weights"), tag("kv"))
-    given = handles(trainer, tag)
-    with pytest.raises(error, match=what):
-        ColocatedSession(engine, *given, state=trainer.model.state_dict)
+    closed = offload(trainer.model, tag=tag("closed"))
+    closed.close()
+    both = offload(other.model, other.optimizer, tag=tag("both"))
+    for handles, error, what in (
+        ((both, both), memsaver.ConfigError, "its own tag"),
+        ((offload(bare.model, tag=tag(), backup="none"),), memsaver.ConfigError, "no backup"),
+        ((closed,), memsaver.InvalidStateError, "closed"),
+    ):
+        with pytest.raises(error, match=what):
+            ColocatedSession(engine, *handles, state=trainer.model.state_dict)
 
 
 def test_a_tag_without_a_backup_is_refused_before_anything_happens(sim, tag):
@@ -155,13 +135,13 @@ def test_a_refused_close_closes_nothing(scene):
     assert not paused(scene) - {"weights", "kv_cache"}
 
 
-@pytest.mark.parametrize("missing", ["update_weights", "sleep", "wake_up"])
-def test_an_object_without_an_engines_methods_is_rejected(sim, missing):
-    methods = {name: print for name in ("update_weights", "sleep", "wake_up") if name != missing}
-    trainer = Trainer()
-    with pytest.raises(memsaver.ConfigError, match=rf"has no {missing}\(\)"):
-        ColocatedSession(types.SimpleNamespace(**methods), trainer.model)
-    assert not trainer.model._forward_pre_hooks
+def test_an_object_without_an_engines_methods_is_rejected(sim):
+    trainer, names = Trainer(), ("update_weights", "sleep", "wake_up")
+    for missing in names:
+        engine = types.SimpleNamespace(**{name: print for name in names if name != missing})
+        with pytest.raises(memsaver.ConfigError, match=rf"has no {missing}\(\)"):
+            ColocatedSession(engine, trainer.model)
+        assert not trainer.model._forward_pre_hooks
 
 
 def test_a_session_that_cannot_begin_leaves_no_hooks(sim, tag):

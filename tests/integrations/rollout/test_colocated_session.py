@@ -3,30 +3,29 @@
 import time
 
 import pytest
+from colocated_engine import KV_BYTES, TagEngine, stages_of
+from colocated_scene import ENTERING, Scene, X, paused
+from trainers import Trainer, bytes_of, lies_in
 
 import memsaver
 from memsaver.errors import InvalidStateError
 from memsaver.integrations.rollout import ColocatedSession, Phase, Stage
 
-torch = pytest.importorskip("torch")
-
-from colocated_engine import KV_BYTES, TagEngine, stages_of  # noqa: E402
-from colocated_scene import ENTERING, Scene, X, paused  # noqa: E402
-from trainers import Trainer, bytes_of  # noqa: E402
-
 GIB = 1 << 30
 
 
-def test_each_side_has_the_memory_that_the_other_released(scene, sim):
+def test_stages_are_in_order_and_each_side_has_the_memory_of_the_other(scene, sim):
     session, engine = scene.session, scene.engine
     for step in range(3):
         with session.rollout() as given:
             assert given is engine and session.phase is Phase.ROLLOUT
             assert paused(scene) == {"model", "optimizer"}
             assert session.engine_is_current
+            assert stages_of(session) == ENTERING  # the previous step's are removed
             generated = engine.generate(X)
         assert paused(scene) == {"model", "optimizer", "weights", "kv_cache"}
         assert sim.tag_bytes() == 0
+        assert stages_of(session) == [*ENTERING, Stage.GENERATE, Stage.SLEEP]
         with session.training():
             assert session.phase is Phase.TRAINING
             assert paused(scene) == {"weights", "kv_cache"}
@@ -39,6 +38,8 @@ def test_each_side_has_the_memory_that_the_other_released(scene, sim):
             changed = [bytes_of(t) for t in scene.trainer.model.state_dict().values()]
             assert changed != expected, step
         assert session.phase is Phase.IDLE
+        assert stages_of(session)[-3:] == [Stage.SLEEP, Stage.RESUME_TRAINER, Stage.TRAIN]
+        assert not any(report.error for report in session.stages)
 
 
 def test_the_weights_are_sent_again_to_an_engine_that_lost_them(scene):
@@ -74,38 +75,6 @@ def test_the_weights_are_sent_again_to_an_engine_that_lost_them(scene):
         session.send_weights()
 
 
-def test_stages_come_in_their_order(scene):
-    session = scene.session
-    with session.rollout():
-        assert stages_of(session) == ENTERING
-    assert stages_of(session) == [*ENTERING, Stage.GENERATE, Stage.SLEEP]
-    with session.training():
-        pass
-    assert stages_of(session)[-3:] == [Stage.SLEEP, Stage.RESUME_TRAINER, Stage.TRAIN]
-    assert not any(report.error for report in session.stages)
-    with session.rollout():
-        assert stages_of(session) == ENTERING  # the previous step's are removed
-
-
-def test_a_session_computes_the_same_with_and_without_sleep(sim, tag):
-    sleeping, plain = Scene(tag), Scene(tag, sleep=False)
-    results = []
-    for scene in (sleeping, plain):
-        outputs = []
-        for _ in range(5):
-            with scene.session.rollout() as engine:
-                outputs.append((bytes_of(engine.generate(X)), tuple(engine.weights)))
-            with scene.session.training():
-                scene.train()
-        with scene.session.training():
-            results.append((outputs, scene.trainer.contents()))
-    assert results[0] == results[1]
-    assert len({weights for _, weights in results[0][0]}) == 5
-    assert not paused(plain)
-    assert [call for call in plain.engine.heard if call != "update_weights"] == []
-    assert stages_of(plain.session)[:2] == [Stage.SETTLE, Stage.UPDATE]
-
-
 def test_without_a_session_of_sleep_the_trainer_is_left_where_it_is(sim, tag):
     trainer = Trainer()
     engine = TagEngine(trainer.model, tag("weights"), tag("kv"))
@@ -116,54 +85,37 @@ def test_without_a_session_of_sleep_the_trainer_is_left_where_it_is(sim, tag):
     assert memsaver.explain(next(trainer.model.parameters())).tag is None
 
 
-def test_offload_moves_the_given_targets(sim, tag, run_python):
-    # In a separate process, because the default tags exist once in a process.
-    run_python(
-        """
-        import memsaver
-        from memsaver.integrations.rollout import ColocatedSession
-        from colocated_engine import TagEngine
-        from trainers import Trainer, lies_in
-
-        trainer = Trainer()
-        trainer.step()
-        engine = TagEngine(trainer.model, "weights", "kv")
-        with memsaver.region("reference", backup="host"):
-            reference = memsaver.simulator.empty(1 << 20)
-        reference.fill_(3)
-        session = ColocatedSession(
-            engine,
-            trainer.model,
-            trainer.optimizer,
-            tags=["reference"],
-            update_options={"scale": 2},
-        )
-        assert session.trainer_tags == ("model", "optimizer", "reference")
-        assert all(lies_in(p, "model") for p in trainer.model.parameters())
-        with session.rollout():
-            assert all(memsaver.state(t) == "paused" for t in session.trainer_tags)
-        with session.training():
-            assert reference.sum() == 3 * (1 << 20)
-            trainer.step()
-            try:
-                session.close()
-            except memsaver.InvalidStateError as error:
-                assert "training" in str(error)
-            else:
-                raise AssertionError
-        session.close()
-        memsaver.pause("optimizer")
-        trainer.optimizer.zero_grad()  # no hook is left: nothing speaks
-        """,
-        with_torch=True,
+def test_a_session_offloads_the_given_targets_to_its_default_tags(sim, tag):
+    tag.names += ["model", "optimizer"]
+    trainer, name = Trainer(), tag("reference")
+    trainer.step()
+    with memsaver.region(name, backup="host"):
+        reference = memsaver.simulator.empty(1 << 20).fill_(3)
+    session = ColocatedSession(
+        TagEngine(trainer.model, tag("weights"), tag("kv")),
+        trainer.model,
+        trainer.optimizer,
+        tags=[name],
+        update_options={"scale": 2},
     )
+    assert session.trainer_tags == ("model", "optimizer", name)
+    assert all(lies_in(p, "model") for p in trainer.model.parameters())
+    with session.rollout():
+        assert all(memsaver.state(t) == "paused" for t in session.trainer_tags)
+    with session.training():
+        assert reference.sum() == 3 * (1 << 20)
+        trainer.step()
+        with pytest.raises(InvalidStateError, match="training"):
+            session.close()
+    session.close()
+    memsaver.pause("optimizer")
+    trainer.optimizer.zero_grad()  # no hook is left: nothing speaks
 
 
 def test_weights_that_the_engine_has_are_not_sent_again(sim, tag):
     scene = Scene(tag, engine_keeps_weights=True)
-    for tag_name in (scene.engine.names["weights"],):
-        with memsaver.region(tag_name, backup="host"):
-            pass
+    with memsaver.region(scene.engine.names["weights"], backup="host"):
+        pass
     session = scene.session
     for _ in range(2):
         with session.rollout() as engine:
@@ -220,9 +172,6 @@ def test_gradients_survive_a_rollout(scene):
     with scene.session.training():
         assert [bytes_of(p.grad) for p in trainer.model.parameters()] == gradients
         assert any(any(g) for g in gradients)
-
-
-# --- reports --------------------------------------------------------------------------------------
 
 
 def test_peaks_are_the_drivers(scene, sim, wait_until):

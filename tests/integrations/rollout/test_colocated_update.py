@@ -1,175 +1,56 @@
-"""Test sessions with a RolloutEngine whose model loads weights like SGLang's, end to end."""
-
-from __future__ import annotations
-
-import itertools
+"""Test a session with a RolloutEngine whose model loads weights like SGLang's, end to end."""
 
 import pytest
+import torch
+import weight_engine
+from weight_engine import checkpoint, module_of
 
-import memsaver
-from memsaver.integrations.engine.reports import SleepReport
-from memsaver.integrations.engine.status import Status, check_operation, status_of
-from memsaver.integrations.engine.tags import KV_CACHE, RELEASE_ORDER, WEIGHTS
-from memsaver.integrations.rollout import ColocatedSession, Phase, RolloutEngine, Stage
+from memsaver.integrations.engine.status import Status
+from memsaver.integrations.rollout import ColocatedSession, RolloutEngine, Stage
 from memsaver.integrations.trainer import offload
-
-torch = pytest.importorskip("torch")
-
-import weight_engine  # noqa: E402
-from weight_engine import Backend, checkpoint  # noqa: E402
-
-pytestmark = pytest.mark.each_python
-
-ALL = frozenset(RELEASE_ORDER)
 
 
 class Control(weight_engine.Control):
     """A fake of an engine's sleep, after which the weights are NaNs."""
 
     def __init__(self, models) -> None:
-        self.released = frozenset()
+        super().__init__()
         self._models = models
 
-    @property
-    def status(self) -> Status:
-        return status_of(self.released)
-
-    def refresh(self) -> Status:
-        return self.status
-
-    def check(self, operation: str) -> None:
-        check_operation(operation, self.released)
-
-    def sleep(self, tags=None, *, wait_idle=False, abort=False, flush=False, timeout=60.0):
-        assert wait_idle
-        self.released = self.released | (frozenset([tags]) if tags else ALL)
+    def sleep(self, tags=None, **options):
         for model in self._models:
             for parameter in model.parameters():
                 parameter.data.fill_(torch.nan)
-        return SleepReport((), ())
-
-    def wake_up(self, tags=None, *, timeout=60.0):
-        self.released = self.released - (frozenset([tags]) if tags else ALL)
-        return SleepReport((), ())
+        return super().sleep(tags, **options)
 
 
-@pytest.fixture
-def backend(monkeypatch, tensors_in_files):
-    with weight_engine.hooked(monkeypatch) as kind:
-        made = Backend(kind)
-        made.control = Control(made.models)
-        yield made
-
-
-class Trainer(torch.nn.Module):
-    """A module with a checkpoint's tensors as parameters, by their names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        parts: dict[str, torch.nn.Module] = {"": self}
-        for name, tensor in checkpoint(1).items():
-            path, _, last = name.rpartition(".")
-            at = ""
-            for part in path.split("."):
-                owner, at = parts[at], f"{at}.{part}".lstrip(".")
-                if at not in parts:
-                    parts[at] = torch.nn.Module()
-                    owner.add_module(part, parts[at])
-            parts[path].register_parameter(last, torch.nn.Parameter(tensor))
-        self.lm_head.weight = self.embed.weight
-
-    def forward(self) -> torch.Tensor:
-        return sum(p.square().sum() for p in self.parameters())
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.clone() for name, tensor in self.state_dict().items()}
-
-
-@pytest.fixture
-def scene(sim, tag, backend):
-    trainer = Trainer()
+@pytest.mark.each_python
+def test_the_engine_has_the_trainers_weights_in_each_rollout(sim, tag, backend, tensors_in_files):
+    backend.control = Control(backend.models)
+    trainer = module_of(checkpoint(1))
+    trainer.lm_head.weight = trainer.embed.weight
     optimizer = torch.optim.AdamW(trainer.parameters(), lr=1e-2)
-    engine = RolloutEngine(backend, timeout=30)
-    versions = itertools.count(1)
+    versions = iter("123")
     session = ColocatedSession(
-        engine,
+        RolloutEngine(backend, timeout=30),
         offload(trainer, tag=tag("model")),
         offload(optimizer, tag=tag("optimizer")),
         state=trainer.state_dict,
         update_options=lambda: {
             "bucket_bytes": 1024,
             "verify": "full",
-            "version": f"{next(versions)}",
+            "version": next(versions),
         },
     )
-    found = {"session": session, "trainer": trainer, "optimizer": optimizer}
-    yield found
-    found.clear()
-
-
-def train(scene) -> dict[str, torch.Tensor]:
-    """Run a step; return the weights after it."""
-    scene["trainer"]().backward()
-    scene["optimizer"].step()
-    scene["optimizer"].zero_grad()
-    return scene["trainer"].weights()
-
-
-def test_the_engine_has_the_trainers_weights_in_each_rollout(scene, backend):
-    session = scene["session"]
-    with session.training():
-        weights = train(scene)
-    for number in range(3):
+    for version in "123":
+        with session.training():
+            sum(parameter.square().sum() for parameter in trainer.parameters()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            weights = {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
         with session.rollout() as engine:
-            assert engine.status is Status.AWAKE and backend.version == str(number + 1)
-            assert all(model.holds(weights) for model in backend.models)
+            assert engine.status is Status.AWAKE and backend.version == version
+            assert backend.holds(weights)
         assert engine.status is Status.ASLEEP
         update = next(r.result for r in session.stages if r.stage is Stage.UPDATE)
         assert update.held == update.tensors > 0 and update.buckets > 1
-        with session.training():
-            weights = train(scene)
-
-
-def test_a_damaged_bucket_leaves_the_trainer_intact_and_is_sent_again(scene, backend):
-    session = scene["session"]
-    with session.training():
-        weights = train(scene)
-    model = backend.models[0]
-
-    def damage(number):
-        if number == 2:
-            raise memsaver.integrations.sglang.EngineError("the engine broke down")
-
-    backend.damage = damage
-    with pytest.raises(memsaver.integrations.sglang.EngineError, match="broke down"):
-        with session.rollout():
-            raise AssertionError("nothing may be generated")
-    assert session.phase is Phase.IDLE and not session.engine_is_current
-    assert session.engine.status is Status.WEIGHTS_ONLY  # its weights are not usable
-    with session.training():
-        kept = scene["trainer"].weights()
-        assert all(torch.equal(kept[name], tensor) for name, tensor in weights.items())
-    backend.damage = lambda number: None
-    with session.rollout():
-        assert model.holds(weights)
-
-
-def test_only_the_requested_tags_are_woken(scene, backend):
-    """The KV cache is resumed only after the trainer's copy is paused."""
-    session = scene["session"]
-    released, name = [], session.trainer_tags[0]
-    control = backend.control
-    wake_up = control.wake_up
-
-    def listening(tags=None, **options):
-        report = wake_up(tags, **options)
-        released.append((control.released, str(memsaver.state(name))))
-        return report
-
-    control.wake_up = listening
-    with session.training():
-        pass
-    with session.rollout():
-        pass
-    assert released == [(ALL - {WEIGHTS}, "mapped"), (frozenset(), "paused")]
-    assert KV_CACHE in released[0][0]

@@ -1,11 +1,6 @@
 """Test that torch.distributed can be shut down and initialised again after an engine was used."""
 
-from __future__ import annotations
-
-import pytest
 import rank_processes
-
-pytest.importorskip("torch")
 
 CODE = """
 import datetime, os, time
@@ -13,6 +8,7 @@ from pathlib import Path
 import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from process_sockets import eventually, listening
+from refusals import raises
 from weight_engine import Backend, checkpoint
 from memsaver.errors import InvalidStateError
 from memsaver.integrations.rollout.rollout_engine import RolloutEngine
@@ -28,14 +24,6 @@ def met(what):
     # Uses files, because torch's store of the next group must not be reached before the last ends.
     Path(f"{what}-{RANK}").touch()
     eventually(lambda: Path(f"{what}-{1 - RANK}").exists(), True)
-
-def refused(engine):
-    try:
-        engine.pause_generation()
-    except InvalidStateError as error:
-        assert "closed" in str(error), error
-    else:
-        raise AssertionError("a closed engine was called")
 
 for number, shape in enumerate([(1, 2), (2, 1), (1, 2)]):
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
@@ -53,18 +41,14 @@ for number, shape in enumerate([(1, 2), (2, 1), (1, 2)]):
     engine.close()
     engine.close()
     start = time.monotonic()
-    refused(engine)  # waits for no other rank
+    assert "closed" in raises(InvalidStateError, engine.pause_generation)  # waits for no rank
     assert time.monotonic() - start < 10 and "closed" in repr(engine)
     engines += [engine, session]
     dist.destroy_process_group()
     eventually(listening, [])
     met(f"ended-{number}")
-print("fine")
 """
 
 
-@pytest.mark.timeout(150)
 def test_a_closed_engine_keeps_nothing_of_a_process_group(tmp_path):
-    here = f"import os; os.chdir({str(tmp_path)!r})\n"
-    said = rank_processes.run(here + CODE, 2, tmp_path, timeout=120)
-    assert all("fine" in text for text in said)
+    rank_processes.run(CODE, 2, tmp_path, timeout=110)

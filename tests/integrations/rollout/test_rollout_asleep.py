@@ -3,14 +3,14 @@
 The fake SGLang has memsaver's hooks, and its memory is on the simulated driver.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import types
 
 import fake_sglang
 import pytest
+import scheduler_calls
+import torch
 from sleeping_manager import choose
 from tasks import Task
 
@@ -19,9 +19,6 @@ from memsaver.integrations.engine.status import Status
 from memsaver.integrations.rollout import RolloutEngine
 from memsaver.integrations.sglang import hooks
 
-torch = pytest.importorskip("torch")
-
-MIB = 1 << 20
 pytestmark = pytest.mark.usefixtures("tensors_in_files")
 
 
@@ -38,12 +35,8 @@ def make_engine(monkeypatch, sim, tag, make_blocks):
             hooks.install()
             tag.names.extend(fake_sglang.TAGS)
             scheduler = classes.Scheduler(classes.Updater)
-            scheduler.model = make_blocks("weights", [2 * MIB], backup="host")[0]
-            scheduler.blocks = [
-                make_blocks("kv_cache", [4 * MIB], backup="none"),
-                make_blocks("cuda_graph", [2 * MIB], backup="host"),
-            ]
-            cleanup.callback(lambda: vars(scheduler).update(model=None, blocks=None))
+            scheduler_calls.hold(scheduler, make_blocks)
+            cleanup.callback(scheduler_calls.let_go, scheduler)
             manager = classes.Tokenizer([scheduler])
             manager.server_args.enable_memory_saver = True
             manager.server_args.enable_weights_cpu_backup = True
@@ -92,4 +85,4 @@ def test_a_call_on_a_sleeping_engine_follows_the_policy(
         assert call(engine) == result and engine.refresh() is still
     engine.wake_up()
     assert sim.tag_bytes() == full and generate(engine) == [[10, 11]]
-    assert manager.schedulers[0].death is None and manager.schedulers[0].model.is_intact()
+    assert manager.schedulers[0].model.is_intact()

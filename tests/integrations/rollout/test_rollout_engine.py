@@ -1,20 +1,18 @@
 """Test `RolloutEngine` in one process with the fake SGLang."""
 
-from __future__ import annotations
-
 import contextlib
 from types import SimpleNamespace
 
 import fake_sglang
 import pytest
+import torch
+from sleep_worlds import started
 from tasks import Task
 
 from memsaver.errors import ConfigError, InvalidStateError
 from memsaver.integrations.engine.errors import EngineError, EngineTimeoutError
 from memsaver.integrations.engine.status import Status
 from memsaver.integrations.rollout import RolloutEngine, Sample
-
-torch = pytest.importorskip("torch")
 
 TWO = {"max_new_tokens": 2}
 
@@ -25,11 +23,7 @@ def make_engine(monkeypatch):
     with contextlib.ExitStack() as cleanup:
 
         def make(kind: str = "local", **options):
-            classes = cleanup.enter_context(fake_sglang.modules(monkeypatch))
-            manager = classes.Tokenizer([classes.Scheduler(classes.Updater)])
-            engine = (fake_sglang.Engine if kind == "local" else fake_sglang.Server)(manager)
-            cleanup.callback(engine.shutdown)
-            target = engine if kind == "local" else engine.url
+            manager, target = started(cleanup, monkeypatch, kind)
             return RolloutEngine.connect(target, timeout=30, **options), manager
 
         yield make

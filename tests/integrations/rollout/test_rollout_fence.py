@@ -1,54 +1,39 @@
 """Test sleep and wake-up of all engines of a mesh: the barrier's waits and errors."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import rank_processes
+from weight_engine import Control
 
 from memsaver.errors import InvalidStateError
-from memsaver.integrations.engine.status import Status, status_of
+from memsaver.integrations.engine.status import Status
+from memsaver.integrations.engine.tags import RELEASE_ORDER
 from memsaver.integrations.rollout import RolloutEngine
 
-pytest.importorskip("torch")
-
-TAGS = frozenset({"weights", "kv_cache", "cuda_graph"})
+TAGS = frozenset(RELEASE_ORDER)
 
 
-class Engine:
+class Engine(Control):
     """A backend that can only sleep. The next transition raises `fail`, after `slow` seconds."""
 
     tp_size = 1
 
     def __init__(self) -> None:
+        super().__init__()
         self.control = self
-        self.released: frozenset[str] = frozenset()
         self.fail: BaseException | None = None
         self.slow = 0.0
 
-    @property
-    def status(self) -> Status:
-        return status_of(self.released)
-
-    def sleep(self, tags=None, **_):
-        return self._become(self.released | (TAGS if tags is None else frozenset(tags)))
-
-    def wake_up(self, tags=None, **_):
-        return self._become(self.released - (TAGS if tags is None else frozenset(tags)))
-
-    def _become(self, released):
+    def become(self, released):
         time.sleep(self.slow)
         error, self.fail = self.fail, None
-        changed = tuple(sorted(self.released ^ released))
+        if error is None:
+            return super().become(released)
         if isinstance(error, KeyboardInterrupt):
-            self.released = released  # the interrupt came after the transition
-        if error is not None:
-            raise error
-        self.released = released
-        return SimpleNamespace(changed=changed)
+            super().become(released)  # the interrupt came after the transition
+        raise error
 
     def close(self) -> None:
         pass
@@ -145,7 +130,6 @@ dist.barrier()
 """
 
 
-@pytest.mark.timeout(120)
 def test_engines_of_a_mesh_wait_for_each_other(tmp_path):
     here = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
     rank_processes.run(here + CODE, 2, tmp_path, timeout=80)

@@ -1,17 +1,8 @@
 """Test engines on several hosts: a part on each, and failures on all ranks."""
 
-from __future__ import annotations
 
-import pytest
-from weight_ranks import run
-
-pytest.importorskip("torch")
-
-
-@pytest.mark.timeout(200)
-def test_the_first_rank_of_each_host_starts_a_part_of_the_engine(tmp_path):
-    run(
-        """
+def test_the_first_rank_of_each_host_starts_a_part_of_the_engine(run_ranks):
+    run_ranks(4)("""
 from memsaver.integrations.engine.interface import Sample
 from memsaver.integrations.rollout import Restarts
 from memsaver.integrations.engine import placement
@@ -58,19 +49,9 @@ for size in (4, 2):
 # A part that does not start is an error on all ranks, and the others end.
 if RANK == 2:
     failures.append(1)
-try:
-    RolloutEngine.launch(mesh, timeout=20)
-except EngineError as error:
-    assert "rank 2" in str(error) and "no memory" in str(error), error
-else:
-    raise AssertionError("a part was not needed")
-try:
-    RolloutEngine.launch(mesh, timeout=20, restarts=Restarts())
-except ConfigError as error:
-    assert "several hosts" in str(error), error
-else:
-    raise AssertionError("such an engine can be restarted")
-""",
-        4,
-        tmp_path,
-    )
+text = refusals.raises(EngineError, RolloutEngine.launch, mesh, timeout=20)
+assert "rank 2" in text and "no memory" in text, text
+# Such an engine cannot be restarted.
+text = refusals.raises(ConfigError, RolloutEngine.launch, mesh, timeout=20, restarts=Restarts())
+assert "several hosts" in text, text
+""")

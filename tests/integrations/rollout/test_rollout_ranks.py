@@ -3,34 +3,25 @@
 Importing torch takes seconds in each process, so a set of processes runs many scenes.
 """
 
-from __future__ import annotations
-
 import textwrap
 
+import distributed_ranks
 import pytest
-import rank_processes
-
-pytest.importorskip("torch")
 
 PRELUDE = """
-import contextlib, datetime, os, sys, threading, time
+import threading
 import pytest
-import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-import memsaver
-import memsaver.distributed as md
 import fake_sglang
+import refusals
 from memsaver.errors import *
 from memsaver.integrations.rollout import RolloutEngine
 from memsaver.integrations.sglang import EngineAsleepError, EngineBusyError, EngineError
 from memsaver.integrations.sglang import EngineTimeoutError, Status
-from rank_calls import gathered, lost
 from tasks import Task
 
-RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
+begin("gloo")
 TWO = {"max_new_tokens": 2}
 classes = contextlib.ExitStack().enter_context(kept := fake_sglang.modules(pytest.MonkeyPatch()))
 
@@ -43,14 +34,11 @@ def rows(output):
 
 def refused(kind, call, *arguments, **named):
     # The error, which must be the same on all ranks.
-    try:
-        call(*arguments, **named)
-    except MemsaverError as error:
-        assert type(error) is kind, repr(error)
-        same = gathered((str(error), error.failures, error.tag, error.status))
-        assert all(other == same[0] for other in same), same
-        return error
-    raise AssertionError("nothing failed")
+    error = refusals.refused(MemsaverError, call, *arguments, **named)
+    assert type(error) is kind, repr(error)
+    same = gathered((str(error), error.failures, error.tag, error.status))
+    assert all(other == same[0] for other in same), same
+    return error
 
 def fails_on(rank, block):
     # A block that raises on one rank; the others get an error that names it.
@@ -69,19 +57,20 @@ def fails_on(rank, block):
 
 @pytest.fixture
 def run_ranks(tmp_path):
-    """Run code in a process for each rank of a mesh: `run_ranks(code, 4)`."""
+    """Run code in a process for each rank of a mesh: `run_ranks(size)(code)`."""
 
-    def run(code, size, statuses=None):
-        text = PRELUDE + textwrap.dedent(code)
-        rank_processes.run(text, size, tmp_path, statuses=statuses, timeout=90)
+    def on(size, statuses=None):
+        def run(code):
+            text = PRELUDE + textwrap.dedent(code)
+            distributed_ranks.run(tmp_path, text, size, statuses, timeout=110)
 
-    return run
+        return run
+
+    return on
 
 
-@pytest.mark.timeout(180)
 def test_a_group_of_two_shares_an_engine(run_ranks):
-    run_ranks(
-        """
+    run_ranks(2)("""
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
         manager, target = fake_engine() if RANK == 0 else (None, None)
         engine = RolloutEngine.connect(target, mesh, timeout=20)
@@ -191,15 +180,11 @@ def test_a_group_of_two_shares_an_engine(run_ranks):
         assert "must be an sglang.Engine" in str(error)
         error = refused(EngineError, RolloutEngine.connect, "http://127.0.0.1:9", mesh, timeout=20)
         assert "cannot be reached" in str(error) and "rank 0 of 2" in str(error)
-        """,
-        2,
-    )
+    """)
 
 
-@pytest.mark.timeout(180)
 def test_ranks_that_die_or_hang(run_ranks):
-    run_ranks(
-        """
+    run_ranks(3, statuses={1: 7})("""
         mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
         def connected(timeout):
             _, target = fake_engine() if RANK == 0 else (None, None)
@@ -233,17 +218,12 @@ def test_ranks_that_die_or_hang(run_ranks):
         else:
             raise AssertionError("nobody missed rank 1")
         os._exit(0)
-        """,
-        3,
-        statuses={1: 7},
-    )
+    """)
 
 
 @pytest.mark.long
-@pytest.mark.timeout(180)
 def test_a_leader_that_dies_at_work(run_ranks):
-    run_ranks(
-        """
+    run_ranks(2, statuses={0: 9})("""
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         manager, target = fake_engine() if RANK == 0 else (None, None)
         engine = RolloutEngine.connect(target, mesh, timeout=60)
@@ -254,16 +234,11 @@ def test_a_leader_that_dies_at_work(run_ranks):
         error = lost(engine.generate, [[1]])
         assert error.took < 30 and "generate" in str(error)
         os._exit(0)
-        """,
-        2,
-        statuses={0: 9},
-    )
+    """)
 
 
-@pytest.mark.timeout(180)
 def test_two_groups_of_two_have_their_own_engines(run_ranks):
-    run_ranks(
-        """
+    run_ranks(4)("""
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         manager, target = fake_engine() if RANK % 2 == 0 else (None, None)
         engine = RolloutEngine.connect(target, mesh, timeout=20)
@@ -328,15 +303,11 @@ def test_two_groups_of_two_have_their_own_engines(run_ranks):
         assert rows(servers.generate([[RANK + 7]], TWO)) == [[RANK + 7, RANK + 8]]
         dist.barrier()  # rank 0 hosts the store
         os._exit(0)  # ends the servers' threads
-        """,
-        4,
-    )
+    """)
 
 
-@pytest.mark.timeout(180)
 def test_a_bad_argument_of_a_rank_is_an_error_on_all_ranks_of_the_mesh(run_ranks):
-    run_ranks(
-        """
+    run_ranks(4)("""
         from memsaver.integrations.rollout.weights import WeightGroup
 
         class Odd:
@@ -394,6 +365,4 @@ def test_a_bad_argument_of_a_rank_is_an_error_on_all_ranks_of_the_mesh(run_ranks
         assert [*refused(ConfigError, RolloutEngine.connect, target, "dp").failures] == [0, 1, 2, 3]
         assert time.monotonic() - start < 35, "no wait lasted until a timeout"
         dist.barrier()
-        """,
-        4,
-    )
+    """)

@@ -1,12 +1,9 @@
 """Test restarts of an engine that died: the lost batch, the weights, and the limit."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
 from launchable_engine import launchable
-from weight_ranks import run
 
 from memsaver.errors import ConfigError
 from memsaver.integrations.engine.errors import EngineDiedError, EngineError
@@ -33,7 +30,7 @@ def launched(restarts=None, **options):
     return RolloutEngine.launch(model_path="m", timeout=30, restarts=restarts, **options)
 
 
-def test_the_lost_batch_is_answered_after_a_restart(sglang):
+def test_the_lost_batch_is_answered_after_a_restart_and_restart_is_for_other_calls(sglang):
     sent = []
     with launched(Restarts(send=lambda engine: sent.append(engine.status))) as engine:
         first = engine.backend
@@ -45,6 +42,12 @@ def test_the_lost_batch_is_answered_after_a_restart(sglang):
         assert engine.generate([[5]], TWO).token_ids.tolist() == [[5, 6]] and len(sent) == 1
         with engine.asleep():
             assert engine.status is Status.ASLEEP
+        kill(sglang)
+        with pytest.raises(EngineDiedError):
+            engine.sleep()
+        engine.restart()
+        assert sent == [Status.AWAKE] * 2 and engine.status is Status.AWAKE
+        engine.sleep()
 
 
 def test_an_engine_that_dies_during_a_generation(sglang):
@@ -92,24 +95,20 @@ def test_restarts_that_are_long_ago_do_not_count(sglang):
 
 
 def test_a_restart_that_fails_is_repeated_within_the_limit(sglang):
-    with launched(Restarts(most=3)) as engine:
+    with launched(Restarts(most=4)) as engine:
+        kill(sglang)
+        sglang.failures = 1
+        assert engine.generate([[1]], TWO).token_ids.tolist() == [[1, 2]]
+        assert len(sglang.seen) == 3
         kill(sglang)
         sglang.error = RuntimeError("out of memory")
-        with pytest.raises(RestartLimitError, match=r"3 restarts.*out of memory"):
+        with pytest.raises(RestartLimitError, match=r"4 restarts.*out of memory"):
             engine.generate([[1]], TWO)
-        assert len(sglang.seen) == 4
+        assert len(sglang.seen) == 5
         with pytest.raises(EngineDiedError):
             engine.sleep()
         with pytest.raises(RestartLimitError):
             engine.generate([[1]], TWO)
-
-
-def test_an_engine_that_starts_at_the_second_attempt(sglang):
-    with launched(Restarts(most=2)) as engine:
-        kill(sglang)
-        sglang.failures = 1
-        assert engine.generate([[1]], TWO).token_ids.tolist() == [[1, 2]]
-    assert len(sglang.seen) == 3
 
 
 @pytest.mark.parametrize("dies", [False, True])
@@ -131,17 +130,6 @@ def test_a_new_engine_generates_nothing_before_it_has_weights(sglang, dies):
             kill(sglang)
         assert engine.generate([[1]], TWO).token_ids.tolist() == [[1, 2]]
         assert len(tries) == len(sglang.seen) == 2 + dies
-
-
-def test_restart_is_a_call_for_deaths_in_other_calls(sglang):
-    sent = []
-    with launched(Restarts(send=sent.append)) as engine:
-        kill(sglang)
-        with pytest.raises(EngineDiedError):
-            engine.sleep()
-        engine.restart()
-        assert sent == [engine] and engine.status is Status.AWAKE
-        engine.sleep()
 
 
 @pytest.mark.parametrize(
@@ -193,12 +181,8 @@ launching.launch, placement.gpu_of_this_process = launch, lambda: None
 """
 
 
-@pytest.mark.timeout(200)
-def test_all_ranks_of_a_mesh_restart_together(tmp_path):
-    pytest.importorskip("torch")
-    run(
-        MORTAL
-        + """
+def test_all_ranks_of_a_mesh_restart_together(run_ranks):
+    run_ranks(4, MORTAL)("""
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 sent = []
 
@@ -232,44 +216,22 @@ refused(RestartLimitError, lambda e: e.restart(), engine)
 refused(EngineDiedError, lambda e: update(e, checkpoint(3)), engine)
 engine.close()
 # Limits that differ are an error on all ranks.
-error = refused(
-    ConfigError,
-    lambda _: RolloutEngine.launch(mesh, timeout=20, restarts=Restarts(most=RANK)),
-    engine,
-    alone=True,
-)
-assert "restarts" in str(error), error
+def rejected(kind, restarts):
+    return refusals.raises(kind, RolloutEngine.launch, mesh, timeout=20, restarts=restarts)
+
+assert "restarts" in rejected(ConfigError, Restarts(most=RANK))
 # An engine that does not start, or whose limits differ, is an error for the ranks of all engines.
 if RANK == 2:
     failures.append(1)
-error = refused(
-    EngineError,
-    lambda _: RolloutEngine.launch(mesh, timeout=20, restarts=Restarts()),
-    engine,
-    alone=True,
-)
-assert "no memory" in str(error) and "rank 2" in str(error), error
+text = rejected(EngineError, Restarts())
+assert "no memory" in text and "rank 2" in text, text
 for given in (None, Restarts(most=3)):
-    mine = Restarts() if RANK < 2 else given
-    error = refused(
-        RankError,
-        lambda _: RolloutEngine.launch(mesh, timeout=20, restarts=mine),
-        engine,
-        alone=True,
-    )
-    assert "restarts: most=2" in str(error), error
-""",
-        4,
-        tmp_path,
-    )
+    assert "restarts: most=2" in rejected(RankError, Restarts() if RANK < 2 else given)
+""")
 
 
-@pytest.mark.timeout(200)
-def test_weights_that_one_rank_could_not_send_are_sent_again_by_all(tmp_path):
-    pytest.importorskip("torch")
-    run(
-        MORTAL
-        + """
+def test_weights_that_one_rank_could_not_send_are_sent_again_by_all(run_ranks):
+    run_ranks(2, MORTAL)("""
 mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
 sent = []
 
@@ -286,7 +248,4 @@ assert "log was not written" in str(error) and "rank 1" in str(error), error
 assert engine.generate([[RANK]]).token_ids.tolist() == [[RANK + 1]]
 assert sent == [13, 13]
 engine.close()
-""",
-        2,
-        tmp_path,
-    )
+""")

@@ -1,7 +1,5 @@
 """Test collective calls of a group: results and errors that ranks exchange, or cannot pickle."""
 
-from __future__ import annotations
-
 import textwrap
 
 import pytest
@@ -9,8 +7,6 @@ import rank_processes
 
 from memsaver.errors import ConfigError
 from memsaver.integrations.rollout.together import Together
-
-pytest.importorskip("torch")
 
 
 def test_a_process_alone_raises_errors_as_they_are():
@@ -33,6 +29,8 @@ from memsaver.distributed import GroupError, RankError
 from memsaver.errors import *
 from memsaver.distributed import messages
 from memsaver.integrations.rollout.together import Together
+from rank_calls import gathered
+from refusals import refused
 
 RANK = int(os.environ["RANK"])
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
@@ -44,15 +42,11 @@ class Mismatch(MemsaverError):
     tensors = ()
 
 def fails(kind, call, *arguments):
-    try:
-        call(*arguments)
-    except MemsaverError as error:
-        assert type(error) is kind, repr(error)
-        everyones = [None] * 3
-        dist.all_gather_object(everyones, (str(error), error.failures))
-        assert everyones == [everyones[0]] * 3, everyones
-        return error
-    raise AssertionError("nothing failed")
+    error = refused(MemsaverError, call, *arguments)
+    assert type(error) is kind, repr(error)
+    everyones = gathered((str(error), error.failures))
+    assert everyones == [everyones[0]] * 3, everyones
+    return error
 
 def throw(error):
     raise error
@@ -146,19 +140,14 @@ def during(call):
     except RankError as error:
         return error.failures[1].kind
 
-def everyones(value):
-    found = [None] * 3
-    dist.all_gather_object(found, value)
-    return found
-
 elsewhere = ["KeyboardInterrupt", "interrupted", "KeyboardInterrupt"]
 for number in (1, 2):
     # In this rank's own work, in each step.
     work = lambda: interrupt() if RANK == 1 else None
-    assert everyones(during(lambda: together.gather("work", work))) == elsewhere
-    assert everyones(during(lambda: together.gathered("work", work, len))) == elsewhere
+    assert gathered(during(lambda: together.gather("work", work))) == elsewhere
+    assert gathered(during(lambda: together.gathered("work", work, len))) == elsewhere
     brought = KeyboardInterrupt() if RANK == 1 else None
-    assert everyones(during(lambda: together.wait("an error", brought))) == elsewhere
+    assert gathered(during(lambda: together.wait("an error", brought))) == elsewhere
     # Between the two exchanges of a call: the second one reports it to the others.
     original = together._ranks.attempt
     def attempt(*arguments, **named):
@@ -167,9 +156,9 @@ for number in (1, 2):
             interrupt()
         return outcomes
     together._ranks.attempt = attempt
-    assert everyones(during(lambda: together.gathered("between", lambda: 1, len))) == elsewhere
+    assert gathered(during(lambda: together.gathered("between", lambda: 1, len))) == elsewhere
     # In the last exchange of a call: the others finish, and this rank raises at its end.
-    assert everyones(during(lambda: together.gather("last", lambda: 1))) == [
+    assert gathered(during(lambda: together.gather("last", lambda: 1))) == [
         [1] * 3, "interrupted", [1] * 3
     ]
     del together._ranks.attempt
@@ -188,7 +177,6 @@ assert isinstance(error.__cause__, Alarm if RANK == 2 else type(None))
 """
 
 
-@pytest.mark.timeout(120)
 def test_calls_of_three_ranks_do_not_mix(tmp_path):
     code = CODE + textwrap.dedent(
         """
@@ -230,11 +218,9 @@ def test_calls_of_three_ranks_do_not_mix(tmp_path):
     rank_processes.run(code, 3, tmp_path, timeout=80)
 
 
-@pytest.mark.timeout(120)
 def test_a_value_that_one_rank_cannot_send_or_read_is_an_error_on_all(tmp_path):
     rank_processes.run(CODE + ODD, 3, tmp_path, timeout=80)
 
 
-@pytest.mark.timeout(120)
 def test_an_interrupt_on_one_rank_is_an_error_on_the_others(tmp_path):
     rank_processes.run(CODE + INTERRUPTS, 3, tmp_path, timeout=80)

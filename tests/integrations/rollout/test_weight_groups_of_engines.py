@@ -1,33 +1,38 @@
 """Test one process group through which several engines receive weights: all of them or none."""
 
-from __future__ import annotations
-
 import threading
 import time
 from types import SimpleNamespace
 
 import pytest
-
-pytest.importorskip("torch")
-
 from weight_engine import Backend
-from weight_ranks import run
 
 from memsaver.errors import ConfigError
 from memsaver.integrations.engine.errors import EngineError
 from memsaver.integrations.rollout import EngineSet, RolloutEngine, engine_set
 
-# Rank 0 is a trainer; the others are engines of one rank each.
-SET = """
-import time
+COMMON = """
+from dataclasses import replace
+from refusals import raises
 from remote_engines import Remote, serve
 from memsaver.integrations.engine.errors import EngineDiedError
-from memsaver.integrations.rollout import EngineSet
-from memsaver.integrations.rollout import engine_set
+from memsaver.integrations.rollout import EngineSet, engine_set
 from memsaver.integrations.rollout.weights import disaggregated, sender
 for module in (disaggregated, sender, engine_set):
     patch.setattr(module, "END_SECONDS", 1)
 torch.ones(1).share_memory_()  # its helper process would inherit the sockets of a group
+
+def end():
+    # Ends ranks of which one has died, so that they cannot wait in a barrier.
+    time.sleep(RANK == 0)  # which has the others' store
+    print("fine", flush=True)
+    os._exit(0)
+"""
+
+# Rank 0 is a trainer; the others are engines of one rank each.
+SET = (
+    COMMON
+    + """
 if RANK > 0:
     serve(f"engine{RANK}", Manager)
 else:
@@ -36,13 +41,11 @@ else:
     def holding(seed):
         return [one.order("holds", seed)[0] for one in backends if not one.dies]
 """
+)
 
 
-@pytest.mark.timeout(200)
-def test_a_bucket_is_broadcast_once_to_the_engines_of_a_set(tmp_path):
-    run(
-        SET
-        + """
+def test_a_bucket_is_broadcast_once_to_the_engines_of_a_set(run_ranks):
+    run_ranks(3, SET)("""
     with WeightGroup(engines, backend="gloo", timeout=30) as group:
         sends = []
         real = group._sender.send
@@ -57,58 +60,33 @@ def test_a_bucket_is_broadcast_once_to_the_engines_of_a_set(tmp_path):
         assert all(one.calls[0] == "pause retract" for one in backends)
         assert all(one.calls[-1] == "continue" for one in backends)
         # Only one engine's memory differs: the update fails, and the error says whose.
+        name = "layers.0.norm.weight"
         backends[1].load_weights = lambda load, real=backends[1].load_weights: [
-            __import__("dataclasses").replace(one, differing=("layers.0.norm.weight",))
-            for one in real(load)]
-        try:
+            replace(one, differing=(name,)) for one in real(load)]
+        with pytest.raises(WeightMismatchError, match="engine 2 of 2") as caught:
             engines.update_weights(checkpoint(3), group=group, verify="full")
-            raise SystemExit("nothing was raised")
-        except WeightMismatchError as error:
-            assert "engine 2 of 2" in str(error), error
-            assert error.tensors == ("layers.0.norm.weight",)
+        assert caught.value.tensors == (name,)
         del backends[1].load_weights
         engines.update_weights(checkpoint(3), group=group, verify="full")
         assert holding(3) == [True, True]
         # A group belongs to its engines, and a set needs one.
-        for call in (lambda: engines.update_weights(checkpoint(3)),
-                     lambda: engines.engines[0].update_weights(checkpoint(3), group=group)):
-            try:
-                call()
-                raise SystemExit("nothing was raised")
-            except ConfigError as error:
-                assert "group" in str(error)
+        for one, options in ((engines, {}), (engines.engines[0], {"group": group})):
+            assert "group" in raises(ConfigError, one.update_weights, checkpoint(3), **options)
     for one in backends:
         one.order("end")
-""",
-        3,
-        tmp_path,
-    )
+""")
 
 
-# Ends ranks of which one has died, so that they cannot wait in a barrier.
-WITHOUT_A_BARRIER = """
-time.sleep(RANK == 0)  # which has the others' store
-print("fine", flush=True)
-os._exit(0)
-"""
-
-
-@pytest.mark.timeout(200)
-def test_an_engine_of_a_set_that_fails_ends_the_update_of_all(tmp_path):
+def test_an_engine_of_a_set_that_fails_ends_the_update_of_all(run_ranks):
     """The others would wait in the broadcast for its ranks."""
-    run(
-        SET
-        + """
+    run_ranks(4, SET)("""
     for kind, expected in (("refuses", EngineError), ("dies", EngineDiedError)):
         group = WeightGroup(engines, backend="gloo", timeout=30)
         engines.update_weights(checkpoint(1), group=group, verify="full")
         setattr(backends[1], kind, True)
         began = time.monotonic()
-        try:
+        with pytest.raises(expected, match="engine 2 of 3: "):
             engines.update_weights(checkpoint(2), group=group, verify="full", timeout=120)
-            raise SystemExit("nothing was raised")
-        except expected as error:
-            assert "engine 2 of 3: " in str(error), error
         assert time.monotonic() - began < 60  # the timeout of a broadcast is 120 s
         group.leave()  # the engine that failed has left it
         # The others receive weights in a new group.
@@ -122,23 +100,15 @@ def test_an_engine_of_a_set_that_fails_ends_the_update_of_all(tmp_path):
             assert all(holding(3))
     for one in backends:
         one.order("end")
-"""
-        + WITHOUT_A_BARRIER,
-        4,
-        tmp_path,
-    )
+end()
+""")
 
 
 # Ranks 0 and 1 are a trainer, a mesh of two engines; ranks 2 and 3 are the engines' ranks.
-MESH = """
-import time
-from remote_engines import Remote, serve
-from memsaver.integrations.engine.errors import EngineDiedError
-from memsaver.integrations.rollout.weights import disaggregated, sender
-for module in (disaggregated, sender):
-    patch.setattr(module, "END_SECONDS", 1)
+MESH = (
+    COMMON
+    + """
 trainers = dist.new_group([0, 1])
-torch.ones(1).share_memory_()  # its helper process would inherit the sockets of a group
 if RANK > 1:
     serve(f"engine{RANK - 2}", Manager)
 else:
@@ -147,13 +117,11 @@ else:
     backend = Remote(f"engine{RANK}", Manager)
     engine = RolloutEngine(backend, layout_of(mesh), timeout=60)
 """
+)
 
 
-@pytest.mark.timeout(200)
-def test_the_engines_of_a_mesh_receive_one_broadcast(tmp_path):
-    run(
-        MESH
-        + """
+def test_the_engines_of_a_mesh_receive_one_broadcast(run_ranks):
+    run_ranks(4, MESH)("""
     with WeightGroup(engine, backend="gloo", timeout=30, whole_mesh=True) as group:
         assert (group._sender is not None) == (RANK == 0)
         for seed in (1, 2):
@@ -162,48 +130,33 @@ def test_the_engines_of_a_mesh_receive_one_broadcast(tmp_path):
                             bucket_bytes=700)
             assert report.held == report.received == 13 and report.buckets > 3
             assert backend.order("holds", seed)[0]
-    try:
+    with pytest.raises(InvalidStateError, match="has left the group"):
         update(engine, shards, group=group)
-        raise SystemExit("nothing was raised")
-    except InvalidStateError as error:
-        assert "has left the group" in str(error)
     # All ranks of the mesh make the same kind of group.
-    try:
+    with pytest.raises(ConfigError, match="backend must be one of"):
         WeightGroup(engine, backend="gloo" if RANK else "nope", timeout=30, whole_mesh=True)
-        raise SystemExit("nothing was raised")
-    except ConfigError as error:
-        assert "backend must be one of" in str(error), error
     backend.order("end")
-""",
-        4,
-        tmp_path,
-    )
+""")
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("which", [0, 1])
-def test_an_engine_of_a_mesh_that_fails_ends_the_update_of_all(tmp_path, which):
-    run(
-        MESH
-        + f"""
-    which = {which}
+def test_an_engine_of_a_mesh_that_fails_ends_the_update_of_all(run_ranks, which):
+    run_ranks(4, f"which = {which}", MESH)("""
     for kind in ("refuses", "dies"):
         group = WeightGroup(engine, backend="gloo", timeout=30, whole_mesh=True)
         if RANK == which:
             setattr(backend, kind, True)
         began = time.monotonic()
-        try:
+        with pytest.raises((EngineError, RankError), match=f"rank {which} ") as caught:
             update(engine, checkpoint(2), group=group, verify="full", timeout=120)
-            raise SystemExit("nothing was raised")
-        except (EngineError, RankError) as error:
-            assert f"rank {{which}} " in str(error), error
-            assert ("its process ended" if kind == "dies" else "the engine refused") in str(error)
-            assert which in error.failures, error
+        cause = {"dies": "its process ended", "refuses": "the engine refused"}[kind]
+        assert cause in str(caught.value)
+        assert which in caught.value.failures, caught.value
         assert time.monotonic() - began < 60  # the timeout of a broadcast is 120 s
         try:
             group.leave()
         except (EngineError, RankError) as error:
-            assert kind == "dies" and f"rank {{which}} " in str(error), error
+            assert kind == "dies" and f"rank {which} " in str(error), error
         if kind == "refuses":
             backend.refuses = False
             with WeightGroup(engine, backend="gloo", timeout=30, whole_mesh=True) as group:
@@ -212,11 +165,8 @@ def test_an_engine_of_a_mesh_that_fails_ends_the_update_of_all(tmp_path, which):
     if not backend.dies:
         backend.order("end")
     dist.barrier(trainers)
-"""
-        + WITHOUT_A_BARRIER,
-        4,
-        tmp_path,
-    )
+end()
+""")
 
 
 def test_a_set_needs_different_engines_of_the_same_ranks():

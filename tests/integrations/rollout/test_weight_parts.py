@@ -1,25 +1,20 @@
 """Test updates from parts of tensors, and from the shards of a Megatron trainer."""
 
-from __future__ import annotations
-
 import base64
 import pickle
 from types import SimpleNamespace
 
 import pytest
+import torch
+from megatron_shards import shards_of
 
-torch = pytest.importorskip("torch")
-
-from megatron_shards import shards_of  # noqa: E402
-from weight_ranks import run  # noqa: E402
-
-from memsaver.errors import ConfigError  # noqa: E402
-from memsaver.integrations.rollout.weights import Part, megatron_parts  # noqa: E402
-from memsaver.integrations.rollout.weights.buckets import buckets_of  # noqa: E402
-from memsaver.integrations.rollout.weights.colocated import BucketMemory  # noqa: E402
-from memsaver.integrations.rollout.weights.parts import check_cover  # noqa: E402
-from memsaver.integrations.rollout.weights.payloads import opened  # noqa: E402
-from memsaver.integrations.rollout.weights.sources import sources_of  # noqa: E402
+from memsaver.errors import ConfigError
+from memsaver.integrations.rollout.weights import Part, megatron_parts
+from memsaver.integrations.rollout.weights.buckets import buckets_of
+from memsaver.integrations.rollout.weights.colocated import BucketMemory
+from memsaver.integrations.rollout.weights.parts import check_cover
+from memsaver.integrations.rollout.weights.payloads import opened
+from memsaver.integrations.rollout.weights.sources import sources_of
 
 
 def checkpoint(heads, groups, vocabulary, hidden=8, head=4, mlp=12, biases=False):
@@ -123,37 +118,21 @@ def test_parts_must_be_boxes_that_cover_the_tensor():
         check_cover("w", (4, 3), [halves[0], None])
 
 
-@pytest.mark.timeout(200)
-def test_two_ranks_send_their_shards_to_an_engine_of_one_rank_or_two(tmp_path):
-    run(
-        """
+def test_two_ranks_send_their_shards_to_an_engine_of_one_rank_or_two(run_ranks):
+    run_ranks(2)("""
+import re
 from megatron_shards import shards_of
 from memsaver.integrations.rollout.weights import Part, megatron_parts
 from memsaver.integrations.engine.errors import EngineError
 
-NAMES = {"model.embed_tokens": "embed", "self_attn.": "", "_proj": "", "input_layernorm": "norm",
-         "model.": "", "lm_head": "lm_head"}
-
-def renamed(name):
-    for theirs, ours in NAMES.items():
-        name = name.replace(theirs, ours)
-    return name
-
-def as_hf(weights):
-    hf = {}
-    for name, tensor in weights.items():
-        if "scale" in name:
-            continue
-        layer, _, part = name.removesuffix(".weight").rpartition(".")
-        if layer.startswith("layers."):
-            inner = "input_layernorm" if part == "norm" else f"self_attn.{part}_proj"
-            hf[f"model.{layer}.{inner}.weight"] = tensor
-        else:
-            hf[{"embed": "model.embed_tokens"}.get(layer or part, part) + ".weight"] = tensor
-    return hf
+def hf(name):
+    name = re.sub(r"(layers.\\d+)\\.norm", r"model.\\1.input_layernorm", name)
+    name = re.sub(r"(layers.\\d+)\\.([qkvo])\\.", r"model.\\1.self_attn.\\2_proj.", name)
+    return name.replace("embed.", "model.embed_tokens.")
 
 def megatron(weights, tied):
-    whole = as_hf(weights)
+    names = {hf(name): name for name in weights if "scale" not in name}
+    whole = {name: weights[ours] for name, ours in names.items()}
     shards = shards_of(whole, RANK, 2, heads=4, groups=4, multiple=4)
     if tied:
         shards["output_layer.weight"] = shards["embedding.word_embeddings.weight"]
@@ -161,7 +140,7 @@ def megatron(weights, tied):
         del shards["output_layer.weight"]
     named = megatron_parts(shards, tp_rank=RANK, tp_size=2, heads=4, query_groups=4, vocabulary=14)
     scales = [(name, tensor) for name, tensor in weights.items() if "scale" in name]
-    return [*((renamed(name), part) for name, part in named), *scales]
+    return [*((names[name], part) for name, part in named), *scales]
 
 mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
 for size in (1, 2):
@@ -202,17 +181,12 @@ for size in (1, 2):
     assert holds(backend, checkpoint(4))
     engine.close()
 
-""",
-        2,
-        tmp_path,
-    )
+""")
 
 
-@pytest.mark.timeout(200)
-def test_parts_of_three_ranks_use_a_text_for_each_receiver(tmp_path):
+def test_parts_of_three_ranks_use_a_text_for_each_receiver(run_ranks):
     """A text may be opened once: torch counts one receiver for it."""
-    run(
-        """
+    run_ranks(3)("""
 from memsaver.integrations.rollout.weights import Part, colocated
 made, opened = [], []
 for name, calls in (("shared", made), ("opened", opened)):
@@ -237,10 +211,7 @@ for seed in (1, 2):
     assert report.held == report.received == 13 and report.buckets > 2, report
     assert holds(backend, checkpoint(seed))
 assert len(made) == len(opened) == 2 * 2, (made, opened)
-""",
-        3,
-        tmp_path,
-    )
+""")
 
 
 def rebuild(can_map, *arguments):

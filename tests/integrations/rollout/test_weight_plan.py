@@ -1,14 +1,11 @@
 """Test what an update sends: the buckets, and the tensors that are tied to another one."""
 
-from __future__ import annotations
-
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from memsaver.integrations.rollout.weights.agreement import common_tie  # noqa: E402
-from memsaver.integrations.rollout.weights.buckets import ALIGNMENT, buckets_of  # noqa: E402
-from memsaver.integrations.rollout.weights.sources import sources_of  # noqa: E402
+from memsaver.integrations.rollout.weights.agreement import common_tie
+from memsaver.integrations.rollout.weights.buckets import ALIGNMENT, buckets_of
+from memsaver.integrations.rollout.weights.sources import sources_of
 
 
 def test_buckets_keep_the_order_and_split_nothing():

@@ -1,50 +1,26 @@
 """Test updates from the shareable regions of several ranks, which the engine maps."""
 
-from __future__ import annotations
-
-import pytest
-
-pytest.importorskip("torch")
-
-from weight_ranks import run
-
 REGIONS = """
 import memsaver
-from memsaver import simulator
+from weight_regions import cycle, shareable
 from memsaver._memory.sharing.sending import kept
 from memsaver.errors import SharingError
 from watched_children import wait_until
 memsaver.configure(importer_seconds=10)
-
-def in_region(name, weights, shareable=True):
-    copies = {}
-    with memsaver.region(name, backup="host", shareable=shareable):
-        for key, tensor in weights.items():
-            copies[key] = simulator.empty(tensor.shape, tensor.dtype).copy_(tensor)
-    if "lm_head.weight" in copies:
-        copies["lm_head.weight"] = copies["embed.weight"]
-    return copies
-
-def cycle(name):
-    memsaver.pause(name)
-    memsaver.resume(name)
 """
 
 
-@pytest.mark.timeout(200)
-def test_every_rank_sends_its_own_tensors(tmp_path):
-    run(
-        REGIONS
-        + """
+def test_every_rank_sends_its_own_tensors(run_ranks):
+    run_ranks(2, REGIONS)("""
 engine, backend = engine_of(2)
-weights = in_region("trainer", checkpoint(2))
+weights = shareable("trainer", checkpoint(2))
 report = update(engine, weights, verify="full")
 assert holds(backend, checkpoint(2)) and report.mapped == report.held == 13, report
 cycle("trainer")
 # Shards in the engine's layout.
 like = weight_engine.Model(engine.layout.tp_rank, 2)
 like.load_weights(checkpoint(3).items())
-shards = in_region("trainer", dict(like.named_parameters()))
+shards = shareable("trainer", dict(like.named_parameters()))
 report = update(engine, shards, layout="engine", verify="full")
 assert holds(backend, checkpoint(3)) and report.mapped == report.held == 9, report
 cycle("trainer")
@@ -52,24 +28,18 @@ cycle("trainer")
 mesh = init_device_mesh("cpu", (2,))
 weights = checkpoint(4)
 state = sharded(weights, mesh, lambda name, tensor: [Shard(0)])
-for name, tensor in in_region("trainer", weights).items():
+for name, tensor in shareable("trainer", weights).items():
     if ".norm." in name or ".k." in name:
         state[name] = DTensor.from_local(tensor, mesh, [Replicate()])
 report = update(engine, state, verify="full")
 assert holds(backend, weights) and report.mapped == 4 and report.held == 13, report
 cycle("trainer")
-""",
-        2,
-        tmp_path,
-    )
+""")
 
 
-@pytest.mark.timeout(200)
-def test_a_tensor_is_mapped_only_if_all_ranks_can_send_it_in_place(tmp_path):
-    run(
-        REGIONS
-        + """
-weights = in_region("trainer", checkpoint(2))
+def test_a_tensor_is_mapped_only_if_all_ranks_can_send_it_in_place(run_ranks):
+    run_ranks(2, REGIONS)("""
+weights = shareable("trainer", checkpoint(2))
 if RANK == 1:
     name = "layers.0.q.weight"
     weights[name] = weights[name].clone()
@@ -89,19 +59,13 @@ if RANK == 1:
     patch.setattr("memsaver.integrations.rollout.weights.plan.domain", lambda: "elsewhere")
 report = update(engine, weights, verify="full")
 assert holds(backend, checkpoint(2)) and (report.mapped, report.held) == (0, 13), report
-""",
-        2,
-        tmp_path,
-    )
+""")
 
 
-@pytest.mark.timeout(200)
-def test_a_failure_of_one_rank_is_raised_on_all(tmp_path):
-    run(
-        REGIONS
-        + """
+def test_a_failure_of_one_rank_is_raised_on_all(run_ranks):
+    run_ranks(2, REGIONS)("""
 engine, backend = engine_of(2)
-weights = in_region("trainer", checkpoint(2))
+weights = shareable("trainer", checkpoint(2))
 
 def is_untouched():
     return backend is None or all(p.isnan().all() for m in backend.models for p in m.parameters())
@@ -169,7 +133,4 @@ error = refused(WeightMismatchError, update, engine, weights, verify="full")
 assert error.tensors == ("layers.0.k.weight",) and "on rank 1" in str(error), error
 wait_until(lambda: kept() == 0)  # the update before it is released in the background
 cycle("trainer")
-""",
-        2,
-        tmp_path,
-    )
+""")

@@ -1,7 +1,5 @@
 """Test updates with tensors in shareable regions, which the engine maps, in a single process."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
@@ -9,67 +7,30 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
+import torch
+from importing_process import release_shared
+from looks import held
+from weight_engine import Backend, Model, checkpoint
+from weight_regions import cycle, in_region, shareable
 
-torch = pytest.importorskip("torch")
-
-import weight_engine  # noqa: E402
-from importing_process import release_shared  # noqa: E402
-from looks import held  # noqa: E402
-from weight_engine import Backend, Model, checkpoint  # noqa: E402
-
-import memsaver  # noqa: E402
-from memsaver import simulator  # noqa: E402
-from memsaver._memory.sharing import importing, sending  # noqa: E402
-from memsaver._runtime.native import _C  # noqa: E402
-from memsaver.errors import InvalidStateError, SharingError  # noqa: E402
-from memsaver.integrations.engine.errors import EngineError  # noqa: E402
-from memsaver.integrations.rollout.rollout_engine import RolloutEngine  # noqa: E402
-from memsaver.integrations.rollout.weights import update  # noqa: E402
-from memsaver.integrations.trainer import offload  # noqa: E402
+import memsaver
+from memsaver._memory.sharing import importing, sending
+from memsaver._runtime.native import _C
+from memsaver.errors import InvalidStateError, SharingError
+from memsaver.integrations.engine.errors import EngineError
+from memsaver.integrations.rollout.rollout_engine import RolloutEngine
+from memsaver.integrations.rollout.weights import update
+from memsaver.integrations.trainer import offload
 
 pytestmark = pytest.mark.usefixtures("tensors_in_files")
 
 
 @pytest.fixture
-def backend(monkeypatch, caplog):
+def name(sim, tag, options, wait_until, caplog):
     caplog.set_level(logging.CRITICAL + 1)  # pytest keeps the frames of logged exceptions
-    with weight_engine.hooked(monkeypatch) as kind:
-        yield Backend(kind)
-
-
-@pytest.fixture
-def engine(backend):
-    return RolloutEngine(backend, timeout=30)
-
-
-@pytest.fixture
-def name(sim, tag, options, wait_until):
     options(importer_seconds=5)
     yield tag("trainer")
     release_shared(wait_until)
-
-
-def in_region(name, weights, **options):
-    """Return copies of tensors in a region; tied tensors stay tied."""
-    copies = {}
-    with memsaver.region(name, backup="host", **options):
-        for tensor in weights.values():
-            if id(tensor) not in copies:
-                copies[id(tensor)] = simulator.empty(tensor.shape, tensor.dtype).copy_(tensor)
-    return {key: copies[id(tensor)] for key, tensor in weights.items()}
-
-
-def shareable(name, weights):
-    return in_region(name, weights, shareable=True)
-
-
-def cycle(name):
-    memsaver.pause(name)
-    memsaver.resume(name)
-
-
-def holds(backend, weights):
-    return all(model.holds(weights) for model in backend.models)
 
 
 def is_untouched(backend):
@@ -92,7 +53,7 @@ def test_an_offloaded_model_is_sent_without_a_bucket(engine, backend, name, veri
         report = update(
             engine, model, rename=lambda k: k.replace("/", "."), verify=verify, version=str(step)
         )
-        assert holds(backend, expected) and backend.version == str(step)
+        assert backend.holds(expected) and backend.version == str(step)
         assert (report.mapped, report.tensors) == (13, 13)
         assert (report.buckets, report.bucket_bytes) == (0, 0)
         assert report.received == report.held == {"off": 0, "full": 13}.get(verify, report.held)
@@ -113,7 +74,7 @@ def test_shards_in_the_engines_layout_are_mapped(engine, backend, name):
     like.load_weights(checkpoint(6).items())
     shards = shareable(name, dict(like.named_parameters()))
     report = update(engine, shards, layout="engine", verify="full")
-    assert holds(backend, checkpoint(6))
+    assert backend.holds(checkpoint(6))
     assert report.mapped == report.held == report.tensors == 9 and report.buckets == 0
     assert [request.load_format for request in backend.requests] == ["direct"]
     cycle(name)
@@ -137,7 +98,7 @@ def test_tensors_that_cannot_be_mapped_are_sent_in_a_bucket(engine, backend, nam
     before = {key: tensor.clone() for key, tensor in weights.items()}
     for _ in range(2):
         report = update(engine, weights, verify="full", bucket_bytes=512, version="new")
-        assert holds(backend, expected) and report.held == report.tensors == 13
+        assert backend.holds(expected) and report.held == report.tensors == 13
         assert (report.mapped, report.buckets) == (10, 3) and report.bucket_bytes < 1024
         cycle(name)
     assert all(torch.equal(weights[key], tensor) for key, tensor in before.items())
@@ -160,7 +121,7 @@ def test_an_engine_that_cannot_map_receives_buckets(engine, backend, name, monke
     if kind == "in no domain":  # this process does not know its domain either
         monkeypatch.setattr("memsaver.integrations.engine.backend.domain", lambda: "")
     report = update(engine, shareable(name, checkpoint(3)), verify="full")
-    assert holds(backend, checkpoint(3)) and (report.mapped, report.buckets) == (0, 1)
+    assert backend.holds(checkpoint(3)) and (report.mapped, report.buckets) == (0, 1)
     cycle(name)
 
 
@@ -172,7 +133,7 @@ def test_an_engine_that_cannot_map_receives_buckets(engine, backend, name, monke
 def test_a_paused_tag_changes_nothing_in_the_engine(engine, backend, name, copies, verify):
     weights = copies(name, checkpoint(4))
     memsaver.pause(name)
-    with pytest.raises(InvalidStateError, match="while tag") as caught:
+    with pytest.raises(InvalidStateError, match=rf"sent while tag '{name}' is paused") as caught:
         update(engine, weights)
     assert caught.value.tag == name and backend.calls == []
     memsaver.resume(name)
@@ -182,14 +143,14 @@ def test_a_paused_tag_changes_nothing_in_the_engine(engine, backend, name, copie
         begin(timeout)
 
     backend.begin_update = pausing
-    with pytest.raises(InvalidStateError, match="while tag") as caught:
+    with pytest.raises(InvalidStateError, match=rf"sent while tag '{name}' is paused") as caught:
         update(engine, weights, verify=verify, version="new")
     assert caught.value.tag == name and backend.calls == ["begin", "end"]
     assert is_untouched(backend) and backend.version is None
     memsaver.resume(name)
     del backend.begin_update
     update(engine, weights)
-    assert holds(backend, checkpoint(4))
+    assert backend.holds(checkpoint(4))
 
 
 @pytest.mark.parametrize("verify", ["off", "full"])
@@ -205,7 +166,7 @@ def test_a_pause_by_another_thread_waits_for_the_update(engine, backend, name, c
 
     backend.begin_update = begin
     update(engine, weights, verify=verify)
-    assert holds(backend, checkpoint(4))
+    assert backend.holds(checkpoint(4))
     other.join(30)
     assert memsaver.state(name) == "paused"
 
@@ -225,7 +186,7 @@ def test_the_wait_for_another_threads_transition_ends(
         assert caught.value.tag == name and backend.calls == [] and is_untouched(backend)
         other.submit(reservation.release).result(10)
     update(engine, weights)
-    assert holds(backend, checkpoint(4))
+    assert backend.holds(checkpoint(4))
 
 
 @pytest.mark.parametrize("engine_timeout", [0.1, 30])
@@ -248,7 +209,7 @@ def test_an_update_raises_if_a_state_dict_waits_too_long_for_a_resume(
             assert caught.value.tag == name and backend.calls == [] and not arrival.done()
     arrival.wait()
     update(engine, model, rename=names.get, timeout=30)
-    assert holds(backend, weights)
+    assert backend.holds(weights)
 
 
 @pytest.mark.parametrize("pool", [False, True])
@@ -263,7 +224,7 @@ def test_an_engine_that_fails_in_the_middle_releases_the_memory(engine, backend,
         cycle(name)  # at once
     assert backend.version is None and torch.equal(wrong["layers.1.norm.weight"], torch.ones(3))
     update(engine, shareable(name, weights), verify="full")
-    assert holds(backend, checkpoint(5))
+    assert backend.holds(checkpoint(5))
     cycle(name)
 
 
@@ -282,7 +243,7 @@ def test_a_loader_that_cannot_run_twice_releases_the_memory(engine, backend, nam
         report = update(engine, weights, verify="full")
     cycle(name)  # at once
     assert report.mapped == 13 and "expanded size" in report.unverified
-    assert holds(backend, checkpoint(5))
+    assert backend.holds(checkpoint(5))
 
 
 def test_an_engine_that_fails_to_map_raises_sharing_error(engine, backend, name, monkeypatch):
@@ -295,7 +256,7 @@ def test_an_engine_that_fails_to_map_raises_sharing_error(engine, backend, name,
     backend.damage = lambda _: None
     cycle(name)
     update(engine, weights)
-    assert holds(backend, checkpoint(5))
+    assert backend.holds(checkpoint(5))
 
 
 @pytest.mark.parametrize("with_the_model", [False, True])
@@ -319,7 +280,7 @@ def test_a_loader_cannot_write_to_the_trainers_memory(
     assert backend.version is None
     assert all(torch.equal(sent[key], tensor) for key, tensor in weights.items())
     update(engine, sent, verify="full")
-    assert holds(backend, weights)
+    assert backend.holds(weights)
 
 
 def test_tensors_of_one_storage_are_sent_in_one_message(engine, backend, name, options, wait_until):
@@ -337,4 +298,4 @@ def test_the_trainer_may_free_its_tensors_after_the_update(engine, backend, name
     update(engine, weights)
     del weights
     wait_until(lambda: _C.stats(name)[0]["allocations"] == 0)
-    assert holds(backend, checkpoint(6))
+    assert backend.holds(checkpoint(6))

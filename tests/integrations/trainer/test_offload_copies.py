@@ -6,21 +6,26 @@ import pickle
 import weakref
 
 import pytest
+import torch
+from trainers import (
+    Trainer,
+    addresses_of,
+    assert_same_steps,
+    lies_in,
+    pause_and_resume,
+)
 
 import memsaver
 from memsaver._transitions import observers
 from memsaver.integrations.trainer import offload
 
-torch = pytest.importorskip("torch")
-
-from trainers import Trainer, addresses_of, assert_same_steps, lies_in  # noqa: E402
-
 pytestmark = pytest.mark.each_python
 
 
-def test_copies_of_a_model_and_an_optimizer_are_free(sim, tag):
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_copies_of_a_model_and_an_optimizer_are_free(sim, tag, by_layer):
     trainer = Trainer()
-    offloaded = offload(trainer.model, trainer.optimizer, tag=tag())
+    offloaded = offload(trainer.model, trainer.optimizer, tag=tag(), by_layer=by_layer)
     trainer.step()
     model, optimizer = copy.deepcopy(trainer.model), copy.deepcopy(trainer.optimizer)
     loaded = pickle.loads(pickle.dumps(trainer.model))
@@ -39,8 +44,7 @@ def test_offloaded_memory_is_freed_with_its_trainer(sim, tag):
     trainer = Trainer()
     offloaded = offload(trainer.model, trainer.optimizer, tag=tag())
     trainer.step()
-    with offloaded.paused():
-        pass
+    pause_and_resume(offloaded)
     assert sim.tag_bytes() > 0
     gc.collect()
     gc.disable()  # reference counts suffice: no cycle keeps device memory
@@ -50,8 +54,7 @@ def test_offloaded_memory_is_freed_with_its_trainer(sim, tag):
         assert offloaded.bytes == 0
     finally:
         gc.enable()
-    with offloaded.paused():
-        pass
+    pause_and_resume(offloaded)
 
 
 def test_addresses_of_what_exists_change_once(sim, tag):
@@ -61,8 +64,7 @@ def test_addresses_of_what_exists_change_once(sim, tag):
     addresses = addresses_of(trainer)
     for _ in range(3):
         trainer.step()
-        with offloaded.paused():
-            pass
+        pause_and_resume(offloaded)
     again = offload(trainer.model, trainer.optimizer, tag=offloaded.tag)
     assert again.bytes == offloaded.bytes
     assert addresses_of(trainer) == addresses
@@ -98,16 +100,18 @@ def test_gradients_of_tensors_go_along_as_long_as_the_handle_lives(sim, tag):
         assert not lies_in(tensor.grad, tag.names[0])
 
 
-def test_memory_moved_by_a_pause_in_inference_mode_can_be_trained(sim, tag):
+@pytest.mark.parametrize("inference", [False, True])
+def test_memory_that_torch_replaces_moves_with_the_next_pause_in_any_mode(sim, tag, inference):
     trainer, expected = Trainer(), Trainer()
     offloaded = offload(trainer.model, trainer.optimizer, tag=tag())
     for one in (trainer, expected):
         one.step()
-        one.model.double().float()  # new memory, which the pause moves to the tag
-    with torch.inference_mode(), offloaded.paused():
-        pass
-    with torch.inference_mode():
+        one.model.double().float()
+    assert not lies_in(trainer.model[0].weight, offloaded.tag)
+    with torch.inference_mode(inference):
+        pause_and_resume(offloaded)
         offload(trainer.model, tag=offloaded.tag)
+    assert lies_in(trainer.model[0].weight, offloaded.tag)
     assert_same_steps(trainer, expected, offloaded)
 
 
@@ -144,11 +148,9 @@ def test_gradients_that_stay_keep_their_addresses_from_the_first_pause_on(sim, t
         return [parameter.grad.data_ptr() for parameter in trainer.model.parameters()]
 
     before = step()
-    with offloaded.paused():
-        pass
+    pause_and_resume(offloaded)
     after = step()
     assert not set(before) & set(after)
     for _ in range(2):
-        with offloaded.paused():
-            pass
+        pause_and_resume(offloaded)
         assert step() == after

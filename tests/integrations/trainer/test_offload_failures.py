@@ -4,15 +4,21 @@ import copy
 import warnings
 
 import pytest
+import torch
+from looks import held
+from trainers import (
+    Trainer,
+    addresses_of,
+    lies_in,
+    pause_and_resume,
+    states_of,
+    step_all,
+    zero_grad_all,
+)
 
 import memsaver
 from memsaver.integrations.trainer import offload
 from memsaver.integrations.trainer.arrivals import limited_waits
-
-torch = pytest.importorskip("torch")
-
-from looks import held  # noqa: E402
-from trainers import Trainer, addresses_of, lies_in, states_of  # noqa: E402
 
 MIB = 1 << 20
 
@@ -35,29 +41,11 @@ def leave_free(sim):
     sim.occupy(0)
 
 
-@pytest.fixture
-def half_moved(sim, tag, leave_free):
-    """Create a trainer of which only some states fit in its tag: `trainer, name = half_moved()`."""
-
-    def make():
-        trainer = Trainer(model=wide_model)
-        trainer.step()
-        leave_free(10 * MIB)
-        name = tag()
-        with pytest.raises(memsaver.OutOfDeviceMemoryError):
-            offload(trainer.optimizer, tag=name)
-        sim.occupy(0)
-        return trainer, name
-
-    return make
-
-
 def test_a_resume_without_room_can_be_made_again(sim, tag, leave_free):
     trainer, expected = Trainer(model=wide_model), Trainer(model=wide_model)
     offloaded = offload(trainer.optimizer, tag=tag())
     for _ in range(2):
-        trainer.step()
-        expected.step()
+        step_all(trainer, expected)
     addresses = addresses_of(trainer)
     offloaded.pause()
     leave_free(4 * MIB)
@@ -72,49 +60,33 @@ def test_a_resume_without_room_can_be_made_again(sim, tag, leave_free):
     offloaded.resume()
     assert addresses_of(trainer) == addresses
     for _ in range(3):
-        trainer.step()
-        expected.step()
-        with offloaded.paused():
-            pass
+        step_all(trainer, expected)
+        pause_and_resume(offloaded)
         assert trainer.contents() == expected.contents()
 
 
-def test_an_offload_without_room_can_be_made_again(sim, tag, leave_free):
+def test_an_offload_without_room_guards_what_it_moved_and_can_be_made_again(sim, tag, leave_free):
     trainer, expected = Trainer(model=wide_model), Trainer(model=wide_model)
-    for one in (trainer, expected):
-        one.step()
+    step_all(trainer, expected)
     leave_free(10 * MIB)
     name = tag()
     with pytest.raises(memsaver.OutOfDeviceMemoryError):
         offload(trainer.optimizer, tag=name)
     assert trainer.contents() == expected.contents()
+    assert any(lies_in(state, name) for state in states_of(trainer.optimizer))
     with pytest.warns(memsaver.MemsaverWarning, match="the next pause"):
         trainer.step()  # works, and tries to move again
     expected.step()
     sim.occupy(0)
+    zero_grad_all(trainer, expected)
+    with memsaver.paused(name), pytest.raises(memsaver.InvalidStateError):
+        trainer.optimizer.step()
     offloaded = offload(trainer.optimizer, tag=name)
-    assert trainer.contents() == expected.contents()
-    trainer.optimizer.zero_grad()
-    expected.optimizer.zero_grad()
     with offloaded.paused():
         assert sim.tag_bytes() == 0
     assert trainer.contents() == expected.contents()
-
-
-def test_memory_moved_before_an_offload_ran_out_of_room_is_guarded(half_moved):
-    trainer, name = half_moved()
-    assert sum(lies_in(state, name) for state in states_of(trainer.optimizer)) > 0
-    contents = trainer.contents()
-    with memsaver.paused(name), pytest.raises(memsaver.InvalidStateError):
-        trainer.optimizer.step()
-    assert trainer.contents() == contents
-    trainer.step()
-
-
-def test_an_offload_that_is_made_again_takes_over(half_moved):
-    trainer, name = half_moved()
     states = copy.deepcopy(trainer.optimizer.state_dict())
-    offload(trainer.optimizer, tag=name).close()
+    offloaded.close()
     with memsaver.paused(name):
         trainer.optimizer.load_state_dict(states)  # no longer watched
     trainer.step()
@@ -135,15 +107,13 @@ def test_an_offload_that_moved_nothing_guards_nothing(sim, tag, leave_free):
 def test_a_pause_without_room_for_gradients_pauses_nothing(sim, tag, leave_free):
     trainer, expected = Trainer(model=wide_model), Trainer(model=wide_model)
     offloaded = offload(trainer.optimizer, tag=tag())
-    trainer.step()
-    expected.step()
+    step_all(trainer, expected)
     leave_free(2 * MIB)
     with pytest.raises(memsaver.OutOfDeviceMemoryError):
         memsaver.pause(offloaded.tag)
     assert offloaded.state == "mapped"
     assert trainer.contents() == expected.contents()
-    trainer.optimizer.zero_grad()
-    expected.optimizer.zero_grad()
+    zero_grad_all(trainer, expected)
     with offloaded.paused():  # without gradients, the memory suffices
         assert memsaver.stats()[offloaded.tag][0].resident_bytes == 0
     assert trainer.contents() == expected.contents()
@@ -196,8 +166,7 @@ def test_a_step_is_done_whatever_the_move_of_its_states_meets(sim, tag, monkeypa
 def test_a_pause_without_host_memory_leaves_all_mapped(sim, tag):
     trainer, expected = Trainer(model=wide_model), Trainer(model=wide_model)
     offloaded = offload(trainer.optimizer, trainer.model, tag=tag())
-    trainer.step()
-    expected.step()
+    step_all(trainer, expected)
     sim.host_limit(0)
     with pytest.raises(memsaver.MemsaverError):
         offloaded.pause()

@@ -3,8 +3,6 @@
 import pytest
 import rank_processes
 
-pytest.importorskip("torch")
-
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_steps_between_pauses_are_bit_equal(tmp_path, ranks):

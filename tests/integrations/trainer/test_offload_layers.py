@@ -1,18 +1,14 @@
 """Test forward passes that begin before all parameters of a model have returned."""
 
-import copy
-
 import pytest
+import torch
+from looks import held
+from torch import nn
+from trainers import Trainer
 
 import memsaver
 from memsaver.integrations.trainer import offload
 from memsaver.integrations.trainer.layers import has_separate_layers, read_by_forward
-
-torch = pytest.importorskip("torch")
-
-from looks import held  # noqa: E402
-from torch import nn  # noqa: E402
-from trainers import Trainer  # noqa: E402
 
 MIB = 1 << 20
 LAYER_BYTES = 64 * MIB  # the bytes between two events of a resume
@@ -223,14 +219,3 @@ def test_a_wait_that_fails_is_an_error_of_the_forward_pass(sim, make_large):
     arrival.wait()
     with torch.no_grad():
         assert torch.equal(model(x), y)
-
-
-def test_a_copy_of_a_model_has_no_hooks(sim, make_large):
-    model, offloaded, x, y = make_large()
-    sim.copy_rate(0)
-    offloaded.resume()
-    other = copy.deepcopy(model)
-    offloaded.pause()
-    with torch.no_grad():
-        assert torch.equal(other(x), y)
-    offloaded.resume()

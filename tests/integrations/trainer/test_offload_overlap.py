@@ -6,14 +6,12 @@ import threading
 import warnings
 
 import pytest
+import torch
+from looks import held
+from trainers import OPTIMIZERS, Trainer, bytes_of, states_of, step_all, zero_grad_all
 
 import memsaver
 from memsaver.integrations.trainer import offload
-
-torch = pytest.importorskip("torch")
-
-from looks import held  # noqa: E402
-from trainers import OPTIMIZERS, Trainer, bytes_of, states_of  # noqa: E402
 
 
 @pytest.fixture
@@ -23,9 +21,8 @@ def make(tag):
     def made(optimizer="adamw", **options):
         trainer, expected = Trainer(optimizer), Trainer(optimizer)
         offloaded = offload(trainer.optimizer, tag=tag(), **options)
-        for one in (trainer, expected):
-            one.step()
-            one.optimizer.zero_grad()
+        step_all(trainer, expected)
+        zero_grad_all(trainer, expected)
         return trainer, expected, offloaded
 
     return made
@@ -54,8 +51,7 @@ def test_a_step_waits_for_states_that_return_in_the_background(sim, make, optimi
             timer.join()
         assert arrival.wait().changed == (offloaded.tag,)
         expected.step()
-        for one in (trainer, expected):
-            one.optimizer.zero_grad()
+        zero_grad_all(trainer, expected)
         assert trainer.contents() == expected.contents(), step
 
 
@@ -90,11 +86,9 @@ def test_new_states_of_a_step_wait_for_the_old_ones(sim, make):
         one.optimizer.add_param_group({"params": [extra]})
     offloaded.pause()
     arrival = offloaded.resume(wait=False)
-    trainer.step()
-    expected.step()
+    step_all(trainer, expected)
     arrival.wait()
-    for one in (trainer, expected):
-        one.optimizer.zero_grad()
+    zero_grad_all(trainer, expected)
     assert trainer.contents() == expected.contents()
     assert offloaded.bytes_elsewhere == 0
 
@@ -116,10 +110,8 @@ def test_the_step_raises_the_error_of_a_failed_resume_and_nothing_is_lost(sim, m
     offloaded.resume()
     trainer.optimizer.zero_grad()
     assert trainer.contents() == before
-    trainer.step()
-    expected.step()
-    for one in (trainer, expected):
-        one.optimizer.zero_grad()
+    step_all(trainer, expected)
+    zero_grad_all(trainer, expected)
     assert trainer.contents() == expected.contents()
 
 

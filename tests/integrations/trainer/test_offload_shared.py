@@ -1,13 +1,12 @@
 """Test an offloaded model in a shareable tag: its weights are sent without a copy."""
 
 import pytest
+import torch
 from importing_process import received
 
 import memsaver
 from memsaver._memory.sharing import peers, sending, sent_storages
 from memsaver.integrations.trainer import offload
-
-torch = pytest.importorskip("torch")
 
 
 def test_the_weights_of_an_offloaded_model_are_sent(sim, tag, wait_until):

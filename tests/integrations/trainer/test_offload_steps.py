@@ -1,13 +1,22 @@
 """Test that an offloaded trainer computes the same steps as a trainer that never pauses."""
 
+import random
+
 import pytest
+import torch
+from trainers import (
+    OPTIMIZERS,
+    Trainer,
+    addresses_of,
+    bytes_of,
+    lies_in,
+    pause_and_resume,
+    states_of,
+    step_all,
+)
 
 import memsaver
 from memsaver.integrations.trainer import offload
-
-torch = pytest.importorskip("torch")
-
-from trainers import OPTIMIZERS, Trainer, addresses_of, bytes_of, lies_in, states_of  # noqa: E402
 
 STEPS = 12  # after which the pattern of pauses and gradients begins again
 
@@ -65,17 +74,7 @@ def test_a_pause_takes_all_states_and_keeps_their_addresses(sim, tag, optimizer)
     assert trainer.contents() == contents
 
 
-def test_step_counters_stay_on_the_host(sim, tag):
-    trainer = Trainer()
-    offloaded = offload(trainer.optimizer, tag=tag())
-    trainer.step()
-    with offloaded.paused():
-        counters = [state["step"] for state in trainer.optimizer.state.values()]
-        assert [float(counter) for counter in counters] == [1.0] * len(counters)
-        assert not any(lies_in(counter, offloaded.tag) for counter in counters)
-
-
-def test_states_are_in_the_tag_from_the_step_that_makes_them(sim, tag):
+def test_states_are_in_the_tag_from_the_step_that_makes_them_and_counters_stay(sim, tag):
     trainer = Trainer()
     offloaded = offload(trainer.optimizer, tag=tag())
     assert offloaded.bytes == 0
@@ -85,14 +84,16 @@ def test_states_are_in_the_tag_from_the_step_that_makes_them(sim, tag):
     assert all(lies_in(t, offloaded.tag) for t in moments)
     assert offloaded.bytes == sum(t.nbytes for t in moments)
     addresses = addresses_of(trainer)
-    trainer.step()
     with offloaded.paused():
-        pass
+        counters = [state["step"] for state in trainer.optimizer.state.values()]
+        assert [float(counter) for counter in counters] == [1.0] * len(counters)
+        assert not any(lies_in(counter, offloaded.tag) for counter in counters)
+    trainer.step()
     assert addresses_of(trainer) == addresses
 
 
-def test_gradients_are_paused_and_restored(sim, tag):
-    trainer = Trainer()
+def test_gradients_are_paused_and_restored_and_may_be_dropped_meanwhile(sim, tag):
+    trainer, expected = Trainer(), Trainer()
     offloaded = offload(trainer.optimizer, tag=tag())
     trainer.backward()
     gradients = [p.grad for p in trainer.model.parameters()]
@@ -103,19 +104,13 @@ def test_gradients_are_paused_and_restored(sim, tag):
         assert not any(sim.accessible(g.data_ptr()) for g in gradients)
     assert [bytes_of(g) for g in gradients] == contents
     assert all(p.grad is g for p, g in zip(trainer.model.parameters(), gradients, strict=True))
-
-
-def test_gradients_may_be_dropped_while_paused(sim, tag):
-    trainer, expected = Trainer(), Trainer()
-    offloaded = offload(trainer.optimizer, tag=tag())
-    trainer.step()
-    expected.step()
+    step_all(trainer, expected)
+    del gradients
     with offloaded.paused():
         trainer.optimizer.zero_grad(set_to_none=True)
         assert sim.tag_bytes() == 0
     expected.optimizer.zero_grad(set_to_none=True)
-    trainer.step()
-    expected.step()
+    step_all(trainer, expected)
     assert trainer.contents() == expected.contents()
 
 
@@ -129,25 +124,19 @@ def test_gradients_can_stay(sim, tag):
             bytes_of(parameter.grad)  # is readable
 
 
-@pytest.mark.parametrize("backup", ["host", "pageable", "disk"])
-def test_every_backup_keeps_the_contents(sim, tag, backup):
+@pytest.mark.parametrize(
+    ("backup", "of_the_pause"),
+    [("host", None), ("pageable", None), ("disk", None), ("host", "disk")],
+)
+def test_every_backup_keeps_the_contents(sim, tag, backup, of_the_pause):
     trainer = Trainer()
     offloaded = offload(trainer.optimizer, trainer.model, tag=tag(), backup=backup)
-    trainer.step()
-    contents = trainer.contents()
-    with offloaded.paused():
-        assert sim.tag_bytes() == 0
-    assert trainer.contents() == contents
     assert memsaver.stats()[offloaded.tag][0].backup == backup
-
-
-def test_a_pause_may_choose_another_backup(sim, tag):
-    trainer = Trainer()
-    offloaded = offload(trainer.optimizer, tag=tag())
     trainer.step()
     contents = trainer.contents()
-    offloaded.pause(backup="disk")
-    assert memsaver.stats()[offloaded.tag][0].disk_bytes > 0
+    offloaded.pause(backup=of_the_pause)
+    row = memsaver.stats()[offloaded.tag][0]
+    assert sim.tag_bytes() == 0 and (row.disk_bytes > 0) == ("disk" in (backup, of_the_pause))
     offloaded.resume()
     assert trainer.contents() == contents
 
@@ -159,13 +148,12 @@ def test_all_of_memsavers_own_calls_gather_first(sim, tag):
     with memsaver.region(other):
         pass
 
-    def transitions():
-        yield lambda: memsaver.pause(offloaded.tag)
-        yield lambda: memsaver.pause()
-        yield lambda: memsaver.pause(offloaded.tag, wait=False).wait()
-        yield lambda: memsaver.swap(out=offloaded.tag, into=other)
-
-    for transition in transitions():
+    for transition in (
+        lambda: memsaver.pause(offloaded.tag),
+        memsaver.pause,
+        lambda: memsaver.pause(offloaded.tag, wait=False).wait(),
+        lambda: memsaver.swap(out=offloaded.tag, into=other),
+    ):
         memsaver.resume()
         trainer.optimizer.zero_grad()
         trainer.backward()
@@ -186,7 +174,66 @@ def test_memory_of_dropped_gradients_is_not_kept(sim, tag):
     sizes = []
     for _ in range(4):
         trainer.step()
-        with offloaded.paused():
-            pass
+        pause_and_resume(offloaded)
         sizes.append(memsaver.stats()[offloaded.tag][0].allocated_bytes)
     assert len(set(sizes)) == 1
+
+
+# --- random trainings -----------------------------------------------------------------------------
+
+
+def new_group(trainer, seed):
+    generator = torch.Generator().manual_seed(seed)
+    parameter = torch.nn.Parameter(torch.randn(8, generator=generator))
+    parameter.grad = torch.ones(8)
+    trainer.extra.append(parameter)
+    trainer.optimizer.add_param_group({"params": [parameter]})
+
+
+def reload(trainer, seed):
+    saved = trainer.optimizer.state_dict()
+    copied = {
+        index: {key: value.clone() for key, value in state.items()}
+        for index, state in saved["state"].items()
+    }
+    trainer.optimizer.load_state_dict({**saved, "state": copied})
+
+
+# The operations of both trainers, by name. Each takes a seed.
+OPERATIONS = {
+    "step": lambda trainer, seed: trainer.step(),
+    "backward": lambda trainer, seed: trainer.backward(seed) and None,
+    "zero_grad": lambda trainer, seed: trainer.optimizer.zero_grad(bool(seed % 2)),
+    "clear": lambda trainer, seed: trainer.optimizer.state.clear(),
+    "forget": lambda trainer, seed: trainer.optimizer.state.pop(trainer.model[0].weight, None),
+    "reload": reload,
+    "group": new_group,
+}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd_momentum"])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_random_training_with_pauses_equals_one_without(sim, tag, optimizer, seed):
+    chance = random.Random(seed)
+    trainer, twin = Trainer(optimizer), Trainer(optimizer)
+    for one in (trainer, twin):
+        one.extra = []
+    handles = [offload(trainer.optimizer, tag=tag("o")), offload(trainer.model, tag=tag("m"))]
+    for _ in range(25):
+        name = chance.choice([*OPERATIONS, "pause", "pause", "refused", "again"])
+        if name in OPERATIONS:
+            number = chance.randrange(100)
+            for one in (trainer, twin):
+                OPERATIONS[name](one, number)
+        elif name == "pause":
+            with memsaver.paused(*(h.tag for h in chance.sample(handles, chance.choice([1, 2])))):
+                pass
+        elif name == "refused":
+            with chance.choice(handles).paused(), pytest.raises(memsaver.InvalidStateError):
+                trainer.optimizer.step()
+        else:
+            handles[0].close()
+            handles[0] = offload(trainer.optimizer, tag=handles[0].tag)
+        assert trainer.contents() == twin.contents(), name
+        assert [bytes_of(p) for p in trainer.extra] == [bytes_of(p) for p in twin.extra], name
+        assert len(states_of(trainer.optimizer)) == len(states_of(twin.optimizer))

@@ -1,7 +1,5 @@
 """Fixtures for the tests of HTTP calls: servers with the answers that a test chooses."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

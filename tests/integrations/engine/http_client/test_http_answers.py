@@ -1,7 +1,5 @@
 """Test HTTP calls to servers whose answers are broken or not SGLang's."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest
@@ -19,8 +17,6 @@ from memsaver.integrations.sglang import SleepController
 from memsaver.integrations.sglang.served import ServedEngine
 
 pytestmark = pytest.mark.each_python
-
-# --- broken answers -------------------------------------------------------------------------------
 
 BROKEN = {
     "closes at once": b"",

@@ -1,7 +1,5 @@
 """Test that HTTP calls keep their bounds on time and size with any server, and leak nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import socket
@@ -69,17 +67,15 @@ def test_a_name_lookup_that_hangs_is_a_timeout(monkeypatch):
     hang = threading.Event()
     real = socket.getaddrinfo
 
-    def slow(host, *args, **kwargs):
-        if host == "hangs.example" and not kwargs.get("flags"):
+    def slow(host, *args, flags=0, **kwargs):
+        if host == "hangs.example":
+            if flags:  # asks for a number only
+                raise socket.gaierror
             hang.wait(30)
-        return real("127.0.0.1" if host == "hangs.example" else host, *args, **kwargs)
+            host = "127.0.0.1"
+        return real(host, *args, flags=flags, **kwargs)
 
-    def numeric_only(host, *args, flags=0, **kwargs):
-        if host == "hangs.example" and flags:
-            raise socket.gaierror
-        return slow(host, *args, flags=flags, **kwargs)
-
-    monkeypatch.setattr(socket, "getaddrinfo", numeric_only)
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
     try:
         with pytest.raises(EngineTimeoutError):
             HttpClient("http://hangs.example:9").get("/server_info", 0.3)
@@ -116,22 +112,13 @@ def test_an_invalid_timeout_is_refused_before_any_request(serve, timeout):
 # --- size -----------------------------------------------------------------------------------------
 
 
-def flood(start: bytes):
-    def answer(connection):
-        connection.sendall(start)
-        for _ in range(8):  # a few MiB
-            connection.sendall(b"100000\r\n" + b"x" * MIB + b"\r\n")
-
-    return answer
-
-
 @pytest.mark.parametrize(
     "start",
     [OK_HEAD + b"Content-Length: 1000000000\r\n\r\n", CHUNKED, OK_HEAD + b"\r\n"],
     ids=["declared", "chunked", "until it closes"],
 )
 def test_an_answer_that_is_too_large_is_not_read(serve, start):
-    server = serve(flood(start))
+    server = serve(start + 8 * (b"100000\r\n" + b"x" * MIB + b"\r\n"))  # a few MiB
     with pytest.raises(EngineError, match="more than the allowed 2 MiB"):
         HttpClient(server.url).post("/generate", {}, 30, max_bytes=2 * MIB)
 
@@ -168,29 +155,21 @@ def test_no_call_leaves_a_connection_open(serve):
     assert len(open_descriptors()) <= len(before)
 
 
-@pytest.fixture
-def tls(tmp_path, monkeypatch):
-    """Return a server's TLS context and its certificate, which SSL_CERT_FILE can make trusted."""
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl for a certificate")
+def test_https_needs_a_certificate_that_is_trusted(tmp_path, monkeypatch):
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
     names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
     files = ["-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "cert.pem")]
-    if shutil.which("openssl") is None:
-        pytest.skip("there is no openssl to make a certificate with")
     subprocess.run([*command, *names, *files], check=True, capture_output=True, timeout=60)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
-    return context, tmp_path / "cert.pem"
-
-
-def test_https_needs_a_certificate_that_is_trusted(serve, tls, monkeypatch):
-    context, certificate = tls
     server = RawServer(lambda connection: connection.sendall(response({"a": 1})), context)
     url = server.url.replace("http://127.0.0.1", "https://localhost")
     try:
         with pytest.raises(EngineError, match=r"cannot be reached: self.signed"):
             HttpClient(url, KEY).get("/server_info", 30)
         assert server.requests == []
-        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "cert.pem"))
         assert HttpClient(url, KEY).post("/x", {"b": "c" * MIB}, 30) == '{"a": 1}'
         with pytest.raises(EngineError, match="cannot be reached"):
             HttpClient(url.replace("localhost", "127.0.0.1")).get("/server_info", 30)

@@ -1,7 +1,5 @@
 """Test redirects, API keys and addresses: no secret reaches another host or an error message."""
 
-from __future__ import annotations
-
 import pytest
 from http_servers import KEY, response, scheduler_state, texts_of
 
@@ -11,8 +9,6 @@ from memsaver.integrations.engine.http.client import HttpClient
 from memsaver.integrations.rollout import RolloutEngine
 from memsaver.integrations.sglang import SleepController
 from memsaver.integrations.sglang.engines import ServedEngine, connect
-
-# --- redirects and secrets ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308, 300, 304])
@@ -225,16 +221,5 @@ def test_without_httpx_the_error_names_the_package(run_python):
             assert "memsaver[http]" in str(error), error
         else:
             raise AssertionError
-        """
-    )
-
-
-def test_a_local_engine_does_not_import_httpx(run_python):
-    run_python(
-        """
-        import sys
-        import memsaver.integrations.sglang.hooks, memsaver.integrations.sglang.plugin
-        import memsaver.integrations.sglang.sleep, memsaver.integrations.rollout.rollout_engine
-        assert not {"httpx", "httpcore", "h11"} & set(sys.modules)
         """
     )

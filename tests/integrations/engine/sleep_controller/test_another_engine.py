@@ -1,7 +1,5 @@
 """Test a controller with an engine that is neither SGLang nor vLLM, and answers as a test sets."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from dataclasses import replace
@@ -89,7 +87,7 @@ def test_an_engine_that_stays_busy_is_busy_at_the_deadline(guarded, query_second
     assert time.monotonic() - started < 1 and controller.status is Status.AWAKE
 
 
-def test_rollouts_and_lightrft_do_not_import_an_engine(run_python):
+def test_rollouts_and_lightrft_import_no_engine_and_a_local_engine_no_httpx(run_python):
     run_python(
         """
 import sys
@@ -98,6 +96,9 @@ import memsaver.integrations.engine.sleep, memsaver.integrations.rollout.weights
 import memsaver.integrations.rollout.session, memsaver.integrations.engine.moves
 engines = ("memsaver.integrations.sglang", "memsaver.integrations.vllm")
 assert not [name for name in sys.modules if name.startswith(engines)]
+import memsaver.integrations.sglang.hooks, memsaver.integrations.sglang.plugin
+import memsaver.integrations.sglang.sleep
+assert not {"httpx", "httpcore", "h11"} & set(sys.modules)
         """
     )
 

@@ -1,7 +1,5 @@
 """Test a sleep controller with other callers, threads, replicas, and calls in any order."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

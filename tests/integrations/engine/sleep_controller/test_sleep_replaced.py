@@ -1,7 +1,5 @@
 """Test that a controller discards its knowledge of a server that is replaced."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import threading
@@ -32,7 +30,6 @@ class Replaceable:
         self.released: set[str] = set()
         self.forgets = False
         self.posts: list[str] = []
-        self.infos = 0
         self._lock = threading.Lock()
         self._server = RawServer(self._answer)
         self.url, self.close = self._server.url, self._server.close
@@ -44,7 +41,6 @@ class Replaceable:
             connection.sendall(self._info() if method == "GET" else self._post(path, body))
 
     def _info(self) -> bytes:
-        self.infos += 1
         state = {"scheduler": "one", "released": sorted(self.released), "idle": self.idle}
         states = [{"memsaver": {**state, "last": None}} if self.guarded else {}]
         return response({"version": "0.5.16", "internal_states": states})

@@ -1,7 +1,5 @@
 """Test sleeps and wake-ups of weights that are about to be loaded again."""
 
-from __future__ import annotations
-
 import pytest
 from sleep_worlds import ALL
 

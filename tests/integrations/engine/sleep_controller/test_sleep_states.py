@@ -1,7 +1,5 @@
 """Test a sleep controller's contract: states, requests in flight, context managers."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -65,11 +63,11 @@ def test_reports_contain_seconds_and_bytes(make_world, kind):
     world = make_world(kind)
     report = world.controller.sleep()
     (rank,) = report.steps[-1].ranks
-    assert rank.device_bytes == {"kv_cache": 4 * MIB, "weights": 2 * MIB, "cuda_graph": 2 * MIB}
-    assert rank.copied_bytes["weights"] == 2 * MIB and rank.copied_bytes["kv_cache"] == 0
-    assert report.bytes == 8 * MIB and 0 < rank.seconds <= report.seconds
-    assert world.controller.wake_up("weights").bytes == 2 * MIB
-    assert world.controller.wake_up().bytes == 6 * MIB
+    assert rank.device_bytes == {"kv_cache": 8 * MIB, "weights": 4 * MIB, "cuda_graph": 2 * MIB}
+    assert rank.copied_bytes["weights"] == 4 * MIB and rank.copied_bytes["kv_cache"] == 0
+    assert report.bytes == 14 * MIB and 0 < rank.seconds <= report.seconds
+    assert world.controller.wake_up("weights").bytes == 4 * MIB
+    assert world.controller.wake_up().bytes == 10 * MIB
 
 
 # --- calls that would end the engine --------------------------------------------------------------
