@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import os
 import re
 import signal
@@ -76,6 +77,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
+    # torch has 40 loggers that do not propagate, and pytest would add its handlers to each of them
+    # six times in each test. Their records now reach those handlers through the root logger.
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
+            logger.propagate = True
     gc.enable()
     gc.freeze()
 
