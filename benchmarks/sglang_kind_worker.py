@@ -284,7 +284,7 @@ def _greedy(tokens: int) -> dict[str, Any]:
 
 
 def _long_prompt(number: int) -> list[int]:
-    """Return a prompt of `LONG_PROMPT` tokens, whose first token differs from other numbers'."""
+    """Return a prompt of `LONG_PROMPT` tokens. Each number gives another first token."""
     return [3 + (number + 7 * at) % 2000 for at in range(LONG_PROMPT)]
 
 

@@ -102,7 +102,7 @@ class OutOfDeviceMemoryError(MemsaverError):
 
 
 class OutOfHostMemoryError(MemsaverError):
-    """Not enough host memory for a backup, or not enough that could be pinned.
+    """A backup needs more host memory than is available, or than can be pinned.
 
     Attributes:
         needed: bytes that could not be allocated.

@@ -2,9 +2,9 @@
 
 With the trainer, the engine runs a whole step (see rl_engine.py), in which the trainer has a copy
 of the weights until the engine has received them. If the engine wakes in stages, the KV cache is
-resumed after that copy is released; if it wakes all at once, before. A KV cache fits if the engine
-starts, the step completes and the engine generates. The number of tokens is the capacity that the
-engine reports.
+resumed after that copy is released; if it wakes all at once, it is resumed before. A KV cache fits
+if the engine starts, the step completes and the engine generates. The number of tokens is the
+capacity that the engine reports.
 
 The first engine, with a small KV cache, is measured in all three ways; its remaining free memory
 determines where the search for each way continues (kv_search.py), with an engine for each trial.

@@ -89,7 +89,7 @@ class EngineController:
         return self._knowledge.guarded
 
     def refresh(self) -> Status:
-        """Query the engine's state. Changes nothing without the plugin, which reports the state.
+        """Query the state of an engine with memsaver's plugin. Does nothing without the plugin.
 
         Raises:
             EngineError: the engine does not answer within the controller's `timeout`; or it had

@@ -169,7 +169,7 @@ async def _changed(engine: Any, work: Callable[[], Awaitable[Any]], **change: An
 def record_change(
     admission: VllmAdmission, level: int | None = None, woken: Collection[str] | None = ()
 ) -> bool:
-    """Record a successful sleep of a level, or wake-up of tags, without a query.
+    """Record a successful sleep or wake-up without querying the engine.
 
     Returns:
         Whether the change is known; otherwise the caller queries the engine.

@@ -5,9 +5,9 @@ call by any name: an LLM, an AsyncLLM and a server's /collective_rpc. The state,
 resume of tags, and the engine's description are answered here; other calls go to the workers.
 
 A release of weights and KV cache is vLLM's own sleep, and a resume is its wake-up, so that vLLM's
-state and other clients' calls stay valid. A release of some of the tags is a call of the workers,
-which vLLM's sleep lacks. CUDA graphs that cannot be released count as released while the weights
-and the KV cache are.
+state and other clients' calls stay valid. vLLM's sleep cannot release only some of the tags, so a
+call to the workers releases them. CUDA graphs that cannot be released count as released while the
+weights and the KV cache are.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ on one, and only the rank whose response the executor reads last raises.
 |---|---|
 | a sleep is rejected before it runs | mapped, with contents |
 | a sleep fails later | mapped; contents without a backup may be lost |
-| a wake-up fails | released as before, with backups; the same call may be repeated |
+| a wake-up fails | still released, with backups; the call may be repeated |
 
 If the rollback of a sleep fails as well, the sleep counts as done, so that the engine does not use
 memory that a rank lacks: the next wake-up maps it. The last answer and the state of the memory

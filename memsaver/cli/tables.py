@@ -1,4 +1,4 @@
-"""Tables that fold on a narrow terminal: figures move below one another; none is truncated."""
+"""Format tables for narrow terminals: columns are stacked, and no figure is truncated."""
 
 from __future__ import annotations
 
