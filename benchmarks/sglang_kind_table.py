@@ -124,8 +124,9 @@ class Kind:
         title: its name in the documentation.
         model: the configuration of the model, as in transformers.
         arguments: arguments of the engine.
-        update: how its weights are updated: "tensors", "disk", or "" if SGLang cannot.
-        quantization: the checkpoint's: "fp8" in blocks, "w8a8_int8", or "" for bfloat16.
+        update: the way in which its weights are updated: "tensors", "disk", or "" if SGLang cannot.
+        quantization: the checkpoint's quantisation: "fp8" in blocks, "w8a8_int8", or "" for
+            bfloat16.
         draft: the draft model: "eagle", "eagle3", "target" (the target's first weights), or "".
         adapter: whether a LoRA adapter is loaded.
         pauses: whether generation is paused, in each mode, before releases.

@@ -36,8 +36,8 @@ class KindWorker(Worker):
         name: the name of the memory saver.
         kind: the kind's name.
         backup: whether the weights have a backup.
-        seed: of the weights that the engine loads.
-        folder: for checkpoints, and the log of the engine's processes.
+        seed: the seed of the weights that the engine loads.
+        folder: the folder for checkpoints and for the log of the engine's processes.
     """
 
     imports: ClassVar[tuple[str, ...]] = ("torch", "sglang")

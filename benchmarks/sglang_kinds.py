@@ -10,7 +10,7 @@ each kind (sglang_kind_table.py) are run, each in a process of its own, and seve
                         weights again
     without a backup    started with the other weights. Both weights are sent in the same way
 
-An engine's output after a resume must be the output before the release, and after an update the
+An engine's output after a resume must equal the output before the release, and after an update the
 output of the other engine, which has loaded the same weights at its start: token by token, with the
 same number of verifications if a draft model proposes tokens.
 

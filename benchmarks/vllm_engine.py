@@ -170,7 +170,7 @@ class EngineWorker(Worker):
 
         Returns the duration of each step in milliseconds, measured by the caller, and the memory
         in use, in MiB, while the engine sleeps.
-        "lost": why the weights or the output differ from before.
+        "lost": the reason why the weights or the output count as lost.
         """
         if change:
             old = self._checksums()

@@ -37,12 +37,12 @@ __all__ = [
 class MemsaverWarning(RuntimeWarning):
     """A failure that could not be raised, such as a failed release of a deleted tensor's memory.
 
-    See also `PerformanceWarning`, for silent costs, and `UsageWarning`, for probable mistakes.
+    See also `PerformanceWarning`, for hidden costs, and `UsageWarning`, for probable mistakes.
     """
 
 
 class PerformanceWarning(MemsaverWarning):
-    """A silent cost in memory or time of code that works. Emitted once for each tag.
+    """Working code that costs more memory or time than necessary. Emitted once for each tag.
 
     `warnings.simplefilter("ignore", memsaver.PerformanceWarning)` silences these warnings.
     """
@@ -121,7 +121,7 @@ class InvalidStateError(MemsaverError):
 
 
 class TagSharedError(InvalidStateError):
-    """A pause, refused because other processes use tensors of the tag that were sent to them.
+    """A pause is refused because other processes use tensors of the tag that were sent to them.
 
     Attributes:
         importers: the id and the imported bytes of each process. A process counts with the whole

@@ -20,7 +20,7 @@
 
 namespace memsaver::sim {
 
-// As a device: at least one of the devices, and so the host.
+// As a device in a check of access: any device suffices, which also allows access by the host.
 constexpr int kAnyDevice = -1;
 
 struct Range {

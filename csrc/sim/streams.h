@@ -81,8 +81,8 @@ class Streams {
   // Closes a stream: it accepts no operations, and is removed when it is idle.
   void close(const StreamPtr& stream);
 
-  // Returns the stream of a handle, including special values; null if it is unknown. The
-  // per-thread stream is the calling thread's in `current`.
+  // Returns the stream of a handle, including special values; null if it is unknown. The special
+  // per-thread handle means the calling thread's stream in `current`.
   StreamPtr find(CUstream handle, Context* current);
   // Returns all streams that run or may run operations, including closed ones with work left.
   const std::vector<StreamPtr>& all() const { return all_; }

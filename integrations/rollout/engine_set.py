@@ -33,7 +33,7 @@ class EngineSet:
             engines.update_weights(model, group=group, pause="retract")
 
     An update succeeds on all engines or fails: the error's message names the engines that failed,
-    and if its engine died, the call does not wait for the others for more than a few seconds. After
+    and if an engine died, the call waits for the others for at most a few seconds. After
     a failed update engines have both old and new weights; repeating the call updates all of them.
     To leave out an engine that died, make a set of the others, and a new group.
 

@@ -169,7 +169,7 @@ def has_failed(scheduler: Any) -> bool:
 
 
 def when_asleep(scheduler: Any) -> WhenAsleep:
-    """Return the policy in effect. SGLang's server in Rust refuses in any case."""
+    """Return the policy in effect; always "refuse" behind SGLang's server in Rust."""
     return "refuse" if is_rust_served(scheduler) else settings.policy().when_asleep
 
 

@@ -51,7 +51,7 @@ def place(gpus: Sequence[Gpu | None], dp_rank: int, sizes: Sizes | None = None) 
     Args:
         gpus: the GPUs of the group's ranks, in the engine's order.
         dp_rank: the engine's number.
-        sizes: the numbers of the engine's ranks; None for a tensor-parallel group only.
+        sizes: the engine's parallel sizes; None for a tensor-parallel group only.
 
     Raises:
         ConfigError: two ranks use the same GPU, only some ranks have a GPU, or the ranks of a host

@@ -217,8 +217,9 @@ def _keep_nccl_from_registering() -> None:
 def _let_nccl_suspend() -> None:
     """Make NCCL allocate memory that it can release, in this process and its children.
 
-    Before SGLang turns NCCL's use of the virtual memory functions off. NCCL restores the memory of
-    its channels in small pieces, one after the other, so fewer channels are resumed faster.
+    Must run before SGLang turns off NCCL's use of the virtual memory functions. NCCL restores the
+    memory of its channels in small pieces, one after the other, so fewer channels are resumed
+    faster.
     """
     if settings.suspends_nccl():
         os.environ.setdefault("NCCL_CUMEM_ENABLE", "1")

@@ -45,7 +45,7 @@ _SLEEPING = (WEIGHTS, KV_CACHE)  # the tags that vLLM's executor knows
 
 
 def install(core: Any) -> None:
-    """Answer memsaver's calls in vLLM's class of engine cores. Idempotent.
+    """Make vLLM's engine core class answer memsaver's calls. Idempotent.
 
     Raises:
         AttributeError: the class does not have the expected methods.
@@ -235,7 +235,7 @@ def _then(first: Any, work: Callable[[Any], Any]) -> Any:
 def _refused(
     core: Any, operation: str, tags: Sequence[str], error: MemsaverError, number: int
 ) -> Answer:
-    """Return the answer to a call that failed in this process, or in an executor without others."""
+    """Return the answer to a call that failed; the workers' own answer, if they sent one."""
     state = _state_of(core)
     if state.last is not None and state.last.number > number and state.last.failure is not None:
         return state.last

@@ -26,7 +26,7 @@ _RESET = "init_fp8_kv_scales"  # a method of the V1 model runner, until 0.28
 def in_any_order(
     wake_up: Callable[..., None], allocator_of: Callable[[], MemsaverAllocator | None]
 ) -> Callable[..., None]:
-    """Return a worker's wake-up that leaves work on the weights to the wake-up of the weights."""
+    """Return a worker's wake-up that postpones work on the weights until the weights wake."""
 
     @functools.wraps(wake_up)
     def call(worker: Any, tags: list[str] | None = None) -> None:

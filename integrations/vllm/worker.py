@@ -57,7 +57,7 @@ _logger = logging.getLogger("memsaver.vllm")
 
 
 def install(worker: Any) -> None:
-    """Add memsaver's methods to vLLM's class of workers, and wrap its sleep. Idempotent.
+    """Add memsaver's methods to vLLM's worker class, and wrap its sleep. Idempotent.
 
     Raises:
         AttributeError: the class does not have the expected methods.

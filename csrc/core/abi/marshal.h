@@ -19,7 +19,7 @@
 
 namespace memsaver {
 
-// Called first by every function on tags. Creates the process's own tag. Throws kInvalidState in a
+// Every function on tags calls this first. Creates the process's own tag. Throws kInvalidState in a
 // forked child.
 void require_tags();
 

@@ -76,7 +76,7 @@ struct Arriving : PoolChange {
   using PoolChange::PoolChange;
 
   std::vector<Range> tiles;  // the pieces of memory to map
-  bool poison = false;       // fill bytes that are not restored with kPoison
+  bool poison = false;       // bytes that are not restored are filled with kPoison
 };
 
 struct TransitionPlan {
