@@ -304,8 +304,8 @@ MS_API ms_status ms_reservation_wait(ms_reservation* reservation, double seconds
 /* Releases and frees the reservation. No other thread may be using it. Accepts NULL. */
 MS_API void ms_reservation_free(ms_reservation* reservation);
 
-/* A pause, a resume, or both. The thread that begins a transition owns it, then the thread that
- * runs it. */
+/* A pause, a resume, or both. The thread that begins a transition owns it until another thread runs
+ * it. */
 typedef struct ms_transition ms_transition;
 
 /* Passed as `out_count` or `into_count`: selects every tag. */

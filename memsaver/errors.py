@@ -124,8 +124,8 @@ class TagSharedError(InvalidStateError):
     """A pause is refused because other processes use tensors of the tag that were sent to them.
 
     Attributes:
-        importers: the id and the imported bytes of each process. A process counts with the whole
-            pieces of memory that contain its tensors.
+        importers: the id and the imported bytes of each process. The bytes are those of the whole
+            pieces of memory that contain the process's tensors.
     """
 
     _status = "TAG_SHARED"

@@ -37,7 +37,7 @@ struct Range {
 struct Mapping {
   Range range;
   std::shared_ptr<PhysicalMemory> memory;
-  uint64_t offset = 0;           // the range's offset in the memory; 0 unless a block
+  uint64_t offset = 0;           // the range's offset in the memory; 0 except for blocks
   uint64_t id = 0;               // the memory's id, or the block's own; unique in a process
   bool from_alloc = false;       // a block of cuMemAlloc: every device may access it
   std::vector<unsigned> access;  // CUmemAccess_flags by device ordinal

@@ -103,7 +103,7 @@ def communicators(device: int) -> list[Communicator]:
 
 
 def _suspender(scheduler: Any) -> Suspender:
-    """Return the scheduler's suspender, which is created at the first call."""
+    """Return the scheduler's suspender, which the first call creates."""
     found: Suspender | None = getattr(scheduler, _ATTRIBUTE, None)
     if found is None:
         device = held.device()

@@ -73,7 +73,7 @@ def admission_of(engine: Any) -> VllmAdmission | None:
 
 
 def get_admission(engine: Any, sleeper: Callable[[Any], Any]) -> VllmAdmission | None:
-    """Return an engine's `Admission`, which the first call makes; None if it has none."""
+    """Return an engine's `Admission`, created by the first call; None if it has none."""
     found = vars(engine).get(_ATTRIBUTE, False)
     if found is False:
         is_on = settings.is_on() and engine.vllm_config.model_config.enable_sleep_mode

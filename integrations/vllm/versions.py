@@ -22,7 +22,7 @@ SIMULATED = (
 
 
 def refusal(version: str) -> str | None:
-    """Return the reason why this vLLM keeps its own allocator; None if memsaver replaces it.
+    """Return the reason why this version of vLLM keeps its own allocator; None if it does not.
 
     A version counts as tested if another release with the same first two numbers was tested.
     """

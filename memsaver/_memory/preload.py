@@ -104,7 +104,7 @@ def preload(tag: str | None = None, backup: Backup | None = None) -> Iterator[No
     even after an exception. Blocks may be nested.
 
     Raises:
-        ConfigError, NotLoadedError: like `preload_env`, before any change.
+        ConfigError, NotLoadedError: see `preload_env`; no variable has been changed.
     """
     added = preload_env(tag, backup)
     before = {name: os.environ.get(name) for name in added}

@@ -90,7 +90,7 @@ _most_sent = 256  # more entries than this are checked for dead storages
 
 
 def _forget_received() -> None:
-    """Drop torch's weak references, whose finalizers need modules that an exit removes.
+    """Drop torch's weak references, whose finalizers need modules that are removed at exit.
 
     Storages with messages in transit stay: `multiprocessing` may wait for receivers after this.
     """
