@@ -381,7 +381,8 @@ typedef struct ms_run_result {
  * returns when all transitions have ended. `results[i]` is the result of `transitions[i]`.
  *
  * Threads: the first transition runs on the calling thread, each other one on a thread that ends
- * with the call. Those for which no thread can be started run on the calling thread, in turn.
+ * with the call. Transitions for which no thread can be started run on the calling thread, one by
+ * one.
  *
  * Errors: MS_INVALID_ARGUMENT if a transition is null or in the list twice; MS_INVALID_STATE in a
  * forked child. After these errors, none has run, and `results` is unchanged. */
@@ -395,8 +396,8 @@ MS_API ms_status ms_transition_hand_over(ms_transition* transition, ms_error* er
 
 /* Sets a description of the transition's caller, for example a file and line, which ms_locate and
  * the timeline report.
- * Threads: the one that begins or runs the transition, before the run.
- * Errors: MS_INVALID_STATE if the transition was run. */
+ * Threads: only the thread that begins or runs the transition, before the run. Errors:
+ * MS_INVALID_STATE if the transition was run. */
 MS_API ms_status ms_transition_set_caller(ms_transition* transition, const char* caller,
                                           ms_error* error);
 

@@ -60,7 +60,7 @@ struct Stream {
   TicketPtr last;               // the ticket of the last operation; may be null
   std::shared_ptr<Capture> capture;
   std::condition_variable
-      ready;  // its thread waits here, so that others' operations wake no thread
+      ready;  // its thread waits here, so that other streams' operations do not wake it
 
   // Returns whether the thread has an operation to start, or has to end.
   bool is_ready(bool held) const;

@@ -207,9 +207,9 @@ def swap(
 def paused(*tags: str, backup: Backup | None = None) -> Iterator[Report]:
     """Pause `tags` for the block, then resume those that it paused, even after an exception.
 
-    Yields the pause's report. Errors are those of `pause` and `resume`. Also a decorator, including
-    for coroutine functions, whose event loop both transitions block. An interrupt is raised after
-    the tags are resumed, even if the resume waits for another thread's transition.
+    Yields the pause's report. Errors are those of `pause` and `resume`. Also works as a decorator,
+    even for coroutine functions: both transitions then block the event loop. An interrupt is raised
+    after the tags are resumed, even if the resume waits for another thread's transition.
     """
     call = pause_call(tags, backup)
     going: list[str] = []

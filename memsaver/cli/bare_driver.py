@@ -312,7 +312,7 @@ class PinnedMemory:
         self.address = pointer.value or 0
 
     def to_host(self, device_address: int, nbytes: int, stream: ctypes.c_void_p) -> None:
-        """Queue a copy of `nbytes` from the device into this memory; at most its size."""
+        """Queue a copy of `nbytes`, at most this memory's size, from the device."""
         self._call(
             "cuMemcpyDtoHAsync_v2",
             ctypes.c_void_p(self.address),
@@ -322,7 +322,7 @@ class PinnedMemory:
         )
 
     def to_device(self, device_address: int, nbytes: int, stream: ctypes.c_void_p) -> None:
-        """Queue a copy of `nbytes` from this memory to the device; at most its size."""
+        """Queue a copy of `nbytes`, at most this memory's size, to the device."""
         self._call(
             "cuMemcpyHtoDAsync_v2",
             ctypes.c_uint64(device_address),

@@ -41,7 +41,7 @@ Object* unwrapped(void* handle, const char* what) {
   if (!handle) throw Error(Status::kInvalidArgument, std::string(what) + " is null");
   return static_cast<Object*>(handle);
 }
-// `what` is the plural of the elements, for the message.
+// `what` names the elements in the plural, for the message.
 void require_list(const void* list, size_t count, const char* what);
 
 // --- results

@@ -34,7 +34,7 @@ class CopyEvents {
 
  private:
   struct Mark {
-    std::vector<Range> ranges;  // those after the previous event, in the order of the work
+    std::vector<Range> ranges;  // the ranges after the previous event, in the order of the work
     Event event;
   };
 

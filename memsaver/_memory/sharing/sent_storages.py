@@ -209,7 +209,7 @@ def take(token: int) -> None:
 
 
 def ranges_with(tag: str, device: int) -> list[tuple[int, int]]:
-    """Return address and bytes of each tensor in transit that a tag has on a device."""
+    """Return the address and size of each of a tag's tensors in transit on a device."""
     return [(sent.address, sent.nbytes) for sent in in_transit() if sent.pool == (tag, device)]
 
 
