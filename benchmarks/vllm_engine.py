@@ -166,7 +166,7 @@ class EngineWorker(Worker):
         return {"tokens_per_s": rates[1:]}
 
     def cycle(self, change: bool) -> dict[str, Any]:
-        """Sleep at level 1 and wake up, the weights first; change all weights before on demand.
+        """Sleep at level 1, and wake up, weights first; with `change`, change all weights before.
 
         Returns the duration of each step in milliseconds, measured by the caller, and the memory
         in use, in MiB, while the engine sleeps.

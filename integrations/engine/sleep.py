@@ -36,7 +36,7 @@ class EngineController:
     are rejected before the engine receives them: releasing memory that requests use, and generating
     while that memory is released.
 
-    Threads: any. `sleep` and `wake_up` run one after the other; generations run concurrently. Do
+    Threads: any. Calls of `sleep` and `wake_up` are serialised; generations run concurrently. Do
     not call them in an event loop: use `await asyncio.to_thread(controller.sleep)`.
 
     Args:

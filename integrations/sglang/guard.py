@@ -354,7 +354,7 @@ def _has_memory(tag: str) -> bool:
 
 
 def _generations_in(kind: str, request: Any) -> Iterable[Any] | None:
-    """Return the generations or embeddings in a request; None if it is another request."""
+    """Return the generations or embeddings in a request; None for any other request."""
     if not kind.startswith(("Tokenized", "BatchTokenized")):
         return None
     return list(request) if kind.startswith("Batch") else [request]

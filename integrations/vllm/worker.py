@@ -123,7 +123,7 @@ def installed_allocator() -> MemsaverAllocator | None:
 def memsaver_state(worker: Any) -> dict[str, Any]:
     """Return the `SchedulerState` of this rank's memory, as JSON values.
 
-    A worker does not know of requests that wait, so `idle` is always True.
+    A worker cannot see waiting requests, so `idle` is always True.
     """
     allocator = installed_allocator()
     released = allocator.released if allocator is not None else ()

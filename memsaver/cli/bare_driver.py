@@ -156,7 +156,7 @@ class BareDriver:
 
 
 class BareMemory:
-    """Addresses of a device, and physical memory for them in handles of `piece` bytes.
+    """A range of a device's addresses, and physical memory for it in handles of `piece` bytes.
 
     Makes only the driver calls that any library must make. Nothing is mapped at first. `pause` and
     `resume` have the minimum cost of a pause and a resume without a backup; their four steps can

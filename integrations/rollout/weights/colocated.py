@@ -100,7 +100,7 @@ class BucketMemory:
         return views
 
     def shared(self, count: int) -> list[str]:
-        """Return `count` serialized handles of the memory, each for `open` on one other rank.
+        """Return `count` serialised handles of the memory, each for `open` on one other rank.
 
         Torch expects one receiver for each handle: with a second receiver, the memory could be
         freed while a receiver uses it.
