@@ -69,7 +69,8 @@ MS_API ms_status ms_stats(ms_usage** rows, size_t* row_count, ms_error* error);
 
 /* Returns the host memory in use for all backups, including their temporary buffers, and the
  * additional host memory that they may allocate now, within option host_bytes and the system's
- * available memory. Errors: MS_BAD_CONFIG if the environment variable of the option is invalid. */
+ * available memory.
+ * Errors: MS_BAD_CONFIG if the environment variable of the option is invalid. */
 MS_API ms_status ms_host_memory(uint64_t* held_bytes, uint64_t* available_bytes, ms_error* error);
 
 /* Returns the number of driver objects that could not be released, and the device memory (an upper
