@@ -67,7 +67,7 @@ class DeviceMemory {
 
   // Creates the backing file. Returns false if the operating system fails.
   bool open();
-  // Allocates `size` bytes, a multiple of granularity(). Returns null if that much is not free.
+  // Allocates `size` bytes, a multiple of granularity(). Returns null if not enough memory is free.
   std::shared_ptr<PhysicalMemory> create(uint64_t size, uint64_t id,
                                          const CUmemAllocationProp& properties);
   // Returns the memory of a descriptor that another process exported from the device with the same

@@ -70,7 +70,7 @@ using StreamPtr = std::shared_ptr<Stream>;
 struct Event {
   Context* context = nullptr;
   bool timing = true;
-  TicketPtr ticket;  // of the last record; null if never recorded
+  TicketPtr ticket;  // the ticket of the last record; null if never recorded
   std::weak_ptr<Capture> capture;
   bool captured = false;  // the last record was into a capture
 };

@@ -77,7 +77,8 @@ std::chrono::milliseconds time_option(Option which);
 // kBadConfig.
 void check_options();
 
-// Sets an option by name, from the text of its kind. Changes nothing if it throws kBadConfig.
+// Sets an option by name, from a text in the format of its kind. Changes nothing if it throws
+// kBadConfig.
 void set_option(const std::string& name, const std::string& text);
 
 // Returns the value as text for set_option: a size in bytes, "on" or "off", a path,
