@@ -15,8 +15,8 @@ output of the other engine, which has loaded the same weights at its start: toke
 same number of verifications if a draft model proposes tokens.
 
 A kind that fails is a row, too. Kinds that need more GPUs than are visible, and those that are not
-started within --seconds, are rows of kinds that were not run; rows of a file that exists are kept
-instead. Each row is written to --output when its engines have ended. Progress goes to stderr.
+started within --seconds, are recorded as not run, unless the file already has rows for them, which
+are kept. Each row is written to --output when its engines have ended. Progress goes to stderr.
 """
 
 from __future__ import annotations

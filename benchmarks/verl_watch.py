@@ -65,7 +65,7 @@ def saver_of(pids: Sequence[int]) -> str | None:
 
 
 def timed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the coroutine function with a record of each call that succeeds."""
+    """Wrap the coroutine function, and record each call that succeeds."""
 
     @functools.wraps(method)
     async def call(*args: Any, **keywords: Any) -> Any:

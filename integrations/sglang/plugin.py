@@ -218,8 +218,8 @@ def _let_nccl_suspend() -> None:
     """Make NCCL allocate memory that it can release, in this process and its children.
 
     Must run before SGLang turns off NCCL's use of the virtual memory functions. NCCL restores the
-    memory of its channels in small pieces, one after the other, so fewer channels are resumed
-    faster.
+    memory of its channels in small pieces, one after the other, so a smaller number of channels is
+    resumed faster.
     """
     if settings.suspends_nccl():
         os.environ.setdefault("NCCL_CUMEM_ENABLE", "1")

@@ -294,7 +294,8 @@ class WeightGroup:
     def _watch(self, sender: Sender, sending: Aside, deadline: float) -> None:
         """End the engines' wait for a broadcast that will not complete.
 
-        The broadcast itself has failed, or another engine of the mesh has, and receives nothing.
+        Either the broadcast itself has failed, or another engine of the mesh has failed and
+        receives nothing.
         """
         while not sending.wait(_POLL_SECONDS) and time.monotonic() < deadline:
             if sender.is_notified():

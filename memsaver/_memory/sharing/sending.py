@@ -193,7 +193,7 @@ def _address(tensor: Any) -> int:
 
 
 def can_send(tensor: Any) -> bool:
-    """Return whether the tensor's memory is in a mapped, shareable tag, and exportable."""
+    """Return whether the tensor's memory is exportable, and in a mapped, shareable tag."""
     storage = tensor.untyped_storage()
     address = storage.data_ptr()
     found = _C.locate(address) if address and _C.owns(address) else None

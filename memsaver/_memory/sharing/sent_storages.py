@@ -1,6 +1,6 @@
 """Memory that is kept for the receivers of sent tensors.
 
-Each sent storage has a token. A receiver presents the token, and the exporter then holds the
+Each sent storage has a token. A receiver presents the token, and the exporter then keeps the
 storage for it. A token is valid as long as its storage exists: because a message is in transit, a
 receiver uses it, or the program has it. So a late message fails, and never maps newer memory at the
 same place.
