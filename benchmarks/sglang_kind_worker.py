@@ -284,7 +284,7 @@ def _greedy(tokens: int) -> dict[str, Any]:
 
 
 def _long_prompt(number: int) -> list[int]:
-    """Return a prompt of `LONG_PROMPT` tokens. Each number gives another first token."""
+    """Return a prompt of `LONG_PROMPT` tokens. Prompts with different numbers begin differently."""
     return [3 + (number + 7 * at) % 2000 for at in range(LONG_PROMPT)]
 
 
