@@ -204,8 +204,7 @@ def rows(found: Mapping[str, Way], failures: list[str]) -> Iterator[dict[str, An
 def peer_row(
     peer: Way, fractions: Mapping[str, float], failures: list[str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the peer's row for waking in stages: its largest KV cache, or the reason if there is
-    none."""
+    """Yield the peer's row for waking in stages: its largest KV cache, or why there is none."""
     ended = next((one.why for one in peer.search.trials if one.why), "") or peer.given_up
     is_over = peer.given_up or len(peer.search.trials) >= PEER_TRIES
     if peer.tokens:
