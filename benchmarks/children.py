@@ -127,7 +127,7 @@ class Child:
         return line
 
     def close(self) -> None:
-        """Ask the process to end, or kill it. Its memory is free when this returns."""
+        """End the process, or kill it if it does not end. Its memory is free when this returns."""
         assert self._process.stdin and self._process.stdout
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()

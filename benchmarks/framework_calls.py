@@ -54,7 +54,7 @@ class Replay:
     """An engine and a trainer that perform a framework's calls.
 
     Args:
-        name: the memory saver of both.
+        name: the memory saver that the engine and the trainer use.
         framework: the framework's name.
         options: the options of the command line.
         stack: ends the processes.

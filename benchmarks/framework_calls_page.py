@@ -60,7 +60,7 @@ def calls(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
 
 
 def rewritten(page: str, text: str) -> str:
-    """Return a page with the text between its markers."""
+    """Return a page in which the text replaces everything between the markers."""
     before, rest = page.split(BEGIN)
     _, after = rest.split(END)
     return f"{before}{BEGIN}\n{text}\n{END}{after}"

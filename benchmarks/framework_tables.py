@@ -62,7 +62,7 @@ def table(
     wanted: Sequence[tuple[str, str]],
     figure: Callable[[float], str],
 ) -> str:
-    """Return the rows of a benchmark as Markdown, or that nothing was measured.
+    """Return the rows of a benchmark as Markdown, or a note that nothing was measured.
 
     Args:
         rows: the rows of all benchmarks.

@@ -5,8 +5,8 @@
 The machine needs Python 3.12, torch, transformers and, for TRL's part, vLLM. The archive contains
 
     site/        TRL and accelerate, for PYTHONPATH
-    deepspeed/   DeepSpeed and what it imports, for PYTHONPATH. It is separate because TRL and
-                 accelerate import it if they find it
+    deepspeed/   DeepSpeed and the packages that it imports, for PYTHONPATH. It is separate
+                 because TRL and accelerate import it if they find it
     standins/    one folder for each of the packages in STANDINS, which TRL imports and the
                  benchmarks hardly use: copy those that the machine lacks to site/
 

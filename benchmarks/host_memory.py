@@ -52,8 +52,8 @@ def in_use() -> dict[str, int]:
 def growth(before: dict[str, int], after: dict[str, int]) -> tuple[int, int]:
     """Return the bytes allocated between two readings of `in_use`: by the process and the machine.
 
-    The process's bytes are those of the figure that grew most. The machine's bytes include other
-    processes.
+    The process's bytes are those of the figure that grew most. The machine's bytes include those of
+    other processes.
     """
     grown = {key: after[key] - before[key] for key in before if key in after}
     machine = grown.pop("machine")

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-RESOLUTION = 0.004  # part of the tokens; smaller differences are not worth another engine
+RESOLUTION = 0.004  # share of the tokens; smaller differences are not worth another engine
 KEEP = 256 << 20  # bytes that a proposal leaves free, because engines differ
-STEP_BACK = 0.01  # part of the tokens after the first failure; doubled after each further one
+STEP_BACK = 0.01  # share of the tokens after the first failure; doubled after each further one
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Trial:
 
 @dataclass
 class Search:
-    """The trials of one way to use the memory.
+    """The trials for one engine configuration.
 
     Args:
         cell: bytes of the KV cache for each token.

@@ -1,4 +1,4 @@
-"""Measure the cost of an allocation in tags of 1,000 and 100,000, on the simulated driver.
+"""Measure the cost of an allocation in tags with 1,000 and 100,000, on the simulated driver.
 
     python benchmarks/limits.py [--large 100000] [--output benchmarks/results/limits.json]
 

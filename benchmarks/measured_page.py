@@ -272,15 +272,15 @@ def reliability(found: Mapping[str, Any]) -> list[str]:
     failed = sum(one["failed"] for one in fuzzed)
     ran = {what: found[what]["date"][:10] for what in ("faults", "sanitizers", "fuzz", "soak")}
     return [
-        "Each is one run, on the date in parentheses. The numbers of calls and tests change with "
-        "memsaver.",
+        "Each item is one run, on the date in parentheses. The numbers of calls and tests change "
+        "with memsaver.",
         "",
         f"- **Faults** ({ran['faults']}): "
         f"{faults['injected']:,} calls to the driver and the system were made to "
         f"fail in {faults['scenarios']} scenarios, on the simulated",
-        f"  driver; after {faults['passed']:,} of them, the error, the contents and the remaining "
-        "objects were as",
-        f"  [the design](design.md#faults) requires ({faults['failed']} were not). "
+        "  driver. The error, the contents and the remaining objects were as "
+        "[the design](design.md#faults) requires after",
+        f"  {faults['passed']:,} of these failures, and not after {faults['failed']}. "
         "`make faults ARGS=` repeats the test.",
         f"- **Sanitizers** ({ran['sanitizers']}): "
         f"{checked['tests']} tests, {checked['faults']:,} failing calls and "

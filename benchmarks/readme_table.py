@@ -129,7 +129,7 @@ def pages(rows: list[dict[str, Any]]) -> dict[Path, str]:
 
 
 def rewritten(page: str, new: str) -> str:
-    """Return the page with another table."""
+    """Return the page with its table replaced."""
     before, rest = page.split(BEGIN)
     _, after = rest.split(END)
     return f"{before}{BEGIN}\n{new}\n{END}{after}"

@@ -1,4 +1,4 @@
-"""Measure a step of RL on one GPU, whose memory an SGLang engine and a trainer use in turn.
+"""Measure an RL step on one GPU, whose memory an SGLang engine and a trainer use in turn.
 
     PYTHONPATH=/parent/of/torch_memory_saver python benchmarks/rl_cycle.py [--only kv,step,overhead]
 

@@ -1,4 +1,4 @@
-"""Run an engine and a trainer on one GPU through a step of RL, stage by stage.
+"""Run an engine and a trainer on one GPU through an RL step, stage by stage.
 
 A step begins with the engine awake and the trainer asleep:
 

@@ -1,4 +1,4 @@
-"""Run whole steps of RL, as a training loop does, and their work alone.
+"""Run whole RL steps, as a training loop does, and their work alone.
 
 A whole step has the stages of rl_engine.py and waits for nothing between them. If the library
 supports it, the trainer's weights and the optimizer's states are resumed while the trainer computes

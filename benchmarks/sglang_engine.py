@@ -47,7 +47,7 @@ DROPPED = (
 
 
 def why_no_peer() -> str:
-    """Return why torch_memory_saver cannot be measured; "" if it can."""
+    """Return the reason why torch_memory_saver cannot be measured; "" if it can."""
     if importlib.util.find_spec(PEER_DISTRIBUTION) is None:
         return "torch_memory_saver is not installed"
     try:

@@ -1,4 +1,4 @@
-"""Make the checkpoints of small models with random weights, and of what belongs to them.
+"""Make checkpoints of small models with random weights, of their draft models and adapters.
 
 Weights are as large as trained weights, so that the generated tokens depend on every layer. They
 depend only on the seed.

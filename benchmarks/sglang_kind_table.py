@@ -125,7 +125,8 @@ class Kind:
         model: the configuration of the model, as in transformers.
         arguments: arguments of the engine.
         update: the device whose tensors update its weights, "cpu" or "cuda"; "" if SGLang cannot.
-        quantization: the checkpoint's: "fp8" in blocks, "w8a8_int8", or "" for bfloat16.
+        quantization: the checkpoint's quantisation: "fp8" in blocks, "w8a8_int8", or "" for
+            bfloat16.
         draft: the draft model: "eagle", "eagle3", "target" (the target's first weights), or "".
         adapter: whether a LoRA adapter is loaded.
         pauses: whether generation is paused, in each mode, before releases.

@@ -36,8 +36,8 @@ class KindWorker(Worker):
         name: the name of the memory saver.
         kind: the kind's name.
         backup: whether the weights have a backup.
-        seed: of the weights that the engine loads.
-        folder: for checkpoints, and the log of the engine's processes.
+        seed: the seed of the weights that the engine loads.
+        folder: the folder for checkpoints and for the log of the engine's processes.
     """
 
     imports: ClassVar[tuple[str, ...]] = ("torch", "sglang")
@@ -282,7 +282,7 @@ def _greedy(tokens: int) -> dict[str, Any]:
 
 
 def _long_prompt(number: int) -> list[int]:
-    """Return a prompt of `LONG_PROMPT` tokens, whose first token differs from other numbers'."""
+    """Return a prompt of `LONG_PROMPT` tokens. Prompts with different numbers begin differently."""
     return [3 + (number + 7 * at) % 2000 for at in range(LONG_PROMPT)]
 
 

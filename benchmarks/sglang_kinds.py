@@ -10,13 +10,13 @@ each kind (sglang_kind_table.py) are run, each in a process of its own, and seve
                         weights again
     without a backup    started with the other weights. Both weights are sent in the same way
 
-An engine's output after a resume must be the output before the release, and after an update the
+An engine's output after a resume must equal the output before the release, and after an update the
 output of the other engine, which has loaded the same weights at its start: token by token, with the
 same number of verifications if a draft model proposes tokens.
 
 A kind that fails is a row, too. Kinds that need more GPUs than are visible, and those that are not
-started within --seconds, are rows of kinds that were not run; rows of a file that exists are kept
-instead. Each row is written to --output when its engines have ended. Progress goes to stderr.
+started within --seconds, are recorded as not run, unless the file already has rows for them, which
+are kept. Each row is written to --output when its engines have ended. Progress goes to stderr.
 """
 
 from __future__ import annotations

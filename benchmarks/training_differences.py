@@ -14,7 +14,7 @@ Steps = Sequence[Mapping[str, Any]]  # the figures of each step
 
 
 def larger(ours: Steps, theirs: Steps, again: Steps, keys: Sequence[str]) -> list[str]:
-    """Return the figures that differ far more than between two training runs with the peer.
+    """Return the figures that differ far more between the libraries than between the peer's runs.
 
     Args:
         ours: the run with memsaver.

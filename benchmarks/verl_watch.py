@@ -1,8 +1,8 @@
 """Record verl's memory requests to its SGLang server, and the tokens of the server's KV cache.
 
 verl imports this module in each of its processes, if VERL_USE_EXTERNAL_MODULES names it. Calls are
-measured, not changed. Each appends one line of JSON to the file that FILE names: its name, its
-tags, its seconds, and the memory in use afterwards.
+measured, not changed. Each request appends one line of JSON to the file that FILE names: the
+request's name, tags and seconds, and the memory in use afterwards.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def saver_of(pids: Sequence[int]) -> str | None:
 
 
 def timed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the coroutine function with a record of each call that succeeds."""
+    """Wrap the coroutine function, and record each call that succeeds."""
 
     @functools.wraps(method)
     async def call(*args: Any, **keywords: Any) -> Any:

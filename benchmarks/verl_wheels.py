@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Pack verl 0.9.1 and what it needs for a test machine that has no network.
+"""Pack verl 0.9.1 and its dependencies for a test machine that has no network.
 
     python benchmarks/verl_wheels.py ARCHIVE.tar.xz
 

@@ -166,11 +166,11 @@ class EngineWorker(Worker):
         return {"tokens_per_s": rates[1:]}
 
     def cycle(self, change: bool) -> dict[str, Any]:
-        """Sleep at level 1 and wake up, the weights first; change all weights before on demand.
+        """Sleep at level 1, and wake up, weights first; with `change`, change all weights before.
 
         Returns the duration of each step in milliseconds, measured by the caller, and the memory
         in use, in MiB, while the engine sleeps.
-        "lost": why the weights or the output differ from before.
+        "lost": the reason why the weights or the output count as lost.
         """
         if change:
             old = self._checksums()

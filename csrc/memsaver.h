@@ -65,7 +65,7 @@ typedef enum ms_state {
   MS_RESTORING = 3 /* a resume is in progress */
 } ms_state;
 
-/* The backup policy of a tag: what a pause does with the contents. */
+/* The backup policy of a tag, which determines what a pause does with the contents. */
 typedef enum ms_backup {
   MS_BACKUP_DEFAULT = -1, /* the policy that the tag has; see ms_region_enter */
   MS_BACKUP_NONE = 0,     /* contents are discarded; resumed memory reads as zero, or as
@@ -141,7 +141,7 @@ MS_API ms_status ms_option(const char* name, char* value, size_t capacity, ms_er
 /* Removes the oldest warning from the process's queue and writes its text, truncated to `capacity`
  * bytes and always terminated. Returns 1, or 0 if the queue is empty. A warning is a failure that
  * could not be returned to a caller, for example of a free in a hook. The queue keeps 64 warnings;
- * a last text says how many more there were. */
+ * one more entry counts the later ones. */
 MS_API int ms_next_warning(char* text, size_t capacity);
 
 /* Adds a warning to the queue, for a hook whose signature cannot return an error. */
@@ -206,7 +206,7 @@ MS_API ms_status ms_malloc(uint64_t bytes, int device, void** pointer, ms_error*
 /* Frees memory that ms_malloc allocated; accepts NULL. Legal in every state of the tag. Like
  * cudaFree, waits for the device's work before memory is released to the driver or reused.
  * Errors: MS_NOT_OURS if ms_malloc did not allocate `pointer`; MS_INVALID_ARGUMENT if it is not the
- * start of a live allocation. Neither frees anything. */
+ * start of a live allocation. After either error, nothing is freed. */
 MS_API ms_status ms_free(void* pointer, ms_error* error);
 
 /* Returns 1 if the address lies in memory that this library reserved. Takes no lock, and costs a
@@ -304,8 +304,8 @@ MS_API ms_status ms_reservation_wait(ms_reservation* reservation, double seconds
 /* Releases and frees the reservation. No other thread may be using it. Accepts NULL. */
 MS_API void ms_reservation_free(ms_reservation* reservation);
 
-/* A pause, a resume, or both. The thread that begins a transition owns it, then the thread that
- * runs it. */
+/* A pause, a resume, or both. The thread that begins a transition owns it until the transition is
+ * handed over; then the thread that runs it owns it. */
 typedef struct ms_transition ms_transition;
 
 /* Passed as `out_count` or `into_count`: selects every tag. */
@@ -381,7 +381,8 @@ typedef struct ms_run_result {
  * returns when all transitions have ended. `results[i]` is the result of `transitions[i]`.
  *
  * Threads: the first transition runs on the calling thread, each other one on a thread that ends
- * with the call. Those for which no thread can be started run on the calling thread, in turn.
+ * with the call. Transitions for which no thread can be started run on the calling thread, one by
+ * one.
  *
  * Errors: MS_INVALID_ARGUMENT if a transition is null or in the list twice; MS_INVALID_STATE in a
  * forked child. After these errors, none has run, and `results` is unchanged. */
@@ -395,7 +396,7 @@ MS_API ms_status ms_transition_hand_over(ms_transition* transition, ms_error* er
 
 /* Sets a description of the transition's caller, for example a file and line, which ms_locate and
  * the timeline report.
- * Threads: the one that begins or runs the transition, before the run.
+ * Threads: only the thread that begins or runs the transition, before the run.
  * Errors: MS_INVALID_STATE if the transition was run. */
 MS_API ms_status ms_transition_set_caller(ms_transition* transition, const char* caller,
                                           ms_error* error);

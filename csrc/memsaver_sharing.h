@@ -37,9 +37,9 @@ typedef struct ms_import {
   uint64_t bytes;
 } ms_import;
 
-/* Makes the memory that the tag allocates from now on exportable; without this call, no memory is.
- * Memory that the tag already has becomes exportable when a pause and a resume replace it.
- * Errors: MS_UNKNOWN_TAG. */
+/* Makes the memory that the tag allocates from now on exportable; without this call, none of its
+ * memory is exportable. Memory that the tag already has becomes exportable when a pause and a
+ * resume replace it. Errors: MS_UNKNOWN_TAG. */
 MS_API ms_status ms_tag_make_shareable(const char* tag, ms_error* error);
 
 /* Returns the extents under a range of a live allocation, without descriptors, in address order.

@@ -37,12 +37,12 @@ __all__ = [
 class MemsaverWarning(RuntimeWarning):
     """A failure that could not be raised, such as a failed release of a deleted tensor's memory.
 
-    See also `PerformanceWarning`, for silent costs, and `UsageWarning`, for probable mistakes.
+    See also `PerformanceWarning`, for hidden costs, and `UsageWarning`, for probable mistakes.
     """
 
 
 class PerformanceWarning(MemsaverWarning):
-    """A silent cost in memory or time of code that works. Emitted once for each tag.
+    """Working code that costs more memory or time than necessary. Emitted once for each tag.
 
     `warnings.simplefilter("ignore", memsaver.PerformanceWarning)` silences these warnings.
     """
@@ -102,7 +102,7 @@ class OutOfDeviceMemoryError(MemsaverError):
 
 
 class OutOfHostMemoryError(MemsaverError):
-    """Not enough host memory for a backup, or not enough that could be pinned.
+    """A backup needs more host memory than is available, or than can be pinned.
 
     Attributes:
         needed: bytes that could not be allocated.
@@ -121,11 +121,11 @@ class InvalidStateError(MemsaverError):
 
 
 class TagSharedError(InvalidStateError):
-    """A pause, refused because other processes use tensors of the tag that were sent to them.
+    """A pause is refused because other processes use tensors of the tag that were sent to them.
 
     Attributes:
-        importers: the id and the imported bytes of each process. A process counts with the whole
-            pieces of memory that contain its tensors.
+        importers: the id and the imported bytes of each process. The bytes are those of the whole
+            pieces of memory that contain the process's tensors.
     """
 
     _status = "TAG_SHARED"

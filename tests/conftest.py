@@ -24,6 +24,7 @@ from child_process import environment_without, reads_at_start, run_code
 from driver_choice import GPUS, asks_for_gpu_tests, why_not
 from dropin_environment import make_site, run_with, wheel_in
 from folder_modules import modules_in
+from garbage import collect_garbage
 from repository import IMPORT_PATH, ROOT, TESTS
 from simulated_driver import Block, Simulator
 from tags import Tags, leftovers
@@ -77,26 +78,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    # torch has 40 loggers that do not propagate, and pytest would add its handlers to each of them
-    # six times in each test. Their records now reach those handlers through the root logger.
-    for logger in logging.root.manager.loggerDict.values():
-        if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
-            logger.propagate = True
+    # pytest adds its handlers to loggers that do not propagate, six times in each test; torch has 40
+    for logger in map(logging.getLogger, list(logging.root.manager.loggerDict)):
+        logger.propagate = logger.propagate or logger.name.startswith("torch")
     gc.enable()
     gc.freeze()
 
 
 # --- the simulator --------------------------------------------------------------------------------
-
-
-MANY_OBJECTS = 5_000  # more than a test creates, fewer than a library such as torch
-
-
-def collect_garbage() -> None:
-    """Collect garbage. Objects of new libraries are permanent, so later collections skip them."""
-    gc.collect()
-    if len(gc.get_objects()) > MANY_OBJECTS:
-        gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -33,7 +33,7 @@ DIRECT = f"direct I/O, {THREADS} threads"
 
 
 class Disk(Worker):
-    """Pauses and resumes with a backup on disk."""
+    """Measure pauses and resumes with a backup on disk."""
 
     def __init__(self, name: str, directory: str) -> None:
         workloads.start_cuda()

@@ -201,7 +201,7 @@ def steps(
 
 
 def other_weights(ours: Found, theirs: Found) -> str:
-    """Return why the weights of engine and trainer seem to differ; "" if they seem equal."""
+    """Return the sign that engine and trainer have different weights; "" if there is none."""
     values = [[step[PROBABILITIES] for step in one.metrics] for one in (ours, theirs)]
     mine, others = map(max, values)
     if mine <= MORE * others and not any(map(math.isnan, (*values[0], *values[1]))):

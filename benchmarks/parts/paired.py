@@ -46,7 +46,7 @@ Values = dict[str, list[float]]  # by child
 
 
 class Imported(Worker):
-    """Reports where memsaver is imported from. The process imports the modules of all workers."""
+    """Reports memsaver's location. The process imports the modules of all workers."""
 
     imports: ClassVar[tuple[str, ...]] = ()
 

@@ -2,9 +2,9 @@
 
 With the trainer, the engine runs a whole step (see rl_engine.py), in which the trainer has a copy
 of the weights until the engine has received them. If the engine wakes in stages, the KV cache is
-resumed after that copy is released; if it wakes all at once, before. A KV cache fits if the engine
-starts, the step completes and the engine generates. The number of tokens is the capacity that the
-engine reports.
+resumed after that copy is released; if it wakes all at once, it is resumed before. A KV cache fits
+if the engine starts, the step completes and the engine generates. The number of tokens is the
+capacity that the engine reports.
 
 The first engine, with a small KV cache, is measured in all three ways; its remaining free memory
 determines where the search for each way continues (kv_search.py), with an engine for each trial.
@@ -204,7 +204,7 @@ def rows(found: Mapping[str, Way], failures: list[str]) -> Iterator[dict[str, An
 def peer_row(
     peer: Way, fractions: Mapping[str, float], failures: list[str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the peer's row for waking in stages: its largest KV cache, or the reason for none."""
+    """Yield the peer's row for waking in stages: its largest KV cache, or why there is none."""
     ended = next((one.why for one in peer.search.trials if one.why), "") or peer.given_up
     is_over = peer.given_up or len(peer.search.trials) >= PEER_TRIES
     if peer.tokens:

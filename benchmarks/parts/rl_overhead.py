@@ -1,4 +1,4 @@
-"""Measure the time that a step of RL takes beyond its work: training, update, generation.
+"""Measure how much longer an RL step takes than its work: training, update and generation.
 
 rl_overhead.py describes a whole step. Its overhead is its duration minus that of its work, which is
 measured in steps with an idle device between the stages. The engine's weights have no backup, as

@@ -1,4 +1,4 @@
-"""Measure steps of RL in which an engine and a trainer share a GPU: time and memory of each stage.
+"""Measure RL steps in which an engine and a trainer share a GPU: time and memory of each stage.
 
 rl_engine.py describes a step. The libraries use the GPU one after the other, each with an engine
 and a trainer whose weights and optimizer states are backed up. The first step of each library

@@ -10,8 +10,8 @@ allocated, does not count. "A new engine" is the time in which an engine with th
 with compiled kernels and without reading weights, and generates its first token; the start of its
 process and its imports do not count.
 
-A greedy generation after each switch must be as before: otherwise memsaver gets no row, and the
-other library a note in the row's details, because its times are still valid.
+A greedy generation after each switch must equal the engine's first one. Otherwise memsaver gets no
+row; for the other library, whose times are still valid, the row's details contain a note.
 
 The memory that a sleeping engine still uses is measured before the second engine starts.
 """
@@ -54,7 +54,7 @@ class Switching(EngineWorker):
         return found | {"first_token": milliseconds}
 
     def release(self) -> dict[str, Any]:
-        """Release all memory; return what each rank still holds, if the saver reports it."""
+        """Release all memory; return the rest that each rank uses, if the saver reports it."""
         answers = self.engine.release_memory_occupation()
         return {"held": [dict(rank.held) for answer in answers or () for rank in answer.ranks]}
 

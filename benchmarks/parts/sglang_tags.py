@@ -50,7 +50,7 @@ class Cycling(EngineWorker):
         """Run a cycle, with new weights if there is a seed.
 
         Returns the duration of each step in milliseconds.
-        "lost": why the weights differ from before; "unchecked": why they could not be compared.
+        "lost": the reason why the weights count as lost; "unchecked": why they were not compared.
         """
         self.rest()
         before, problem = self.checksum()

@@ -1,4 +1,4 @@
-"""Measure the memory that a sleeping SGLang engine holds with tensor parallelism on two GPUs.
+"""Measure the memory that a sleeping SGLang engine uses with tensor parallelism on two GPUs.
 
 Compares suspended NCCL communicators (MEMSAVER_SGLANG_SUSPEND_NCCL=1, which bounds NCCL's channels)
 with communicators that keep their memory and have NCCL's own channels, and the resumes of all
@@ -58,7 +58,7 @@ class Found:
 
     Attributes:
         used: the memory in use on each GPU while all tags are released, in MiB.
-        held: what the release reports as still in use, in bytes by owner.
+        held: the memory that the release reports as still in use, in bytes by owner.
         resumes: the duration of a resume of all tags, in ms.
     """
 

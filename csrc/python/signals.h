@@ -122,8 +122,8 @@ class DeferredBlock {
 // throws that exception instead of returning the result or throwing function()'s exception.
 py::object uninterrupted(py::handle function, bool is_patient);
 
-// Calls function() with handlers running despite enclosing kBetween blocks, first those of recorded
-// signals. After a handler raises, further signals are deferred again.
+// Calls the handlers of recorded signals, then function(), during which handlers run despite
+// enclosing kBetween blocks. After a handler raises, further signals are deferred again.
 py::object interruptible(py::handle function);
 
 // `__enter__` and `__exit__` of a context manager that has `_enter()` and `_leave(type, error,
@@ -133,9 +133,9 @@ py::object interruptible(py::handle function);
 py::object enter_block(py::handle manager);
 py::object leave_block(py::handle manager, py::handle type, py::handle error, py::handle traceback);
 
-// `__enter__` of a context manager whose `_enter(place)` takes long, so handlers may interrupt it.
-// `_enter` appends each entered object to the list `place`; if it raises, `_undo(place, error)` is
-// called with signals deferred.
+// `__enter__` of a context manager whose `_enter(place)` takes a long time, so handlers may
+// interrupt it. `_enter` appends each entered object to the list `place`; if it raises,
+// `_undo(place, error)` is called with signals deferred.
 py::object enter_interruptibly(py::handle manager);
 
 }  // namespace memsaver::python

@@ -35,7 +35,7 @@ class Transition {
   Transition() = default;
   Transition(const Transition&) = delete;
   Transition& operator=(const Transition&) = delete;
-  // Cancels a transition that was not run, which may wait for the devices' work.
+  // Cancels a transition that was not run; this may wait for the devices' work.
   ~Transition() {
     if (result_) ms_list_free(result_->rows);
     if (!transition_) return;

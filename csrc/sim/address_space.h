@@ -20,7 +20,7 @@
 
 namespace memsaver::sim {
 
-// As a device: at least one of the devices, and so the host.
+// As a device in a check of access: any device suffices, which also allows access by the host.
 constexpr int kAnyDevice = -1;
 
 struct Range {
@@ -37,7 +37,7 @@ struct Range {
 struct Mapping {
   Range range;
   std::shared_ptr<PhysicalMemory> memory;
-  uint64_t offset = 0;           // the range's offset in the memory; 0 unless a block
+  uint64_t offset = 0;           // the range's offset in the memory; 0 except for blocks
   uint64_t id = 0;               // the memory's id, or the block's own; unique in a process
   bool from_alloc = false;       // a block of cuMemAlloc: every device may access it
   std::vector<unsigned> access;  // CUmemAccess_flags by device ordinal

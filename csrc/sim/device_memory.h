@@ -67,13 +67,13 @@ class DeviceMemory {
 
   // Creates the backing file. Returns false if the operating system fails.
   bool open();
-  // Allocates `size` bytes, a multiple of granularity(). Returns null if that much is not free.
+  // Allocates `size` bytes, a multiple of granularity(). Returns null if not enough memory is free.
   std::shared_ptr<PhysicalMemory> create(uint64_t size, uint64_t id,
                                          const CUmemAllocationProp& properties);
   // Returns the memory of a descriptor that another process exported from the device with the same
   // ordinal. The descriptor stays with the caller. Returns null if it is not such a descriptor.
   std::shared_ptr<PhysicalMemory> import_file(int descriptor, uint64_t id);
-  // Returns the ordinal of the device whose memory the descriptor is, or -1.
+  // Returns the ordinal of the device to whose memory the descriptor refers, or -1.
   static int ordinal_of(int descriptor);
   // Sets the number of bytes used by other processes.
   void occupy(uint64_t bytes) { occupied_ = bytes; }

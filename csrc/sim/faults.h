@@ -15,7 +15,7 @@ struct Fault {
   std::string call;    // plain name
   uint64_t nth = 1;    // 1: the next call
   int code = 0;        // a CUresult
-  uint64_t times = 1;  // how many calls in a row; 0: all later ones
+  uint64_t times = 1;  // the number of consecutive calls; 0: all later ones
 };
 
 class Faults {

@@ -93,7 +93,7 @@ void sim_clear_violations(void);
 // Returns 0, or -1 for an unknown device.
 int sim_occupy(int device, uint64_t bytes);
 // Sets the granularity of device memory (cuMemGetAllocationGranularity), before cuInit: 2 MiB by
-// default, as on GPUs. Smaller pages make tests faster that copy a few pages many times. Returns 0,
+// default, as on GPUs. Smaller pages speed up tests that repeatedly copy a few pages. Returns 0,
 // or -1 after cuInit or if it is not a power of two from the system's page size to 2 MiB.
 int sim_granularity(uint64_t bytes);
 // With 0, no device can access another (cuDeviceCanAccessPeer); with 1, the default, all can.

@@ -60,7 +60,7 @@ struct Stream {
   TicketPtr last;               // the ticket of the last operation; may be null
   std::shared_ptr<Capture> capture;
   std::condition_variable
-      ready;  // its thread waits here, so that others' operations wake no thread
+      ready;  // its thread waits here, so that other streams' operations do not wake it
 
   // Returns whether the thread has an operation to start, or has to end.
   bool is_ready(bool held) const;
@@ -70,7 +70,7 @@ using StreamPtr = std::shared_ptr<Stream>;
 struct Event {
   Context* context = nullptr;
   bool timing = true;
-  TicketPtr ticket;  // of the last record; null if never recorded
+  TicketPtr ticket;  // the ticket of the last record; null if never recorded
   std::weak_ptr<Capture> capture;
   bool captured = false;  // the last record was into a capture
 };
@@ -81,8 +81,8 @@ class Streams {
   // Closes a stream: it accepts no operations, and is removed when it is idle.
   void close(const StreamPtr& stream);
 
-  // Returns the stream of a handle, including special values; null if it is unknown. The
-  // per-thread stream is the calling thread's in `current`.
+  // Returns the stream of a handle, including special values; null if it is unknown. The special
+  // per-thread handle means the calling thread's stream in `current`.
   StreamPtr find(CUstream handle, Context* current);
   // Returns all streams that run or may run operations, including closed ones with work left.
   const std::vector<StreamPtr>& all() const { return all_; }

@@ -29,7 +29,8 @@ bool resolve(const Range& range, int device, bool write, std::vector<Span>* span
 // copied.
 bool copy(const std::vector<Span>& destination, const std::vector<Span>& source);
 // Fills the spans with the lowest `width` bytes (1 or 4) of `value`; sizes are multiples of
-// `width`. Zeros return the memory to the operating system. Returns false like copy().
+// `width`. Filling with zeros returns the memory to the operating system. Returns false like
+// copy().
 bool fill(const std::vector<Span>& destination, uint32_t value, unsigned width);
 
 // Copy spans to or from one of the simulator's own buffers, with or without the lock. Return false

@@ -86,7 +86,7 @@ class Learner:
         return token_logprobs(logits, rows.tokens, self._settings.temperature)
 
     def _parts(self, batch: Batch) -> list[tuple[int, Batch]]:
-        """Split a batch into parts for one forward each."""
+        """Split a batch into parts for one forward pass each."""
         size = self._settings.rows
         return [(at, batch.rows(at, at + size)) for at in range(0, len(batch.tokens), size)]
 

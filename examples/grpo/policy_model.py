@@ -43,7 +43,7 @@ def config_of(model: str, vocabulary: Vocabulary) -> Any:
 def make_model(model: str, vocabulary: Vocabulary, seed: int, device: torch.device) -> Any:
     """Return the model in float32, equal on every rank.
 
-    Uses eager attention, because the backward of torch's fused kernels is not deterministic.
+    Uses eager attention, because the backward pass of torch's fused kernels is not deterministic.
     """
     from transformers import AutoModelForCausalLM
 

@@ -331,7 +331,7 @@ class Admission:
         """Resume tags in one task, which all requests that need a wake-up now share.
 
         If a request is cancelled or stops waiting, the wake-up continues. Returns False if the task
-        in progress was another request's, and resumed only a part of the tags.
+        was already in progress for another request, and resumed only some of the tags.
         """
         now = asyncio.get_running_loop().time
         begun = now()

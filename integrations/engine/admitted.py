@@ -27,7 +27,7 @@ class Generation(Protocol):
 
     @property
     def ids(self) -> Collection[str]:
-        """The names by which a caller may abort it."""
+        """The names by which a caller may abort the request."""
 
     async def is_gone(self) -> bool:
         """Return whether the client has disconnected. May raise if the engine has ended."""

@@ -1,4 +1,4 @@
-"""A scheduler's answers to releases and resumes, of which it remembers the last one."""
+"""Creates a scheduler's answers to releases and resumes, and keeps the last one."""
 
 from __future__ import annotations
 

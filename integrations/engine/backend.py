@@ -30,11 +30,11 @@ class EngineBackend(Generic[Link]):
     """See `interface.Backend`. A subclass defines `_samples`.
 
     Attributes:
-        link: the connection with the engine.
+        link: the connection to the engine.
         other_ranks: the engine's arguments that add ranks outside its tensor-parallel group; or "".
 
     Args:
-        link: the connection with the engine.
+        link: the connection to the engine.
         arguments: the engine's arguments.
         other_ranks: the values of the arguments that may add such ranks.
         end: ends the engine; called once. None if the engine's owner ends the engine.

@@ -1,4 +1,4 @@
-"""Measures what an engine's process still holds of its device while its memory is released.
+"""Measures the device memory that an engine's process still uses while its tags are released.
 
 | part | contents |
 |---|---|
@@ -97,7 +97,7 @@ def clear_workspaces(device: int) -> None:
     """Release cuBLAS's workspaces, which torch allocates again when they are needed.
 
     Does nothing if torch has a private pool outside tags, which CUDA graphs have: graphs contain
-    the workspaces' addresses. The caller knows of graphs in tags.
+    the workspaces' addresses. The caller checks for graphs in tags.
     """
     torch = torch_with_cuda()
     if torch is not None and not of_segments(_segments(device))["graphs"]:

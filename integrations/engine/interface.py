@@ -232,7 +232,7 @@ class Backend(Protocol):
                 so far; "retract" drops their KV cache, and computes it again later; "in_place"
                 keeps the KV cache, so that they continue with results of the old weights; "wait"
                 lets them finish first, if the engine can.
-            timeout: seconds; after a timeout, generation may be paused or not.
+            timeout: seconds; after a timeout, generation may or may not be paused.
         """
 
     def continue_generation(self, timeout: float) -> None:

@@ -18,7 +18,7 @@ class Launcher(Protocol):
     """The module `launch` of an engine's package. See its functions for their errors."""
 
     def sizes_of(self, arguments: Mapping[str, Any], ranks: int | None) -> Sizes:
-        """Return the numbers of ranks from an engine's arguments; `ranks` is the limit."""
+        """Return the parallel sizes that an engine's arguments set; `ranks` is the limit."""
 
     def place(
         self, gpus: Sequence[Gpu | None], dp_rank: int, sizes: Sizes | None = None

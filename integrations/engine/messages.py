@@ -109,8 +109,8 @@ class RankReport:
         device_bytes: device memory released or mapped, by tag.
         copied_bytes: bytes copied to or from the backup, by tag.
         failure: the rank's failure, or None.
-        held: the bytes in use on the rank's device after a release of all memory, by their owner
-            (see `held`); empty after any other operation.
+        held: the bytes in use on the rank's device after a release of all memory, by owner (see
+            `held`); empty after any other operation.
     """
 
     rank: int
@@ -158,8 +158,9 @@ class Answer:
         ranks: the reports of the ranks of the scheduler's tensor-parallel group.
         failure: the operation's failure, or None.
         number: the answer's sequence number, which starts at 1 for each scheduler.
-        lost: tags whose contents are lost: without a backup, in a failed release, which has mapped
-            them again; to be overwritten, in a failed resume, which has released them again.
+        lost: tags whose contents are lost. A failed release loses contents without a backup, and
+            maps the tags again; a failed resume loses contents that were to be overwritten, and
+            releases the tags again.
     """
 
     scheduler: str

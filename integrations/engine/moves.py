@@ -97,7 +97,7 @@ def pause(
 class _Pause:
     """A pause in two steps, on this rank. Closing `held` cancels a pause that has not run.
 
-    It is one call to memsaver, or several: see `_steps`.
+    The pause consists of one or more calls to memsaver: see `_steps`.
     """
 
     def __init__(self, tags: Sequence[str], backups: Mapping[str, Backup], held: ExitStack) -> None:
@@ -136,7 +136,7 @@ class _Pause:
         return _figures(seconds, reports, self._names, self._tags)
 
     def _run_step(self, calls: Sequence[Call]) -> list[Report]:
-        """Run the calls at the same time, and raise the first of their errors when all are over."""
+        """Run the calls at the same time, and raise the first error when all have ended."""
         _C.Transition.run_all([call.native for call in calls if call.native is not None])
         reports, first = [], None
         for call in calls:

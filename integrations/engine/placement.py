@@ -64,7 +64,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The numbers of an engine's ranks.
+    """The parallel sizes of an engine.
 
     Attributes:
         width: the ranks of a tensor-parallel group.
@@ -98,7 +98,7 @@ def gpu_of_this_process() -> Gpu | None:
 
 
 def by_host(gpus: Sequence[Gpu | None]) -> list[list[Gpu]]:
-    """Return the GPUs of an engine's ranks, divided by their hosts; [] if there are no GPUs.
+    """Return the GPUs of an engine's ranks, grouped by host; [] if there are no GPUs.
 
     Args:
         gpus: the GPUs of the group's ranks, in the engine's order.

@@ -30,7 +30,7 @@ _POLL_SECONDS = 0.01
 
 @dataclass(frozen=True)
 class Descendant:
-    """A process, which a later process with the same id does not equal.
+    """A process, identified by its id and its start time, because ids are reused.
 
     Attributes:
         pid: its id.

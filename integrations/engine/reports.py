@@ -59,7 +59,7 @@ class SleepReport:
 
     @property
     def held(self) -> dict[str, int]:
-        """Device memory still in use after a release of all memory, by its owner, on all ranks.
+        """Device memory still in use after a release of all memory, by owner, on all ranks.
 
         The keys are those of `RankReport.held`. Empty after any other operation.
         """

@@ -36,7 +36,7 @@ class EngineController:
     are rejected before the engine receives them: releasing memory that requests use, and generating
     while that memory is released.
 
-    Threads: any. `sleep` and `wake_up` run one after the other; generations run concurrently. Do
+    Threads: any. Calls of `sleep` and `wake_up` are serialised; generations run concurrently. Do
     not call them in an event loop: use `await asyncio.to_thread(controller.sleep)`.
 
     Args:
@@ -89,7 +89,7 @@ class EngineController:
         return self._knowledge.guarded
 
     def refresh(self) -> Status:
-        """Query the engine's state. Changes nothing without the plugin, which reports the state.
+        """Query the state of an engine with memsaver's plugin. Does nothing without the plugin.
 
         Raises:
             EngineError: the engine does not answer within the controller's `timeout`; or it had

@@ -33,8 +33,8 @@ class EngineSet:
             engines.update_weights(model, group=group, pause="retract")
 
     An update succeeds on all engines or fails: the error's message names the engines that failed,
-    and if its engine died, the call does not wait for the others for more than a few seconds. After
-    a failed update engines have both old and new weights; repeating the call updates all of them.
+    and if an engine died, the call waits for the others for at most a few seconds. After a
+    failed update engines have both old and new weights; repeating the call updates all of them.
     To leave out an engine that died, make a set of the others, and a new group.
 
     All other calls are made on the engines themselves, which their owner closes.
@@ -52,7 +52,7 @@ class EngineSet:
         timeout: the default timeout of calls, in seconds: the first engine's.
 
     Args:
-        engines: the engines; their ranks have the same places.
+        engines: the engines; this rank must have the same place in all of them.
 
     Raises:
         ConfigError: the list is empty, contains an engine twice, or its engines have different

@@ -101,10 +101,10 @@ class Overlap:
         return states > 0 and self._need + _SPARE_BYTES <= free
 
     def measure(self, update: Callable[[], bool]) -> None:
-        """Run an update while the states are paused, and record how much memory it needs.
+        """Run an update while the states are paused, and record the memory that it needs.
 
         Args:
-            update: returns whether it has woken the weights; otherwise the need stays unknown.
+            update: returns whether it has woken the weights; if it has not, nothing is recorded.
         """
         self._need = 0
         if not self._wanted:

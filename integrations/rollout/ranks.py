@@ -22,8 +22,8 @@ class Layout:
     Attributes:
         rank: this process's rank.
         tp_group: the process group of the ranks that share an engine; None for a single process.
-        tp_ranks: its ranks, in the engine's order. The first one is the leader, which has the
-            engine.
+        tp_ranks: the ranks of that group, in the engine's order. The first one is the leader, which
+            owns the engine.
         tp_rank: this rank's position in `tp_ranks`.
         dp_groups: for each dimension that is not tensor-parallel, the process group of the ranks
             that differ from this rank only along that dimension; the innermost dimension last.

@@ -278,7 +278,7 @@ class RolloutEngine(EngineStart):
 
     @signals_deferred()  # no handler may run between the collectives
     def restart(self) -> None:
-        """Start engines that died again, and send the weights, as `generate` does by itself.
+        """Restart the engines that died, and send the weights, as `generate` does automatically.
 
         A collective of the whole mesh, after an `EngineDiedError` of another call. Engines that are
         alive keep running, but receive the weights too. The new engine is awake.

@@ -75,10 +75,10 @@ class ColocatedSession(StageOrder):
     own error describes the engine. After a failed update the engine's weights are unknown, and no
     block can use the engine until the next rollout has updated them; the trainer's weights are
     intact. After an exception in a rollout's block the engine stays awake until the next block. A
-    call out of order raises `InvalidStateError`, and changes nothing. Memory that is resumed during
-    the block is resumed by each rank for itself: if that fails, the block's begin, a forward pass,
-    the step or the end of the block raises the error, and the memory stays mapped on the ranks on
-    which it succeeded.
+    call out of order raises `InvalidStateError`, and changes nothing. During the block, each rank
+    resumes memory independently. If that fails, the beginning of the block, a forward pass, the
+    step or the end of the block raises the error, and the memory stays mapped on the ranks on which
+    the resume succeeded.
 
     Gradients that exist when a rollout begins are kept with the optimizer, which costs time and
     host memory: call `optimizer.zero_grad()` at the end of a step. One thread at a time may use the
@@ -245,7 +245,7 @@ class ColocatedSession(StageOrder):
 
     @collective_block
     def rollout(self) -> Iterator[RolloutEngine]:
-        """Give the engine the GPU and the trainer's weights for the block. Yields the engine.
+        """Let the engine use the GPU, with the trainer's weights, for the block; yield the engine.
 
         Raises:
             InvalidStateError: another block of this session is open; or the session or one of its
@@ -268,7 +268,7 @@ class ColocatedSession(StageOrder):
 
     @collective_block
     def training(self) -> Iterator[None]:
-        """Give the trainer the GPU for the block, with its weights and states.
+        """Let the trainer use the GPU, with its weights and states, for the block.
 
         Raises: see `rollout`.
         """

@@ -39,8 +39,8 @@ class RankStage:
     Attributes:
         rank: the rank in the world.
         seconds: the duration of the rank's own part, without the wait for others.
-        peak_bytes: the most memory of its device that was in use during the stage, by all
-            processes, from samples every few milliseconds. 0 if there is no driver.
+        peak_bytes: the peak of the memory in use on its device during the stage, by all processes,
+            sampled every few milliseconds; 0 if there is no driver.
         total_bytes: the device's memory.
         tag_bytes: device memory of memsaver's tags in this process at the end.
     """

@@ -27,12 +27,12 @@ _LANE = "rollout"
 
 @dataclass(frozen=True)
 class Nodes:
-    """The parts of an engine on several hosts, each with equally many of the engine's ranks.
+    """The parts of an engine on several hosts, each with the same number of the engine's ranks.
 
     Attributes:
         size: the number of the engine's ranks.
         first: starts the first part, on the leader, while the others start; returns the backend.
-        others: for each other host, what its first rank needs to start the host's part.
+        others: for each other host, the data with which its first rank starts the host's part.
     """
 
     size: int
@@ -171,7 +171,7 @@ class EngineStart(SharedSleep):
         return backend.tp_size, known_released(backend)
 
     def _start_again(self) -> None:
-        """Start the engine again if it died, and end its remaining processes before.
+        """If the engine died, end its remaining processes and start it again.
 
         Collective: every rank of the engine's group calls it.
         """

@@ -48,7 +48,7 @@ class Together:
     one rank cannot unpickle is an error on all ranks.
 
     Calls in several threads may run concurrently if each thread has its own `Together`; calls of
-    one object are serialized. They use only the CPU.
+    one object are serialised. They use only the CPU.
 
     The constructor is a collective call, which fails on all ranks if an argument is invalid on one
     of them.

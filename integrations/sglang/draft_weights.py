@@ -24,7 +24,7 @@ _kept: list[bool] = []  # not empty if this process has loaded a draft model
 
 
 def load(original: Callable[..., Any], runner: Any) -> Any:
-    """Wrap `ModelRunner.load_model`: regions inside it know whether they are for a draft model."""
+    """Wrap `ModelRunner.load_model`: mark the regions inside it that are for a draft model."""
     if not getattr(runner, "is_draft_worker", False):
         return original(runner)
     before = _is_loading.set(True)

@@ -169,7 +169,7 @@ def has_failed(scheduler: Any) -> bool:
 
 
 def when_asleep(scheduler: Any) -> WhenAsleep:
-    """Return the policy in effect. SGLang's server in Rust refuses in any case."""
+    """Return the policy in effect; always "refuse" behind SGLang's server in Rust."""
     return "refuse" if is_rust_served(scheduler) else settings.policy().when_asleep
 
 
@@ -354,7 +354,7 @@ def _has_memory(tag: str) -> bool:
 
 
 def _generations_in(kind: str, request: Any) -> Iterable[Any] | None:
-    """Return the generations or embeddings in a request; None if it is another request."""
+    """Return the generations or embeddings in a request; None for any other request."""
     if not kind.startswith(("Tokenized", "BatchTokenized")):
         return None
     return list(request) if kind.startswith("Batch") else [request]

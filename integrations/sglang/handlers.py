@@ -121,7 +121,7 @@ def check_states(
 ) -> None:
     """Check that no tag of a strict request is already in the requested state.
 
-    A request for all tags is for those that remain; one must remain.
+    A request for all tags means the remaining ones, of which there must be at least one.
 
     Raises:
         InvalidStateError: a tag to release is already released, or one to resume is not released.

@@ -44,10 +44,11 @@ _logger = logging.getLogger("memsaver.sglang")
 
 
 def after_release(updater: Any, group: Group, ranks: Sequence[RankReport]) -> list[RankReport]:
-    """Release what else can be released, if no tag has memory; return the reports of the ranks.
+    """Release memory outside tags, if no tag has memory; return the reports of the ranks.
 
-    They get the bytes that each rank still holds. A failure is logged, and the release still counts
-    as done; see `Suspender.suspend` for the communicators after it. Collective.
+    The bytes that each rank still uses are added to the reports. A failure is logged, and the
+    release still counts as done; see `Suspender.suspend` for the communicators after it.
+    Collective.
     """
     scheduler = scheduler_of(updater)
     # The ranks decide together, because only some of them may have a setting or a tag.
@@ -102,7 +103,7 @@ def communicators(device: int) -> list[Communicator]:
 
 
 def _suspender(scheduler: Any) -> Suspender:
-    """Return the scheduler's suspender, which is created at the first call."""
+    """Return the scheduler's suspender, which the first call creates."""
     found: Suspender | None = getattr(scheduler, _ATTRIBUTE, None)
     if found is None:
         device = held.device()

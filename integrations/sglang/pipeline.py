@@ -34,7 +34,7 @@ class _Deferred:
     Attributes:
         request: SGLang's request.
         work: returns the reply; its argument is the reason for which nothing may be done, or None.
-        rounds: the rounds for which the work may still wait.
+        rounds: the number of rounds for which the work may still wait.
     """
 
     def __init__(self, request: Any, work: Work) -> None:

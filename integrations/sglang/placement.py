@@ -19,7 +19,7 @@ _FIRST_PORT, _PORTS_EACH, _SLOTS = 30000, 64, 32
 
 
 def sizes_of(arguments: Mapping[str, Any], ranks: int | None) -> Sizes:
-    """Return the numbers of ranks from an engine's arguments.
+    """Return the parallel sizes that an engine's arguments set.
 
     Args:
         arguments: arguments of `sglang.Engine`.
@@ -27,7 +27,7 @@ def sizes_of(arguments: Mapping[str, Any], ranks: int | None) -> Sizes:
             limit. Without `tp_size` the engine uses as many of them as it can.
 
     Raises:
-        ConfigError: the arguments are not numbers of ranks, or need more ranks.
+        ConfigError: a size is not a positive integer, or the engine needs more than `ranks` ranks.
     """
     outer = {name: arguments.get(name, 1) for name in ("pp_size", "dp_size")}
     if arguments.get("enable_dp_attention"):
@@ -51,7 +51,7 @@ def place(gpus: Sequence[Gpu | None], dp_rank: int, sizes: Sizes | None = None) 
     Args:
         gpus: the GPUs of the group's ranks, in the engine's order.
         dp_rank: the engine's number.
-        sizes: the numbers of the engine's ranks; None for a tensor-parallel group only.
+        sizes: the engine's parallel sizes; None for a tensor-parallel group only.
 
     Raises:
         ConfigError: two ranks use the same GPU, only some ranks have a GPU, or the ranks of a host

@@ -3,8 +3,8 @@
 SGLang has two groups of entry points, and neither is sufficient. `sglang.srt.plugins` is loaded in
 the main process and in spawned schedulers, but not in SGLang's Ray actors, and in 0.5.16 not in the
 data-parallel controller; `sglang.srt.platforms` is loaded in every process, during SGLang's
-imports. So memsaver is in both, under the name `memsaver`; the effects are the same in either
-order:
+imports. So memsaver is in both, under the name `memsaver`; the effects do not depend on which is
+loaded first:
 
 - The factory of SGLang's memory savers, `TorchMemorySaverAdapter.create`, returns memsaver's saver
   if an enabled one is requested.
@@ -217,8 +217,9 @@ def _keep_nccl_from_registering() -> None:
 def _let_nccl_suspend() -> None:
     """Make NCCL allocate memory that it can release, in this process and its children.
 
-    Before SGLang turns NCCL's use of the virtual memory functions off. NCCL restores the memory of
-    its channels in small pieces, one after the other, so fewer channels are resumed faster.
+    Must run before SGLang turns off NCCL's use of the virtual memory functions. NCCL restores the
+    memory of its channels in small pieces, one after the other, so a smaller number of channels is
+    resumed faster.
     """
     if settings.suspends_nccl():
         os.environ.setdefault("NCCL_CUMEM_ENABLE", "1")

@@ -70,7 +70,7 @@ def _answered(
     updater: Any,
     request: Any,
 ) -> Any:
-    """Begin either operation, then call `work(original, updater, request, tags, answer)`."""
+    """Check a release or a resume, then call `work(original, updater, request, tags, answer)`."""
     if handlers.is_running(updater) or not handlers.is_as_expected(updater):
         return original(updater, request)
     answer = _Answering(updater, operation)

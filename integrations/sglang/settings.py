@@ -3,8 +3,8 @@
 MEMSAVER_SGLANG: `0` turns the plugin off, so that SGLang does not use memsaver. Default `1`.
 MEMSAVER_SGLANG_PRELOAD: `1` starts scheduler processes in preload mode, which a plain installation
     does not need; see `memsaver.preload`. Default `0`.
-MEMSAVER_SGLANG_ASLEEP: what happens to requests that need released memory: `refuse`, `wait` or
-    `wake`; see `memsaver.integrations.engine.policies.Policy`. Default `refuse`.
+MEMSAVER_SGLANG_ASLEEP: the policy for requests that need released memory: `refuse`, `wait` or
+`wake`; see `memsaver.integrations.engine.policies.Policy`. Default `refuse`.
 MEMSAVER_SGLANG_ASLEEP_WAIT: the longest time in seconds that a request is held. Default `60`.
 MEMSAVER_SGLANG_ASLEEP_REQUESTS: the largest number of requests that are held at the same time.
     Default `65536`.

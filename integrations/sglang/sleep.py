@@ -36,7 +36,7 @@ class SleepController(EngineController):
     threads' calls. In a callback of `on_pause` or `on_resume`, pass a short one: the other thread
     may be waiting for the callback's tag.
 
-    Threads: any. `sleep` and `wake_up` run one after the other; generations run concurrently. Do
+    Threads: any. Calls of `sleep` and `wake_up` are serialised; generations run concurrently. Do
     not call them in an event loop: use `await asyncio.to_thread(controller.sleep)`. `sleep` detects
     requests that did not come through the controller when it begins. Without the plugin, a request
     that arrives just after this check ends the engine, as does any request while the engine sleeps,

@@ -54,7 +54,7 @@ class Aliases:
         return self._users[_storage_id(self._tensors[at])]
 
     def obstacle(self, at: int) -> str | None:
-        """Return why the storage of the tensor at index `at` cannot be moved; None if it can.
+        """Return the reason why the storage of tensor `at` cannot be moved; None if it can.
 
         The caller must not refer to the storage object, because such a reference prevents the move.
         """

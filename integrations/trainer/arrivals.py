@@ -49,7 +49,7 @@ _limit: ContextVar[Limit | None] = ContextVar("limit", default=None)
 
 @contextlib.contextmanager
 def limited_waits(seconds: float) -> Iterator[None]:
-    """Limit how long hooks wait for background resumes during the block.
+    """Limit the time that hooks wait for background resumes during the block.
 
     A hook waits on the host until the resume ends. If `seconds` have passed since the beginning of
     the block, the hook raises `InvalidStateError`, which names the tag; the resume continues.

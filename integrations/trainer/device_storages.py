@@ -91,7 +91,7 @@ def _batch(waiting: list[Any]) -> list[Any]:
 
 
 def _move_batch(batch: list[Any], tag: str) -> None:
-    """Move storages in a new region."""
+    """Move storages into a new region."""
     import torch
 
     devices = sorted({storage.device.index for storage in batch})

@@ -263,10 +263,10 @@ def offload(
     compiled in place (`Module.compile`) before the pause. Users of the memory's address (DLPack
     consumers, CUDA array interfaces) must be created after the call.
 
-    Before you capture CUDA graphs that use the memory, call this and run a first step; if
-    gradients live across the capture and `gradients` is on, run a first pause with gradients too.
-    No other thread may use the memory during the call. An interrupt is raised after everything is
-    moved; the same call then returns the handle.
+    Before you capture CUDA graphs that use the memory, call this and run a first step; if gradients
+    exist across the capture and `gradients` is on, run a first pause with gradients too. No other
+    thread may use the memory during the call. An interrupt is raised after everything is moved; the
+    same call then returns the handle.
 
     Raises:
         ConfigError: a target has an unsupported type or accepts no hooks, the backup is unknown, or

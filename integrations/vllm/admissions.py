@@ -73,7 +73,7 @@ def admission_of(engine: Any) -> VllmAdmission | None:
 
 
 def get_admission(engine: Any, sleeper: Callable[[Any], Any]) -> VllmAdmission | None:
-    """Return an engine's `Admission`, which the first call makes; None if it has none."""
+    """Return an engine's `Admission`, created by the first call; None if it has none."""
     found = vars(engine).get(_ATTRIBUTE, False)
     if found is False:
         is_on = settings.is_on() and engine.vllm_config.model_config.enable_sleep_mode
@@ -169,7 +169,7 @@ async def _changed(engine: Any, work: Callable[[], Awaitable[Any]], **change: An
 def record_change(
     admission: VllmAdmission, level: int | None = None, woken: Collection[str] | None = ()
 ) -> bool:
-    """Record a successful sleep of a level, or wake-up of tags, without a query.
+    """Record a successful sleep or wake-up without querying the engine.
 
     Returns:
         Whether the change is known; otherwise the caller queries the engine.

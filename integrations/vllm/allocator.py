@@ -69,7 +69,7 @@ class MemsaverAllocator:
         yield self.graph_pool()
 
     def graph_pool(self) -> tuple[int, int]:
-        """Return the id of the pool of CUDA graphs, which is created at the first call."""
+        """Return the id of the pool of CUDA graphs, which the first call creates."""
         if self._graphs is None:
             self._tags.setdefault(GRAPH)
             with memsaver.disabled():

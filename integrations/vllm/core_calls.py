@@ -5,9 +5,9 @@ call by any name: an LLM, an AsyncLLM and a server's /collective_rpc. The state,
 resume of tags, and the engine's description are answered here; other calls go to the workers.
 
 A release of weights and KV cache is vLLM's own sleep, and a resume is its wake-up, so that vLLM's
-state and other clients' calls stay valid. A release of some of the tags is a call of the workers,
-which vLLM's sleep lacks. CUDA graphs that cannot be released count as released while the weights
-and the KV cache are.
+state and other clients' calls stay valid. vLLM's sleep cannot release only some of the tags, so a
+call to the workers releases them. CUDA graphs that cannot be released count as released while the
+weights and the KV cache are.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _SLEEPING = (WEIGHTS, KV_CACHE)  # the tags that vLLM's executor knows
 
 
 def install(core: Any) -> None:
-    """Answer memsaver's calls in vLLM's class of engine cores. Idempotent.
+    """Make vLLM's engine core class answer memsaver's calls. Idempotent.
 
     Raises:
         AttributeError: the class does not have the expected methods.
@@ -235,7 +235,7 @@ def _then(first: Any, work: Callable[[Any], Any]) -> Any:
 def _refused(
     core: Any, operation: str, tags: Sequence[str], error: MemsaverError, number: int
 ) -> Answer:
-    """Return the answer to a call that failed in this process, or in an executor without others."""
+    """Return the answer to a call that failed; the workers' own answer, if they sent one."""
     state = _state_of(core)
     if state.last is not None and state.last.number > number and state.last.failure is not None:
         return state.last

@@ -23,7 +23,7 @@ _logger = logging.getLogger("memsaver.vllm")
 
 
 def install(platform: Any) -> None:
-    """Wrap `get_global_graph_pool` of vLLM's base class of platforms. Idempotent.
+    """Wrap `get_global_graph_pool` of vLLM's platform base class. Idempotent.
 
     Raises:
         AttributeError: the class does not have the method.

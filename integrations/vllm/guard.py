@@ -1,9 +1,9 @@
 """Refuses requests that need released memory, in vLLM's engine core.
 
-vLLM's scheduler is paused while memory is released, so a generation that arrives then waits without
-a bound, and other requests that use the weights, such as loads of LoRA adapters, end the engine.
-The guard runs before the handlers of the engine core, on the thread of its loop, and reads the
-state that the executor keeps for all ranks. It takes effect only while memsaver's memory is
+vLLM's scheduler is paused while memory is released, so a generation that arrives then waits
+indefinitely, and other requests that use the weights, such as loads of LoRA adapters, end the
+engine. The guard runs before the handlers of the engine core, on the thread of its loop, and reads
+the state that the executor keeps for all ranks. It takes effect only while memsaver's memory is
 released, and adds nothing to a decoding step.
 
 | request | while memory is released |
@@ -164,7 +164,7 @@ class Guard:
         return None
 
     def sleep(self, work: Callable[[], Future[Any] | None], level: int) -> Future[Any] | None:
-        """Make a sleep of all tags or some, and record it. If it fails, the scheduler continues."""
+        """Put some or all tags to sleep, and record it. If this fails, the scheduler continues."""
         core = self._core
         # Another allocator may have released memory before it failed, and the ranks of a model with
         # experts can only continue together.

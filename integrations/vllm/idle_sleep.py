@@ -25,7 +25,7 @@ _logger = logging.getLogger("memsaver.vllm")
 
 
 class IdleRelease:
-    """The message of an engine core to itself that its time without requests has passed."""
+    """A message that an engine core sends to itself when its idle time has passed."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         self.run = run

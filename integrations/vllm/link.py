@@ -108,7 +108,7 @@ class Link(abc.ABC):
         self.call("unpause", {}, timeout)
 
     def arguments(self, timeout: float) -> dict[str, Any]:
-        """Return the numbers of the engine's ranks, its version and its weights' version."""
+        """Return the engine's parallel sizes, its version and the version of its weights."""
         if not self.has_plugin(timeout):
             return self.plain_arguments(timeout)
         rows = self.rpc(INFO, [], timeout)

@@ -1,4 +1,4 @@
-"""The route of a vLLM server that shows a client that the engine has memsaver's plugin.
+"""The route of a vLLM server through which a client detects memsaver's plugin in the engine.
 
 It exists only with the server's /collective_rpc, through which the client makes its calls, so only
 with VLLM_SERVER_DEV_MODE=1.

@@ -3,10 +3,10 @@
 MEMSAVER_VLLM: `0` turns the plugin off, so that vLLM does not use memsaver. Default `1`.
 MEMSAVER_VLLM_GRAPHS: `1` releases the memory of CUDA graphs with everything else, as vLLM's own
     option `sleep_mode_offload_cudagraph` does in versions that have it. Default `0`.
-MEMSAVER_VLLM_ASLEEP: what happens to requests that need released memory: `refuse`, `wait` or
-    `wake`; see `memsaver.integrations.engine.policies.Policy`. Default `refuse`.
-MEMSAVER_VLLM_ASLEEP_WAIT: the longest time in seconds that a request is held. Default `60`.
-MEMSAVER_VLLM_ASLEEP_REQUESTS: the largest number of requests that are held at the same time.
+MEMSAVER_VLLM_ASLEEP: the policy for requests that need released memory: `refuse`, `wait` or `wake`;
+see `memsaver.integrations.engine.policies.Policy`. Default `refuse`. MEMSAVER_VLLM_ASLEEP_WAIT: the
+longest time in seconds that a request is held. Default `60`. MEMSAVER_VLLM_ASLEEP_REQUESTS: the
+largest number of requests that are held at the same time.
     Default `65536`.
 MEMSAVER_VLLM_SLEEP_AFTER: with `wake`, the seconds without a request after which the engine
     releases its memory. Default `0`: never.

@@ -40,8 +40,8 @@ class SleepController(EngineController):
     pass a short one: the other thread may be waiting for the callback's tag.
 
     Threads: any, except the thread of an AsyncLLM's event loop, which another thread must run.
-    `sleep` and `wake_up` run one after the other; generations of an AsyncLLM or a server run
-    concurrently, and those of a `vllm.LLM` one after the other.
+    Calls of `sleep` and `wake_up` are serialised, and so are generations of a `vllm.LLM`;
+    generations of an AsyncLLM or a server run concurrently.
 
     Args:
         engine: a `vllm.LLM` or an `AsyncLLM` in this process, the URL of a server with

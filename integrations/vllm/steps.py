@@ -41,8 +41,8 @@ class Step:
 
         Args:
             group: the ranks.
-            undo_nothing: the rollback on a rank that failed before the transition; it takes part in
-                the other ranks' rollback.
+            undo_nothing: the rollback on a rank that failed before the transition; it only joins
+                the collectives of the other ranks' rollback.
         """
         self.group = group
         self.reports: list[RankReport] = []

@@ -22,7 +22,7 @@ SIMULATED = (
 
 
 def refusal(version: str) -> str | None:
-    """Return why memsaver does not replace the allocator of this version of vLLM, or None.
+    """Return the reason why this version of vLLM keeps its own allocator; None if it does not.
 
     A version counts as tested if another release with the same first two numbers was tested.
     """

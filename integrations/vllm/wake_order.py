@@ -2,9 +2,9 @@
 
 vLLM 0.26's worker restores the model's buffers in the first wake-up after a sleep at level 2,
 whatever its tags, and with a quantised KV cache its V1 model runner resets the cache's scales to 1
-after every wake-up of the KV cache. Both are in the memory of the weights, which may still be
-released, and then the wake-up would end the worker with an illegal access. The scales are buffers
-too, so their values are restored with the weights at every level, and no reset is needed.
+after every wake-up of the KV cache. The buffers and the scales are in the weights' memory. If that
+memory is still released, writing to it would end the worker with an illegal access. The scales are
+buffers too, so their values are restored with the weights at every level, and no reset is needed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RESET = "init_fp8_kv_scales"  # a method of the V1 model runner, until 0.28
 def in_any_order(
     wake_up: Callable[..., None], allocator_of: Callable[[], MemsaverAllocator | None]
 ) -> Callable[..., None]:
-    """Return a worker's wake-up that leaves work on the weights to the wake-up of the weights."""
+    """Return a worker's wake-up that postpones work on the weights until the weights wake."""
 
     @functools.wraps(wake_up)
     def call(worker: Any, tags: list[str] | None = None) -> None:

@@ -51,7 +51,7 @@ Rows = list[dict[str, Any]]
 
 
 def install(worker: Any) -> None:
-    """Add the functions to vLLM's class of workers, as methods. Idempotent."""
+    """Add the functions to vLLM's worker class, as methods. Idempotent."""
     calls = ((BEGIN, _begin), (LOAD, _load), (END, _end), (JOIN, _join), (LEAVE, _leave))
     for name, call in calls:
         setattr(worker, name, call)

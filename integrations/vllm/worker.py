@@ -10,7 +10,7 @@ on one, and only the rank whose response the executor reads last raises.
 |---|---|
 | a sleep is rejected before it runs | mapped, with contents |
 | a sleep fails later | mapped; contents without a backup may be lost |
-| a wake-up fails | released as before, with backups; the same call may be repeated |
+| a wake-up fails | still released, with backups; the call may be repeated |
 
 If the rollback of a sleep fails as well, the sleep counts as done, so that the engine does not use
 memory that a rank lacks: the next wake-up maps it. The last answer and the state of the memory
@@ -57,7 +57,7 @@ _logger = logging.getLogger("memsaver.vllm")
 
 
 def install(worker: Any) -> None:
-    """Add memsaver's methods to vLLM's class of workers, and wrap its sleep. Idempotent.
+    """Add memsaver's methods to vLLM's worker class, and wrap its sleep. Idempotent.
 
     Raises:
         AttributeError: the class does not have the expected methods.
@@ -123,7 +123,7 @@ def installed_allocator() -> MemsaverAllocator | None:
 def memsaver_state(worker: Any) -> dict[str, Any]:
     """Return the `SchedulerState` of this rank's memory, as JSON values.
 
-    A worker does not know of requests that wait, so `idle` is always True.
+    A worker cannot see waiting requests, so `idle` is always True.
     """
     allocator = installed_allocator()
     released = allocator.released if allocator is not None else ()

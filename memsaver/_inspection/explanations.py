@@ -30,7 +30,8 @@ class Explanation:
         allocation: the live allocation that contains the address, or None.
         in_segment: whether torch has divided the allocation into tensors' blocks.
         tensor: the block of the live tensor that contains the address, if torch knows it.
-        since: when the tag entered its state, by `time.time()`: for example, when it was paused.
+        since: the time when the tag entered its state, as `time.time()` returns it: for example,
+            the time when it was paused.
         seconds: the time from `since` to the creation of this object.
         thread: the system's id of the thread whose call changed the state
             (`threading.get_native_id()`), or that created the tag if it was never paused.

@@ -176,7 +176,7 @@ class Stats:
     Attributes:
         tags: one row for each tag and device.
         host_bytes: host memory in use for backups in total, including temporary copy buffers.
-        host_available_bytes: host memory that backups may use in addition now, within the option
+        host_available_bytes: additional host memory that backups may use now, within the option
             `host_bytes` and the system's available memory. Comparisons ignore it, because it
             changes without calls to memsaver.
         deferred: the memory that the driver refused to release; not reported for another process.

@@ -33,9 +33,9 @@ def backup_view(tensor: Any, writable: bool = False, retained: bool = False) -> 
 
     Raises:
         ConfigError: the tensor's memory is in no region.
-        InvalidStateError: the tag is not paused, or was paused without a backup or with one on
-            disk, which is not in memory. With `retained`: the tag is not mapped, or no copy of the
-            tensor is retained.
+        InvalidStateError: the tag is not paused, or was paused without a backup, or with one on
+            disk or on another GPU. With `retained`: the tag is not mapped, or no copy of the tensor
+            is retained.
         NotLoadedError: torch is not installed.
     """
     try:

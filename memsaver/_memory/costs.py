@@ -1,4 +1,4 @@
-"""Warnings about silent costs: a `PerformanceWarning`, once for each tag and cost.
+"""Warnings about hidden costs: a `PerformanceWarning`, once for each tag and cost.
 
 Costs below LARGE_BYTES are not reported.
 

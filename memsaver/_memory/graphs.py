@@ -35,8 +35,8 @@ def graph(
         backup: as in `region`. With "none" a pause discards the outputs of the last replay; the
             next replay computes them again.
         pool: graphs captured with the same pool share memory, as in torch: the result of an earlier
-            graph's `pool()` or of `torch.cuda.graph_pool_handle()`. Graphs of another tag or
-            captured by `torch.cuda.graph` do not share it, unless the pool is that of a graph
+            graph's `pool()` or of `torch.cuda.graph_pool_handle()`. Graphs of another tag, and
+            graphs that `torch.cuda.graph` captured, share it only if the pool is that of a graph
             captured by this function.
         stream: the stream to capture on; None means a side stream of torch's.
         capture_error_mode: as in `torch.cuda.graph`.

@@ -104,7 +104,7 @@ def preload(tag: str | None = None, backup: Backup | None = None) -> Iterator[No
     even after an exception. Blocks may be nested.
 
     Raises:
-        ConfigError, NotLoadedError: like `preload_env`, before any change.
+        ConfigError, NotLoadedError: see `preload_env`; no variable has been changed.
     """
     added = preload_env(tag, backup)
     before = {name: os.environ.get(name) for name in added}
@@ -150,7 +150,7 @@ def _library_path() -> str:
 def _with_library(preloaded: str, path: str) -> str:
     """Return `LD_PRELOAD` with the library in front, unless it already contains the library.
 
-    Removes another installation's library: of two, only the first would be effective.
+    Removes another installation's library: of two libraries, only the first would take effect.
     """
     present = [entry for entry in _SEPARATORS.split(preloaded) if entry]
     ours = {os.path.realpath(path), os.path.realpath(os.path.join(os.path.dirname(path), CORE))}

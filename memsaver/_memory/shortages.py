@@ -25,9 +25,9 @@ class Holder:
         tag: the tag.
         bytes: device memory in use, as counted by the driver.
         state: the tag's state.
-        pausable: whether a pause of the tag would begin at once. It would if the tag is mapped, if
-            its regions are closed, if neither a transition nor another thread's callbacks use it,
-            and if no other process uses its tensors.
+        pausable: whether a pause of the tag would begin at once: the tag is mapped, its regions are
+            closed, neither a transition nor another thread's callbacks use it, and no other process
+            uses its tensors.
     """
 
     tag: str

@@ -224,7 +224,7 @@ class TorchPools:
         return bool(self.torch.cuda.is_current_stream_capturing())
 
     def dead_ranges(self) -> list[tuple[int, int]]:
-        """Return address and bytes of the blocks without a tensor in memsaver's closed pools."""
+        """Return the addresses and sizes of blocks without a tensor in memsaver's closed pools."""
         dead = []
         for segment in self._segments():
             if tuple(segment.get("segment_pool_id", (0, 0))) not in _closed_pools:
@@ -235,7 +235,7 @@ class TorchPools:
         return dead
 
     def live_ranges(self, allocations: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return address and bytes of the live parts of memsaver's allocations, in address order.
+        """Return the addresses and sizes of the live parts of memsaver's allocations, in order.
 
         The live parts of a torch segment are its tensors, with their requested sizes; any other
         allocation is live as a whole.
@@ -264,7 +264,7 @@ class TorchPools:
         return False, None
 
     def private_ranges(self) -> list[tuple[int, int]]:
-        """Return address and bytes of torch's segments in private pools."""
+        """Return the addresses and sizes of torch's segments in private pools."""
         return [
             (segment["address"], segment["total_size"])
             for segment in self.torch.cuda.memory_snapshot()

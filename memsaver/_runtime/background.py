@@ -97,7 +97,7 @@ class Failure:
 
 
 def _fill(places: list[Outcome[Result]], work: Callable[[], Result]) -> None:
-    """Run the work on this thread and store its result or error in the only outcome of `places`."""
+    """Run the work on this thread, and store its outcome in the object that `places` contains."""
     result = error = None
     try:
         result = work()

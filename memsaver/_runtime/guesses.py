@@ -44,7 +44,7 @@ _VLLM = "vLLM is not supported yet; memsaver works with SGLang, and in programs 
 
 
 def missing(name: str, public: list[str]) -> AttributeError | ImportError:
-    """Return the error about a missing attribute of `memsaver`. Only its `__getattr__` calls this.
+    """Return the error for a missing attribute of `memsaver`. Only its `__getattr__` calls this.
 
     The error is an ImportError if `from memsaver import name` needs the attribute, because Python
     would replace an AttributeError by an ImportError without advice. For a module of the package it

@@ -36,9 +36,10 @@ class Options:
         poison: whether contents without a backup resume as bytes 0xFF instead of zeros.
         disk_dir: the directory of backups on disk; "" means $TMPDIR, else /var/tmp, else /tmp.
         peer: the ordinal of the device whose memory backup="peer" uses; "auto": the device with
-            peer access that has most memory free when a device's first such backup is made.
+            peer access that has the most free memory when a device's first such backup is made.
         peer_margin_bytes: device memory that backup="peer" leaves free on the other device.
-        importer_seconds: how long a pause waits for other processes that use its tags' tensors.
+        importer_seconds: the time that a pause waits for other processes that use its tags'
+            tensors.
         top: whether `memsaver top` of the same user can query this process's statistics.
     """
 

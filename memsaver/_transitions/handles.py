@@ -127,8 +127,9 @@ class Call:
 class Transition(Job[Report]):
     """A pause, a resume or a swap in progress on a separate thread. Any thread may use this.
 
-    A call that needs one of its tags waits for its end, and so does interpreter exit. An error that
-    none of the waits delivers becomes a `MemsaverWarning` when this object is deleted.
+    A call that needs one of its tags waits for the transition to end, and so does interpreter exit.
+    An error that none of the waits delivers becomes a `MemsaverWarning` when this object is
+    deleted.
     """
 
     def __init__(self, call: Call, progress: Progress) -> None:
@@ -178,7 +179,7 @@ class Transition(Job[Report]):
         return native.progress() if native is not None else (0, 0)
 
     def wait(self, timeout: float | None = None) -> Report:
-        """Wait for the end, including callbacks, and return the report. May be repeated.
+        """Wait for the transition and its callbacks to end, and return the report. May be repeated.
 
         Calls the progress callback of the transition on this thread. If the callback raises, `wait`
         waits for the end before it raises the exception. An interrupt is raised at once, and the
@@ -217,7 +218,8 @@ class Transition(Job[Report]):
     def wait_memory(self, memory: Any) -> None:
         """Wait on the host until a resume has copied the contents of some memory.
 
-        Returns only when all copies are queued, and for a pause or a swap, when it is over.
+        For a resume, returns only when all copies are queued; for a pause or a swap, only when the
+        transition is over.
 
         Args:
             memory: a dense tensor, an object with an `address` and `nbytes`, a pair (address,

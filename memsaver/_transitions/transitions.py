@@ -46,7 +46,7 @@ def pause(
 
     All or nothing: after an error every tag is mapped with its contents. Waits until the devices
     have completed all work submitted before the call. Until the resume, accessing the memory is an
-    illegal access, but its tensors may be deleted. Pausing a paused tag does nothing; its
+    illegal access, but the tensors in it may be deleted. Pausing a paused tag does nothing; its
     `Change.changed` is False.
 
     Args:
@@ -57,16 +57,16 @@ def pause(
             another thread. The memory must not be used after the call.
         progress: `progress(done_bytes, total_bytes)` is called about every 50 ms and at the end, by
             the waiting thread, while another thread does the work; it is never called if there is
-            nothing to copy. True shows a bar on stderr. See `Transition.wait` for a function that
-            raises.
+            nothing to copy. True shows a bar on stderr. `Transition.wait` describes the effect of
+            an exception in the function.
 
     Only blocks that a tensor owns are saved. Contents that are not saved read as zero after the
     resume (with the option `poison`, as NaN).
 
-    A call that needs a tag of a transition in progress waits for its end. A signal handler that
-    raises (Ctrl-C) ends that wait. Later signals do not affect the pause: their handlers run after
-    the pause and its callbacks, or, with `progress` or `wait=False`, at once while the pause
-    continues. All of this applies to `resume` and `swap` too.
+    A call that needs a tag of a transition in progress waits for the transition to end. A signal
+    handler that raises (Ctrl-C) ends that wait. Later signals do not affect the pause: their
+    handlers run after the pause and its callbacks, or, with `progress` or `wait=False`, at once
+    while the pause continues. All of this applies to `resume` and `swap` too.
 
     Raises:
         UnknownTagError: no region has ever named a tag.
@@ -207,9 +207,9 @@ def swap(
 def paused(*tags: str, backup: Backup | None = None) -> Iterator[Report]:
     """Pause `tags` for the block, then resume those that it paused, even after an exception.
 
-    Yields the pause's report. Errors are those of `pause` and `resume`. Also a decorator, including
-    for coroutine functions, whose event loop both transitions block. An interrupt is raised after
-    the tags are resumed, even if the resume waits for another thread's transition.
+    Yields the pause's report. Errors are those of `pause` and `resume`. Also works as a decorator,
+    even for coroutine functions: both transitions then block the event loop. An interrupt is raised
+    after the tags are resumed, even if the resume waits for another thread's transition.
     """
     call = pause_call(tags, backup)
     going: list[str] = []

@@ -156,7 +156,7 @@ class BareDriver:
 
 
 class BareMemory:
-    """Addresses of a device, and physical memory for them in handles of `piece` bytes.
+    """A range of a device's addresses, and physical memory for it in handles of `piece` bytes.
 
     Makes only the driver calls that any library must make. Nothing is mapped at first. `pause` and
     `resume` have the minimum cost of a pause and a resume without a backup; their four steps can
@@ -312,7 +312,7 @@ class PinnedMemory:
         self.address = pointer.value or 0
 
     def to_host(self, device_address: int, nbytes: int, stream: ctypes.c_void_p) -> None:
-        """Queue a copy of `nbytes` from the device into this memory; at most its size."""
+        """Queue a copy of `nbytes`, at most this memory's size, from the device."""
         self._call(
             "cuMemcpyDtoHAsync_v2",
             ctypes.c_void_p(self.address),
@@ -322,7 +322,7 @@ class PinnedMemory:
         )
 
     def to_device(self, device_address: int, nbytes: int, stream: ctypes.c_void_p) -> None:
-        """Queue a copy of `nbytes` from this memory to the device; at most its size."""
+        """Queue a copy of `nbytes`, at most this memory's size, to the device."""
         self._call(
             "cuMemcpyHtoDAsync_v2",
             ctypes.c_uint64(device_address),

@@ -1,4 +1,4 @@
-"""Tables that fold on a narrow terminal: figures move below one another; none is truncated."""
+"""Format tables for narrow terminals: columns are stacked, and no figure is truncated."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _WIDTH = 80  # columns that a table with one line per row needs
 
 
 def output_console() -> Console:
-    """Return a console on stdout. Its lines are never shorter than a folded table needs."""
+    """Return a console on stdout, which is at least as wide as a folded table."""
     from rich.console import Console, ConsoleDimensions
 
     console = Console(highlight=False)

@@ -91,7 +91,7 @@ class Process:
         devices: the devices on which its tags have memory.
         tags: one row for each tag and device, in order of creation.
         host_bytes: host memory in use for backups.
-        host_available_bytes: how much more host memory backups may use.
+        host_available_bytes: the additional host memory that backups may use.
     """
 
     pid: int

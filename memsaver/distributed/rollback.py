@@ -18,7 +18,7 @@ class Rollback:
 
     Attributes:
         done: whether `undo` was called. The other attributes are set by `undo`.
-        stuck: the state of each tag that was not restored, and why; "" if all were restored.
+        stuck: the state of each tag that was not restored, and the reason; "" if all were restored.
         warning: a warning if all tags were restored but a callback failed; otherwise "".
         errors: the errors that occurred.
     """

@@ -19,7 +19,7 @@
 
 namespace memsaver {
 
-// Called first by every function on tags. Creates the process's own tag. Throws kInvalidState in a
+// Every function on tags calls this first. Creates the process's own tag. Throws kInvalidState in a
 // forked child.
 void require_tags();
 
@@ -41,7 +41,7 @@ Object* unwrapped(void* handle, const char* what) {
   if (!handle) throw Error(Status::kInvalidArgument, std::string(what) + " is null");
   return static_cast<Object*>(handle);
 }
-// `what` is the plural of the elements, for the message.
+// `what` names the elements in the plural, for the message.
 void require_list(const void* list, size_t count, const char* what);
 
 // --- results

@@ -34,7 +34,7 @@ class BackingStore {
   // throws kBadConfig, kDriverFailed. If it throws, nothing is claimed.
   virtual void claim(const std::vector<Range>& chunks) = 0;
   // Allocates the storage of a part of a chunk, once for each part: memory pages, or blocks of the
-  // file. Any thread, several at once. Throws kOutOfHostMemory, kBackupFailed; the caller must then
+  // file. Thread-safe. Throws kOutOfHostMemory, kBackupFailed; the caller must then
   // drop the chunk.
   virtual void populate(const Range& part) = 0;
   // Prepares the chunk for copies. Call inside a DeviceScope. Throws kOutOfHostMemory.
@@ -61,7 +61,7 @@ class BackingStore {
   // The address at which a CPU may read the saved bytes, or null.
   virtual void* view(uint64_t address) const = 0;
 
-  // Copy whole units of attached chunks. Any thread, several at once. Throw kBackupFailed.
+  // Copy whole units of attached chunks. Thread-safe. Throw kBackupFailed.
   virtual void write(uint64_t address, const void* source, uint64_t bytes) = 0;
   virtual void read(uint64_t address, void* target, uint64_t bytes) = 0;
 };

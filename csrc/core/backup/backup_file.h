@@ -21,7 +21,7 @@ namespace memsaver {
 // block size, which is 512 or 4096 bytes. Others throw kInternal.
 constexpr uint64_t kFileAlignment = 4096;
 
-// Movable. Any number of threads may transfer, reserve and punch at once on disjoint ranges. Must
+// Movable. Any number of threads may transfer, reserve and punch disjoint ranges concurrently. Must
 // not be used in a forked child, whose copy does not keep disk space allocated.
 class BackupFile {
  public:

@@ -26,15 +26,15 @@ class CopyEvents {
   // Throws kDriverFailed.
   void close();
 
-  // Returns the event after the last work in `ranges`, or null if none is queued there. Increases
-  // `*found_bytes` by the bytes of `ranges` that were added.
+  // Returns the event that follows the last work queued in `ranges`, or null if none is queued
+  // there. Increases `*found_bytes` by the bytes of `ranges` that were added.
   const Event* last_in(const std::vector<Range>& ranges, uint64_t* found_bytes) const;
-  // Returns the event after all work, or null if none is queued.
+  // Returns the event that follows all queued work, or null if none is queued.
   const Event* last() const { return marks_.empty() ? nullptr : &marks_.back().event; }
 
  private:
   struct Mark {
-    std::vector<Range> ranges;  // those after the previous event, in the order of the work
+    std::vector<Range> ranges;  // the ranges after the previous event, in the order of the work
     Event event;
   };
 

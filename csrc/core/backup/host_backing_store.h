@@ -54,7 +54,7 @@ class HostBackingStore : public BackingStore {
    private:
     uint64_t device_address_, bytes_;
     char* base_;
-    char* begin_;  // of the pages that the destructor unmaps
+    char* begin_;  // the first page that the destructor unmaps
   };
 
   char* place(uint64_t address) const;

@@ -26,7 +26,7 @@ class PeerBackingStore : public BackingStore {
   uint64_t peer_bytes(const Range& chunk) const override;
   uint64_t peer(uint64_t address) const override;
   void* direct(uint64_t address) const override { return host_.direct(address); }
-  void* view(uint64_t) const override { return nullptr; }  // a tensor may lie in both memories
+  void* view(uint64_t) const override { return nullptr; }  // a tensor may be divided between both
   void write(uint64_t address, const void* source, uint64_t bytes) override;
   void read(uint64_t address, void* target, uint64_t bytes) override;
 

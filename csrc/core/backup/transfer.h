@@ -95,7 +95,7 @@ class Save {
   std::vector<Chunk> chunks_;
   std::vector<CopyChunk> copy_chunks_;  // of all chunks, in order
   std::vector<Range> pieces_;           // the pieces to fingerprint
-  std::vector<Digest> digests_;         // of the pieces, if the host computes them
+  std::vector<Digest> digests_;         // the pieces' fingerprints, if the host computes them
   std::unique_ptr<Fingerprinter> hasher_;
   std::unique_ptr<Workers> populating_;  // the new chunks, by copy chunk
   size_t next_chunk_ = 0, next_copy_chunk_ = 0, next_fresh_ = 0, next_event_ = 0;

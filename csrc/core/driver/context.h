@@ -18,8 +18,8 @@ class Context {
 };
 
 // Makes the context current on the calling thread while it exists. The destructor restores the
-// previous context, and ignores errors. Throws kDriverFailed. Sufficient for calls that are legal
-// under any stream capture.
+// previous context, and ignores errors. Throws kDriverFailed. It suffices for calls that are legal
+// during every stream capture.
 class ContextScope {
  public:
   explicit ContextScope(const Context& context);

@@ -28,7 +28,7 @@
 
 namespace memsaver {
 
-// How objects of one kind are destroyed. Constants.
+// Describes how objects of one kind are destroyed. Constants.
 struct ObjectKind {
   enum class Memory { kNone, kDevice, kHost };
   enum class Scope { kNone, kContext, kDevice };

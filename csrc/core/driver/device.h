@@ -52,12 +52,12 @@ class Device : public Context {
   Memory memory() const;
 
   // Returns a device's free bytes. If its primary context is not active, starts the context and
-  // ends it again, so that no memory of a device stays in use only because it was asked. Throws
+  // ends it again, so that the query leaves no memory of the device in use. Throws
   // kDriverFailed.
   static uint64_t probe_free_bytes(int ordinal);
 
-  // Held by a thread that must leave a margin free, from its check to its last allocation, so that
-  // the next thread's check sees the allocated memory.
+  // Locks out other threads that must leave a margin free, from a thread's check to its last
+  // allocation, so that the next thread's check sees the allocated memory.
   std::unique_lock<std::mutex> lock_room() { return std::unique_lock<std::mutex>(room_mutex_); }
 
   // Total memory, in bytes.

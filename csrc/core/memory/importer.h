@@ -63,8 +63,8 @@ void wait_for_importers(std::unique_lock<std::mutex>& lock, const std::vector<Ta
                         const std::vector<Tag*>& out);
 
 // Returns an eventfd that becomes readable when importers should release memory that no tensor
-// uses: a pause waits for them, or the memory was freed. Returns the same one at every call. Throws
-// kOutOfHostMemory if there are no descriptors.
+// uses: a pause waits for them, or the memory was freed. Every call returns the same eventfd.
+// Throws kOutOfHostMemory if there are no descriptors.
 int release_requests();
 // Makes the eventfd readable, if it exists. Any thread.
 void request_release() noexcept;

@@ -37,7 +37,7 @@ struct TransitionRecord {
 };
 
 struct Tag;
-struct Claim;    // a thread's right to tags; see reservation.h
+struct Claim;    // a thread's right to change tags; see reservation.h
 struct Waiting;  // a thread that waits for tags; see reservation.h
 class Importer;  // a process that maps memory of tags; see importer.h
 

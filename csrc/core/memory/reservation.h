@@ -32,7 +32,7 @@ uint64_t this_thread() noexcept;
 enum class Need {
   kMemory,       // to change the tags' memory: no Hold on them exists
   kTransition,   // to begin a transition: no Hold and no other thread's reservation exists
-  kReservation,  // to reserve: no other thread's reservation exists, no transition is in progress
+  kReservation,  // to reserve: no reservation of another thread, and no transition in progress
   kSettled,      // no transition is in progress
 };
 

@@ -26,7 +26,7 @@ struct Record {
   enum class Kind : int32_t {
     kBaseline = 0,  // the state before the first record of the tag and device
     kAllocate = 1,
-    kFree = 2,   // memory was released; for a free during a transition, at the transition's end
+    kFree = 2,   // memory was released; a free during a transition is recorded at its end
     kBegin = 3,  // a transition began
     kEnd = 4,
     kMemory = 5,  // the driver's free and total memory of a device

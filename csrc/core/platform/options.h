@@ -47,13 +47,13 @@ constexpr uint64_t kAnyDevice = UINT64_MAX;
     "the directory of the files of backup='disk'; empty: $TMPDIR, else /var/tmp, else /tmp")    \
   X(peer, kDevice, "MEMSAVER_PEER", kAnyDevice, 0, 63,                                          \
     "the device whose memory backup='peer' uses; auto: the device with peer access that has "   \
-    "most memory free when a device's first such backup is made")                               \
+    "the most free memory when a device's first such backup is made")                           \
   X(peer_margin_bytes, kSize, "MEMSAVER_PEER_MARGIN_BYTES", 1ull << 30, 0, 1ull << 60,          \
     "device memory that backup='peer' leaves free on the other device; contents that do not "   \
     "fit are saved in pinned host memory")                                                      \
   X(importer_seconds, kSeconds, "MEMSAVER_IMPORTER_SECONDS", 10000, 0, 3600000,                 \
-    "how long a pause waits for other processes to release tensors of its tags that they "      \
-    "imported, and how long the memory of a tensor that was sent is kept for its receiver")     \
+    "the time that a pause waits for other processes to release tensors of its tags that they " \
+    "imported, and for which the memory of a sent tensor is kept for its receiver")             \
   X(top, kFlag, "MEMSAVER_TOP", 1, 0, 1,                                                        \
     "`memsaver top` of the same user can query this process's statistics, through a socket "    \
     "that only this user can access; read when the process's first tag is created")
@@ -77,7 +77,8 @@ std::chrono::milliseconds time_option(Option which);
 // kBadConfig.
 void check_options();
 
-// Sets an option by name, from the text of its kind. Changes nothing if it throws kBadConfig.
+// Sets an option by name, from a text in the format of its kind. Changes nothing if it throws
+// kBadConfig.
 void set_option(const std::string& name, const std::string& text);
 
 // Returns the value as text for set_option: a size in bytes, "on" or "off", a path,

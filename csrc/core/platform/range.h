@@ -13,7 +13,7 @@ struct Range {
 };
 
 // Arguments are sorted only if stated. Results are sorted, with adjacent ranges joined, unless
-// stated.
+// stated otherwise.
 
 // Returns `ranges` without `holes`.
 std::vector<Range> subtract(std::vector<Range> ranges, std::vector<Range> holes);

@@ -58,7 +58,7 @@ class DeviceTransition {
   // device cannot be entered.
   void release() noexcept;
 
-  // Moves the pages back, with their contents. Returns false if the driver refused to.
+  // Moves the pages back, with their contents. Returns false if the driver refuses a move.
   bool undo() noexcept;
   // Completes undo(). Unless `whole`, the pools of `out` stay unmapped and keep their contents in
   // their backups or in unmapped pages. Needs no host memory, because a lack of it may have caused
@@ -90,7 +90,7 @@ class DeviceTransition {
   const Tag* at_ = nullptr;
 };
 
-// Runs call(work) for the work of all devices concurrently, each on its own thread, inside a
+// Runs call(work) for each device's work concurrently, each on its own thread, inside a
 // DeviceScope. Errors carry the tag that was being processed.
 void on_each_device(const std::vector<std::unique_ptr<DeviceTransition>>& works,
                     const std::function<void(DeviceTransition&)>& call);

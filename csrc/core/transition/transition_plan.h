@@ -29,8 +29,8 @@ struct TransitionRequest {
   TagSelection out, into;  // to pause, and to resume
   // Overrides the policies of the tags of `out`. kNone in a resume restores nothing.
   std::optional<Backup> policy;
-  // Ranges of `out` that no tensor owns: they are neither saved nor restored, unless
-  // Registry::changes is no longer `changes`.
+  // Ranges of `out` that no tensor owns: they are neither saved nor restored if Registry::changes
+  // still equals `changes`.
   std::vector<Range> unowned;
   std::optional<uint64_t> changes;
 };
@@ -52,8 +52,8 @@ struct PoolChange {
 
   Pool* pool;
   std::vector<Range> ranges;  // the ranges to save or to restore, sorted
-  // Removed from the heap, or created for it. The entry of a mapping that was unmapped stays,
-  // empty.
+  // Removed from the heap, or created for it. The entry of a mapping that was unmapped stays as an
+  // empty entry.
   std::map<uint64_t, Mapping> mappings;
   // The pool's retained unmapped pages. A pause that cannot be undone leaves pages here; the resume
   // maps them, and keeps the entries in case it must be undone.
@@ -76,7 +76,7 @@ struct Arriving : PoolChange {
   using PoolChange::PoolChange;
 
   std::vector<Range> tiles;  // the pieces of memory to map
-  bool poison = false;       // fill bytes that are not restored with kPoison
+  bool poison = false;       // bytes that are not restored are filled with kPoison
 };
 
 struct TransitionPlan {

@@ -63,7 +63,7 @@ class HttpClient:
         return f"<memsaver HttpClient: {self.address}>"
 
     def separate(self) -> HttpClient:
-        """Return a client of the same server, for calls that `disconnect` ends without others."""
+        """Return a client of the same server whose `disconnect` ends only its own calls."""
         other = copy.copy(self)
         other._sockets = set()
         return other

@@ -172,7 +172,7 @@ class LoadCheck:
     def synchronize(self) -> None:
         """Wait until the device has read the sender's memory. Records a failure; never raises.
 
-        Call it after the load, and not in an `except` block, which keeps its exception.
+        Call it after the load, and not in an `except` block, which keeps its exception alive.
         """
         import torch
 

@@ -19,8 +19,8 @@ def replaced_loader(
 ) -> Iterator[None]:
     """Replace `model.load_weights` for the block.
 
-    The tensors of a load may lie on a device that this process uses for the first time, and that
-    writes them into the model's memory: it is given access to all tags.
+    The tensors of a load may be on a device that this process uses for the first time. That device
+    writes them into the model's memory, so it is given access to all tags.
 
     Args:
         model: the model.

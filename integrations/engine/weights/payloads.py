@@ -101,7 +101,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _rebuild(rebuild: Callable[..., Any], *arguments: Any) -> Any:
-    """Rebuild a tensor with torch's function, if its GPU is named by its UUID or by a number."""
+    """Rebuild a tensor with torch's function, after translating a GPU's UUID to its index."""
     at = DEVICE_ARGUMENT
     if len(arguments) <= at or not isinstance(arguments[at], str):
         return rebuild(*arguments)

@@ -193,7 +193,7 @@ class Source:
         return self._at(_span(tensor))
 
     def _at(self, span: tuple[Any, int, int]) -> list[str]:
-        """Return the tensors whose memory contains a span, which is then a view of them."""
+        """Return the tensors of which a tensor in this span is a view."""
         device, begin, end = span
         places = self._places.get(device, [])
         at = bisect.bisect_right(places, begin, key=lambda place: place[0])

@@ -100,7 +100,7 @@ class BucketMemory:
         return views
 
     def shared(self, count: int) -> list[str]:
-        """Return `count` serialized handles of the memory, each for `open` on one other rank.
+        """Return `count` serialised handles of the memory, each for `open` on one other rank.
 
         Torch expects one receiver for each handle: with a second receiver, the memory could be
         freed while a receiver uses it.
@@ -140,9 +140,9 @@ class BucketMemory:
             return flattened(self._memory[:end], views, self._receivers)
 
     def sending(self) -> None:
-        """Note that the engine may receive the payload from now on.
+        """Record that the engine may receive the payload from now on.
 
-        Before, a failure frees the memory, although no receiver will close it.
+        Until this call, a failure frees the memory without waiting for a receiver to close it.
         """
         self._is_sent = True
 

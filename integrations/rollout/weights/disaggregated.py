@@ -292,9 +292,10 @@ class WeightGroup:
             backend.leave_group(self.name, END_SECONDS)
 
     def _watch(self, sender: Sender, sending: Aside, deadline: float) -> None:
-        """Free the engines' ranks from a broadcast that fails while they wait for it.
+        """End the engines' wait for a broadcast that will not complete.
 
-        It fails, or another engine of the mesh fails, which then receives nothing.
+        Either the broadcast itself has failed, or another engine of the mesh has failed and
+        receives nothing.
         """
         while not sending.wait(_POLL_SECONDS) and time.monotonic() < deadline:
             if sender.is_notified():

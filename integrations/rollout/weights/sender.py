@@ -127,7 +127,7 @@ class Sender:
                 torch.cuda.synchronize(tensors[0].device)
 
     def is_notified(self) -> bool:
-        """Return whether a `FailureNotice` was sent. Any thread; False after `close`."""
+        """Return whether a `FailureNotice` was sent; False after `close`. Thread-safe."""
         client = self._client
         try:
             return client is not None and client.check([_FAILED])

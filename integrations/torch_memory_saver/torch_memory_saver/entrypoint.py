@@ -24,8 +24,8 @@ class TorchMemorySaver:
     """Pauses and resumes tensors tag by tag; all objects of a process share the same tags.
 
     Raises memsaver's errors; after an error, nothing is lost and no operation is half finished.
-    Pausing a paused tag, resuming a mapped tag, and tags that no region has named have no effect.
-    Any thread; a region applies to the thread that entered it.
+    Pausing a paused tag or resuming a mapped tag has no effect; nor has a tag without a region.
+    Any thread may call the methods; a region applies to the thread that entered it.
     """
 
     def __init__(self) -> None:

@@ -145,7 +145,7 @@ class _Server:
             del self.importers[key]
 
     def _request_release(self) -> None:
-        """Request a release from each importer; from those that do not read, again later."""
+        """Request a release from each importer, and again later from importers that do not read."""
         self.owes_requests = False
         for importer in list(self.importers.values()):
             try:
@@ -230,7 +230,7 @@ class _Importer:
         self.dropping = 0
 
     def _export(self, tokens: list[int], are_extents_missing: bool) -> None:
-        """Hold sent tensors for the process, and answer with the extents that it does not have."""
+        """Keep sent tensors for the process, and answer with the extents that it does not have."""
         begun: list[int] = []
         try:
             try:

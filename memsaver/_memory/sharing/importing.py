@@ -68,7 +68,7 @@ def rebuild(*reduced: Any) -> Any:
 def rebuild_named(named: Sequence[tuple[str, Sequence[Any]]]) -> list[tuple[str, Any]]:
     """Return named tensors in sent memory, all of them or none.
 
-    Takes one exchange of messages for up to `wire.MOST_TOKENS` storages of a tag on a device.
+    Takes one round trip of messages for up to `wire.MOST_TOKENS` storages of a tag on a device.
 
     Args:
         named: the tensors' names, and the arguments of `rebuild` for each.

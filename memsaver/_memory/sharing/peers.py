@@ -4,8 +4,9 @@ One thread for each connection sends and receives all messages, maps and unmaps,
 that changes extents. Other threads add jobs to its queue, and take no lock, because a finalizer may
 run in the middle of another call of the same thread.
 
-Each use of a sent tensor begins with an import request to its process, which holds the memory until
-the use has ended here, on the devices too. Uses of many tensors begin with one import request.
+Each use of a sent tensor begins with an import request to its process, which keeps the memory until
+the use has ended in this process and on its devices. Uses of many tensors begin with one import
+request.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class Peer:
             raise request.error
 
     def end(self, use: Use) -> None:
-        """End a use, also one that failed or was interrupted. Finalizers may call it."""
+        """End a use, even one that failed or was interrupted. Finalizers may call it."""
         self._add(use)
 
     def _add(self, job: ImportRequest | Use) -> None:

@@ -193,7 +193,7 @@ def _address(tensor: Any) -> int:
 
 
 def can_send(tensor: Any) -> bool:
-    """Return whether the tensor's memory is in a mapped, shareable tag, and exportable."""
+    """Return whether the tensor's memory is exportable, and in a mapped, shareable tag."""
     storage = tensor.untyped_storage()
     address = storage.data_ptr()
     found = _C.locate(address) if address and _C.owns(address) else None
@@ -210,8 +210,8 @@ def reduce_named(
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return a function and its arguments, which create a list of named tensors in a receiver.
 
-    The receiver needs one exchange of messages for up to `wire.MOST_TOKENS` storages of a tag on a
-    device.
+    The receiver needs one round trip of messages for up to `wire.MOST_TOKENS` storages of a tag on
+    a device.
 
     Args:
         named: names, and detached tensors for which `can_send` is true.

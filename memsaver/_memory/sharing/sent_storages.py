@@ -1,6 +1,6 @@
 """Memory that is kept for the receivers of sent tensors.
 
-Each sent storage has a token. A receiver presents the token, and the exporter then holds the
+Each sent storage has a token. A receiver presents the token, and the exporter then keeps the
 storage for it. A token is valid as long as its storage exists: because a message is in transit, a
 receiver uses it, or the program has it. So a late message fails, and never maps newer memory at the
 same place.
@@ -90,7 +90,7 @@ _most_sent = 256  # more entries than this are checked for dead storages
 
 
 def _forget_received() -> None:
-    """Drop torch's weak references, whose finalizers need modules that an exit removes.
+    """Drop torch's weak references, whose finalizers need modules that are removed at exit.
 
     Storages with messages in transit stay: `multiprocessing` may wait for receivers after this.
     """
@@ -209,7 +209,7 @@ def take(token: int) -> None:
 
 
 def ranges_with(tag: str, device: int) -> list[tuple[int, int]]:
-    """Return address and bytes of each tensor in transit that a tag has on a device."""
+    """Return the address and size of each of a tag's tensors in transit on a device."""
     return [(sent.address, sent.nbytes) for sent in in_transit() if sent.pool == (tag, device)]
 
 

@@ -52,11 +52,11 @@ class Use:
 
     def __init__(self, place: Place) -> None:
         self.place = place
-        self.extents: list[Extent] = []  # counted as used, while the use has begun
+        self.extents: list[Extent] = []  # counted as used until the use ends
 
     @property
     def address(self) -> int:
-        """The tensor's address in this process, while the use has begun."""
+        """The tensor's address in this process; valid until the use ends."""
         return self.extents[0].span.native.address + self.place.address - self.place.span_address
 
 

@@ -60,7 +60,7 @@ def _levels(path: str) -> list[str]:
 
 
 def _mounts() -> dict[bool, list[tuple[str, str]]]:
-    """Return roots and mount points of the hierarchies: version 2 (True), version 1's memory."""
+    """Return the roots and mount points of version 2 (True) and of version 1's memory (False)."""
     mounts: dict[bool, list[tuple[str, str]]] = {True: [], False: []}
     for line in (read_system_file("/proc/self/mountinfo") or "").splitlines():
         before, dash, after = line.partition(" - ")

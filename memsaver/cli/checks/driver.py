@@ -79,7 +79,7 @@ def kernel_driver_version() -> str | None:
 
 
 def check_devices() -> list[Finding]:
-    """Check the abilities of each device. Returns nothing if there is no driver."""
+    """Check the capabilities of each device. Returns nothing if there is no driver."""
     try:
         driver = BareDriver()
     except MemsaverError:

@@ -1,0 +1,12 @@
+"""Garbage collection in processes that run many tests."""
+
+import gc
+
+MANY_OBJECTS = 5_000  # more than a test creates, fewer than a library such as torch
+
+
+def collect_garbage() -> None:
+    """Collect garbage. Objects of new libraries are permanent, so later collections skip them."""
+    gc.collect()
+    if len(gc.get_objects()) > MANY_OBJECTS:
+        gc.freeze()
