@@ -78,7 +78,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    # pytest adds its handlers to loggers that do not propagate, six times in each test; torch has 40
+    # To each logger that does not propagate, pytest adds its handlers in each test; torch has 40.
     for logger in map(logging.getLogger, list(logging.root.manager.loggerDict)):
         logger.propagate = logger.propagate or logger.name.startswith("torch")
     gc.enable()
