@@ -202,6 +202,28 @@ assert "exceeds dimension size" in scheduler.sent[1].message, scheduler.sent[1]
 
 
 @pytest.mark.timeout(120)
+def test_names_that_no_stage_uses_and_partial_tensors_fail_in_all_stages(tmp_path):
+    run(
+        """
+named = weights()
+for extra, text in (
+    ({"layer.1.q.weight": torch.zeros(8, 8)}, "the model does not use layer.1.q.weight;"),
+    ({"layers.1.q.weight": torch.zeros(12, 8)}, "only a part of layers.1.q.weight was loaded"),
+    ({}, "Success"),
+):
+    requests, kept = update({**named, **extra}, is_verified=False)
+    scheduler.step(requests)
+    output = scheduler.sent[-1]
+    assert output.success == (not extra) and text in output.message, output
+assert len(scheduler.sent) == 3
+# Only the last update is known to be good.
+assert scheduler._memsaver_known_weights == {(name, (*t.shape,)) for name, t in named.items()}
+""",
+        tmp_path,
+    )
+
+
+@pytest.mark.timeout(120)
 def test_stages_join_a_group_together_with_ranks_of_their_own(tmp_path):
     run(
         """
