@@ -114,6 +114,11 @@ def _add_state(result: Any, *args: Any) -> Any:
     return result if lacks_guard() else scheduler.add_state(result, *args)
 
 
+def _sleep_when_idle(result: Any, scheduler: Any) -> Any:
+    """Keep the memory of an idle engine that could not refuse requests; see `idle_sleep`."""
+    return result if lacks_guard() else idle_sleep.install(result, scheduler)
+
+
 def install_in(module: ModuleType) -> None:
     """Install the hooks in one of `modules()`, which has been imported. Idempotent.
 
@@ -154,7 +159,7 @@ def _hooks_of_requests() -> dict[str, tuple[str, Callable[..., Any]]]:
         f"{_SCHEDULER}._dispatch_tokenized_mm_requests": ("AROUND", guard.dispatch_unread),
         f"{_SCHEDULER}.process_input_requests": ("AFTER", pipeline.after_input),
         f"{_SCHEDULER}._pp_send_pyobj_to_next_stage": ("AFTER", pipeline.after_send),
-        f"{_SCHEDULER}.init_watch_dog_memory_saver_input_blocker": ("AFTER", idle_sleep.install),
+        f"{_SCHEDULER}.init_watch_dog_memory_saver_input_blocker": ("AFTER", _sleep_when_idle),
         f"{_MANAGER}.generate_request": ("AROUND", admissions.generate),
         f"{_MANAGER}.abort_request": ("AROUND", admissions.abort),
         f"{_MANAGER}._handle_abort_finish_reason": ("AROUND", admissions.abort_reason),

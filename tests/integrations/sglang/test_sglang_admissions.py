@@ -215,6 +215,24 @@ async def test_a_health_check_neither_waits_nor_wakes_the_engine(policy, when):
     assert manager.tags == set(BOTH)
 
 
+async def test_requests_are_refused_even_if_the_scheduler_has_no_guard():
+    """Such a scheduler reports no state, but answers releases and resumes."""
+    manager = Manager()
+
+    async def states():
+        return [{}]
+
+    manager.get_internal_state = states
+    await change(manager, "release")
+    with pytest.raises(EngineAsleepError) as caught:
+        await outputs(manager, GenerateReqInput("a"))
+    assert caught.value.tags == BOTH and manager.sent == []
+    with pytest.raises(EngineAsleepError):
+        await update(manager)
+    await change(manager, "resume")
+    assert await outputs(manager, GenerateReqInput("a")) and (await update(manager))[0] is True
+
+
 async def test_nothing_is_refused_without_a_memory_saver():
     manager = await asleep(enable_memory_saver=False)
     manager.tags.clear()  # such a release has no effect
