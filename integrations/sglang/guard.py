@@ -14,7 +14,7 @@ released, it adds one check to each request, and nothing to a decoding step.
 | continuation of a paused generation | postponed until everything is resumed |
 | release, resume, pause, abort, query, session, process group, profile | as usual |
 | remote call, other known request | refused if it needs a released tag |
-| unknown request | refused; only logged if its reply is unknown |
+| unknown request | refused; only logged if its reply is unknown (see `unknown_requests`) |
 
 No request can be in SGLang's queues while memory is released, because a release requires an idle
 engine; the exception is a paused generation, whose requests wait for the continuation.
@@ -45,6 +45,7 @@ __all__ = [
     "flush",
     "has_failed",
     "install",
+    "is_known",
     "is_rust_served",
     "when_asleep",
 ]
@@ -95,10 +96,11 @@ _NEEDS: dict[str, tuple[frozenset[str], str]] = {
 _SAVES = (_UPDATE[0], "save its weights")
 _SAVING_CALLS = ("save_remote_model", "save_sharded_model")
 
-_RESUME, _CONTINUE, _PAUSE = (
+_RESUME, _CONTINUE, _PAUSE, _REMOTE_CALL = (
     "ResumeMemoryOccupationReqInput",
     "ContinueGenerationReqInput",
     "PauseGenerationReqInput",
+    "RpcReqInput",
 )
 _PASSING = frozenset(
     {
@@ -161,6 +163,11 @@ def install(result: Any, scheduler: Any) -> Any:
             error,
         )
     return result
+
+
+def is_known(kind: str) -> bool:
+    """Return whether memsaver knows which tags a kind of request needs."""
+    return kind in _NEEDS or kind in _PASSING or kind in (_CONTINUE, _REMOTE_CALL)
 
 
 def has_failed(scheduler: Any) -> bool:
@@ -267,7 +274,7 @@ class Guard:
         return frozenset(tag for tag in self._updater.offload_tags if _has_memory(tag))
 
     def _needs(self, kind: str, request: Any) -> tuple[frozenset[str], str]:
-        if kind == "RpcReqInput":
+        if kind == _REMOTE_CALL:
             known = getattr(request, "method", "") in _SAVING_CALLS
             return _SAVES if known else (_ALL, f"run {getattr(request, 'method', kind)}")
         needs, what = _NEEDS.get(kind, (_ALL, f"process {kind}"))

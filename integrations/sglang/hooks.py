@@ -19,6 +19,7 @@ from . import (
     replicas,
     scheduler,
     tokenizer,
+    unknown_requests,
     weight_loads,
 )
 from .updaters import of_scheduler
@@ -30,6 +31,7 @@ _MIXIN = "sglang.srt.managers.scheduler_update_weights_mixin.SchedulerUpdateWeig
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _TOKENIZER = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
+_COMMUNICATOR = "sglang.srt.managers.communicator.FanOutCommunicator"
 _RUNNER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _MODEL = "sglang.srt.model_executor.model_runner.ModelRunner"
 _HYBRID = "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool"
@@ -112,6 +114,11 @@ def _add_state(result: Any, *args: Any) -> Any:
     return result if lacks_guard() else scheduler.add_state(result, *args)
 
 
+def _sleep_when_idle(result: Any, scheduler: Any) -> Any:
+    """Keep the memory of an idle engine that could not refuse requests; see `idle_sleep`."""
+    return result if lacks_guard() else idle_sleep.install(result, scheduler)
+
+
 def install_in(module: ModuleType) -> None:
     """Install the hooks in one of `modules()`, which has been imported. Idempotent.
 
@@ -152,12 +159,15 @@ def _hooks_of_requests() -> dict[str, tuple[str, Callable[..., Any]]]:
         f"{_SCHEDULER}._dispatch_tokenized_mm_requests": ("AROUND", guard.dispatch_unread),
         f"{_SCHEDULER}.process_input_requests": ("AFTER", pipeline.after_input),
         f"{_SCHEDULER}._pp_send_pyobj_to_next_stage": ("AFTER", pipeline.after_send),
-        f"{_SCHEDULER}.init_watch_dog_memory_saver_input_blocker": ("AFTER", idle_sleep.install),
+        f"{_SCHEDULER}.init_watch_dog_memory_saver_input_blocker": ("AFTER", _sleep_when_idle),
         f"{_MANAGER}.generate_request": ("AROUND", admissions.generate),
         f"{_MANAGER}.abort_request": ("AROUND", admissions.abort),
         f"{_MANAGER}._handle_abort_finish_reason": ("AROUND", admissions.abort_reason),
         f"{_MANAGER}._discard_pending_req_states": ("AROUND", admissions.discard_pending),
         f"{_MANAGER}._release_req_states_on_failure": ("AROUND", admissions.release_states),
+        f"{_TOKENIZER}.init_communicators": ("AFTER", unknown_requests.attach),
+        f"{_COMMUNICATOR}.__call__": ("AROUND", unknown_requests.call),
+        f"{_COMMUNICATOR}.handle_recv": ("AROUND", unknown_requests.receive),
         **{target: ("AROUND", hook) for target, hook in _CONTROL_CALLS.items()},
     }
 

@@ -56,7 +56,7 @@ def load_plugin() -> None:
     """
     if not settings.is_on():
         return
-    settings.policy()
+    settings.check()
     _hook_schedulers()
     _let_nccl_suspend()
     if not _first("registered"):
@@ -75,7 +75,7 @@ def load_platform() -> None:
         ConfigError: see `load_plugin`.
     """
     if settings.is_on():
-        settings.policy()
+        settings.check()
         when_imported(_ADAPTERS, _replace_factory)
         _hook_schedulers()
         # Now, because Ray actors create their groups before they request a saver.

@@ -28,6 +28,7 @@ from ..engine import variables
 from ..engine.policies import Policy
 
 __all__ = [
+    "check",
     "graphs_are_pausable",
     "is_on",
     "is_preloading",
@@ -55,6 +56,12 @@ def suspends_nccl() -> bool:
 def updates_are_checked() -> bool:
     """Return whether names that the model does not use are errors. Raises like `is_on`."""
     return variables.flag("MEMSAVER_SGLANG_CHECK_UPDATES", True)
+
+
+def check() -> None:
+    """Raise `ConfigError` now if a setting is invalid, rather than later in a scheduler."""
+    policy()
+    updates_are_checked()
 
 
 def policy() -> Policy:

@@ -178,18 +178,28 @@ def plain_load(kind: str, *, has_barrier: bool) -> Callable[..., Any]:
     """Return a hook around an updater's handler that loads weights without a verification request.
 
     A failure in one stage of a pipeline fails the update in all of them. If the stages cannot work
-    at the same time (see `can_defer`), each replies for itself, as in SGLang.
+    at the same time (see `can_defer`), each replies for itself, as in SGLang, and accepts names
+    that it does not use.
 
     Args:
         kind: see `_load`.
         has_barrier: see `_load`.
     """
     own = plain(kind, has_barrier=has_barrier)
-    together = everywhere(kind, own)
 
     def hook(original: Callable[..., Any], updater: Any, request: Any) -> Any:
-        chosen = together if can_defer(scheduler_of(updater)) else own
-        return chosen(original, updater, request)
+        scheduler = scheduler_of(updater)
+        if place_of(updater).stages == 1 or not can_defer(scheduler):
+            return own(original, updater, request)
+
+        def work(refusal: MemsaverError | None) -> Any:
+            output_of = _message(kind)
+            if refusal is not None:
+                return output_of(success=False, message=str(refusal))
+            ranks = group_of(updater)
+            return _load_plainly(original, updater, request, has_barrier, output_of, ranks)
+
+        return defer(scheduler, request, work)
 
     return hook
 
@@ -234,12 +244,29 @@ def _joining(place: Place, request: Any) -> Any:
 
 
 def _load_plainly(
-    original: Callable[..., Any], updater: Any, request: Any, has_barrier: bool, output_of: Any
+    original: Callable[..., Any],
+    updater: Any,
+    request: Any,
+    has_barrier: bool,
+    output_of: Any,
+    stages: Group | None = None,
 ) -> Any:
-    """Run SGLang's handler; return its reply, or any rank's failure. Collective over the group."""
-    group = Group(updater.tp_cpu_group)
+    """Run SGLang's handler; return its reply, or any rank's failure. Collective.
+
+    Args:
+        original: see `_load`.
+        updater: see `_load`.
+        request: see `_load`.
+        has_barrier: see `_load`.
+        output_of: the class of the handler's reply.
+        stages: the ranks of all stages of a pipeline, if they run the handler at the same time;
+            None exchanges results only within the updater's tensor-parallel group.
+    """
+    own = Group(updater.tp_cpu_group)
+    group = stages or own
     known = _known_to(updater)
-    check = PlainCheck(known, watches=settings.updates_are_checked() and _is_whole(updater))
+    has_all_names = stages is not None or _is_whole(updater)
+    check = PlainCheck(known, watches=settings.updates_are_checked() and has_all_names)
     _current.append(check)
     output, failure = None, None
     try:
@@ -249,7 +276,7 @@ def _load_plainly(
         _logger.exception("a weight update failed")
         failure = Failure.of(error)
         if has_barrier:
-            group.barrier()
+            own.barrier()
     finally:
         _current.pop()
     success = bool(getattr(output, "success", False))

@@ -31,6 +31,8 @@ METHODS = {
             "init_request_dispatcher",
             "init_watch_dog_memory_saver_input_blocker",
         },
+        "FanOutCommunicator": {"__call__", "handle_recv"},
+        "TokenizerControlMixin": {"init_communicators"},
         "TokenizerManager": {"_handle_abort_finish_reason", "generate_request"},
     },
     "weight_updates": {

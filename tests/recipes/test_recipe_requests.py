@@ -8,10 +8,12 @@ from __future__ import annotations
 import itertools
 import json
 import urllib.request
+from types import SimpleNamespace
 
 import pytest
 
 import memsaver
+from memsaver.integrations.engine.errors import EngineAsleepError
 from memsaver.integrations.sglang import SleepController, Status
 
 pytestmark = pytest.mark.recipes
@@ -78,3 +80,18 @@ def test_a_controller_sees_a_frameworks_requests(engine):
     assert controller.refresh() is Status.WEIGHTS_ONLY
     controller.wake_up()
     assert controller.status is Status.AWAKE and controller.released == frozenset()
+
+
+class DrainReqInput:
+    """A request that no known version of SGLang has."""
+
+
+def test_a_request_of_an_unknown_kind_is_refused_by_its_sender(engine):
+    tokenizer = engine.tokenizer
+    tokenizer.server_args = SimpleNamespace(enable_memory_saver=True)
+    engine.run(tokenizer.get_internal_state())
+    post(engine, RELEASE, ["weights"])
+    with pytest.raises(EngineAsleepError, match="cannot process DrainReqInput") as caught:
+        engine.run(tokenizer.slow_down_communicator(DrainReqInput()))
+    assert caught.value.tags == ("weights",) and engine.scheduler.death is None
+    post(engine, RESUME, ["weights"])

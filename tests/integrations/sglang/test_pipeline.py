@@ -136,6 +136,18 @@ good, bad = scheduler.replies()
 assert good.success and not bad.success, (good, bad)
 assert "exceeds dimension size" in bad.message, bad
 
+# Names that no stage uses and partial tensors fail in all stages.
+for extra, text in (
+    ({"layer.1.q.weight": torch.zeros(8, 8)}, "the model does not use layer.1.q.weight;"),
+    ({"layers.1.q.weight": torch.zeros(12, 8)}, "only a part of layers.1.q.weight was loaded"),
+    ({}, "Success"),
+):
+    scheduler.step(update({**named, **extra}, is_verified=False))
+    (output,) = scheduler.replies()
+    assert output.success == (not extra) and text in output.message, output
+# Only the last update is known to be good.
+assert scheduler._memsaver_known_weights == {(name, (*t.shape,)) for name, t in named.items()}
+
 # The stages join a group together, each with its own rank.
 joined = []
 

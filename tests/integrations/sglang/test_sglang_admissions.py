@@ -11,6 +11,7 @@ from sleeping_manager import (
     EmbeddingReqInput,
     GenerateReqInput,
     Manager,
+    ResumeMemoryOccupationReqInput,
     asleep,
     change,
     outputs,
@@ -21,7 +22,7 @@ import memsaver
 from memsaver.integrations.engine import admission
 from memsaver.integrations.engine.errors import EngineAsleepError
 from memsaver.integrations.engine.messages import Failure
-from memsaver.integrations.sglang import admissions
+from memsaver.integrations.sglang import admissions, unknown_requests
 from memsaver.integrations.sglang.protocol import REWRITTEN
 
 pytestmark = pytest.mark.usefixtures("manager_modules")
@@ -210,6 +211,24 @@ async def test_a_health_check_neither_waits_nor_wakes_the_engine(policy, when):
     assert manager.tags == set(BOTH)
 
 
+async def test_requests_are_refused_even_if_the_scheduler_has_no_guard():
+    """Such a scheduler reports no state, but answers releases and resumes."""
+    manager = Manager()
+
+    async def states():
+        return [{}]
+
+    manager.get_internal_state = states
+    await change(manager, "release")
+    with pytest.raises(EngineAsleepError) as caught:
+        await outputs(manager, GenerateReqInput("a"))
+    assert caught.value.tags == BOTH and manager.sent == []
+    with pytest.raises(EngineAsleepError):
+        await update(manager)
+    await change(manager, "resume")
+    assert await outputs(manager, GenerateReqInput("a")) and (await update(manager))[0] is True
+
+
 async def test_nothing_is_refused_without_a_memory_saver():
     manager = await asleep(enable_memory_saver=False)
     manager.tags.clear()  # such a release has no effect
@@ -228,3 +247,91 @@ async def test_other_failures_of_an_update_are_returned():
     manager.tags = {"weights"}
     with pytest.raises(EngineAsleepError, match="cannot update its weights"):
         await update(manager)
+
+
+class DrainReqInput:
+    """A request that no known version of SGLang has."""
+
+
+class Communicator:
+    """SGLang's class with memsaver's hooks: sends one request at a time, and awaits its reply."""
+
+    def __init__(self, is_older, deliver):
+        self._is_older, self._deliver = is_older, deliver
+        self._lock = asyncio.Lock()
+        self._result_event = self._result_values = None
+
+    async def _call(self, obj):
+        async with self._lock:
+            self._deliver(obj)
+            self._result_event, self._result_values = asyncio.Event(), []
+            await self._result_event.wait()
+            values, self._result_event, self._result_values = self._result_values, None, None
+            return values
+
+    def _handle_recv(self, reply):
+        if self._is_older or self._result_values is not None:
+            self._result_values.append(reply)  # in SGLang 0.5.12, an exception ends the process
+            self._result_event.set()
+
+    def __call__(self, obj):
+        return unknown_requests.call(Communicator._call, self, obj)
+
+    def handle_recv(self, reply):
+        unknown_requests.receive(Communicator._handle_recv, self, reply)
+
+
+@pytest.mark.parametrize("is_older", [False, True])
+async def test_a_request_of_an_unknown_kind_raises_instead_of_waiting(monkeypatch, is_older):
+    monkeypatch.setattr(unknown_requests, "_POLL_SECONDS", 0.01)
+    manager, delivered = Manager(), []
+    manager.drain_communicator = drain = Communicator(is_older, delivered.append)
+    assert unknown_requests.attach("result", manager) == "result"
+
+    # Awake: it waits for its reply.
+    waiting = asyncio.ensure_future(drain(DrainReqInput()))
+    await asyncio.sleep(0.1)
+    drain.handle_recv("a reply")
+    assert await waiting == ["a reply"] and len(delivered) == 1
+
+    # A release overtakes it, and the scheduler cannot reply. A second one has not been sent yet.
+    waiting = [asyncio.ensure_future(drain(DrainReqInput())) for _ in range(2)]
+    await asyncio.sleep(0.1)
+    manager.tags = {"weights"}
+    for one in waiting:
+        with pytest.raises(EngineAsleepError, match="cannot process DrainReqInput") as caught:
+            await one
+        assert caught.value.tags == ("weights",) and len(delivered) == 2
+    drain.handle_recv("a late reply")  # has no effect
+
+    # Asleep: it is not sent, but requests of known kinds are.
+    with pytest.raises(EngineAsleepError, match="cannot process DrainReqInput") as caught:
+        await drain(DrainReqInput())
+    assert caught.value.status_code == 503 and len(delivered) == 2
+    waiting = asyncio.ensure_future(drain(ResumeMemoryOccupationReqInput()))
+    await asyncio.sleep(0.05)
+    drain.handle_recv("resumed")
+    assert await waiting == ["resumed"]
+
+    # Awake again: later requests are served, and a caller that gives up cancels its request.
+    manager.tags = set()
+    waiting = asyncio.ensure_future(drain(DrainReqInput()))
+    await asyncio.sleep(0.05)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    waiting = asyncio.ensure_future(drain(DrainReqInput()))
+    await asyncio.sleep(0.05)
+    drain.handle_recv("a reply")
+    assert await waiting == ["a reply"]
+
+
+async def test_requests_of_unknown_kinds_pass_without_a_memory_saver():
+    manager = Manager(enable_memory_saver=False)
+    manager.drain_communicator = drain = Communicator(False, lambda obj: None)
+    unknown_requests.attach(None, manager)
+    manager.tags = {"weights"}
+    waiting = asyncio.ensure_future(drain(DrainReqInput()))
+    await asyncio.sleep(0.05)
+    drain.handle_recv("a reply")
+    assert await waiting == ["a reply"]

@@ -9,6 +9,7 @@ import pytest
 from fake_sglang import messages
 from scheduler_calls import ask, states
 
+from memsaver.integrations.sglang import hooks
 from memsaver.integrations.sglang.guard import Guard
 from memsaver.integrations.sglang.idle_sleep import IdleRelease, IdleSleep, install, with_handler
 
@@ -139,6 +140,19 @@ def test_an_engine_without_a_guard_does_not_sleep(sleeper, monkeypatch, clock):
     sleeper.init_request_dispatcher()
     assert isinstance(sleeper._request_dispatcher, Dispatcher)
     assert advance(clock, sleeper.input_blocker, 20) == []
+
+
+@pytest.mark.parametrize("lacks_guard, kind", [(False, IdleSleep), (True, type(None))])
+def test_an_engine_without_the_guards_place_does_not_sleep(monkeypatch, policy, lacks_guard, kind):
+    policy("wake")
+    monkeypatch.setenv("MEMSAVER_SGLANG_SLEEP_AFTER", "5")
+    monkeypatch.setattr(hooks, "lacks_guard", lambda: lacks_guard)
+    scheduler = scheduler_of()
+    scheduler.memory_saver_adapter = types.SimpleNamespace(enabled=True)
+    scheduler.input_blocker = None
+    place = f"{hooks._SCHEDULER}.init_watch_dog_memory_saver_input_blocker"
+    assert hooks._hooks_of_requests()[place][1]("result", scheduler) == "result"
+    assert type(scheduler.input_blocker) is kind
 
 
 def test_an_engine_whose_server_cannot_wake_it_does_not_sleep(sleeper, policy, clock, caplog):

@@ -120,10 +120,11 @@ def test_a_plugin_that_is_turned_off_does_nothing(run_sglang, scenario, env):
     assert "memsaver" not in "\n".join(said).replace("torch_memory_saver", "")
 
 
-def test_an_invalid_flag(run_sglang):
-    seen, log = run_sglang(SCENARIOS["scheduler"], status=1, MEMSAVER_SGLANG="perhaps")
+@pytest.mark.parametrize("name", ["MEMSAVER_SGLANG", "MEMSAVER_SGLANG_CHECK_UPDATES"])
+def test_an_invalid_flag(run_sglang, name):
+    seen, log = run_sglang(SCENARIOS["scheduler"], status=1, **{name: "perhaps"})
     assert seen is None
-    assert "MEMSAVER_SGLANG='perhaps' is not a flag" in log
+    assert f"{name}='perhaps' is not a flag" in log
 
 
 def test_without_a_saver_nothing_happens(run_sglang):

@@ -1,0 +1,104 @@
+"""Refuses requests of unknown kinds to a sleeping engine, in SGLang's tokenizer manager.
+
+A scheduler's guard refuses such a request too, but cannot answer it if it does not know the class
+of the reply, so that the sender would wait without end. The hooks therefore query the schedulers'
+memory before the request is sent, and again while it has no reply.
+
+The requests are those of SGLang's communicators: each sends requests of one kind to all schedulers,
+and collects their replies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..engine.admission import Admission
+from ..engine.errors import EngineAsleepError
+from ..engine.refusals import asleep_in, asleep_text, refused
+from .admissions import admission_of
+from .guard import is_known
+
+__all__ = ["attach", "call", "receive"]
+
+_SENDER = "_memsaver_sender"  # an attribute of a communicator
+_POLL_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class _Sender:
+    """The sender of a communicator's requests.
+
+    Attributes:
+        manager: the tokenizer manager.
+        lock: a lock for one request of an unknown kind at a time, so that none is sent later than
+            its check.
+    """
+
+    manager: Any
+    lock: asyncio.Lock
+
+
+def attach(result: Any, manager: Any, *_: Any) -> Any:
+    """Run after `TokenizerControlMixin.init_communicators`: make communicators find the manager."""
+    for communicator in list(vars(manager).values()):
+        if hasattr(communicator, "handle_recv"):
+            setattr(communicator, _SENDER, _Sender(manager, asyncio.Lock()))
+    return result
+
+
+async def call(original: Callable[..., Awaitable[Any]], communicator: Any, obj: Any) -> Any:
+    """Wrap `FanOutCommunicator.__call__`.
+
+    Raises:
+        EngineAsleepError: memory is released, and the request is of an unknown kind. It was not
+            sent; or it was sent, then memory was released, and no scheduler has replied.
+    """
+    sender: _Sender | None = vars(communicator).get(_SENDER)
+    admission = None if sender is None else admission_of(sender.manager)
+    kind = type(obj).__name__
+    if sender is None or admission is None or obj is None or is_known(kind):
+        return await original(communicator, obj)
+    what = f"process {kind}"
+    async with sender.lock:
+        if await admission.refresh():
+            raise _refusal(admission, what)
+        replies = asyncio.ensure_future(original(communicator, obj))
+        try:
+            while not await _is_done(replies):
+                # Schedulers reply in order: a reply to the request precedes the state's.
+                if await admission.refresh() and not await _is_done(replies):
+                    await _end(communicator, replies)
+                    raise _refusal(admission, what)
+            return replies.result()
+        finally:
+            replies.cancel()
+
+
+def receive(original: Callable[..., None], communicator: Any, reply: Any) -> None:
+    """Wrap `FanOutCommunicator.handle_recv`: ignore a reply to a request that `call` has ended.
+
+    SGLang 0.5.12 exits if a reply arrives for which no request waits.
+    """
+    if getattr(communicator, "_result_values", ()) is not None:
+        original(communicator, reply)
+
+
+async def _is_done(replies: asyncio.Future[Any]) -> bool:
+    return bool((await asyncio.wait([replies], timeout=_POLL_SECONDS))[0])
+
+
+async def _end(communicator: Any, replies: asyncio.Future[Any]) -> None:
+    """End the communicator's request, so that later ones do not wait for its replies."""
+    if communicator._result_event is not None:
+        communicator._result_event.set()
+    await _is_done(replies)
+
+
+def _refusal(admission: Admission, what: str) -> EngineAsleepError:
+    error = asleep_in(asleep_text(admission.released, what))
+    assert error is not None
+    admission.report(what, error)
+    return refused(error)
