@@ -58,7 +58,7 @@ def begin(
     out: list[str],
     into: list[str],
     backup: int,
-    dead: list[tuple[int, int]],
+    unowned: list[tuple[int, int]],
     changes: int | None = None,
 ) -> Transition: ...
 def tag_state(tag: str) -> int: ...

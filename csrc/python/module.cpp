@@ -188,16 +188,16 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "begin",
       [](const std::vector<std::string>& out, const std::vector<std::string>& into, int backup,
-         const std::vector<Pair>& dead, std::optional<uint64_t> changes) {
+         const std::vector<Pair>& unowned, std::optional<uint64_t> changes) {
         const std::vector<const char*> going = pointers(out), coming = pointers(into);
-        const std::vector<ms_range> unsaved = ranges_of(dead);
+        const std::vector<ms_range> ranges = ranges_of(unowned);
         return begun([&](ms_transition** transition, ms_error* error) {
           return ms_transition_begin(going.data(), going.size(), coming.data(), coming.size(),
-                                     backup, unsaved.data(), unsaved.size(),
+                                     backup, ranges.data(), ranges.size(),
                                      changes ? &*changes : nullptr, transition, error);
         });
       },
-      py::arg("out"), py::arg("into"), py::arg("backup"), py::arg("dead"),
+      py::arg("out"), py::arg("into"), py::arg("backup"), py::arg("unowned"),
       py::arg("changes") = py::none());
   m.def("tag_state", [](const std::string& tag) {
     int state = 0;

@@ -51,9 +51,8 @@ class Device : public Context {
   };
   Memory memory() const;
 
-  // Returns a device's free bytes. If its primary context is not active, starts the context and
-  // ends it again, so that no memory of a device stays in use only because it was asked. Throws
-  // kDriverFailed.
+  // Returns a device's free bytes. If its primary context is not active, starts the context for
+  // the query and ends it again, because a context uses device memory. Throws kDriverFailed.
   static uint64_t probe_free_bytes(int ordinal);
 
   // Held by a thread that must leave a margin free, from its check to its last allocation, so that
