@@ -10,12 +10,13 @@ WHEEL_PYTHONS ?= $(BIN)/python
 WHEEL_PLAT ?= manylinux_2_35_$(shell uname -m)
 
 BIN := $(VENV)/bin
-# Else each test process would compile all test modules in each run.
+# With this variable, each test process would compile all test modules in each run.
 unexport PYTHONDONTWRITEBYTECODE
 # Python compiles modules when it imports them; pip would compile all of torch.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 EDITABLE := $(PIP_INSTALL) --no-build-isolation --editable
-# Says what a silent step does, which happens once: $(call say,Installing ...), without a comma.
+# Prints a message for a step that is otherwise silent and runs once: $(call say,Installing ...). The
+# message contains no comma.
 say = @echo "$(1) (once, some minutes)"
 # The folders that tests import from, as in pyproject.toml and tests/support/repository.py.
 TEST_PROGRAM := PYTHONPATH=tests:tests/support $(BIN)/python -m

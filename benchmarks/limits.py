@@ -99,14 +99,14 @@ def measure(steps: Steps, count: int, backup: str, holes: bool) -> dict[str, flo
             for address in addresses:
                 ctypes.c_ubyte.from_address(address).value = seed
             with steps.step("pause", count):
-                _C.pause([name], -1, [])
+                _C.begin([name], [], -1, []).run()
             if backup == "host":
                 for order, which in (("in order", addresses), ("mixed", mixed)):
                     with steps.step(f"look at a backup, {order}", count):
                         for address in which:
                             _C.backup_view(address, SIZE)
             with steps.step("resume", count):
-                _C.resume([name])
+                _C.begin([], [name], -1, []).run()
         with steps.step("whose is it, mixed", count):
             for address in mixed:
                 _C.owns(address)

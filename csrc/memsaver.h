@@ -321,25 +321,26 @@ typedef struct ms_transition ms_transition;
  * tag"), so the transition must be run or freed.
  *
  * `backup` overrides the policies of the tags of `out` for this transition. Without `out`,
- * MS_BACKUP_NONE restores nothing: all bytes read as if they had not been saved. `dead` lists
+ * MS_BACKUP_NONE restores nothing: all bytes read as if they had not been saved. `unowned` lists
  * memory that no tensor owns: it is neither saved nor restored. `changes` is a result of ms_changes
- * from before `dead` was determined: if the counter has changed since, `dead` is ignored (NULL:
- * `dead` is up to date). Bytes that were not saved read as zero after the resume, or as 0xFF with
- * option `poison`.
+ * from before `unowned` was determined: if the counter has changed since, `unowned` is ignored
+ * (NULL: `unowned` is up to date). Bytes that were not saved read as zero after the resume, or as
+ * 0xFF with option `poison`.
  *
  * Errors: MS_UNKNOWN_TAG; MS_INVALID_STATE if a region of a tag of `out` is open on a thread, or
  * the wait would deadlock; MS_INVALID_ARGUMENT if a tag is in both lists, or both are empty;
  * MS_TAG_SHARED if other processes map memory of a tag of `out` (see memsaver_sharing.h). */
 MS_API ms_status ms_transition_begin(const char* const* out, size_t out_count,
                                      const char* const* into, size_t into_count, int backup,
-                                     const ms_range* dead, size_t dead_count,
+                                     const ms_range* unowned, size_t unowned_count,
                                      const uint64_t* changes, ms_transition** transition,
                                      ms_error* error);
 
 /* Begins a pause: ms_transition_begin without `into`. An empty list of tags means every tag. */
 MS_API ms_status ms_pause_begin(const char* const* tags, size_t tag_count, int backup,
-                                const ms_range* dead, size_t dead_count, const uint64_t* changes,
-                                ms_transition** transition, ms_error* error);
+                                const ms_range* unowned, size_t unowned_count,
+                                const uint64_t* changes, ms_transition** transition,
+                                ms_error* error);
 
 /* Begins a resume: ms_transition_begin without `out`. An empty list of tags means every tag. */
 MS_API ms_status ms_resume_begin(const char* const* tags, size_t tag_count,
@@ -348,8 +349,8 @@ MS_API ms_status ms_resume_begin(const char* const* tags, size_t tag_count,
 /* Begins a swap: ms_transition_begin with both lists.
  * Errors: those of ms_transition_begin; MS_INVALID_ARGUMENT also if either list is empty. */
 MS_API ms_status ms_swap_begin(const char* const* out, size_t out_count, const char* const* into,
-                               size_t into_count, int backup, const ms_range* dead,
-                               size_t dead_count, const uint64_t* changes,
+                               size_t into_count, int backup, const ms_range* unowned,
+                               size_t unowned_count, const uint64_t* changes,
                                ms_transition** transition, ms_error* error);
 
 /* Runs the transition, once, and releases the tags. On success `rows`, which may be NULL, has one
@@ -432,7 +433,7 @@ MS_API void ms_transition_free(ms_transition* transition);
 /* Pauses or resumes tags: begins, runs and frees a transition.
  * Errors: those of ms_transition_begin and ms_transition_run. */
 MS_API ms_status ms_pause(const char* const* tags, size_t tag_count, int backup,
-                          const ms_range* dead, size_t dead_count, const uint64_t* changes,
+                          const ms_range* unowned, size_t unowned_count, const uint64_t* changes,
                           ms_change** rows, size_t* row_count, ms_error* error);
 MS_API ms_status ms_resume(const char* const* tags, size_t tag_count, ms_change** rows,
                            size_t* row_count, ms_error* error);
@@ -465,7 +466,7 @@ MS_API ms_status ms_tag_backup(const char* tag, int* backup, ms_error* error);
  * `writable` must be 1 if the caller writes to the backup; the resume restores the written bytes.
  * Errors: MS_NOT_OURS; MS_INVALID_ARGUMENT if `bytes` is 0; MS_INVALID_STATE if the tag is not
  * paused, the range is not in one live allocation or was not saved completely (no backup, or
- * `dead`), its backup is on disk or on another device, or the wait would deadlock. */
+ * `unowned`), its backup is on disk or on another device, or the wait would deadlock. */
 MS_API ms_status ms_backup_view(uint64_t address, uint64_t bytes, int writable, void** host,
                                 ms_error* error);
 

@@ -167,30 +167,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("owns", [](uint64_t address) { return ms_owns(pointer(address)) != 0; });
 
   m.def("changes", &ms_changes);
-  m.def(
-      "pause",
-      [](const std::vector<std::string>& tags, int backup, const std::vector<Pair>& dead,
-         std::optional<uint64_t> changes) {
-        const std::vector<const char*> names = pointers(tags);
-        const std::vector<ms_range> unsaved = ranges_of(dead);
-        ms_change* rows = nullptr;
-        size_t count = 0;
-        interruptibly([&](ms_error* error) {
-          return ms_pause(names.data(), names.size(), backup, unsaved.data(), unsaved.size(),
-                          changes ? &*changes : nullptr, &rows, &count, error);
-        });
-        return list_of_changes(rows, count);
-      },
-      py::arg("tags"), py::arg("backup"), py::arg("dead"), py::arg("changes") = py::none());
-  m.def("resume", [](const std::vector<std::string>& tags) {
-    const std::vector<const char*> names = pointers(tags);
-    ms_change* rows = nullptr;
-    size_t count = 0;
-    interruptibly([&](ms_error* error) {
-      return ms_resume(names.data(), names.size(), &rows, &count, error);
-    });
-    return list_of_changes(rows, count);
-  });
   py::class_<Reservation>(m, "Reservation")
       .def(py::init<std::vector<std::string>, double>(), py::arg("tags"), py::arg("seconds") = -1.0)
       .def("__enter__", [](Reservation& self) { self.take(); })
@@ -205,7 +181,6 @@ PYBIND11_MODULE(_C, m) {
       .def("run", &Transition::run)
       .def_static("run_all", &Transition::run_all, py::arg("transitions"))
       .def("set_caller", &Transition::set_caller, py::arg("caller"))
-      .def("hand_over", &Transition::hand_over)
       .def("progress", &Transition::progress)
       .def("wait_stream", &Transition::wait_stream, py::arg("stream"))
       .def("wait_ranges", &Transition::wait_ranges, py::arg("ranges"), py::arg("stream"))
@@ -213,16 +188,16 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "begin",
       [](const std::vector<std::string>& out, const std::vector<std::string>& into, int backup,
-         const std::vector<Pair>& dead, std::optional<uint64_t> changes) {
+         const std::vector<Pair>& unowned, std::optional<uint64_t> changes) {
         const std::vector<const char*> going = pointers(out), coming = pointers(into);
-        const std::vector<ms_range> unsaved = ranges_of(dead);
+        const std::vector<ms_range> ranges = ranges_of(unowned);
         return begun([&](ms_transition** transition, ms_error* error) {
           return ms_transition_begin(going.data(), going.size(), coming.data(), coming.size(),
-                                     backup, unsaved.data(), unsaved.size(),
+                                     backup, ranges.data(), ranges.size(),
                                      changes ? &*changes : nullptr, transition, error);
         });
       },
-      py::arg("out"), py::arg("into"), py::arg("backup"), py::arg("dead"),
+      py::arg("out"), py::arg("into"), py::arg("backup"), py::arg("unowned"),
       py::arg("changes") = py::none());
   m.def("tag_state", [](const std::string& tag) {
     int state = 0;

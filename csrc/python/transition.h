@@ -83,12 +83,6 @@ class Transition {
     }
   }
 
-  // Lets another thread run the transition. Call it before run().
-  void hand_over() {
-    require_not_run();
-    without_gil([&](ms_error* error) { return ms_transition_hand_over(transition_.get(), error); });
-  }
-
   // Sets the caller's description. Call it before run().
   void set_caller(const std::string& caller) {
     require_not_run();

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memsaver import errors
+from memsaver.distributed.messages import text_of
 from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
 
 from .errors import EngineAsleepError, EngineBusyError, EngineError
@@ -76,7 +77,7 @@ class Failure:
         free: Any = getattr(error, "free", 0)
         return cls(
             type(error).__name__,
-            str(error) or type(error).__name__,
+            text_of(error),
             tag if isinstance(tag, str) else "",
             needed if is_whole(needed) else 0,
             free if is_whole(free) else 0,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from memsaver.distributed.attempts import Outcome, Ranks
+from memsaver.distributed.attempts import Outcome, Outcomes, Ranks
 from memsaver.distributed.channel import Channel
 from memsaver.distributed.messages import JSON
 
@@ -63,6 +63,35 @@ class Group:
         outcomes.check_agreed()
         return [_report(place, one) for place, one in enumerate(outcomes.each)]
 
+    def collect(
+        self,
+        work: Callable[[], Mapping[str, Any]],
+        failed: Callable[[BaseException], Mapping[str, Any]],
+    ) -> list[dict[str, Any]]:
+        """Run the work on this rank, and return the fields of all ranks, in rank order.
+
+        Collective. An interrupt or an exit in the work is raised again on its own rank, after the
+        other ranks have received its fields.
+
+        Args:
+            work: returns this rank's fields, with values that JSON can represent.
+            failed: returns the fields of a rank whose work raised the exception.
+
+        Raises:
+            GroupError: a rank is unreachable.
+            RankError: the ranks made different calls, or the fields of a rank cannot be sent.
+        """
+        codec = replace(
+            JSON, pack_error=lambda error: JSON.pack(failed(error)), unpack_error=JSON.unpack
+        )
+        # No local variable has the outcomes: this frame is kept by the traceback of this rank's own
+        # exception, and their cycle would keep the work's tensors.
+        return _rows(
+            self._ranks().attempt(
+                "the results of an engine's ranks", lambda: dict(work()), codec=codec
+            )
+        )
+
     def gather(self, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the fields of every rank, in rank order. Collective.
 
@@ -98,6 +127,14 @@ class Group:
 
     def _ranks(self) -> Ranks:
         return Ranks(Channel(self._group) if self._group is not None else None)
+
+
+def _rows(outcomes: Outcomes[dict[str, Any]]) -> list[dict[str, Any]]:
+    outcomes.check_agreed()
+    rows = [one.error or one.value for one in outcomes.each]
+    if None in rows:
+        raise outcomes.error("")
+    return [row for row in rows if row is not None]
 
 
 def _report(place: int, outcome: Outcome[dict[str, Any] | None]) -> RankReport:

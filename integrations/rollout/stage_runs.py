@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TypeVar
 
 from memsaver._inspection.statistics import stats
 from memsaver.errors import MemsaverError
@@ -17,6 +17,9 @@ from .together import GRACE_SECONDS, Together
 from .trainer_memory import TrainerMemory
 
 __all__ = ["StageRuns"]
+
+Result = TypeVar("Result")
+Mine = TypeVar("Mine", RankStage, None)
 
 
 class StageRuns:
@@ -38,9 +41,9 @@ class StageRuns:
     def _stage(
         self,
         stage: Stage,
-        action: Callable[[], Any],
+        action: Callable[[], Result],
         afterwards: Callable[[], object] | None = None,
-    ) -> Any:
+    ) -> Result:
         """Run a stage on every rank, and return the result of this rank's part.
 
         Args:
@@ -49,25 +52,27 @@ class StageRuns:
             afterwards: called after the stage on all ranks; must not fail.
         """
         started = time.perf_counter()
-        result, error = None, None
+        results: list[Result] = []
+        error = None
         with LowWater(self._trainer.device) as water:
             try:
-                result = action()
+                results.append(action())
             except BaseException as raised:
                 error = raised
             seconds = time.perf_counter() - started
         limit = self._timeout + GRACE_SECONDS
+        result = results[0] if results else None
         self._conclude(stage, started, seconds, water, result, error, limit)
         if afterwards is not None:
             afterwards()
-        return result
+        return results[0]
 
     @contextlib.contextmanager
-    def _block(self, stage: Stage) -> Iterator[list[Any]]:
+    def _block(self, stage: Stage) -> Iterator[list[object]]:
         """Run the block as the caller's stage. Yields a list, for the stage's result."""
         started = time.perf_counter()
         error = None
-        results: list[Any] = []
+        results: list[object] = []
         with LowWater(self._trainer.device) as water:
             try:
                 yield results
@@ -89,7 +94,7 @@ class StageRuns:
         started: float,
         seconds: float,
         water: LowWater,
-        result: Any,
+        result: object,
         error: BaseException | None,
         timeout: float,
     ) -> None:
@@ -118,8 +123,8 @@ class StageRuns:
         return tuple(name for name in first if all(name in each for each in others))
 
     def _exchange(
-        self, what: str, mine: RankStage | None, error: BaseException | None, timeout: float
-    ) -> tuple[Any, ...]:
+        self, what: str, mine: Mine, error: BaseException | None, timeout: float
+    ) -> tuple[Mine, ...]:
         """Return the values of all ranks; raise if a rank has an error."""
         try:
             everyones = self._together.gather(what, lambda: (mine, error is not None), timeout)

@@ -37,7 +37,7 @@ class Nodes:
 
     size: int
     first: Callable[[], Backend]
-    others: tuple[Any, ...]
+    others: tuple[object, ...]
 
 
 class EngineStart(SharedSleep):
@@ -54,7 +54,7 @@ class EngineStart(SharedSleep):
     backend: Backend | None
     tp_size: int
     pad_token_id: int
-    _make: Callable[[], Any]  # creates the backend, on the leader
+    _make: Callable[[], object]  # creates the backend, on the leader
 
     @signals_deferred()  # no handler may run between the collectives
     def _begin(
@@ -63,7 +63,7 @@ class EngineStart(SharedSleep):
         timeout: float,
         pad_token_id: int,
         make: Callable[[Layout, list[Any]], Backend | Nodes | None],
-        prepare: Callable[[], Any] = lambda: None,
+        prepare: Callable[[], object] = lambda: None,
         restarts: Restarts | None = None,
         join: Callable[[Any], Callable[[], None]] | None = None,
     ) -> None:
@@ -94,7 +94,7 @@ class EngineStart(SharedSleep):
             refuse(error, timeout, (_LANE, Fence.LANE))
         self.layout = layout
 
-        def check() -> Any:
+        def check() -> tuple[dict[str, str], object]:
             if not is_whole(pad_token_id):
                 raise ConfigError(f"pad_token_id must be an integer, not {pad_token_id!r}")
             if restarts is not None:
@@ -105,7 +105,9 @@ class EngineStart(SharedSleep):
                 restarts.check()
             return {"restarts": "None" if restarts is None else restarts.limits}, prepare()
 
-        def begin(everyones: list[Any]) -> tuple[int, frozenset[str] | None] | tuple[Any, ...]:
+        def begin(
+            everyones: list[tuple[dict[str, str], object]],
+        ) -> tuple[int, frozenset[str] | tuple[object, ...] | None]:
             check_equal(layout.tp_ranks, [given for given, _ in everyones])
             prepared = [prepared for _, prepared in everyones]
             made = make(layout, prepared)
@@ -123,8 +125,7 @@ class EngineStart(SharedSleep):
             what = "the start of the engine"
             try:
                 self.tp_size, rest = self.together.gathered(what, check, begin, timeout)
-                nodes = isinstance(rest, tuple)
-                self._released = self._start_nodes(rest, join) if nodes else rest
+                self._released = self._start_nodes(rest, join) if isinstance(rest, tuple) else rest
             except BaseException as error:  # the ranks of other engines wait
                 failure = error
             self._fence.wait("the start of all engines", failure, timeout)
@@ -138,7 +139,7 @@ class EngineStart(SharedSleep):
             raise
 
     def _start_nodes(
-        self, others: tuple[Any, ...], join: Callable[[Any], Callable[[], None]] | None
+        self, others: tuple[object, ...], join: Callable[[Any], Callable[[], None]] | None
     ) -> frozenset[str] | None:
         """Start the parts of an engine on all of its hosts; return the engine's released tags."""
         each = self.tp_size // (1 + len(others))  # ranks on a host
@@ -155,7 +156,7 @@ class EngineStart(SharedSleep):
         what = "the start of the engine on all hosts"
         return self.together.gather(what, work, self.timeout + GRACE_SECONDS)[0]
 
-    def _adopt(self, made: Any) -> tuple[int, frozenset[str] | None]:
+    def _adopt(self, made: object) -> tuple[int, frozenset[str] | None]:
         """Use a backend; return the number of the engine's ranks and its released tags."""
         if made is None:
             raise ConfigError("the leader of the group has no engine")

@@ -19,26 +19,16 @@ __all__ = ["join", "update"]
 def join(name: str) -> Callable[..., Awaitable[Any]]:
     """Return a hook around a request to join or leave a group for weights."""
 
-    async def hook(
-        original: Callable[..., Awaitable[Any]], manager: Any, obj: Any, *rest: Any
-    ) -> Any:
-        if replicas_in(manager.server_args) == 1:
-            return await original(manager, obj, *rest)
-        manager.auto_create_handle_loop()
+    async def send(manager: Any, obj: Any) -> Any:
         return _merged(await getattr(manager, f"{name}_communicator")(obj))
 
-    return hook
+    return _to_all(send)
 
 
 def update(name: str) -> Callable[..., Awaitable[Any]]:
     """Return a hook around a request that updates weights."""
 
-    async def hook(
-        original: Callable[..., Awaitable[Any]], manager: Any, obj: Any, *rest: Any
-    ) -> Any:
-        if replicas_in(manager.server_args) == 1:
-            return await original(manager, obj, *rest)
-        manager.auto_create_handle_loop()
+    async def send(manager: Any, obj: Any) -> Any:
         if obj.abort_all_requests:
             manager.abort_request(abort_all=True)
         _normalise(obj)
@@ -57,6 +47,20 @@ def update(name: str) -> Callable[..., Awaitable[Any]]:
         if success and obj.weight_version is not None:
             manager._update_weight_version_if_provided(obj.weight_version)
         return success, message
+
+    return _to_all(send)
+
+
+def _to_all(send: Callable[[Any, Any], Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """Return a hook that calls `send` instead of SGLang's method if there are several replicas."""
+
+    async def hook(
+        original: Callable[..., Awaitable[Any]], manager: Any, obj: Any, *rest: Any
+    ) -> Any:
+        if replicas_in(manager.server_args) == 1:
+            return await original(manager, obj, *rest)
+        manager.auto_create_handle_loop()
+        return await send(manager, obj)
 
     return hook
 

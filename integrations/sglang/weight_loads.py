@@ -121,10 +121,17 @@ def _load(
         return plain_load(kind, has_barrier=has_barrier)(original, updater, request)
     check = LoadCheck(verification, place.rank)
 
+    def loaded() -> dict[str, Any]:
+        _load_checked(original, updater, request, has_barrier, check)
+        return asdict(check.found())
+
+    def failed(error: BaseException) -> dict[str, Any]:
+        check.fail(error)
+        return asdict(check.found())
+
     def work(refusal: MemsaverError | None = None) -> Any:
         if refusal is None:
-            _load_checked(original, updater, request, has_barrier, check)
-            rows = group_of(updater).gather(asdict(check.found()))
+            rows = group_of(updater).collect(loaded, failed)
             checks = [RankCheck.from_fields(fields) for fields in rows]
         else:  # on all ranks, each of which has the same reason
             check.fail(refusal)
@@ -137,18 +144,23 @@ def _load(
 def _load_checked(
     original: Callable[..., Any], updater: Any, request: Any, has_barrier: bool, check: LoadCheck
 ) -> None:
-    """Run SGLang's handler with checks, and wait for the device. Exceptions become a failure."""
+    """Run SGLang's handler with checks, and wait for the device. Exceptions become a failure.
+
+    An interrupt or an exit is raised again.
+    """
     _current.append(check)
     done, message = False, ""
     try:
         with _flushing_past_waiting(updater):
             output = original(updater, request)
         done, message = output.success, output.message
-    except Exception as error:
+    except BaseException as error:
         _logger.exception("a weight update failed")
         check.fail(error)
         if has_barrier:
             Group(updater.tp_cpu_group).barrier()
+        if not isinstance(error, Exception):
+            raise
     finally:
         _current.pop()
     if not done and not check.trouble:
@@ -225,18 +237,25 @@ def everywhere(kind: str, hook: Callable[..., Any] | None = None) -> Callable[..
             if refusal is not None:
                 return _message(kind)(success=False, message=str(refusal))
             output = None
-            try:
+
+            def result() -> dict[str, Any]:
+                nonlocal output
                 output = handled()
-                result = {"success": bool(output.success), "message": str(output.message)}
-            except Exception as error:  # the other stages wait for this one's result
-                _logger.exception("a request about weights failed")
-                result = {"success": False, "message": f"{type(error).__name__}: {error}"}
-            bad = [one for one in group_of(updater).gather(result) if not one["success"]]
+                return {"success": bool(output.success), "message": str(output.message)}
+
+            rows = group_of(updater).collect(result, _failed)
+            bad = [one for one in rows if not one["success"]]
             return _message(kind)(success=False, message=bad[0]["message"]) if bad else output
 
         return handled() if place.stages == 1 else defer(scheduler_of(updater), request, work)
 
     return handle
+
+
+def _failed(error: BaseException) -> dict[str, Any]:
+    _logger.error("a request about weights failed", exc_info=error)
+    failure = Failure.of(error)
+    return {"success": False, "message": f"{failure.kind}: {failure.message}"}
 
 
 def _joining(place: Place, request: Any) -> Any:
@@ -267,22 +286,29 @@ def _load_plainly(
     known = _known_to(updater)
     has_all_names = stages is not None or _is_whole(updater)
     check = PlainCheck(known, watches=settings.updates_are_checked() and has_all_names)
-    _current.append(check)
-    output, failure = None, None
-    try:
-        with _watched(updater, request, check):
-            output = original(updater, request)
-    except Exception as error:
-        _logger.exception("a weight update failed")
-        failure = Failure.of(error)
-        if has_barrier:
-            own.barrier()
-    finally:
-        _current.pop()
-    success = bool(getattr(output, "success", False))
-    message = str(getattr(output, "message", ""))
-    result = Found(group.rank, success, message, failure, check.unused, check.partial)
-    trouble = verdict([Found.from_fields(row) for row in group.gather(asdict(result))])
+    output, success, message = None, False, ""
+
+    def loaded() -> dict[str, Any]:
+        nonlocal output, success, message
+        _current.append(check)
+        try:
+            with _watched(updater, request, check):
+                output = original(updater, request)
+        except BaseException:
+            _logger.exception("a weight update failed")
+            if has_barrier:
+                own.barrier()
+            raise
+        finally:
+            _current.pop()
+        success = bool(getattr(output, "success", False))
+        message = str(getattr(output, "message", ""))
+        return asdict(Found(group.rank, success, message, None, check.unused, check.partial))
+
+    def failed(error: BaseException) -> dict[str, Any]:
+        return asdict(Found(group.rank, failure=Failure.of(error)))
+
+    trouble = verdict([Found.from_fields(row) for row in group.collect(loaded, failed)])
     if output is not None and success and not trouble:
         known |= check.seen
         return output

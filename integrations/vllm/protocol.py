@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, get_args
 
 from ..engine.errors import EngineError
 from ..engine.fields import Fields, is_whole
-from ..engine.interface import Broadcast, JoinRequest, SharedTensors, WeightLoad
+from ..engine.interface import Broadcast, JoinRequest, Layout, SharedTensors, WeightLoad
 from ..engine.weights.checks import RankCheck, VerificationRequest, raise_failure
 
 __all__ = [
@@ -76,7 +76,7 @@ class Coming:
         self.tensors: SharedTensors | Broadcast
         if read.optional("group_name") is None:
             layout = read.text("layout")
-            if layout not in ("whole", "engine"):
+            if layout not in get_args(Layout):
                 raise EngineError(f"a bucket of weights has the unknown layout {layout!r}")
             payloads = read.texts("payloads")
             self.tensors = SharedTensors(payloads, "whole" if layout == "whole" else "engine")

@@ -1,9 +1,10 @@
 """Loads weights that a trainer sends into the models of vLLM's workers.
 
 All functions are methods of vLLM's worker, which every rank of an executor calls. The ranks
-exchange their results before any of them answers, and an answer has the checks of all ranks. No
-function raises: the multiprocessing executor leaves the responses of the ranks after a failed one
-in its queues, where its next call finds them.
+exchange their results before any of them answers, and an answer has the checks of all ranks. A
+failure is never raised: the multiprocessing executor leaves the responses of the ranks after a
+failed one in its queues, where its next call finds them. An interrupt or an exit is raised on its
+own rank, after the exchange.
 
 A bucket that arrives damaged on one rank is loaded on none. A bucket whose load fails on one rank
 counts as failed on all.
@@ -20,7 +21,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -91,22 +92,35 @@ def _load(worker: Any, fields: dict[str, Any]) -> Rows:
         return [asdict(_failed(rank, error)) for rank in range(group.size)]
     check = LoadCheck(request, group.rank)
     tensors: Named = []
-    arrived = False
-    try:
+
+    def arrive() -> dict[str, Any]:
+        nonlocal tensors
         _check_awake()
         tensors = _arrived(worker, coming, group.rank)
-        arrived = not check.is_damaged(tensors)
-    except Exception as error:
-        _logger.exception("new weights did not arrive")
+        return {"arrived": not check.is_damaged(tensors)}
+
+    def not_arrived(error: BaseException) -> dict[str, Any]:
+        _logger.error("new weights did not arrive", exc_info=error)
         check.fail(error)
-    if all(row["arrived"] for row in group.gather({"arrived": arrived})):
+        return {"arrived": False}
+
+    def load() -> dict[str, Any]:
+        # An interrupt in the first exchange reaches the second one too, in which other ranks wait.
+        arrived = group.collect(arrive, not_arrived)
         try:
-            _update_of(worker).load(check, tensors, coming)
+            if all(row["arrived"] for row in arrived):
+                _update_of(worker).load(check, tensors, coming)
         except Exception as error:
             _logger.exception("a weight update failed")
             check.fail(error)
-    check.synchronize()
-    checks = [RankCheck.from_fields(row) for row in group.gather(asdict(check.found()))]
+        check.synchronize()
+        return asdict(check.found())
+
+    def interrupted(error: BaseException) -> dict[str, Any]:
+        check.fail(error)
+        return asdict(check.found())
+
+    checks = [RankCheck.from_fields(row) for row in group.collect(load, interrupted)]
     if getattr(worker, _UPDATE, None) is not None and not is_good(checks):
         _update_of(worker).failed = True
     return [asdict(one) for one in checks]
@@ -249,17 +263,19 @@ def _leave(worker: Any, name: str) -> Rows:
 def _on_all_ranks(worker: Any, work: Callable[[], None]) -> Rows:
     """Run the work on this rank, and return the results of all ranks. Collective."""
     group = ranks_of(worker)
-    check = RankCheck(group.rank, socket.gethostname(), os.getpid())
-    try:
+
+    def done() -> dict[str, Any]:
         work()
-    except Exception as error:
-        _logger.exception("a memsaver call failed")
-        check = _failed(group.rank, error)
-    rows: Sequence[dict[str, Any]] = group.gather(asdict(check))
-    return list(rows)
+        return asdict(RankCheck(group.rank, socket.gethostname(), os.getpid()))
+
+    def failed(error: BaseException) -> dict[str, Any]:
+        _logger.error("a memsaver call failed", exc_info=error)
+        return asdict(_failed(group.rank, error))
+
+    return group.collect(done, failed)
 
 
-def _failed(rank: int, error: Exception) -> RankCheck:
+def _failed(rank: int, error: BaseException) -> RankCheck:
     failure = Failure.of(error)
     check = RankCheck(rank, socket.gethostname(), os.getpid(), failure=failure)
     if isinstance(error, EngineError | InvalidStateError):

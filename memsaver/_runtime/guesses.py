@@ -9,6 +9,7 @@ from memsaver._runtime.text import did_you_mean
 
 __all__ = ["missing"]
 
+# The keys of both tables are in lower case.
 _CALLED = {
     "release": "pause",
     "sleep": "pause",
@@ -32,15 +33,15 @@ _MODULES = {
     "simulator": "memsaver.simulator",
     "sim": "memsaver.simulator",
     "sglang": "memsaver.integrations.sglang",
+    "vllm": "memsaver.integrations.vllm",
     "rollout": "memsaver.integrations.rollout",
     "trainer": "memsaver.integrations.trainer",
     "offload": "memsaver.integrations.trainer",
     "lightrft": "memsaver.integrations.lightrft",
-    "SleepController": "memsaver.integrations.sglang",
-    "RolloutEngine": "memsaver.integrations.rollout",
-    "ColocatedSession": "memsaver.integrations.rollout",
+    "sleepcontroller": "memsaver.integrations.sglang or memsaver.integrations.vllm",
+    "rolloutengine": "memsaver.integrations.rollout",
+    "colocatedsession": "memsaver.integrations.rollout",
 }
-_VLLM = "vLLM is not supported yet; memsaver works with SGLang, and in programs that call it"
 
 
 def missing(name: str, public: list[str]) -> AttributeError | ImportError:
@@ -62,10 +63,9 @@ def _advice(name: str, public: list[str]) -> str:
     """Return a suggestion to append to the error message, or ""."""
     if name.startswith("__"):  # programs look for many such names in every module
         return ""
-    if name.lower() == "vllm":
-        return f": {_VLLM}"
-    if name in _MODULES:
-        return f": it is in {_MODULES[name]}, which has to be imported"
-    if name in _CALLED:
-        return f": use memsaver.{_CALLED[name]}"
+    lower = name.lower()
+    if lower in _MODULES:
+        return f": it is in {_MODULES[lower]}, which has to be imported"
+    if lower in _CALLED:
+        return f": use memsaver.{_CALLED[lower]}"
     return did_you_mean(name, public)

@@ -152,11 +152,10 @@ class Ranks:
                 body = codec.pack(value) if value is not None else b""
             except BaseException as error:
                 own = error
-            if self._channel is None:
-                return _alone(what, value, own, codec)
-            attempt = _Attempt(self._channel, what, step, timeout, codec)
             try:
-                return attempt.outcomes(body, own)
+                if self._channel is None:
+                    return _alone(what, value, own, codec)
+                return _Attempt(self._channel, what, step, timeout, codec).outcomes(body, own)
             except GroupError as lost:
                 if own is None:
                     raise
@@ -167,6 +166,8 @@ class Ranks:
                 if not isinstance(own, Exception):
                     raise own from lost  # an interrupt is never dropped
                 raise
+            finally:
+                own = None  # its traceback refers to this frame, and to the work's tensors
 
 
 class _Attempt:

@@ -64,7 +64,7 @@ def cycle(name, **options):
 
 def pause_but(name, kind, dead):
     """Pause a tag without its dead ranges; return the bytes copied."""
-    return sum(r[4] for r in _C.pause([name], CODE[kind], dead))
+    return sum(r[4] for r in _C.begin([name], [], CODE[kind], dead).run())
 
 
 # --- contents -------------------------------------------------------------------------------------

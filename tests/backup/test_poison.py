@@ -63,7 +63,7 @@ def test_dead_ranges_of_a_backed_up_tag_are_poisoned(sim, tag, make_blocks, kind
     (block,) = make_blocks(name, [3 * PAGE], backup=kind)
     before = block.bytes()
     holes = [(512, 1024), (PAGE - 512, 1024), (3 * PAGE - 4096, 4096)]
-    _C.pause([name], -1, [(block.address + at, n) for at, n in holes])
+    _C.begin([name], [], -1, [(block.address + at, n) for at, n in holes]).run()
     memsaver.resume(name)
     expected = bytearray(before)
     for at, n in holes:
@@ -125,7 +125,7 @@ def test_poison_is_complete_for_a_stream_that_waits(sim, tag, make_blocks, optio
     blocks = make_blocks(name := tag(), [PAGE] * 4, backup=kind)
     saved = blocks[0].bytes()[:4096]
     begin, last = blocks[0].address + 4096, blocks[-1]
-    _C.pause([name], -1, [(begin, PAGE - 4096), *((b.address, PAGE) for b in blocks[1:])])
+    _C.begin([name], [], -1, [(begin, PAGE - 4096), *((b.address, PAGE) for b in blocks[1:])]).run()
     sim.stream_delay(0.05)
     # Unpinning a staging buffer would wait for the fills, too.
     with sim.fault("cuMemHostUnregister", times=0), sim.stream() as stream:

@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 pytestmark = pytest.mark.each_python
 
 CODE = """
-import datetime, os, signal
+import datetime, gc, os, signal, weakref
 import torch.distributed as dist
 from memsaver.distributed import RankError
 from memsaver.integrations.lightrft.ranks import on_every_rank
@@ -59,6 +59,34 @@ for kind, raised in KINDS.items():
     assert reports[1].failure.kind == raised.__name__ and reports[1].host
     assert [reports[at].seconds for at in (0, 2)] == [1.0, 3.0]
     assert reports[2].device_bytes == {"w": 2} and reports[2].pid != reports[0].pid
+for kind, raised in KINDS.items():
+    work = lambda: {"rank": act(kind).seconds}
+    try:
+        rows = group.collect(work, lambda error: {"kind": type(error).__name__})
+    except BaseException as error:
+        assert RANK == 1 and type(error) is raised and not isinstance(error, Exception)
+        continue
+    assert rows == [{"rank": 1.0}, {"kind": raised.__name__}, {"rank": 3.0}], rows
+assert group.collect(dict, vars) == [{}, {}, {}]
+try:
+    group.collect(lambda: 1 / 0, lambda error: {"error": error})
+except RankError as error:
+    assert sorted(error.failures) == [0, 1, 2]
+else:
+    raise AssertionError
+# What the work used is freed with its exception.
+class Used:
+    pass
+def fail():
+    used = Used()
+    alive.append(weakref.ref(used))
+    raise ValueError("no")
+gc.disable()
+alive = []
+for ranks in (group, Group(None)):
+    assert ranks.collect(fail, lambda error: {"text": str(error)})[0] == {"text": "no"}
+assert [one() for one in alive] == [None, None]
+gc.enable()
 assert group.gather({"rank": RANK, "text": "x" * 500}) == [
     {"rank": rank, "text": "x" * 500} for rank in range(3)
 ]

@@ -130,7 +130,8 @@ def test_invalid_calls_are_rejected_before_anything_changes(run_ranks):
         texts = [str(w.message) for w in caught if w.category is memsaver.MemsaverWarning]
         assert len(texts) == (RANK == 1) and all("not w" in text for text in texts)
 
-        # Ctrl-C in the middle: all is done first. An exit asked for by a callback: nothing is.
+        # Ctrl-C during the pause is raised after the pause is complete. If a callback raises an
+        # exit, nothing is paused.
         with registered(memsaver.on_pause, lambda tag: signal.raise_signal(signal.SIGINT), on=1):
             if RANK == 1:
                 raises(KeyboardInterrupt, md.pause, "w")

@@ -193,7 +193,7 @@ def test_a_call_outside_of_python(sim, tag, make_blocks):
 
     def work():
         thread.append(threading.get_native_id())
-        _C.pause([name], -1, [])
+        _C.begin([name], [], -1, []).run()
 
     worker = threading.Thread(target=work)
     worker.start()

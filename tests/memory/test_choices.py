@@ -218,9 +218,11 @@ def test_a_region_that_withdraws_a_backup_warns(sim, tag):
 @pytest.mark.parametrize(
     ("name", "advice"),
     [
-        ("vllm", "vLLM is not supported yet"),
-        ("vLLM", "vLLM is not supported yet"),
+        ("vllm", "it is in memsaver.integrations.vllm, which has to be imported"),
+        ("vLLM", "it is in memsaver.integrations.vllm, which has to be imported"),
         ("sglang", "memsaver.integrations.sglang"),
+        ("SleepController", "in memsaver.integrations.sglang or memsaver.integrations.vllm, which"),
+        ("RolloutEngine", "it is in memsaver.integrations.rollout"),
         ("offload", "memsaver.integrations.trainer"),
         ("wake_up", "use memsaver.resume"),
         ("regoin", "did you mean 'region'"),
@@ -244,7 +246,10 @@ def test_modules_are_imported_from_memsaver(run_python):
 def test_advice_uses_existing_names():
     from memsaver._runtime import guesses
 
-    for name, module in guesses._MODULES.items():
-        found = pytest.importorskip(module)
-        assert name == module.rpartition(".")[2] or name == "sim" or hasattr(found, name)
+    for name, modules in guesses._MODULES.items():
+        for module in modules.split(" or "):
+            found = pytest.importorskip(module)
+            public = [one.lower() for one in (*dir(found), module.rpartition(".")[2], "sim")]
+            assert name in public, (name, module)
+    assert all(name == name.lower() for name in (*guesses._MODULES, *guesses._CALLED))
     assert set(guesses._CALLED.values()) <= set(memsaver.__all__)

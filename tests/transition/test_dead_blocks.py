@@ -22,7 +22,7 @@ def test_dead_ranges_are_neither_saved_nor_restored(sim, tag, make_blocks):
     holes = [(part.address + 3 * MIB, 512), (part.address + MIB, MIB - 100), (dead.address, 9000)]
     holes += [(dead.address + 100, 2 * MIB - 100), (part.address + 2 * MIB - 4096, 4096)]
     holes += [(part.address + MIB + 4096, 512)]
-    rows = _C.pause([name], -1, holes)
+    rows = _C.begin([name], [], -1, holes).run()
     saved = MIB + 4 * MIB - MIB - 512
     assert rows == [(name, 0, True, rows[0][3], saved)]
     assert row_of(name).backup_bytes == saved
@@ -50,7 +50,7 @@ def test_dead_ranges_of_other_tags_and_other_memory_do_no_harm(sim, tag, make_bl
         (block.address + MIB, 4096),
         (block.address, 0),
     ]
-    _C.pause([name], -1, holes)
+    _C.begin([name], [], -1, holes).run()
     assert foreign.is_intact()
     memsaver.resume(name)
     assert block.is_intact()
@@ -62,9 +62,9 @@ def test_what_was_dead_is_saved_if_memory_changed_since(sim, tag, make_blocks):
     dead = [(block.address, PAGE)]
     looked = _C.changes()
     (another,) = make_blocks(name, [PAGE], backup="host")
-    _C.pause([name], -1, dead, looked)
+    _C.begin([name], [], -1, dead, looked).run()
     memsaver.resume(name)
     assert block.is_intact() and another.is_intact()
-    _C.pause([name], -1, dead, _C.changes())
+    _C.begin([name], [], -1, dead, _C.changes()).run()
     memsaver.resume(name)
     assert block.is_zero() and another.is_intact()

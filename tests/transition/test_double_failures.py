@@ -200,7 +200,7 @@ def test_pages_that_could_not_be_unpinned(sim, tag, make_blocks, undo):
         elif undo == "none":
             memsaver.pause(name, backup="none")
         else:
-            _C.pause([name], 1, [(blocks.blocks[0].address, PAGE)])
+            _C.begin([name], [], 1, [(blocks.blocks[0].address, PAGE)]).run()
     memsaver.resume(name)
     blocks.fill()
     assert memsaver.stats().host_bytes == sim.counts().registered_bytes

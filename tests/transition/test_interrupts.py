@@ -46,7 +46,7 @@ INTERRUPTED = """
 
 
 @pytest.mark.parametrize("call", ["pause", "resume", "paused"])
-def test_an_interrupt_during_the_copies_leaves_what_callbacks_were_told(run_python, call):
+def test_the_state_after_an_interrupt_during_the_copies_agrees_with_the_callbacks(run_python, call):
     run_python(
         INTERRUPTED
         + f"""

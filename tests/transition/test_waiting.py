@@ -29,6 +29,21 @@ SETUP = """
         return False
 """
 
+# A transition through the C interface, which the thread that began it hands over.
+HANDED_OVER = (
+    SETUP
+    + """
+    from ctypes import CDLL, byref, c_char_p, c_size_t, c_void_p
+    from memsaver._runtime.native import LIBRARY_DIR
+
+    lib = CDLL(str(LIBRARY_DIR / "libmemsaver.so"))
+    begun, names = c_void_p(), (c_char_p * 1)(b"a")
+    no_ranges = None, c_size_t(0), None
+    assert lib.ms_pause_begin(names, c_size_t(1), -1, *no_ranges, byref(begun), None) == 0
+    assert lib.ms_transition_hand_over(begun, None) == 0
+"""
+)
+
 # Calls by a thread that has begun a transition but not run it, for example in a signal handler.
 REQUESTS = {
     "pause": "lambda: memsaver.pause('a')",
@@ -38,8 +53,8 @@ REQUESTS = {
     "background": "lambda: memsaver.pause('a', wait=False)",
     "every tag": "memsaver.pause",
     "region": "lambda: memsaver.region('a').__enter__()",
-    "C pause": "lambda: _C.pause(['a'], -1, [])",
-    "C resume": "lambda: _C.resume(['a'])",
+    "C pause": "lambda: _C.begin(['a'], [], -1, [])",
+    "C resume": "lambda: _C.begin([], ['a'], -1, [])",
     "C reservation": "lambda: _C.Reservation(['a']).take()",
     "C stream": "lambda: _C.stream_bind(5, 'a', -1)",
     "C view": "lambda: _C.backup_view(blocks['a'].address, 8)",
@@ -142,36 +157,36 @@ def test_another_thread_waits_for_a_transition_that_was_begun(run_python):
 
 def test_the_former_owner_waits_for_a_handed_over_transition(run_python):
     run_python(
-        SETUP
+        HANDED_OVER
         + """
-    begun = _C.begin(["a"], [], -1, [])
-    begun.hand_over()
-    timer = threading.Timer(0.2, begun.run)
+    statuses = []
+    run = lambda: statuses.append(lib.ms_transition_run(begun, None, None, None))
+    timer = threading.Timer(0.2, run)
     timer.start()
     memsaver.resume("a")
     timer.join()
-    assert memsaver.state("a") == "mapped" and blocks["a"].is_intact()
+    lib.ms_transition_free(begun)
+    assert statuses == [0] and memsaver.state("a") == "mapped" and blocks["a"].is_intact()
     """
     )
 
 
 def test_a_tag_that_is_created_during_the_wait_is_not_among_every_tag(run_python):
     run_python(
-        SETUP
+        HANDED_OVER
         + """
-    begun = _C.begin(["a"], [], -1, [])
-    begun.hand_over()
-    paused = []
-    thread = threading.Thread(target=lambda: paused.extend(_C.pause([], -1, [])), daemon=True)
+    statuses = []
+    pause = lambda: lib.ms_pause(None, c_size_t(0), -1, *no_ranges, None, None, None)
+    thread = threading.Thread(target=lambda: statuses.append(pause()), daemon=True)
     thread.start()
     thread.join(0.3)
     assert thread.is_alive()
     new = block_in("new")
     of_new = _C.begin(["new"], [], -1, [])  # this thread owns the tag
-    begun.give_up()
+    lib.ms_transition_free(begun)
     thread.join(20)
-    assert not thread.is_alive() and sorted(row[0] for row in paused) == ["a", "b"], paused
-    assert memsaver.state("new") == "saving"
+    assert not thread.is_alive() and statuses == [0]
+    assert [str(memsaver.state(tag)) for tag in ("a", "b", "new")] == ["paused", "paused", "saving"]
     of_new.run()
     memsaver.resume()
     assert new.is_intact() and blocks["a"].is_intact() and not sim.violations()

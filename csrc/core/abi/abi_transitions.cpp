@@ -104,23 +104,23 @@ void ms_reservation_free(ms_reservation* reservation) {
 }
 
 ms_status ms_transition_begin(const char* const* out, size_t out_count, const char* const* into,
-                              size_t into_count, int backup, const ms_range* dead,
-                              size_t dead_count, const uint64_t* changes,
+                              size_t into_count, int backup, const ms_range* unowned,
+                              size_t unowned_count, const uint64_t* changes,
                               ms_transition** transition, ms_error* error) {
   return on_tags(error, [&] {
     require_place(transition);
     if (out_count > 0) explain_host_faults();
-    *transition = wrap(
-        Transition::begin({selection_of(out, out_count), selection_of(into, into_count),
-                           policy_of(backup), ranges_of(dead, dead_count), value_of(changes)}));
+    *transition = wrap(Transition::begin({selection_of(out, out_count),
+                                          selection_of(into, into_count), policy_of(backup),
+                                          ranges_of(unowned, unowned_count), value_of(changes)}));
   });
 }
 
 ms_status ms_pause_begin(const char* const* tags, size_t tag_count, int backup,
-                         const ms_range* dead, size_t dead_count, const uint64_t* changes,
+                         const ms_range* unowned, size_t unowned_count, const uint64_t* changes,
                          ms_transition** transition, ms_error* error) {
-  return ms_transition_begin(tags, or_all(tag_count), nullptr, 0, backup, dead, dead_count, changes,
-                             transition, error);
+  return ms_transition_begin(tags, or_all(tag_count), nullptr, 0, backup, unowned, unowned_count,
+                             changes, transition, error);
 }
 
 ms_status ms_resume_begin(const char* const* tags, size_t tag_count, ms_transition** transition,
@@ -130,8 +130,9 @@ ms_status ms_resume_begin(const char* const* tags, size_t tag_count, ms_transiti
 }
 
 ms_status ms_swap_begin(const char* const* out, size_t out_count, const char* const* into,
-                        size_t into_count, int backup, const ms_range* dead, size_t dead_count,
-                        const uint64_t* changes, ms_transition** transition, ms_error* error) {
+                        size_t into_count, int backup, const ms_range* unowned,
+                        size_t unowned_count, const uint64_t* changes, ms_transition** transition,
+                        ms_error* error) {
   if (out_count == 0 || into_count == 0) {
     return guarded(error, [] {
       throw Error(Status::kInvalidArgument,
@@ -139,8 +140,8 @@ ms_status ms_swap_begin(const char* const* out, size_t out_count, const char* co
                   "pause or resume");
     });
   }
-  return ms_transition_begin(out, out_count, into, into_count, backup, dead, dead_count, changes,
-                             transition, error);
+  return ms_transition_begin(out, out_count, into, into_count, backup, unowned, unowned_count,
+                             changes, transition, error);
 }
 
 ms_status ms_transition_run(ms_transition* transition, ms_change** rows, size_t* row_count,
@@ -233,12 +234,12 @@ void ms_transition_free(ms_transition* transition) {
   });
 }
 
-ms_status ms_pause(const char* const* tags, size_t tag_count, int backup, const ms_range* dead,
-                   size_t dead_count, const uint64_t* changes, ms_change** rows, size_t* row_count,
-                   ms_error* error) {
+ms_status ms_pause(const char* const* tags, size_t tag_count, int backup, const ms_range* unowned,
+                   size_t unowned_count, const uint64_t* changes, ms_change** rows,
+                   size_t* row_count, ms_error* error) {
   ms_transition* transition = nullptr;
   const ms_status begun =
-      ms_pause_begin(tags, tag_count, backup, dead, dead_count, changes, &transition, error);
+      ms_pause_begin(tags, tag_count, backup, unowned, unowned_count, changes, &transition, error);
   return run_at_once(begun, transition, rows, row_count, error);
 }
 

@@ -261,7 +261,8 @@ void Transition::commit() noexcept {
   hold_->unlock();
 }
 
-// Returns whether all tags are unchanged. Needs no host memory.
+// Returns whether all tags are unchanged. Moving pages back needs no host memory, but restoring the
+// bytes of pages that a swap transferred does: without it, the tags of `out` are paused.
 bool Transition::undo() noexcept {
   if (completion_.withdraw()) {
     try {

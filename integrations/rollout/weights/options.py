@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from memsaver._runtime.text import did_you_mean
 from memsaver.errors import ConfigError
 
 from ...engine.fields import is_encodable
+from ...engine.interface import Layout, PauseMode
 from .disaggregated import WeightGroup
 from .sources import Rename
 from .verification import check_policy
 
 if TYPE_CHECKING:
-    from ...engine.interface import Layout, PauseMode
     from ..engine_set import EngineSet
     from ..rollout_engine import RolloutEngine
 
 __all__ = ["Options"]
 
-
-_PAUSE_MODES = ("abort", "retract", "in_place", "wait")
+_LAYOUTS, _PAUSE_MODES = get_args(Layout), get_args(PauseMode)
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,9 @@ class Options:
             raise ConfigError(
                 f"version must be text or None, and UTF-8 must encode it, not {self.version!r}"
             )
-        if self.layout not in ("whole", "engine"):
-            raise ConfigError(f"layout must be 'whole' or 'engine', not {self.layout!r}")
+        if self.layout not in _LAYOUTS:
+            layouts = " or ".join(map(repr, _LAYOUTS))
+            raise ConfigError(f"layout must be {layouts}, not {self.layout!r}")
         if not isinstance(self.bucket_bytes, int) or self.bucket_bytes <= 0:
             raise ConfigError(
                 f"bucket_bytes must be a positive number of bytes, not {self.bucket_bytes!r}"

@@ -169,7 +169,7 @@ def test_a_failure_on_one_rank_is_raised_on_all_ranks(run_colocated):
             training()
             assert trainer.contents() == before, call
 
-        # All alike: what it is, not that it is all of them.
+        # The same failure on all ranks is raised with its own type.
         engine.fail["wake_up all"] = memsaver.OutOfDeviceMemoryError("no room anywhere")
         error = refused(memsaver.OutOfDeviceMemoryError, rollout)
         assert list(error.failures) == [0, 1] and "ranks 0-1 of 2" in str(error)

@@ -86,7 +86,7 @@ for before in ([], ["kv_cache"], list(TAGS)):
     assert backend.released == (set(before) if RANK == 1 else set())
     engine.wake_up()
 
-# One that takes all of its time, and fails then: told to the others, who wait long enough.
+# A sleep that fails only at its timeout: the other rank waits long enough to receive the error.
 if RANK == 1:
     backend.slow, backend.fail = 2.5, EngineTimeoutError("it hangs")
 with pytest.raises(EngineTimeoutError, match="it hangs") as caught:

@@ -64,7 +64,7 @@ assert sorted(order) == [0, 1, 2] and leader == (RANK == order[0])
 first = order[0]
 assert together.gathered("sum", lambda: RANK, sum) == 3
 
-# An error arrives with what it is: kind, tag, status, numbers, what else it has.
+# An error arrives with its type, tag, status, numbers and other attributes.
 def no_memory():
     error = OutOfDeviceMemoryError("no room", tag="kv_cache")
     error.needed, error.free, error.device = 10, 3, RANK

@@ -128,7 +128,7 @@ from memsaver.integrations.rollout.weights import updates
 engine, backend = engine_of(2)
 weights = checkpoint(1)
 
-# Ranks that do not send the same, before the engine is asked for anything.
+# Ranks whose weights differ are rejected before any call of the engine.
 other = dict(weights)
 if RANK == 1:
     other["layers.1.norm.weight"] = torch.ones(9)
@@ -281,7 +281,7 @@ error = refused(EngineError, update, engine, shards)
 assert "rank 2 of 4" in str(error) and "not now" in str(error), error
 assert backend is None or backend.calls[-1] == "end"
 
-# Engines without the plugin: they say what they hold, and must say the same.
+# Engines without the plugin report the tensors that they hold, and the reports must be equal.
 hooked.__exit__(None, None, None)
 patch.undo()
 plain, other = engine_of(2)

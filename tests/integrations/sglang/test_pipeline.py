@@ -15,7 +15,7 @@ from memsaver.integrations.sglang import pipeline
 # The stages of an engine, with the order of SGLang's loop: a stage receives requests, handles them,
 # sends them to the next stage, and then runs a batch.
 STAGES = """
-import datetime, pickle, sys, types
+import contextlib, datetime, pickle, sys, types
 import pytest, torch
 import torch.distributed as dist
 import weight_engine
@@ -169,6 +169,19 @@ for name in ("good", "bad", "raises"):
 assert joined == [1 + RANK] * 3
 assert [(one.success, one.message) for one in scheduler.replies()] == [
     (True, ""), (False, "no such host"), (False, "RuntimeError: no route to the group")]
+
+# An interrupt or an exit of one stage is the answer of the other one, at once.
+for raised in (KeyboardInterrupt, SystemExit):
+    def end(updater, request):
+        if RANK == 1:
+            raise raised
+        return Output(True, "")
+    scheduler.updater.init_weights_update_group = lambda request: hook(
+        end, scheduler.updater, request)
+    with pytest.raises(raised) if RANK == 1 else contextlib.nullcontext():
+        scheduler.step([("init_weights_update_group", request)])
+    replies = [] if RANK == 1 else [(False, f"{raised.__name__}: {raised.__name__}")]
+    assert [(one.success, one.message) for one in scheduler.replies()] == replies
 
 # An update waits for the batches in the pipeline.
 scheduler.step([], batch="a batch")

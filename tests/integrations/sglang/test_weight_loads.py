@@ -184,6 +184,20 @@ with pytest.MonkeyPatch.context() as patch, weight_engine.hooked(patch) as kind:
         t.checks(output)
     output = load(named, None)
     assert not output.success and "rank 0 of 2: ValueError: rank 0 has a bad" in output.message
+    # An interrupt or an exit on one rank is an answer on the other one, at once.
+    for raised in (KeyboardInterrupt, SystemExit):
+        def ends(self, weights):
+            if rank == 0:
+                raise raised
+            good(self, weights)
+        type(updater.runner.model).load_weights = ends
+        for wanted in (t.verification(named), None):
+            if rank == 0:
+                with pytest.raises(raised):
+                    load(named, wanted)
+                continue
+            output = load(named, wanted)
+            assert not output.success and raised.__name__ in output.message, output
     type(updater.runner.model).load_weights = good
     assert load(named, t.verification(named)).success
     # Without verification, the ranks find unknown names and wrong shapes together.

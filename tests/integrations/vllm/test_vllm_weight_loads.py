@@ -12,6 +12,7 @@ from memsaver.integrations.vllm.protocol import BEGIN, END, LOAD
 
 torch = pytest.importorskip("torch")
 
+import rank_processes  # noqa: E402
 from repository import TESTS  # noqa: E402
 from vllm_workers import Worker, buckets, contents, equal  # noqa: E402
 from weight_buckets import payload  # noqa: E402
@@ -164,6 +165,55 @@ def test_a_text_that_is_no_bucket_is_rejected_and_runs_nothing(tiny, tmp_path):
             "InvalidStateError",
         )
     assert not (tmp_path / "made").exists()
+
+
+RANKS = """
+import contextlib, pytest, torch.distributed as dist
+from vllm.model_executor.models import tiny
+from vllm_workers import Worker
+from memsaver.integrations.engine.ranks import Group
+from memsaver.integrations.engine.interface import Broadcast, WeightLoad
+from memsaver.integrations.engine.weights.checks import RankCheck
+from memsaver.integrations.vllm import weight_loads
+from memsaver.integrations.vllm.protocol import BEGIN, END, LOAD, fields_of
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+worker = Worker(tiny.Tiny())
+worker.parallel_config.world_size, worker._memsaver_group = 2, Group(dist.group.WORLD)
+bucket = fields_of(WeightLoad(Broadcast("g", (), (), ()), 10.0))
+for raised in (KeyboardInterrupt, SystemExit):
+    def ends(*arguments, **named):
+        if rank == 1:
+            raise raised
+        return []
+    for owner, name, call, arguments in (
+        (weight_loads, "_check_awake", BEGIN, ()),
+        (weight_loads, "_arrived", LOAD, (bucket,)),
+        (weight_loads._Update, "load", LOAD, (bucket,)),
+        (weight_loads._Update, "end", END, ()),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, ends)
+            if name != "_arrived":
+                patch.setattr(weight_loads, "_arrived", lambda *_: [])
+            with pytest.raises(raised) if rank == 1 else contextlib.nullcontext():
+                rows = getattr(worker, call)(*arguments)
+        if rank == 0:
+            failures = [RankCheck.from_fields(row).failure for row in rows]
+            assert [one and one.kind for one in failures] == [None, raised.__name__], (name, rows)
+            assert rows[1]["host"] and rows[1]["pid"], rows
+        for call in (END, BEGIN):
+            assert [row["failure"] for row in getattr(worker, call)()] == [None, None]
+dist.destroy_process_group()
+print("fine")
+"""
+
+
+@pytest.mark.timeout(120)
+def test_an_interrupt_on_one_rank_is_an_answer_on_the_others_at_once(tmp_path):
+    path = f"import sys; sys.path.insert(0, {str(TESTS / 'fixtures' / 'vllm_engine')!r})\n"
+    said = rank_processes.run(path + RANKS, 2, tmp_path, timeout=80)
+    assert all("fine" in text for text in said)
 
 
 def test_a_checkpoint_of_another_format_counts_as_converted(tiny):

@@ -153,7 +153,7 @@ def test_the_timeout_is_for_all_of_a_call(make_world, kind, operation):
     call()
 
 
-def test_a_call_waits_for_another_ones_turn_no_longer_than_its_timeout(make_world, in_thread):
+def test_a_call_waits_for_another_call_no_longer_than_its_timeout(make_world, in_thread):
     world = make_world("local")
     world.scheduler.running.add("somebody's")
     sleeping = in_thread(world.controller.sleep, wait_idle=True)

@@ -80,7 +80,7 @@ def test_differing_replicas_are_reported_and_repaired(make_world, kind):
 
 
 @pytest.mark.parametrize("kind", ["server"])  # its loop runs between calls, as in an engine
-def test_late_replies_are_not_taken_for_anothers(make_world, kind):
+def test_late_replies_are_not_attributed_to_another_call(make_world, kind):
     world = make_world(kind, schedulers=2)
     manager, first = world.manager, world.scheduler
     # The second scheduler's three replies arrive together, after the first one's were discarded.
