@@ -18,6 +18,7 @@ from . import (
     pipeline,
     replicas,
     scheduler,
+    settings,
     tokenizer,
     weight_loads,
 )
@@ -153,6 +154,7 @@ def _hooks_of_requests() -> dict[str, tuple[str, Callable[..., Any]]]:
         f"{_SCHEDULER}.process_input_requests": ("AFTER", pipeline.after_input),
         f"{_SCHEDULER}._pp_send_pyobj_to_next_stage": ("AFTER", pipeline.after_send),
         f"{_SCHEDULER}.init_watch_dog_memory_saver_input_blocker": ("AFTER", idle_sleep.install),
+        f"{_MANAGER}.__init__": ("AROUND", settings.fix_policy),
         f"{_MANAGER}.generate_request": ("AROUND", admissions.generate),
         f"{_MANAGER}.abort_request": ("AROUND", admissions.abort),
         f"{_MANAGER}._handle_abort_finish_reason": ("AROUND", admissions.abort_reason),

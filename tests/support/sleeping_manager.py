@@ -12,7 +12,7 @@ import pytest
 
 from memsaver.integrations.engine.messages import Answer, Failure, SchedulerState
 from memsaver.integrations.engine.refusals import asleep_text
-from memsaver.integrations.sglang import admissions, tokenizer
+from memsaver.integrations.sglang import admissions, hooks, tokenizer
 from memsaver.integrations.sglang.protocol import text_of
 
 BOTH = ("kv_cache", "weights")
@@ -142,6 +142,14 @@ class Manager:
             return False, asleep_text(self.tags, "update its weights")
         self.sent.append(obj)
         return True, "Success"
+
+
+def hooked():
+    """Return a class of managers with the plugin's hooks."""
+    module = types.ModuleType("sglang.srt.managers.tokenizer_manager")
+    module.TokenizerManager = type("TokenizerManager", (Manager,), {})
+    hooks.install_in(module)
+    return module.TokenizerManager
 
 
 async def own_abort_reason(manager, output, is_stream):
