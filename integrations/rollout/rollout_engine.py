@@ -124,12 +124,11 @@ class RolloutEngine(EngineStart):
                 None means that the death is an error. With this option, `generate` is a collective
                 of the whole mesh. Must be the same on all ranks.
             kind: "sglang" or "vllm".
-            asleep: the engine's policy for requests while its memory is released: "refuse" raises
-                `EngineAsleepError`; "wait" holds a request until another caller wakes the engine;
-                "wake" resumes the memory for the request. The policy is that of all requests to the
-                engine, and does not affect other engines. For this and the next three arguments,
-                None means the environment variable (`MEMSAVER_SGLANG_ASLEEP` and so on), which is
-                read when the engine starts.
+            asleep: this engine's policy for requests that need released memory: "refuse" raises
+                `EngineAsleepError`; "wait" holds a request until another caller has resumed the
+                memory; "wake" resumes the memory for the request. None leaves this and each of the
+                next three arguments to its environment variable, such as `MEMSAVER_SGLANG_ASLEEP`
+                or `MEMSAVER_VLLM_SLEEP_AFTER`, which is read when the engine starts.
             asleep_wait: the longest time in seconds for which a request is held, or a wake-up
                 without enough memory is retried.
             asleep_requests: the largest number of requests that are held at the same time.
