@@ -350,8 +350,8 @@ def test_a_scheduler_without_the_guards_place_reports_no_state(engine, monkeypat
     assert "memsaver" not in state_of(engine)
 
 
-def test_a_server_in_rust_neither_waits_nor_wakes(engine, policy):
-    policy("wake")
+@pytest.mark.usefixtures("waking")
+def test_a_server_in_rust_neither_waits_nor_wakes(engine):
     assert state_of(engine)["memsaver"]["when_asleep"] == "wake"
     engine.rust_server = object()
     assert state_of(engine)["memsaver"]["when_asleep"] == "refuse"

@@ -152,9 +152,9 @@ def test_an_engine_without_a_guard_does_not_sleep(sleeper, monkeypatch, clock):
     assert advance(clock, sleeper.input_blocker, 20) == []
 
 
-def test_an_engine_whose_server_cannot_wake_it_does_not_sleep(sleeper, policy, clock, caplog):
+@pytest.mark.usefixtures("waking")
+def test_an_engine_whose_server_cannot_wake_it_does_not_sleep(sleeper, clock, caplog):
     """SGLang 0.5.23's server in Rust has no tokenizer manager."""
-    policy("wake")
     sleeper.rust_server = object()
     sleeper.init_request_dispatcher()
     assert isinstance(sleeper._request_dispatcher, Guard)
