@@ -37,6 +37,12 @@ def launch_node(place, size, arguments, timeout, variables):
 launching.launch, launching.launch_node = launch, launch_node
 placement.gpu_of_this_process = lambda: Gpu(f"host{RANK // 2}", None, RANK % 2)
 mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp"))
+try:
+    RolloutEngine.launch(mesh, timeout=20, asleep="sleep" if RANK == 1 else "wait")
+except ConfigError as error:
+    assert "rank 1" in str(error) and "asleep='sleep'" in str(error), error
+else:
+    raise AssertionError("an unknown policy was accepted")
 for size in (4, 2):
     calls.clear()
     engine = RolloutEngine.launch(mesh, timeout=20, tp_size=size, asleep="wait" if RANK else "wake")
@@ -65,12 +71,6 @@ except EngineError as error:
     assert "rank 2" in str(error) and "no memory" in str(error), error
 else:
     raise AssertionError("a part was not needed")
-try:
-    RolloutEngine.launch(mesh, timeout=20, asleep="sleep" if RANK == 1 else "wait")
-except ConfigError as error:
-    assert "rank 1" in str(error) and "asleep='sleep'" in str(error), error
-else:
-    raise AssertionError("an unknown policy was accepted")
 try:
     RolloutEngine.launch(mesh, timeout=20, restarts=Restarts())
 except ConfigError as error:
