@@ -65,17 +65,13 @@ class RequestAbortedError(MemsaverError, ValueError):
     _status = "REQUEST_ABORTED"
 
 
-def _future() -> asyncio.Future[None]:
-    return asyncio.get_running_loop().create_future()
-
-
 @dataclass(eq=False)
 class _Waiter:
     """A held request. `admitted` ends once its tags are mapped, `left` once it is not held."""
 
     needs: frozenset[str]
-    admitted: asyncio.Future[None] = field(default_factory=_future)
-    left: asyncio.Future[None] = field(default_factory=_future)
+    admitted: asyncio.Future[None] = field(default_factory=asyncio.Future)
+    left: asyncio.Future[None] = field(default_factory=asyncio.Future)
 
 
 class Admission:

@@ -25,21 +25,38 @@ class Launcher(Protocol):
     ) -> Placement:
         """Return the placement of an engine on the GPUs of the group's ranks."""
 
+    def policy_variables(self, arguments: Mapping[str, Any]) -> dict[str, str]:
+        """Return the environment variables of an engine with a policy for requests.
+
+        Args:
+            arguments: `asleep`, `asleep_wait`, `asleep_requests` and `sleep_after`; see
+                `RolloutEngine.launch`.
+
+        Raises:
+            ConfigError: a value is invalid, or no request would wake an engine that fell asleep.
+        """
+
     def launch(
         self,
         placement: Placement,
         tp_size: int | None,
         arguments: Mapping[str, Any],
         timeout: float,
+        variables: Mapping[str, str],
     ) -> Backend:
-        """Start an engine within `timeout` seconds."""
+        """Start an engine within `timeout` seconds, with further environment variables."""
 
 
 class NodeLauncher(Launcher, Protocol):
     """The module `launch` of a package whose engines can be on several hosts."""
 
     def launch_node(
-        self, placement: Placement, tp_size: int, arguments: Mapping[str, Any], timeout: float
+        self,
+        placement: Placement,
+        tp_size: int,
+        arguments: Mapping[str, Any],
+        timeout: float,
+        variables: Mapping[str, str],
     ) -> Callable[[], None]:
         """Start the part of an engine on another host; return a function that ends the part."""
 

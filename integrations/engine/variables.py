@@ -1,19 +1,22 @@
 """The environment variables of an engine's plugin. Child processes inherit them.
 
-They are read at each use, so changes to `os.environ` take effect.
+Flags are read at each use, so changes to `os.environ` take effect. A policy for requests is read
+once for each engine, when it starts.
 """
 
 from __future__ import annotations
 
-import math
 import os
-from typing import cast, get_args
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, get_args
 
 from memsaver.errors import ConfigError
 
+from .fields import is_number, is_whole
 from .policies import Policy, WhenAsleep
 
-__all__ = ["flag", "policy"]
+__all__ = ["flag", "policy", "policy_of", "policy_variables"]
 
 _MOST_SECONDS = 86400.0
 _VALUES = {
@@ -21,6 +24,7 @@ _VALUES = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
     **dict.fromkeys(("0", "false", "no", "off"), False),
 }
+_ATTRIBUTE = "_memsaver_policy"  # of an engine, or of an object in one of its processes
 
 
 def flag(name: str, default: bool) -> bool:
@@ -32,50 +36,102 @@ def flag(name: str, default: bool) -> bool:
     return default if value is None else value
 
 
-def policy(prefix: str) -> Policy:
-    """Return the policy that environment variables with a prefix define.
+def policy(prefix: str, arguments: Mapping[str, Any] = MappingProxyType({})) -> Policy:
+    """Return the policy that arguments and environment variables define.
 
-    These are `prefix`_ASLEEP, _ASLEEP_WAIT, _ASLEEP_REQUESTS and _SLEEP_AFTER.
+    Args:
+        prefix: the prefix of the variables `prefix`_ASLEEP, _ASLEEP_WAIT, _ASLEEP_REQUESTS and
+            _SLEEP_AFTER.
+        arguments: values by the name of their variable in lower case, without the prefix. Each one
+            that is not None overrides its variable.
 
     Raises:
-        ConfigError: a variable is invalid, or no request would wake an engine that fell asleep.
+        ConfigError: a value is invalid, or no request would wake an engine that fell asleep.
     """
-    asleep, after = f"{prefix}_ASLEEP", f"{prefix}_SLEEP_AFTER"
-    text = os.environ.get(asleep, "").strip().lower() or "refuse"
-    if text not in get_args(WhenAsleep):
-        raise ConfigError(f"{asleep}={text!r} must be one of {', '.join(get_args(WhenAsleep))}")
-    when = cast(WhenAsleep, text)
-    found = Policy(
-        when,
-        _seconds(f"{asleep}_WAIT", 60.0),
-        _seconds(after, 0.0),
-        _number(f"{asleep}_REQUESTS", Policy.most_held),
-    )
-    if found.sleep_after and when != "wake":
+    names: dict[str, str] = {}  # of the arguments and variables in effect
+    values: dict[str, Any] = {}
+    for option, (field, parse, is_valid, rule) in _OPTIONS.items():
+        given = value = arguments.get(option)
+        names[field] = option if given is not None else _variable(prefix, option)
+        if given is None:
+            given = os.environ.get(names[field], "").strip().lower()
+            if not given:
+                continue
+            value = parse(given)
+        if not is_valid(value):
+            raise ConfigError(f"{names[field]}={given!r} {rule}")
+        values[field] = value
+    found = Policy(**values)
+    if found.sleep_after and found.when_asleep != "wake":
         raise ConfigError(
-            f"{after} needs {asleep}=wake, because otherwise no request would wake the engine "
-            "after it has released its memory"
+            f"{names['sleep_after']} needs {names['when_asleep']}=wake, because otherwise no "
+            "request would wake the engine after it has released its memory"
         )
     return found
 
 
-def _number(name: str, default: int) -> int:
-    text = os.environ.get(name, "").strip()
-    if not text:
-        return default
-    if not (text.isascii() and text.isdigit()) or int(text) == 0:
-        raise ConfigError(f"{name}={text!r} is not a positive whole number")
-    return int(text)
+def policy_of(owner: Any, prefix: str) -> Policy:
+    """Return the policy of an engine, or of an object in one of its processes.
+
+    The first call for an object, at its creation, reads the variables.
+
+    Raises:
+        ConfigError: see `policy`.
+    """
+    found = vars(owner).get(_ATTRIBUTE)
+    if found is None:
+        found = policy(prefix)
+        setattr(owner, _ATTRIBUTE, found)
+    return found  # type: ignore[no-any-return]
 
 
-def _seconds(name: str, default: float) -> float:
-    text = os.environ.get(name, "").strip()
-    if not text:
-        return default
+def policy_variables(prefix: str, arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variables that pass arguments of `policy` to an engine's processes.
+
+    Raises:
+        ConfigError: see `policy`.
+    """
+    policy(prefix, arguments)
+    given = {option: arguments.get(option) for option in _OPTIONS}
+    return {
+        _variable(prefix, option): str(value)
+        for option, value in given.items()
+        if value is not None
+    }
+
+
+def _variable(prefix: str, option: str) -> str:
+    return f"{prefix}_{option.upper()}"
+
+
+def _number(text: str) -> float | None:
     try:
-        value = float(text)
+        return float(text)
     except ValueError:
-        value = math.nan
-    if not 0 <= value <= _MOST_SECONDS:
-        raise ConfigError(f"{name}={text!r} is not a number of seconds between 0 and one day")
-    return value
+        return None
+
+
+def _whole(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
+def _is_policy(value: object) -> bool:
+    return isinstance(value, str) and value in get_args(WhenAsleep)
+
+
+def _are_seconds(value: Any) -> bool:
+    return is_number(value) and 0 <= value <= _MOST_SECONDS
+
+
+def _is_count(value: object) -> bool:
+    return is_whole(value) and value > 0
+
+
+# By name: the field of `Policy`, the parser of a variable's text, and the check with its message.
+_SECONDS = (_number, _are_seconds, "is not a number of seconds between 0 and one day")
+_OPTIONS: dict[str, tuple[str, Callable[[str], Any], Callable[[Any], bool], str]] = {
+    "asleep": ("when_asleep", str, _is_policy, f"must be one of {', '.join(get_args(WhenAsleep))}"),
+    "asleep_wait": ("wait_seconds", *_SECONDS),
+    "asleep_requests": ("most_held", _whole, _is_count, "is not a positive whole number"),
+    "sleep_after": ("sleep_after", *_SECONDS),
+}

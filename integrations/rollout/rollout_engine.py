@@ -11,6 +11,7 @@ from memsaver.errors import ConfigError
 
 from ..engine import placement as placing
 from ..engine.interface import Backend, PauseMode, Sample
+from ..engine.policies import WhenAsleep
 from .kinds import connector_of, launcher_of, node_launcher_of
 from .output import RolloutOutput, check_samples
 from .prompts import Prompts, prompts_of
@@ -99,6 +100,10 @@ class RolloutEngine(EngineStart):
         pad_token_id: int = 0,
         restarts: Restarts | None = None,
         kind: str = "sglang",
+        asleep: WhenAsleep | None = None,
+        asleep_wait: float | None = None,
+        asleep_requests: int | None = None,
+        sleep_after: float | None = None,
         **server_args: Any,
     ) -> RolloutEngine:
         """Start an engine for each tensor-parallel group, on the GPUs of its ranks.
@@ -119,6 +124,16 @@ class RolloutEngine(EngineStart):
                 None means that the death is an error. With this option, `generate` is a collective
                 of the whole mesh. Must be the same on all ranks.
             kind: "sglang" or "vllm".
+            asleep: this engine's policy for requests that need released memory: "refuse" raises
+                `EngineAsleepError`; "wait" holds a request until another caller has resumed the
+                memory; "wake" resumes the memory for the request. None leaves this and each of the
+                next three arguments to its environment variable, such as `MEMSAVER_SGLANG_ASLEEP`
+                or `MEMSAVER_VLLM_SLEEP_AFTER`, which is read when the engine starts.
+            asleep_wait: the longest time in seconds for which a request is held, or a wake-up
+                without enough memory is retried.
+            asleep_requests: the largest number of requests that are held at the same time.
+            sleep_after: with "wake", the seconds without a request after which the engine releases
+                its memory itself; 0 disables this.
             server_args: arguments of `sglang.Engine`, such as `model_path`, or of vLLM's
                 `AsyncEngineArgs`, such as `model`. With a mesh, the engine's ranks (`tp_size`,
                 `pp_size` and `dp_size`, multiplied; with vLLM `tensor_parallel_size`) may be fewer
@@ -129,12 +144,24 @@ class RolloutEngine(EngineStart):
 
         Raises:
             NotLoadedError: the engine's package is not installed.
-            ConfigError: the mesh, the GPUs or the arguments do not match each other.
+            ConfigError: the mesh, the GPUs or the arguments do not match each other, or an argument
+                is invalid, such as `sleep_after` with another policy than "wake".
             EngineError, EngineTimeoutError: the engine did not start, or did not start in time.
         """
+        policy = {
+            "asleep": asleep,
+            "asleep_wait": asleep_wait,
+            "asleep_requests": asleep_requests,
+            "sleep_after": sleep_after,
+        }
+        variables: dict[str, str] = {}
+
+        def prepare() -> Any:
+            variables.update(launcher_of(kind).policy_variables(policy))
+            return placing.gpu_of_this_process()
 
         def launched(placement: Any, width: int | None) -> Backend:
-            return launcher_of(kind).launch(placement, width, server_args, timeout)
+            return launcher_of(kind).launch(placement, width, server_args, timeout, variables)
 
         def make(layout: Layout, gpus: list[Any]) -> Backend | Nodes:
             launcher = launcher_of(kind)
@@ -144,12 +171,13 @@ class RolloutEngine(EngineStart):
             placement = launcher.place(used, layout.dp_rank, sizes)
             if not placement.nodes:
                 return launched(placement, width)
-            others = tuple((node, width) for node in placement.nodes)
+            others = tuple((node, width, variables) for node in placement.nodes)
             return Nodes(sizes.ranks, lambda: launched(placement, width), others)
 
         def join(node: Any) -> Any:
-            placement, size = node
-            return node_launcher_of(kind).launch_node(placement, size, server_args, timeout)
+            placement, size, of_leader = node
+            launch_node = node_launcher_of(kind).launch_node
+            return launch_node(placement, size, server_args, timeout, of_leader)
 
         engine = cls.__new__(cls)
         engine._begin(
@@ -157,7 +185,7 @@ class RolloutEngine(EngineStart):
             timeout,
             pad_token_id,
             make,
-            lambda: placing.gpu_of_this_process(),
+            prepare,
             restarts,
             join,
         )

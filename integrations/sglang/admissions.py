@@ -1,6 +1,6 @@
 """Hooks in SGLang's tokenizer manager for requests to a sleeping engine.
 
-The hooks apply the policy of `settings.policy` before a request is sent to the schedulers. The
+The hooks apply the policy of `settings.policy_of` before a request is sent to the schedulers. The
 scheduler's own guard (`guard`) checks the request last: if it refuses the request, because a
 release arrived first, the request is sent again, or raises the same error.
 
@@ -65,7 +65,7 @@ def _made(manager: Any) -> Admission | None:
     arguments = manager.server_args
     if not getattr(arguments, "enable_memory_saver", False):
         return None
-    return Admission(settings.policy(), _Schedulers(manager), _without_backup(manager))
+    return Admission(settings.policy_of(manager), _Schedulers(manager), _without_backup(manager))
 
 
 def _without_backup(manager: Any, release: Any = None) -> frozenset[str]:

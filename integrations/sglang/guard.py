@@ -177,7 +177,7 @@ def has_failed(scheduler: Any) -> bool:
 
 def when_asleep(scheduler: Any) -> WhenAsleep:
     """Return the policy in effect; always "refuse" behind SGLang's server in Rust."""
-    return "refuse" if is_rust_served(scheduler) else settings.policy().when_asleep
+    return "refuse" if is_rust_served(scheduler) else settings.policy_of(scheduler).when_asleep
 
 
 def is_rust_served(scheduler: Any) -> bool:
@@ -187,7 +187,7 @@ def is_rust_served(scheduler: Any) -> bool:
 
 def _check_server(scheduler: Any) -> None:
     """Keep an idle engine awake if its server is SGLang's in Rust, which cannot wake it."""
-    if when_asleep(scheduler) != settings.policy().when_asleep:
+    if when_asleep(scheduler) != settings.policy_of(scheduler).when_asleep:
         remove(scheduler)
         _logger.warning(
             "SGLang's server in Rust (SGLANG_RUST_SERVER) neither holds requests nor wakes the "

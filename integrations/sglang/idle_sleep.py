@@ -49,7 +49,7 @@ def install(result: Any, scheduler: Any) -> Any:
     Called after `Scheduler.init_watch_dog_memory_saver_input_blocker`.
     """
     try:
-        seconds = settings.policy().sleep_after
+        seconds = settings.policy_of(scheduler).sleep_after
         if seconds and scheduler.memory_saver_adapter.enabled:
             if _is_broadcast_local(scheduler.server_args):
                 _logger.error(

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any
 
 from memsaver._runtime.timeouts import check_timeout, seconds_until
@@ -23,8 +23,9 @@ from ..engine.starting import LEAST_SECONDS, environment, started
 from .backend import SGLangBackend
 from .engines import LocalEngine
 from .placement import place, sizes_of
+from .settings import policy_variables
 
-__all__ = ["launch", "launch_node", "place", "sizes_of"]
+__all__ = ["launch", "launch_node", "place", "policy_variables", "sizes_of"]
 
 _TAKEN = (signal.SIGQUIT, signal.SIGTERM)
 _TASK_SECONDS = 2.0  # for cancelled tasks to end
@@ -43,7 +44,11 @@ _DEFAULT_ARGUMENTS = {"skip_tokenizer_init": True, "enable_memory_saver": True}
 
 
 def launch(
-    placement: Placement, tp_size: int | None, arguments: Mapping[str, Any], timeout: float
+    placement: Placement,
+    tp_size: int | None,
+    arguments: Mapping[str, Any],
+    timeout: float,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> SGLangBackend:
     """Start an engine.
 
@@ -60,6 +65,7 @@ def launch(
         timeout: seconds until the engine must be ready; after that its processes are ended.
             SGLang's work in this process before it starts them, such as a download of the model,
             is not limited.
+        variables: environment variables of the engine, such as those of `policy_variables`.
 
     Raises:
         NotLoadedError: SGLang is not installed.
@@ -72,7 +78,7 @@ def launch(
             f"tp_size={arguments['tp_size']}, but the mesh's tensor-parallel groups have "
             f"{tp_size} ranks"
         )
-    starting = _starting(placement, tp_size, arguments, timeout)
+    starting = _starting(placement, tp_size, arguments, timeout, variables)
     with starting as (deadline, engine, signals, parent, processes):
         end = functools.partial(_end, engine, signals, parent, processes)
         try:
@@ -85,7 +91,11 @@ def launch(
 
 
 def launch_node(
-    placement: Placement, tp_size: int, arguments: Mapping[str, Any], timeout: float
+    placement: Placement,
+    tp_size: int,
+    arguments: Mapping[str, Any],
+    timeout: float,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[[], None]:
     """Start the part of an engine on a host other than the first, which receives all requests.
 
@@ -94,6 +104,7 @@ def launch_node(
         tp_size: the number of the engine's ranks on all hosts.
         arguments: see `launch`.
         timeout: seconds until the whole engine must be ready.
+        variables: see `launch`.
 
     Returns:
         A function that ends the part's processes; it is called once.
@@ -101,7 +112,7 @@ def launch_node(
     Raises:
         NotLoadedError, ConfigError, EngineError, EngineTimeoutError: see `launch`.
     """
-    starting = _starting(placement, tp_size, arguments, timeout, _NODE)
+    starting = _starting(placement, tp_size, arguments, timeout, {**_NODE, **variables})
     with starting as (_, engine, signals, parent, processes):
         atexit.unregister(engine.shutdown)
         signals.ignore()
@@ -120,7 +131,7 @@ def _starting(
     tp_size: int | None,
     arguments: Mapping[str, Any],
     timeout: float,
-    variables: Mapping[str, str] | None = None,
+    variables: Mapping[str, str],
 ) -> Iterator[tuple[float, Any, _Signals, Parent, Processes]]:
     """Start an engine for the block, in which the environment is that of its processes.
 

@@ -1,4 +1,6 @@
-"""The environment variables of the SGLang plugin. Read at each use, so that children inherit them.
+"""The environment variables of the SGLang plugin, which child processes inherit.
+
+Flags are read at each use. Those of the policy (`policy_of`) are read when an engine starts.
 
 MEMSAVER_SGLANG: `0` turns the plugin off, so that SGLang does not use memsaver. Default `1`.
 MEMSAVER_SGLANG_PRELOAD: `1` starts scheduler processes in preload mode, which a plain installation
@@ -23,19 +25,26 @@ does not load this one.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from ..engine import variables
 from ..engine.policies import Policy
 
 __all__ = [
     "check",
+    "fix_policy",
     "graphs_are_pausable",
     "is_on",
     "is_preloading",
     "policy",
+    "policy_of",
+    "policy_variables",
     "suspends_nccl",
     "updates_are_checked",
 ]
+
+_PREFIX = "MEMSAVER_SGLANG"
 
 
 def is_on() -> bool:
@@ -65,8 +74,32 @@ def check() -> None:
 
 
 def policy() -> Policy:
-    """Return the policy for requests that need released memory. Raises `ConfigError`."""
-    return variables.policy("MEMSAVER_SGLANG")
+    """Return the policy that a new engine of this process has. Raises `ConfigError`."""
+    return variables.policy(_PREFIX)
+
+
+def policy_of(owner: Any) -> Policy:
+    """Return the policy that an engine, or an object in one of its processes, had at its creation.
+
+    Raises:
+        ConfigError: see `policy`.
+    """
+    return variables.policy_of(owner, _PREFIX)
+
+
+def fix_policy(original: Callable[..., None], owner: Any, *args: Any, **named: Any) -> None:
+    """Wrap a constructor: read the object's policy, which later changes do not affect.
+
+    Raises:
+        ConfigError: see `policy`.
+    """
+    policy_of(owner)
+    original(owner, *args, **named)
+
+
+def policy_variables(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variables for an engine's processes; see `Launcher.policy_variables`."""
+    return variables.policy_variables(_PREFIX, arguments)
 
 
 def graphs_are_pausable() -> bool:

@@ -1,8 +1,8 @@
 """Hooks in vLLM's `AsyncLLM` for requests to a sleeping engine.
 
-The hooks apply the policy of `settings.policy` before a request is sent to the engine cores. Their
-own guard (`guard`) checks the request last: if it refuses the request, because a release arrived
-first, the request is sent again, or raises the same error.
+The hooks apply the policy of `settings.policy_of` before a request is sent to the engine cores.
+Their own guard (`guard`) checks the request last: if it refuses the request, because a release
+arrived first, the request is sent again, or raises the same error.
 
 | policy | a request that needs released memory |
 |---|---|
@@ -77,7 +77,7 @@ def get_admission(engine: Any, sleeper: Callable[[Any], Any]) -> VllmAdmission |
     found = vars(engine).get(_ATTRIBUTE, False)
     if found is False:
         is_on = settings.is_on() and engine.vllm_config.model_config.enable_sleep_mode
-        found = VllmAdmission(settings.policy(), sleeper(engine)) if is_on else None
+        found = VllmAdmission(settings.policy_of(engine), sleeper(engine)) if is_on else None
         setattr(engine, _ATTRIBUTE, found)
     return None if found is None or found.is_ours is False else found
 

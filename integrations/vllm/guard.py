@@ -140,7 +140,7 @@ class Guard:
         self._held: list[tuple[Any, Callable[[], None]]] = []  # requests, and what dispatches them
         self._logged: set[str] = set()  # requests refused since the last wake-up
         self.lost: frozenset[str] = frozenset()
-        self.idle = IdleSleep.of(core, settings.policy().sleep_after)
+        self.idle = IdleSleep.of(core, settings.policy_of(core).sleep_after)
 
     @property
     def released(self) -> frozenset[str]:

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from ..engine import hooking
-from . import admissions, blocking_admissions, dead_calls, guard
+from . import admissions, blocking_admissions, dead_calls, guard, settings
 
 __all__ = ["install_in", "modules", "targets"]
 
@@ -21,6 +21,7 @@ _ENGINE = "vllm.v1.engine.llm_engine.LLMEngine"
 _OUTPUTS = "vllm.v1.engine.output_processor.OutputProcessor"
 
 _HOOKS: dict[str, tuple[str, Callable[..., Any]]] = {
+    f"{_CORE}.EngineCore.__init__": ("AROUND", settings.fix_policy),
     f"{_CORE}.EngineCore.sleep": ("AROUND", guard.sleep),
     f"{_CORE}.EngineCore.wake_up": ("AFTER", guard.woken),
     f"{_CORE}.EngineCoreProc._handle_client_request": ("AROUND", guard.handle),
@@ -37,6 +38,7 @@ _HOOKS: dict[str, tuple[str, Callable[..., Any]]] = {
 _OPTIONAL: dict[str, tuple[str, Callable[..., Any]]] = {}  # since 0.31
 for _engine, _control in ((_ASYNC, admissions.control), (_ENGINE, blocking_admissions.control)):
     _HOOKS |= {
+        f"{_engine}.__init__": ("AROUND", settings.fix_policy),
         f"{_engine}.add_lora": ("AROUND", _control.lora("add_lora")),
         f"{_engine}.collective_rpc": ("AROUND", _control.collective_rpc),
         f"{_engine}.pin_lora": ("AROUND", _control.lora("pin_lora")),

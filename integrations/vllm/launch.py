@@ -6,6 +6,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from memsaver._runtime.timeouts import check_timeout, seconds_until
@@ -18,8 +19,9 @@ from ..engine.processes import Processes
 from ..engine.starting import LEAST_SECONDS, environment, started
 from .async_engine import AsyncEngine
 from .backend import VLLMBackend
+from .settings import policy_variables
 
-__all__ = ["launch", "place", "sizes_of"]
+__all__ = ["launch", "place", "policy_variables", "sizes_of"]
 
 _TP_SIZE = "tensor_parallel_size"  # the argument for the number of tensor-parallel ranks
 
@@ -74,7 +76,11 @@ def place(gpus: Sequence[Gpu | None], dp_rank: int, sizes: Sizes | None = None) 
 
 
 def launch(
-    placement: Placement, tp_size: int | None, arguments: Mapping[str, Any], timeout: float
+    placement: Placement,
+    tp_size: int | None,
+    arguments: Mapping[str, Any],
+    timeout: float,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> VLLMBackend:
     """Start an engine.
 
@@ -88,6 +94,7 @@ def launch(
         timeout: seconds until the engine must be ready; after that its processes are ended.
             vLLM's work in this process before it starts them, such as a download of the model, is
             not limited.
+        variables: environment variables of the engine, such as those of `policy_variables`.
 
     Raises:
         NotLoadedError: vLLM is not installed.
@@ -116,7 +123,7 @@ def launch(
         return loop.run(lambda: AsyncLLM.from_engine_args(AsyncEngineArgs(**full)))
 
     try:
-        with environment(placement.visible, _ENVIRONMENT):
+        with environment(placement.visible, _ENVIRONMENT, variables):
             engine, processes = started(start, loop.thread_id, deadline, "vLLM")
     except BaseException:
         loop.close()

@@ -1,4 +1,6 @@
-"""The environment variables of the vLLM plugin. Read at each use, so that children inherit them.
+"""The environment variables of the vLLM plugin, which child processes inherit.
+
+Flags are read at each use. Those of the policy (`policy_of`) are read when an engine starts.
 
 MEMSAVER_VLLM: `0` turns the plugin off, so that vLLM does not use memsaver. Default `1`.
 MEMSAVER_VLLM_GRAPHS: `1` releases the memory of CUDA graphs with everything else, as vLLM's own
@@ -19,10 +21,23 @@ is set.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from ..engine import variables
 from ..engine.policies import Policy
 
-__all__ = ["graphs_are_pausable", "is_on", "policy", "updates_are_checked"]
+__all__ = [
+    "fix_policy",
+    "graphs_are_pausable",
+    "is_on",
+    "policy",
+    "policy_of",
+    "policy_variables",
+    "updates_are_checked",
+]
+
+_PREFIX = "MEMSAVER_VLLM"
 
 
 def is_on() -> bool:
@@ -41,5 +56,29 @@ def updates_are_checked() -> bool:
 
 
 def policy() -> Policy:
-    """Return the policy for requests that need released memory. Raises `ConfigError`."""
-    return variables.policy("MEMSAVER_VLLM")
+    """Return the policy that a new engine of this process has. Raises `ConfigError`."""
+    return variables.policy(_PREFIX)
+
+
+def policy_of(owner: Any) -> Policy:
+    """Return the policy that an engine, or an object in one of its processes, had at its creation.
+
+    Raises:
+        ConfigError: see `policy`.
+    """
+    return variables.policy_of(owner, _PREFIX)
+
+
+def fix_policy(original: Callable[..., None], owner: Any, *args: Any, **named: Any) -> None:
+    """Wrap a constructor: read the object's policy, which later changes do not affect.
+
+    Raises:
+        ConfigError: see `policy`.
+    """
+    policy_of(owner)
+    original(owner, *args, **named)
+
+
+def policy_variables(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variables for an engine's processes; see `Launcher.policy_variables`."""
+    return variables.policy_variables(_PREFIX, arguments)

@@ -30,6 +30,7 @@ from typing import Any
 
 from ..engine import moves
 from ..engine.answers import failure_of, last_answer, name_of, next_answer
+from ..engine.hooking import wrapped
 from ..engine.messages import Answer, RankReport, SchedulerState, raisable
 from ..engine.ranks import first_failure
 from ..engine.tags import KV_CACHE, RELEASE_ORDER, WEIGHTS
@@ -76,6 +77,7 @@ def install(worker: Any) -> None:
             hooked = _hooked(operation, getattr(worker, name), wake_up, name == "discard")
             setattr(worker, name, hooked)
     worker.memsaver_state = memsaver_state
+    worker.__init__ = wrapped("AROUND", worker.__init__, settings.fix_policy)
 
 
 def _of_part(sleep: Callable[..., None]) -> Callable[..., None]:
@@ -132,7 +134,7 @@ def memsaver_state(worker: Any) -> dict[str, Any]:
         tuple(sorted(set(released).intersection(RELEASE_ORDER))),
         True,
         last_answer(worker),
-        settings.policy().when_asleep,
+        settings.policy_of(worker).when_asleep,
         domain=domain_of(worker),
     )
     return asdict(state)

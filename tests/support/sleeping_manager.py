@@ -17,7 +17,7 @@ from fake_sglang.messages import (
 
 from memsaver.integrations.engine.messages import Answer, Failure, SchedulerState
 from memsaver.integrations.engine.refusals import asleep_text
-from memsaver.integrations.sglang import admissions, tokenizer
+from memsaver.integrations.sglang import admissions, hooks, tokenizer
 from memsaver.integrations.sglang.protocol import text_of
 
 BOTH = ("kv_cache", "weights")
@@ -134,6 +134,14 @@ class Manager:
             return False, asleep_text(self.tags, "update its weights")
         self.sent.append(obj)
         return True, "Success"
+
+
+def hooked():
+    """Return a class of managers with the plugin's hooks."""
+    module = types.ModuleType("sglang.srt.managers.tokenizer_manager")
+    module.TokenizerManager = type("TokenizerManager", (Manager,), {})
+    hooks.install_in(module)
+    return module.TokenizerManager
 
 
 async def own_abort_reason(manager, output, is_stream):

@@ -15,12 +15,12 @@ class Echo(Backend):
 
 calls, failures = [], []
 
-def launch(place, size, arguments, timeout):
-    calls.append(("first", size, dict(place.arguments)))
+def launch(place, size, arguments, timeout, variables):
+    calls.append(("first", size, {**place.arguments, **variables}))
     return Echo(Manager, size)
 
-def launch_node(place, size, arguments, timeout):
-    calls.append(("node", size, dict(place.arguments)))
+def launch_node(place, size, arguments, timeout, variables):
+    calls.append(("node", size, {**place.arguments, **variables}))
     if failures:
         raise EngineError("no memory")
     return lambda: calls.append("end")
@@ -28,9 +28,15 @@ def launch_node(place, size, arguments, timeout):
 launching.launch, launching.launch_node = launch, launch_node
 placement.gpu_of_this_process = lambda: Gpu(f"host{RANK // 2}", None, RANK % 2)
 mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp"))
+try:
+    RolloutEngine.launch(mesh, timeout=20, asleep="sleep" if RANK == 1 else "wait")
+except ConfigError as error:
+    assert "rank 1" in str(error) and "asleep='sleep'" in str(error), error
+else:
+    raise AssertionError("an unknown policy was accepted")
 for size in (4, 2):
     calls.clear()
-    engine = RolloutEngine.launch(mesh, timeout=20, tp_size=size)
+    engine = RolloutEngine.launch(mesh, timeout=20, tp_size=size, asleep="wait" if RANK else "wake")
     assert engine.tp_size == size
     assert [call[:2] for call in calls] == {
         0: [("first", size)], 2: [("node", size)] if size == 4 else []
@@ -38,6 +44,7 @@ for size in (4, 2):
     if calls and size == 4:
         assert calls[0][2]["nnodes"] == 2 and calls[0][2]["node_rank"] == RANK // 2
         assert calls[0][2]["dist_init_addr"].startswith("host0:")
+    assert all(call[2]["MEMSAVER_SGLANG_ASLEEP"] == "wake" for call in calls)  # the leader's
     addresses = {one for one in gathered(calls and calls[0][2].get("dist_init_addr")) if one}
     assert len(addresses) == (size == 4), addresses
     assert engine.generate([[RANK]]).token_ids.tolist() == [[RANK + 1]]

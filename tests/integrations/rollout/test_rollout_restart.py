@@ -170,7 +170,7 @@ class Mortal(Backend):
     def close(self):
         self.closed = True
 
-def launch(placement, size, arguments, timeout):
+def launch(placement, size, arguments, timeout, variables):
     if failures:
         failures.pop()
         raise EngineError("no memory")

@@ -44,6 +44,12 @@ def policy(monkeypatch):
 
 
 @pytest.fixture
+def waking(policy):
+    """Let requests wake the engines that are made afterwards."""
+    policy("wake")
+
+
+@pytest.fixture
 def manager_modules():
     """Install the fake modules that a fake tokenizer manager needs."""
     with sleeping_manager.modules():

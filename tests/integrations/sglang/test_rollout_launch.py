@@ -18,8 +18,10 @@ from memsaver.errors import ConfigError, NotLoadedError
 from memsaver.integrations.engine import processes
 from memsaver.integrations.engine.errors import EngineError, EngineTimeoutError
 from memsaver.integrations.engine.placement import Gpu, Sizes
+from memsaver.integrations.engine.policies import Policy
 from memsaver.integrations.engine.status import Status
 from memsaver.integrations.rollout import RolloutEngine
+from memsaver.integrations.sglang import hooks, settings
 from memsaver.integrations.sglang import launch as launching
 from memsaver.integrations.sglang import placement as placing
 from memsaver.integrations.sglang.launch import launch, launch_node
@@ -265,6 +267,28 @@ def test_a_rollout_engine_that_starts_its_own(sglang, surroundings):
         with engine.asleep():
             assert engine.status is Status.ASLEEP
     assert surroundings() == before
+
+
+def test_each_engine_has_the_policy_of_its_launch(sglang, surroundings, monkeypatch):
+    pytest.importorskip("torch")
+    module = types.ModuleType("sglang.srt.managers.tokenizer_manager")
+    module.TokenizerManager = sglang.classes.Tokenizer
+    hooks.install_in(module)
+    monkeypatch.setenv("MEMSAVER_SGLANG_ASLEEP_WAIT", "7")
+    before = surroundings()
+    given = {"asleep": "wake", "sleep_after": 5, "asleep_requests": 3, "asleep_wait": 0.5}
+    for arguments, policy, variables in (
+        (given, Policy("wake", 0.5, 5, 3), ("wake", "0.5", "3", "5")),
+        ({"asleep": "wait"}, Policy("wait", 7), ("wait", "7", None, None)),
+        ({}, Policy("refuse", 7), (None, "7", None, None)),
+    ):
+        with RolloutEngine.launch(model_path="m", timeout=30, **arguments) as engine:
+            assert settings.policy_of(engine.backend.link.engine.tokenizer_manager) == policy
+            seen = sglang.seen[-1].environment
+            names = ("ASLEEP", "ASLEEP_WAIT", "ASLEEP_REQUESTS", "SLEEP_AFTER")
+            assert tuple(seen.get(f"MEMSAVER_SGLANG_{name}") for name in names) == variables
+            assert sglang.seen[-1].arguments.keys().isdisjoint(given)
+            assert surroundings()[0] == before[0]
 
 
 @pytest.mark.parametrize("is_dead", [False, True])

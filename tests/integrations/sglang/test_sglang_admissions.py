@@ -14,6 +14,7 @@ from sleeping_manager import (
     ResumeMemoryOccupationReqInput,
     asleep,
     change,
+    hooked,
     outputs,
     update,
 )
@@ -45,6 +46,20 @@ async def test_a_refused_request_raises_before_it_is_sent(kind, stream):
     )
     await change(manager, "resume")
     assert len(await outputs(manager, kind("b", stream))) == (3 if stream else 1)
+
+
+async def test_each_engine_keeps_the_policy_of_its_start(policy):
+    kind = hooked()
+    policy("wake")
+    first = kind()
+    policy("wait", 0.1)
+    second = kind()
+    policy("refuse")
+    for manager in (first, second):
+        await change(manager, "release")
+    assert await outputs(first, GenerateReqInput("a"))
+    with pytest.raises(EngineAsleepError, match=r"no caller woke it up within 0\.1 s"):
+        await outputs(second, GenerateReqInput("a"))
 
 
 async def test_a_refusal_by_the_scheduler_raises_the_same_error():

@@ -74,6 +74,11 @@ def test_a_generation_without_memory_is_refused_with_status_503(engine, request_
         assert send(engine, request_) == [] and engine.handled[-1] is request_
 
 
+def test_a_scheduler_keeps_the_policy_of_its_start(engine, policy):
+    policy("wake")
+    assert state_of(engine)["memsaver"]["when_asleep"] == "refuse"
+
+
 def test_each_generation_of_a_batch_is_refused(engine):
     ask(engine, "release")
     batch = messages.BatchTokenizedGenerateReqInput(
@@ -339,8 +344,8 @@ def test_a_scheduler_without_the_guards_place_reports_no_state(engine, monkeypat
     assert "memsaver" not in state_of(engine)
 
 
-def test_a_server_in_rust_neither_waits_nor_wakes(engine, policy):
-    policy("wake")
+@pytest.mark.usefixtures("waking")
+def test_a_server_in_rust_neither_waits_nor_wakes(engine):
     assert state_of(engine)["memsaver"]["when_asleep"] == "wake"
     engine.rust_server = object()
     assert state_of(engine)["memsaver"]["when_asleep"] == "refuse"

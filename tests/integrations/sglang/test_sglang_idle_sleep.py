@@ -143,11 +143,12 @@ def test_an_engine_without_a_guard_does_not_sleep(sleeper, monkeypatch, clock):
 
 
 @pytest.mark.parametrize("lacks_guard, kind", [(False, IdleSleep), (True, type(None))])
-def test_an_engine_without_the_guards_place_does_not_sleep(monkeypatch, policy, lacks_guard, kind):
-    policy("wake")
+@pytest.mark.usefixtures("waking")
+def test_an_engine_without_the_guards_place_does_not_sleep(
+    monkeypatch, scheduler, lacks_guard, kind
+):
     monkeypatch.setenv("MEMSAVER_SGLANG_SLEEP_AFTER", "5")
     monkeypatch.setattr(hooks, "lacks_guard", lambda: lacks_guard)
-    scheduler = scheduler_of()
     scheduler.memory_saver_adapter = types.SimpleNamespace(enabled=True)
     scheduler.input_blocker = None
     place = f"{hooks._SCHEDULER}.init_watch_dog_memory_saver_input_blocker"
@@ -155,9 +156,9 @@ def test_an_engine_without_the_guards_place_does_not_sleep(monkeypatch, policy, 
     assert type(scheduler.input_blocker) is kind
 
 
-def test_an_engine_whose_server_cannot_wake_it_does_not_sleep(sleeper, policy, clock, caplog):
+@pytest.mark.usefixtures("waking")
+def test_an_engine_whose_server_cannot_wake_it_does_not_sleep(sleeper, clock, caplog):
     """SGLang 0.5.23's server in Rust has no tokenizer manager."""
-    policy("wake")
     sleeper.rust_server = object()
     sleeper.init_request_dispatcher()
     assert isinstance(sleeper._request_dispatcher, Guard)
