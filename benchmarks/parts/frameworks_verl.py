@@ -35,6 +35,8 @@ from engine_process import NOISE_MIB, say, used_mib, wait_until_free
 from libraries import DEFAULT, OURS, PEERS
 from verl_trainer import Found, Settings, Trainer, read
 
+from memsaver._runtime.whole_files import replace_file
+
 BENCH = "frameworks"
 PEER = PEERS[DEFAULT]
 START_SECONDS = 300  # limit for the start of Ray, the trainer and the engine
@@ -47,7 +49,7 @@ COMPARED = ("actor/pg_loss", *SIZED)  # the loss is about 0 unless a response en
 # verl's mean difference between the engine's and the trainer's probabilities of the responses.
 PROBABILITIES = "training/rollout_probs_diff_mean"
 ALLOWED = "the largest allowed value"
-ENDED = "ended.json"  # of a training that has ended: its commit, and its peak in MiB
+ENDED = "ended.json"  # says with what a training ran, and its peak in MiB
 MORE = 2  # the largest allowed ratio to the peer's value of PROBABILITIES
 FRACTIONS = (0.6, 0.65, 0.7, 0.75)  # of the GPU's memory, to be tried in this order
 
@@ -122,8 +124,8 @@ def train(name: str, options: argparse.Namespace, chosen: Settings, run: int = 1
     """
     words = (name, f"{chosen.gpus}gpus", f"{chosen.steps}x{chosen.tokens}", chosen.fraction, run)
     place = chosen.folder / "-".join(map(str, words))
-    commit = results.stamp()["commit"]
-    peak = peak_of_ended(place, commit)
+    ran_with = {key: value for key, value in results.stamp().items() if key != "date"}
+    peak = peak_of_ended(place, ran_with)
     if peak is None:
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir()
@@ -131,17 +133,17 @@ def train(name: str, options: argparse.Namespace, chosen: Settings, run: int = 1
     training = Training(read(name, place), peak)
     if len(training.found.metrics) != chosen.steps:
         raise Failed(f"{name}: verl reported {len(training.found.metrics)} of {chosen.steps} steps")
-    (place / ENDED).write_text(json.dumps({"commit": commit, "peak": peak}))
+    replace_file(place / ENDED, json.dumps({"ran_with": ran_with, "peak": peak}).encode())
     say(f"{name}: steps {training.seconds('step')}; cycles {training.found.cycles}")
     say(f"{name}: {training.found.tokens} KV tokens; peak {training.peak} MiB")
     return training
 
 
-def peak_of_ended(place: Path, commit: str) -> float | None:
-    """Return the peak in MiB of a training that ended in this folder with the same commit."""
+def peak_of_ended(place: Path, ran_with: Mapping[str, Any]) -> float | None:
+    """Return the peak in MiB of a training that ended in this folder under the same conditions."""
     path = place / ENDED
     ended = json.loads(path.read_text()) if path.exists() else {}
-    return ended["peak"] if ended.get("commit") == commit else None
+    return ended["peak"] if ended.get("ran_with") == ran_with else None
 
 
 def train_in(place: Path, name: str, options: argparse.Namespace, chosen: Settings) -> float:

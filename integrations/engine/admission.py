@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 from memsaver.errors import MemsaverError, OutOfDeviceMemoryError
 
@@ -21,22 +19,18 @@ from .errors import EngineAsleepError, EngineTimeoutError
 from .policies import Policy
 from .refusal_log import RefusalLog
 from .refusals import asleep_in, asleep_text
+from .shared_query import retrieve
 from .tags import RELEASE_ORDER, RESUME_ORDER
 
 __all__ = [
     "EVERYTHING",
-    "QUERY_SECONDS",
     "Admission",
     "ClientGoneError",
     "RequestAbortedError",
-    "SharedQuery",
     "Sleeper",
 ]
 
 EVERYTHING = frozenset(RELEASE_ORDER)
-QUERY_SECONDS = 5.0  # the longest wait for a query of an engine's memory
-
-Result = TypeVar("Result")
 
 _POLL_SECONDS = 1.0
 _WAKE_SECONDS = 60.0  # the least time that a request waits for a wake-up
@@ -67,11 +61,18 @@ class RequestAbortedError(MemsaverError, ValueError):
 
 @dataclass(eq=False)
 class _Waiter:
-    """A held request. `admitted` ends once its tags are mapped, `left` once it is not held."""
+    """A held request.
+
+    Attributes:
+        admitted: a future that is done once the tags are mapped.
+        left: a future that is done once the request is no longer held.
+        before: an earlier request that may still be held, or None.
+    """
 
     needs: frozenset[str]
     admitted: asyncio.Future[None] = field(default_factory=asyncio.Future)
     left: asyncio.Future[None] = field(default_factory=asyncio.Future)
+    before: _Waiter | None = None
 
 
 class Admission:
@@ -210,7 +211,7 @@ class Admission:
             ClientGoneError: the client has disconnected.
             RequestAbortedError: `is_gone` raised it.
         """
-        if not self._released & needs and not self._before(None):
+        if not self._released & needs and all(one.needs & self._released for one in self._waiters):
             return
         try:
             end = self.deadline() if deadline is None else deadline
@@ -237,28 +238,37 @@ class Admission:
         is_gone: Callable[[], Awaitable[bool]] | None,
     ) -> None:
         is_full = len(self._waiters) >= self.policy.most_held
-        if is_full or self.policy.when_asleep == "refuse":
-            if await self.refresh() & needs:
-                held = f"{len(self._waiters)} requests are held, which is the limit"
-                raise self._error(what, held if is_full else "")
+        refuses = self.policy.when_asleep == "refuse"
+        if (is_full or refuses) and self._released & needs and await self.refresh() & needs:
+            held = f"{len(self._waiters)} requests are held, which is the limit"
+            raise self._error(what, held if is_full else "")
+        if refuses:
             return
-        waiter = _Waiter(needs)
+        waiter = _Waiter(needs, before=self._waiters[-1] if self._waiters else None)
         self._waiters.append(waiter)
         try:
             if self.policy.when_asleep == "wait":
                 await self._wait(waiter, what, deadline, is_gone)
             else:
                 await self._wake(waiter, what, deadline, reads, is_gone)
-            for earlier in self._before(waiter):
-                await asyncio.wait([earlier.left])
+            await self._follow(waiter, deadline, is_gone)
         finally:
             self._waiters.remove(waiter)
             waiter.left.set_result(None)
 
-    def _before(self, waiter: _Waiter | None) -> list[_Waiter]:
-        """Return the held requests whose tags are mapped, up to this one."""
-        earlier = itertools.takewhile(lambda one: one is not waiter, self._waiters)
-        return [one for one in earlier if not one.needs & self._released]
+    async def _follow(
+        self, waiter: _Waiter, deadline: float, is_gone: Callable[[], Awaitable[bool]] | None
+    ) -> None:
+        """Wait, until the deadline, for earlier requests whose tags are mapped."""
+        now = asyncio.get_running_loop().time
+        while (left := deadline - now()) > 0:
+            while (one := waiter.before) and (one.left.done() or one.needs & self._released):
+                waiter.before = one.before
+            if waiter.before is None:
+                return
+            done, _ = await asyncio.wait([waiter.before.left], timeout=min(left, _POLL_SECONDS))
+            if not done:
+                await _check_client(is_gone)
 
     async def _wait(
         self,
@@ -280,7 +290,7 @@ class Admission:
             if waiter is self._waiters[0] and (self._polling is None or self._polling.done()):
                 # Not awaited: the later requests would be admitted before this one.
                 self._polling = asyncio.ensure_future(self.refresh())
-                self._polling.add_done_callback(_retrieve)
+                self._polling.add_done_callback(retrieve)
 
     async def _wake(
         self,
@@ -314,6 +324,8 @@ class Admission:
                 return
             if now() + pause > deadline:
                 raise self._error(what, "other callers released its memory after each wake-up")
+            if waiter.admitted.done():
+                waiter.admitted = asyncio.Future()
             await asyncio.wait([waiter.admitted], timeout=pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
             await _check_client(is_gone)
@@ -334,7 +346,7 @@ class Admission:
         if self._waking is None or self._waking.done():
             self._waking_tags = tags
             self._waking = asyncio.ensure_future(self._resume(tags))
-            self._waking.add_done_callback(_retrieve)
+            self._waking.add_done_callback(retrieve)
         waking, has_all = self._waking, tags <= self._waking_tags
         while not waking.done():
             await asyncio.wait([waking], timeout=max(0.0, min(_POLL_SECONDS, until - now())))
@@ -362,35 +374,3 @@ class Admission:
 async def _check_client(is_gone: Callable[[], Awaitable[bool]] | None) -> None:
     if is_gone is not None and await is_gone():
         raise ClientGoneError("the client disconnected while its request waited for the engine")
-
-
-def _retrieve(task: asyncio.Future[Any]) -> None:
-    """Retrieve a task's exception, even if every request that waited for it was cancelled."""
-    if not task.cancelled():
-        task.exception()
-
-
-class SharedQuery(Generic[Result]):
-    """A query of an engine's memory, whose answer all waiting requests share. None cancels it.
-
-    Args:
-        send: sends the query, and returns the answer.
-        logger: logs failures.
-    """
-
-    def __init__(self, send: Callable[[], Awaitable[Result]], logger: logging.Logger) -> None:
-        self._send, self._logger = send, logger
-        self._last: asyncio.Future[Result] | None = None
-
-    async def answer(self) -> Result | None:
-        """Return the answer; None if it takes more than 5 s or the query fails."""
-        if self._last is None or self._last.done():
-            self._last = asyncio.ensure_future(self._send())
-            self._last.add_done_callback(_retrieve)
-        query = self._last
-        await asyncio.wait([query], timeout=QUERY_SECONDS)
-        error = query.exception() if query.done() else f"no answer in {QUERY_SECONDS:g} s"
-        if error is not None:
-            self._logger.warning("the engine did not report its memory: %s", error)
-            return None
-        return query.result()

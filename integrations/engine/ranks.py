@@ -67,6 +67,8 @@ class Group:
         self,
         work: Callable[[], Mapping[str, Any]],
         failed: Callable[[BaseException], Mapping[str, Any]],
+        *,
+        uninterrupted: bool = False,
     ) -> list[dict[str, Any]]:
         """Run the work on this rank, and return the fields of all ranks, in rank order.
 
@@ -76,6 +78,7 @@ class Group:
         Args:
             work: returns this rank's fields, with values that JSON can represent.
             failed: returns the fields of a rank whose work raised the exception.
+            uninterrupted: whether signal handlers are deferred during the work.
 
         Raises:
             GroupError: a rank is unreachable.
@@ -84,11 +87,14 @@ class Group:
         codec = replace(
             JSON, pack_error=lambda error: JSON.pack(failed(error)), unpack_error=JSON.unpack
         )
-        # No local variable has the outcomes: this frame is kept by the traceback of this rank's own
-        # exception, and their cycle would keep the work's tensors.
+        # No local variable refers to the outcomes: the traceback of this rank's own exception keeps
+        # this frame, and their cycle would keep the work's tensors.
         return _rows(
             self._ranks().attempt(
-                "the results of an engine's ranks", lambda: dict(work()), codec=codec
+                "the results of an engine's ranks",
+                lambda: dict(work()),
+                codec=codec,
+                uninterrupted=uninterrupted,
             )
         )
 

@@ -28,10 +28,11 @@ from typing import Any
 from memsaver.errors import MemsaverError
 
 from ..engine import admitted
-from ..engine.admission import EVERYTHING, Admission, SharedQuery
+from ..engine.admission import EVERYTHING, Admission
 from ..engine.errors import EngineAsleepError
 from ..engine.messages import Answer, SchedulerState, error_of
 from ..engine.refusals import asleep_in, refused
+from ..engine.shared_query import SharedQuery
 from ..engine.tags import GRAPH, WEIGHTS
 from . import settings
 from .protocol import REWRITTEN, answers_of, is_health_check, states_of

@@ -73,6 +73,9 @@ async def call(original: Callable[..., Awaitable[Any]], communicator: Any, obj: 
                     await _end(communicator, replies)
                     raise _refusal(admission, what)
             return replies.result()
+        except asyncio.CancelledError:
+            await _end(communicator, replies)
+            raise
         finally:
             replies.cancel()
 

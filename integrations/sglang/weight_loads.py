@@ -131,7 +131,10 @@ def _load(
 
     def work(refusal: MemsaverError | None = None) -> Any:
         if refusal is None:
-            rows = group_of(updater).collect(loaded, failed)
+            # A signal during the handler's own barrier would be raised after it, and this rank
+            # would then make a second one.
+            group = group_of(updater)
+            rows = group.collect(loaded, failed, uninterrupted=has_barrier)
             checks = [RankCheck.from_fields(fields) for fields in rows]
         else:  # on all ranks, each of which has the same reason
             check.fail(refusal)
@@ -158,7 +161,7 @@ def _load_checked(
         _logger.exception("a weight update failed")
         check.fail(error)
         if has_barrier:
-            Group(updater.tp_cpu_group).barrier()
+            _pass_barrier(Group(updater.tp_cpu_group))
         if not isinstance(error, Exception):
             raise
     finally:
@@ -297,7 +300,7 @@ def _load_plainly(
         except BaseException:
             _logger.exception("a weight update failed")
             if has_barrier:
-                own.barrier()
+                _pass_barrier(own)
             raise
         finally:
             _current.pop()
@@ -308,13 +311,22 @@ def _load_plainly(
     def failed(error: BaseException) -> dict[str, Any]:
         return asdict(Found(group.rank, failure=Failure.of(error)))
 
-    trouble = verdict([Found.from_fields(row) for row in group.collect(loaded, failed)])
+    rows = group.collect(loaded, failed, uninterrupted=has_barrier)
+    trouble = verdict([Found.from_fields(row) for row in rows])
     if output is not None and success and not trouble:
         known |= check.seen
         return output
     if success:
         _logger.error("a weight update failed: %s", trouble)
     return output_of(success=False, message=trouble or message)
+
+
+def _pass_barrier(group: Group) -> None:
+    """Make the barrier of a handler that failed before it. Its own failure is logged only."""
+    try:
+        group.barrier()
+    except Exception:
+        _logger.exception("the ranks did not meet after a failed weight update")
 
 
 def _watched(

@@ -28,9 +28,10 @@ from typing import Any
 from memsaver.errors import MemsaverError
 
 from ..engine import admitted
-from ..engine.admission import QUERY_SECONDS, Admission, SharedQuery
+from ..engine.admission import Admission
 from ..engine.errors import EngineAsleepError, EngineError
 from ..engine.refusals import asleep_in, refused
+from ..engine.shared_query import QUERY_SECONDS, SharedQuery
 from ..engine.tags import WEIGHTS
 from . import settings
 from .calls import MODEL, Need

@@ -6,14 +6,12 @@ MEMSAVER_VLLM: `0` turns the plugin off, so that vLLM does not use memsaver. Def
 MEMSAVER_VLLM_GRAPHS: `1` releases the memory of CUDA graphs with everything else, as vLLM's own
     option `sleep_mode_offload_cudagraph` does in versions that have it. Default `0`.
 MEMSAVER_VLLM_ASLEEP: the policy for requests that need released memory: `refuse`, `wait` or `wake`;
-see `memsaver.integrations.engine.policies.Policy`. Default `refuse`. MEMSAVER_VLLM_ASLEEP_WAIT: the
-longest time in seconds that a request is held. Default `60`. MEMSAVER_VLLM_ASLEEP_REQUESTS: the
-largest number of requests that are held at the same time.
+    see `memsaver.integrations.engine.policies.Policy`. Default `refuse`.
+MEMSAVER_VLLM_ASLEEP_WAIT: the longest time in seconds that a request is held. Default `60`.
+MEMSAVER_VLLM_ASLEEP_REQUESTS: the largest number of requests that are held at the same time.
     Default `65536`.
 MEMSAVER_VLLM_SLEEP_AFTER: with `wake`, the seconds without a request after which the engine
     releases its memory. Default `0`: never.
-MEMSAVER_VLLM_CHECK_UPDATES: `0` accepts names that the model does not use in weight updates, as
-    vLLM does. Default `1`.
 
 vLLM's own variable `VLLM_PLUGINS`, its list of the plugins to load, must contain `memsaver` if it
 is set.
@@ -34,7 +32,6 @@ __all__ = [
     "policy",
     "policy_of",
     "policy_variables",
-    "updates_are_checked",
 ]
 
 _PREFIX = "MEMSAVER_VLLM"
@@ -48,11 +45,6 @@ def is_on() -> bool:
 def graphs_are_pausable() -> bool:
     """Return whether CUDA graphs are captured into pausable memory. Raises like `is_on`."""
     return variables.flag("MEMSAVER_VLLM_GRAPHS", False)
-
-
-def updates_are_checked() -> bool:
-    """Return whether names that the model does not use are errors. Raises like `is_on`."""
-    return variables.flag("MEMSAVER_VLLM_CHECK_UPDATES", True)
 
 
 def policy() -> Policy:

@@ -196,3 +196,18 @@ def test_the_page_shows_both_builds(benchmark_module, measured):
     cells = "20.0 (20.0 to 20.0) | 10.0 (10.0 to 10.0) | 2.00 ± 0.00"
     words = "later pauses of 16 GB, all contents changed, ms"
     assert lines[-2:] == [f"| {words} | {cells} | 5.0 |", f"| `swap_2GiB_ms` | {cells} |  |"]
+
+
+def test_a_build_that_is_not_in_its_folder_is_rejected(benchmark_module, tmp_path):
+    paired, folder = benchmark_module("parts.paired"), tmp_path / "old"
+    arguments = ["--before", str(folder), "--before-commit", COMMIT]
+    options = benchmark_module("paired").parser().parse_args(arguments)
+    with pytest.raises(paired.Failed, match=f"imported from .*, not from {folder}"):
+        paired.check(options)
+    (folder / "memsaver").mkdir(parents=True)
+    for name in ("__init__.py", "_C.py"):
+        (folder / "memsaver" / name).touch()
+    paired.check(options)
+    options.after = options.before
+    with pytest.raises(paired.Failed, match="both builds are imported from"):
+        paired.check(options)

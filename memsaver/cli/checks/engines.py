@@ -82,7 +82,6 @@ def _vllm_plugin() -> Finding:
     try:
         on, graphs_too = vllm_settings.is_on(), vllm_settings.graphs_are_pausable()
         when_asleep = vllm_settings.policy().when_asleep
-        vllm_settings.updates_are_checked()
     except ConfigError as error:
         return bad(name, str(error), "correct it, or unset it")
     if not on:

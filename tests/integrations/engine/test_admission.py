@@ -99,23 +99,55 @@ async def test_a_query_in_progress_does_not_delay_the_first_request():
     assert order == [0, 1, 2]
 
 
-@pytest.mark.parametrize("when", ["wait", "wake"])
-async def test_requests_that_arrive_after_a_wake_up_do_not_overtake_held_ones(when):
-    engine, order = Engine(), []
-    found = made(when, engine)
+@pytest.mark.parametrize(
+    ("when", "most_held"), [("wait", 5000), ("wait", 1000), ("wake", 5000), ("wake", 1000)]
+)
+async def test_requests_that_arrive_after_a_wake_up_do_not_overtake_held_ones(when, most_held):
+    """Not even if an earlier request is checking its client, or if the queue is full."""
+    engine, order, checking = Engine(), [], asyncio.Event()
+    found = made(when, engine, most_held=most_held)
+
+    async def is_gone():
+        checking.set()
+        await asyncio.sleep(0.05)
+        return False
 
     async def request(number):
-        await found.admit(EVERYTHING, "generate")
+        await found.admit(EVERYTHING, "work", is_gone=None if number else is_gone)
         order.append(number)
 
-    tasks = [asyncio.ensure_future(request(number)) for number in range(20)]
-    await asyncio.sleep(0)
+    tasks = [asyncio.ensure_future(request(number)) for number in range(1000)]
+    await (checking.wait() if when == "wait" else asyncio.sleep(0))
     engine.tags.clear()
     found.learn(())
-    tasks += [asyncio.ensure_future(request(number)) for number in range(20, 40)]
+    tasks += [asyncio.ensure_future(request(number)) for number in range(1000, 2000)]
     await asyncio.gather(*tasks)
-    assert order == list(range(40))
-    assert found.waiting == 0
+    assert order == list(range(2000))
+    assert found.waiting == 0 and engine.queries <= 1  # that of the first request
+
+
+async def test_a_request_that_waits_for_earlier_ones_checks_its_client_and_its_deadline():
+    engine = Engine()
+    found = made("wait", engine, seconds=0.5)
+    stuck = asyncio.Event()
+
+    async def checks():
+        await stuck.wait()
+        return False
+
+    async def is_gone():
+        return True
+
+    earlier = asyncio.ensure_future(found.admit(EVERYTHING, "work", is_gone=checks))
+    await asyncio.sleep(0.1)  # it checks its client
+    engine.tags.clear()
+    found.learn(())
+    with pytest.raises(ClientGoneError):
+        await found.admit(EVERYTHING, "work", is_gone=is_gone)
+    await asyncio.wait_for(found.admit(EVERYTHING, "work"), 5)  # at its deadline
+    assert not earlier.done()
+    stuck.set()
+    await earlier
 
 
 async def test_a_waiting_request_notices_a_resume_by_another_process():

@@ -20,7 +20,7 @@ from sleeping_manager import (
 )
 
 import memsaver
-from memsaver.integrations.engine import admission
+from memsaver.integrations.engine import admission, shared_query
 from memsaver.integrations.engine.errors import EngineAsleepError
 from memsaver.integrations.engine.messages import Failure
 from memsaver.integrations.sglang import admissions, unknown_requests
@@ -148,7 +148,7 @@ async def test_an_abort_ends_a_request_that_is_held(
 
 async def test_a_query_without_an_answer_in_time_is_not_cancelled(monkeypatch):
     """SGLang 0.5.12 would wait forever for the answer in each later query."""
-    monkeypatch.setattr(admission, "QUERY_SECONDS", 0.01)
+    monkeypatch.setattr(shared_query, "QUERY_SECONDS", 0.01)
     manager = await asleep()
     query, answer = manager.get_internal_state, asyncio.Event()
     queries, completed = 0, 0

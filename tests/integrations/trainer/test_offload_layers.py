@@ -1,5 +1,7 @@
 """Test forward passes that begin before all parameters of a model have returned."""
 
+import copy
+
 import pytest
 import torch
 from looks import held
@@ -219,3 +221,14 @@ def test_a_wait_that_fails_is_an_error_of_the_forward_pass(sim, make_large):
     arrival.wait()
     with torch.no_grad():
         assert torch.equal(model(x), y)
+
+
+def test_a_copy_of_a_model_has_no_hooks(sim, make_large):
+    model, offloaded, x, y = make_large()
+    sim.copy_rate(0)
+    offloaded.resume()
+    other = copy.deepcopy(model)
+    offloaded.pause()
+    with torch.no_grad():
+        assert torch.equal(other(x), y)
+    offloaded.resume()

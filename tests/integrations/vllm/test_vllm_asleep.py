@@ -270,13 +270,13 @@ assert admission_of(engine) is None
 def test_a_failed_sleep_keeps_its_error_if_the_query_of_the_state_has_no_answer(asleep):
     asleep(
         """
-from memsaver.integrations.engine import admission
+from memsaver.integrations.engine import shared_query
 from memsaver.integrations.vllm import admissions
 async def hanging(*_, **__):
     await asyncio.Event().wait()
 async def failing(*_, **__):
     raise RuntimeError("it failed")
-admission.QUERY_SECONDS = admissions.QUERY_SECONDS = 0.1
+shared_query.QUERY_SECONDS = admissions.QUERY_SECONDS = 0.1
 admissions.memory_of_async = hanging
 engine.engine_core.call_utility_async = failing
 try:
