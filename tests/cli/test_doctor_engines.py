@@ -38,8 +38,10 @@ for engine in ("SGLang", "vLLM"):
     SETTINGS += [
         (engine, {f"{prefix}_ASLEEP": "wait"}, "good", "requests to a sleeping engine: wait"),
         (engine, {f"{prefix}_ASLEEP": "sleep"}, "bad", "must be one of refuse, wait, wake"),
-        (engine, {f"{prefix}_CHECK_UPDATES": "x"}, "bad", f"{prefix}_CHECK_UPDATES"),
     ]
+SETTINGS += [
+    ("SGLang", {"MEMSAVER_SGLANG_CHECK_UPDATES": "x"}, "bad", "MEMSAVER_SGLANG_CHECK_UPDATES")
+]
 
 
 def install(plain, engine, version):
