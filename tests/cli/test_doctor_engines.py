@@ -24,6 +24,7 @@ SETTINGS = [
     ("SGLang", {"MEMSAVER_SGLANG_PRELOAD": "1"}, "good", "preload mode"),
     ("SGLang", {"MEMSAVER_SGLANG_SLEEP_AFTER": "9"}, "bad", "needs MEMSAVER_SGLANG_ASLEEP=wake"),
     ("SGLang", {"MEMSAVER_SGLANG_SUSPEND_NCCL": "x"}, "bad", "MEMSAVER_SGLANG_SUSPEND_NCCL"),
+    ("SGLang", {"MEMSAVER_SGLANG_CHECK_UPDATES": "x"}, "bad", "MEMSAVER_SGLANG_CHECK_UPDATES"),
     ("vLLM", {}, "good", "on, for engines with enable_sleep_mode"),
     ("vLLM", {"MEMSAVER_VLLM": "0"}, "warned", "turned off"),
     ("vLLM", {"MEMSAVER_VLLM": "maybe"}, "bad", "maybe"),
@@ -39,9 +40,6 @@ for engine in ("SGLang", "vLLM"):
         (engine, {f"{prefix}_ASLEEP": "wait"}, "good", "requests to a sleeping engine: wait"),
         (engine, {f"{prefix}_ASLEEP": "sleep"}, "bad", "must be one of refuse, wait, wake"),
     ]
-SETTINGS += [
-    ("SGLang", {"MEMSAVER_SGLANG_CHECK_UPDATES": "x"}, "bad", "MEMSAVER_SGLANG_CHECK_UPDATES")
-]
 
 
 def install(plain, engine, version):
