@@ -126,6 +126,19 @@ async def test_requests_that_arrive_after_a_wake_up_do_not_overtake_held_ones(wh
     assert found.waiting == 0 and engine.queries <= 1  # that of the first request
 
 
+async def test_failed_wake_ups_have_pauses_although_the_memory_was_mapped_meanwhile():
+    engine = Engine()
+    engine.full = True
+    found = made("wake", engine, seconds=0.5)
+    task = asyncio.ensure_future(found.admit(EVERYTHING, "work"))
+    await asyncio.sleep(0)
+    found.learn(())
+    found.learn(EVERYTHING)
+    with pytest.raises(EngineAsleepError, match="out of memory"):
+        await task
+    assert len(engine.resumes) < 10
+
+
 async def test_a_request_that_waits_for_earlier_ones_checks_its_client_and_its_deadline():
     engine = Engine()
     found = made("wait", engine, seconds=0.5)
