@@ -129,7 +129,7 @@ async def test_requests_that_arrive_after_a_wake_up_do_not_overtake_held_ones(wh
 async def test_failed_wake_ups_have_pauses_although_the_memory_was_mapped_meanwhile():
     engine = Engine()
     engine.full = True
-    found = made("wake", engine, seconds=0.5)
+    found = made("wake", engine, seconds=1.5)
     task = asyncio.ensure_future(found.admit(EVERYTHING, "work"))
     await asyncio.sleep(0)
     found.learn(())
