@@ -103,17 +103,39 @@ assert report.tied == ("layers.1.scale",), report
 def test_fsdp2_is_gathered_a_bucket_at_a_time(run_ranks):
     run_ranks(2)("""
 from torch.distributed.fsdp import fully_shard
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        for part in "qkvo":
+            setattr(self, part, torch.nn.Linear(8, 8, bias=False))
+        self.norm = torch.nn.LayerNorm(8, bias=False)
+        self.scale = torch.nn.Parameter(torch.ones(1))
+    def forward(self, x):
+        return self.norm(self.o(self.q(x) + self.k(x) + self.v(x))) * self.scale
+class Trainer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(14, 8)
+        self.layers = torch.nn.ModuleList(Block() for _ in range(2))
+        self.lm_head = torch.nn.Linear(8, 14, bias=False)
+        self.lm_head.weight = self.embed.weight
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(x)
 mesh = init_device_mesh("cpu", (2,))
-trainer = weight_engine.module_of(checkpoint(1))
-trainer.lm_head.weight = trainer.embed.weight
-for layer in trainer.layers.children():
+trainer = Trainer()
+trainer.load_state_dict(checkpoint(1))
+for layer in trainer.layers:
     fully_shard(layer, mesh=mesh)
 fully_shard(trainer, mesh=mesh)
+optimizer = torch.optim.SGD(trainer.parameters(), lr=0.1)
 engine, backend = engine_of(2)
 for step in range(2):
-    with torch.no_grad():
-        for parameter in trainer.parameters():
-            parameter += 1
+    trainer(torch.arange(14)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
     report = update(engine, trainer, version=str(step), verify="full", bucket_bytes=512)
     whole = {name: t.full_tensor() for name, t in trainer.state_dict().items()}
     assert holds(backend, whole) and report.held == 13
