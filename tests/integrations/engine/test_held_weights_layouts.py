@@ -120,21 +120,29 @@ def models(draw):
     return Model(sizes, writes)
 
 
+def check_bytes(model, bit):
+    """Change each third byte of the parameters in turn, and check that its writes are named.
+
+    `bit` is the changed bit, and chooses the bytes.
+    """
+    named = model.named()
+    assert watched(model, named, model.load_weights)[1] == ()
+    assert differing(model, named, model.load_weights) == ()
+    for at in range(len(model.sizes)):
+        held = model.storage(at)
+        covers = [(w.name, w.covered()) for w in model.writes if w.parameter == at]
+        for byte in range(bit % 3, len(held), 3):
+            held[byte] ^= 1 << bit
+            changed = held.clone()
+            wanted = {name for name, covered in covers if byte in covered}
+            assert set(differing(model, named, model.load_weights)) == wanted, byte
+            assert torch.equal(held, changed), "a comparison wrote something"
+            held[byte] ^= 1 << bit
+
+
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(model=models(), bit=st.integers(0, 7), piece_bytes=st.sampled_from((1, 7, 1 << 20)))
 def test_a_flipped_byte_is_found_wherever_it_is_and_nothing_else(model, bit, piece_bytes):
-    named = model.named()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(held_weights, "_PIECE_BYTES", piece_bytes)
-        assert watched(model, named, model.load_weights)[1] == ()
-        assert differing(model, named, model.load_weights) == ()
-        for at in range(len(model.sizes)):
-            held = model.storage(at)
-            covers = [(w.name, w.covered()) for w in model.writes if w.parameter == at]
-            for byte in range(bit % 3, len(held), 3):  # each third byte
-                held[byte] ^= 1 << bit
-                changed = held.clone()
-                wanted = {name for name, covered in covers if byte in covered}
-                assert set(differing(model, named, model.load_weights)) == wanted, byte
-                assert torch.equal(held, changed), "a comparison wrote something"
-                held[byte] ^= 1 << bit
+        check_bytes(model, bit)

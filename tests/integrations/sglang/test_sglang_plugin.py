@@ -251,7 +251,7 @@ saver = engine.TorchMemorySaverAdapter.create(enable=True)
 assert type(saver).__name__ == "MemsaverAdapter"
 assert engine.TorchMemorySaverAdapter.create(enable=False).enabled is False
 from sglang.srt.entrypoints import http_server
-from sglang.srt.managers import tokenizer_manager
+from sglang.srt.managers import communicator, tokenizer_manager
 from sglang.srt.mem_cache import swa_memory_pool
 from sglang.srt.model_executor import model_runner
 from sglang.srt.model_executor.model_runner_components import weight_updater
