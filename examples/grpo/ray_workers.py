@@ -53,7 +53,7 @@ class EngineWorker:
     """An actor that runs an SGLang server, or a part of one, in separate processes.
 
     They end with `stop`, and with the actor's process, even if it is killed: the kernel then kills
-    the server, and SGLang's processes end with their server.
+    the server, and SGLang's processes exit with their server.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class EngineWorker:
         environment = {
             **ENVIRONMENT,
             "CUDA_VISIBLE_DEVICES": ",".join(gpus),
-            # /health would generate, which ends a sleeping server. The server's ranks may start
+            # /health would generate, which crashes a sleeping server. The server's ranks may start
             # with different amounts of free memory if trainers use the GPUs.
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
             "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",

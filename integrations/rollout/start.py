@@ -77,7 +77,7 @@ class EngineStart(SharedSleep):
             prepare: called on each rank of the group.
             restarts: see `launch`.
             join: starts the part of an engine on another host, from an item of `Nodes.others`, and
-                returns a function that ends it.
+                returns a function that stops it.
         """
         self.timeout, self.pad_token_id = timeout, pad_token_id
         self.backend: Backend | None = None
@@ -85,7 +85,7 @@ class EngineStart(SharedSleep):
         self._end_node: Callable[[], None] = lambda: None
         self._closed = False
         self._updates = 0  # of the weights that have begun; equal on all ranks
-        self._connections = contextlib.ExitStack()  # ended by `close`
+        self._connections = contextlib.ExitStack()  # closed by `close`
         try:
             layout = find()
         except NotInMeshError:
@@ -172,7 +172,7 @@ class EngineStart(SharedSleep):
         return backend.tp_size, known_released(backend)
 
     def _start_again(self) -> None:
-        """If the engine died, end its remaining processes and start it again.
+        """If the engine died, kill its remaining processes and start it again.
 
         Collective: every rank of the engine's group calls it.
         """

@@ -11,7 +11,7 @@ arrived first, the request is sent again, or raises the same error.
 | wake | resumes the memory that it needs; if too little is free, retries for a time, then raises |
 
 An abort ends a request that is held, or that an engine core has refused, with
-`RequestAbortedError`, and a client that disconnects cancels it. If the engine ends, held requests
+`RequestAbortedError`, and a client that disconnects cancels it. If the engine exits, held requests
 raise vLLM's `EngineDeadError`. Without `enable_sleep_mode`, and if an allocator other than memsaver
 has released the memory, the hooks do nothing.
 """

@@ -172,7 +172,7 @@ def _answered(
     """Run a release or a resume, and return its `Answer`, with the failure if there is one.
 
     The result is a future if `work` returns one, because a pause of vLLM's scheduler ends later.
-    Exceptions propagate if the workers did not report a failure, and are not memsaver's.
+    Other errors than memsaver's propagate, unless the workers reported a failure of this call.
 
     Args:
         core: the engine core.

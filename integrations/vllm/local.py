@@ -67,7 +67,7 @@ class Local(Link):
         Raises:
             ConfigError: the timeout is not a positive number, or vLLM rejects the arguments.
             EngineTimeoutError: the call did not return in time.
-            EngineDiedError: one of the engine's processes ended.
+            EngineDiedError: one of the engine's processes exited.
             EngineError: the call raised. memsaver's own errors are raised unchanged.
             InvalidStateError: the calling thread runs an event loop.
         """

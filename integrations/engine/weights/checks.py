@@ -29,7 +29,7 @@ class VerificationRequest:
     """The checks that an engine's ranks run when they load a bucket.
 
     Even an empty request detects tensors from which the model loads nothing, and turns an
-    exception of the load, which would otherwise end the engine, into an answer.
+    exception of the load, which would otherwise crash the engine, into an answer.
 
     Attributes:
         names: the bucket's tensors, in their order.
