@@ -73,7 +73,7 @@ class EngineWorker:
                 receives all requests; each part answers when all of them have started.
 
         Raises:
-            RuntimeError: the server ended, or did not answer in time; the message has the end of
+            RuntimeError: the server exited, or did not answer in time; the message has the end of
                 its log.
         """
         from engines import ENVIRONMENT, sglang_arguments
@@ -132,7 +132,7 @@ class EngineWorker:
         return dict(os.environ)
 
     def stop(self) -> None:
-        """End the server's processes. Idempotent."""
+        """Kill the server's processes. Idempotent."""
         server, self._server = self._server, None
         if server is None:
             return

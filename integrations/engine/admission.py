@@ -137,7 +137,7 @@ class Admission:
     def abort(self, ids: Collection[str], every: bool = False) -> None:
         """Record that a caller aborts the generations with one of these names, or every one.
 
-        Waiting generations end. The engine ends those that it has received; those that it has
+        Waiting generations fail. The engine aborts those that it has received; those that it has
         refused are not sent again.
         """
         if self._ignores_aborts:

@@ -76,7 +76,7 @@ class Parent:
         return done.result()
 
     def end(self) -> None:
-        """End the thread. Linux then kills its remaining child processes."""
+        """Stop the thread. Linux then kills its remaining child processes."""
         self._ended.open()
         if self._thread is not None:
             self._thread.join(_SECONDS)

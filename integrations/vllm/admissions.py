@@ -140,7 +140,7 @@ async def _checked(engine: Any, work: Awaitable[Any]) -> Any:
         return await alive(engine, work)
     except Exception as error:
         found = error
-        with contextlib.suppress(Exception):  # an engine whose worker has ended does not answer
+        with contextlib.suppress(Exception):  # an engine whose worker has exited does not answer
             query = alive(engine, memory_of_async(engine.engine_core, failed=True))
             found = error_from(error, await asyncio.wait_for(query, QUERY_SECONDS))
         if engine.errored:
@@ -216,7 +216,7 @@ async def _is_gone(engine: Any) -> bool:
     """Return False: a client that disconnects cancels the task of its held request.
 
     Raises:
-        EngineDeadError: vLLM's error; the engine has ended.
+        EngineDeadError: vLLM's error; the engine has exited.
     """
     if engine.errored:
         raise engine.dead_error

@@ -63,7 +63,7 @@ def install(core: Any) -> None:
         answer = _ANSWERS.get(method) if isinstance(method, str) else None
         if answer is None:
             if isinstance(method, str) and method in WORKER_CALLS:
-                # The workers end in time themselves. An executor that did not wait for them would
+                # The workers exit in time themselves. An executor that did not wait for them would
                 # leave their responses in its queues, where its next call finds them.
                 timeout = None
             return original(self, method, timeout, args, kwargs)

@@ -139,7 +139,7 @@ def launch(
 
 
 def _end(engine: Any, loop: LoopThread, processes: Processes) -> None:
-    """End an engine, all of its processes, and the thread of its event loop."""
+    """Shut an engine down, kill its processes, and stop the thread of its event loop."""
     try:
         with contextlib.suppress(Exception):  # a dead engine's processes are killed below
             engine.shutdown(timeout=0)

@@ -91,7 +91,7 @@ class Local(Link):
         processes = getattr(getattr(resources, "engine_manager", None), "processes", ())
         ended = death_among(one for one in processes if hasattr(one, "is_alive"))
         is_dead = getattr(resources, "engine_dead", False)
-        return ended or ("its engine core ended" if is_dead else "")
+        return ended or ("its engine core exited" if is_dead else "")
 
     def unfinished(self) -> list[str]:
         """Return the ids of the requests in flight."""

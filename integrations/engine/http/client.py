@@ -69,7 +69,7 @@ class HttpClient:
         return other
 
     def disconnect(self) -> None:
-        """End the connections of the calls in progress, which fail. Calls may connect later."""
+        """Close the connections of the calls in progress, which fail. Calls may connect later."""
         for connection in tuple(self._sockets):
             with contextlib.suppress(OSError):  # closed already
                 connection.shutdown(socket.SHUT_RDWR)

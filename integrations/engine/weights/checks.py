@@ -81,7 +81,7 @@ class RankCheck:
         rank: the rank's number in its engine (see `Backend.tp_size`).
         host: the name of its host.
         pid: its process id on that host.
-        received: the number of compared tensors that arrived as sent.
+        received: the number of compared tensors that arrived intact.
         held: the number of compared tensors whose contents equal the model's.
         damaged: tensors that arrived with different contents; the bucket was not loaded.
         differing: tensors whose contents differ from the model's.
