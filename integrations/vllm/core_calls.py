@@ -169,7 +169,7 @@ def _answered(
     tags: Sequence[str],
     work: Callable[[Sequence[str]], Any],
 ) -> Any:
-    """Run a release or a resume, and return its `Answer`, with the failure if there is one.
+    """Run a release or a resume, and return its `Answer`, which contains any failure.
 
     The result is a future if `work` returns one, because a pause of vLLM's scheduler ends later.
     Other errors than memsaver's propagate, unless the workers reported a failure of this call.
