@@ -32,7 +32,7 @@ class Failed(Exception):
 
 
 class Ended(Failed):
-    """A child ended early, or was ended because it hung."""
+    """A child exited early, or was killed because it hung."""
 
 
 @contextlib.contextmanager
@@ -127,7 +127,7 @@ class Child:
         return line
 
     def close(self) -> None:
-        """End the process, or kill it if it does not end. Its memory is free when this returns."""
+        """Stop the process, or kill it if it hangs. Its memory is free when this returns."""
         assert self._process.stdin and self._process.stdout
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()

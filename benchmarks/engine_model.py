@@ -83,7 +83,7 @@ def checkpoint(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def save_checkpoint(shape: Shape, directory: Path, seed: int) -> None:
-    """Write a checkpoint with random weights, on which the generated tokens depend.
+    """Write a checkpoint whose random weights are large enough to influence the generated tokens.
 
     They are larger than SGLang's dummy weights, with which all prompts have similar outputs.
     """

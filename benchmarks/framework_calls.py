@@ -57,7 +57,7 @@ class Replay:
         name: the memory saver that the engine and the trainer use.
         framework: the framework's name.
         options: the options of the command line.
-        stack: ends the processes.
+        stack: stops the processes.
     """
 
     def __init__(

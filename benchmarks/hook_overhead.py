@@ -139,7 +139,7 @@ class Process:
         return float(answer)
 
     def close(self) -> None:
-        """End the program and wait for it."""
+        """Stop the program and wait for it to exit."""
         self._child.communicate()
 
 

@@ -91,7 +91,7 @@ def touch(total: int) -> float:
 def touch_elsewhere(total: int) -> str:
     """Touch `total` bytes in child processes until the rate is high. Return a summary.
 
-    Each process ends and releases its memory to the system, which keeps it.
+    Each process exits and releases its memory to the system, which keeps it.
     """
     total = min(total, int(0.8 * meminfo()["MemAvailable"])) // MIB * MIB
     fast = min(FAST, FAST_CPU * len(os.sched_getaffinity(0)))

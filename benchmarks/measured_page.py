@@ -196,7 +196,7 @@ pinned host memory for the next pause; by default, each resume releases it. Note
 - The disk was the machine's virtual disk; the direct I/O limit writes a newly allocated file each
   time, as memsaver's first pause does.
 - Answered requests: on the H200, an earlier version of the benchmark also counted 72 clients that
-  disconnected on purpose; the row of the H100 counts only clients that wait.
+  disconnected deliberately; the row of the H100 counts only clients that wait.
 - SGLang on two GPUs: the H200's rows without `NCCL_MAX_CTAS` were measured with NCCL's own number
   of channels, those of the H100s with 12, memsaver's default.
 - SGLang's memory in use with all tags released has two values: that of an engine's first sleep,

@@ -126,8 +126,9 @@ def _continues(before: tuple[int, Run], place: int, run: Run) -> bool:
 def share(engine: Placed, trainer: Placed, page: int) -> tuple[int, int]:
     """Return the bytes of the engine's weights in equal pages, and the number of their runs.
 
-    A run is a sequence of equal pages that are neighbours on both sides. Their number is the least
-    number of pieces in which the trainer's memory must be created so that they can be mapped.
+    A run is a sequence of equal pages that are adjacent both in the engine's memory and in the
+    trainer's. Their number is the least number of pieces in which the trainer's memory must be
+    created so that they can be mapped.
     """
     numbers = {content: number for number, content in contents(trainer, page).items()}
     total, count, last = 0, 0, (-2, -2)
@@ -156,7 +157,11 @@ CASES: tuple[tuple[str, int, str], ...] = (
 
 
 def shares() -> Iterator[dict[str, Any]]:
-    """Yield each case with each placement: percentages of the first engine rank's weights."""
+    """Yield a row for each case and placement.
+
+    A row contains, for each page size, the percentage of the first engine rank's weights that lies
+    in equal pages.
+    """
     for name, ranks, trainer in CASES:
         model = weight_layouts.MODELS[name]
         layouts = (

@@ -1,4 +1,4 @@
-"""Make bare driver calls, the limit for any library without a backup."""
+"""The driver calls alone: a lower bound on the time of any pause or resume without a backup."""
 
 from __future__ import annotations
 

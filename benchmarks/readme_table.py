@@ -93,7 +93,7 @@ def table(rows: list[dict[str, Any]], wanted: tuple[tuple[str, str], ...] = LINE
     first = all_rows[0]
     lines = [
         f"{framework_tables.medians(all_rows)} on one {first['gpu']}, {dates(all_rows)}",
-        f"({results.versions_text(all_rows)}). Less is better.",
+        f"({results.versions_text(all_rows)}). Lower is better.",
         "",
         "| | memsaver | torch_memory_saver, default | torch_memory_saver, retained |",
         "|---|--:|--:|--:|",

@@ -20,7 +20,7 @@ Measure = Callable[[argparse.Namespace, list[str]], Iterator[dict[str, Any]]]
 def run(measures: Iterable[Measure], options: argparse.Namespace) -> int:
     """Measure, merge each row into `options.output` at once, print, and return an exit status.
 
-    Results are kept even if the run is ended from outside.
+    Results are kept even if the run is killed from outside.
     """
     circumstances = results.stamp()
     rows: list[dict[str, Any]] = []

@@ -102,7 +102,7 @@ def running(
 def mapped(part: str) -> bool:
     """Return whether a process of this session has mapped a file with `part` in its path."""
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
+        with contextlib.suppress(OSError):  # the process has exited, or belongs to another user
             if os.getsid(int(pid)) == os.getsid(0) and part in Path(f"/proc/{pid}/maps").read_text(
                 errors="replace"
             ):
@@ -175,7 +175,7 @@ class EngineWorker(Worker):
         return {"seconds": seconds, "used": used_mib()}
 
     def stop(self) -> dict[str, Any]:
-        """End the engine."""
+        """Shut the engine down."""
         self.engine.shutdown()
         return {}
 

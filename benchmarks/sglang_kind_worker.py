@@ -169,7 +169,7 @@ class KindWorker(Worker):
             self._cached(_long_prompt(number))
 
     def stop(self) -> dict[str, Any]:
-        """End the engine."""
+        """Shut the engine down."""
         self.engine.shutdown()
         return {}
 

@@ -16,7 +16,7 @@ same number of verifications if a draft model proposes tokens.
 
 A kind that fails is a row, too. Kinds that need more GPUs than are visible, and those that are not
 started within --seconds, are recorded as not run, unless the file already has rows for them, which
-are kept. Each row is written to --output when its engines have ended. Progress goes to stderr.
+are kept. Each row is written to --output when its engines have exited. Progress goes to stderr.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def saver_of(pids: Sequence[int]) -> str | None:
     """
     maps = []
     for pid in pids:
-        with contextlib.suppress(OSError):  # the process has ended
+        with contextlib.suppress(OSError):  # the process has exited
             maps.append(Path(f"/proc/{pid}/maps").read_text(errors="replace"))
     return next((name for name, part in LIBRARIES if any(part in text for text in maps)), None)
 

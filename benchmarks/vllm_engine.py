@@ -130,7 +130,7 @@ class EngineWorker(Worker):
         return {"seconds": seconds, "used": self._used()}
 
     def stop(self) -> dict[str, Any]:
-        """End the engine."""
+        """Shut the engine down."""
         self.engine.llm_engine.engine_core.shutdown()
         return {}
 

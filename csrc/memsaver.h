@@ -10,8 +10,8 @@
  *   - Any thread may call it at any time: before main, during process exit and in a forked child.
  *     In a forked child the library is inert: calls that would use the driver return
  *     MS_INVALID_STATE.
- *   - It throws no C++ exception, raises no signal, never ends the process and never writes to
- *     stdout.
+ *   - It throws no C++ exception, raises no signal, never terminates the process and never writes
+ *     to stdout.
  *   - A function that can fail returns an ms_status. `ms_error* error` may be NULL and is written
  *     only on failure. Besides the errors in its comment, a function can return
  *     MS_OUT_OF_HOST_MEMORY, MS_INVALID_ARGUMENT for a required pointer that is NULL and, if it

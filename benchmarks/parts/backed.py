@@ -1,6 +1,6 @@
 """Measure pause and resume of 16 GB with a host backup: first, changed, unchanged, lora.
 
-Each process ends before the next begins, so that at most one has a backup. First pauses are
+Each process exits before the next begins, so that at most one has a backup. First pauses are
 measured in separate processes; each library's last process then also runs the later cycles. In
 memsaver's process, a plain pinned copy of the same size precedes each pause and resume of changed
 contents.

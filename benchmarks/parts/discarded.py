@@ -158,9 +158,10 @@ class Discarding(Worker):
 def take_turns(
     children: Sequence[Child], workload: str, cycles: int, gap: float, rounds: int = 1
 ) -> tuple[Times, Times]:
-    """Return each child's times with and without the wait. All are left paused.
+    """Return each child's times with and without the wait.
 
-    The children take turns cycle by cycle with the wait, and in `rounds` rounds without it.
+    The children take turns cycle by cycle with the wait, and in `rounds` rounds without it. All
+    children are left with their memory paused.
     """
     spaced: Times = {child.name: {"pause_ms": [], "resume_ms": []} for child in children}
     at_once: Times = {child.name: {"pause_ms": [], "resume_ms": []} for child in children}

@@ -1,6 +1,6 @@
 """Measure the driver calls and copies that no engine's sleep and wake-up can avoid.
 
-For as many bytes as the engine's tags have, in a process of its own, after the engine has ended:
+For as many bytes as the engine's tags have, in a process of its own, after the engine has exited:
 
     sleep_unchanged_ms    bare driver calls that unmap and release all memory
     sleep_changed_ms      a plain pinned copy of the weights to the host; the cache can be released

@@ -49,7 +49,7 @@ COMPARED = ("actor/pg_loss", *SIZED)  # the loss is about 0 unless a response en
 # verl's mean difference between the engine's and the trainer's probabilities of the responses.
 PROBABILITIES = "training/rollout_probs_diff_mean"
 ALLOWED = "the largest allowed value"
-ENDED = "ended.json"  # says with what a training ran, and its peak in MiB
+ENDED = "ended.json"  # conditions of a finished training run, and its peak in MiB
 MORE = 2  # the largest allowed ratio to the peer's value of PROBABILITIES
 FRACTIONS = (0.6, 0.65, 0.7, 0.75)  # of the GPU's memory, to be tried in this order
 
@@ -82,7 +82,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Training:
-    """A training run that has ended: its results, and the peak of the memory in use in MiB."""
+    """A training run that has finished: its results, and the peak of the memory in use in MiB."""
 
     found: Found
     peak: float
@@ -118,9 +118,9 @@ def settings(options: argparse.Namespace, folder: Path, **changed: Any) -> Setti
 
 
 def train(name: str, options: argparse.Namespace, chosen: Settings, run: int = 1) -> Training:
-    """Train with a memory saver, unless this training has ended already. Raises Failed.
+    """Train with a memory saver, unless this training run has finished already. Raises Failed.
 
-    `run` distinguishes trainings with the same settings.
+    `run` distinguishes training runs with the same settings.
     """
     words = (name, f"{chosen.gpus}gpus", f"{chosen.steps}x{chosen.tokens}", chosen.fraction, run)
     place = chosen.folder / "-".join(map(str, words))
@@ -140,7 +140,7 @@ def train(name: str, options: argparse.Namespace, chosen: Settings, run: int = 1
 
 
 def peak_of_ended(place: Path, ran_with: Mapping[str, Any]) -> float | None:
-    """Return the peak in MiB of a training that ended in this folder under the same conditions."""
+    """Return the peak in MiB of a finished run in this folder under the same conditions."""
     path = place / ENDED
     ended = json.loads(path.read_text()) if path.exists() else {}
     return ended["peak"] if ended.get("ran_with") == ran_with else None
@@ -226,8 +226,8 @@ def rows(
     """Yield the rows of two training runs.
 
     Args:
-        ours: the training with memsaver.
-        theirs: the training with the peer.
+        ours: the training run with memsaver.
+        theirs: the training run with the peer.
         start: the beginning of the metrics' names.
         differing: the differences between the two.
         again: the differences between two runs with the peer, if `differing` is not empty.

@@ -45,7 +45,10 @@ class Host(Worker):
         return {"bytes": self._saved.bytes}
 
     def cycle(self) -> dict[str, Any]:
-        """Return the additional MiB since `setup`: while paused, and after all is released."""
+        """Return host memory in MiB relative to `setup`.
+
+        While paused, it is the memory that exceeds the contents; after the trim, all that remains.
+        """
         self._saved.change()
         self._saved.pause()
         paused = host_memory.in_use()

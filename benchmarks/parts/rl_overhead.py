@@ -51,7 +51,7 @@ class Found:
 
     @property
     def overheads(self) -> list[float]:
-        """Return the seconds that each whole step takes beyond its work."""
+        """Return each whole step's overhead in seconds: its duration minus that of its work."""
         work = sum(statistics.median(self.work[stage]) for stage in WORK)
         return [round(max(LEAST, seconds - work), 4) for seconds in self.whole]
 

@@ -54,7 +54,7 @@ class Switching(EngineWorker):
         return found | {"first_token": milliseconds}
 
     def release(self) -> dict[str, Any]:
-        """Release all memory; return the rest that each rank uses, if the saver reports it."""
+        """Release all memory; return what each rank still uses, if the saver reports it."""
         answers = self.engine.release_memory_occupation()
         return {"held": [dict(rank.held) for answer in answers or () for rank in answer.ranks]}
 

@@ -139,7 +139,7 @@ class Sender(Worker):
         return {"ms": 1000 * report.seconds, "sums": found, "expected": expected}
 
     def close(self) -> dict[str, Any]:
-        """End the engine."""
+        """Shut the engine down."""
         if self._engine is not None:
             self._engine.close()
         return {}

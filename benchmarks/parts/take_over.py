@@ -145,7 +145,7 @@ class Pages(Worker):
     def __init__(self, name: str, total: int, gap: float) -> None:
         self._driver, self._total, self._gap = BareDriver(), total, gap
         self._context = self._driver.context(0)
-        self._context.__enter__()  # until the process ends
+        self._context.__enter__()  # until the process exits
 
     def cycle(self, piece_mib: int) -> dict[str, Any]:
         """Return the times of each way, by step, for pieces of this size."""

@@ -78,8 +78,8 @@ class AddressSpace {
 
   // Returns the mapping or block that contains `address`; null if there is none.
   const Mapping* find(uint64_t address) const;
-  // Returns the memory of the range, in order. Returns false if a byte is unmapped or `device`
-  // lacks the access.
+  // Returns the memory of the range, in order. Returns false if a byte is unmapped, or if `device`
+  // does not have the required access.
   bool pieces(Range range, int device, bool write, std::vector<Piece>* out) const;
   // Returns the reservation that contains `address`; empty if there is none.
   Range reservation(uint64_t address) const;

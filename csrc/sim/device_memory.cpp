@@ -94,7 +94,7 @@ DeviceMemory::~DeviceMemory() {
 bool DeviceMemory::open() {
   fd_ = memfd_create("memsaver-sim-device", MFD_CLOEXEC);
   if (fd_ < 0) return false;
-  // A file size beyond the process's limit (RLIMIT_FSIZE) would raise a signal that ends the
+  // A file size beyond the process's limit (RLIMIT_FSIZE) would raise a signal that kills the
   // process.
   if (!fits_in_a_file(static_cast<uint64_t>(kFileBytes))) {
     errno = EFBIG;

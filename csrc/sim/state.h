@@ -1,7 +1,7 @@
 // The single state of the simulated driver, and access to it.
 //
 // One mutex guards everything. Each call locks it, and unlocks it only while waiting for work or
-// running it. The state is never destroyed, because streams may run until the process ends.
+// running it. The state is never destroyed, because streams may run until the process exits.
 #pragma once
 
 #include <cuda.h>

@@ -34,7 +34,9 @@ class Place:
 
 
 def take_place(tp: int) -> Place:
-    """Return this process's place, from torchrun's variables. Several ranks join a process group.
+    """Return this process's place, from torchrun's variables.
+
+    If there are several ranks, they join a process group.
 
     Args:
         tp: the number of ranks that share an engine; 0 means all ranks.

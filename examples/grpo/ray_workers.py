@@ -53,7 +53,7 @@ class EngineWorker:
     """An actor that runs an SGLang server, or a part of one, in separate processes.
 
     They end with `stop`, and with the actor's process, even if it is killed: the kernel then kills
-    the server, and SGLang's processes end with their server.
+    the server, and SGLang's processes exit with their server.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class EngineWorker:
                 receives all requests; each part answers when all of them have started.
 
         Raises:
-            RuntimeError: the server ended, or did not answer in time; the message has the end of
+            RuntimeError: the server exited, or did not answer in time; the message has the end of
                 its log.
         """
         from engines import ENVIRONMENT, sglang_arguments
@@ -87,7 +87,7 @@ class EngineWorker:
         environment = {
             **ENVIRONMENT,
             "CUDA_VISIBLE_DEVICES": ",".join(gpus),
-            # /health would generate, which ends a sleeping server. The server's ranks may start
+            # /health would generate, which crashes a sleeping server. The server's ranks may start
             # with different amounts of free memory if trainers use the GPUs.
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
             "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
@@ -132,7 +132,7 @@ class EngineWorker:
         return dict(os.environ)
 
     def stop(self) -> None:
-        """End the server's processes. Idempotent."""
+        """Kill the server's processes. Idempotent."""
         server, self._server = self._server, None
         if server is None:
             return

@@ -32,7 +32,10 @@ class Vocabulary:
 
     @classmethod
     def own(cls) -> Vocabulary:
-        """Return a vocabulary for a model with random weights; 32 tokens, to divide among ranks."""
+        """Return a vocabulary for a model with random weights.
+
+        It has 32 tokens, so that it divides evenly among the ranks.
+        """
         return cls({symbol: 3 + i for i, symbol in enumerate(SYMBOLS)}, 0, 1, 2, 32)
 
     @classmethod

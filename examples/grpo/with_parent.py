@@ -1,8 +1,9 @@
-"""Run a Python program that is killed when its parent process ends for any reason.
+"""Run a Python program that is killed when its parent process exits for any reason.
 
 python with_parent.py PARENT PROGRAM ARGUMENT...      PARENT is the parent's process id
 
-Linux keeps this setting across an exec, but not across a fork: children of the program survive it.
+Linux keeps the parent-death signal across an exec but not across a fork, so the program's own
+children are not killed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def main(parent: int, program: list[str]) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # the parent ended before the prctl call
+    if os.getppid() != parent:  # the parent exited before the prctl call
         sys.exit(1)
     os.execv(sys.executable, [sys.executable, *program])
 

@@ -138,7 +138,7 @@ class Admission:
     def abort(self, ids: Collection[str], every: bool = False) -> None:
         """Record that a caller aborts the generations with one of these names, or every one.
 
-        Waiting generations end. The engine ends those that it has received; those that it has
+        Waiting generations fail. The engine aborts those that it has received; those that it has
         refused are not sent again.
         """
         if self._ignores_aborts:
@@ -205,9 +205,10 @@ class Admission:
                 called while the request waits.
 
         Raises:
-            EngineAsleepError: a needed tag is released. Raised at once, after the deadline, after a
-                failed wake-up, whose error is the cause, if the engine does not answer a wake-up
-                before the deadline and within 60 s, or if too many requests are held.
+            EngineAsleepError: a needed tag is released. Raised at once under "refuse", or if too
+                many requests are held; under "wait", at the deadline; under "wake", if the wake-up
+                fails (its error is the cause), or if the engine does not answer it by the deadline
+                or within 60 s, whichever is later.
             ClientGoneError: the client has disconnected.
             RequestAbortedError: `is_gone` raised it.
         """

@@ -30,7 +30,7 @@ class Generation(Protocol):
         """The names by which a caller may abort the request."""
 
     async def is_gone(self) -> bool:
-        """Return whether the client has disconnected. May raise if the engine has ended."""
+        """Return whether the client has disconnected. May raise if the engine has exited."""
 
     def send(self) -> AsyncGenerator[Any, None]:
         """Send the request, and return its outputs. Raises `EngineAsleepError` if refused."""

@@ -37,7 +37,7 @@ class EngineBackend(Generic[Link]):
         link: the connection to the engine.
         arguments: the engine's arguments.
         other_ranks: the values of the arguments that may add such ranks.
-        end: ends the engine; called once. None if the engine's owner ends the engine.
+        end: shuts the engine down; called once. None if the engine's owner does this.
     """
 
     tp_size: int

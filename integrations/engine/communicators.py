@@ -49,9 +49,9 @@ class Suspender:
     def suspend(self, group: Group) -> list[RankReport]:
         """Suspend the communicators whose ranks all belong to `group`, and that have memory.
 
-        After a failure, some may be suspended. `resume` resumes them, unless one is suspended on
-        only some of its ranks, or ranks still wait in NCCL's call for one that has failed: then
-        every later `resume` fails, and in the second case every later `suspend` fails, too.
+        After a failure, some may be suspended. `resume` resumes them. Exceptions: if a communicator
+        is suspended on only some of its ranks, every later `resume` fails; if a rank still waits in
+        NCCL for a failed rank, every later `suspend` and `resume` fails.
         """
         found: list[Communicator] = []
 

@@ -25,7 +25,7 @@ class EngineError(MemsaverError):
 
 
 class EngineDiedError(EngineError):
-    """One of the engine's processes ended, so the engine no longer answers requests."""
+    """One of the engine's processes exited, so the engine no longer answers requests."""
 
     _status = "ENGINE_DIED"
 

@@ -275,4 +275,4 @@ class Backend(Protocol):
         """Describe the end of one of the engine's processes; "" if none is known to have ended."""
 
     def close(self) -> None:
-        """End the engine if the backend started it; other engines keep running. Idempotent."""
+        """Stop the engine if the backend started it; other engines keep running. Idempotent."""

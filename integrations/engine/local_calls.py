@@ -30,7 +30,7 @@ def check_call(timeout: float, ended: str, loop: Any = None) -> None:
 
     Raises:
         ConfigError: the timeout is not a positive number.
-        EngineDiedError: one of the engine's processes ended.
+        EngineDiedError: one of the engine's processes exited.
         EngineError: the event loop is closed.
         InvalidStateError: the calling thread runs an event loop.
     """
@@ -63,7 +63,7 @@ def result_of(
 
     Raises:
         EngineTimeoutError: the call did not return in time.
-        EngineDiedError: one of the engine's processes ended.
+        EngineDiedError: one of the engine's processes exited.
         EngineError: the call raised. memsaver's own errors are raised unchanged.
     """
     deadline = time.monotonic() + timeout

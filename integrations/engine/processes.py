@@ -76,7 +76,7 @@ class Parent:
         return done.result()
 
     def end(self) -> None:
-        """End the thread. Linux then kills its remaining child processes."""
+        """Stop the thread. Linux then kills its remaining child processes."""
         self._ended.open()
         if self._thread is not None:
             self._thread.join(_SECONDS)
@@ -101,21 +101,21 @@ class Processes:
         return [child for child in multiprocessing.active_children() if child.pid in pids]
 
     def record(self) -> None:
-        """Record the processes, and those that they have started, to end them even if they die."""
+        """Record the processes and their descendants: `end` kills also those of dead processes."""
         self._found = [child for child in self._children() if child not in self._before]
         for child in self._found:
             self._descendants.update(descendants_of(child.pid))
 
     def end(self) -> None:
-        """End the recorded processes and all their descendants. Idempotent."""
+        """Kill the recorded processes and all their descendants. Idempotent."""
         kill(self._found, self._descendants)
 
 
 def death_among(processes: Iterable[Any]) -> str:
-    """Describe the first of an engine's processes that has ended; "" if none has."""
+    """Describe the first of an engine's processes that has exited; "" if none has."""
     for process in processes:
         if not process.is_alive():
-            return f"its process {process.pid} ended with status {process.exitcode}"
+            return f"its process {process.pid} exited with status {process.exitcode}"
     return ""
 
 
@@ -138,11 +138,11 @@ def _children_of(path: str) -> list[int]:
 
 
 def kill(processes: Sequence[Any], started: Iterable[Descendant] = ()) -> None:
-    """End `multiprocessing` processes and all their descendants, and wait until they have ended.
+    """Kill `multiprocessing` processes and all their descendants, and wait until they have exited.
 
     Args:
         processes: the processes, which may be dead.
-        started: further processes to end. A dead process no longer has descendants, but processes
+        started: further processes to kill. A dead process no longer has descendants, but processes
             that it started may still be running.
     """
     # The id of a dead process may belong to another one.
@@ -162,7 +162,7 @@ def kill(processes: Sequence[Any], started: Iterable[Descendant] = ()) -> None:
 
 
 def _state_of(pid: int) -> tuple[str, str]:
-    """Return a process's state and the time of its start; ("", "") if it has ended."""
+    """Return a process's state and the time of its start; ("", "") if it has exited."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""`EngineController`: puts an engine to sleep and wakes it, and rejects calls that would end it."""
+"""`EngineController`: puts an engine to sleep, wakes it, and rejects calls that would crash it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NOT_PASSED_ON = (307, 308, 401, 403, 404, 405, 422)
 class EngineController:
     """Puts an engine to sleep and wakes it, by tag: "kv_cache", "weights", "cuda_graph".
 
-    Every call skips tags that are already in the requested state. Calls that would end the engine
+    Every call skips tags that are already in the requested state. Calls that would crash the engine
     are rejected before the engine receives them: releasing memory that requests use, and generating
     while that memory is released.
 

@@ -58,7 +58,7 @@ class RolloutOutput:
             padding. None if the engine reports none.
         lengths: int64 [n]: the number of tokens of each sample.
         prompt_index: int64 [n]: the index of each sample's prompt among this rank's prompts.
-        finish_reasons: for each sample: "stop", "length", or "abort" if it was ended early.
+        finish_reasons: for each sample: "stop", "length", or "abort" if it was stopped early.
         weight_version: the version of the weights at the end of the samples; None if the engine
             reports none, or if it differs among these samples.
         pad_token_id: the token that fills the padding.

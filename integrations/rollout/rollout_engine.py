@@ -204,7 +204,7 @@ class RolloutEngine(EngineStart):
         api_key: str | None = None,
         kind: str | None = None,
     ) -> RolloutEngine:
-        """Use an existing engine, which `close` does not end.
+        """Use an existing engine, which `close` does not stop.
 
         Args:
             engine: a server's URL; or a list of URLs, one for each data-parallel rank; or an

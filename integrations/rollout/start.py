@@ -77,7 +77,7 @@ class EngineStart(SharedSleep):
             prepare: called on each rank of the group.
             restarts: see `launch`.
             join: starts the part of an engine on another host, from an item of `Nodes.others`, and
-                returns a function that ends it.
+                returns a function that stops it.
         """
         self.timeout, self.pad_token_id = timeout, pad_token_id
         self.backend: Backend | None = None
@@ -85,7 +85,7 @@ class EngineStart(SharedSleep):
         self._end_node: Callable[[], None] = lambda: None
         self._closed = False
         self._updates = 0  # of the weights that have begun; equal on all ranks
-        self._connections = contextlib.ExitStack()  # ended by `close`
+        self._connections = contextlib.ExitStack()  # closed by `close`
         try:
             layout = find()
         except NotInMeshError:
@@ -172,7 +172,7 @@ class EngineStart(SharedSleep):
         return backend.tp_size, known_released(backend)
 
     def _start_again(self) -> None:
-        """If the engine died, end its remaining processes and start it again.
+        """If the engine died, kill its remaining processes and restart it.
 
         Collective: every rank of the engine's group calls it.
         """
@@ -191,7 +191,7 @@ class EngineStart(SharedSleep):
         )
 
     def _end_dead(self) -> None:
-        """End the remaining processes of an engine that died. Only the leader calls it."""
+        """Kill the remaining processes of an engine that died. Only the leader calls it."""
         backend = self.backend
         if backend is not None and backend.death():
             self.backend = None
@@ -212,7 +212,7 @@ class EngineStart(SharedSleep):
         self._connections.callback(self._fence.close)
 
     def close(self) -> None:
-        """End the engine if this object started it. Idempotent; does not wait for other ranks.
+        """Stop the engine if this object started it. Idempotent; does not wait for other ranks.
 
         Also closes the connections with other ranks and drops the process groups of `layout`, so
         that torch.distributed can be shut down and initialised again. No other call may follow.

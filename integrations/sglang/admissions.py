@@ -81,7 +81,7 @@ class _Schedulers:
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
-        # After a cancelled query, SGLang 0.5.12 waits without end in all later ones.
+        # After a cancelled query, SGLang 0.5.12 waits indefinitely in all later ones.
         self._query = SharedQuery(self._states, _logger)
 
     async def _states(self) -> list[SchedulerState]:

@@ -53,7 +53,7 @@ class SGLangBackend(WeightCalls):
     Args:
         link: the connection with the engine.
         timeout: seconds for the query of the engine's arguments and state.
-        end: ends the engine; called once. None if the engine's owner ends the engine.
+        end: shuts the engine down; called once. None if the engine's owner does this.
     """
 
     def __init__(

@@ -239,7 +239,7 @@ class LocalEngine:
         Raises:
             ConfigError: the timeout is not a positive number.
             EngineTimeoutError: the coroutine did not return in time.
-            EngineDiedError: one of the engine's processes ended.
+            EngineDiedError: one of the engine's processes exited.
             EngineError: the coroutine raised. memsaver's own errors are raised unchanged.
             InvalidStateError: the calling thread runs an event loop.
         """
@@ -256,7 +256,7 @@ class LocalEngine:
         deadline: float,
         seconds: float,
     ) -> None:
-        """Run `loop` until `future` is done, until `deadline` or until an engine's process ends.
+        """Run `loop` until `future` is done, until `deadline` or until an engine's process exits.
 
         Waits for `seconds` if another thread drives the loop, which may begin or stop at any time.
         """

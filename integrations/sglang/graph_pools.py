@@ -1,4 +1,4 @@
-"""Tells SGLang which torch pool a pausable graph is captured into.
+"""Passes SGLang the id of the torch pool that a pausable graph is captured into.
 
 SGLang makes the id of a pool, and finds the pool of its graphs by that id: symmetric memory leaves
 the pool for its allocations during a capture, and borrowing (SGLANG_ENABLE_GRAPH_POOL_BORROW) uses

@@ -1,7 +1,7 @@
 """Refuses requests that need released memory, in SGLang's scheduler processes.
 
-Without the guard, such a request causes an illegal memory access, which ends the engine. The guard
-runs between SGLang's broadcast of received requests and their handlers, so all ranks of a
+Without the guard, such a request causes an illegal memory access, which crashes the engine. The
+guard runs between SGLang's broadcast of received requests and their handlers, so all ranks of a
 tensor-parallel group decide how to handle the same requests in the same order, from the same state:
 the tags that their release handlers have recorded. The guard uses no clock. While nothing is
 released, it adds one check to each request, and nothing to a decoding step.
@@ -14,7 +14,7 @@ released, it adds one check to each request, and nothing to a decoding step.
 | continuation of a paused generation | postponed until everything is resumed |
 | release, resume, pause, abort, query, session, process group, profile | as usual |
 | remote call, other known request | refused if it needs a released tag |
-| unknown request | refused; only logged if its reply is unknown (see `unknown_requests`) |
+| unknown request | refused; only logged if its reply's type is unknown (see `unknown_requests`) |
 
 No request can be in SGLang's queues while memory is released, because a release requires an idle
 engine; the exception is a paused generation, whose requests wait for the continuation.
@@ -158,7 +158,7 @@ def install(result: Any, scheduler: Any) -> Any:
         setattr(scheduler, _FAILED, True)
         _logger.error(
             "memsaver cannot protect a sleeping engine from requests in this version of SGLang: "
-            "%s: %s. A request that needs released memory ends the engine",
+            "%s: %s. A request that needs released memory crashes the engine",
             type(error).__name__,
             error,
         )
@@ -344,7 +344,10 @@ class Guard:
         return self._messages.AbortReq(rid=rid, finished_reason=reason)
 
     def _reply(self, kind: str, text: str) -> Any:
-        """Return the reply to a control request that failed; None if the reply is unknown."""
+        """Return the reply to a failed control request.
+
+        None if memsaver cannot build a reply of its type; the sender then receives none.
+        """
         try:
             return _failed(self._messages, kind, text)
         except (AttributeError, TypeError, ValueError) as error:

@@ -85,7 +85,7 @@ def _missing_of_outputs() -> list[str]:
 def _log(what: str) -> None:
     _logger.error(
         "memsaver cannot protect release and resume in this version of SGLang: %s. SGLang's own "
-        "handlers use memsaver as their saver, but an error inside them ends the engine",
+        "handlers use memsaver as their saver, but an error inside them crashes the engine",
         what,
     )
 

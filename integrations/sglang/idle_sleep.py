@@ -70,7 +70,7 @@ def install(result: Any, scheduler: Any) -> Any:
 
 
 def remove(scheduler: Any) -> None:
-    """Undo `install`. Without a guard, the first request after a release would end the engine."""
+    """Undo `install`. Without a guard, the first request after a release would crash the engine."""
     blocker = getattr(scheduler, _BLOCKER, None)
     if isinstance(blocker, IdleSleep):
         setattr(scheduler, _BLOCKER, blocker.inner)

@@ -54,7 +54,7 @@ def launch(
 
     Restores this process's environment, its start method for processes and its signal handlers
     afterwards, except for variables that SGLang sets during its import, and SGLang's own variables
-    (SGLANG_*, PROMETHEUS_*), which it reads again. Removes SGLang's handler, which would end this
+    (SGLANG_*, PROMETHEUS_*), which it reads again. Removes SGLang's handler, which would kill this
     process if one of the engine's processes dies; calls raise an `EngineError` instead.
 
     Args:
@@ -62,7 +62,7 @@ def launch(
         tp_size: the number of tensor-parallel ranks; None leaves it to `arguments`.
         arguments: the arguments of `sglang.Engine`. They override the placement and the defaults
             for rollouts.
-        timeout: seconds until the engine must be ready; after that its processes are ended.
+        timeout: seconds until the engine must be ready; after that its processes are killed.
             SGLang's work in this process before it starts them, such as a download of the model,
             is not limited.
         variables: environment variables of the engine, such as those of `policy_variables`.
@@ -71,7 +71,8 @@ def launch(
         NotLoadedError: SGLang is not installed.
         ConfigError: an argument contradicts the ranks or is unknown to SGLang, or the timeout is
             invalid.
-        EngineError, EngineTimeoutError: the engine did not start in time. Its processes are ended.
+        EngineError, EngineTimeoutError: the engine did not start in time; its processes have been
+            killed.
     """
     if tp_size is not None and arguments.get("tp_size", tp_size) != tp_size:
         raise ConfigError(
@@ -169,7 +170,7 @@ def engine_failed(number: int, frame: FrameType | None) -> None:
 
 
 def _end(engine: Any, signals: _Signals, parent: Parent, processes: Processes) -> None:
-    """End an engine's processes: `shutdown` would end all children of this process.
+    """Kill an engine's processes: `shutdown` would kill all children of this process.
 
     Args:
         engine: the `sglang.Engine`.
@@ -201,7 +202,7 @@ def _end(engine: Any, signals: _Signals, parent: Parent, processes: Processes) -
 
 
 class _Signals:
-    """This process's signal handlers. SGLang's would end the process if an engine's process dies.
+    """This process's signal handlers. SGLang's would kill the process if an engine's process dies.
 
     Only the main thread can set handlers; in other threads, neither SGLang nor this class sets any.
     """
@@ -239,7 +240,7 @@ class _Signals:
 
 
 class _Deaf:
-    """A replacement for SGLang's signal handlers, which would end this process."""
+    """A replacement for SGLang's signal handlers, which would kill this process."""
 
     def __init__(self, manager: Any) -> None:
         pass

@@ -9,7 +9,7 @@ loaded first:
 - The factory of SGLang's memory savers, `TorchMemorySaverAdapter.create`, returns memsaver's saver
   if an enabled one is requested.
 - SGLang's release, resume and weight updates have the hooks of
-  `memsaver.integrations.sglang.hooks`. Failed updates do not end the engine (`weight_loads`), and
+  `memsaver.integrations.sglang.hooks`. Failed updates do not crash the engine (`weight_loads`), and
   neither do requests that need released memory (`guard`).
 - SGLang receives tensors of shareable regions (`shared_tensors`).
 
@@ -140,7 +140,7 @@ def _start() -> None:
     if hooks.lacks_guard():
         _logger.error(
             "memsaver cannot protect a sleeping engine from requests in this version of SGLang: a "
-            "request that needs released memory ends the engine"
+            "request that needs released memory crashes the engine"
         )
     if _C.option("poison") == "on":
         _logger.warning(

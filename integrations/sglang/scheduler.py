@@ -1,9 +1,9 @@
 """Release and resume in SGLang's scheduler processes: on all ranks or none, and never fatal.
 
 SGLang's handlers trust their caller: they assert that the engine is idle, raise a KeyError for a
-tag that is not released, and propagate the saver's exceptions; each of these ends the engine. The
-hooks here wrap these handlers. They skip tags that are already in the requested state, reject fatal
-calls, and do the saver's work themselves, with an exchange of failures between the ranks of a
+tag that is not released, and propagate the saver's exceptions; each of these crashes the engine.
+The hooks here wrap these handlers. They skip tags that are already in the requested state, reject
+fatal calls, and do the saver's work themselves, with an exchange of failures between the ranks of a
 tensor-parallel group before any rank continues. SGLang's own handlers do the rest (caches, model
 buffers, queues, bookkeeping), with a saver that does nothing.
 

@@ -15,7 +15,7 @@ __all__ = ["SleepController", "Status"]
 class SleepController(EngineController):
     """Puts an SGLang engine to sleep and wakes it, by tag: "kv_cache", "weights", "cuda_graph".
 
-    Every call skips tags that are already in the requested state. Calls that would end the engine
+    Every call skips tags that are already in the requested state. Calls that would crash the engine
     are rejected before the engine receives them: releasing memory that requests use, and generating
     without it.
 
@@ -28,7 +28,8 @@ class SleepController(EngineController):
     With memsaver's plugin in the engine, a call that fails (for example without enough memory)
     leaves the engine alive and unchanged on all ranks, and can be repeated. The engine itself
     reports its state, even after errors and if other clients release or resume tags. Without the
-    plugin, a failure ends the engine, and the controller knows only its own calls and `released`.
+    plugin, a failure crashes the engine, and the controller knows only its own calls and
+    `released`.
 
     `generate` accepts the arguments of `sglang.Engine.generate`. For a server at a URL, arguments
     and results are JSON, there are no streams, and `timeout` is in seconds for the whole call, by
@@ -39,9 +40,9 @@ class SleepController(EngineController):
     Threads: any. Calls of `sleep` and `wake_up` are serialised; generations run concurrently. Do
     not call them in an event loop: use `await asyncio.to_thread(controller.sleep)`. `sleep` detects
     requests that did not come through the controller when it begins. Without the plugin, a request
-    that arrives just after this check ends the engine, as does any request while the engine sleeps,
-    including those that SGLang's `/health` sends. With the plugin, such requests are refused, wait,
-    or wake the engine: see `memsaver.integrations.sglang.settings`.
+    that arrives just after this check crashes the engine, as does any request while the engine
+    sleeps, including those that SGLang's `/health` sends. With the plugin, such requests are
+    refused, wait, or wake the engine: see `memsaver.integrations.sglang.settings`.
 
     Args:
         engine: an `sglang.Engine` in this process, a server's URL, or a result of

@@ -1,10 +1,10 @@
-"""Refuses requests of unknown kinds to a sleeping engine, in SGLang's tokenizer manager.
+"""Refuses requests of unknown types to a sleeping engine, in SGLang's tokenizer manager.
 
-A scheduler's guard refuses such a request too, but cannot answer it if it does not know the class
-of the reply, so that the sender would wait without end. The hooks therefore query the schedulers'
-memory before the request is sent, and again while it has no reply.
+A scheduler's guard refuses such a request too, but cannot answer it if the reply's type is also
+unknown: the sender would wait indefinitely. The hooks therefore query the schedulers' memory before
+the request is sent, and again while it has no reply.
 
-The requests are those of SGLang's communicators: each sends requests of one kind to all schedulers,
+The requests are those of SGLang's communicators: each sends requests of one type to all schedulers,
 and collects their replies.
 """
 
@@ -33,7 +33,7 @@ class _Sender:
 
     Attributes:
         manager: the tokenizer manager.
-        lock: a lock for one request of an unknown kind at a time, so that none is sent later than
+        lock: a lock for one request of an unknown type at a time, so that none is sent later than
             its check.
     """
 
@@ -53,7 +53,7 @@ async def call(original: Callable[..., Awaitable[Any]], communicator: Any, obj: 
     """Wrap `FanOutCommunicator.__call__`.
 
     Raises:
-        EngineAsleepError: memory is released, and the request is of an unknown kind. It was not
+        EngineAsleepError: memory is released, and the request is of an unknown type. It was not
             sent; or it was sent, then memory was released, and no scheduler has replied.
     """
     sender: _Sender | None = vars(communicator).get(_SENDER)

@@ -1,7 +1,7 @@
-"""Run weight updates in SGLang's scheduler processes so that failures do not end the engine.
+"""Run weight updates in SGLang's scheduler processes so that failures do not crash the engine.
 
 SGLang only logs names that the model does not use, and an exception raised in a loader (for
-example, on a shape mismatch) ends the engine. With these hooks, each rank runs SGLang's own
+example, on a shape mismatch) crashes the engine. With these hooks, each rank runs SGLang's own
 handler, and the ranks of a group exchange their results before any of them replies: an update that
 fails on one rank fails on all.
 

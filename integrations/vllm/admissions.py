@@ -11,7 +11,7 @@ arrived first, the request is sent again, or raises the same error.
 | wake | resumes the memory that it needs; if too little is free, retries for a time, then raises |
 
 An abort ends a request that is held, or that an engine core has refused, with
-`RequestAbortedError`, and a client that disconnects cancels it. If the engine ends, held requests
+`RequestAbortedError`, and a client that disconnects cancels it. If the engine exits, held requests
 raise vLLM's `EngineDeadError`. Without `enable_sleep_mode`, and if an allocator other than memsaver
 has released the memory, the hooks do nothing.
 """
@@ -141,7 +141,7 @@ async def _checked(engine: Any, work: Awaitable[Any]) -> Any:
         return await alive(engine, work)
     except Exception as error:
         found = error
-        with contextlib.suppress(Exception):  # an engine whose worker has ended does not answer
+        with contextlib.suppress(Exception):  # an engine whose worker has exited does not answer
             query = alive(engine, memory_of_async(engine.engine_core, failed=True))
             found = error_from(error, await asyncio.wait_for(query, QUERY_SECONDS))
         if engine.errored:
@@ -217,7 +217,7 @@ async def _is_gone(engine: Any) -> bool:
     """Return False: a client that disconnects cancels the task of its held request.
 
     Raises:
-        EngineDeadError: vLLM's error; the engine has ended.
+        EngineDeadError: vLLM's error; the engine has exited.
     """
     if engine.errored:
         raise engine.dead_error

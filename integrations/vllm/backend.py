@@ -50,7 +50,7 @@ class VLLMBackend(WeightCalls):
     Args:
         link: the connection with the engine.
         timeout: seconds for the query of the engine's arguments and state.
-        end: ends the engine; called once. None if the engine's owner ends the engine.
+        end: shuts the engine down; called once. None if the engine's owner does this.
         level: see `SleepController`.
     """
 

@@ -63,7 +63,7 @@ def install(core: Any) -> None:
         answer = _ANSWERS.get(method) if isinstance(method, str) else None
         if answer is None:
             if isinstance(method, str) and method in WORKER_CALLS:
-                # The workers end in time themselves. An executor that did not wait for them would
+                # The workers exit in time themselves. An executor that did not wait for them would
                 # leave their responses in its queues, where its next call finds them.
                 timeout = None
             return original(self, method, timeout, args, kwargs)
@@ -169,10 +169,10 @@ def _answered(
     tags: Sequence[str],
     work: Callable[[Sequence[str]], Any],
 ) -> Any:
-    """Run a release or a resume, and return its `Answer`, with the failure if there is one.
+    """Run a release or a resume, and return its `Answer`, which contains any failure.
 
     The result is a future if `work` returns one, because a pause of vLLM's scheduler ends later.
-    Exceptions propagate if the workers did not report a failure, and are not memsaver's.
+    Other errors than memsaver's propagate, unless the workers reported a failure of this call.
 
     Args:
         core: the engine core.

@@ -92,7 +92,7 @@ async def _on_all_cores(client: Any, method: str, *args: Any) -> list[Any]:
 async def alive(engine: Any, work: Awaitable[_Result]) -> _Result:
     """Return the result of a call to the engine cores of an `AsyncLLM`, or raise if they end.
 
-    vLLM's own call waits indefinitely if an engine core ends before it answers.
+    vLLM's own call waits indefinitely if an engine core exits before it answers.
     """
     task = asyncio.ensure_future(work)
     try:

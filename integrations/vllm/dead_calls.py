@@ -1,8 +1,8 @@
-"""Ends the calls that wait for an engine core that has ended.
+"""Fails the calls that wait for an engine core that has exited.
 
 vLLM's blocking client waits indefinitely for the answer to a call, even after the engine core
-has ended. A core may end in two ways: it reports its end in a message, because its workers have
-ended; or its process ends without a message, and vLLM then shuts its client down.
+has exited. A core may exit in two ways: it reports this in a message, because its workers have
+exited; or its process exits without a message, and vLLM then shuts its client down.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _CALLS = "memsaver_calls"  # an attribute of a client's resources: the client's 
 
 
 def call_utility(original: Callable[..., Any], client: Any, *args: Any) -> Any:
-    """Call an engine core; `validate_alive` ends the call if the core ends during it."""
+    """Call an engine core; `validate_alive` fails the call if the core exits during it."""
     setattr(client.resources, _CALLS, client.utility_results)
     return original(client, *args)
 
 
 def validate_alive(original: Callable[..., Any], resources: Any, *args: Any) -> None:
-    """Check a core's message; if it reports the core's end, end the waiting calls and raise."""
+    """Check a core's message; if it reports the core's exit, fail the waiting calls and raise."""
     try:
         original(resources, *args)
     except Exception:
@@ -34,7 +34,7 @@ def validate_alive(original: Callable[..., Any], resources: Any, *args: Any) -> 
 
 
 def shut_down(result: Any, client: Any, *_: Any) -> Any:
-    """End the waiting calls; called after `MPClient.shutdown`, which also follows a core's end."""
+    """Fail the waiting calls; called after `MPClient.shutdown`, which also follows a core's end."""
     _end(client.utility_results)
     return result
 
@@ -42,7 +42,7 @@ def shut_down(result: Any, client: Any, *_: Any) -> Any:
 def _end(calls: dict[int, Any]) -> None:
     dead = importlib.import_module("vllm.v1.engine.exceptions").EngineDeadError
     for future in list(calls.values()):
-        # The calls of an `AsyncLLM` have futures of asyncio, and `cores.alive` ends them.
+        # The calls of an `AsyncLLM` have futures of asyncio, and `cores.alive` fails them.
         if isinstance(future, Future):
             with contextlib.suppress(InvalidStateError):  # another thread has completed it
                 future.set_exception(dead())

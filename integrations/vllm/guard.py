@@ -144,7 +144,7 @@ class Guard:
 
     @property
     def released(self) -> frozenset[str]:
-        """The released tags; none of them if another allocator has released them."""
+        """The tags that memsaver has released; empty if the workers use another allocator."""
         executor = self._core.model_executor
         if not executor.is_sleeping:
             return frozenset()

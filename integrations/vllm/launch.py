@@ -91,7 +91,7 @@ def launch(
         tp_size: the number of tensor-parallel ranks; None leaves it to `arguments`.
         arguments: the arguments of vLLM's `AsyncEngineArgs`, and `sleep_level`, the `level` of
             `SleepController`. They override the placement and the defaults for rollouts.
-        timeout: seconds until the engine must be ready; after that its processes are ended.
+        timeout: seconds until the engine must be ready; after that its processes are killed.
             vLLM's work in this process before it starts them, such as a download of the model, is
             not limited.
         variables: environment variables of the engine, such as those of `policy_variables`.
@@ -100,7 +100,8 @@ def launch(
         NotLoadedError: vLLM is not installed.
         ConfigError: an argument contradicts the ranks or is unknown to vLLM, or the timeout is
             invalid.
-        EngineError, EngineTimeoutError: the engine did not start in time. Its processes are ended.
+        EngineError, EngineTimeoutError: the engine did not start in time; its processes have been
+            killed.
     """
     check_timeout(timeout)
     try:
@@ -138,9 +139,9 @@ def launch(
 
 
 def _end(engine: Any, loop: LoopThread, processes: Processes) -> None:
-    """End an engine, all of its processes, and the thread of its event loop."""
+    """Shut an engine down, kill its processes, and stop the thread of its event loop."""
     try:
-        with contextlib.suppress(Exception):  # a dead engine is ended below
+        with contextlib.suppress(Exception):  # a dead engine's processes are killed below
             engine.shutdown(timeout=0)
         processes.end()
     finally:

@@ -67,7 +67,7 @@ class Local(Link):
         Raises:
             ConfigError: the timeout is not a positive number, or vLLM rejects the arguments.
             EngineTimeoutError: the call did not return in time.
-            EngineDiedError: one of the engine's processes ended.
+            EngineDiedError: one of the engine's processes exited.
             EngineError: the call raised. memsaver's own errors are raised unchanged.
             InvalidStateError: the calling thread runs an event loop.
         """
@@ -91,7 +91,7 @@ class Local(Link):
         processes = getattr(getattr(resources, "engine_manager", None), "processes", ())
         ended = death_among(one for one in processes if hasattr(one, "is_alive"))
         is_dead = getattr(resources, "engine_dead", False)
-        return ended or ("its engine core ended" if is_dead else "")
+        return ended or ("its engine core exited" if is_dead else "")
 
     def unfinished(self) -> list[str]:
         """Return the ids of the requests in flight."""

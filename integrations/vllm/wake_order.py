@@ -3,8 +3,9 @@
 vLLM 0.26's worker restores the model's buffers in the first wake-up after a sleep at level 2,
 whatever its tags, and with a quantised KV cache its V1 model runner resets the cache's scales to 1
 after every wake-up of the KV cache. The buffers and the scales are in the weights' memory. If that
-memory is still released, writing to it would end the worker with an illegal access. The scales are
-buffers too, so their values are restored with the weights at every level, and no reset is needed.
+memory is still released, writing to it would crash the worker with an illegal access. The scales
+are buffers too, so their values are restored with the weights at every level, and no reset is
+needed.
 """
 
 from __future__ import annotations

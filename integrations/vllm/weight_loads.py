@@ -171,7 +171,7 @@ class _Update:
         self._reload: LayerwiseReload | None = None
 
     def load(self, check: LoadCheck, tensors: Named, coming: Coming) -> None:
-        """Load a bucket that has arrived as sent."""
+        """Load a bucket that has arrived intact."""
         is_whole = isinstance(coming.tensors, Broadcast) or coming.tensors.layout == "whole"
         if not is_whole:
             check.load(self._model, tensors, self._write, self._write)

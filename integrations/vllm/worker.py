@@ -101,7 +101,8 @@ def _of_part(sleep: Callable[..., None]) -> Callable[..., None]:
 def _connected(tags: Sequence[str]) -> Iterator[None]:
     """Keep the registrations of the KV cache by vLLM's connector, unless the cache is released.
 
-    Since 0.33 a worker's sleep ends them, and only a wake-up of the KV cache restores them.
+    Since vLLM 0.33, a worker's sleep removes these registrations, and only a wake-up of the KV
+    cache restores them.
     """
     transfers = sys.modules.get(_TRANSFERS)
     if KV_CACHE in tags or transfers is None or not transfers.has_kv_transfer_group():

@@ -40,7 +40,10 @@ _paused: set[str] = set()  # tags that were paused before, or that need no warni
 
 
 def expect_empty(tag: str) -> None:
-    """Omit the warning if the tag has no memory: an integration's tags may get memory later."""
+    """Suppress the warning about pausing a tag without memory.
+
+    An integration's tags may get memory later.
+    """
     _paused.add(tag)
 
 

@@ -45,8 +45,8 @@ def graph(
         The id of the torch pool that the graph's memory comes from, which differs from `pool` if
         memsaver replaced that pool by one of its own.
 
-    Memory allocated in the block belongs to the tag, including other threads' memory for the
-    captured stream.
+    Memory allocated in the block belongs to the tag, including memory that other threads allocate
+    on the captured stream.
 
     Raises:
         ConfigError: an empty tag, an unknown backup, or an invalid `pool`.

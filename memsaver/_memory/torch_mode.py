@@ -88,7 +88,7 @@ class TorchPools:
         """Create a `MemPool` for one device. Close it with `close_pool`."""
         with self.torch.cuda.device(device):
             pool = self.torch.cuda.MemPool(self._allocator.allocator())
-        # Never destroyed: its destructor ends the process (a failed assertion) if any thread is
+        # Never destroyed: its destructor aborts the process (a failed assertion) if any thread is
         # capturing a graph or using a pool at that moment.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))
         return pool
@@ -104,7 +104,7 @@ class TorchPools:
     def release_closed_pools(self) -> None:
         """Release to the driver the memory of closed pools that no tensor uses.
 
-        torch can empty a single pool only in a destructor, which may end the process (see
+        torch can empty a single pool only in a destructor, which may abort the process (see
         `new_pool`). While a pool is in use, torch's `empty_cache()` keeps torch's default
         pool, whose cached blocks other code uses; torch versions that reject the call in a pool
         empty the default pool too. During a graph capture everything stays cached.

@@ -169,7 +169,7 @@ class Job(Generic[Result]):
         _C.uninterrupted(start, True)
 
     def done(self) -> bool:
-        """Return whether the work has ended, with a result or an error. Does not wait."""
+        """Return whether the work has finished, successfully or with an error. Does not wait."""
         return self._outcome.over.is_open()
 
     def wait(self, timeout: float | None = None) -> Result:

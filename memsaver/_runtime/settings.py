@@ -107,8 +107,8 @@ def configure(
             releases its cached memory and retries.
         host_bytes: a pause that needs more raises `OutOfHostMemoryError`.
         fingerprints: False copies all contents in each pause.
-        poison: for debugging: code that relies on zeros after a resume, such as SGLang with its KV
-            cache, then fails.
+        poison: for debugging: discarded contents resume as bytes 0xFF, so that code that relies on
+            zeros fails, such as SGLang's KV cache.
         disk_dir: an existing directory that can be written to.
         peer: a pause fails with `ConfigError` if the tag's device cannot access the peer.
         peer_margin_bytes: contents that do not fit are saved in pinned host memory.

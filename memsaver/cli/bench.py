@@ -66,7 +66,10 @@ def command(
         typer.Option("--rounds", min=1, max=1000, metavar="N", help="The number of repetitions."),
     ] = 5,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the figures as JSON, with all single times.")
+        bool,
+        typer.Option(
+            "--json", help="Print the results as JSON, including the time of every round."
+        ),
     ] = False,
     picture: Annotated[
         Path | None,

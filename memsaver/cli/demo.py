@@ -57,7 +57,7 @@ def command() -> None:
 
     Runs on the GPU if there is one and torch supports it, else on the simulated driver.
 
-    Ctrl-C waits for the pause or resume in progress; pressed again, it ends the process at once.
+    Ctrl-C waits for the pause or resume in progress; pressed again, it kills the process at once.
     """
     try:
         raise typer.Exit(run(output_console()))
@@ -240,7 +240,7 @@ class Show:
                 result.wait()
             self._add_row(name, time.perf_counter() - start, check)
         except KeyboardInterrupt:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends the process at once
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one kills the process at once
             text = f"interrupted in the step {name!r}"
             if isinstance(result, memsaver.Transition) and not result.done():
                 text += ": waiting for its end (Ctrl-C again does not wait)"

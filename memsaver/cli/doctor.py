@@ -29,7 +29,7 @@ _COLOURS = {"good": "green", "absent": "dim", "warned": "yellow", "bad": "bold r
 def command(
     as_json: Annotated[
         bool,
-        typer.Option("--json", help="Print the findings as JSON, with the underlying values."),
+        typer.Option("--json", help="Print the findings and the underlying values as JSON."),
     ] = False,
 ) -> None:
     """Check this machine and environment for memsaver, and suggest solutions to problems.

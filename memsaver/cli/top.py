@@ -49,7 +49,7 @@ def command(
     ] = False,
     as_json: Annotated[
         bool,
-        typer.Option("--json", help="Print JSON, with all figures of `memsaver.stats()`."),
+        typer.Option("--json", help="Print all figures of `memsaver.stats()` as JSON."),
     ] = False,
     pid: Annotated[
         int | None,

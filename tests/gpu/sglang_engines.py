@@ -106,7 +106,7 @@ class Session:
     Attributes:
         controller: puts the engine to sleep and wakes it.
         flush: empties the prefix cache; returns False if the engine is busy.
-        close: ends the engine.
+        close: shuts the engine down.
         log: the file with the output of all processes.
         weights: the initial weights; see `qwen_model.weights`.
         engine: the `sglang.Engine`; None for a server.

@@ -315,7 +315,7 @@ def async_scene(folder: Path) -> None:
     with vllm_connections.async_llm(arguments(folder, logprobs_mode="processed_logprobs")) as llm:
         with connected(llm):
             pass
-        assert not llm.errored  # `close` does not end the engine
+        assert not llm.errored  # `close` does not shut the engine down
 
 
 def url_scene(folder: Path) -> None:

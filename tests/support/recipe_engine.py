@@ -122,7 +122,7 @@ class Scheduler(Mixin):
             message, answer = item
             try:
                 answer(encode(self._handle(decode(message))))
-            except BaseException as error:  # it ends the engine, as in SGLang
+            except BaseException as error:  # it crashes the engine, as in SGLang
                 self.death = error
                 return
 

@@ -16,7 +16,7 @@ def started(cleanup, monkeypatch, kind, schedulers=1, *, hooked=False):
     """Start a fake engine; return its manager, and the engine or the URL of its server.
 
     Args:
-        cleanup: an `ExitStack`, which ends the engine.
+        cleanup: an `ExitStack`, which shuts the engine down.
         monkeypatch: pytest's fixture.
         kind: "local" or "server".
         schedulers: the number of data-parallel schedulers.

@@ -96,7 +96,8 @@ ms_status on_tags(ms_error* error, Body body) noexcept {
   });
 }
 
-// Like on_tags, with the tag of this name and under the registry's lock. Fails with kUnknownTag.
+// Like on_tags, but passes `body` the tag with this name, and holds the registry's lock while it
+// runs. Fails with kUnknownTag.
 template <typename Body>
 ms_status on_tag(const char* tag, ms_error* error, Body body) noexcept {
   return on_tags(error, [&] {

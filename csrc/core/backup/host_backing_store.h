@@ -20,7 +20,7 @@ namespace memsaver {
 class HostBackingStore : public BackingStore {
  public:
   enum class Kind { kPinned, kPageable };
-  // `device` pins the memory, and its NUMA node is preferred.
+  // The memory is pinned for `device`, preferably on its NUMA node.
   HostBackingStore(Kind kind, const Device& device) : kind_(kind), device_(device) {}
   // Any thread, in a DeviceScope or not. Pages that the driver refuses to unpin stay claimed until
   // a retry succeeds (deferred_release.h).

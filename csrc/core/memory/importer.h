@@ -19,7 +19,7 @@ namespace memsaver {
 class Importer {
  public:
   static std::unique_ptr<Importer> open(int64_t pid);
-  // Ends the record: the process must have released everything, or have ended.
+  // Ends the record: the process must have released everything, or have exited.
   ~Importer();
   Importer(const Importer&) = delete;
   Importer& operator=(const Importer&) = delete;

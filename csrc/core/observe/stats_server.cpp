@@ -104,7 +104,7 @@ Accepted accept_client() {
   }
 }
 
-// Ends the server's thread: later clients are refused, and the socket's file is removed.
+// Stops the server's thread: later clients are refused, and the socket's file is removed.
 void withdraw() {
   std::lock_guard<std::mutex> lock(server.mutex);
   if (is_ours(server)) close(server.listener);

@@ -1,7 +1,7 @@
 // host_budget: limits the host memory of backups.
 //
 // Memory is claimed before it is touched, so that a backup that does not fit is an error and does
-// not end the process through the system's OOM killer. The budget is per process: of other
+// not get the process killed by the system's OOM killer. The budget is per process: of other
 // processes' memory, only the part that they have already allocated counts.
 //
 // Any thread. A claim reads files (a few hundred microseconds), so it must not be made under the

@@ -69,7 +69,7 @@ class HttpClient:
         return other
 
     def disconnect(self) -> None:
-        """End the connections of the calls in progress, which fail. Calls may connect later."""
+        """Close the connections of the calls in progress, which fail. Calls may connect later."""
         for connection in tuple(self._sockets):
             with contextlib.suppress(OSError):  # closed already
                 connection.shutdown(socket.SHUT_RDWR)
@@ -188,10 +188,10 @@ class HttpClient:
             except httpcore.ConnectError as error:
                 return EngineError(f"{url} cannot be reached: {error}")
             except httpcore.NetworkError as error:
-                return EngineError(f"{url} ended the connection ({error}); the server may be dead")
+                return EngineError(f"{url} closed the connection ({error}); the server may be dead")
             except httpcore.ProtocolError:  # its text comes from the server and is not shown
                 return EngineError(
-                    f"{url} ended the connection early, or its answer is not HTTP; the server may "
+                    f"{url} closed the connection early, or its answer is not HTTP; the server may "
                     "be dead"
                 )
 

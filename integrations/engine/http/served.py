@@ -41,7 +41,7 @@ class ServedEngine:
         return f"<memsaver ServedEngine: {self._client.address}>"
 
     def death(self) -> str:
-        """Return "": the end of a server's processes is unknown."""
+        """Return "": it is unknown whether a server's processes have exited."""
         return ""
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:

@@ -29,7 +29,7 @@ class VerificationRequest:
     """The checks that an engine's ranks run when they load a bucket.
 
     Even an empty request detects tensors from which the model loads nothing, and turns an
-    exception of the load, which would otherwise end the engine, into an answer.
+    exception of the load, which would otherwise crash the engine, into an answer.
 
     Attributes:
         names: the bucket's tensors, in their order.
@@ -81,7 +81,7 @@ class RankCheck:
         rank: the rank's number in its engine (see `Backend.tp_size`).
         host: the name of its host.
         pid: its process id on that host.
-        received: the number of compared tensors that arrived as sent.
+        received: the number of compared tensors that arrived intact.
         held: the number of compared tensors whose contents equal the model's.
         damaged: tensors that arrived with different contents; the bucket was not loaded.
         differing: tensors whose contents differ from the model's.

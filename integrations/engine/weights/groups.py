@@ -17,7 +17,7 @@ from ..errors import EngineError, EngineTimeoutError
 
 __all__ = ["Receiver", "create_group"]
 
-# NCCL's watchdog ends the process after this timeout, so callers limit their waits themselves.
+# NCCL's watchdog kills the process after this timeout, so callers limit their waits themselves.
 _NEVER = timedelta(days=365)
 _POLL_SECONDS = 0.001
 

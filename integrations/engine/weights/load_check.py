@@ -95,7 +95,7 @@ class LoadCheck:
         return None if self.is_damaged(tensors) else self.load(model, tensors, load, again)
 
     def load(self, model: Any, tensors: Named, load: Load, again: Load) -> Any:
-        """Load tensors that arrived as sent, with the checks of the model. See `run`."""
+        """Load tensors that arrived intact, and check the model's weights. See `run`."""
         with without_adapters(model) as renamed:
             result, unused = watched(model, tensors, _with_names(renamed, load))
             self._used.update(name for name, _ in tensors if name not in unused)
@@ -104,7 +104,7 @@ class LoadCheck:
         return result
 
     def load_unseen(self, model: Any, tensors: Named, load: Load, why: str) -> None:
-        """Load tensors that arrived as sent, without the checks of the model.
+        """Load tensors that arrived intact, without checking the model's weights.
 
         The loader itself must reject names that the model does not use.
 

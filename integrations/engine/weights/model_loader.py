@@ -1,4 +1,4 @@
-"""A model's `load_weights` method, replaced for a block."""
+"""Replaces a model's `load_weights` method for the duration of a `with` statement."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ class WeightGroup:
         Args:
             tensors: contiguous tensors on `device`. Work that writes them must be complete: the
                 call does not wait for it.
-            load: makes the engine load them, and ends within `timeout`.
+            load: makes the engine load them, and returns within `timeout`.
             timeout: seconds.
 
         Raises:

@@ -23,7 +23,7 @@ class WeightUpdate:
         bucket_bytes: the bytes of the largest bucket, the memory that the update needs in addition
             to the model; 0 if there are no buckets.
         verify: the requested verification: "off", "sampled" or "full".
-        received: the number of tensors that arrived as sent, by their digests.
+        received: the number of tensors that arrived intact, as their digests show.
         held: the number of tensors whose contents equal those of the engine's model, in the model's
             own layout and type.
         unverified: the reason why fewer tensors were verified than requested; "" if all were.

@@ -1,7 +1,7 @@
 """The trainer's end of a process group with an engine's ranks: its store, sockets and group.
 
 The group is not registered in torch's table of groups (`engine.weights.groups`). So nothing else in
-the trainer sees the group, and `close` ends it.
+the trainer sees the group, and `close` destroys it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ END_SECONDS = 10.0  # the longest wait until this side of an answered or abandon
 class Sender:
     """Rank 0 of a process group. The other ranks are an engine's.
 
-    Owns the group and the store through which its ranks find each other. `close` ends both, with
-    their sockets, descriptors and threads.
+    Owns the group and the store through which its ranks find each other. `close` shuts both
+    down, including their sockets, descriptors and threads.
 
     Threads: one at a time, except that `close` may be called while another thread is in `connect`.
 
@@ -131,7 +131,7 @@ class Sender:
         client = self._client
         try:
             return client is not None and client.check([_FAILED])
-        except RuntimeError:  # `close` ended the connection
+        except RuntimeError:  # `close` closed the connection
             return False
 
     def abort(self) -> None:

@@ -73,8 +73,9 @@ def update(
         engine: a `RolloutEngine`; or an `EngineSet`, which needs `group`.
         state: a `torch.nn.Module`, a mapping of names to tensors, or (name, tensor) pairs: whole
             tensors, or DTensors such as FSDP2's, which are gathered a bucket at a time; or `Part`s,
-            which each rank writes into the buckets of its group's ranks, on one host. Tensors that
-            share the same memory on every rank are sent once, under the first of their names.
+            which each rank writes into the buckets of its group's ranks, all of which must be on
+            one host. Tensors that share the same memory on every rank are sent once, under the
+            first of their names.
         version: the engine's name for the new weights.
         layout: "whole": tensors as in a checkpoint, which the engine's loader splits and fuses.
             "engine": this rank's shards in the engine's layout, under the engine's parameter names,

@@ -107,7 +107,7 @@ class Tally:
     """The results of the verification of all buckets of an update.
 
     Attributes:
-        received: the number of tensors that arrived as sent on every rank.
+        received: the number of tensors that arrived intact on every rank.
         held: the number of tensors whose contents equal those of every rank's model.
         ranks: the number of ranks that checked the last bucket; 0 if memsaver's plugin is missing.
         reasons: the reasons why contents could not be compared, each once.

@@ -1,9 +1,9 @@
 // The library for LD_PRELOAD. It translates torch_memory_saver's variables, loads memsaver's
 // library, and exports torch_memory_saver's functions (tms.c), which call memsaver.
 //
-// It depends only on libc, because every process ends if a preloaded library lacks a dependency. If
-// memsaver is not found, or a variable is invalid, it does nothing; the Python package reports the
-// problem when it is used. Nothing is printed.
+// It depends only on libc, because every process exits if a preloaded library lacks a dependency.
+// If memsaver is not found, or a variable is invalid, it does nothing; the Python package reports
+// the problem when it is used. Nothing is printed.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>

@@ -2,7 +2,7 @@
 // dlsym, with memsaver's C ABI.
 //
 // Contract of every function:
-//   - Any thread may call it. It prints nothing and never ends the process.
+//   - Any thread may call it. It prints nothing and never terminates the process.
 //   - If memsaver's library was not found, it has no effect, and tms_pause and tms_resume return an
 //     error.
 //   - A failure of a function that returns nothing becomes a MemsaverWarning (ms_warn).

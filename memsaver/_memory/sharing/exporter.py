@@ -2,7 +2,7 @@
 
 One thread accepts connections and forwards requests for release; one thread for each importer
 answers its messages, and detects its end. An importer's record ends when the importer reports that
-it maps nothing, or when its process has ended: a closed connection alone does not show that the
+it maps nothing, or when its process has exited: a closed connection alone does not show that the
 memory is unmapped.
 """
 
@@ -84,7 +84,7 @@ class _Server:
             raise
 
     def close(self) -> None:
-        """End the thread, which closes the descriptors that it uses."""
+        """Stop the thread, which closes the descriptors that it uses."""
         with contextlib.suppress(OSError):
             self.listener.shutdown(socket.SHUT_RDWR)
 

@@ -161,7 +161,7 @@ class Peer:
 
     def _tell(self, name: str, numbers: list[int]) -> None:
         for at in range(0, len(numbers), wire.MOST_TOKENS):
-            with contextlib.suppress(OSError):  # the process has ended: `_hear` notices it
+            with contextlib.suppress(OSError):  # the process has exited: `_hear` notices it
                 wire.send(self._socket, {name: numbers[at : at + wire.MOST_TOKENS]})
 
     def _hear(self) -> bool:
@@ -324,7 +324,7 @@ def peer_at(endpoint: str, tag: str) -> Peer:
     """Return the connection to the process at an endpoint; connect to it if there is none.
 
     Raises:
-        SharingError: the process has ended, or belongs to another user.
+        SharingError: the process has exited, or belongs to another user.
     """
     peer = _peers.get(endpoint)
     if peer is None:

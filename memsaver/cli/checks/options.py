@@ -56,8 +56,8 @@ def _option(name: str) -> Finding:
     text = f"{shown}, {f'from {variable}' if source == 'environment' else 'the default'}"
     data = {"value": value, "source": source}
     if name == "poison" and value == "on":
-        text += ": contents without a backup come back as NaN"
-        advice = "for debugging only, and not with SGLang, whose KV cache must come back as zeros"
+        text += ": contents without a backup resume as NaN"
+        advice = "for debugging only, and not with SGLang, whose KV cache must resume as zeros"
         return warned("option poison", text, advice, **data)
     return good(f"option {name}", text, **data)
 

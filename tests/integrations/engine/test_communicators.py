@@ -232,7 +232,7 @@ assert usable() == [False, False]
 assert not first_failure(resume(suspender, group)) and fake.is_usable(mine[0])
 assert usable() == [True, True]
 
-# A rank fails in the call: the other one does not wait without end, and the next resume says that
+# A rank fails in the call: the other one does not wait forever, and the next resume says that
 # the communicator is lost, and so does the next suspend.
 nccl.SECONDS = 0.5
 if RANK:

@@ -283,7 +283,7 @@ def test_a_dead_process_of_a_local_engine_is_seen_at_once(make_world):
     assert generation.is_alive()
     killed = time.monotonic()
     process.kill()
-    with pytest.raises(EngineError, match=f"its process {process.pid} ended with status -9"):
+    with pytest.raises(EngineError, match=f"its process {process.pid} exited with status -9"):
         generation.result(20)
     assert time.monotonic() - killed < 10
 

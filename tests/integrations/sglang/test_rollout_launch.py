@@ -188,7 +188,7 @@ def test_a_launch_leaves_this_process_unchanged(sglang, surroundings, monkeypatc
         os.kill(os.getpid(), signal.SIGQUIT)
         seen.processes[0].kill()
         seen.processes[0].join(10)
-        with pytest.raises(EngineError, match="ended with status -9"):
+        with pytest.raises(EngineError, match="exited with status -9"):
             backend.control.sleep()
         backend.close()
         backend.close()

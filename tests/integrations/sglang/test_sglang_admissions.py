@@ -286,7 +286,7 @@ class Communicator:
 
     def _handle_recv(self, reply):
         if self._is_older or self._result_values is not None:
-            self._result_values.append(reply)  # in SGLang 0.5.12, an exception ends the process
+            self._result_values.append(reply)  # in SGLang 0.5.12, an exception kills the process
             self._result_event.set()
 
     def __call__(self, obj):

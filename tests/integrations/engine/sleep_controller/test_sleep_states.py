@@ -70,7 +70,7 @@ def test_reports_contain_seconds_and_bytes(make_world, kind):
     assert world.controller.wake_up().bytes == 10 * MIB
 
 
-# --- calls that would end the engine --------------------------------------------------------------
+# --- calls that would crash the engine ------------------------------------------------------------
 
 
 def test_generating_needs_all_tags(world):
