@@ -269,7 +269,7 @@ assert backend.death() == ""
 [process] = backend.link.engine.engine_core.resources.engine_manager.processes
 process.kill()
 process.join()
-assert "ended" in backend.death(), backend.death()
+assert "exited" in backend.death(), backend.death()
 refused(EngineDiedError, backend.control.refresh)
 refused(EngineDiedError, backend.generate, requests([1]), 30)
 refused(EngineDiedError, backend.begin_update, 10)
