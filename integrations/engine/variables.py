@@ -16,7 +16,7 @@ from memsaver.errors import ConfigError
 from .fields import is_number, is_whole
 from .policies import Policy, WhenAsleep
 
-__all__ = ["flag", "policy", "policy_of", "policy_variables"]
+__all__ = ["EnginePolicies", "flag"]
 
 _MOST_SECONDS = 86400.0
 _VALUES = {
@@ -36,12 +36,60 @@ def flag(name: str, default: bool) -> bool:
     return default if value is None else value
 
 
-def policy(prefix: str, arguments: Mapping[str, Any] = MappingProxyType({})) -> Policy:
-    """Return the policy that arguments and environment variables define.
+class EnginePolicies:
+    """The policies of one kind of engine.
 
     Args:
         prefix: the prefix of the variables `prefix`_ASLEEP, _ASLEEP_WAIT, _ASLEEP_REQUESTS and
             _SLEEP_AFTER.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+
+    def new(self) -> Policy:
+        """Return the policy that a new engine of this process has. Raises `ConfigError`."""
+        return _policy(self._prefix)
+
+    def of(self, owner: Any) -> Policy:
+        """Return the policy of an engine, or of an object in one of its processes.
+
+        The first call for an object, at its creation, reads the variables.
+
+        Raises:
+            ConfigError: a variable is invalid, or no request would wake an engine that fell asleep.
+        """
+        found = vars(owner).get(_ATTRIBUTE)
+        if found is None:
+            found = self.new()
+            setattr(owner, _ATTRIBUTE, found)
+        return found  # type: ignore[no-any-return]
+
+    def fix(self, original: Callable[..., None], owner: Any, *args: Any, **named: Any) -> None:
+        """Wrap a constructor: read the object's policy, which later changes do not affect.
+
+        Raises:
+            ConfigError: see `of`.
+        """
+        self.of(owner)
+        original(owner, *args, **named)
+
+    def variables(self, arguments: Mapping[str, Any]) -> dict[str, str]:
+        """Return the variables for an engine's processes; see `Launcher.policy_variables`."""
+        _policy(self._prefix, arguments)
+        given = {option: arguments.get(option) for option in _OPTIONS}
+        return {
+            _variable(self._prefix, option): str(value)
+            for option, value in given.items()
+            if value is not None
+        }
+
+
+def _policy(prefix: str, arguments: Mapping[str, Any] = MappingProxyType({})) -> Policy:
+    """Return the policy that arguments and environment variables define.
+
+    Args:
+        prefix: see `EnginePolicies`.
         arguments: values by the name of their variable in lower case, without the prefix. Each one
             that is not None overrides its variable.
 
@@ -68,36 +116,6 @@ def policy(prefix: str, arguments: Mapping[str, Any] = MappingProxyType({})) -> 
             "request would wake the engine after it has released its memory"
         )
     return found
-
-
-def policy_of(owner: Any, prefix: str) -> Policy:
-    """Return the policy of an engine, or of an object in one of its processes.
-
-    The first call for an object, at its creation, reads the variables.
-
-    Raises:
-        ConfigError: see `policy`.
-    """
-    found = vars(owner).get(_ATTRIBUTE)
-    if found is None:
-        found = policy(prefix)
-        setattr(owner, _ATTRIBUTE, found)
-    return found  # type: ignore[no-any-return]
-
-
-def policy_variables(prefix: str, arguments: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables that pass arguments of `policy` to an engine's processes.
-
-    Raises:
-        ConfigError: see `policy`.
-    """
-    policy(prefix, arguments)
-    given = {option: arguments.get(option) for option in _OPTIONS}
-    return {
-        _variable(prefix, option): str(value)
-        for option, value in given.items()
-        if value is not None
-    }
 
 
 def _variable(prefix: str, option: str) -> str:

@@ -6,7 +6,7 @@ MEMSAVER_SGLANG: `0` turns the plugin off, so that SGLang does not use memsaver.
 MEMSAVER_SGLANG_PRELOAD: `1` starts scheduler processes in preload mode, which a plain installation
     does not need; see `memsaver.preload`. Default `0`.
 MEMSAVER_SGLANG_ASLEEP: the policy for requests that need released memory: `refuse`, `wait` or
-`wake`; see `memsaver.integrations.engine.policies.Policy`. Default `refuse`.
+    `wake`; see `memsaver.integrations.engine.policies.Policy`. Default `refuse`.
 MEMSAVER_SGLANG_ASLEEP_WAIT: the longest time in seconds that a request is held. Default `60`.
 MEMSAVER_SGLANG_ASLEEP_REQUESTS: the largest number of requests that are held at the same time.
     Default `65536`.
@@ -25,11 +25,8 @@ does not load this one.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from typing import Any
 
 from ..engine import variables
-from ..engine.policies import Policy
 
 __all__ = [
     "check",
@@ -44,7 +41,9 @@ __all__ = [
     "updates_are_checked",
 ]
 
-_PREFIX = "MEMSAVER_SGLANG"
+_policies = variables.EnginePolicies("MEMSAVER_SGLANG")
+policy, policy_of = _policies.new, _policies.of
+fix_policy, policy_variables = _policies.fix, _policies.variables
 
 
 def is_on() -> bool:
@@ -71,35 +70,6 @@ def check() -> None:
     """Raise `ConfigError` now if a setting is invalid, rather than later in a scheduler."""
     policy()
     updates_are_checked()
-
-
-def policy() -> Policy:
-    """Return the policy that a new engine of this process has. Raises `ConfigError`."""
-    return variables.policy(_PREFIX)
-
-
-def policy_of(owner: Any) -> Policy:
-    """Return the policy that an engine, or an object in one of its processes, had at its creation.
-
-    Raises:
-        ConfigError: see `policy`.
-    """
-    return variables.policy_of(owner, _PREFIX)
-
-
-def fix_policy(original: Callable[..., None], owner: Any, *args: Any, **named: Any) -> None:
-    """Wrap a constructor: read the object's policy, which later changes do not affect.
-
-    Raises:
-        ConfigError: see `policy`.
-    """
-    policy_of(owner)
-    original(owner, *args, **named)
-
-
-def policy_variables(arguments: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables for an engine's processes; see `Launcher.policy_variables`."""
-    return variables.policy_variables(_PREFIX, arguments)
 
 
 def graphs_are_pausable() -> bool:

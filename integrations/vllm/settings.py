@@ -19,11 +19,7 @@ is set.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 from ..engine import variables
-from ..engine.policies import Policy
 
 __all__ = [
     "fix_policy",
@@ -34,7 +30,9 @@ __all__ = [
     "policy_variables",
 ]
 
-_PREFIX = "MEMSAVER_VLLM"
+_policies = variables.EnginePolicies("MEMSAVER_VLLM")
+policy, policy_of = _policies.new, _policies.of
+fix_policy, policy_variables = _policies.fix, _policies.variables
 
 
 def is_on() -> bool:
@@ -45,32 +43,3 @@ def is_on() -> bool:
 def graphs_are_pausable() -> bool:
     """Return whether CUDA graphs are captured into pausable memory. Raises like `is_on`."""
     return variables.flag("MEMSAVER_VLLM_GRAPHS", False)
-
-
-def policy() -> Policy:
-    """Return the policy that a new engine of this process has. Raises `ConfigError`."""
-    return variables.policy(_PREFIX)
-
-
-def policy_of(owner: Any) -> Policy:
-    """Return the policy that an engine, or an object in one of its processes, had at its creation.
-
-    Raises:
-        ConfigError: see `policy`.
-    """
-    return variables.policy_of(owner, _PREFIX)
-
-
-def fix_policy(original: Callable[..., None], owner: Any, *args: Any, **named: Any) -> None:
-    """Wrap a constructor: read the object's policy, which later changes do not affect.
-
-    Raises:
-        ConfigError: see `policy`.
-    """
-    policy_of(owner)
-    original(owner, *args, **named)
-
-
-def policy_variables(arguments: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables for an engine's processes; see `Launcher.policy_variables`."""
-    return variables.policy_variables(_PREFIX, arguments)

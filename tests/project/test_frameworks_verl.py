@@ -120,6 +120,10 @@ def test_a_training_that_has_ended_is_not_repeated(run, benchmark_module, monkey
     said = capsys.readouterr().err
     assert said.count("memsaver: training with verl") == 1
     assert said.count("tms: training with verl") == 3
+    found = part.results.stamp()
+    monkeypatch.setattr(part.results, "stamp", lambda: {**found, "gpu": "another"})
+    assert run("--verl-steps=2", "--no-peer")[0] == 0
+    assert capsys.readouterr().err.count("memsaver: training with verl") == 1
 
 
 def test_an_engine_with_another_saver_is_a_failure_without_rows(run, capsys):

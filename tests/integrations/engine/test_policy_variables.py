@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memsaver.errors import ConfigError
-from memsaver.integrations.engine import variables
+from memsaver.integrations.engine.variables import EnginePolicies
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ from memsaver.integrations.engine import variables
 )
 def test_invalid_policies_of_a_launch_are_rejected(arguments, text):
     with pytest.raises(ConfigError, match=text):
-        variables.policy_variables("MEMSAVER_SGLANG", arguments)
+        EnginePolicies("MEMSAVER_SGLANG").variables(arguments)
 
 
 def test_an_argument_overrides_its_variable(monkeypatch):
@@ -37,7 +37,7 @@ def test_an_argument_overrides_its_variable(monkeypatch):
     monkeypatch.setenv("MEMSAVER_VLLM_SLEEP_AFTER", "30")
     given = {"asleep": None, "asleep_wait": 0, "sleep_after": 2.5}
     expected = {"MEMSAVER_VLLM_ASLEEP_WAIT": "0", "MEMSAVER_VLLM_SLEEP_AFTER": "2.5"}
-    assert variables.policy_variables("MEMSAVER_VLLM", given) == expected
+    assert EnginePolicies("MEMSAVER_VLLM").variables(given) == expected
     with pytest.raises(ConfigError, match="MEMSAVER_VLLM_SLEEP_AFTER needs asleep=wake"):
-        variables.policy_variables("MEMSAVER_VLLM", {"asleep": "refuse"})
-    assert variables.policy_variables("MEMSAVER_VLLM", {"asleep": "refuse", "sleep_after": 0})
+        EnginePolicies("MEMSAVER_VLLM").variables({"asleep": "refuse"})
+    assert EnginePolicies("MEMSAVER_VLLM").variables({"asleep": "refuse", "sleep_after": 0})

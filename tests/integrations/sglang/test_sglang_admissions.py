@@ -277,12 +277,18 @@ class Communicator:
         self._result_event = self._result_values = None
 
     async def _call(self, obj):
-        async with self._lock:
-            self._deliver(obj)
-            self._result_event, self._result_values = asyncio.Event(), []
+        await self._lock.acquire()
+        self._deliver(obj)
+        self._result_event, self._result_values = asyncio.Event(), []
+        try:
             await self._result_event.wait()
-            values, self._result_event, self._result_values = self._result_values, None, None
-            return values
+        except asyncio.CancelledError:
+            if not self._is_older:  # SGLang 0.5.11 stays busy with a cancelled request
+                self._lock.release()
+            raise
+        values, self._result_event, self._result_values = self._result_values, None, None
+        self._lock.release()
+        return values
 
     def _handle_recv(self, reply):
         if self._is_older or self._result_values is not None:

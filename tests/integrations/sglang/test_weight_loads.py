@@ -144,7 +144,7 @@ def test_requests_and_checks_travel_as_text():
 
 
 RANKS = """
-import torch, torch.distributed as dist, pytest
+import signal, torch, torch.distributed as dist, pytest
 import weight_engine
 from weight_engine import Model, checkpoint
 import test_weight_loads as t
@@ -199,6 +199,19 @@ with pytest.MonkeyPatch.context() as patch, weight_engine.hooked(patch) as kind:
             output = load(named, wanted)
             assert not output.success and raised.__name__ in output.message, output
     type(updater.runner.model).load_weights = good
+    # A signal in the handler's own barrier is raised after the exchange of results.
+    barrier = dist.barrier
+    for wanted in (t.verification(named), None):
+        def interrupted(*args, **options):
+            barrier(*args, **options)
+            dist.barrier = barrier
+            signal.raise_signal(signal.SIGINT)
+        if rank == 0:
+            dist.barrier = interrupted
+            with pytest.raises(KeyboardInterrupt):
+                load(named, wanted)
+        else:
+            assert load(named, wanted).success
     assert load(named, t.verification(named)).success
     # Without verification, the ranks find unknown names and wrong shapes together.
     assert load(named, None).success and updater.runner.model.holds(checkpoint())
