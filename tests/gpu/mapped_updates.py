@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 from trainer_weights import in_the_engines_layout, outputs, state
@@ -68,10 +70,12 @@ def check_offloaded(engine: Any, first: list[list[int]]) -> None:
 def check_serializer() -> None:
     """Check that SGLang's serializer sends a tensor of a shareable tag without a copy."""
     import torch
-    from importing_process import importing_process
     from sglang.srt.utils import MultiprocessingSerializer
 
     import memsaver
+
+    sys.path.append(str(Path(__file__).parents[1] / "support"))
+    from importing_process import importing_process
 
     with memsaver.region("serialized", backup="host", shareable=True):
         tensor = torch.arange(4096, device="cuda")

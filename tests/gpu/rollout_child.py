@@ -245,6 +245,48 @@ def served(folder: Path) -> None:
         session.close()
 
 
+def policies(folder: Path) -> None:
+    """Send requests to two sleeping engines of this process, each with its launch's policy."""
+    import sglang
+    import torch
+
+    from memsaver.integrations.engine.errors import EngineAsleepError
+    from memsaver.integrations.rollout import RolloutEngine
+    from memsaver.integrations.sglang import Status
+
+    assert sglang.__version__
+    torch.cuda.set_device(0)
+    named = {**arguments(folder), "timeout": 240}
+    with (
+        RolloutEngine.launch(**named, asleep="wake", sleep_after=3) as wakes,
+        RolloutEngine.launch(**named, asleep="wait", asleep_wait=3) as waits,
+    ):
+        expected = rows(wakes.generate([PROMPTS[0]], greedy()))
+        assert rows(waits.generate([PROMPTS[0]], greedy())) == expected
+        waits.sleep(wait_idle=True)
+        end = time.monotonic() + 30
+        while wakes.refresh() is not Status.ASLEEP:
+            assert time.monotonic() < end, "the idle engine does not sleep"
+            time.sleep(0.05)
+        work, results = in_background(waits, TOKENS)
+        flushed(wakes)
+        assert rows(wakes.generate([PROMPTS[0]], greedy())) == expected
+        assert waits.refresh() is Status.ASLEEP and not results
+        waits.wake_up()
+        work.join(30)
+        assert [rows(output) for output in results] == [expected]
+        waits.sleep(wait_idle=True)
+        try:
+            waits.generate([PROMPTS[0]], greedy())
+        except EngineAsleepError as error:
+            assert "no caller woke it up within 3 s" in str(error), error
+        else:
+            raise AssertionError("a sleeping engine generated")
+        waits.wake_up()
+        flushed(waits)
+        assert rows(waits.generate([PROMPTS[0]], greedy())) == expected
+
+
 def two(folder: Path) -> None:
     """Run the checks on two ranks that share an engine, with one GPU each."""
     import datetime
@@ -294,7 +336,7 @@ def two(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-SCENES = {"alone": alone, "served": served, "two": two}
+SCENES = {"alone": alone, "served": served, "policies": policies, "two": two}
 
 
 if __name__ == "__main__":

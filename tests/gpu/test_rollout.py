@@ -37,6 +37,10 @@ def test_a_server_gives_sglangs_own_output(tmp_path: Path) -> None:
     go_through("served", 1, tmp_path)
 
 
+def test_two_engines_of_one_process_have_their_own_policies(tmp_path: Path) -> None:
+    go_through("policies", 1, tmp_path)
+
+
 @pytest.mark.two_gpus
 def test_an_engine_that_two_ranks_share(tmp_path: Path) -> None:
     go_through("two", 2, tmp_path)
