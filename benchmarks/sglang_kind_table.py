@@ -131,6 +131,8 @@ class Kind:
         adapter: whether a LoRA adapter is loaded.
         pauses: whether generation is paused, in each mode, before releases.
         tiers: whether the cache has a tier in host memory, whose prefixes are used after releases.
+        reloads: whether SGLang's updates of an awake engine, without memsaver too, give other
+            outputs than a fresh engine. Later updates are compared with such updates.
         gpus: the number of GPUs.
         environment: further variables.
     """
@@ -145,6 +147,7 @@ class Kind:
     adapter: bool = False
     pauses: bool = False
     tiers: bool = False
+    reloads: bool = False
     gpus: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -175,6 +178,7 @@ KINDS = (
         "the same with `load_format=flash_rl`",
         arguments={"quantization": "fp8", "load_format": "flash_rl"},
         update="cuda",  # the weights are quantized where they are
+        reloads=True,
     ),
     Kind("w8a8_fp8", "`w8a8_fp8`", arguments={"quantization": "w8a8_fp8"}, update=""),
     Kind("w8a8_int8", "`w8a8_int8`", quantization="w8a8_int8", update=""),

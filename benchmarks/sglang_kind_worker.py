@@ -83,6 +83,11 @@ class KindWorker(Worker):
             "output": self._output(),
         }
 
+    def reload(self, seed: int) -> dict[str, Any]:
+        """Send the weights of `seed` to the awake engine; return the output."""
+        self._load(seed)
+        return {"output": self._output()}
+
     def update(self, seed: int) -> dict[str, Any]:
         """Release everything, and send the weights of `seed` between the stages of the resume."""
         self.controller.sleep()

@@ -87,9 +87,12 @@ def run_engine(kind: Kind, backup: bool, folder: Path) -> Steps:
             if backup and kind.tiers:
                 step = "tier"
                 found[step] = child.ask(step, within=STEP_SECONDS)
-            if kind.update:
-                for step, seed in (("update", other), ("restore", first)):
-                    found[step] = child.ask("update", within=STEP_SECONDS, seed=seed)
+            seeds = {"update": other, "restore": first} if kind.update else {}
+            for name in seeds if kind.reloads else ():
+                step = f"awake_{name}"
+                found[step] = child.ask("reload", within=STEP_SECONDS, seed=seeds[name])
+            for step, seed in seeds.items():
+                found[step] = child.ask("update", within=STEP_SECONDS, seed=seed)
             step = "stop"
             child.ask("stop")
     except Failed as error:
@@ -112,6 +115,13 @@ def judged(kind: Kind, backed: Steps, plain: Steps) -> dict[str, Any]:
         return steps.get(step, {}).get("output")
 
     first, other = output(backed, "start"), output(plain, "start")
+    updated = {
+        "updated": (backed, {"update": other, "restore": first}),
+        "updated_without_backup": (plain, {"update": first, "restore": other}),
+    }
+    if kind.reloads:
+        for steps, wanted in updated.values():
+            wanted.update({step: output(steps, f"awake_{step}") for step in wanted})
 
     def verdict(steps: Steps, wanted: Mapping[str, Any]) -> str:
         pairs = [(output(steps, step), known) for step, known in wanted.items()]
@@ -125,11 +135,9 @@ def judged(kind: Kind, backed: Steps, plain: Steps) -> dict[str, Any]:
         "gpus": kind.gpus,
         "resumed": verdict(backed, dict.fromkeys(["cycle", *others], first)),
     }
-    if kind.update and first and first == other:
-        row["updated"] = row["updated_without_backup"] = FAILED  # no update could be seen
-    elif kind.update:
-        row["updated"] = verdict(backed, {"update": other, "restore": first})
-        row["updated_without_backup"] = verdict(plain, {"update": first, "restore": other})
+    for name, (steps, wanted) in updated.items() if kind.update else ():
+        seen = wanted["update"] is None or wanted["update"] != wanted["restore"]
+        row[name] = verdict(steps, wanted) if seen else FAILED
     row |= {
         name: backed["cycle"][name]
         for name in ("release_ms", "resume_ms", "released_MiB")

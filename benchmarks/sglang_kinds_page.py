@@ -65,6 +65,11 @@ def _note(kind: Kind, row: dict[str, Any]) -> str:
     notes = [row["why"]] if "why" in row else []
     if not kind.update and row["resumed"] != NOT_RUN:
         notes.append("SGLang cannot update such weights")
+    if kind.reloads and row["resumed"] != NOT_RUN:
+        notes.append(
+            "updates are compared with updates of the awake engine, because SGLang's updates give "
+            "other outputs than a fresh engine, also without memsaver"
+        )
     if "tokens_per_verification" in row:
         random = (
             " of a random draft, so a lost draft is not visible here" if _is_random(kind) else ""

@@ -81,6 +81,7 @@ def check_serializer() -> None:
         tensor = torch.arange(4096, device="cuda")
     text = MultiprocessingSerializer.serialize({"x": tensor[1:]}, output_str=True)
     with importing_process() as other:
+        other.do("from sglang.srt.plugins import load_plugins; load_plugins()")  # as engines do
         other.do("from sglang.srt.utils import MultiprocessingSerializer")
         other.do(f"x = MultiprocessingSerializer.deserialize({text!r})['x']")
         other.do("x.add_(1); torch.cuda.synchronize()")

@@ -56,6 +56,28 @@ def test_a_step_that_was_not_reached_failed_and_the_row_has_its_error(kinds):
     assert row["errors"] == {"with_backup": backed["error"]}
 
 
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, ("same", "same", "same")),
+        ({"update": ONE}, ("same", "differs", "same")),
+        ({"restore": ONE}, ("same", "differs", "same")),
+        ({"awake_update": [[2]]}, ("same", "failed", "same")),
+        ({"awake_update": None}, ("same", "failed", "same")),
+    ],
+)
+def test_updates_are_compared_with_those_of_the_awake_engine_if_sglangs_differ(
+    kinds, changed, expected
+):
+    def reloaded(start, other, **changed):
+        awake = {"awake_update": [[1]], "awake_restore": [[2]], "update": [[1]], "restore": [[2]]}
+        outputs = {**awake, **changed}
+        return {**_steps(start, other), **{name: {"output": o} for name, o in outputs.items()}}
+
+    backed, plain = reloaded(ONE, OTHER, **changed), reloaded(OTHER, ONE)
+    assert _verdicts(kinds, backed, plain, "fp8_reload") == expected
+
+
 def test_kinds_that_cannot_be_updated_are_only_resumed(kinds):
     backed = {step: {"output": ONE, **CYCLE} for step in ("start", "cycle")}
     assert _verdicts(kinds, backed, {}, "w8a8_fp8") == ("same", None, None)
