@@ -20,7 +20,7 @@ _UNDOING = {
     "pause": _MAPPING,
     "swap": _MAPPING
     | {"cuMemUnmap", "cuMemcpyHtoDAsync", "cuMemcpyDtoDAsync", "cuStreamSynchronize"}
-    | {"cuCtxPushCurrent", "cuThreadExchangeStreamCaptureMode", "pread", "malloc"},
+    | {"cuCtxPushCurrent", "cuThreadExchangeStreamCaptureMode", "pread"},
 }
 
 

@@ -164,3 +164,48 @@ def test_a_swap_that_cannot_be_undone_reports_so_even_without_host_memory(tmp_pa
         **{k: place.environment[k] for k in ("LD_PRELOAD", "MEMSAVER_TEST_SYSTEM_ROOT")},
     )
     assert done.stdout == "True True True\n", done.stdout
+
+
+@pytest.mark.parametrize("backup", ["host", "pageable", "disk", "peer"])
+def test_a_swap_is_undone_without_host_memory(tmp_path, run_python, backup):
+    """From each of its allocations on, a swap gets no host memory, and neither does its undoing."""
+    place = Workplace(tmp_path)
+    done = run_python(
+        f"""
+        import errno
+        import memsaver
+        from faults.injections import Injection
+        from model.calls import System
+        from simulated_driver import Block, Simulator
+
+        MIB = 1 << 20
+        system = System(Simulator())
+        system.sim.start(0), system.sim.start(1)
+        memsaver.configure(share_bytes="4MiB", slab_bytes="2MiB")
+        with memsaver.region("into", backup="host"):
+            into = [Block(system.sim, size * MIB, 1) for size in (4, 2)]
+        memsaver.pause("into")
+        with memsaver.region("out", backup={backup!r}):
+            out = [Block(system.sim, size * MIB - 5000, 2) for size in (2, 4, 2)]
+        undone, nth = 0, 0
+        while memsaver.state("out") == "mapped":
+            nth += 1
+            system.arm(Injection("swap", "malloc", nth, errno.ENOMEM, forever=True))
+            try:
+                memsaver.swap(out="out", into="into")
+            except memsaver.OutOfHostMemoryError as error:
+                system.clear()
+                undone += 1
+                assert memsaver.state("out") == "mapped", (nth, str(error))
+                assert memsaver.state("into") == "paused", (nth, str(error))
+                assert all(block.is_intact() for block in out), nth
+            system.clear()
+        memsaver.resume()
+        assert all(block.is_intact() for block in out + into) and not system.sim.violations()
+        print(undone)
+        """,
+        MEMSAVER_SIM_DEVICES=2,
+        MEMSAVER_DISK_DIR=place.environment["MEMSAVER_DISK_DIR"],
+        **{k: place.environment[k] for k in ("LD_PRELOAD", "MEMSAVER_TEST_SYSTEM_ROOT")},
+    )
+    assert int(done.stdout) > 100, done.stdout

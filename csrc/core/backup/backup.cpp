@@ -131,19 +131,32 @@ void BackupStore::read(uint64_t address, void* target, uint64_t bytes) {
   });
 }
 
+template <typename Call>
+void BackupStore::for_each_kept(const Range& range, Call call) const {
+  const auto begins_before = [](const Kept& piece, uint64_t address) {
+    return piece.piece.address < address;
+  };
+  for (auto chunk = around(range.address);
+       chunk != chunks_.end() && chunk->second.bounds.address < range.end(); ++chunk) {
+    const std::vector<Kept>& all = chunk->second.kept;
+    auto each = std::lower_bound(all.begin(), all.end(), range.address, begins_before);
+    for (; each != all.end() && each->piece.address < range.end(); ++each) call(*each);
+  }
+}
+
 void BackupStore::check(const Range& range, const char* bytes) const {
-  for (const Kept& each : kept(range)) {
-    if (each.piece.bytes == 0 || each.piece.end() > range.end()) continue;
+  for_each_kept(range, [&](const Kept& each) {
+    if (each.piece.bytes == 0 || each.piece.end() > range.end()) return;
     if (fingerprint_of(bytes + (each.piece.address - range.address), each.piece.bytes) ==
         each.digest) {
-      continue;
+      return;
     }
     Error error(Status::kBackupFailed,
                 "the backup on disk is corrupt: " + format_bytes(each.piece.bytes) +
                     " read from it do not match their fingerprint");
     error.needed_bytes = each.piece.bytes;
     throw error;
-  }
+  });
 }
 
 void BackupStore::drop(Chunks::iterator chunk) {
@@ -214,20 +227,12 @@ BackupStore::Chunks::const_iterator BackupStore::around(uint64_t address) const 
   return address < before->second.bounds.end() ? before : behind;
 }
 
-std::vector<Range> BackupStore::cut_for_copies(const std::vector<Range>& ranges) const {
-  std::vector<Range> parts;
-  for (const Range& range : ranges) {
-    for (auto chunk = around(range.address);
-         chunk != chunks_.end() && chunk->second.bounds.address < range.end(); ++chunk) {
-      const Range& bounds = chunk->second.bounds;
-      const uint64_t begin = std::max(bounds.address, range.address);
-      parts.push_back({begin, std::min(bounds.end(), range.end()) - begin});
-    }
-  }
-  if (total(parts) != total(ranges)) {
+uint64_t BackupStore::copy_end(uint64_t address) const {
+  const auto chunk = around(address);
+  if (chunk == chunks_.end() || chunk->second.bounds.address > address) {
     throw Error(Status::kInternal, "the backup store has no chunk for part of the saved memory");
   }
-  return cut(parts, kCopyChunkBytes);
+  return std::min(chunk->second.bounds.end(), (address / kCopyChunkBytes + 1) * kCopyChunkBytes);
 }
 
 void BackupStore::attach(const Range& chunk) {
@@ -257,17 +262,8 @@ void BackupStore::abandon(const Range& chunk) noexcept {
 }
 
 std::vector<BackupStore::Kept> BackupStore::kept(const Range& range) const {
-  const auto begins_before = [](const Kept& piece, uint64_t address) {
-    return piece.piece.address < address;
-  };
   std::vector<Kept> found;
-  for (auto chunk = around(range.address);
-       chunk != chunks_.end() && chunk->second.bounds.address < range.end(); ++chunk) {
-    const std::vector<Kept>& all = chunk->second.kept;
-    const auto first = std::lower_bound(all.begin(), all.end(), range.address, begins_before);
-    found.insert(found.end(), first,
-                 std::lower_bound(first, all.end(), range.end(), begins_before));
-  }
+  for_each_kept(range, [&found](const Kept& each) { found.push_back(each); });
   return found;
 }
 

@@ -73,9 +73,9 @@ class BackupStore {
   // Drops a chunk of a failed save, attached or not, with its claim.
   void abandon(const Range& chunk) noexcept;
 
-  // Splits `ranges` (sorted, in attached chunks) at the boundaries of chunks and copy chunks, into
-  // one part for each copy. Throws kInternal if a range has no chunk.
-  std::vector<Range> cut_for_copies(const std::vector<Range>& ranges) const;
+  // Returns where a copy that begins at `address` must end: at the end of its chunk or copy chunk.
+  // Throws kInternal if the address is in no attached chunk.
+  uint64_t copy_end(uint64_t address) const;
   // The places of the saved bytes (backing_store.h), in attached chunks only.
   bool is_direct() const { return kind_ == Backup::kHost || kind_ == Backup::kPeer; }
   uint64_t peer(uint64_t address) const { return backing_->peer(address); }
@@ -83,7 +83,8 @@ class BackupStore {
   void* view(uint64_t address) const { return backing_->view(address); }
   void write(uint64_t address, const void* source, uint64_t bytes);
   // Also throws kBackupFailed if a piece of a disk backup in the range does not match its stored
-  // fingerprint. The range must consist of whole pieces, as they were saved.
+  // fingerprint. The range must consist of whole pieces, as they were saved. Needs host memory only
+  // for its errors.
   void read(uint64_t address, void* target, uint64_t bytes);
 
   // A piece and the fingerprint of its stored bytes. A size of 0 marks a discarded entry.
@@ -117,6 +118,8 @@ class BackupStore {
   void drop(Chunks::iterator chunk);                      // if it throws, the chunk stays
   void try_drop(Chunks::iterator chunk) noexcept;
   void count();  // call after every change of `chunks_`
+  template <typename Call>
+  void for_each_kept(const Range& range, Call call) const;  // see kept()
   void check(const Range& range, const char* bytes) const;
   template <typename Call>
   void watch(Call call);  // calls the backing store; if that fails, this store is unsound

@@ -26,6 +26,23 @@ uint64_t largest(const std::vector<Range>& pieces) {
   return bytes;
 }
 
+// Queues the copies of a saved range from a store that the device can access, and calls
+// `queued(end)` after each. Needs no host memory.
+template <typename Queued>
+void queue_copies(Device& device, const BackupStore& store, const Range& range, Queued queued) {
+  CUstream stream = device.copy_stream(Device::Direction::kToDevice);
+  for (uint64_t at = range.address; at < range.end();) {
+    const uint64_t end = std::min(store.copy_end(at), range.end());
+    if (const CUdeviceptr peer = store.peer(at)) {
+      CU_CHECK(cuMemcpyDtoDAsync, at, peer, end - at, stream);
+    } else {
+      CU_CHECK(cuMemcpyHtoDAsync, at, store.direct(at), end - at, stream);
+    }
+    queued(end);
+    at = end;
+  }
+}
+
 }  // namespace
 
 void wait_for_copies(Device& device, Device::Direction direction) noexcept {
@@ -39,6 +56,31 @@ uint64_t staged_bytes(const std::vector<Range>& ranges) {
   return largest(cut(widened(ranges, kBackingUnit), kStagingBytes));
 }
 
+void restore_now(Device& device, BackupStore& store, const std::vector<Range>& ranges,
+                 const StagingBuffer* buffer) try {
+  CUstream stream = device.copy_stream(Device::Direction::kToDevice);
+  for (const Range& range : ranges) {
+    if (store.is_direct()) {
+      queue_copies(device, store, range, [](uint64_t) {});
+      continue;
+    }
+    uint64_t read_end = range.address / kBackingUnit * kBackingUnit;
+    for (uint64_t at = range.address; at < range.end(); at = read_end) {
+      const uint64_t begin = read_end;
+      read_end = (range.end() + kBackingUnit - 1) / kBackingUnit * kBackingUnit;
+      read_end = std::min(read_end, (begin / kStagingBytes + 1) * kStagingBytes);
+      store.read(begin, buffer->data(), read_end - begin);
+      CU_CHECK(cuMemcpyHtoDAsync, at, buffer->data() + (at - begin),
+               std::min(read_end, range.end()) - at, stream);
+      CU_CHECK(cuStreamSynchronize, stream);
+    }
+  }
+  CU_CHECK(cuStreamSynchronize, stream);
+} catch (...) {
+  wait_for_copies(device, Device::Direction::kToDevice);
+  throw;
+}
+
 // --- Save
 
 Save::Save(Device& device, BackupStore& store, const std::vector<VaReservation>& spans,
@@ -47,7 +89,7 @@ Save::Save(Device& device, BackupStore& store, const std::vector<VaReservation>&
   std::vector<BackupStore::Room> rooms = store_.prepare(spans, ranges);
   try {
     for (const BackupStore::Room& room : rooms) {
-      const std::vector<Range> joined = subtract(within(ranges, room.chunk), {});
+      const std::vector<Range> joined = within(ranges, room.chunk);
       ranges_.insert(ranges_.end(), joined.begin(), joined.end());
     }
     const bool hashing = flag(Option::fingerprints) && Fingerprinter::available(device_);
@@ -293,16 +335,10 @@ void Restore::queue(const Range& mapped, CopyEvents* events) {
     staged_.insert(staged_.end(), parts.begin(), parts.end());
     return;
   }
-  CUstream stream = device_.copy_stream(Device::Direction::kToDevice);
-  for (const Range& part : store_.cut_for_copies(parts)) {
+  for (const Range& part : parts) {
     queued_ = true;
-    if (const CUdeviceptr peer = store_.peer(part.address)) {
-      CU_CHECK(cuMemcpyDtoDAsync, part.address, peer, part.bytes, stream);
-    } else {
-      CU_CHECK(cuMemcpyHtoDAsync, part.address, store_.direct(part.address), part.bytes, stream);
-    }
+    queue_copies(device_, store_, part, add);
     queued_bytes_ += part.bytes;
-    add(part.end());
   }
   add(mapped.end());
 }

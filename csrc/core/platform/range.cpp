@@ -55,8 +55,7 @@ void append_within(const std::vector<Range>& ranges, const Range& window,
       std::upper_bound(ranges.begin(), ranges.end(), window.address,
                        [](uint64_t address, const Range& range) { return address < range.end(); });
   for (; at != ranges.end() && at->address < window.end(); ++at) {
-    const uint64_t begin = std::max(at->address, window.address);
-    parts.push_back({begin, std::min(at->end(), window.end()) - begin});
+    append(parts, std::max(at->address, window.address), std::min(at->end(), window.end()));
   }
 }
 

@@ -19,10 +19,9 @@ struct Range {
 std::vector<Range> subtract(std::vector<Range> ranges, std::vector<Range> holes);
 // Returns the parts of `ranges` that lie in `others`.
 std::vector<Range> intersect(const std::vector<Range>& ranges, const std::vector<Range>& others);
-// Returns the parts of `ranges` (sorted, disjoint) inside `window`, in logarithmic time. Adjacent
-// parts are not joined.
+// Returns the parts of `ranges` (sorted, disjoint) inside `window`, in logarithmic time.
 std::vector<Range> within(const std::vector<Range>& ranges, const Range& window);
-// Appends these parts to `parts`.
+// Appends these parts to `parts`, a sorted list of ranges below `window`.
 void append_within(const std::vector<Range>& ranges, const Range& window,
                    std::vector<Range>& parts);
 // Returns `ranges` (sorted, disjoint) with every start and end moved outwards to a multiple of

@@ -4,6 +4,7 @@
 #include <optional>
 #include <utility>
 
+#include "core/backup/fingerprint.h"
 #include "core/driver/driver.h"
 #include "core/platform/workers.h"
 
@@ -43,6 +44,7 @@ void DeviceTransition::plan(bool allow_larger) {
     const size_t extents = from->pool->heap.extents().size();
     pages += extents;
     from->unmapped_pages.reserve(extents);
+    from->transferred.clear();
     from->transferred.reserve(from->ranges.size() + plan_.transfers.size());
   }
   for (Arriving* to : into_) {
@@ -129,6 +131,7 @@ void DeviceTransition::reserve_staging() {
     if (from.ranges.empty() || from.pool->backup->is_direct()) continue;
     at_ = &from.pool->tag;
     bytes = std::max(bytes, staged_bytes(from.ranges));
+    if (from.pool->backup->kind() == Backup::kDisk) fingerprint_of("", 0);  // allocates its table
   }
   if (bytes == 0) return;
   staging_ = std::make_unique<StagingBuffer>(device_, HostClaim::take(bytes, "a staging buffer"));
@@ -243,15 +246,10 @@ bool DeviceTransition::undo() noexcept try {
 
 // Restores the bytes of transferred pages, which other contents may have overwritten.
 void DeviceTransition::restore_transferred() {
-  for (auto& [from, save] : saves_) {
-    const std::vector<Range> pages = journal_.transferred_from(*from);
-    if (pages.empty()) continue;
+  for (const Leaving* from : out_) {
+    if (from->transferred.empty()) continue;
     DeviceScope scope(device_);
-    Progress uncounted;
-    const std::vector<Range> ranges = intersect(from->ranges, pages);
-    Restore restore(device_, *from->pool->backup, ranges, ranges, uncounted, staging_.get());
-    for (const Range& page : pages) restore.queue(page);
-    restore.finish();
+    restore_now(device_, *from->pool->backup, from->transferred, staging_.get());
   }
 }
 

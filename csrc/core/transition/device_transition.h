@@ -58,7 +58,8 @@ class DeviceTransition {
   // device cannot be entered.
   void release() noexcept;
 
-  // Moves the pages back, with their contents. Returns false if the driver refuses a move.
+  // Moves the pages back, with their contents, without host memory. Returns false if the driver
+  // refuses a call or a backup cannot be read.
   bool undo() noexcept;
   // Completes undo(). Unless `whole`, the pools of `out` stay unmapped and keep their contents in
   // their backups or in unmapped pages. Needs no host memory, because a lack of it may have caused

@@ -261,8 +261,7 @@ void Transition::commit() noexcept {
   hold_->unlock();
 }
 
-// Returns whether all tags are unchanged. Moving pages back needs no host memory, but restoring the
-// bytes of pages that a swap transferred does: without it, the tags of `out` are paused.
+// Returns whether all tags are unchanged. Needs no host memory.
 bool Transition::undo() noexcept {
   if (completion_.withdraw()) {
     try {

@@ -50,10 +50,9 @@ class Transition {
   // paused with its backup and uses no memory. There are two exceptions:
   //   - The contents of tags of `out` without a backup may be lost if `into` has tags: other
   //     contents overwrote them.
-  //   - If undoing also fails, the tags of `out` are paused: the driver refuses, a backup cannot be
-  //     read, or no host memory is left to restore the bytes of transferred pages. Their contents
-  //     are in their backups, in retained unmapped pages or in pages that are still mapped, and a
-  //     resume restores all of them.
+  //   - If undoing also fails, the tags of `out` are paused: the driver refuses, or a backup cannot
+  //     be read. Their contents are in their backups, in retained unmapped pages or in pages that
+  //     are still mapped, and a resume restores all of them.
   std::vector<Change> run();
 
   // Waits for the devices' work in advance, so that run() need not: a later wait would include the

@@ -67,8 +67,8 @@ struct Leaving : PoolChange {
 
   Backup policy = Backup::kNone;
   Unchanged unchanged;
-  // Room for the saved ranges of pages that were transferred to another tag and cannot be moved
-  // back.
+  // The saved ranges of pages that were transferred to another tag. Their room is reserved before
+  // the first transfer.
   std::vector<Range> transferred;
 };
 

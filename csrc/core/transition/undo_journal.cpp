@@ -22,6 +22,7 @@ void UndoJournal::transfer(const PageTransfer& transfer) {
   Mapping& target = transfer.to->mappings[transfer.at];
   moves_.push_back({Origin::kMapped, transfer.from, transfer.page, transfer.bytes, transfer.to,
                     transfer.at, source.unmap()});
+  append_within(transfer.from->ranges, {transfer.page, transfer.bytes}, transfer.from->transferred);
   target = Mapping::map(transfer.at, std::move(moves_.back().memory), access_);
 }
 
@@ -80,18 +81,9 @@ bool UndoJournal::undo() noexcept {
   return all;
 }
 
-std::vector<Range> UndoJournal::transferred_from(const Leaving& from) const {
-  std::vector<Range> pages;
-  for (const Move& move : moves_) {
-    if (move.from == &from && move.to) pages.push_back({move.page, move.bytes});
-  }
-  return pages;
-}
-
 void UndoJournal::give_up_transferred() noexcept {
   for (Move& move : moves_) {
     if (move.origin != Origin::kMapped || !move.to) continue;
-    append_within(move.from->ranges, {move.page, move.bytes}, move.from->transferred);
     move.from->mappings.erase(move.page);
     move.memory = PhysicalMemory();
   }

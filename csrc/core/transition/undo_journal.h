@@ -25,6 +25,7 @@ class UndoJournal {
 
   // Unmaps a page, which is later released or mapped again.
   void unmap(Leaving& from, uint64_t address, Mapping& mapping);
+  // Also adds the page's saved ranges to Leaving::transferred.
   void transfer(const PageTransfer& transfer);
   // Throws kOutOfDeviceMemory.
   void map_new(Arriving& to, const Range& tile);
@@ -39,12 +40,8 @@ class UndoJournal {
   // address, or to unmap a transferred page. A page of an Arriving that the driver does not unmap
   // stays mapped.
   bool undo() noexcept;
-  // Returns the ranges of one pool's transferred pages. Call only after undo() has moved the pages
-  // back.
-  std::vector<Range> transferred_from(const Leaving& from) const;
   // After undo() returned false on any device: the pools of `out` keep their contents but stay
-  // unmapped. Releases the pages that were transferred, which other contents may have overwritten,
-  // and lists the saved ranges of their contents in Leaving::transferred.
+  // unmapped. Releases the pages that were transferred, which other contents may have overwritten.
   void give_up_transferred() noexcept;
   // Ends the journal. Pages that are still unmapped are retained in Pool::unmapped_pages.
   void close() noexcept;
