@@ -60,8 +60,8 @@ bool wait_for_tags(std::unique_lock<std::mutex>& lock, const std::vector<Tag*>& 
                    const Deadline& deadline = std::nullopt);
 
 // Waits until another thread changes a tag, a right or an importer, at most until `deadline`. May
-// return early. `lock` is the registry's lock, which is locked on return. Throws kInvalidState,
-// about `tags`, if the thread's callback ended the wait.
+// return early. `lock` is the registry's lock, which is locked on return.
+// Errors: kInvalidState, which names `tags`, if the thread's callback ended the wait.
 void wait_for_a_change(std::unique_lock<std::mutex>& lock, const std::vector<Tag*>& tags,
                        std::chrono::steady_clock::time_point deadline);
 
