@@ -139,9 +139,8 @@ class Offloaded:
     def may_overlap(self) -> bool:
         """Whether only calls with hooks use the memory, so other work may run during a resume.
 
-        That is the case for the states of optimizers, without parameters, gradients or other
-        tensors, and for modules with `offload(by_layer=True)`. Regions with the tag's name are not
-        considered.
+        True for the states of optimizers, without parameters, gradients or other tensors, and for
+        modules with `offload(by_layer=True)`. Regions with the tag's name are not considered.
         """
         return self._collection.may_overlap()
 

@@ -86,8 +86,8 @@ class WaitsForTransition {
   Waiting waiting_;
 };
 
-// A callback: while a call on this thread waits for a tag, the call runs `look(data)` about every
-// 50 ms, without a lock. A result other than 0 ends the wait. Null disables it.
+// A callback for waits: a call on this thread that waits for a tag runs `look(data)` about every
+// 50 ms, without a lock. A result other than 0 ends the wait. A null `look` disables the callback.
 struct Look {
   int (*look)(void*) = nullptr;
   void* data = nullptr;
