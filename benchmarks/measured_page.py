@@ -193,8 +193,8 @@ pinned host memory for the next pause; by default, each resume releases it. Note
   of both GPUs, through 1 GiB of host memory each, take hardly any longer.
 - In an RL step, one side wakes right after the other side's pause, when the driver must first clear
   the memory. This probably explains why memsaver is 5 % slower there than retained backups.
-- The disk was the machine's virtual disk; the direct I/O limit writes a newly allocated file each
-  time, as memsaver's first pause does.
+- The disk was the machine's virtual disk; the measurement of the direct I/O limit writes a newly
+  allocated file each time, as memsaver's first pause does.
 - Answered requests: on the H200, an earlier version of the benchmark also counted 72 clients that
   disconnected deliberately; the row of the H100 counts only clients that wait.
 - SGLang on two GPUs: the H200's rows without `NCCL_MAX_CTAS` were measured with NCCL's own number

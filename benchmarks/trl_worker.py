@@ -1,6 +1,6 @@
 """Run TRL's GRPOTrainer with a colocated vLLM in a process of its own, and time its sleeps.
 
-TRL and vLLM are unmodified. The worker replaces the class of engines that TRL uses by a subclass
+TRL and vLLM are unmodified. The worker replaces the class of engines that TRL uses with a subclass
 that records the duration of each `sleep` and `wake_up`, and adds the settings of vLLM for which
 GRPOConfig has no option.
 """

@@ -2,7 +2,7 @@
 
 Needed only after a change of csrc/kernels/*: the result, fingerprint.fatbin, is in the repository,
 and every build embeds it in libmemsaver.so. Beside it is fingerprint.fatbin.json with the hashes of
-its sources, which a test compares with the sources.
+its sources, which a test checks.
 
 Uses three NVIDIA programs, from CUDA_HOME or PATH, or else from PyPI in build/cuda:
 

@@ -2,8 +2,8 @@
 
 take_over_16GB_ms: trainer and engine are both mapped, before and after. The peer is a copy, by
 torch, of the decoder's 195 tensors from another process's shareable region into the engine's
-tensors. A takeover replaces it by bare driver calls that import the trainer's physical memory, map
-it in place of the engine's, and create new memory, without contents, for the trainer.
+tensors. A takeover replaces the copy with bare driver calls that import the trainer's physical
+memory, map it in place of the engine's, and create new memory, without contents, for the trainer.
 
 take_over_asleep_16GB_ms: before, the engine is paused without a backup; afterwards, the trainer is
 paused without one. The peer's bare driver calls create and map the engine's memory, copy, and

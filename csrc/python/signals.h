@@ -133,9 +133,9 @@ py::object interruptible(py::handle function);
 py::object enter_block(py::handle manager);
 py::object leave_block(py::handle manager, py::handle type, py::handle error, py::handle traceback);
 
-// `__enter__` of a context manager whose `_enter(place)` takes a long time, so handlers may
-// interrupt it. `_enter` appends each entered object to the list `place`; if it raises,
-// `_undo(place, error)` is called with signals deferred.
+// Implements `__enter__` for a context manager whose `_enter(place)` takes a long time, so that
+// handlers may interrupt it. `_enter` appends each entered object to the list `place`; if it
+// raises, `_undo(place, error)` is called with signals deferred.
 py::object enter_interruptibly(py::handle manager);
 
 }  // namespace memsaver::python

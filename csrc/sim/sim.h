@@ -15,7 +15,7 @@
 //     sim_explain_host_faults explains such a fault.
 //   - A mapping must lie within its reservation; the driver was observed to map beyond it.
 //   - Every module has one kernel, regardless of its code: memsaver's own ms_fingerprint. It runs
-//     on the CPU and only with its own launch geometry.
+//     on the CPU, and only with the launch geometry that memsaver uses.
 //
 // These variables are read at the first cuInit; an invalid value makes cuInit return
 // CUDA_ERROR_INVALID_VALUE:

@@ -20,7 +20,7 @@ struct Span {
   uint64_t size = 0;
 };
 
-// Returns the memory that an address range refers to at present, for `device` to read or write.
+// Returns the memory that an address range currently refers to, for `device` to read or write.
 // Returns false if a device address in it is unmapped or inaccessible. Needs the lock of state.h.
 bool resolve(const Range& range, int device, bool write, std::vector<Span>* spans);
 

@@ -151,7 +151,7 @@ class TrainerRank:
         return [str(gpu) for gpu in ray.get_gpu_ids()]
 
     def meeting_place(self) -> tuple[str, int]:
-        """Return an address and a free port of this machine."""
+        """Return this machine's address, and a free port on it."""
         return ray.util.get_node_ip_address(), _free_port()
 
     def run(

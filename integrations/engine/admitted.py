@@ -42,7 +42,7 @@ class Generation(Protocol):
         """Return the part of the request that a later output refuses, to be sent again alone.
 
         Returns:
-            A part that has had no output; None if the output is no refusal of such a part.
+            A part that has had no output; None if the output does not refuse such a part.
         """
 
     async def take_back(self, deadline: float) -> None:

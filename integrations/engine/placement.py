@@ -128,7 +128,7 @@ def by_host(gpus: Sequence[Gpu | None]) -> list[list[Gpu]]:
 
 
 def free_port() -> int:
-    """Return a free port of this host, which the system chooses."""
+    """Return a free port on this host, chosen by the system."""
     with socket.socket() as listener:
         listener.bind(("", 0))
         return int(listener.getsockname()[1])

@@ -48,7 +48,7 @@ class EnginePolicies:
         self._prefix = prefix
 
     def new(self) -> Policy:
-        """Return the policy that a new engine of this process has. Raises `ConfigError`."""
+        """Return the policy of a new engine in this process. Raises `ConfigError`."""
         return _policy(self._prefix)
 
     def of(self, owner: Any) -> Policy:

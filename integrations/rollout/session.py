@@ -112,7 +112,7 @@ class ColocatedSession(StageOrder):
             `enable_weights_cpu_backup`), so that they are sent only after a `training` block.
         whole_updates: whether each update rewrites all of the engine's weights. The engine then
             neither saves them in a sleep that an update must follow, nor restores them for an
-            update, even if it could.
+            update, even if it is able to.
         update_options: the options of `RolloutEngine.update_weights`; or a function that returns
             them for each update, such as the new version of the weights.
         timeout: seconds for a stage on each rank. Ranks wait for each other slightly longer,

@@ -20,7 +20,7 @@ _SHARED = "sglang.srt.model_executor.runner_utils.pool"
 
 @contextlib.contextmanager
 def named(pool: tuple[int, int]) -> Iterator[None]:
-    """Make SGLang use `pool` as the pool of the capture in the block, and borrow from it later."""
+    """Make SGLang capture into `pool` inside the block, and borrow from `pool` afterwards."""
     capture = sys.modules.get(_CAPTURE)
     if capture is None or not hasattr(capture, "set_graph_pool_id"):
         yield

@@ -33,7 +33,7 @@ class _Deferred:
 
     Attributes:
         request: SGLang's request.
-        work: returns the reply; its argument is the reason for which nothing may be done, or None.
+        work: returns the reply; its argument is the reason why it must do nothing, or None.
         rounds: the number of rounds for which the work may still wait.
     """
 
@@ -45,7 +45,7 @@ def defer(scheduler: Any, request: Any, work: Work) -> Any:
     """Do the work after the request was sent to the next stage, and then send its reply.
 
     Returns:
-        The reply of a handler: None, which makes SGLang send none yet.
+        None, for the handler to return: SGLang then sends no reply yet.
     """
     mode = _disaggregation(scheduler)
     if mode != "null":  # whose loops exchange other messages between the stages

@@ -81,7 +81,7 @@ def group_of(updater: Any) -> Group:
 
 
 def ranks_in(arguments: Any, name: str) -> int:
-    """Return a number of ranks in SGLang's arguments; 1 if they lack it."""
+    """Return a number of ranks from SGLang's arguments; 1 if it is not set."""
     return int(getattr(arguments, name, 1) or 1)
 
 

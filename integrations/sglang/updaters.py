@@ -37,14 +37,17 @@ class SchedulerAsUpdater:
 
 
 def updater_of(scheduler: Any) -> Any:
-    """Return a scheduler's updater. Raises `AttributeError` without an updater and handlers."""
+    """Return a scheduler's updater. Raises `AttributeError` if it has no updater or handlers."""
     if hasattr(scheduler, "weight_updater") or not hasattr(scheduler, _HANDLER):
         return scheduler.weight_updater
     return SchedulerAsUpdater(scheduler)
 
 
 def scheduler_of(updater: Any) -> Any:
-    """Return an updater's scheduler, or None. In 0.5.13 the updater has only its methods."""
+    """Return an updater's scheduler, or None.
+
+    SGLang 0.5.13's updater does not refer to the scheduler, only to some of its bound methods.
+    """
     scheduler = getattr(updater, "scheduler", None)
     if scheduler is None:
         scheduler = getattr(getattr(updater, "is_fully_idle", None), "__self__", None)

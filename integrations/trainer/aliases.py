@@ -29,7 +29,8 @@ class Aliases:
     Covers the objects that the garbage collector tracked when this was created, and the local
     variables of all threads. The constructor takes about 0.1 s in a process with a million objects.
 
-    The caller must refer to the tensors from containers only, and disable torch functions.
+    The caller must refer to the tensors only from containers, and disable torch's
+    `__torch_function__` overrides.
     """
 
     def __init__(self, tensors: list[Any]) -> None:

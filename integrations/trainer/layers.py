@@ -14,9 +14,9 @@ __all__ = ["has_separate_layers", "read_by_forward"]
 def has_separate_layers(model: Any) -> bool:
     """Return whether each of a model's tensors is read by the forward pass of a known module.
 
-    That is not the case if the model has FSDP2 modules, which gather other modules' parameters, or
-    scripted modules, which accept no hooks, or if it cannot be called itself and has tensors
-    outside of modules that can.
+    False if the model has FSDP2 modules, which gather other modules' parameters, or scripted
+    modules, which accept no hooks, or if the model cannot be called itself and has tensors outside
+    of modules that can be called.
     """
     import torch
 

@@ -139,9 +139,8 @@ class Offloaded:
     def may_overlap(self) -> bool:
         """Whether only calls with hooks use the memory, so other work may run during a resume.
 
-        That is the case for the states of optimizers, without parameters, gradients or other
-        tensors, and for modules with `offload(by_layer=True)`. Regions with the tag's name are not
-        considered.
+        True for the states of optimizers, without parameters, gradients or other tensors, and for
+        modules with `offload(by_layer=True)`. Regions with the tag's name are not considered.
         """
         return self._collection.may_overlap()
 
@@ -224,7 +223,7 @@ def offload(
     Args:
         targets: optimizers (their states), modules (their parameters and buffers), tensors (such as
             master weights that another object keeps); lists or dicts of those. Optimizers inside an
-            optimizer or a wrapper, in its attributes or in containers in them, are targets too.
+            optimizer or a wrapper, in attributes or in containers there, are targets too.
             FSDP2 modules are resharded.
         tag: the tag; None is "optimizer" if the first target is an optimizer, otherwise "model". A
             tag may have several handles, and regions too.

@@ -124,7 +124,7 @@ class _AsyncCores(Cores):
 
 
 def record_memory(engine: Any, memory: Memory) -> frozenset[str]:
-    """Record who manages an engine's memory, and its lost contents; return its released tags."""
+    """Record the manager and the lost contents of an engine's memory; return its released tags."""
     admission: VllmAdmission = vars(engine)[_ATTRIBUTE]
     if memory.is_others:
         admission.is_ours = False

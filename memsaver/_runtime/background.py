@@ -42,8 +42,8 @@ def start_daemon(
     Args:
         name: the thread's name, after "memsaver-".
         work: the work.
-        within: returns a context manager for the work. The collector is disabled until it is
-            entered.
+        within: returns a context manager for the work. The garbage collector stays disabled until
+            this context manager is entered.
 
     Raises:
         RuntimeError, MemoryError: no thread can be started.

@@ -48,8 +48,8 @@ def missing(name: str, public: list[str]) -> AttributeError | ImportError:
     """Return the error for a missing attribute of `memsaver`. Only its `__getattr__` calls this.
 
     The error is an ImportError if `from memsaver import name` needs the attribute, because Python
-    would replace an AttributeError by an ImportError without advice. For a module of the package it
-    is an AttributeError, after which Python imports the module.
+    would replace an AttributeError with an ImportError without advice. For a module of the package
+    it is an AttributeError, after which Python imports the module.
     """
     importing = sys._getframe(2).f_code.co_name == "_handle_fromlist"
     if importing and importlib.util.find_spec(f"memsaver.{name}") is None:

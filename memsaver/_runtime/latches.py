@@ -1,4 +1,4 @@
-"""Wait for other threads; an interrupt does not damage shared state."""
+"""Synchronisation primitives whose shared state an interrupt cannot damage."""
 
 from __future__ import annotations
 

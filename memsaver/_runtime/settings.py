@@ -103,8 +103,8 @@ def configure(
     Args:
         share_bytes: see `Options`, which describes all options.
         slab_bytes: from 2 MiB to 1 GiB, like `share_bytes`.
-        margin_bytes: an allocation that would leave less fails as out of memory, so that torch
-            releases its cached memory and retries.
+        margin_bytes: an allocation that would leave less fails with an out-of-memory error, so that
+            torch releases its cached memory and retries.
         host_bytes: a pause that needs more raises `OutOfHostMemoryError`.
         fingerprints: False copies all contents in each pause.
         poison: for debugging: discarded contents resume as bytes 0xFF, so that code that relies on

@@ -67,7 +67,7 @@ class Call:
         return [*self.out, *self.into]
 
     def finish(self) -> Report:
-        """Reserve the tags, begin, run and release. Notify callbacks if it fails.
+        """Reserve the tags, begin, run and release. Notify callbacks of a failure.
 
         No signal handler may run between these steps: see `_C.uninterrupted`.
         """

@@ -158,7 +158,7 @@ class GpuWorkload:
 
 
 class SimulatedWorkload:
-    """The same steps on the simulated driver, with buffers in place of tensors."""
+    """The steps of `GpuWorkload` on the simulated driver, with buffers in place of tensors."""
 
     limits = (
         "Simulated: memory, addresses, contents and the driver's accounting behave as on a GPU, "

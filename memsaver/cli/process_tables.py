@@ -74,7 +74,7 @@ def view(found: Found, console: Console) -> RenderableType:
 
 
 def _name(process: Process | Silent, console: Console) -> Text:
-    """Return the process's id and command, truncated to the width; JSON has the whole command."""
+    """Return the process's id and command, truncated to the width; JSON output is complete."""
     from rich.cells import cell_len, set_cell_size
     from rich.text import Text
 
@@ -190,7 +190,7 @@ def _last_transition(tag: WatchedTag) -> Iterator[str]:
 
 
 def _who(tag: WatchedTag) -> str:
-    """Return the caller's place in its program without folders and thread; JSON has both."""
+    """Return the caller's file and line without folders and thread; JSON output contains both."""
     place, _, _ = (tag.caller or "").partition(", thread ")
     return place.rpartition("/")[2]
 

@@ -1,4 +1,4 @@
-"""The channel of a rank whose own `group` argument is invalid, which reports this to the others.
+"""The channel on which a rank with an invalid `group` argument reports this to the other ranks.
 
 Such a rank does not know on which of its groups the other ranks wait for it. All ranks record in
 torch's store how many collectives of a group they have reached; the rank compares these numbers

@@ -62,8 +62,8 @@ class BackupStore {
   };
   // Prepares chunks for `ranges` (sorted, disjoint, inside `spans`; each range stays in one chunk,
   // except on another device) and returns them in address order. Drops chunks of other ranges, and
-  // claims missing ones. Throws like BackingStore::claim before touching any memory. The backup of
-  // other ranges may be lost, so call this only when no earlier backup is needed.
+  // claims missing ones. Throws like BackingStore::claim, before it touches any memory. The backup
+  // of other ranges may be lost, so call this only when no earlier backup is needed.
   std::vector<Room> prepare(const std::vector<VaReservation>& spans,
                             const std::vector<Range>& ranges);
   // The two steps for a new chunk: populate() for each of its copy chunks, on any thread; then

@@ -92,8 +92,8 @@ class DriverObject {
   Parts parts_;
 };
 
-// Deferred releases: the number of objects and their memory, in bytes. `device_bytes` is an
-// upper bound: if the driver refuses to unmap memory and to release it, both objects count.
+// Deferred releases: the number of objects and their memory, in bytes. `device_bytes` is an upper
+// bound: if the driver refuses to unmap memory and to release it, its bytes are counted twice.
 struct Deferred {
   uint64_t objects = 0, device_bytes = 0, host_bytes = 0;
 };

@@ -60,8 +60,8 @@ bool wait_for_tags(std::unique_lock<std::mutex>& lock, const std::vector<Tag*>& 
                    const Deadline& deadline = std::nullopt);
 
 // Waits until another thread changes a tag, a right or an importer, at most until `deadline`. May
-// return early. `lock` is the registry's lock, which is locked on return. Throws kInvalidState,
-// about `tags`, if the thread's callback ended the wait.
+// return early. `lock` is the registry's lock, which is locked on return.
+// Errors: kInvalidState, which names `tags`, if the thread's callback ended the wait.
 void wait_for_a_change(std::unique_lock<std::mutex>& lock, const std::vector<Tag*>& tags,
                        std::chrono::steady_clock::time_point deadline);
 
@@ -86,8 +86,8 @@ class WaitsForTransition {
   Waiting waiting_;
 };
 
-// A callback: while a call on this thread waits for a tag, the call runs `look(data)` about every
-// 50 ms, without a lock. A result other than 0 ends the wait. Null disables it.
+// A callback for waits: a call on this thread that waits for a tag runs `look(data)` about every
+// 50 ms, without a lock. A result other than 0 ends the wait. A null `look` disables the callback.
 struct Look {
   int (*look)(void*) = nullptr;
   void* data = nullptr;

@@ -35,7 +35,7 @@ constexpr uint64_t kAnyDevice = UINT64_MAX;
     "before the first pause, new allocations below this size share pieces of up to this size")  \
   X(margin_bytes, kSize, "MEMSAVER_MARGIN_BYTES", 0, 0, 1ull << 60,                             \
     "device memory that a new allocation must leave free; an allocation that would leave less " \
-    "fails as out of memory, so that torch releases its cached memory and retries")             \
+    "fails with an out-of-memory error, so that torch releases its cached memory and retries")  \
   X(host_bytes, kSize, "MEMSAVER_HOST_BYTES", 0, 0, 1ull << 60,                                 \
     "host memory that all backups may use in total; 0: as much as the system has available")    \
   X(fingerprints, kFlag, "MEMSAVER_FINGERPRINTS", 1, 0, 1,                                      \

@@ -25,9 +25,9 @@ struct PageTransferPlan {
   std::map<const Arriving*, std::vector<Range>> memory;  // the rest, to be mapped with new memory
 };
 
-// Assigns the extents of `out` to the tiles of `into`. A page is never split: if none is small
-// enough, new memory is planned; or, with `allow_larger`, a larger page that extends beyond the
-// tiles into unused addresses of the same span.
+// Assigns the extents of `out` to the tiles of `into`. A page is never split. If no page is small
+// enough, the plan contains new memory or, with `allow_larger`, a larger page that extends beyond
+// the tiles into unused addresses of the same span.
 PageTransferPlan plan_page_transfers(const std::vector<Leaving*>& out,
                                      const std::vector<Arriving*>& into, bool allow_larger);
 

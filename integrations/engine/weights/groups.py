@@ -39,7 +39,7 @@ def create_group(
         backend: "nccl" or "gloo".
         rank: this process's rank.
         size: the number of ranks.
-        timeout: to wait for the other ranks, and for each operation with gloo.
+        timeout: the limit on the wait for the other ranks and, with gloo, on each operation.
         gloo_device: gloo's device; None lets torch choose it.
     """
     import torch.distributed as dist

@@ -53,7 +53,7 @@ class WeightGroup:
             listens only at this address. So does gloo, unless GLOO_SOCKET_IFNAME names an
             interface. NCCL's sockets use the interfaces that NCCL_SOCKET_IFNAME names. Only the
             leader's address and port are used.
-        port: a free port of this address; 0 chooses one.
+        port: a free port at this address; with 0, the system chooses one.
         backend: the torch.distributed backend; "gloo" if either side has no GPU. With "nccl" on
             one host, start the trainer with NCCL_CUMEM_ENABLE=0, as SGLang does for its own
             processes: NCCL cannot share buffers between processes with different values.
@@ -307,7 +307,7 @@ class WeightGroup:
             self._free(sender, sending)
 
     def _free(self, sender: Sender, sending: Aside) -> None:
-        """Close a failed group with gloo, which `abort` leaves open, to end the engines' waits.
+        """Close a failed gloo group, which `abort` leaves open, to end the engines' waits.
 
         The connections are open until the broadcast has ended.
         """

@@ -24,7 +24,7 @@ class RegionTensors:
     """The tensors of this rank, in their own memory; a context manager. See `BucketMemory`.
 
     memsaver keeps the memory of a payload for its receiver. If the update fails and no receiver
-    will take the payload, the end of the context manager releases the memory.
+    will open the payload, leaving the context manager releases the memory.
 
     Args:
         device: the tensors' device.

@@ -176,8 +176,8 @@ class TorchMemorySaver:
     def memory_margin_bytes(self) -> int:
         """Device memory that allocations in regions leave free; 0 unless configured.
 
-        An allocation beyond the margin fails as out of memory; torch then releases its cached
-        blocks and tries again.
+        An allocation that would leave less fails with an out-of-memory error; torch then releases
+        its cached blocks and tries again.
 
         Raises:
             ConfigError: on setting, the number is not a valid size.

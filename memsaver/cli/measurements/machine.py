@@ -1,4 +1,4 @@
-"""All figures of one device, with sizes that fit its free memory and the host's."""
+"""All measurements of one device, with sizes that fit its free memory and the host's."""
 
 from __future__ import annotations
 
