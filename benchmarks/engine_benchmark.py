@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -47,6 +48,9 @@ def run(
 ) -> int:
     """Run the selected parts with a new model, and return an exit status.
 
+    During the run, SIGTERM raises SystemExit, so that the processes of engines and trainers are
+    ended, too.
+
     Args:
         parts: the parts by name, in the order of measuring.
         options: the options; the model's path and the initial memory in use are added to them.
@@ -63,7 +67,11 @@ def run(
         return 2
     options.compiled = False
     options.output = options.output.resolve()
-    with tempfile.TemporaryDirectory(prefix="memsaver-bench-") as folder:
-        options.model = Path(folder)
-        write_config(SMALL if options.small else BIG, options.model)
-        return runs.run([parts[name] for name in parts if name in options.only], options)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        with tempfile.TemporaryDirectory(prefix="memsaver-bench-") as folder:
+            options.model = Path(folder)
+            write_config(SMALL if options.small else BIG, options.model)
+            return runs.run([parts[name] for name in parts if name in options.only], options)
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -139,10 +139,9 @@ def check_failures(session: Session, what: str, send: Way, fail: str) -> None:
         (PROJECTION, (rows, columns // 2), fail),
         ("model.norm.weight", (3,), fail),
     ]
-    if session.engine.server_args.pp_size == 1:  # no stage knows the names of the others
-        unknown = "model.layers.9.nothing.weight"
-        cases.append((unknown, (rows, columns), f"does not use {unknown}"))
-        cases.append((PROJECTION, (2 * rows, columns), "only a part of"))
+    unknown = "model.layers.9.nothing.weight"
+    cases.append((unknown, (rows, columns), f"does not use {unknown}"))
+    cases.append((PROJECTION, (2 * rows, columns), "only a part of"))
     for name, shape, text in cases:
         tensor = torch.zeros(shape, dtype=like.dtype)
         done, message = send([(GOOD, session.weights[0][GOOD]), (name, tensor)])

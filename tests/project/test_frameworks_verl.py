@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -124,6 +125,25 @@ def test_a_training_that_has_ended_is_not_repeated(run, benchmark_module, monkey
     monkeypatch.setattr(part.results, "stamp", lambda: {**found, "gpu": "another"})
     assert run("--verl-steps=2", "--no-peer")[0] == 0
     assert capsys.readouterr().err.count("memsaver: training with verl") == 1
+
+
+def test_a_benchmark_that_is_terminated_ends_its_trainer(run, benchmark_module, monkeypatch):
+    part = benchmark_module("parts.frameworks_verl")
+    before = signal.getsignal(signal.SIGTERM)
+    trainers = []
+
+    def wait(trainer, seconds):
+        trainers.append(trainer)
+        assert trainer._process.poll() is None and trainer.left()
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(part.Trainer, "wait", wait)
+    with pytest.raises(SystemExit) as caught:
+        run("--verl-steps=2", fault="hangs")
+    assert caught.value.code == 128 + signal.SIGTERM
+    (trainer,) = trainers
+    assert trainer._process.poll() is not None and not trainer.left()
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_an_engine_with_another_saver_is_a_failure_without_rows(run, capsys):
