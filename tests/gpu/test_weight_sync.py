@@ -26,6 +26,7 @@ pytestmark = [
     ("scene", "size"),
     [
         ("alone", 1),
+        ("whole_process", 1),
         ("session", 1),
         ("group", 1),
         pytest.param("group_nccl", 1, marks=pytest.mark.two_gpus),

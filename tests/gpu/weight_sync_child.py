@@ -8,6 +8,7 @@ from __future__ import annotations
 import faulthandler
 import functools
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -313,8 +314,29 @@ def two(folder: Path) -> None:
     dist.destroy_process_group()
 
 
+def whole_process(folder: Path) -> None:
+    """Update a server from a preloaded trainer, which has all of its memory in a region."""
+    import sglang_engines
+
+    import memsaver
+
+    session = sglang_engines.start("server", folder)
+    try:
+        child = Path(__file__).with_name("whole_process_child.py")
+        subprocess.run(
+            [sys.executable, str(child), session.url],
+            env={**os.environ, **memsaver.preload_env("trainer", backup="host")},
+            check=True,
+            timeout=STUCK_SECONDS,
+        )
+        assert session.outputs() == session.expected
+    finally:
+        session.close()
+
+
 SCENES = {
     "alone": alone,
+    "whole_process": whole_process,
     "session": session,
     "group": group,
     "group_nccl": functools.partial(group, backend="nccl"),
