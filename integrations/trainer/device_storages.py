@@ -71,9 +71,9 @@ class DeviceStorages:
         import torch
 
         pools = torch_pools(required=False)
-        dead = pools.dead_ranges() if pools is not None else []
-        segments = dict(_C.ranges(tag)) if dead else {}
-        if any(address in segments and nbytes >= segments[address] for address, nbytes in dead):
+        unowned = pools.unowned_ranges() if pools is not None else []
+        segments = dict(_C.ranges(tag)) if unowned else {}
+        if any(address in segments and nbytes >= segments[address] for address, nbytes in unowned):
             with suspended():
                 torch.cuda.empty_cache()
 

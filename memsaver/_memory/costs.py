@@ -22,7 +22,7 @@ from memsaver._runtime.native import _C, backup_of, note, policy_of, tag_totals
 from memsaver._runtime.text import size_text
 from memsaver.errors import PerformanceWarning
 
-__all__ = ["after_pause", "backup_seen", "before_resume", "check_dead_blocks"]
+__all__ = ["after_pause", "backup_seen", "before_resume", "check_unowned_blocks"]
 
 Arguments = ParamSpec("Arguments")
 
@@ -44,27 +44,27 @@ def _harmless(check: Callable[Arguments, None]) -> Callable[Arguments, None]:
 
 
 @_harmless
-def check_dead_blocks(tags: Iterable[str], dead: list[tuple[int, int]]) -> None:
-    """Check the blocks without a tensor (address and bytes) before a pause with a backup."""
-    tags = [tag for tag in tags if ("dead", tag) not in _reported]
-    if not tags or sum(nbytes for _, nbytes in dead) < LARGE_BYTES:
+def check_unowned_blocks(tags: Iterable[str], unowned: list[tuple[int, int]]) -> None:
+    """Check blocks that no tensor owns (address and bytes) before a pause with a backup."""
+    tags = [tag for tag in tags if ("unowned", tag) not in _reported]
+    if not tags or sum(nbytes for _, nbytes in unowned) < LARGE_BYTES:
         return
     wasted: dict[str, int] = {}
-    for address, nbytes in dead:
+    for address, nbytes in unowned:
         found = _C.locate(address)
         if found is not None:
             wasted[found[0]] = wasted.get(found[0], 0) + nbytes
     large = [tag for tag in tags if wasted.get(tag, 0) >= LARGE_BYTES]
     for tag, bytes_all in tag_totals(large, "allocated_bytes").items():
-        bytes_dead = wasted[tag]
-        if 2 * bytes_dead > bytes_all:
+        bytes_unowned = wasted[tag]
+        if 2 * bytes_unowned > bytes_all:
             _warn_once(
-                "dead",
+                "unowned",
                 tag,
-                f"of the {size_text(bytes_all)} of tag {tag!r}, {size_text(bytes_dead)} are blocks "
-                "that no tensor owns: they use device memory whenever the tag is not paused; "
-                "release temporary tensors with torch.cuda.empty_cache() after the region, or "
-                "create them under memsaver.disabled()",
+                f"of the {size_text(bytes_all)} of tag {tag!r}, {size_text(bytes_unowned)} are "
+                "blocks that no tensor owns: they use device memory whenever the tag is not "
+                "paused; release temporary tensors with torch.cuda.empty_cache() after the region, "
+                "or create them under memsaver.disabled()",
             )
 
 

@@ -223,16 +223,16 @@ class TorchPools:
         """Return whether this thread's current stream is being captured."""
         return bool(self.torch.cuda.is_current_stream_capturing())
 
-    def dead_ranges(self) -> list[tuple[int, int]]:
-        """Return the addresses and sizes of blocks without a tensor in memsaver's closed pools."""
-        dead = []
+    def unowned_ranges(self) -> list[tuple[int, int]]:
+        """Return addresses and sizes of blocks in memsaver's closed pools that no tensor owns."""
+        unowned = []
         for segment in self._segments():
             if tuple(segment.get("segment_pool_id", (0, 0))) not in _closed_pools:
                 continue  # any thread may reuse a block of torch's or a program's own pool
             for block in segment["blocks"]:
                 if block["state"] == "inactive":
-                    dead.append((block["address"], block["size"]))
-        return dead
+                    unowned.append((block["address"], block["size"]))
+        return unowned
 
     def live_ranges(self, allocations: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return the addresses and sizes of the live parts of memsaver's allocations, in order.

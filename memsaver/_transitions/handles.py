@@ -90,8 +90,8 @@ class Call:
                 observers.notify_pause(name)
             changes = _C.changes()
             if self.names:
-                dead = self._dead_ranges(going)
-                self.native = _C.begin(self.out, self.into, self.backup, dead, changes)
+                unowned = self._unowned_ranges(going)
+                self.native = _C.begin(self.out, self.into, self.backup, unowned, changes)
         if self.native is not None:
             self.native.set_caller(self.who.encode(errors="replace"))
 
@@ -114,14 +114,14 @@ class Call:
         for name in self._notified:
             _notify_after(error, name)
 
-    def _dead_ranges(self, going: list[str]) -> list[tuple[int, int]]:
+    def _unowned_ranges(self, going: list[str]) -> list[tuple[int, int]]:
         pools = torch_pools(required=False)
         saved = any(_C.tag_backup(name) if self.backup < 0 else self.backup for name in going)
         if pools is None or not saved:
             return []
-        dead = pools.dead_ranges()
-        costs.check_dead_blocks(going, dead)
-        return dead
+        unowned = pools.unowned_ranges()
+        costs.check_unowned_blocks(going, unowned)
+        return unowned
 
 
 class Transition(Job[Report]):

@@ -62,9 +62,9 @@ def cycle(name, **options):
     return copied
 
 
-def pause_but(name, kind, dead):
-    """Pause a tag without its dead ranges; return the bytes copied."""
-    return sum(r[4] for r in _C.begin([name], [], CODE[kind], dead).run())
+def pause_but(name, kind, unowned):
+    """Pause a tag without its unowned ranges; return the bytes copied."""
+    return sum(r[4] for r in _C.begin([name], [], CODE[kind], unowned).run())
 
 
 # --- contents -------------------------------------------------------------------------------------
@@ -141,23 +141,23 @@ def test_another_block_at_the_same_address(sim, tag, make, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_dead_ranges_are_not_saved(sim, tag, make, kind):
+def test_unowned_ranges_are_not_saved(sim, tag, make, kind):
     (block,) = make(name := tag(), [6 * MIB], kind)
     cuts = [(1000, 5000), (MIB - 700, MIB + 700), (3 * MIB, 4 * MIB), (6 * MIB - 1, 6 * MIB)]
-    dead = [(block.address + a, b - a) for a, b in cuts]
+    unowned = [(block.address + a, b - a) for a, b in cuts]
     lost = sum(b - a for a, b in cuts)
-    assert pause_but(name, kind, dead) == 6 * MIB - lost == row_of(name).backup_bytes
+    assert pause_but(name, kind, unowned) == 6 * MIB - lost == row_of(name).backup_bytes
     memsaver.resume(name)
     for a, b in cuts:
         assert not any(sim.read(block.address + a, b - a))
         block.expected[a:b] = bytes(b - a)
     assert block.is_intact()
-    # The dead ranges are live again: they are saved now, although everything else is kept.
+    # The unowned ranges are live again: they are saved now, although everything else is kept.
     for a, b in cuts:
         block.write(a, b"\x5a" * (b - a))
     assert cycle(name) < 6 * MIB
     assert block.is_intact()
-    assert pause_but(name, kind, dead) < 6 * MIB
+    assert pause_but(name, kind, unowned) < 6 * MIB
     memsaver.resume(name)
     block.fill(60)
     cycle(name)
@@ -356,10 +356,10 @@ def test_progress_ends_at_the_reported_total(sim, tag, make, kind):
         resume = _C.begin([], names, -1, [])
         assert sum(r[4] for r in resume.run()) == everything
         assert resume.progress() == (everything, everything)
-    dead = [(blocks[-1].address + 100, 5000)]
+    unowned = [(blocks[-1].address + 100, 5000)]
     blocks[-1].write(0, b"x")
     blocks[-1].write(300 * KIB, b"x")
-    pause = _C.begin(names, [], CODE[kind], dead)
+    pause = _C.begin(names, [], CODE[kind], unowned)
     copied = sum(r[4] for r in pause.run())
     assert pause.progress() == (copied, copied)
     resume = _C.begin([], names, -1, [])

@@ -58,7 +58,7 @@ def test_contents_with_a_backup_are_restored(sim, tag, make_blocks, kind):
 
 
 @pytest.mark.parametrize("kind", SAVED)
-def test_dead_ranges_of_a_backed_up_tag_are_poisoned(sim, tag, make_blocks, kind):
+def test_unowned_ranges_of_a_backed_up_tag_are_poisoned(sim, tag, make_blocks, kind):
     name = tag()
     (block,) = make_blocks(name, [3 * PAGE], backup=kind)
     before = block.bytes()

@@ -39,17 +39,17 @@ def warned(call, *args, **kwargs) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-# --- dead blocks ----------------------------------------------------------------------------------
+# --- unowned blocks -------------------------------------------------------------------------------
 
 
 class Pools:
     """A fake of torch's pools, with the blocks that no tensor owns."""
 
     def __init__(self) -> None:
-        self.dead: list[tuple[int, int]] = []
+        self.unowned: list[tuple[int, int]] = []
 
-    def dead_ranges(self) -> list[tuple[int, int]]:
-        return self.dead
+    def unowned_ranges(self) -> list[tuple[int, int]]:
+        return self.unowned
 
     def is_capturing(self) -> bool:
         return False
@@ -64,9 +64,9 @@ def pools(monkeypatch):
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_a_tag_mostly_of_dead_blocks(sim, name, make_blocks, pools, wait):
+def test_a_tag_mostly_of_unowned_blocks(sim, name, make_blocks, pools, wait):
     blocks = make_blocks(name, [2 * MIB, 12 * MIB], backup="host")
-    pools.dead = [(blocks[1].address, 8 * MIB), (blocks[1].address + 8 * MIB, 4 * MIB)]
+    pools.unowned = [(blocks[1].address, 8 * MIB), (blocks[1].address + 8 * MIB, 4 * MIB)]
     (text,) = warned(memsaver.pause, name, wait=wait)
     assert "14 MiB" in text and "12 MiB are blocks that no tensor owns" in text
     assert repr(name) in text and "empty_cache()" in text
@@ -76,20 +76,20 @@ def test_a_tag_mostly_of_dead_blocks(sim, name, make_blocks, pools, wait):
     assert blocks[0].is_intact()
 
 
-def test_dead_blocks_that_are_few_small_or_anothers(sim, tag, make_blocks, pools):
+def test_unowned_blocks_that_are_few_small_or_anothers(sim, tag, make_blocks, pools):
     large, small, other = tag("large"), tag("small"), tag("other")
     blocks = make_blocks(large, [16 * MIB], backup="host")
     few = make_blocks(small, [4 * MIB], backup="host")
     others = make_blocks(other, [16 * MIB], backup="host")
-    pools.dead = [(blocks[0].address, 7 * MIB)]  # less than half of the tag
+    pools.unowned = [(blocks[0].address, 7 * MIB)]  # less than half of the tag
     assert warned(memsaver.pause, large) == []
     memsaver.resume(large)
-    pools.dead = [(others[0].address, 12 * MIB)]
+    pools.unowned = [(others[0].address, 12 * MIB)]
     assert warned(memsaver.pause, large) == []
     memsaver.resume(large)
     (text,) = warned(memsaver.pause, other)
     assert repr(other) in text
-    pools.dead = [(few[0].address, 3 * MIB)]  # less than LARGE_BYTES
+    pools.unowned = [(few[0].address, 3 * MIB)]  # less than LARGE_BYTES
     assert warned(memsaver.pause, small) == []
     memsaver.resume(small, other)
 
@@ -98,7 +98,7 @@ def test_nothing_is_checked_without_a_backup(sim, name, make_blocks, monkeypatch
     def none(*_):
         raise AssertionError
 
-    monkeypatch.setattr(torch_mode.TorchPools, "dead_ranges", none)
+    monkeypatch.setattr(torch_mode.TorchPools, "unowned_ranges", none)
     blocks = make_blocks(name, [8 * MIB])
     assert warned(memsaver.pause, name) == []
     memsaver.resume(name)

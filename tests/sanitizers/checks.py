@@ -28,7 +28,7 @@ SUITE = [
     "memory/test_freeing.py",
     "transition/test_concurrent_transitions.py",
     "transition/test_work_in_flight.py",
-    "transition/test_dead_blocks.py",
+    "transition/test_unowned_blocks.py",
     "backup/test_backup_views.py",
     "transition/test_callbacks.py",
     "transition/test_swap.py",

@@ -162,7 +162,7 @@ def test_the_c_function_refuses_no_tag_and_a_tag_in_both(sim, tag, make_blocks, 
 NULL_LISTS = {
     "out": "ms_transition_begin(None, 2, None, 0, -1, None, 0, None, result, None)",
     "into": "ms_transition_begin(None, 0, None, 2, -1, None, 0, None, result, None)",
-    "dead ranges": "ms_transition_begin(one, 1, None, 0, -1, None, 2, None, result, None)",
+    "unowned ranges": "ms_transition_begin(one, 1, None, 0, -1, None, 2, None, result, None)",
     "reserved tags": "ms_reserve(None, 2, result, None)",
     "reserved tags: all": "ms_reserve(one, EVERY_TAG, result, None)",
     "trimmed tags": "ms_trim_tags(None, 2, None, None)",
