@@ -48,8 +48,8 @@ def run(
 ) -> int:
     """Run the selected parts with a new model, and return an exit status.
 
-    During the run, SIGTERM raises SystemExit, so that the processes of engines and trainers are
-    ended, too.
+    The first SIGTERM during the run raises SystemExit, so that the processes of engines and
+    trainers are ended.
 
     Args:
         parts: the parts by name, in the order of measuring.
@@ -67,7 +67,7 @@ def run(
         return 2
     options.compiled = False
     options.output = options.output.resolve()
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    before = signal.signal(signal.SIGTERM, _terminated)
     try:
         with tempfile.TemporaryDirectory(prefix="memsaver-bench-") as folder:
             options.model = Path(folder)
@@ -75,3 +75,8 @@ def run(
             return runs.run([parts[name] for name in parts if name in options.only], options)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _terminated(*_: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # another one would interrupt the cleanup
+    sys.exit(128 + signal.SIGTERM)

@@ -12,7 +12,8 @@ each kind (sglang_kind_table.py) are run, each in a process of its own, and seve
 
 An engine's output after a resume must equal the output before the release, and after an update the
 output of the other engine, which has loaded the same weights at its start: token by token, with the
-same number of verifications if a draft model proposes tokens.
+same number of verifications if a draft model proposes tokens. For kinds with `reloads`, it must
+equal the engine's own output after the same update without a release.
 
 A kind that fails is a row, too. Kinds that need more GPUs than are visible, and those that are not
 started within --seconds, are recorded as not run, unless the file already has rows for them, which

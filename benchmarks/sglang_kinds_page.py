@@ -68,7 +68,7 @@ def _note(kind: Kind, row: dict[str, Any]) -> str:
     if kind.reloads and row["resumed"] != NOT_RUN:
         notes.append(
             "updates are compared with updates of the awake engine, because SGLang's updates give "
-            "other outputs than a fresh engine, also without memsaver"
+            "other outputs than a fresh engine, even without memsaver"
         )
     if "tokens_per_verification" in row:
         random = (

@@ -223,7 +223,7 @@ def offload(
     Args:
         targets: optimizers (their states), modules (their parameters and buffers), tensors (such as
             master weights that another object keeps); lists or dicts of those. Optimizers inside an
-            optimizer or a wrapper, in attributes or in containers there, are targets too.
+            optimizer or a wrapper, in attributes or in containers in them, are targets too.
             FSDP2 modules are resharded.
         tag: the tag; None is "optimizer" if the first target is an optimizer, otherwise "model". A
             tag may have several handles, and regions too.

@@ -36,7 +36,7 @@ def prompt_of(request: Request) -> dict[str, Any]:
 
 
 def sampling_of(request: Request) -> Any:
-    """Return a request's `SamplingParams`, which request the sampled tokens' log-probabilities.
+    """Return a request's `SamplingParams`, with the sampled tokens' log-probabilities.
 
     Raises:
         ConfigError: vLLM rejects the parameters.

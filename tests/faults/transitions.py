@@ -28,9 +28,9 @@ class Transitions(Scenario):
         require(group.is_gone(), f"{group.names} are paused, and their memory is there")
 
     def was_kept(self, group: Group, error: Exception) -> bool:
-        """Return whether the driver refused the rollback too (csrc/DESIGN.md).
+        """Return whether the rollback failed too: a call was refused, or a backup was unreadable.
 
-        A rollback needs no host memory.
+        A rollback needs no host memory (csrc/DESIGN.md).
         """
         refused = "resume them" in str(error) and "no host memory left" not in str(error)
         return group.states() == {"paused"} and refused

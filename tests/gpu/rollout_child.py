@@ -259,7 +259,7 @@ def policies(folder: Path) -> None:
     named = {**arguments(folder), "timeout": 240}
     with (
         RolloutEngine.launch(**named, asleep="wake", sleep_after=3) as wakes,
-        RolloutEngine.launch(**named, asleep="wait", asleep_wait=3) as waits,
+        RolloutEngine.launch(**named, asleep="wait", asleep_wait=10) as waits,
     ):
         expected = rows(wakes.generate([PROMPTS[0]], greedy()))
         assert rows(waits.generate([PROMPTS[0]], greedy())) == expected
@@ -271,7 +271,7 @@ def policies(folder: Path) -> None:
         work, results = in_background(waits, TOKENS)
         flushed(wakes)
         assert rows(wakes.generate([PROMPTS[0]], greedy())) == expected
-        assert waits.refresh() is Status.ASLEEP and not results
+        assert waits.refresh() is Status.ASLEEP and work.is_alive() and not results
         waits.wake_up()
         work.join(30)
         assert [rows(output) for output in results] == [expected]
@@ -279,7 +279,7 @@ def policies(folder: Path) -> None:
         try:
             waits.generate([PROMPTS[0]], greedy())
         except EngineAsleepError as error:
-            assert "no caller woke it up within 3 s" in str(error), error
+            assert "no caller woke it up within 10 s" in str(error), error
         else:
             raise AssertionError("a sleeping engine generated")
         waits.wake_up()

@@ -1,4 +1,4 @@
-"""A trainer whose whole process is in a region: update an engine's server without a bucket.
+"""Update an engine's server, without buckets, from a trainer whose whole process is in a region.
 
 usage: whole_process_child.py URL, with the variables of `memsaver.preload_env`
 """
@@ -27,7 +27,7 @@ def main(url: str) -> None:
             report = engine.update_weights(weights, verify="full")
             print(report, flush=True)
             assert report.mapped == report.held == report.tensors and not report.buckets, report
-            memsaver.pause(tag)  # at once
+            memsaver.pause(tag)  # the engine no longer reads the trainer's memory
             assert (outputs(engine) == first) == (seed == 1), seed
             memsaver.resume(tag)
 

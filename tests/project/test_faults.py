@@ -168,7 +168,7 @@ def test_a_swap_that_cannot_be_undone_reports_so_even_without_host_memory(tmp_pa
 
 @pytest.mark.parametrize("backup", ["host", "pageable", "disk", "peer"])
 def test_a_swap_is_undone_without_host_memory(tmp_path, run_python, backup):
-    """From each of its allocations on, a swap gets no host memory, and neither does its undoing."""
+    """All allocations from the nth on fail, in the swap and in its rollback."""
     place = Workplace(tmp_path)
     done = run_python(
         f"""
@@ -206,6 +206,50 @@ def test_a_swap_is_undone_without_host_memory(tmp_path, run_python, backup):
         """,
         MEMSAVER_SIM_DEVICES=2,
         MEMSAVER_DISK_DIR=place.environment["MEMSAVER_DISK_DIR"],
+        **{k: place.environment[k] for k in ("LD_PRELOAD", "MEMSAVER_TEST_SYSTEM_ROOT")},
+    )
+    assert int(done.stdout) > 100, done.stdout
+
+
+def test_a_second_attempt_of_a_swap_is_undone_without_host_memory(tmp_path, run_python):
+    """Device 1 has no memory, so device 0's page returns, and the swap plans its second attempt."""
+    place = Workplace(tmp_path)
+    done = run_python(
+        """
+        import errno
+        import memsaver
+        from faults.injections import Injection
+        from model.calls import System
+        from simulated_driver import Block, Simulator
+
+        MIB = 1 << 20
+        system = System(Simulator())
+        system.sim.start(0), system.sim.start(1)
+        with memsaver.region("into", backup="host"):
+            into = [Block(system.sim, 4 * MIB, 1, device) for device in (0, 1)]
+        memsaver.pause("into")
+        with memsaver.region("out", backup="pageable"):
+            out = [Block(system.sim, 4 * MIB - 5000, 2, 0)]
+        system.sim.occupy(80 << 30, 1)
+        nth, refused = 0, None
+        while not isinstance(refused, memsaver.OutOfDeviceMemoryError):
+            nth += 1
+            system.arm(Injection("swap", "malloc", nth, errno.ENOMEM, forever=True))
+            try:
+                memsaver.swap(out="out", into="into")
+            except (memsaver.OutOfHostMemoryError, memsaver.OutOfDeviceMemoryError) as error:
+                refused = error
+            system.clear()
+            assert memsaver.state("out") == "mapped", (nth, str(refused))
+            assert memsaver.state("into") == "paused", (nth, str(refused))
+            assert out[0].is_intact(), nth
+        system.sim.occupy(0, 1)
+        memsaver.swap(out="out", into="into")
+        memsaver.resume()
+        assert all(block.is_intact() for block in out + into) and not system.sim.violations()
+        print(nth)
+        """,
+        MEMSAVER_SIM_DEVICES=2,
         **{k: place.environment[k] for k in ("LD_PRELOAD", "MEMSAVER_TEST_SYSTEM_ROOT")},
     )
     assert int(done.stdout) > 100, done.stdout

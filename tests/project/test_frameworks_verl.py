@@ -129,7 +129,6 @@ def test_a_training_that_has_ended_is_not_repeated(run, benchmark_module, monkey
 
 def test_a_benchmark_that_is_terminated_ends_its_trainer(run, benchmark_module, monkeypatch):
     part = benchmark_module("parts.frameworks_verl")
-    before = signal.getsignal(signal.SIGTERM)
     trainers = []
 
     def wait(trainer, seconds):
@@ -137,13 +136,20 @@ def test_a_benchmark_that_is_terminated_ends_its_trainer(run, benchmark_module, 
         assert trainer._process.poll() is None and trainer.left()
         signal.raise_signal(signal.SIGTERM)
 
+    def unexpected(*_):
+        raise AssertionError("the benchmark did not handle the signal")
+
     monkeypatch.setattr(part.Trainer, "wait", wait)
-    with pytest.raises(SystemExit) as caught:
-        run("--verl-steps=2", fault="hangs")
+    before = signal.signal(signal.SIGTERM, unexpected)
+    try:
+        with pytest.raises(SystemExit) as caught:
+            run("--verl-steps=2", fault="hangs")
+        assert signal.getsignal(signal.SIGTERM) is unexpected
+    finally:
+        signal.signal(signal.SIGTERM, before)
     assert caught.value.code == 128 + signal.SIGTERM
     (trainer,) = trainers
     assert trainer._process.poll() is not None and not trainer.left()
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_an_engine_with_another_saver_is_a_failure_without_rows(run, capsys):

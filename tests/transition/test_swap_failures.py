@@ -78,11 +78,15 @@ def test_a_shortage_on_one_device_whose_rollback_fails_on_another_is_reported(
 @pytest.mark.long
 @pytest.mark.parametrize("call", ["cuMemMap", "cuMemcpyDtoHAsync", "cuMemHostRegister"])
 @pytest.mark.parametrize("times", [1, 0], ids=["once", "forever"])
-def test_a_swap_of_large_blocks_that_fails_on_its_way(sim, tag, make_blocks, call, times):
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_a_swap_of_large_blocks_that_fails_on_its_way(
+    sim, tag, make_blocks, options, tmp_path, call, times, kind
+):
     # Each block has its own backup chunk, which is saved copy chunk by copy chunk; some are saved
     # before the failure, and if the rollback fails, transferred pages are restored from them.
+    options(disk_dir=str(tmp_path))
     going, coming = tag("out"), tag("into")
-    out = Fixed(sim, make_blocks(going, [66 * MIB, 65 * MIB], backup="host"))
+    out = Fixed(sim, make_blocks(going, [66 * MIB, 65 * MIB], backup=kind))
     into = Fixed(sim, make_blocks(coming, [65 * MIB, 66 * MIB], backup="host"))
     memsaver.pause(coming)
     for nth in range(1, 5):

@@ -73,8 +73,8 @@ class BackupStore {
   // Drops a chunk of a failed save, attached or not, with its claim.
   void abandon(const Range& chunk) noexcept;
 
-  // Returns where a copy that begins at `address` must end: at the end of its chunk or copy chunk.
-  // Throws kInternal if the address is in no attached chunk.
+  // Returns the end of the chunk or of the copy chunk around `address`, whichever comes first: a
+  // copy must not cross it. Throws kInternal if the address is in no attached chunk.
   uint64_t copy_end(uint64_t address) const;
   // The places of the saved bytes (backing_store.h), in attached chunks only.
   bool is_direct() const { return kind_ == Backup::kHost || kind_ == Backup::kPeer; }

@@ -34,10 +34,10 @@ void wait_for_copies(Device& device, Device::Direction direction) noexcept;
 // Returns the size in bytes of the largest staging buffer that these ranges (sorted) need.
 uint64_t staged_bytes(const std::vector<Range>& ranges);
 
-// Restores `ranges` (sorted, saved) on the calling thread, inside a DeviceScope, without host
-// memory. When it returns or throws, no copy is in progress. `buffer`, of staged_bytes(ranges) or
-// more, is used only if the device cannot access the store. Throws like BackupStore::read, and
-// kDriverFailed.
+// Restores `ranges` (sorted, saved, mapped; whole pieces, as for BackupStore::read) on the calling
+// thread, inside a DeviceScope, without host memory. When it returns or throws, no copy is in
+// progress. `buffer`, of staged_bytes(ranges) or more, is used only if the device cannot access the
+// store. Throws like BackupStore::read and copy_end, and kDriverFailed.
 void restore_now(Device& device, BackupStore& store, const std::vector<Range>& ranges,
                  const StagingBuffer* buffer);
 

@@ -44,7 +44,6 @@ void DeviceTransition::plan(bool allow_larger) {
     const size_t extents = from->pool->heap.extents().size();
     pages += extents;
     from->unmapped_pages.reserve(extents);
-    from->transferred.clear();
     from->transferred.reserve(from->ranges.size() + plan_.transfers.size());
   }
   for (Arriving* to : into_) {
@@ -88,7 +87,7 @@ void DeviceTransition::exchange(const Queued& queued) {
 }
 
 void DeviceTransition::exchange_pages(const Queued& queued) {
-  reserve_staging();
+  reserve_undo();
   if (out_.empty()) events_.emplace(device_);  // a swap may fail after its copies are queued
   // New memory first: if the driver refuses it, nothing has changed yet.
   for (Arriving* to : into_) map(*to);
@@ -124,14 +123,15 @@ void DeviceTransition::exchange_pages(const Queued& queued) {
 }
 
 // Throws kOutOfHostMemory, kDriverFailed.
-void DeviceTransition::reserve_staging() {
+void DeviceTransition::reserve_undo() {
   uint64_t bytes = 0;
+  if (!plan_.transfers.empty()) device_.copy_stream(Device::Direction::kToDevice);
   for (const PageTransfer& transfer : plan_.transfers) {
     const Leaving& from = *transfer.from;
     if (from.ranges.empty() || from.pool->backup->is_direct()) continue;
     at_ = &from.pool->tag;
     bytes = std::max(bytes, staged_bytes(from.ranges));
-    if (from.pool->backup->kind() == Backup::kDisk) fingerprint_of("", 0);  // allocates its table
+    if (from.pool->backup->kind() == Backup::kDisk) fingerprint_of("", 0);  // makes its table
   }
   if (bytes == 0) return;
   staging_ = std::make_unique<StagingBuffer>(device_, HostClaim::take(bytes, "a staging buffer"));

@@ -68,7 +68,7 @@ class DeviceTransition {
 
  private:
   void exchange_pages(const Queued& queued);
-  void reserve_staging();
+  void reserve_undo();
   void map(Arriving& to);
   void start_saves();
   void transfer_pages();

@@ -283,6 +283,7 @@ bool Transition::undo() noexcept {
   for (Leaving& from : out_) {
     restore(from);
     if (!whole) from.pool->saved.swap(from.transferred);
+    from.transferred.clear();
   }
   for (Arriving& to : into_) restore(to);
   if (!whole) pausing_.commit();

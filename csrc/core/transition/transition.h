@@ -50,9 +50,9 @@ class Transition {
   // paused with its backup and uses no memory. There are two exceptions:
   //   - The contents of tags of `out` without a backup may be lost if `into` has tags: other
   //     contents overwrote them.
-  //   - If undoing also fails, the tags of `out` are paused: the driver refuses, or a backup cannot
-  //     be read. Their contents are in their backups, in retained unmapped pages or in pages that
-  //     are still mapped, and a resume restores all of them.
+  //   - If undoing also fails, because the driver refuses a call or a backup cannot be read, the
+  //     tags of `out` are paused. Their contents are in their backups, in retained unmapped pages
+  //     or in pages that are still mapped, and a resume restores all of them.
   std::vector<Change> run();
 
   // Waits for the devices' work in advance, so that run() need not: a later wait would include the

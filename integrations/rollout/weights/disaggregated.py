@@ -50,10 +50,10 @@ class WeightGroup:
     Args:
         engine: a `RolloutEngine`; or an `EngineSet`, whose engines are all in the group.
         address: an address of this machine that the engine's ranks can reach. The group's store
-            listens only at this address. So does gloo, unless GLOO_SOCKET_IFNAME names an
+            listens only on this address. So does gloo, unless GLOO_SOCKET_IFNAME names an
             interface. NCCL's sockets use the interfaces that NCCL_SOCKET_IFNAME names. Only the
             leader's address and port are used.
-        port: a free port at this address; with 0, the system chooses one.
+        port: a free port on this address; with 0, the system chooses one.
         backend: the torch.distributed backend; "gloo" if either side has no GPU. With "nccl" on
             one host, start the trainer with NCCL_CUMEM_ENABLE=0, as SGLang does for its own
             processes: NCCL cannot share buffers between processes with different values.
