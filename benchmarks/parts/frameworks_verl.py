@@ -42,6 +42,7 @@ PEER = PEERS[DEFAULT]
 START_SECONDS = 300  # limit for the start of Ray, the trainer and the engine
 STEP_SECONDS = 20
 FREE_SECONDS = 60  # limit for the memory of an ended trainer to become free
+EXIT_SECONDS = 60  # in which an interrupted trainer exits
 FLAT_MIB = 64  # by which the memory in use may change in cycles of sleep and wake-up
 WARM = 5  # cycles after which the memory must be flat
 SIZED = ("actor/grad_norm", "critic/score/mean")  # figures whose differences are compared in size
@@ -355,7 +356,7 @@ def end_early(how: str, options: argparse.Namespace, folder: Path) -> float:
             time.sleep(0.5)  # within the next step
             trainer.interrupt()
         begin = time.monotonic()
-        status = trainer.wait(FREE_SECONDS)
+        status = trainer.wait(EXIT_SECONDS)
         say(f"{how}: ended with status {status} after {time.monotonic() - begin:.1f} s")
         say(trainer.log())
         used = leftovers(options, trainer)
