@@ -154,6 +154,12 @@ void sim_hold_streams(int held) {
   state().streams.hold(held != 0);
 }
 
+void sim_hold_memory(uint64_t address, uint64_t bytes) {
+  if (in_forked_child()) return;
+  Lock lock(state().mutex);
+  state().streams.hold_memory({address, bytes});
+}
+
 void sim_deinitialize(int gone) {
   if (in_forked_child()) return;
   Lock lock(state().mutex);

@@ -76,10 +76,6 @@ bool Operation::touches(const Range& range) const {
                      [&](const Range& read) { return read.overlaps(range); });
 }
 
-bool Stream::is_ready(bool held) const {
-  return queue.empty() ? closed : !held && complete(queue.front().after);
-}
-
 bool Streams::in_host_function() { return t_in_host_function; }
 
 StreamPtr Streams::create(Context* context, CUstream handle, bool blocking) {
@@ -183,9 +179,21 @@ void Streams::hold(bool held) {
   wake();
 }
 
+void Streams::hold_memory(const Range& range) {
+  held_memory_ = range;
+  wake();
+}
+
+bool Streams::is_ready(const Stream& stream) const {
+  if (stream.queue.empty()) return stream.closed;
+  const Operation& next = stream.queue.front();
+  const bool held = held_ || (held_memory_.size != 0 && next.touches(held_memory_));
+  return !held && complete(next.after);
+}
+
 void Streams::wake() {
   for (const StreamPtr& stream : all_) {
-    if (stream->is_ready(held_)) stream->ready.notify_one();
+    if (is_ready(*stream)) stream->ready.notify_one();
   }
 }
 
@@ -201,7 +209,7 @@ void Streams::run(const StreamPtr& stream) {
   State& shared = state();
   Lock lock(shared.mutex);
   while (true) {
-    stream->ready.wait(lock, [&] { return stream->is_ready(held_); });
+    stream->ready.wait(lock, [&] { return is_ready(*stream); });
     if (stream->queue.empty()) break;
     execute(&lock, *stream, stream->queue.front());
     Ticket& ticket = *stream->queue.front().ticket;

@@ -61,9 +61,6 @@ struct Stream {
   std::shared_ptr<Capture> capture;
   std::condition_variable
       ready;  // its thread waits here, so that other streams' operations do not wake it
-
-  // Returns whether the thread has an operation to start, or has to end.
-  bool is_ready(bool held) const;
 };
 using StreamPtr = std::shared_ptr<Stream>;
 
@@ -104,12 +101,15 @@ class Streams {
   void set_delay(uint64_t microseconds) { delay_us_ = microseconds; }
   void set_copy_rate(uint64_t bytes_per_second) { copy_rate_ = bytes_per_second; }
   void hold(bool held);
+  void hold_memory(const Range& range);
 
   static bool in_host_function();
 
  private:
   static void* work(void* argument);
   void run(const StreamPtr& stream);
+  // Returns whether the stream's thread has an operation to start, or has to end.
+  bool is_ready(const Stream& stream) const;
   // Wakes the threads of all streams that are ready.
   void wake();
   void execute(Lock* lock, const Stream& stream, const Operation& operation);
@@ -119,6 +119,7 @@ class Streams {
   uint64_t delay_us_ = 0;
   uint64_t copy_rate_ = 0;
   bool held_ = false;
+  Range held_memory_;
 };
 
 }  // namespace memsaver::sim

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 
 import memsaver
 
@@ -33,3 +34,25 @@ def held(sim):
         yield
     finally:
         sim.hold_streams(False)
+
+
+@contextlib.contextmanager
+def held_memory(sim, address, nbytes):
+    """Prevent copies of this memory, and those queued after them, from starting in the block."""
+    sim.hold_memory(address, nbytes)
+    try:
+        yield
+    finally:
+        sim.hold_memory(0, 0)
+
+
+def released_soon(sim):
+    """Let held copies start a moment later, from another thread."""
+
+    def release():
+        sim.hold_streams(False)
+        sim.hold_memory(0, 0)
+
+    timer = threading.Timer(0.2, release)
+    timer.start()
+    return timer

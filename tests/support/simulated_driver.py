@@ -72,6 +72,7 @@ class Simulator:
             ("sim_peer_access", None, [ctypes.c_int]),
             ("sim_stream_delay", None, [u64]),
             ("sim_copy_rate", None, [u64]),
+            ("sim_hold_memory", None, [u64, u64]),
             ("sim_read", ctypes.c_int, [u64, pointer, u64]),
             ("sim_write", ctypes.c_int, [u64, text, u64]),
         ):
@@ -134,12 +135,17 @@ class Simulator:
         """Stop all streams from starting operations, or let them continue."""
         self.opened.sim_hold_streams(int(held))
 
+    def hold_memory(self, address: int, nbytes: int) -> None:
+        """Stop streams from starting operations on this memory; 0 bytes lets them continue."""
+        self.opened.sim_hold_memory(address, nbytes)
+
     def deinitialize(self, gone: bool) -> None:
         self.opened.sim_deinitialize(int(gone))
 
     def reset(self) -> None:
         self.clear_faults()
         self.hold_streams(False)
+        self.hold_memory(0, 0)
         self.stream_delay(0)
         self.copy_rate(0)
         self.host_limit()

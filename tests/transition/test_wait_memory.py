@@ -1,7 +1,7 @@
 """Test waits for a part of the memory that a resume in the background brings back."""
 
 import pytest
-from looks import held, intact
+from looks import held, held_memory, intact
 
 import memsaver
 from memsaver.errors import ConfigError, DriverError, OutOfDeviceMemoryError
@@ -25,25 +25,24 @@ def has_arrived(block):
 
 
 def test_the_host_waits_for_the_copies_up_to_the_memory_and_not_for_later_ones(
-    sim, tag, make_paused, slow
+    sim, tag, make_paused
 ):
     first, second, last = blocks = make_paused(name := tag(), SIZES)
-    slow()
-    under_way = memsaver.resume(name, wait=False)
-    under_way.wait_memory(first)
-    assert has_arrived(first) and not has_arrived(last)
-    under_way.wait_memory([(second.address, second.nbytes), (first.address + MIB, 7), first])
-    assert has_arrived(second) and not under_way.done() and not has_arrived(last)
+    with held_memory(sim, last.address, last.nbytes):
+        under_way = memsaver.resume(name, wait=False)
+        under_way.wait_memory(first)
+        assert has_arrived(first) and not has_arrived(last)
+        under_way.wait_memory([(second.address, second.nbytes), (first.address + MIB, 7), first])
+        assert has_arrived(second) and not under_way.done() and not has_arrived(last)
     under_way.wait_memory((last.address, last.nbytes))
     assert intact(blocks)
     under_way.wait()
     under_way.wait_memory(first)  # over: nothing to wait for
 
 
-def test_a_streams_work_waits_for_its_memory_alone(sim, tag, make_paused, slow):
+def test_a_streams_work_waits_for_its_memory_alone(sim, tag, make_paused):
     blocks = make_paused(name := tag(), SIZES)
-    slow()
-    with sim.stream() as stream:
+    with sim.stream() as stream, held_memory(sim, blocks[2].address, blocks[2].nbytes):
         with held(sim):
             under_way = memsaver.resume(name, wait=False)
             under_way.wait_stream(stream.value, memory=blocks[0])  # returns before any copy has run
@@ -51,22 +50,22 @@ def test_a_streams_work_waits_for_its_memory_alone(sim, tag, make_paused, slow):
         assert sim.opened.cuStreamSynchronize(stream) == 0
         assert sim.read(blocks[0].address, MIB) == bytes([7]) * MIB
         assert not under_way.done() and not has_arrived(blocks[2])
-        under_way.wait()
+    under_way.wait()
     assert intact(blocks[1:])
 
 
-def test_memory_without_a_backup_waits_for_no_copy(sim, tag, make_paused, slow):
+def test_memory_without_a_backup_waits_for_no_copy(sim, tag, make_paused):
     saved = make_paused(weights := tag("weights"), SHORT)
     (empty,) = make_paused(cache := tag("cache"), [2 * MIB], backup="none")
-    slow()
-    under_way = memsaver.resume(weights, cache, wait=False)
-    with sim.stream() as stream:
+    last = saved[-1]
+    with held_memory(sim, last.address, last.nbytes), sim.stream() as stream:
+        under_way = memsaver.resume(weights, cache, wait=False)
         under_way.wait_stream(stream.value, memory=empty)
         sim.memset(empty.address, 7, empty.nbytes, stream)
         assert sim.opened.cuStreamSynchronize(stream) == 0
-    assert not has_arrived(saved[-1])
-    under_way.wait_memory([empty, saved[-1]])
-    assert has_arrived(saved[-1])
+        assert not has_arrived(last)
+    under_way.wait_memory([empty, last])
+    assert has_arrived(last)
     under_way.wait()
     assert intact(saved) and empty.bytes() == bytes([7]) * empty.nbytes
 

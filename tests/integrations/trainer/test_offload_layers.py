@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from looks import held
+from looks import held, held_memory, released_soon
 from torch import nn
 from trainers import Trainer
 
@@ -94,7 +94,7 @@ def test_models_whose_layers_can_be_told_apart(model):
 
 @pytest.fixture
 def make_large(sim, tag):
-    """Create a model of two layers, its handle, an input and the output; copies are slow."""
+    """Create a model of two layers, its handle, an input and the output."""
 
     def layer():
         made = nn.utils.skip_init(nn.Linear, 4096, 4096, bias=False)
@@ -110,23 +110,26 @@ def make_large(sim, tag):
             y = model(x)
         offloaded = offload(model, tag=tag(), by_layer=by_layer)
         offloaded.pause()
-        sim.copy_rate(2 * LAYER_BYTES)
         return model, offloaded, x, y
 
-    yield make
-    sim.copy_rate(0)
+    return make
 
 
-def test_the_first_layer_runs_before_the_last_has_arrived(make_large):
+def held_weight(sim, module):
+    return held_memory(sim, module.weight.data_ptr(), module.weight.nbytes)
+
+
+def test_the_first_layer_runs_before_the_last_has_arrived(sim, make_large):
     model, offloaded, x, y = make_large()
     assert offloaded.may_overlap
-    arrival = offloaded.resume(wait=False)
     done = []
-    for layer in model:
-        layer.register_forward_hook(lambda *_: done.append(arrival.done()))
-    with torch.no_grad():
-        assert torch.equal(model(x), y)
-    assert done[0] is False and arrival.done()
+    with held_weight(sim, model[1]):
+        arrival = offloaded.resume(wait=False)
+        model[0].register_forward_hook(lambda *_: done.append(arrival.done()))
+        model[0].register_forward_hook(lambda *_: sim.hold_memory(0, 0))
+        with torch.no_grad():
+            assert torch.equal(model(x), y)
+    assert done == [False] and arrival.done()
 
 
 USES = {
@@ -138,25 +141,29 @@ USES = {
 }
 
 
-def test_other_uses_wait_for_everything(make_large):
+def test_other_uses_wait_for_everything(sim, make_large):
     model, offloaded, x, y = make_large()
     for name, use in USES.items():
         offloaded.pause()
-        arrival = offloaded.resume(wait=False)
-        with torch.no_grad():
+        with torch.no_grad(), held_weight(sim, model[1]):
+            arrival = offloaded.resume(wait=False)
             model[0](x)
             assert not arrival.done(), name
+            timer = released_soon(sim)
             use(model, x)
             assert arrival.done(), name
+            timer.join()
             assert torch.equal(model(x), y)
 
 
-def test_without_the_promise_the_first_layer_waits_for_everything(make_large):
+def test_without_the_promise_the_first_layer_waits_for_everything(sim, make_large):
     model, offloaded, x, _ = make_large(by_layer=False)
-    arrival = offloaded.resume(wait=False)
-    with torch.no_grad():
+    with torch.no_grad(), held_weight(sim, model[1]):
+        arrival = offloaded.resume(wait=False)
+        timer = released_soon(sim)
         model[0](x)
-    assert arrival.done()
+        assert arrival.done()
+        timer.join()
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd_momentum"])
@@ -178,17 +185,19 @@ def test_steps_are_bit_equal(sim, tag, optimizer):
     assert trainer.contents() == expected.contents()
 
 
-def test_the_copies_of_a_later_resume_run_after_those_of_the_model(make_large, tag):
+def test_the_copies_of_a_later_resume_run_after_those_of_the_model(sim, make_large, tag):
     model, offloaded, x, y = make_large()
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(LAYER_BYTES // 4))], momentum=0.9)
     optimizer.param_groups[0]["params"][0].grad = torch.ones(LAYER_BYTES // 4)
     states = offload(optimizer, tag=tag())
     optimizer.step()
     states.pause()
-    arrivals = offloaded.resume(wait=False), states.resume(wait=False)
-    with torch.no_grad():
-        assert torch.equal(model(x), y)
-    assert arrivals[0].done() and not arrivals[1].done()
+    momentum = next(iter(optimizer.state.values()))["momentum_buffer"]
+    with held_memory(sim, momentum.data_ptr(), momentum.nbytes):
+        arrivals = offloaded.resume(wait=False), states.resume(wait=False)
+        with torch.no_grad():
+            assert torch.equal(model(x), y)
+        assert arrivals[0].done() and not arrivals[1].done()
     arrivals[1].wait()
 
 
@@ -225,7 +234,6 @@ def test_a_wait_that_fails_is_an_error_of_the_forward_pass(sim, make_large):
 
 def test_a_copy_of_a_model_has_no_hooks(sim, make_large):
     model, offloaded, x, y = make_large()
-    sim.copy_rate(0)
     offloaded.resume()
     other = copy.deepcopy(model)
     offloaded.pause()

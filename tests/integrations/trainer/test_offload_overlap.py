@@ -2,12 +2,11 @@
 
 import copy
 import gc
-import threading
 import warnings
 
 import pytest
 import torch
-from looks import held
+from looks import held, released_soon
 from trainers import OPTIMIZERS, Trainer, bytes_of, states_of, step_all, zero_grad_all
 
 import memsaver
@@ -28,13 +27,6 @@ def make(tag):
     return made
 
 
-def release_soon(sim):
-    """Let copies start a moment later, from another thread."""
-    timer = threading.Timer(0.2, lambda: sim.hold_streams(False))
-    timer.start()
-    return timer
-
-
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_step_waits_for_states_that_return_in_the_background(sim, make, optimizer):
     trainer, expected, offloaded = make(optimizer)
@@ -46,7 +38,7 @@ def test_a_step_waits_for_states_that_return_in_the_background(sim, make, optimi
                 trainer.model(torch.ones(4, 32)).sum().backward()  # needs no states
                 trainer.optimizer.zero_grad()
             assert not arrival.done() and offloaded.state == "restoring"
-            timer = release_soon(sim)
+            timer = released_soon(sim)
             trainer.step()
             timer.join()
         assert arrival.wait().changed == (offloaded.tag,)
@@ -72,7 +64,7 @@ def test_other_hooked_calls_wait_too(sim, make, use):
     offloaded.pause()
     with held(sim):
         offloaded.resume(wait=False)
-        timer = release_soon(sim)
+        timer = released_soon(sim)
         USES[use](trainer, saved)
         timer.join()
     assert [bytes_of(tensor) for tensor in states_of(trainer.optimizer)] == before
