@@ -33,7 +33,8 @@ class Launcher(Protocol):
                 `RolloutEngine.launch`.
 
         Raises:
-            ConfigError: a value is invalid, or no request would wake an engine that fell asleep.
+            ConfigError: a value is invalid, no request would wake an engine that fell asleep, or
+                the engine's plugin is turned off.
         """
 
     def launch(

@@ -40,8 +40,8 @@ class EnginePolicies:
     """The policies of one kind of engine.
 
     Args:
-        prefix: the prefix of the variables `prefix`_ASLEEP, _ASLEEP_WAIT, _ASLEEP_REQUESTS and
-            _SLEEP_AFTER.
+        prefix: the variable that turns the engine's plugin off, and the prefix of the variables
+            `prefix`_ASLEEP, _ASLEEP_WAIT, _ASLEEP_REQUESTS and _SLEEP_AFTER.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -77,12 +77,15 @@ class EnginePolicies:
     def variables(self, arguments: Mapping[str, Any]) -> dict[str, str]:
         """Return the variables for an engine's processes; see `Launcher.policy_variables`."""
         _policy(self._prefix, arguments)
-        given = {option: arguments.get(option) for option in _OPTIONS}
-        return {
-            _variable(self._prefix, option): str(value)
-            for option, value in given.items()
-            if value is not None
+        given = {
+            option: arguments[option] for option in _OPTIONS if arguments.get(option) is not None
         }
+        if given and not flag(self._prefix, True):
+            raise ConfigError(
+                f"{', '.join(given)}: only memsaver's plugin has a policy for requests, and "
+                f"{self._prefix}=0 turns it off: unset the variable, or leave out these arguments"
+            )
+        return {_variable(self._prefix, option): str(value) for option, value in given.items()}
 
 
 def _policy(prefix: str, arguments: Mapping[str, Any] = MappingProxyType({})) -> Policy:

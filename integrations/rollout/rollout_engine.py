@@ -145,7 +145,8 @@ class RolloutEngine(EngineStart):
         Raises:
             NotLoadedError: the engine's package is not installed.
             ConfigError: the mesh, the GPUs or the arguments do not match each other, or an argument
-                is invalid, such as `sleep_after` with another policy than "wake".
+                is invalid, such as `sleep_after` with another policy than "wake", or a policy for
+                an engine whose plugin is turned off.
             EngineError, EngineTimeoutError: the engine did not start, or did not start in time.
         """
         policy = {

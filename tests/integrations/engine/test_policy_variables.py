@@ -32,6 +32,14 @@ def test_invalid_policies_of_a_launch_are_rejected(arguments, text):
         EnginePolicies("MEMSAVER_SGLANG").variables(arguments)
 
 
+def test_an_engine_without_the_plugin_has_no_policy(monkeypatch):
+    monkeypatch.setenv("MEMSAVER_VLLM", "0")
+    policies = EnginePolicies("MEMSAVER_VLLM")
+    with pytest.raises(ConfigError, match=r"asleep, sleep_after: .*MEMSAVER_VLLM=0 turns it off"):
+        policies.variables({"asleep": "wake", "asleep_wait": None, "sleep_after": 5})
+    assert policies.variables({"asleep": None}) == {}
+
+
 def test_an_argument_overrides_its_variable(monkeypatch):
     monkeypatch.setenv("MEMSAVER_VLLM_ASLEEP", "wake")
     monkeypatch.setenv("MEMSAVER_VLLM_SLEEP_AFTER", "30")
