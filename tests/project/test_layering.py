@@ -1,6 +1,7 @@
 """Test dependencies: units of csrc/ use only those below them, packages only the allowed ones."""
 
 import ast
+import functools
 import graphlib
 import re
 
@@ -93,14 +94,8 @@ def test_core_has_no_cycle():
         known.setdefault(own, set()).update(
             unit for header in includes(path) if (unit := unit_of(header)) and unit != own
         )
-
-    def walk(unit, trail):
-        assert unit not in trail, " -> ".join([*trail, unit])
-        for other in sorted(known.get(unit, ())):
-            walk(other, [*trail, unit])
-
-    for unit in known:
-        walk(unit, [])
+    assert sum(map(len, known.values())) > len(known)
+    graphlib.TopologicalSorter(known).prepare()  # raises for a cycle
 
 
 @pytest.mark.parametrize("folder", OUTSIDE_THE_CORE)
@@ -217,7 +212,11 @@ def package_of(name):
 
 def is_for_types(node):
     """Return whether the node is `if TYPE_CHECKING:`, which never runs."""
-    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    return (
+        isinstance(node, ast.If)
+        and isinstance(node.test, ast.Name)
+        and node.test.id == "TYPE_CHECKING"
+    )
 
 
 def module_of(node, path):
@@ -230,28 +229,31 @@ def module_of(node, path):
     return ".".join([*parts[: len(parts) - node.level], *filter(None, [node.module])])
 
 
+@functools.cache
 def imports(path, for_types=True):
-    """Yield the names that a module imports, and whether its own import imports them.
+    """Return the names that a module imports, and whether its own import imports them.
 
     `for_types` includes imports that only a type checker executes.
     """
-    tree = ast.parse(path.read_text())
-    late = set()
-    for outer in ast.walk(tree):
-        if is_for_types(outer):
-            if not for_types:
-                outer.body = []
-            late |= {id(inner) for part in outer.body for inner in ast.walk(part)}
-        elif isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef):
-            late |= {id(inner) for inner in ast.walk(outer)}
-    for node in ast.walk(tree):
+    found = []
+
+    def visit(node, at_once):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            found.extend((alias.name, at_once) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            names = [f"{module_of(node, path)}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        yield from ((name, id(node) not in late) for name in names)
+            found.extend((f"{module_of(node, path)}.{alias.name}", at_once) for alias in node.names)
+        elif is_for_types(node):
+            for statement in node.body if for_types else ():
+                visit(statement, False)
+            for statement in node.orelse:
+                visit(statement, at_once)
+        elif not isinstance(node, ast.expr):  # which contains no statement
+            now = at_once and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            for child in ast.iter_child_nodes(node):
+                visit(child, now)
+
+    visit(ast.parse(path.read_text()), True)
+    return found
 
 
 def rows_of_the_package():
