@@ -43,7 +43,7 @@ def nothing_kept():
 
 
 @pytest.mark.parametrize("kind", [*IN_MEMORY, "disk"])
-@pytest.mark.parametrize("sizes", [[1], [4097, 3], [17 * MIB], [3 * MIB + 5, 700]], ids=str)
+@pytest.mark.parametrize("sizes", [[1], [4097, 3], [66 * MIB], [3 * MIB + 5, 700]], ids=str)
 def test_a_backup_uses_the_pages_of_the_saved_blocks(sim, tag, make_blocks, kind, sizes):
     blocks = make_blocks(name := tag(), sizes, backup=kind)
     pages = pages_of(name)
