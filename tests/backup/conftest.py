@@ -34,6 +34,7 @@ def run(run_python):
     """Run code with `peer_scene` in a process with several devices."""
 
     def run(code: str, devices: int = 2, **env: object):
-        return run_python(CODE + textwrap.dedent(code), MEMSAVER_SIM_DEVICES=devices, **env)
+        code = CODE + textwrap.dedent(code)
+        return run_python(code, with_memsaver=True, MEMSAVER_SIM_DEVICES=devices, **env)
 
     return run
