@@ -1,7 +1,6 @@
 """Test the addresses and memory of blocks with a model, and the bounds of heap.h."""
 
 import random
-import time
 from itertools import pairwise
 
 import hypothesis.strategies as st
@@ -206,7 +205,7 @@ def test_allocations_against_a_model(sim, tag, options, slab):
     run_state_machine_as_test(
         lambda: HeapModel(sim, tag(), slab),
         settings=settings(
-            max_examples=20,
+            max_examples=20 if slab == SLAB else 10,
             stateful_step_count=30,
             deadline=None,
             print_blob=True,
@@ -220,30 +219,25 @@ def test_allocations_against_a_model(sim, tag, options, slab):
 # --- releases -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nbytes", [LARGE, 20 * MIB, SLAB + 1, (3 << 30) + 5])
-def test_a_large_block_is_released_at_once(sim, tag, make_blocks, nbytes):
+def test_a_large_block_is_released_at_once(sim, tag, make_blocks):
     name = tag()
-    small = make_blocks(name, [512, PAGE, 5 * MIB])
-    with memsaver.region(name):
-        before = held(name), sim.physical()
-        address = _C.malloc(nbytes)
-        neighbour = simulator.buffer(3 * MIB)
-        rounded = -(-nbytes // PAGE) * PAGE
-        assert held(name) >= before[0] + rounded
-        with_it = held(name), sim.physical()
-        _C.free(address)
-    assert held(name) == with_it[0] - rounded
-    assert sim.physical() == with_it[1] - rounded
-    sim.write(neighbour.address, b"x")
-    assert all(b.is_intact() for b in small)
-
-
-def test_the_first_small_block_takes_one_page(sim, tag):
-    name = tag()
-    with memsaver.region(name):
-        block = simulator.buffer(1)
+    small = make_blocks(name, [1])
     assert held(name) == PAGE
-    del block
+    small += make_blocks(name, [512, PAGE, 5 * MIB])
+    for nbytes in (LARGE, SLAB + 1, (3 << 30) + 5):
+        with memsaver.region(name):
+            before = held(name), sim.physical()
+            address = _C.malloc(nbytes)
+            neighbour = simulator.buffer(3 * MIB)
+            rounded = -(-nbytes // PAGE) * PAGE
+            assert held(name) >= before[0] + rounded
+            with_it = held(name), sim.physical()
+            _C.free(address)
+        assert held(name) == with_it[0] - rounded
+        assert sim.physical() == with_it[1] - rounded
+        sim.write(neighbour.address, b"x")
+        assert all(b.is_intact() for b in small)
+    del small, neighbour
     assert held(name) == 0
 
 
@@ -296,36 +290,34 @@ def test_a_heap_outgrows_its_span(sim, tag):
 # --- many blocks ----------------------------------------------------------------------------------
 
 
-def test_ten_thousand_blocks_lie_on_few_pieces(sim, tag):
+def test_thousands_of_blocks_lie_on_few_pieces(sim, tag):
     name = tag()
     before = sim.counts().handles
-    start = time.perf_counter()
     with memsaver.region(name, backup="none"):
-        blocks = [_C.malloc(PAGE) for _ in range(10_000)]
-    assert held(name) >= 10_000 * PAGE
-    assert held(name) <= 10_000 * PAGE + SLAB
-    assert sim.counts().handles - before < 700
+        blocks = [_C.malloc(PAGE) for _ in range(4_000)]
+    assert held(name) >= 4_000 * PAGE
+    assert held(name) <= 4_000 * PAGE + SLAB
+    assert sim.counts().handles - before < 280
     memsaver.pause(name)
     assert sim.counts().handles == before
     memsaver.resume(name)
-    assert sim.counts().handles - before < 60
-    assert held(name) == 10_000 * PAGE
+    assert sim.counts().handles - before < 24
+    assert held(name) == 4_000 * PAGE
     for address in blocks[::97]:
         sim.write(address, b"x")
     for address in blocks:
         _C.free(address)
     assert held(name) == 0 and sim.counts().handles == before
-    assert time.perf_counter() - start < 30
 
 
 @pytest.mark.parametrize("order", ["forward", "backward", "shuffled"])
-def test_a_hundred_thousand_small_blocks(sim, tag, order):
+def test_thousands_of_small_blocks(sim, tag, order):
+    """More of them are allocated by test_growth.py."""
     name = tag()
     rng = random.Random(7)
-    start = time.perf_counter()
     with memsaver.region(name, backup="none"):
-        blocks = [_C.malloc(rng.choice([1, 512, 513, 4096, 20_000])) for _ in range(100_000)]
-    assert len(set(blocks)) == 100_000
+        blocks = [_C.malloc(rng.choice([1, 512, 513, 4096, 20_000])) for _ in range(10_000)]
+    assert len(set(blocks)) == 10_000
     allocated = sum(row.allocated_bytes for row in memsaver.stats()[name])
     assert held(name) <= allocated * 17 // 16 + PAGE
     memsaver.pause(name)
@@ -338,7 +330,6 @@ def test_a_hundred_thousand_small_blocks(sim, tag, order):
     for address in blocks:
         _C.free(address)
     assert held(name) == 0 and memsaver.ranges(name) == ()
-    assert time.perf_counter() - start < 30
 
 
 def test_an_allocation_leaves_the_margin_free(sim, tag, options):

@@ -16,21 +16,14 @@ NAMES = {
     "long in four bytes": "\U0001f9e0" * 1_000_000,
     "decomposed": unicodedata.normalize("NFD", "für größere"),
     "Arabic": "أوزان",
-    "Thai": "น้ำหนัก",
-    "Chinese": "权重",
-    "cuneiform": "\U00012000\U00012001",
     "emoji": "🏋\u200d♀\ufe0f🧠",
-    "right to left mark": "a\u202eb",
     "blanks": " \t\n ",
     "controls": "\x01\x1b[31m\x7f\x80",
     "quotes": "'\"\\%s%n{}",
     "a path": "../../../etc/passwd",
     "not a character": "\uffff\ufdd0\U0010ffff",
-    "one byte": "a",
     "None": "None",
-    "blanks around it": " leading and trailing ",
     "of a shell": "weights/0 [x] {y} ` $HOME",
-    "marks without width": "\ufeff\u200b",
 }
 
 
@@ -99,41 +92,41 @@ def test_a_subclass_of_str_is_a_name(sim, tag):
 
 
 @pytest.mark.each_python
-@pytest.mark.parametrize(
-    "name", ["", "\0", "a\0b", "\ud800", b"bytes", None, 1, ["list"], object], ids=repr
-)
-def test_what_is_no_name(sim, name):
+def test_what_is_no_name(sim):
     before = memsaver.stats()
-    with pytest.raises(memsaver.ConfigError, match="tag"):
-        with memsaver.region(name):
-            pytest.fail("entered")
-    for call in (memsaver.pause, memsaver.resume, memsaver.state, memsaver.ranges):
+    for name in ("", "\0", "a\0b", "\ud800", b"bytes", None, 1, ["list"], object):
         with pytest.raises(memsaver.ConfigError, match="tag"):
-            call(name)
-    assert memsaver.stats() == before and _C.region_depth() == 0
+            with memsaver.region(name):
+                pytest.fail(f"entered {name!r}")
+        for call in (memsaver.pause, memsaver.resume, memsaver.state, memsaver.ranges):
+            with pytest.raises(memsaver.ConfigError, match="tag"):
+                call(name)
+        assert memsaver.stats() == before and _C.region_depth() == 0
 
 
 NO_TEXT = [b"\xff", b"a\xc3", b"\xc0\x80", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\xe0\x9f\xbf"]
-
-PROGRAM = """
-import warnings
-import memsaver
-from memsaver._runtime.native import _C, emit_warnings
-
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    assert _C.region_tag() is None
-    emit_warnings()
-assert ["MEMSAVER_TAG is not valid UTF-8" in str(w.message) for w in caught] == [True], caught
-assert memsaver.stats().tags == ()
-"""
 
 
 @pytest.mark.each_python
 @pytest.mark.parametrize("name", NO_TEXT)
 def test_a_process_tag_that_is_not_valid_utf8(run_python, name):
     # The variable has no effect, and memsaver warns about it.
-    done = run_python(PROGRAM, MEMSAVER_TAG=os.fsdecode(name))
+    done = run_python(
+        """
+        import warnings
+        import memsaver
+        from memsaver._runtime.native import _C, emit_warnings
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert _C.region_tag() is None
+            emit_warnings()
+        (text,) = [str(warning.message) for warning in caught]
+        assert "MEMSAVER_TAG is not valid UTF-8" in text, text
+        assert memsaver.stats().tags == ()
+        """,
+        MEMSAVER_TAG=os.fsdecode(name),
+    )
     assert (done.stdout, done.stderr) == ("", "")
 
 
