@@ -268,6 +268,15 @@ def test_the_measured_page_is_the_result_files(benchmark_module):
 # --- SGLang and its hosts -------------------------------------------------------------------------
 
 
+def test_the_tests_that_the_design_names_exist():
+    path, missing = "", []
+    for named, test in re.findall(r"`([\w/]+\.py)?::(\w+)`", text_of(ROOT / "csrc" / "DESIGN.md")):
+        path = named or path  # a name without a file follows another of the same file
+        if f"def {test}(" not in text_of(ROOT / "tests" / path):
+            missing.append(f"{path}::{test}")
+    assert path and missing == []
+
+
 def test_the_versions_of_vllm_are_those_of_the_plugin():
     first, last = vllm_versions.SIMULATED[0], vllm_versions.SIMULATED[-1]
     needed = " ".join(sections(DOCS / "vllm.md")["Install and turn on"])
