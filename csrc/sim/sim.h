@@ -115,8 +115,8 @@ void sim_copy_rate(uint64_t bytes_per_second);
 // With 1, no stream starts another operation, and calls that wait for work keep waiting; 0
 // continues.
 void sim_hold_streams(int held);
-// Holds only operations on this memory, and what comes after them in their streams, in place of the
-// memory of the last call; 0 bytes continues.
+// Stops operations that read or write this memory, and all later operations of their streams.
+// Replaces the range of the previous call; 0 bytes removes it.
 void sim_hold_memory(uint64_t address, uint64_t bytes);
 
 // 1: every later driver call returns CUDA_ERROR_DEINITIALIZED, as at process exit after the

@@ -82,8 +82,8 @@ class EnginePolicies:
         }
         if given and not flag(self._prefix, True):
             raise ConfigError(
-                f"{', '.join(given)}: only memsaver's plugin has a policy for requests, and "
-                f"{self._prefix}=0 turns it off: unset the variable, or leave out these arguments"
+                f"{', '.join(given)} cannot take effect, because {self._prefix} turns memsaver's "
+                f"plugin off: unset {self._prefix}, or omit these arguments"
             )
         return {_variable(self._prefix, option): str(value) for option, value in given.items()}
 

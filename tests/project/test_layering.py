@@ -94,7 +94,7 @@ def test_core_has_no_cycle():
         known.setdefault(own, set()).update(
             unit for header in includes(path) if (unit := unit_of(header)) and unit != own
         )
-    assert sum(map(len, known.values())) > len(known)
+    assert any(known.values()), "no includes were found"
     graphlib.TopologicalSorter(known).prepare()  # raises for a cycle
 
 
@@ -253,7 +253,7 @@ def imports(path, for_types=True):
                 visit(child, now)
 
     visit(ast.parse(path.read_text()), True)
-    return found
+    return tuple(found)
 
 
 def rows_of_the_package():

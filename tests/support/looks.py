@@ -26,28 +26,51 @@ def paused_tags():
     return {row.tag for row in memsaver.stats().tags if row.state == "paused"}
 
 
+HOLD_SECONDS = 60.0
+
+
+@contextlib.contextmanager
+def _until_the_end(release):
+    """Call `release` at the end of the block, or after HOLD_SECONDS, which is a failure.
+
+    A wait for held copies cannot be interrupted, so it would outlast a test's timeout.
+    """
+    is_late = threading.Event()
+
+    def end():
+        is_late.set()
+        release()
+
+    timer = threading.Timer(HOLD_SECONDS, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        release()
+    assert not is_late.is_set(), f"the block did not end in {HOLD_SECONDS} s: it waited for copies"
+
+
 @contextlib.contextmanager
 def held(sim):
     """Prevent copies from starting in the block. Ends before a failing test frees its blocks."""
     sim.hold_streams(True)
-    try:
+    with _until_the_end(lambda: sim.hold_streams(False)):
         yield
-    finally:
-        sim.hold_streams(False)
 
 
 @contextlib.contextmanager
 def held_memory(sim, address, nbytes):
     """Prevent copies of this memory, and those queued after them, from starting in the block."""
     sim.hold_memory(address, nbytes)
-    try:
+    with _until_the_end(lambda: sim.hold_memory(0, 0)):
         yield
-    finally:
-        sim.hold_memory(0, 0)
 
 
+@contextlib.contextmanager
 def released_soon(sim):
-    """Let held copies start a moment later, from another thread."""
+    """Release all holds 0.2 s after the start of the block, from another thread."""
 
     def release():
         sim.hold_streams(False)
@@ -55,4 +78,7 @@ def released_soon(sim):
 
     timer = threading.Timer(0.2, release)
     timer.start()
-    return timer
+    try:
+        yield
+    finally:
+        timer.join()

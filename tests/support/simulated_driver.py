@@ -136,7 +136,7 @@ class Simulator:
         self.opened.sim_hold_streams(int(held))
 
     def hold_memory(self, address: int, nbytes: int) -> None:
-        """Stop streams from starting operations on this memory; 0 bytes lets them continue."""
+        """Stop operations on this memory, and later ones of their streams; 0 bytes: none."""
         self.opened.sim_hold_memory(address, nbytes)
 
     def deinitialize(self, gone: bool) -> None:

@@ -32,7 +32,7 @@ def test_progress_is_reported_on_the_calling_thread(sim, tag, make_blocks, make_
     report = calls[kind]()
     sim.copy_rate(0)
     assert report.seconds > 0.25
-    assert len(told) >= 2  # about every 50 ms on an idle machine, and at the end
+    assert len(told) >= 3  # about every 50 ms on an idle machine, and at the end
     assert set(told.threads) == {threading.current_thread()}
     done = [d for d, _ in told]
     assert done == sorted(done) and all(d <= t for d, t in told if t)
@@ -47,10 +47,12 @@ def test_a_handle_reports_its_progress(sim, tag, make_paused):
     told = Progress()
     with held(sim):
         under_way = memsaver.resume(name, wait=False, progress=told)
-        while len(told) < 2:
+        for _ in range(100):
             with pytest.raises(TimeoutError):
                 under_way.wait(0.12)
-        assert told[-1][0] == 0
+            if len(told) >= 2:
+                break
+        assert len(told) >= 2 and told[-1][0] == 0
         assert under_way.progress[0] == 0
     under_way.wait()
     assert told[-1] == under_way.progress == (8 * MIB, 8 * MIB)

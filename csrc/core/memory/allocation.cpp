@@ -232,7 +232,7 @@ uint64_t allocate(Tag& tag, Device& device, uint64_t bytes) {
   }
   hold.lock();
   cut_out(pool.retained, plan.block);  // the bytes saved there belong to an earlier block
-  pool.heap.commit_block(plan, mapped);
+  pool.heap.commit_block(plan.block, mapped);
   timeline::note(Record::Kind::kAllocate, pool);
   ++registry.changes;
   return plan.block.address;

@@ -9,11 +9,8 @@ namespace {
 uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
 uint64_t round_down(uint64_t value, uint64_t unit) { return value / unit * unit; }
 
-// Extents for new small blocks are sized to 1/kSlabShare of the small blocks' bytes.
+// Extents for new small blocks are sized to 1/kSlabShare of the heap's resident memory.
 constexpr uint64_t kSlabShare = 16;
-
-// A block of 1/kAloneShare of the largest such extent is not small.
-constexpr uint64_t kAloneShare = 4;
 
 }  // namespace
 
@@ -22,7 +19,7 @@ uint64_t Heap::resident_bytes() const { return extent_bytes_; }
 uint64_t Heap::slab(uint64_t slab_bytes) const {
   const uint64_t unit = device_->granularity();
   return std::max(
-      unit, std::min(round_down(shared_bytes_ / kSlabShare, unit), round_down(slab_bytes, unit)));
+      unit, std::min(round_down(extent_bytes_ / kSlabShare, unit), round_down(slab_bytes, unit)));
 }
 
 std::vector<Range> Heap::uncovered(uint64_t begin, uint64_t end) const {
@@ -59,14 +56,14 @@ Heap::Placement Heap::plan_block(uint64_t bytes, uint64_t slab_bytes) const {
   uint64_t need = round_up(std::max<uint64_t>(bytes, 1), kBlockBytes);
   if (need >= unit) need = round_up(need, unit);
   const uint64_t align = need >= unit ? unit : kBlockBytes;
+  const bool alone = need >= slab_bytes;
 
   Placement plan;
-  plan.is_alone = need >= std::max(unit, slab_bytes / kAloneShare);
   uint64_t free_end = 0;
   for (auto it = by_size_.lower_bound({need, 0}); it != by_size_.end(); ++it) {
     const Range free{it->second, it->first};
     uint64_t start = round_up(free.address, align);
-    if (plan.is_alone ? fits_alone(free, need, &start) : start + need <= free.end()) {
+    if (alone ? fits_alone(free, need, &start) : start + need <= free.end()) {
       plan.block = {start, need};
       free_end = free.end();
       break;
@@ -76,7 +73,7 @@ Heap::Placement Heap::plan_block(uint64_t bytes, uint64_t slab_bytes) const {
 
   plan.least = uncovered(round_down(plan.block.address, unit), round_up(plan.block.end(), unit));
   plan.missing = plan.least;
-  if (!plan.is_alone && !plan.missing.empty()) {
+  if (!alone && !plan.missing.empty()) {
     Range& last = plan.missing.back();
     const auto next = extents_.lower_bound(last.end());
     uint64_t limit = round_down(free_end, unit);
@@ -105,15 +102,13 @@ void Heap::commit_span(VaReservation&& span) {
   add_free(std::move(places), range);
 }
 
-void Heap::commit_block(const Placement& plan, std::map<uint64_t, Mapping>& mapped) {
-  const Range& block = plan.block;
+void Heap::commit_block(const Range& block, std::map<uint64_t, Mapping>& mapped) {
   FreePlaces spare = make_places();
   if (pending_frees_.capacity() <= blocks_.size()) pending_frees_.reserve(2 * blocks_.size() + 1);
-  blocks_.emplace(block.address, Block{block.bytes, plan.is_alone, false});
+  blocks_.emplace(block.address, Block{block.bytes, false});
   remove_free(std::move(spare), block);
   commit_extents(mapped);
   allocated_bytes_ += block.bytes;
-  if (!plan.is_alone) shared_bytes_ += block.bytes;
 }
 
 const Heap::Block* Heap::find(uint64_t address) const {
@@ -206,7 +201,6 @@ void Heap::commit_free(const std::vector<uint64_t>& blocks) {
     const auto block = blocks_.find(address);
     const Range range{address, block->second.bytes};
     allocated_bytes_ -= range.bytes;
-    if (!block->second.is_alone) shared_bytes_ -= range.bytes;
     blocks_.erase(block);
     add_free(std::move(places.back()), range);
     places.pop_back();

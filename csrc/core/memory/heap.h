@@ -46,7 +46,6 @@ class Heap {
  public:
   struct Block {
     uint64_t bytes;
-    bool is_alone;  // it got its own extents
     bool is_freed;  // a pending free: the owner of the tag's Hold completes it
   };
 
@@ -56,18 +55,16 @@ class Heap {
 
   // --- allocation
   struct Placement {
-    Range block;  // empty if no span has room: commit a new span and plan again
-    bool is_alone = false;
+    Range block;                 // empty if no span has room: commit a new span and plan again
     std::vector<Range> missing;  // extents to map first, in multiples of the granularity
     std::vector<Range> least;    // the smallest such extents, without room for later blocks
   };
-  // Returns the place for an allocation. A block of a quarter of `slab_bytes` or more, and of at
-  // least a page, gets its own extents; smaller blocks share extents that grow with the bytes of
-  // such blocks, up to `slab_bytes`.
+  // Returns the place for an allocation. A block of `slab_bytes` or more gets its own extents;
+  // smaller blocks share extents that grow with the heap, up to `slab_bytes`.
   Placement plan_block(uint64_t bytes, uint64_t slab_bytes) const;
   // If either throws std::bad_alloc, it changes nothing, and `span` stays with the caller.
   void commit_span(VaReservation&& span);
-  void commit_block(const Placement& plan, std::map<uint64_t, Mapping>& mapped);
+  void commit_block(const Range& block, std::map<uint64_t, Mapping>& mapped);
 
   // --- free
   const Block* find(uint64_t address) const;  // the block that starts there, or null
@@ -125,7 +122,6 @@ class Heap {
   std::map<uint64_t, Mapping>
       extents_;  // by address; declared after spans_, so they are unmapped first
   uint64_t allocated_bytes_ = 0;
-  uint64_t shared_bytes_ = 0;  // of the blocks that are not alone
   uint64_t extent_bytes_ = 0;
 };
 

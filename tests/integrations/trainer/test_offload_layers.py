@@ -149,10 +149,9 @@ def test_other_uses_wait_for_everything(sim, make_large):
             arrival = offloaded.resume(wait=False)
             model[0](x)
             assert not arrival.done(), name
-            timer = released_soon(sim)
-            use(model, x)
-            assert arrival.done(), name
-            timer.join()
+            with released_soon(sim):
+                use(model, x)
+                assert arrival.done(), name
             assert torch.equal(model(x), y)
 
 
@@ -160,10 +159,9 @@ def test_without_the_promise_the_first_layer_waits_for_everything(sim, make_larg
     model, offloaded, x, _ = make_large(by_layer=False)
     with torch.no_grad(), held_weight(sim, model[1]):
         arrival = offloaded.resume(wait=False)
-        timer = released_soon(sim)
-        model[0](x)
-        assert arrival.done()
-        timer.join()
+        with released_soon(sim):
+            model[0](x)
+            assert arrival.done()
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd_momentum"])

@@ -38,9 +38,8 @@ def test_a_step_waits_for_states_that_return_in_the_background(sim, make, optimi
                 trainer.model(torch.ones(4, 32)).sum().backward()  # needs no states
                 trainer.optimizer.zero_grad()
             assert not arrival.done() and offloaded.state == "restoring"
-            timer = released_soon(sim)
-            trainer.step()
-            timer.join()
+            with released_soon(sim):
+                trainer.step()
         assert arrival.wait().changed == (offloaded.tag,)
         expected.step()
         zero_grad_all(trainer, expected)
@@ -64,9 +63,8 @@ def test_other_hooked_calls_wait_too(sim, make, use):
     offloaded.pause()
     with held(sim):
         offloaded.resume(wait=False)
-        timer = released_soon(sim)
-        USES[use](trainer, saved)
-        timer.join()
+        with released_soon(sim):
+            USES[use](trainer, saved)
     assert [bytes_of(tensor) for tensor in states_of(trainer.optimizer)] == before
 
 
