@@ -34,7 +34,7 @@ class Launcher(Protocol):
 
         Raises:
             ConfigError: a value is invalid, no request would wake an engine that fell asleep, or
-                the variable that turns the engine's plugin off is set.
+                a variable turns the engine's plugin off.
         """
 
     def launch(

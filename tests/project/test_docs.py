@@ -265,9 +265,6 @@ def test_the_measured_page_is_the_result_files(benchmark_module):
     )
 
 
-# --- SGLang and its hosts -------------------------------------------------------------------------
-
-
 def test_the_tests_that_the_design_names_exist():
     path, missing = "", []
     for named, test in re.findall(r"`([\w/]+\.py)?::(\w+)`", text_of(ROOT / "csrc" / "DESIGN.md")):
@@ -275,6 +272,9 @@ def test_the_tests_that_the_design_names_exist():
         if f"def {test}(" not in text_of(ROOT / "tests" / path):
             missing.append(f"{path}::{test}")
     assert path and missing == []
+
+
+# --- SGLang and its hosts -------------------------------------------------------------------------
 
 
 def test_the_versions_of_vllm_are_those_of_the_plugin():

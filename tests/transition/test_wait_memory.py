@@ -1,7 +1,7 @@
 """Test waits for a part of the memory that a resume in the background brings back."""
 
 import pytest
-from looks import held, held_memory, intact
+from looks import held, held_memory, intact, released_soon
 
 import memsaver
 from memsaver.errors import ConfigError, DriverError, OutOfDeviceMemoryError
@@ -34,8 +34,9 @@ def test_the_host_waits_for_the_copies_up_to_the_memory_and_not_for_later_ones(
         assert has_arrived(first) and not has_arrived(last)
         under_way.wait_memory([(second.address, second.nbytes), (first.address + MIB, 7), first])
         assert has_arrived(second) and not under_way.done() and not has_arrived(last)
-    under_way.wait_memory((last.address, last.nbytes))
-    assert intact(blocks)
+        with released_soon(sim):
+            under_way.wait_memory((last.address, last.nbytes))
+            assert intact(blocks)
     under_way.wait()
     under_way.wait_memory(first)  # over: nothing to wait for
 
@@ -50,8 +51,9 @@ def test_a_streams_work_waits_for_its_memory_alone(sim, tag, make_paused):
         assert sim.opened.cuStreamSynchronize(stream) == 0
         assert sim.read(blocks[0].address, MIB) == bytes([7]) * MIB
         assert not under_way.done() and not has_arrived(blocks[2])
-    under_way.wait()
-    assert intact(blocks[1:])
+        with released_soon(sim):
+            under_way.wait()
+            assert intact(blocks[1:])
 
 
 def test_memory_without_a_backup_waits_for_no_copy(sim, tag, make_paused):
@@ -64,8 +66,9 @@ def test_memory_without_a_backup_waits_for_no_copy(sim, tag, make_paused):
         sim.memset(empty.address, 7, empty.nbytes, stream)
         assert sim.opened.cuStreamSynchronize(stream) == 0
         assert not has_arrived(last)
-    under_way.wait_memory([empty, last])
-    assert has_arrived(last)
+        with released_soon(sim):
+            under_way.wait_memory([empty, last])
+            assert has_arrived(last)
     under_way.wait()
     assert intact(saved) and empty.bytes() == bytes([7]) * empty.nbytes
 
