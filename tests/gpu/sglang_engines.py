@@ -69,9 +69,12 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
     },
     "server_turns": {**KEPT, "mem_fraction_static": 0.6},  # of each of two servers on one GPU
+    "backup_pp2": {**KEPT, "pp_size": 2},
     "backup_wait_tp2": {**KEPT, "tp_size": 2},
     "backup_wait_pp2": {**KEPT, "pp_size": 2},
+    "backup_wait_dp2": {**KEPT, "dp_size": 2},
     "backup_wake_tp2": {**KEPT, "tp_size": 2},
+    "backup_wake_pp2": {**KEPT, "pp_size": 2},
     "backup_wake_dp2": {**KEPT, "dp_size": 2},
 }
 
@@ -86,7 +89,9 @@ ENVIRONMENTS = {
     "backup_wake": _WAKE,
     "backup_wait_tp2": _WAIT,
     "backup_wait_pp2": _WAIT,
+    "backup_wait_dp2": _WAIT,
     "backup_wake_tp2": _WAKE,
+    "backup_wake_pp2": _WAKE,
     "backup_wake_dp2": _WAKE,
     "backup_tp2": {"MEMSAVER_SGLANG_SUSPEND_NCCL": "1"},  # without effect before NCCL 2.29.7
     "server_wait": _WAIT,

@@ -159,9 +159,12 @@ def test_scenarios_on_data_parallel_replicas(children: Children, name: str) -> N
 
 
 ON_TWO_GPUS = {
+    "backup_pp2": ASLEEP,
     "backup_wait_tp2": WAIT,
-    "backup_wait_pp2": [*WAIT, "sglang_updates.plain_updates_that_fail"],
+    "backup_wait_pp2": WAIT,
+    "backup_wait_dp2": WAIT,
     "backup_wake_tp2": WAKE,
+    "backup_wake_pp2": WAKE,
     "backup_wake_dp2": WAKE,
 }
 

@@ -23,9 +23,10 @@ from memsaver._runtime.native import _C
 MIB = 1 << 20
 PAGE = 2 * MIB
 SLAB = 64 * MIB  # the default of slab_bytes
+LARGE = SLAB // 4  # the smallest block with its own memory
 
 # Sizes around every relevant boundary: a block's unit, a page, a slab, a copy chunk of the backup.
-EDGES = [512, PAGE, 4 * MIB, SLAB, 128 * MIB, 300 * MIB]
+EDGES = [512, PAGE, 4 * MIB, LARGE, SLAB, 128 * MIB, 300 * MIB]
 sizes = st.one_of(
     st.integers(1, 5000),
     st.integers(1, 6 * MIB),
@@ -70,6 +71,9 @@ class HeapModel(RuleBasedStateMachine):
         with memsaver.region(self.name, backup=backup):
             pass
 
+    def block_sizes(self):
+        return [block_bytes(size) for size, *_ in self.live.values()]
+
     def live_bytes(self):
         return sum(size for size, *_ in self.live.values())
 
@@ -88,18 +92,20 @@ class HeapModel(RuleBasedStateMachine):
     @rule(nbytes=sizes, count=st.integers(1, 6))
     def allocate(self, nbytes, count):
         with memsaver.region(self.name):
-            for _ in range(count if nbytes < SLAB else 1):
+            for _ in range(count if nbytes < LARGE else 1):
                 before = self.resident()
                 address = _C.malloc(nbytes)
                 assert address % 512 == 0 and (nbytes <= PAGE - 512 or address % PAGE == 0)
                 self.write(address, nbytes)
                 grown = self.resident() - before
                 mine = [(address, block_bytes(nbytes))]
-                if block_bytes(nbytes) >= self.slab:  # exactly its own memory
-                    self.alone.add(address)
-                    assert grown == block_bytes(nbytes)
-                else:  # its pages, or an extent of a sixteenth of the heap, within bounds
-                    generous = max(PAGE, min(before // 16, self.slab))
+                if block_bytes(nbytes) >= max(PAGE, self.slab // 4):  # exactly its own memory, or free memory
+                    assert grown in (0, block_bytes(nbytes))
+                    if grown:
+                        self.alone.add(address)
+                else:  # its pages, or an extent of a sixteenth of the small blocks, within bounds
+                    small = sum(size for size in self.block_sizes() if size < self.slab // 4)
+                    generous = max(PAGE, min(small // 16, self.slab))
                     assert 0 <= grown <= pages_under(mine) + generous
 
     @precondition(lambda self: self.live)
@@ -215,7 +221,7 @@ def test_allocations_against_a_model(sim, tag, options, slab):
 # --- releases -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nbytes", [SLAB, SLAB + 1, 100 * MIB, (3 << 30) + 5])
+@pytest.mark.parametrize("nbytes", [LARGE, LARGE + 1, SLAB, 100 * MIB, (3 << 30) + 5])
 def test_a_large_block_is_released_at_once(sim, tag, make_blocks, nbytes):
     name = tag()
     small = make_blocks(name, [512, PAGE, 5 * MIB])
@@ -231,6 +237,22 @@ def test_a_large_block_is_released_at_once(sim, tag, make_blocks, nbytes):
     assert sim.physical() == with_it[1] - rounded
     sim.write(neighbour.address, b"x")
     assert all(b.is_intact() for b in small)
+
+
+def test_large_blocks_reuse_freed_memory_after_a_resume(sim, tag):
+    """A resume maps neighbours as one piece, which stays if only some of them are freed."""
+    name = tag()
+    with memsaver.region(name):
+        blocks = [simulator.buffer(LARGE + PAGE) for _ in range(12)]
+    memsaver.pause(name)
+    memsaver.resume(name)
+    before = held(name), sim.physical()
+    del blocks[::2]
+    with memsaver.region(name):
+        blocks += [simulator.buffer(LARGE + PAGE) for _ in range(6)]
+    assert (held(name), sim.physical()) == before
+    assert before[0] == 12 * (LARGE + PAGE)
+    assert all(block.is_intact() for block in blocks)
 
 
 def test_the_first_small_block_takes_one_page(sim, tag):

@@ -17,6 +17,10 @@
 namespace memsaver {
 namespace {
 
+// A block of 1/kLargeShare of the option slab_bytes or more has its own extents, so that small
+// blocks cannot keep its memory after it is freed.
+constexpr uint64_t kLargeShare = 4;
+
 // Maps new memory for the ranges. Also throws kOutOfDeviceMemory if less than the option
 // margin_bytes would stay free.
 std::map<uint64_t, Mapping> map_new(Device& device, const std::vector<Range>& ranges,
@@ -179,10 +183,11 @@ uint64_t allocate(Tag& tag, Device& device, uint64_t bytes) {
   Registry& registry = Registry::instance();
   check_options();
   const bool shareable = tag.shareable.load();
-  // Importing takes time for each piece, so pieces of shareable tags are large.
-  const uint64_t slab_bytes =
-      shareable ? std::max(option(Option::slab_bytes), option(Option::share_bytes))
-                : option(Option::slab_bytes);
+  uint64_t slab_bytes = option(Option::slab_bytes);
+  uint64_t large_bytes = slab_bytes / kLargeShare;
+  if (shareable) {  // Importing takes time for each piece.
+    large_bytes = slab_bytes = std::max(slab_bytes, option(Option::share_bytes));
+  }
   const std::string what = "an allocation in tag " + quoted(tag.name);
   if (bytes > device.total_bytes()) throw registry.shortage(what, device, bytes).with_tag(tag.name);
   retry_releases(Retry::kWithoutWaiting);  // their addresses may be those of this allocation
@@ -197,7 +202,7 @@ uint64_t allocate(Tag& tag, Device& device, uint64_t bytes) {
         .with_tag(tag.name);
   }
   Pool& pool = registry.pool(tag, device);
-  Heap::Placement plan = pool.heap.plan_block(bytes, slab_bytes);
+  Heap::Placement plan = pool.heap.plan_block(bytes, large_bytes, slab_bytes);
   hold.unlock();
 
   if (plan.block.bytes == 0) {
@@ -211,7 +216,7 @@ uint64_t allocate(Tag& tag, Device& device, uint64_t bytes) {
       registry.retract(span);
       throw;
     }
-    plan = pool.heap.plan_block(bytes, slab_bytes);
+    plan = pool.heap.plan_block(bytes, large_bytes, slab_bytes);
     hold.unlock();
   }
 
@@ -232,7 +237,7 @@ uint64_t allocate(Tag& tag, Device& device, uint64_t bytes) {
   }
   hold.lock();
   cut_out(pool.retained, plan.block);  // the bytes saved there belong to an earlier block
-  pool.heap.commit_block(plan.block, mapped);
+  pool.heap.commit_block(plan, mapped);
   timeline::note(Record::Kind::kAllocate, pool);
   ++registry.changes;
   return plan.block.address;

@@ -9,7 +9,7 @@ namespace {
 uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
 uint64_t round_down(uint64_t value, uint64_t unit) { return value / unit * unit; }
 
-// Extents for new small blocks are sized to 1/kSlabShare of the heap's resident memory.
+// Extents for new small blocks are sized to 1/kSlabShare of the bytes of all small blocks.
 constexpr uint64_t kSlabShare = 16;
 
 }  // namespace
@@ -19,7 +19,7 @@ uint64_t Heap::resident_bytes() const { return extent_bytes_; }
 uint64_t Heap::slab(uint64_t slab_bytes) const {
   const uint64_t unit = device_->granularity();
   return std::max(
-      unit, std::min(round_down(extent_bytes_ / kSlabShare, unit), round_down(slab_bytes, unit)));
+      unit, std::min(round_down(small_bytes_ / kSlabShare, unit), round_down(slab_bytes, unit)));
 }
 
 std::vector<Range> Heap::uncovered(uint64_t begin, uint64_t end) const {
@@ -35,45 +35,58 @@ std::vector<Range> Heap::uncovered(uint64_t begin, uint64_t end) const {
   return gaps;
 }
 
-bool Heap::fits_alone(const Range& free, uint64_t need, uint64_t* start) const {
+std::optional<uint64_t> Heap::find_covered(const Range& free, uint64_t need) const {
   uint64_t at = round_up(free.address, device_->granularity());
   while (at + need <= free.end()) {
     const std::vector<Range> gaps = uncovered(at, at + need);
-    if (gaps.size() == 1 && gaps[0].bytes == need) {
-      *start = at;
-      return true;
-    }
-    // Continue after the last overlapping extent.
-    auto extent = extents_.lower_bound(at + need);
-    --extent;
-    at = extent->second.end();
+    if (gaps.empty()) return at;
+    const auto extent = extents_.lower_bound(gaps.back().address);  // the first after the last gap
+    if (extent == extents_.end()) break;
+    at = extent->first;
   }
-  return false;
+  return std::nullopt;
 }
 
-Heap::Placement Heap::plan_block(uint64_t bytes, uint64_t slab_bytes) const {
+std::optional<uint64_t> Heap::find_uncovered(const Range& free, uint64_t need) const {
+  uint64_t at = round_up(free.address, device_->granularity());
+  while (at + need <= free.end()) {
+    const std::vector<Range> gaps = uncovered(at, at + need);
+    if (gaps.size() == 1 && gaps[0].bytes == need) return at;
+    at = std::prev(extents_.lower_bound(at + need))->second.end();  // after the last extent there
+  }
+  return std::nullopt;
+}
+
+Heap::Placement Heap::plan_block(uint64_t bytes, uint64_t large_bytes, uint64_t slab_bytes) const {
   const uint64_t unit = device_->granularity();
   uint64_t need = round_up(std::max<uint64_t>(bytes, 1), kBlockBytes);
   if (need >= unit) need = round_up(need, unit);
   const uint64_t align = need >= unit ? unit : kBlockBytes;
-  const bool alone = need >= slab_bytes;
 
   Placement plan;
+  plan.is_large = need >= std::max(unit, large_bytes);
   uint64_t free_end = 0;
   for (auto it = by_size_.lower_bound({need, 0}); it != by_size_.end(); ++it) {
     const Range free{it->second, it->first};
-    uint64_t start = round_up(free.address, align);
-    if (alone ? fits_alone(free, need, &start) : start + need <= free.end()) {
+    if (!plan.is_large) {
+      const uint64_t start = round_up(free.address, align);
+      if (start + need > free.end()) continue;
       plan.block = {start, need};
       free_end = free.end();
       break;
     }
+    if (const std::optional<uint64_t> covered = find_covered(free, need)) {
+      plan.block = {*covered, need};
+      break;
+    }
+    if (plan.block.bytes != 0) continue;
+    if (const std::optional<uint64_t> own = find_uncovered(free, need)) plan.block = {*own, need};
   }
   if (plan.block.bytes == 0) return plan;
 
   plan.least = uncovered(round_down(plan.block.address, unit), round_up(plan.block.end(), unit));
   plan.missing = plan.least;
-  if (!alone && !plan.missing.empty()) {
+  if (!plan.is_large && !plan.missing.empty()) {
     Range& last = plan.missing.back();
     const auto next = extents_.lower_bound(last.end());
     uint64_t limit = round_down(free_end, unit);
@@ -102,13 +115,15 @@ void Heap::commit_span(VaReservation&& span) {
   add_free(std::move(places), range);
 }
 
-void Heap::commit_block(const Range& block, std::map<uint64_t, Mapping>& mapped) {
+void Heap::commit_block(const Placement& plan, std::map<uint64_t, Mapping>& mapped) {
+  const Range& block = plan.block;
   FreePlaces spare = make_places();
   if (pending_frees_.capacity() <= blocks_.size()) pending_frees_.reserve(2 * blocks_.size() + 1);
-  blocks_.emplace(block.address, Block{block.bytes, false});
+  blocks_.emplace(block.address, Block{block.bytes, plan.is_large, false});
   remove_free(std::move(spare), block);
   commit_extents(mapped);
   allocated_bytes_ += block.bytes;
+  if (!plan.is_large) small_bytes_ += block.bytes;
 }
 
 const Heap::Block* Heap::find(uint64_t address) const {
@@ -201,6 +216,7 @@ void Heap::commit_free(const std::vector<uint64_t>& blocks) {
     const auto block = blocks_.find(address);
     const Range range{address, block->second.bytes};
     allocated_bytes_ -= range.bytes;
+    if (!block->second.is_large) small_bytes_ -= range.bytes;
     blocks_.erase(block);
     add_free(std::move(places.back()), range);
     places.pop_back();

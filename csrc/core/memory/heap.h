@@ -46,6 +46,7 @@ class Heap {
  public:
   struct Block {
     uint64_t bytes;
+    bool is_large;  // it shares no extents with later blocks; see plan_block
     bool is_freed;  // a pending free: the owner of the tag's Hold completes it
   };
 
@@ -55,16 +56,18 @@ class Heap {
 
   // --- allocation
   struct Placement {
-    Range block;                 // empty if no span has room: commit a new span and plan again
+    Range block;  // empty if no span has room: commit a new span and plan again
+    bool is_large = false;
     std::vector<Range> missing;  // extents to map first, in multiples of the granularity
     std::vector<Range> least;    // the smallest such extents, without room for later blocks
   };
-  // Returns the place for an allocation. A block of `slab_bytes` or more gets its own extents;
-  // smaller blocks share extents that grow with the heap, up to `slab_bytes`.
-  Placement plan_block(uint64_t bytes, uint64_t slab_bytes) const;
+  // Returns the place for an allocation. A block of `large_bytes` or more takes free memory that is
+  // mapped, or else gets its own extents. Small blocks share extents that grow with the total of
+  // small blocks, up to `slab_bytes`.
+  Placement plan_block(uint64_t bytes, uint64_t large_bytes, uint64_t slab_bytes) const;
   // If either throws std::bad_alloc, it changes nothing, and `span` stays with the caller.
   void commit_span(VaReservation&& span);
-  void commit_block(const Range& block, std::map<uint64_t, Mapping>& mapped);
+  void commit_block(const Placement& plan, std::map<uint64_t, Mapping>& mapped);
 
   // --- free
   const Block* find(uint64_t address) const;  // the block that starts there, or null
@@ -110,7 +113,10 @@ class Heap {
   void remove_free(FreePlaces spare, const Range& range) noexcept;
   bool starts_span(uint64_t address) const;
   uint64_t slab(uint64_t slab_bytes) const;
-  bool fits_alone(const Range& free, uint64_t need, uint64_t* start) const;
+  // These return the first address in `free` at which extents cover `need` bytes entirely, or not
+  // at all.
+  std::optional<uint64_t> find_covered(const Range& free, uint64_t need) const;
+  std::optional<uint64_t> find_uncovered(const Range& free, uint64_t need) const;
   std::vector<Range> uncovered(uint64_t begin, uint64_t end) const;
 
   Device* device_;
@@ -122,6 +128,7 @@ class Heap {
   std::map<uint64_t, Mapping>
       extents_;  // by address; declared after spans_, so they are unmapped first
   uint64_t allocated_bytes_ = 0;
+  uint64_t small_bytes_ = 0;  // of the blocks that are not large
   uint64_t extent_bytes_ = 0;
 };
 

@@ -32,7 +32,8 @@ constexpr uint64_t kAnyDevice = UINT64_MAX;
     "many bytes (six times as many without a backup, at most 3 GiB): fewer pieces are paused "  \
     "faster, but the memory of a deleted tensor is released only with its whole piece")         \
   X(slab_bytes, kSize, "MEMSAVER_SLAB_BYTES", 64ull << 20, 2ull << 20, 1ull << 30,              \
-    "before the first pause, new allocations below this size share pieces of up to this size")  \
+    "before the first pause, new allocations below a quarter of this size share pieces of up "  \
+    "to this size")                                                                             \
   X(margin_bytes, kSize, "MEMSAVER_MARGIN_BYTES", 0, 0, 1ull << 60,                             \
     "device memory that a new allocation must leave free; an allocation that would leave less " \
     "fails with an out-of-memory error, so that torch releases its cached memory and retries")  \
