@@ -99,7 +99,9 @@ class HeapModel(RuleBasedStateMachine):
                 self.write(address, nbytes)
                 grown = self.resident() - before
                 mine = [(address, block_bytes(nbytes))]
-                if block_bytes(nbytes) >= max(PAGE, self.slab // 4):  # exactly its own memory, or free memory
+                if block_bytes(nbytes) >= max(
+                    PAGE, self.slab // 4
+                ):  # exactly its own memory, or free memory
                     assert grown in (0, block_bytes(nbytes))
                     if grown:
                         self.alone.add(address)
