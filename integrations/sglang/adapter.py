@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import memsaver
+from memsaver._memory.regions import lean_region
 from memsaver._runtime.native import Backup
 from memsaver._transitions import parts
 from memsaver._transitions.reports import Report
@@ -51,10 +52,13 @@ class MemsaverAdapter:
         See `memsaver.region`. Regions of one tag may have different policies, which become parts of
         the tag (`memsaver._transitions.parts`): a draft model always keeps its weights, and the
         main model only if requested (`draft_weights`).
+
+        The region does not start cuBLAS: SGLang sizes its KV cache according to the memory that is
+        free before its first matrix product, and runs no model while a tag is paused.
         """
         tag, keep = draft_weights.placed(tag, enable_cpu_backup)
         backup = _backup(keep)
-        return memsaver.region(parts.name_of(tag, backup), backup=backup)
+        return lean_region(parts.name_of(tag, backup), backup=backup)
 
     def cuda_graph(
         self,

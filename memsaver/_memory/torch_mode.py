@@ -153,13 +153,18 @@ class TorchPools:
             finally:
                 self.close_pool(device, fresh)  # the graph itself keeps the pool
 
-    def prepare(self, devices: Devices) -> list[int]:
-        """Prepare devices for a region, and return their indices. Call it outside regions."""
+    def prepare(self, devices: Devices, *, warm_up: bool = True) -> list[int]:
+        """Prepare devices for a region, and return their indices. Call it outside regions.
+
+        Args:
+            devices: the devices, as in `memsaver.region`.
+            warm_up: whether to call `warm_up` for each device and the thread's current stream.
+        """
         indices = self.indices(devices)
         with suspended():  # routes of outer regions
             _C.disable_enter()
             try:
-                for device in indices:
+                for device in indices if warm_up else ():
                     self.warm_up(device)
             finally:
                 _C.region_exit()

@@ -60,7 +60,10 @@ WARNING = (  # these cases cause warnings on purpose
     "case_torch_pool_in_use",
     "case_torch_pool_of_a_paused_tag",
 )
-FRESH = ("case_two_gpus_copies",)  # these cases need a new process
+FRESH = (  # these cases need a new process
+    "case_a_region_of_sglang_does_not_start_cublas",
+    "case_two_gpus_copies",
+)
 
 
 # --- the child -----------------------------------------------------------------------------------

@@ -249,12 +249,16 @@ def test_large_blocks_reuse_freed_memory_after_a_resume(sim, tag):
     memsaver.pause(name)
     memsaver.resume(name)
     before = held(name), sim.physical()
+    assert before[0] == 12 * (LARGE + PAGE)
     del blocks[::2]
+    for number, block in enumerate(blocks):
+        sim.write(block.address, bytes([number]) * LARGE)
     with memsaver.region(name):
         blocks += [simulator.buffer(LARGE + PAGE) for _ in range(6)]
     assert (held(name), sim.physical()) == before
-    assert before[0] == 12 * (LARGE + PAGE)
-    assert all(block.is_intact() for block in blocks)
+    assert len({block.address for block in blocks}) == 12
+    for number, block in enumerate(blocks[:6]):
+        assert sim.read(block.address, LARGE) == bytes([number]) * LARGE
 
 
 def test_the_first_small_block_takes_one_page(sim, tag):

@@ -170,6 +170,21 @@ def case_explain(tag: str) -> None:
     assert memsaver.explain(torch.zeros(8)).tag is None
 
 
+def case_a_region_of_sglang_does_not_start_cublas(tag: str) -> None:
+    """SGLang sizes its KV cache according to the free memory after it loaded the weights."""
+    from memsaver.integrations.sglang.adapter import MemsaverAdapter
+
+    torch.zeros(1, device="cuda")
+    free = torch.cuda.mem_get_info()[0]
+    with MemsaverAdapter().region(tag):
+        assert torch.cuda.mem_get_info()[0] == free
+        weights = torch.ones(64 << 20, dtype=torch.uint8, device="cuda")
+        assert torch.cuda.mem_get_info()[0] >= free - (66 << 20)
+    with memsaver.paused(tag, backup="host"):
+        assert torch.cuda.mem_get_info()[0] >= free - (2 << 20)
+    assert weights.sum() == 64 << 20
+
+
 def case_matrix_product_inside_a_region(tag: str) -> None:
     """cuBLAS's workspace must not be in the tag of the region that used cuBLAS first."""
     torch._C._cuda_clearCublasWorkspaces()
