@@ -181,7 +181,7 @@ def requests_wake(session: Session) -> None:
     if session.url:
         status, message = request(session.url, "/update_weights_from_disk", {"model_path": model})
         done = status == 200
-    elif len(session.replicas) > 1:  # SGLang does not send tensors to replicas
+    elif session.sends_no_tensors:
         done, message, *_ = session.engine.update_weights_from_disk(model)
     else:
         name, tensor = next(iter(session.weights[0].items()))

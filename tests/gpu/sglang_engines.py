@@ -119,6 +119,7 @@ class Session:
         gpus: the number of GPUs; the engine uses those with the lowest indices.
         replicas: the data-parallel ranks, each of which receives requests; (None,) for a single
             replica.
+        stages: the number of pipeline stages.
         embeds: whether the engine computes embeddings, and does not generate.
         expected: the tokens that the engine generates after its start, or its embeddings.
         other: a second server with other weights on the same GPU, or None.
@@ -133,9 +134,19 @@ class Session:
     url: str = ""
     gpus: int = 1
     replicas: tuple[int | None, ...] = (None,)
+    stages: int = 1
     embeds: bool = False
     expected: list[list[Any]] = field(default_factory=list)
     other: Session | None = None
+
+    @property
+    def sends_no_tensors(self) -> bool:
+        """Whether `Engine.update_weights_from_tensor` does not reach all ranks.
+
+        SGLang does not send tensors to replicas, and pipeline stages share a payload, from which
+        only one process can receive tensors in host memory.
+        """
+        return len(self.replicas) > 1 or self.stages > 1
 
     def outputs(self, **more: Any) -> list[list[Any]]:
         """Return greedy tokens, one prompt at a time, because batching changes the arithmetic.
@@ -232,6 +243,7 @@ def _start(group: str, folder: Path, seed: int) -> Session:
     session = begin(arguments, folder / "log", parts)
     try:
         session.gpus = gpus
+        session.stages = arguments.get("pp_size", 1)
         session.embeds = arguments.get("is_embedding", False)
         session.free()  # creates this process's context on each GPU
         if arguments.get("dp_size", 1) > 1:

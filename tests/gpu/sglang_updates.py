@@ -105,7 +105,7 @@ def plain_updates_that_fail(session: Session) -> None:
     assert not done, message
     with broadcasts(session) as broadcast:
         for what, send in {**tensor_ways(session), **broadcast}.items():
-            fail = "Failed to update" if what in broadcast else "the update failed on rank 0"
+            fail = "Failed to update" if what in broadcast else "the update failed on rank"
             check_failures(session, what, send, fail)
             seconds = []
             for weights in (qwen_model.weights(seed=2), session.weights):
