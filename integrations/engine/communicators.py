@@ -23,10 +23,10 @@ from memsaver.errors import OutOfDeviceMemoryError
 from . import nccl
 from .errors import EngineError, EngineTimeoutError
 from .messages import RankReport
-from .nccl import Call, Communicator, Key, loaded
+from .nccl import Call, Communicator, Key, Nccl, loaded
 from .ranks import Group, first_failure
 
-__all__ = ["Suspender", "of_torch"]
+__all__ = ["Suspender", "of_groups", "of_torch"]
 
 _SPARE = 64 << 20  # bytes that other allocations may take between the check and the resume
 _AMPLE = 1 << 30  # additional bytes that must be free to resume other memory at the same time
@@ -213,6 +213,28 @@ def of_torch(device: int) -> list[Communicator]:
             order = tuple(sorted(ranks, key=ranks.__getitem__))
             name = f"torch {group.group_name}"
             found.append(Communicator(name, order, group.rank(), handle, library))
+    return found
+
+
+def of_groups(engine: str, module: str) -> list[Communicator]:
+    """Return the communicators that an engine creates itself for its groups of ranks.
+
+    Args:
+        engine: the beginning of the communicators' names.
+        module: the engine's module of its groups; nothing is returned unless it is imported.
+    """
+    found = []
+    for name, reference in list(getattr(sys.modules.get(module), "_groups", {}).items()):
+        owner = reference()
+        # SGLang's group has the communicator; vLLM's has an object that has it.
+        own: Any = getattr(owner, "pynccl_comm", None) or getattr(
+            getattr(owner, "device_communicator", None), "pynccl_comm", None
+        )
+        handle = getattr(getattr(own, "comm", None), "value", None)
+        if handle:
+            library = Nccl(own.nccl.lib)
+            ranks = tuple(owner.ranks)
+            found.append(Communicator(f"{engine} {name}", ranks, own.rank, handle, library))
     return found
 
 

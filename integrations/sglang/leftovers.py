@@ -10,15 +10,14 @@ the first memory: at the same time if there is room for both, otherwise before i
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ..engine import held, moves
-from ..engine.communicators import Suspender, of_torch
+from ..engine.communicators import Suspender, of_groups, of_torch
 from ..engine.messages import RankReport
-from ..engine.nccl import Communicator, Nccl
+from ..engine.nccl import Communicator
 from ..engine.ranks import Figures, Group, first_failure
 from ..engine.tags import GRAPH, RELEASE_ORDER
 from . import settings
@@ -89,17 +88,7 @@ def resume(
 
 def communicators(device: int) -> list[Communicator]:
     """Return the NCCL communicators of this scheduler: torch's, and SGLang's own."""
-    found = of_torch(device)
-    groups = getattr(sys.modules.get(_PARALLEL), "_groups", {})
-    for name, reference in list(groups.items()):
-        owner = reference()
-        own: Any = getattr(owner, "pynccl_comm", None)
-        handle = getattr(getattr(own, "comm", None), "value", None)
-        if handle:
-            library = Nccl(own.nccl.lib)
-            ranks = tuple(owner.ranks)
-            found.append(Communicator(f"sglang {name}", ranks, own.rank, handle, library))
-    return found
+    return [*of_torch(device), *of_groups("sglang", _PARALLEL)]
 
 
 def _suspender(scheduler: Any) -> Suspender:

@@ -87,11 +87,23 @@ def _state(core: Any) -> dict[str, Any]:
     return asdict(_state_of(core))
 
 
-def _state_of(core: Any) -> SchedulerState:
-    """Return the state of the first rank, which all ranks of an executor share."""
-    rows = core.model_executor.collective_rpc(RANK_STATE)
-    state = SchedulerState.from_fields(rows[0])
+def _state_of(core: Any, *, measures: bool = False) -> SchedulerState:
+    """Return the state of the first rank, which all ranks of an executor share.
+
+    Args:
+        core: the engine core.
+        measures: whether the reports of a release of all memory list the memory in use, which each
+            rank knows only of itself.
+    """
+    rows = core.model_executor.collective_rpc(RANK_STATE, args=(measures,))
+    state, *others = map(SchedulerState.from_fields, rows)
     last = None if state.last is None else replace(state.last, released=_full(state.last.released))
+    if last is not None and measures:
+        answers = [last, *(other.last for other in others if other.last is not None)]
+        reports = (report for answer in answers for report in answer.ranks)
+        held = {report.rank: report.held for report in reports if report.held}
+        ranks = [replace(report, held=held.get(report.rank, {})) for report in last.ranks]
+        last = replace(last, ranks=tuple(ranks))
     return replace(state, released=_full(state.released), idle=_is_idle(core), last=last)
 
 
@@ -217,7 +229,7 @@ def _answer(
         if answer is None or answer.number == number or answer.failure is None:
             raise
         return asdict(answer)
-    state = _state_of(core)
+    state = _state_of(core, measures=operation == "release")
     if state.last is None or state.last.number == number:
         return asdict(Answer(state.scheduler, operation, tuple(tags), state.released))
     return asdict(replace(state.last, released=state.released))

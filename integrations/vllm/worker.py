@@ -25,11 +25,12 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
-from ..engine import moves
+from ..engine import held, moves
 from ..engine.answers import failure_of, last_answer, name_of, next_answer
+from ..engine.communicators import of_groups, of_torch
 from ..engine.hooking import wrapped
 from ..engine.messages import Answer, RankReport, SchedulerState, raisable
 from ..engine.ranks import first_failure
@@ -46,6 +47,7 @@ from .wake_order import in_any_order, saved
 __all__ = ["install", "installed_allocator", "memsaver_state"]
 
 CUMEM = "vllm.device_allocator.cumem"
+_PARALLEL = "vllm.distributed.parallel_state"
 _TRANSFERS = "vllm.distributed.kv_transfer"
 _OPERATIONS = {"sleep": "release", "wake_up": "resume", "discard": "release"}
 _UNDO_NOTHING = {
@@ -123,22 +125,41 @@ def installed_allocator() -> MemsaverAllocator | None:
     return found if isinstance(found, MemsaverAllocator) else None
 
 
-def memsaver_state(worker: Any) -> dict[str, Any]:
+def memsaver_state(worker: Any, measures: bool = False) -> dict[str, Any]:
     """Return the `SchedulerState` of this rank's memory, as JSON values.
 
     A worker cannot see waiting requests, so `idle` is always True.
+
+    Args:
+        worker: vLLM's worker.
+        measures: whether to report the memory that is still in use after a release of all memory,
+            in this rank's own report (`RankReport.held`).
     """
     allocator = installed_allocator()
     released = allocator.released if allocator is not None else ()
+    last = last_answer(worker)
+    if measures and last is not None and set(DEFERRABLE) <= set(released):
+        last = replace(last, ranks=_measured(last.ranks, group_of(worker).rank))
     state = SchedulerState(
         name_of(worker),
         tuple(sorted(set(released).intersection(RELEASE_ORDER))),
         True,
-        last_answer(worker),
+        last,
         settings.policy_of(worker).when_asleep,
         domain=domain_of(worker),
     )
     return asdict(state)
+
+
+def _measured(ranks: Sequence[RankReport], own: int) -> tuple[RankReport, ...]:
+    """Return the reports; that of the rank `own` with the memory that is in use on its device."""
+    device = held.device()
+    try:
+        found = held.measure(device, [*of_torch(device), *of_groups("vllm", _PARALLEL)])
+    except Exception as error:
+        _logger.warning("the memory that is still in use is unknown: %s", error)
+        return tuple(ranks)
+    return tuple(replace(one, held=found) if one.rank == own else one for one in ranks)
 
 
 def _hooked(

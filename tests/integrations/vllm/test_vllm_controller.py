@@ -11,6 +11,7 @@ from memsaver.errors import ConfigError, InvalidStateError, OutOfDeviceMemoryErr
 from memsaver.integrations.engine.errors import (
     EngineAsleepError, EngineBusyError, EngineDiedError, EngineError, EngineTimeoutError,
 )
+from memsaver.integrations.engine.held import PARTS
 from memsaver.integrations.engine.interface import Request
 from memsaver.integrations.vllm import SleepController, Status
 from memsaver.integrations.vllm.backend import backend_of
@@ -88,6 +89,7 @@ assert first[0] == backend.generate(requests([1, 2]), 30)[0] != first[1]
 report = control.sleep()
 assert control.status is Status.ASLEEP and report.bytes > 8 << 20
 assert report.changed == ("kv_cache", "weights", "cuda_graph")
+assert set(report.held) == set(PARTS) and report.held["tags"] == 0 < report.held["rest"]
 assert control.sleep().steps == ()
 asleep = refused(EngineAsleepError, backend.generate, requests([1]), 10)
 assert asleep.tags == ("kv_cache", "weights", "cuda_graph")
@@ -102,11 +104,11 @@ assert backend.generate(requests([1, 2], [3]), 30) == first
 for tag, other, status in (
     ("kv_cache", "weights", Status.WEIGHTS_ONLY), ("weights", "kv_cache", Status.NO_WEIGHTS)
 ):
-    control.sleep(tag)
+    assert control.sleep(tag).held == {}
     assert control.status is status and control.released == {tag}
-    control.sleep(other)
+    assert control.sleep(other).held["tags"] == 0
     assert control.status is Status.ASLEEP
-    control.wake_up(other)
+    assert control.wake_up(other).held == {}
     assert control.status is status
     control.wake_up()
     assert control.status is Status.AWAKE

@@ -31,6 +31,23 @@ def run_ranks(run_vllm):
     return run
 
 
+def test_each_rank_reports_the_memory_in_use_after_a_full_release(run_ranks):
+    run_ranks(
+        """
+from memsaver.integrations.engine.held import PARTS
+from memsaver.integrations.vllm import SleepController
+controller = SleepController(llm)
+report = controller.sleep()
+ranks = report.steps[-1].ranks
+assert [rank.rank for rank in ranks] == [0, 1]
+for rank in ranks:
+    assert set(rank.held) == set(PARTS) and rank.held["tags"] == 0 < rank.held["rest"]
+assert report.held["rest"] == sum(rank.held["rest"] for rank in ranks)
+assert controller.wake_up().held == {}
+        """
+    )
+
+
 def test_a_wake_up_without_memory_on_one_rank_wakes_none(run_ranks):
     run_ranks(
         """
