@@ -24,15 +24,15 @@ def times(rows: Sequence[Mapping[str, Any]]) -> str:
     by_metric = {row["metric"]: row for row in rows}
     awake, asleep, step = (
         by_metric.get(metric)
-        for metric in ("take_over_16GB_ms", "take_over_asleep_16GB_ms", "rl_transition_seconds")
+        for metric in ("take_over_16GB_ms", "take_over_asleep_16GB_ms", "rl_step_overhead_seconds")
     )
     if awake is None or asleep is None:
         return NOT_RUN
     taken, copied = (asleep["detail"][f"{way}_by_piece_MiB"] for way in ("asleep", "copied"))
     saved, size = max((copied[mib]["all"] - taken[mib]["all"], mib) for mib in taken)
     of_a_step = (
-        f",\n{saved / 10 / step['memsaver']:.1f} % of the {step['memsaver']:.1f} s that the "
-        f"transitions of an RL step take on one {step['gpu']}"
+        f",\n{saved / 10 / step['memsaver']:.1f} % of the {step['memsaver']:.2f} s that a step of "
+        f"RL takes beyond its own work on one {step['gpu']}"
         if step
         else ""
     )
