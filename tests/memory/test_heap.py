@@ -99,9 +99,8 @@ class HeapModel(RuleBasedStateMachine):
                 self.write(address, nbytes)
                 grown = self.resident() - before
                 mine = [(address, block_bytes(nbytes))]
-                if block_bytes(nbytes) >= max(
-                    PAGE, self.slab // 4
-                ):  # exactly its own memory, or free memory
+                if block_bytes(nbytes) >= max(PAGE, self.slab // 4):
+                    # Exactly its own memory, or free memory that is mapped.
                     assert grown in (0, block_bytes(nbytes))
                     if grown:
                         self.alone.add(address)
@@ -323,6 +322,38 @@ def test_ten_thousand_blocks_lie_on_few_pieces(sim, tag):
         _C.free(address)
     assert held(name) == 0 and sim.counts().handles == before
     assert time.perf_counter() - start < 30
+
+
+def test_ten_thousand_holes_do_not_slow_down_large_allocations(sim, tag, options):
+    options(slab_bytes=4 * PAGE)
+    name = tag()
+
+    def allocate(count):
+        start = time.perf_counter()
+        with memsaver.region(name, backup="none"):
+            blocks = [_C.malloc(PAGE) for _ in range(count)]
+        return blocks, time.perf_counter() - start
+
+    blocks, at_first = allocate(20_000)
+    for address in blocks[::2]:
+        _C.free(address)
+    assert held(name) == 10_000 * PAGE
+    again, later = allocate(5_000)
+    assert held(name) == 15_000 * PAGE
+    assert later < 5 * at_first  # the search of all holes takes 50 times as long
+    for address in blocks[1::2] + again:
+        _C.free(address)
+
+
+def test_pieces_of_a_shareable_tag_grow_with_all_its_memory(sim, tag):
+    name = tag()
+    before = sim.counts().handles
+    with memsaver.region(name, backup="none", shareable=True):
+        large = [simulator.buffer(1200 * MIB) for _ in range(16)]
+        assert sim.counts().handles - before == len(large)
+        small = [simulator.buffer(20 * MIB) for _ in range(200)]
+    assert sim.counts().handles - before <= len(large) + 8
+    assert held(name) >= sum(block.nbytes for block in large + small)
 
 
 @pytest.mark.parametrize("order", ["forward", "backward", "shuffled"])

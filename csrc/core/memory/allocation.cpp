@@ -17,9 +17,26 @@
 namespace memsaver {
 namespace {
 
-// A block of 1/kLargeShare of the option slab_bytes or more has its own extents, so that small
-// blocks cannot keep its memory after it is freed.
+// New blocks of 1/kLargeShare of the option slab_bytes or more get their own extents, so that small
+// blocks do not keep their memory after they are freed.
 constexpr uint64_t kLargeShare = 4;
+
+// New extents for smaller blocks are sized to 1/kSlabShare of the bytes of such blocks.
+constexpr uint64_t kSlabShare = 16;
+
+struct ExtentSizes {
+  uint64_t large_bytes;  // the smallest block with its own extents
+  uint64_t slab_bytes;   // of the next extent for smaller blocks; less than a page means a page
+};
+
+// The caller locks the registry.
+ExtentSizes extent_sizes(const Heap& heap, bool shareable) {
+  const uint64_t limit = option(Option::slab_bytes);
+  if (!shareable) return {limit / kLargeShare, std::min(limit, heap.small_bytes() / kSlabShare)};
+  // Importing takes time for each piece, so the tag has few, sized to a share of all its memory.
+  const uint64_t large = std::max(limit, option(Option::share_bytes));
+  return {large, std::min(large, heap.resident_bytes() / kSlabShare)};
+}
 
 // Maps new memory for the ranges. Also throws kOutOfDeviceMemory if less than the option
 // margin_bytes would stay free.
@@ -183,11 +200,6 @@ uint64_t allocate(Tag& tag, Device& device, uint64_t bytes) {
   Registry& registry = Registry::instance();
   check_options();
   const bool shareable = tag.shareable.load();
-  uint64_t slab_bytes = option(Option::slab_bytes);
-  uint64_t large_bytes = slab_bytes / kLargeShare;
-  if (shareable) {  // Importing takes time for each piece.
-    large_bytes = slab_bytes = std::max(slab_bytes, option(Option::share_bytes));
-  }
   const std::string what = "an allocation in tag " + quoted(tag.name);
   if (bytes > device.total_bytes()) throw registry.shortage(what, device, bytes).with_tag(tag.name);
   retry_releases(Retry::kWithoutWaiting);  // their addresses may be those of this allocation
@@ -202,7 +214,8 @@ uint64_t allocate(Tag& tag, Device& device, uint64_t bytes) {
         .with_tag(tag.name);
   }
   Pool& pool = registry.pool(tag, device);
-  Heap::Placement plan = pool.heap.plan_block(bytes, large_bytes, slab_bytes);
+  const ExtentSizes sizes = extent_sizes(pool.heap, shareable);
+  Heap::Placement plan = pool.heap.plan_block(bytes, sizes.large_bytes, sizes.slab_bytes);
   hold.unlock();
 
   if (plan.block.bytes == 0) {
@@ -216,7 +229,7 @@ uint64_t allocate(Tag& tag, Device& device, uint64_t bytes) {
       registry.retract(span);
       throw;
     }
-    plan = pool.heap.plan_block(bytes, large_bytes, slab_bytes);
+    plan = pool.heap.plan_block(bytes, sizes.large_bytes, sizes.slab_bytes);
     hold.unlock();
   }
 

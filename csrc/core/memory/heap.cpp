@@ -9,18 +9,9 @@ namespace {
 uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
 uint64_t round_down(uint64_t value, uint64_t unit) { return value / unit * unit; }
 
-// Extents for new small blocks are sized to 1/kSlabShare of the bytes of all small blocks.
-constexpr uint64_t kSlabShare = 16;
-
 }  // namespace
 
 uint64_t Heap::resident_bytes() const { return extent_bytes_; }
-
-uint64_t Heap::slab(uint64_t slab_bytes) const {
-  const uint64_t unit = device_->granularity();
-  return std::max(
-      unit, std::min(round_down(small_bytes_ / kSlabShare, unit), round_down(slab_bytes, unit)));
-}
 
 std::vector<Range> Heap::uncovered(uint64_t begin, uint64_t end) const {
   std::vector<Range> gaps;
@@ -65,6 +56,8 @@ Heap::Placement Heap::plan_block(uint64_t bytes, uint64_t large_bytes, uint64_t 
 
   Placement plan;
   plan.is_large = need >= std::max(unit, large_bytes);
+  // Without this bound, a block would search every free range, and there may be thousands.
+  const bool may_be_covered = extent_bytes_ >= allocated_bytes_ + need;
   uint64_t free_end = 0;
   for (auto it = by_size_.lower_bound({need, 0}); it != by_size_.end(); ++it) {
     const Range free{it->second, it->first};
@@ -75,12 +68,17 @@ Heap::Placement Heap::plan_block(uint64_t bytes, uint64_t large_bytes, uint64_t 
       free_end = free.end();
       break;
     }
-    if (const std::optional<uint64_t> covered = find_covered(free, need)) {
-      plan.block = {*covered, need};
-      break;
+    if (may_be_covered) {
+      if (const std::optional<uint64_t> covered = find_covered(free, need)) {
+        plan.block = {*covered, need};
+        break;
+      }
     }
     if (plan.block.bytes != 0) continue;
-    if (const std::optional<uint64_t> own = find_uncovered(free, need)) plan.block = {*own, need};
+    if (const std::optional<uint64_t> own = find_uncovered(free, need)) {
+      plan.block = {*own, need};
+      if (!may_be_covered) break;
+    }
   }
   if (plan.block.bytes == 0) return plan;
 
@@ -91,7 +89,7 @@ Heap::Placement Heap::plan_block(uint64_t bytes, uint64_t large_bytes, uint64_t 
     const auto next = extents_.lower_bound(last.end());
     uint64_t limit = round_down(free_end, unit);
     if (next != extents_.end()) limit = std::min(limit, next->first);
-    const uint64_t wanted = std::max(last.bytes, slab(slab_bytes));
+    const uint64_t wanted = std::max(last.bytes, round_down(slab_bytes, unit));
     if (limit > last.end()) last.bytes = std::min(wanted, limit - last.address);
   }
   // No piece may be larger than kPieceBytes.

@@ -46,7 +46,7 @@ class Heap {
  public:
   struct Block {
     uint64_t bytes;
-    bool is_large;  // it shares no extents with later blocks; see plan_block
+    bool is_large;  // excluded from small_bytes()
     bool is_freed;  // a pending free: the owner of the tag's Hold completes it
   };
 
@@ -61,9 +61,9 @@ class Heap {
     std::vector<Range> missing;  // extents to map first, in multiples of the granularity
     std::vector<Range> least;    // the smallest such extents, without room for later blocks
   };
-  // Returns the place for an allocation. A block of `large_bytes` or more takes free memory that is
-  // mapped, or else gets its own extents. Small blocks share extents that grow with the total of
-  // small blocks, up to `slab_bytes`.
+  // Returns the place for an allocation. A block of `large_bytes` or more is large: it takes free
+  // memory that is mapped, or else gets its own extents. Smaller blocks share extents of about
+  // `slab_bytes`.
   Placement plan_block(uint64_t bytes, uint64_t large_bytes, uint64_t slab_bytes) const;
   // If either throws std::bad_alloc, it changes nothing, and `span` stays with the caller.
   void commit_span(VaReservation&& span);
@@ -98,6 +98,7 @@ class Heap {
   const std::vector<VaReservation>& spans() const { return spans_; }
   uint64_t allocations() const { return blocks_.size(); }
   uint64_t allocated_bytes() const { return allocated_bytes_; }
+  uint64_t small_bytes() const { return small_bytes_; }  // of blocks that are not large
   uint64_t resident_bytes() const;
 
  private:
@@ -112,7 +113,6 @@ class Heap {
   void add_free(FreePlaces places, Range range) noexcept;
   void remove_free(FreePlaces spare, const Range& range) noexcept;
   bool starts_span(uint64_t address) const;
-  uint64_t slab(uint64_t slab_bytes) const;
   // These return the first address in `free` at which extents cover `need` bytes entirely, or not
   // at all.
   std::optional<uint64_t> find_covered(const Range& free, uint64_t need) const;
@@ -128,7 +128,7 @@ class Heap {
   std::map<uint64_t, Mapping>
       extents_;  // by address; declared after spans_, so they are unmapped first
   uint64_t allocated_bytes_ = 0;
-  uint64_t small_bytes_ = 0;  // of the blocks that are not large
+  uint64_t small_bytes_ = 0;
   uint64_t extent_bytes_ = 0;
 };
 
