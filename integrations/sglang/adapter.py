@@ -53,8 +53,9 @@ class MemsaverAdapter:
         the tag (`memsaver._transitions.parts`): a draft model always keeps its weights, and the
         main model only if requested (`draft_weights`).
 
-        The region does not start cuBLAS: SGLang sizes its KV cache according to the memory that is
-        free before its first matrix product, and runs no model while a tag is paused.
+        The region does not start cuBLAS: SGLang sizes its KV cache from the memory that is free
+        before its first matrix product, and runs no model while a tag is paused. If a model
+        computes while it is loaded, the workspace is in `tag`.
         """
         tag, keep = draft_weights.placed(tag, enable_cpu_backup)
         backup = _backup(keep)

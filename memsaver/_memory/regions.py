@@ -118,6 +118,8 @@ class region(_Section):
         NotLoadedError: there is no CUDA driver, or neither torch with CUDA nor preload mode.
     """
 
+    _warms_up = True  # see TorchPools.prepare
+
     def __init__(
         self,
         tag: str,
@@ -132,8 +134,6 @@ class region(_Section):
         self.shareable = shareable
         self._backup_code = backup_code(backup)
         self._what = f"a region of tag {self.tag!r}"
-
-    _warms_up = True
 
     def _begin(self) -> tuple[Route | None, Sequence[int]]:
         pools = torch_pools()
@@ -156,10 +156,10 @@ class region(_Section):
 
 
 class lean_region(region):
-    """A region that does not start cuBLAS, for programs that compute nothing while a tag is paused.
+    """A region that does not start cuBLAS, which allocates about 100 MiB of an H100.
 
-    cuBLAS and its workspace use about 100 MiB of an H100. If a thread's first matrix product runs
-    inside this region, its workspace belongs to the tag.
+    For programs that run no matrix product while the tag is paused: if a thread's first one runs in
+    this region, cuBLAS's workspace is allocated in the tag, and paused with it.
     """
 
     _warms_up = False

@@ -28,7 +28,7 @@ class Options:
         share_bytes: the maximum size, in bytes, of the pieces of physical memory that allocations
             of a tag share after a resume; six times as much, at most 3 GiB, without a backup.
         slab_bytes: the maximum size, in bytes, of the pieces that new allocations smaller than a
-            quarter of this share before the first pause.
+            quarter of this value share before the first pause.
         margin_bytes: device memory that new allocations leave free.
         host_bytes: host memory that all backups may use in total; 0: as much as the system has
             available.

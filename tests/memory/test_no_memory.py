@@ -45,6 +45,21 @@ def test_a_resume_without_memory_leaves_all_tags_paused(sim, tag, make_blocks):
     assert memsaver.device_memory(0)[0] == 0
 
 
+def test_a_large_allocation_extends_mapped_memory_if_there_is_no_room_for_a_new_piece(
+    sim, tag, make_blocks
+):
+    name = tag()
+    kept = make_blocks(name, [24 * MIB] * 3, backup="host")
+    memsaver.pause(name)
+    memsaver.resume(name)  # maps all blocks as one piece
+    before = held([name])
+    kept.pop()
+    fill_device(sim, 18 * MIB)
+    kept += make_blocks(name, [40 * MIB])
+    assert held([name]) == before + 16 * MIB
+    assert all(block.is_intact() for block in kept)
+
+
 def test_an_allocation_without_memory_changes_nothing(sim, tag, make_blocks):
     name, other = tag(), tag("resident")
     rest = Fixed(sim, make_blocks(other, [8 * MIB], backup="host"))

@@ -238,6 +238,11 @@ uint64_t allocate(Tag& tag, Device& device, uint64_t bytes) {
     mapped = map_new(device, plan.missing, shareable);
   } catch (const Error& error) {
     if (error.status != Status::kOutOfDeviceMemory) throw;
+    if (plan.is_large) {  // a place of which a part is mapped needs less memory
+      hold.lock();
+      plan = pool.heap.plan_block(bytes, UINT64_MAX, 0);
+      hold.unlock();
+    }
     try {
       mapped = map_new(device, plan.least, shareable);
     } catch (const Error& again) {

@@ -113,8 +113,8 @@ class Heap {
   void add_free(FreePlaces places, Range range) noexcept;
   void remove_free(FreePlaces spare, const Range& range) noexcept;
   bool starts_span(uint64_t address) const;
-  // These return the first address in `free` at which extents cover `need` bytes entirely, or not
-  // at all.
+  // Return the first address in `free` at which `need` bytes are entirely covered by extents, or
+  // entirely uncovered.
   std::optional<uint64_t> find_covered(const Range& free, uint64_t need) const;
   std::optional<uint64_t> find_uncovered(const Range& free, uint64_t need) const;
   std::vector<Range> uncovered(uint64_t begin, uint64_t end) const;

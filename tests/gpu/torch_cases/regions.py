@@ -171,7 +171,7 @@ def case_explain(tag: str) -> None:
 
 
 def case_a_region_of_sglang_does_not_start_cublas(tag: str) -> None:
-    """SGLang sizes its KV cache according to the free memory after it loaded the weights."""
+    """SGLang sizes its KV cache from the memory that is free after loading the weights."""
     from memsaver.integrations.sglang.adapter import MemsaverAdapter
 
     torch.zeros(1, device="cuda")
