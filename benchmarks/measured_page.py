@@ -318,22 +318,21 @@ def on_h100(rows: list[Mapping[str, Any]]) -> list[str]:
 def before_and_after(rows: list[Mapping[str, Any]]) -> list[str]:
     """Return the rows of paired.py, which compares two builds of memsaver."""
     gpus = " and ".join(sorted({row["gpu"] for row in rows}))
-    builds = sorted({f"{row['peer']} and at {row['commit'][:7]}" for row in rows})
     lines = [
-        f"All measurements of `benchmarks/results/{PAIRED.name}`, on {gpus}, {dates(rows)}: "
-        f"{', '.join(builds)}.",
+        f"All measurements of `benchmarks/results/{PAIRED.name}`, on {gpus}, {dates(rows)}.",
         "Both builds took turns on one machine (`benchmarks/paired.py`). `before/after` is the "
         "ratio of trimmed means, which leave out a fifth of the cycles at each end; above 1, the "
         "later build is faster. ± is its standard error, with each cycle counted as independent. "
         "`driver` is the time of bare driver calls or of a plain copy in the same run.",
         "",
-        "| measurement | before | after | before/after | driver |",
-        "|---|--:|--:|--:|--:|",
+        "| measurement | builds | before | after | before/after | driver |",
+        "|---|---|--:|--:|--:|--:|",
     ]
     for row in rows:
         detail = row["detail"]
         cells = [
             WORDS.get(row["metric"], f"`{row['metric']}`"),
+            f"{row['peer'].rpartition(' ')[2]}, {row['commit'][:7]}",
             value_and_range(row["peer_value"], detail["peer"]),
             value_and_range(row["memsaver"], detail["memsaver"]),
             f"{row['ratio']:.2f} ± {row['ratio'] * detail['standard_error']:.2f}",
