@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, get_args
 
+from memsaver._runtime.native import BACKUPS, Backup
 from memsaver.errors import ConfigError
 
 from .fields import is_number, is_whole
 from .policies import Policy, WhenAsleep
 
-__all__ = ["EnginePolicies", "flag"]
+__all__ = ["EnginePolicies", "backup", "flag"]
 
 _MOST_SECONDS = 86400.0
 _VALUES = {
@@ -34,6 +35,19 @@ def flag(name: str, default: bool) -> bool:
         raise ConfigError(f"{name}={text!r} is not a flag: set it to 1 or 0")
     value = _VALUES[text]
     return default if value is None else value
+
+
+def backup(name: str) -> Backup:
+    """Return the place where contents are saved; "host" unless the variable is set.
+
+    Raises:
+        ConfigError: the value is not a place.
+    """
+    text = os.environ.get(name, "").strip().lower() or "host"
+    for place in BACKUPS:
+        if text == place != "none":
+            return place
+    raise ConfigError(f"{name}={text!r} is not a place for backups: see memsaver.region")
 
 
 class EnginePolicies:

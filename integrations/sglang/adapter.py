@@ -110,4 +110,4 @@ def _captured(capture: AbstractContextManager[tuple[int, int]]) -> Iterator[None
 
 
 def _backup(keep: bool) -> Backup:
-    return "host" if keep else "none"
+    return settings.backup() if keep else "none"

@@ -3,6 +3,8 @@
 Flags are read at each use. Those of the policy (`policy_of`) are read when an engine starts.
 
 MEMSAVER_SGLANG: `0` turns the plugin off, so that SGLang does not use memsaver. Default `1`.
+MEMSAVER_SGLANG_BACKUP: where contents are saved: `host`, `pageable`, `disk` or `peer`; see
+    `memsaver.region`. Default `host`.
 MEMSAVER_SGLANG_PRELOAD: `1` starts scheduler processes in preload mode, which a plain installation
     does not need; see `memsaver.preload`. Default `0`.
 MEMSAVER_SGLANG_ASLEEP: the policy for requests that need released memory: `refuse`, `wait` or
@@ -26,9 +28,12 @@ from __future__ import annotations
 
 import os
 
+from memsaver._runtime.native import Backup
+
 from ..engine import variables
 
 __all__ = [
+    "backup",
     "check",
     "fix_policy",
     "graphs_are_pausable",
@@ -44,6 +49,11 @@ __all__ = [
 _policies = variables.EnginePolicies("MEMSAVER_SGLANG")
 policy, policy_of = _policies.new, _policies.of
 fix_policy, policy_variables = _policies.fix, _policies.variables
+
+
+def backup() -> Backup:
+    """Return where contents are saved. Raises `ConfigError` if the value is not a place."""
+    return variables.backup("MEMSAVER_SGLANG_BACKUP")
 
 
 def is_on() -> bool:
@@ -69,6 +79,7 @@ def updates_are_checked() -> bool:
 def check() -> None:
     """Raise `ConfigError` now if a setting is invalid, rather than later in a scheduler."""
     policy()
+    backup()
     updates_are_checked()
 
 

@@ -15,7 +15,7 @@ from memsaver._transitions.parts import names_of
 from ..engine import moves
 from ..engine.held import release_cache
 from ..engine.tags import GRAPH, KV_CACHE, WEIGHTS
-from . import steps
+from . import settings, steps
 
 __all__ = ["DEFERRABLE", "RUNTIME", "MemsaverAllocator"]
 
@@ -55,7 +55,7 @@ class MemsaverAllocator:
             InvalidStateError: the tag's memory is released.
         """
         name = self._named(self.default_tag if tag is None else tag)
-        backup: Backup = "none" if name in _DISCARDED else "host"
+        backup: Backup = "none" if name in _DISCARDED else settings.backup()
         self._tags.setdefault(name)
         self._forget_freed(name)
         with memsaver.region(name, backup=backup):
@@ -73,7 +73,7 @@ class MemsaverAllocator:
         if self._graphs is None:
             self._tags.setdefault(GRAPH)
             with memsaver.disabled():
-                self._graphs = memsaver.torch_pool(GRAPH, backup="host")
+                self._graphs = memsaver.torch_pool(GRAPH, backup=settings.backup())
         first, second = self._graphs.id
         return int(first), int(second)
 
@@ -131,7 +131,8 @@ class MemsaverAllocator:
         kept = (self.default_tag,) if offload_tags is None else offload_tags
         names = {self._named(tag) for tag in ((kept,) if isinstance(kept, str) else kept)}
         names.update((GRAPH, RUNTIME))
-        self._pause({tag: "host" if tag in names else "none" for tag in self._tags})
+        kept_in = settings.backup()
+        self._pause({tag: kept_in if tag in names else "none" for tag in self._tags})
 
     @contextlib.contextmanager
     def only(self, tags: Sequence[str]) -> Iterator[None]:

@@ -3,6 +3,8 @@
 Flags are read at each use. Those of the policy (`policy_of`) are read when an engine starts.
 
 MEMSAVER_VLLM: `0` turns the plugin off, so that vLLM does not use memsaver. Default `1`.
+MEMSAVER_VLLM_BACKUP: where contents are saved: `host`, `pageable`, `disk` or `peer`; see
+    `memsaver.region`. Default `host`.
 MEMSAVER_VLLM_GRAPHS: `1` releases the memory of CUDA graphs with everything else, as vLLM's own
     option `sleep_mode_offload_cudagraph` does in versions that have it. Default `0`.
 MEMSAVER_VLLM_ASLEEP: the policy for requests that need released memory: `refuse`, `wait` or `wake`;
@@ -19,9 +21,12 @@ is set.
 
 from __future__ import annotations
 
+from memsaver._runtime.native import Backup
+
 from ..engine import variables
 
 __all__ = [
+    "backup",
     "fix_policy",
     "graphs_are_pausable",
     "is_on",
@@ -33,6 +38,11 @@ __all__ = [
 _policies = variables.EnginePolicies("MEMSAVER_VLLM")
 policy, policy_of = _policies.new, _policies.of
 fix_policy, policy_variables = _policies.fix, _policies.variables
+
+
+def backup() -> Backup:
+    """Return where contents are saved. Raises `ConfigError` if the value is not a place."""
+    return variables.backup("MEMSAVER_VLLM_BACKUP")
 
 
 def is_on() -> bool:

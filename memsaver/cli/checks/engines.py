@@ -48,6 +48,7 @@ def _sglang_plugin() -> list[Finding]:
         on, preloading = sglang_settings.is_on(), sglang_settings.is_preloading()
         when_asleep = sglang_settings.policy().when_asleep
         sglang_settings.updates_are_checked(), sglang_settings.suspends_nccl()
+        sglang_settings.backup()
     except ConfigError as error:
         return [bad(name, str(error), "correct it, or unset it")]
     listed = os.environ.get("SGLANG_PLUGINS")
@@ -82,6 +83,7 @@ def _vllm_plugin() -> Finding:
     try:
         on, graphs_too = vllm_settings.is_on(), vllm_settings.graphs_are_pausable()
         when_asleep = vllm_settings.policy().when_asleep
+        vllm_settings.backup()
     except ConfigError as error:
         return bad(name, str(error), "correct it, or unset it")
     if not on:

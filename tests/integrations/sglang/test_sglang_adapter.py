@@ -8,6 +8,7 @@ from simulated_driver import Block
 
 import memsaver
 from memsaver import ConfigError, InvalidStateError, NotLoadedError
+from memsaver._runtime.native import policy_of
 from memsaver._transitions import parts
 from memsaver.integrations.sglang.adapter import MemsaverAdapter
 
@@ -30,6 +31,26 @@ def test_backed_up_contents_return_and_others_are_zero(sim, tag):
     assert not sim.accessible(cache.address)
     saver.resume(kv)
     assert cache.is_zero()
+
+
+@pytest.mark.parametrize("place", ["host", "pageable", "disk", "peer"])
+def test_a_variable_chooses_the_place_of_backups(sim, tag, options, monkeypatch, tmp_path, place):
+    options(disk_dir=str(tmp_path))
+    monkeypatch.setenv("MEMSAVER_SGLANG_BACKUP", place)
+    weights, kv = tag("weights"), tag("kv_cache")
+    saver = MemsaverAdapter()
+    with saver.region(weights, enable_cpu_backup=True):
+        kept = Block(sim, 3 * MIB, 1)
+    with saver.region(kv):
+        cache = Block(sim, 3 * MIB, 2)
+    assert (policy_of(weights), policy_of(kv)) == (place, "none")
+    saver.pause(weights)
+    saver.pause(kv)
+    [row] = memsaver.stats()[weights]
+    assert (row.disk_bytes > 0, row.host_bytes > 0) == (place == "disk", place != "disk")
+    saver.resume(weights)
+    saver.resume(kv)
+    assert kept.is_intact() and cache.is_zero()
 
 
 def test_a_tag_that_was_never_used_is_passed_over(sim, tag):

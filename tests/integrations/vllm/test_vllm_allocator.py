@@ -8,6 +8,7 @@ import pytest
 from simulated_driver import Block
 
 import memsaver
+from memsaver._runtime.native import policy_of
 from memsaver.integrations.vllm.allocator import MemsaverAllocator
 
 MIB = 1 << 20
@@ -52,6 +53,21 @@ def test_a_sleep_keeps_the_named_tags_and_discards_the_others(
     assert allocator.released == ()
     assert all(blocks[tag].is_intact() for tag in kept)
     assert all(blocks[tag].is_zero() for tag in lost)
+
+
+@pytest.mark.parametrize("place", ["host", "pageable", "disk", "peer"])
+def test_a_variable_chooses_the_place_of_backups(
+    sim, allocator, options, monkeypatch, tmp_path, place
+):
+    options(disk_dir=str(tmp_path))
+    monkeypatch.setenv("MEMSAVER_VLLM_BACKUP", place)
+    weights, cache = pool(allocator, sim, "weights"), pool(allocator, sim, "kv_cache")
+    allocator.sleep(("weights",))
+    [row] = memsaver.stats()["weights"]
+    assert policy_of("weights") == place
+    assert (row.disk_bytes > 0, row.host_bytes > 0) == (place == "disk", place != "disk")
+    allocator.wake_up()
+    assert weights.is_intact() and cache.is_zero()
 
 
 def test_a_sleep_may_be_restricted_to_some_tags(sim, allocator):
