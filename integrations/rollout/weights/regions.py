@@ -49,7 +49,7 @@ class RegionTensors:
 
     def write(self, bucket: Bucket, sources: Mapping[str, Source]) -> list[tuple[str, int, Any]]:
         """Return each tensor's name, an offset of 0, and the tensor."""
-        return [(slot.name, slot.begin, sources[slot.name].local) for slot in bucket.slots]
+        return [(slot.name, slot.begin, sources[slot.name].whole) for slot in bucket.slots]
 
     def settle(self) -> None:
         """Wait for the current stream's work, which may write the tensors."""

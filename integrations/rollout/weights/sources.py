@@ -70,23 +70,29 @@ class Source:
         local = self.local
         return _tag_of(local.data_ptr()) if local.numel() else None
 
+    @property
+    def whole(self) -> Any | None:
+        """The whole tensor in the trainer's memory; None unless this rank has it contiguously."""
+        import torch
+
+        local = self.local
+        if (
+            type(local) is not torch.Tensor
+            or local.numel() != math.prod(self.spec.shape)
+            or not local.is_contiguous()
+            or local.is_conj()
+            or local.is_neg()
+        ):
+            return None
+        return local.view(self.spec.shape)
+
     def can_be_mapped(self, device: Any) -> bool:
         """Return whether an engine's rank on the device can read the tensor in place.
 
         The tensor must be whole on this rank, contiguous, and in a mapped, shareable region.
         """
-        import torch
-
-        local = self.local
-        return (
-            self.part is None
-            and type(local) is torch.Tensor
-            and tuple(local.shape) == self.spec.shape
-            and local.device == device
-            and local.is_contiguous()
-            and not (local.is_conj() or local.is_neg())
-            and can_send(local)
-        )
+        whole = self.whole
+        return whole is not None and whole.device == device and can_send(whole)
 
     def view_of(self, memory: Any) -> Any:
         """Return a bucket's bytes as a tensor of this type and shape."""

@@ -19,7 +19,7 @@ from memsaver._runtime.native import _C
 from memsaver.errors import InvalidStateError, SharingError
 from memsaver.integrations.engine.errors import EngineError
 from memsaver.integrations.rollout.rollout_engine import RolloutEngine
-from memsaver.integrations.rollout.weights import update
+from memsaver.integrations.rollout.weights import Part, update
 from memsaver.integrations.trainer import offload
 
 pytestmark = pytest.mark.usefixtures("tensors_in_files")
@@ -107,6 +107,26 @@ def test_tensors_that_cannot_be_mapped_are_sent_in_a_bucket(engine, backend, nam
     versions = [request.weight_version for request in backend.requests]
     assert versions == [*[None] * 3, "new"] * 2
     assert [r.flush_cache for r in backend.requests] == [*[False] * 3, True] * 2
+
+
+def test_parts_are_mapped_if_they_are_whole_and_contiguous(engine, backend, name):
+    """As Megatron's trainer has them without tensor parallelism."""
+    expected = checkpoint(2)
+    weights = shareable(name, expected)
+    q = [expected[f"layers.{layer}.q.weight"] for layer in (0, 1)]
+    k = expected["layers.0.k.weight"]
+    fused = shareable(name, {"rows": torch.cat(q), "columns": torch.cat([k, k], dim=1)})
+    rows, columns = fused["rows"], fused["columns"]
+    half = len(rows) // 2
+    pieces = {
+        "layers.0.q.weight": Part(rows[:half], tuple(q[0].shape)),
+        "layers.1.q.weight": Part(rows[half:].flatten(), tuple(q[1].shape), (), q[1].shape),
+        "layers.0.k.weight": Part(columns[:, : k.shape[1]], tuple(k.shape)),  # not contiguous
+    }
+    report = update(engine, weights | pieces, verify="full")
+    assert backend.holds(expected) and report.held == report.tensors == 13
+    assert (report.mapped, report.buckets) == (12, 1)
+    cycle(name)
 
 
 @pytest.mark.parametrize(
