@@ -38,8 +38,20 @@ SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
 ORDER = (1, 2, 0, 3, 4, 5, 6, 7, 8, 9, 10, 12, 11, 13)
 
 # The titles of the rows.
+KV_WORDS = {
+    "pause_at_once": "pause {} GiB right after its resume, ms",
+    "resume_at_once": "resume {} GiB right after its pause, ms",
+    "pause": "pause {} GiB, no backup, ms",
+    "resume": "resume {} GiB, no backup, ms",
+}
+
 WORDS = {
     **dict(ENGINES_ON_TWO),
+    **{
+        f"kv_{gib}GiB_{call}_ms": words.format(gib)
+        for gib in (56, 64)
+        for call, words in KV_WORDS.items()
+    },
     "sglang_resume_tp2_ms": "resume of all tags on two GPUs, ms",
     "sglang_resume_tp2_64_ctas_ms": "resume of all tags on two GPUs with NCCL_MAX_CTAS=64, ms",
     "sglang_resume_tp2_8_ctas_ms": "resume of all tags on two GPUs with NCCL_MAX_CTAS=8, ms",
@@ -51,10 +63,6 @@ WORDS = {
     "backed_unchanged_resume_ms": "resume of 16 GB from the host after an unchanged pause, ms",
     "discarded_16GB_pause_ms": "pause 16 GB in 195 tensors, no backup, ms",
     "discarded_16GB_resume_ms": "resume 16 GB in 195 tensors, no backup, ms",
-    "kv_64GiB_pause_at_once_ms": "pause 64 GiB right after its resume, ms",
-    "kv_56GiB_pause_at_once_ms": "pause 56 GiB right after its resume, ms",
-    "kv_64GiB_resume_at_once_ms": "resume 64 GiB right after its pause, ms",
-    "kv_56GiB_resume_at_once_ms": "resume 56 GiB right after its pause, ms",
     "swap_64GiB_ms": "swap 64 GiB for 64 GiB right after the last swap, no backup, ms",
     "swap_64GiB_spaced_ms": "the same, but half a second after the last swap, ms",
     "swap_32GiB_ms": "swap 32 GiB for 32 GiB right after the other build's swap, no backup, ms",
@@ -142,10 +150,6 @@ WORDS = {
     "verl_tp2_kv_tokens": "verl, two GPUs: KV tokens at gpu_memory_utilization 0.5",
     "rl_transition_seconds": "all transitions of engine and trainer, s",
     "rl_kv_tokens_fraction": "KV tokens beside a trainer, waking in stages",
-    "kv_64GiB_pause_ms": "pause 64 GiB, no backup, ms",
-    "kv_56GiB_pause_ms": "pause 56 GiB, no backup, ms",
-    "kv_64GiB_resume_ms": "resume 64 GiB, no backup, ms",
-    "kv_56GiB_resume_ms": "resume 56 GiB, no backup, ms",
     "many_10k_pause_ms": "pause 10,000 allocations of 2 MiB, ms",
     "many_10k_resume_ms": "resume 10,000 allocations of 2 MiB, ms",
     "backed_first_pause_ms": "first pause of 16 GB, backed up to the host, ms",

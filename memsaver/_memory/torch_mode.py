@@ -161,13 +161,14 @@ class TorchPools:
             warm_up: whether to call `warm_up` for each device and the thread's current stream.
         """
         indices = self.indices(devices)
-        with suspended():  # routes of outer regions
-            _C.disable_enter()
-            try:
-                for device in indices if warm_up else ():
-                    self.warm_up(device)
-            finally:
-                _C.region_exit()
+        if warm_up:
+            with suspended():  # routes of outer regions
+                _C.disable_enter()
+                try:
+                    for device in indices:
+                        self.warm_up(device)
+                finally:
+                    _C.region_exit()
         _C.refresh_peers()
         return indices
 

@@ -105,7 +105,7 @@ def plain_updates_that_fail(session: Session) -> None:
     assert not done, message
     with broadcasts(session) as broadcast:
         for what, send in {**tensor_ways(session), **broadcast}.items():
-            fail = "Failed to update" if what in broadcast else "the update failed on rank"
+            fail = "Failed to update" if what in broadcast else "the update failed on rank {}"
             check_failures(session, what, send, fail)
             seconds = []
             for weights in (qwen_model.weights(seed=2), session.weights):
@@ -128,16 +128,16 @@ def check_failures(session: Session, what: str, send: Way, fail: str) -> None:
         session: the engine.
         what: a description of the way.
         send: sends an update.
-        fail: a part of the message if the model's loader raises.
+        fail: a part of the message if the model's loader raises, with {} for the rank's number.
     """
     import torch
 
     like = session.weights[0][PROJECTION]
     rows, columns = like.shape
     cases = [
-        (PROJECTION.replace("q_proj", "qq_proj"), (rows, columns), fail),
-        (PROJECTION, (rows, columns // 2), fail),
-        ("model.norm.weight", (3,), fail),
+        (PROJECTION.replace("q_proj", "qq_proj"), (rows, columns), fail.format(0)),
+        (PROJECTION, (rows, columns // 2), fail.format(0)),
+        ("model.norm.weight", (3,), fail.format(session.stages - 1)),  # in the last stage
     ]
     unknown = "model.layers.9.nothing.weight"
     cases.append((unknown, (rows, columns), f"does not use {unknown}"))

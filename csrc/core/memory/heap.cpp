@@ -56,28 +56,28 @@ Heap::Placement Heap::plan_block(uint64_t bytes, uint64_t large_bytes, uint64_t 
 
   Placement plan;
   plan.is_large = need >= std::max(unit, large_bytes);
-  // Without this bound, a block would search every free range, and there may be thousands.
-  const bool may_be_covered = extent_bytes_ >= allocated_bytes_ + need;
-  uint64_t free_end = 0;
-  for (auto it = by_size_.lower_bound({need, 0}); it != by_size_.end(); ++it) {
-    const Range free{it->second, it->first};
-    if (!plan.is_large) {
-      const uint64_t start = round_up(free.address, align);
-      if (start + need > free.end()) continue;
-      plan.block = {start, need};
-      free_end = free.end();
-      break;
-    }
-    if (may_be_covered) {
-      if (const std::optional<uint64_t> covered = find_covered(free, need)) {
-        plan.block = {*covered, need};
-        break;
+  Range place;  // the free range of the block
+  const auto search = [&](const auto& find) {
+    for (auto it = by_size_.lower_bound({need, 0}); it != by_size_.end(); ++it) {
+      place = {it->second, it->first};
+      if (const std::optional<uint64_t> start = find(place)) {
+        plan.block = {*start, need};
+        return;
       }
     }
-    if (plan.block.bytes != 0) continue;
-    if (const std::optional<uint64_t> own = find_uncovered(free, need)) {
-      plan.block = {*own, need};
-      if (!may_be_covered) break;
+  };
+  if (!plan.is_large) {
+    search([&](const Range& free) {
+      const uint64_t start = round_up(free.address, align);
+      return start + need <= free.end() ? std::optional(start) : std::nullopt;
+    });
+  } else {
+    // Without this bound, a block would search every free range, and there may be thousands.
+    if (extent_bytes_ >= allocated_bytes_ + need) {
+      search([&](const Range& free) { return find_covered(free, need); });
+    }
+    if (plan.block.bytes == 0) {
+      search([&](const Range& free) { return find_uncovered(free, need); });
     }
   }
   if (plan.block.bytes == 0) return plan;
@@ -87,7 +87,7 @@ Heap::Placement Heap::plan_block(uint64_t bytes, uint64_t large_bytes, uint64_t 
   if (!plan.is_large && !plan.missing.empty()) {
     Range& last = plan.missing.back();
     const auto next = extents_.lower_bound(last.end());
-    uint64_t limit = round_down(free_end, unit);
+    uint64_t limit = round_down(place.end(), unit);
     if (next != extents_.end()) limit = std::min(limit, next->first);
     const uint64_t wanted = std::max(last.bytes, round_down(slab_bytes, unit));
     if (limit > last.end()) last.bytes = std::min(wanted, limit - last.address);

@@ -44,6 +44,20 @@ def checkpoint(heads, groups, vocabulary, hidden=8, head=4, mlp=12, biases=False
     }
 
 
+def test_megatrons_shards_of_one_rank_are_whole_tensors_except_for_the_projections_of_attention():
+    """Such tensors are read in place in a shareable region."""
+    whole = checkpoint(heads=4, groups=2, vocabulary=10)
+    shards = shards_of(whole, 0, 1, heads=4, groups=2, multiple=8, fused_norms=False)
+    named = megatron_parts(shards, tp_rank=0, tp_size=1, heads=4, query_groups=2, vocabulary=10)
+    sources = {source.spec.name: source.whole for source in sources_of(list(named))}
+    assert sources.keys() == whole.keys()
+    divided = {name for name, tensor in sources.items() if tensor is None}
+    assert divided == {
+        name for name in whole if name.split(".")[-2] in ("q_proj", "k_proj", "v_proj")
+    }
+    assert all(torch.equal(sources[name], whole[name]) for name in whole.keys() - divided)
+
+
 @pytest.mark.parametrize(
     ("size", "heads", "groups", "vocabulary", "multiple"),
     [(1, 4, 2, 10, 8), (2, 4, 2, 14, 8), (2, 8, 8, 13, 4), (4, 8, 4, 9, 4)],

@@ -53,6 +53,30 @@ def test_a_variable_chooses_the_place_of_backups(sim, tag, options, monkeypatch,
     assert kept.is_intact() and cache.is_zero()
 
 
+def test_backups_may_be_on_another_gpu(run_python):
+    run_python(
+        """
+        import memsaver
+        from simulated_driver import Block, Simulator
+        from memsaver.integrations.sglang.adapter import MemsaverAdapter
+        sim, saver = Simulator(), MemsaverAdapter()
+        sim.start(0)
+        sim.start(1)
+        with saver.region("weights", enable_cpu_backup=True):
+            kept = Block(sim, 3 << 20, 1, 0)
+        saver.pause("weights")
+        [row] = memsaver.stats()["weights"]
+        assert row.peer_bytes >= 3 << 20 and row.host_bytes == 0, row
+        saver.resume("weights")
+        assert kept.is_intact()
+        """,
+        with_memsaver=True,
+        MEMSAVER_SIM_DEVICES=2,
+        MEMSAVER_SGLANG_BACKUP="peer",
+        MEMSAVER_PEER_MARGIN_BYTES=0,
+    )
+
+
 def test_a_tag_that_was_never_used_is_passed_over(sim, tag):
     """SGLang releases `cuda_graph` even if no graph was captured with it."""
     saver, name = MemsaverAdapter(), tag("cuda_graph")

@@ -127,6 +127,12 @@ def test_an_invalid_flag(run_sglang, name):
     assert f"{name}='perhaps' is not a flag" in log
 
 
+def test_an_invalid_place_of_backups(run_sglang):
+    seen, log = run_sglang(SCENARIOS["scheduler"], status=1, MEMSAVER_SGLANG_BACKUP="none")
+    assert seen is None
+    assert "MEMSAVER_SGLANG_BACKUP='none' is not a place for backups" in log
+
+
 def test_without_a_saver_nothing_happens(run_sglang):
     """If SGLang runs without `enable_memory_saver`, memsaver does not even open a driver."""
     _, log = run_sglang(
