@@ -83,6 +83,9 @@ def test_ranks_on_different_groups_wait_no_longer_than_the_timeout(run_ranks):
         store = dist.distributed_c10d._get_default_store()
         for name, (group, kind) in wrong.items():
             right = dist.new_group([0, 1])
+            # A rank that is still connecting would fail if another rank's call timed out meanwhile.
+            store.set(f"{RANK} is connected for {name}", "")
+            store.wait([f"{rank} is connected for {name}" for rank in range(SIZE)])
             if RANK < 2:
                 if RANK == 0:
                     group, kind = right, md.GroupError
