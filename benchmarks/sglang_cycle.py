@@ -14,15 +14,18 @@ Measurements
     plain       decoding, alternating with an engine without a memory saver
     switch      two engines that take turns on the GPU: from a request for the one that sleeps to
                 its first token; memory in use while the first one sleeps alone
+    neighbour   the same with backups on another GPU, compared with backups in host memory; nothing
+                on a machine with one GPU
     storm       requests of all kinds to a server of a small model while it sleeps and wakes up:
                 each must be answered with the tokens of an awake server
     tp2         memory in use while an engine on two GPUs sleeps, with suspended communicators
                 and without; nothing on a machine with one GPU
 
-Each engine runs in a process of its own. Except for plain and switch, it has the GPU for itself,
-memsaver's and the peer's one after the other. The first engine of a run compiles kernels, and its
-start does not count. Before each step is a wait of --wait seconds, so that the driver's clearing of
-released memory is not measured. Times are those of the engine's caller. All values count.
+Each engine runs in a process of its own. Except for plain, switch and neighbour, it has the GPU for
+itself, memsaver's and the peer's one after the other. The first engine of a run compiles kernels,
+and its start does not count. Before each step is a wait of --wait seconds, so that the driver's
+clearing of released memory is not measured. Times are those of the engine's caller. All values
+count.
 
 New weights come from a trainer's tensors in the process that calls the engine, which are freed
 before the release. The engine's checksums of its weights before each release and after the resume
@@ -55,6 +58,7 @@ PARTS: dict[str, runs.Measure] = {
     "cycle": sglang_tags.measure,
     "plain": sglang_plain.measure,
     "switch": sglang_switch.measure,
+    "neighbour": sglang_switch.measure_neighbour,
     "storm": sglang_storm.measure,
     "tp2": sglang_tp2.measure,
 }

@@ -14,6 +14,10 @@ A greedy generation after each switch must equal the engine's first one. Otherwi
 row; for the other library, whose times are still valid, the row's details contain a note.
 
 The memory that a sleeping engine still uses is measured before the second engine starts.
+
+`measure_neighbour` compares switches of memsaver's engines with backups on another GPU
+(MEMSAVER_SGLANG_BACKUP=peer) with those of engines with backups in host memory. The row's details
+contain the memory in use on the other GPU, with the backups of both engines.
 """
 
 from __future__ import annotations
@@ -28,11 +32,14 @@ import results
 from children import Child, attempt
 from engine_process import begin, say, used_mib, wait_until_free
 from libraries import DEFAULT, OURS, PEERS
+from raw_driver import count_gpus
 from sglang_engine import BENCH, EngineWorker, engine_process
 
 METRIC = "sglang_switch_ms"
 RESIDENT = "sglang_resident_MiB"
+NEIGHBOUR = "sglang_switch_peer_ms"
 NEW = "a new engine"
+HOST = "memsaver, backups in host memory"
 FRACTION = 0.75
 TOKENS = 16
 WAKE = {"MEMSAVER_SGLANG_ASLEEP": "wake"}
@@ -86,11 +93,15 @@ class Switching(EngineWorker):
         return milliseconds, tokens
 
 
-def measure_one(name: str, options: argparse.Namespace, failures: list[str]) -> Found:
-    """Measure one memory saver, up to a failure."""
-    found: Found = {"switch": [], "new": [], "asleep_MiB": [], "held": [], "lost": []}
+def measure_one(
+    name: str, options: argparse.Namespace, failures: list[str], place: str = "host"
+) -> Found:
+    """Measure one memory saver, up to a failure, with backups at a place: "host" or "peer"."""
+    found: Found = {
+        name: [] for name in ("switch", "new", "asleep_MiB", "neighbour_MiB", "held", "lost")
+    }
     wait_until_free(options.idle_mib)
-    variables = WAKE if name == OURS else {}
+    variables = WAKE | {"MEMSAVER_SGLANG_BACKUP": place} if name == OURS else {}
     settings: dict[str, Any] = {"fraction": FRACTION, "backup": True, "variables": variables}
     worker = f"{__name__}:Switching"
     with (
@@ -118,6 +129,8 @@ def measure_one(name: str, options: argparse.Namespace, failures: list[str]) -> 
             if not counts:
                 found["switch"].append(total)
             awake, asleep = asleep, awake
+        if place == "peer":
+            found["neighbour_MiB"].append(used_mib(1))
         # Both engines have generated several times now; each has half of what is left.
         awake.ask("release")
         time.sleep(options.wait)
@@ -167,3 +180,18 @@ def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[s
         yield results.measurement(
             RESIDENT, ours["asleep_MiB"], PEERS[DEFAULT], theirs["asleep_MiB"], bench=BENCH
         )
+
+
+def measure_neighbour(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the row of NEIGHBOUR; none on a machine with fewer than two GPUs."""
+    if options.device != "cpu" and count_gpus() < 2:
+        say(f"{NEIGHBOUR} needs two GPUs")
+        return
+    host = measure_one(OURS, options, failures)
+    neighbour = measure_one(OURS, options, failures, "peer")
+    if not host["switch"] or not neighbour["switch"] or host["lost"] or neighbour["lost"]:
+        return
+    row = results.measurement(NEIGHBOUR, neighbour["switch"], HOST, host["switch"], bench=BENCH)
+    row["detail"]["memsaver_asleep_MiB"] = neighbour["asleep_MiB"]
+    row["detail"]["memsaver_neighbour_MiB"] = neighbour["neighbour_MiB"]
+    yield row

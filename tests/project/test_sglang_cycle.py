@@ -116,6 +116,16 @@ def test_engines_that_share_the_gpu(run):
 
 
 @pytest.mark.long
+def test_engines_with_backups_on_another_gpu(run):
+    status, rows, engines = run("--only=neighbour")
+    assert status == 0 and [kind for _, kind, _ in engines] == ["ours"] * 4
+    row = rows.pop("sglang_switch_peer_ms")
+    assert row["peer"] == "memsaver, backups in host memory" and not rows
+    assert len(row["detail"]["memsaver"]) == len(row["detail"]["peer"]) == 10
+    assert row["detail"]["memsaver_neighbour_MiB"] == [1200.0]
+
+
+@pytest.mark.long
 def test_an_engine_on_two_gpus(run):
     status, rows, engines = run("--only=tp2")
     assert status == 0 and [kind for _, kind, _ in engines] == ["ours"] * 6
