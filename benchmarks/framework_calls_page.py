@@ -1,4 +1,4 @@
-"""Write the tables of docs/how-to's pages of frameworks whose calls framework_calls.py replayed.
+"""Write the tables of docs/how-to's pages of frameworks whose calls were replayed.
 
 usage: framework_calls_page.py     writes them between the pages' markers
 """

@@ -2,7 +2,7 @@
 
 Each framework names the repository, the commit and the files that its list follows. The list is one
 round of training; the calls before the first round are listed too.
-`framework_calls.py` runs the lists on a GPU, and a test runs the trainers' part on the simulated
+`parts/frameworks_calls.py` runs the lists on a GPU, and a test runs the trainers' part on the simulated
 driver.
 """
 

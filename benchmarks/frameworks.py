@@ -1,6 +1,6 @@
 """Measure training frameworks, unmodified, with memsaver and without it.
 
-    python benchmarks/frameworks.py [--only trl,trainer,verl]
+    python benchmarks/frameworks.py [--only trl,trainer,verl,calls]
 
 Each part trains a small Qwen3 model with random weights in processes of their own, one after the
 other, which use the GPU alone. A tokenizer is made locally; no part needs a network.
@@ -14,6 +14,9 @@ Measurements
     verl      verl's own trainer with SGLang on the same GPUs: seconds of a release with both
               resumes, of a step and its phases, peak memory, KV tokens; see
               parts/frameworks_verl.py. Needs verl, Ray and SGLang; verl_wheels.py prepares them
+    calls     the calls of slime, miles, xtuner and LightRFT, replayed without these frameworks:
+              seconds of each call and memory in use; see parts/frameworks_calls.py. Needs SGLang
+              and --calls-dropin; writes results/framework_calls.json instead of --output
 
 framework_wheels.py prepares the packages for a machine without a network. Progress goes to stderr.
 Prints a table and merges each row into --output as soon as it exists (see results.py).
@@ -29,7 +32,7 @@ from importlib.util import find_spec
 
 import engine_benchmark
 import runs
-from parts import frameworks_trainer, frameworks_trl, frameworks_verl
+from parts import frameworks_calls, frameworks_trainer, frameworks_trl, frameworks_verl
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ PARTS: dict[str, Part] = {
         frameworks_trainer.measure, frameworks_trainer.add_options, ("transformers", "accelerate")
     ),
     "verl": Part(frameworks_verl.measure, frameworks_verl.add_options, ("verl", "sglang", "ray")),
+    "calls": Part(frameworks_calls.measure, frameworks_calls.add_options, ("sglang",)),
 }
 MEASURES: dict[str, runs.Measure] = {name: part.measure for name, part in PARTS.items()}
 

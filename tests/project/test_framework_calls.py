@@ -33,22 +33,30 @@ class Fake:
 
 
 @pytest.fixture
-def run(benchmark_module, monkeypatch, tmp_path):
+def run(benchmark_module, nvidia_smi, monkeypatch, tmp_path):
     """Replay a framework's calls; return the status, the rows and the engine's requests."""
-    calls = benchmark_module("framework_calls")
+    frameworks = benchmark_module("frameworks")
+    calls = benchmark_module("parts.frameworks_calls")
     (tmp_path / calls.LIBRARY).touch()
     log = []
+    monkeypatch.setattr(frameworks, "find_spec", lambda module: module)
     monkeypatch.setattr(calls, "used_mib", lambda: 1000.0)
     monkeypatch.setattr(calls, "wait_until_free", lambda idle: None)
     monkeypatch.setattr(calls.results, "stamp", lambda: STAMP)
-    monkeypatch.setattr(calls.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(calls, "why_no_peer", lambda: "")
 
-    def go(only, fault=""):
+    def go(only, *arguments, fault=""):
         monkeypatch.setattr(calls, "engine_process", lambda *_, **__: Fake(log, fault))
         monkeypatch.setattr(calls, "trainer_process", lambda *_: Fake([]))
         output = tmp_path / "out.json"
-        given = [f"--dropin={tmp_path}", f"--output={output}", f"--only={only}", "--rounds=2"]
-        status = calls.run(calls.parser().parse_args(given))
+        chosen = [
+            "--only=calls",
+            f"--calls-only={only}",
+            "--calls-rounds=2",
+            f"--output={tmp_path}",
+        ]
+        given = [*chosen, f"--calls-dropin={tmp_path}", f"--calls-output={output}", *arguments]
+        status = frameworks.run(frameworks.parser().parse_args(given))
         return status, json.loads(output.read_text()) if output.exists() else [], log
 
     return go
@@ -56,7 +64,7 @@ def run(benchmark_module, monkeypatch, tmp_path):
 
 def test_the_calls_are_those_of_the_list_in_its_order(run, benchmark_module):
     steps = benchmark_module("framework_steps")
-    status, rows, log = run("slime")
+    status, rows, log = run("slime", "--no-peer")
     assert status == 0
     slime = steps.FRAMEWORKS["slime"]
     assert [each["step"] for each in rows[0]["steps"]] == [
@@ -70,13 +78,33 @@ def test_the_calls_are_those_of_the_list_in_its_order(run, benchmark_module):
 
 @pytest.mark.parametrize("framework", ["miles_rematerialize", "xtuner", "lightrft"])
 def test_each_list_runs(run, framework):
-    assert run(framework)[0] == 0
+    status, rows, _ = run(framework)
+    assert status == 0
+    assert [(row["framework"], row["saver"]) for row in rows] == [
+        (framework, "memsaver"),
+        (framework, "tms"),
+    ]
 
 
 def test_an_engine_that_keeps_old_weights_is_a_failure_without_a_row(run, capsys):
     status, rows, _ = run("xtuner", fault="loses")
     assert status == 1 and rows == []
     assert "left the engine's weights unchanged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason", "message"),
+    [
+        (["--calls-dropin=/nowhere"], "", "hook_mode_preload_cu13.abi3.so does not exist"),
+        ([], "torch_memory_saver is not installed", "torch_memory_saver is not installed"),
+    ],
+)
+def test_a_missing_package_is_reported_before_an_engine_starts(
+    run, benchmark_module, monkeypatch, capsys, arguments, reason, message
+):
+    monkeypatch.setattr(benchmark_module("parts.frameworks_calls"), "why_no_peer", lambda: reason)
+    assert run("xtuner", *arguments) == (1, [], [])
+    assert message in capsys.readouterr().err
 
 
 def test_a_page_shows_the_medians_of_each_call_or_says_that_it_did_not_run(run, benchmark_module):

@@ -1,21 +1,19 @@
 """Replay the calls of slime, miles, xtuner and LightRFT to their memory saver and to SGLang.
 
-    python benchmarks/framework_calls.py --dropin FOLDER [--only slime,xtuner]
-
 The calls are those of the frameworks' sources, in their order; see framework_steps.py. A small
 SGLang engine performs the engine's calls, with memsaver's plugin. A trainer in another process,
 preloaded with the library of the package torch_memory_saver, performs the trainer's calls, and
-sends its weights to the engine as CUDA IPC handles. FOLDER contains memsaver's package of that name
-and memsaver:
+sends its weights to the engine as CUDA IPC handles. The folder of --calls-dropin contains
+memsaver's package of that name and memsaver:
 
     pip install --no-deps --target FOLDER . ./integrations/torch_memory_saver
 
-With --peer, the original torch_memory_saver, which must be importable, also performs the calls.
+Unless --no-peer is given, the original torch_memory_saver also performs the calls.
 
 In each round, the trainer compares all its contents with those of a trainer that never slept. At
 the end, a plain trainer that made the same steps sends its weights to the engine: its checksum and
-its output must stay the same. Progress goes to stderr; one row for each framework and saver is
-merged into --output.
+its output must stay the same. A row for each framework and saver, which lists all calls, is merged
+into --calls-output.
 """
 
 from __future__ import annotations
@@ -24,8 +22,6 @@ import argparse
 import importlib.util
 import json
 import os
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -33,21 +29,31 @@ from pathlib import Path
 from typing import Any
 
 import results
+import runs
 from children import Child, Failed
-from engine_model import SMALL, write_config
 from engine_process import START_SECONDS, inherited_without, say, used_mib, wait_until_free
 from framework_steps import BUCKETS, ENGINE, FRAMEWORKS, TRAINER, Framework, Step, engine
 from libraries import DEFAULT, OURS
-from runs import part_names
-from sglang_engine import DROPPED, engine_process
+from sglang_engine import DROPPED, engine_process, why_no_peer
 
 from memsaver._runtime.whole_files import replace_file
 
-RESULTS = results.ROOT / "benchmarks" / "results" / "framework_calls.json"
+RESULTS = results.DEFAULT_PATH.with_name("framework_calls.json")
 LIBRARY = "torch_memory_saver_hook_mode_preload_cu13.abi3.so"  # the first that slime looks for
 FRACTION = 0.4
 PLAIN_TRAINER = "lightrft"  # a framework whose trainer has no memory saver
 CALL_SECONDS = 60
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this part."""
+    add = parser.add_argument_group("calls").add_argument
+    add("--calls-dropin", type=Path, help="folder of memsaver's torch_memory_saver; required")
+    names = ",".join(FRAMEWORKS)
+    add("--calls-only", type=runs.part_names(FRAMEWORKS), default=list(FRAMEWORKS), help=names)
+    add("--calls-rounds", type=runs.at_least(1), default=3, help="rounds of training")
+    add("--calls-tokens", type=int, default=65536, help="tokens of the engine's KV cache")
+    add("--calls-output", type=Path, default=RESULTS, help="file for this part's rows")
 
 
 class Replay:
@@ -74,7 +80,7 @@ class Replay:
                 variables=graphs,
                 fraction=FRACTION,
                 backup=False,
-                tokens=options.tokens,
+                tokens=options.calls_tokens,
             )
         )
         self.trainer = stack.enter_context(trainer_process(name, framework, options))
@@ -127,7 +133,7 @@ def trainer_process(name: str, framework: str, options: argparse.Namespace) -> C
     given = FRAMEWORKS[framework].trainer
     preload = ""
     if given is not None:
-        folder = options.dropin if name == OURS else original()
+        folder = options.calls_dropin if name == OURS else original()
         preload = str(folder / LIBRARY)
         variables |= given | {"TMS_DISK_BACKUP_DIR": str(options.model)}
         if name == OURS:
@@ -161,15 +167,15 @@ def replay(name: str, framework: str, options: argparse.Namespace) -> dict[str, 
         for step in pair.calls.start:
             pair.perform(step)
         states = []
-        for _ in range(options.rounds):
+        for _ in range(options.calls_rounds):
             for step in pair.calls.round:
                 pair.perform(step)
             states.append(pair.engine.ask("state", CALL_SECONDS))
-        if len({state["checksum"] for state in states}) < options.rounds:
+        if len({state["checksum"] for state in states}) < options.calls_rounds:
             raise Failed(f"{name}, {framework}: an update left the engine's weights unchanged")
         plain = stack.enter_context(trainer_process(name, PLAIN_TRAINER, options))
         plain.ask("start", within=START_SECONDS)
-        for _ in range(options.rounds):
+        for _ in range(options.calls_rounds):
             plain.ask("call", CALL_SECONDS, call="train", arguments={})
         for step in FRAMEWORKS[PLAIN_TRAINER].start:
             pair.update(plain, **step.arguments)
@@ -180,19 +186,9 @@ def replay(name: str, framework: str, options: argparse.Namespace) -> dict[str, 
         "saver": name,
         "source": pair.calls.source,
         "files": list(pair.calls.files),
-        "rounds": options.rounds,
+        "rounds": options.calls_rounds,
         "steps": pair.steps,
     }
-
-
-def rows(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the selected frameworks, and add the failures to the list."""
-    for framework in options.only:
-        for name in (OURS, DEFAULT) if options.peer else (OURS,):
-            try:
-                yield replay(name, framework, options)
-            except (Failed, RuntimeError) as error:
-                failures.append(f"{name}, {framework}: {error}")
 
 
 def merge(path: Path, row: dict[str, Any]) -> None:
@@ -204,44 +200,22 @@ def merge(path: Path, row: dict[str, Any]) -> None:
     replace_file(path, f"[\n{text}\n]\n".encode())
 
 
-def run(options: argparse.Namespace) -> int:
-    """Replay the selected frameworks' calls, and return an exit status."""
-    if importlib.util.find_spec("sglang") is None:
-        print("SGLang is not installed", file=sys.stderr)
-        return 2
-    if not (options.dropin / LIBRARY).exists():
-        print(f"{options.dropin / LIBRARY} does not exist", file=sys.stderr)
-        return 2
-    options.dropin, options.output = options.dropin.resolve(), options.output.resolve()
-    failures: list[str] = []
+def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
+    """Replay the selected frameworks' calls, and merge their rows into --calls-output; yields none."""
+    if options.calls_dropin is None:
+        raise Failed("calls: --calls-dropin is missing")
+    if not (options.calls_dropin / LIBRARY).exists():
+        raise Failed(f"calls: {options.calls_dropin / LIBRARY} does not exist")
+    if options.peer and (reason := why_no_peer()):
+        raise Failed(f"calls: {reason}; use --no-peer")
+    options.calls_dropin = options.calls_dropin.resolve()
     circumstances = results.stamp()
-    options.idle_mib = used_mib()
-    with tempfile.TemporaryDirectory(prefix="memsaver-calls-") as folder:
-        options.model = Path(folder)
-        write_config(SMALL, options.model)
-        for row in rows(options, failures):
-            merge(options.output, row | circumstances)
-    for failure in failures:
-        print(f"failed: {failure}", file=sys.stderr)
-    return 1 if failures else 0
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    made = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = made.add_argument
-    add("--dropin", type=Path, required=True, help="folder of memsaver's torch_memory_saver")
-    names = ",".join(FRAMEWORKS)
-    add("--only", type=part_names(FRAMEWORKS), default=list(FRAMEWORKS), help=names)
-    add("--rounds", type=int, default=3, help="rounds of training")
-    add("--tokens", type=int, default=65536, help="tokens of the engine's KV cache")
-    add("--peer", action="store_true", help="also with the original torch_memory_saver")
-    add("--output", type=Path, default=RESULTS)
-    made.set_defaults(small=True, wait=0.0, device="cuda")
-    return made
-
-
-if __name__ == "__main__":
-    sys.exit(run(parser().parse_args()))
+    for framework in options.calls_only:
+        for name in (OURS, DEFAULT) if options.peer else (OURS,):
+            try:
+                row = replay(name, framework, options)
+            except (Failed, RuntimeError) as error:
+                failures.append(f"{name}, {framework}: {error}")
+            else:
+                merge(options.calls_output, row | circumstances)
+    return iter(())
