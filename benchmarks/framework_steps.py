@@ -2,8 +2,8 @@
 
 Each framework names the repository, the commit and the files that its list follows. The list is one
 round of training; the calls before the first round are listed too.
-`parts/frameworks_calls.py` runs the lists on a GPU, and a test runs the trainers' part on the simulated
-driver.
+`parts/frameworks_calls.py` runs the lists on a GPU, and a test runs the trainers' part on the
+simulated driver.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,10 @@ from typing import Any
 import results
 
 BENCH = "frameworks"
+NOT_MEASURED = "Not measured yet:"
+
+# Formats a value of a metric.
+Figure = Callable[[float, str], str]
 
 # For each page, in docs/how-to, the metrics and titles of its rows.
 PAGES: dict[str, tuple[tuple[str, str], ...]] = {
@@ -42,10 +48,22 @@ PAGES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
 }
 
+# The metrics whose rows contain the seconds of verl's phases, and the phases in their order.
+WITH_PHASES = {
+    "verl_step_seconds": "Phases of a step",
+    "verl_tp2_step_seconds": "Phases of a step on two GPUs",
+}
+PHASES = ("gen", "reward", "old_log_prob", "ref", "adv", "update_actor", "update_weights", "step")
 
-def pages(
-    rows: Sequence[Mapping[str, Any]], how_to: Path, figure: Callable[[float], str]
-) -> dict[Path, str]:
+# What ran without a row, shown as long as the metric has no row.
+BEFORE: dict[str, str] = {
+    "verl_tp2_step_seconds": "On two GPUs, five steps with memsaver ran on two H200s and on two "
+    "H100s, and a release and both resumes took 0.11 to 0.20 s in each step; they have not been "
+    "compared with torch_memory_saver.",
+}
+
+
+def pages(rows: Sequence[Mapping[str, Any]], how_to: Path, figure: Figure) -> dict[Path, str]:
     """Return the table of each page.
 
     Args:
@@ -53,21 +71,26 @@ def pages(
         how_to: the folder of the pages.
         figure: formats a value.
     """
-    return {how_to / page: table(rows, BENCH, lines, figure) for page, lines in PAGES.items()}
+    return {
+        how_to / page: "\n\n".join(
+            filter(None, (table(rows, BENCH, lines, figure), phases(rows, lines)))
+        )
+        for page, lines in PAGES.items()
+    }
 
 
 def table(
     rows: Sequence[Mapping[str, Any]],
     bench: str,
     wanted: Sequence[tuple[str, str]],
-    figure: Callable[[float], str],
+    figure: Figure,
 ) -> str:
-    """Return the rows of a benchmark as Markdown, or a note that nothing was measured.
+    """Return the rows of a benchmark as Markdown, and a list of the metrics without a row.
 
     Args:
         rows: the rows of all benchmarks.
         bench: the benchmark.
-        wanted: the metrics with their titles; those without a row are omitted.
+        wanted: the metrics with their titles.
         figure: formats a value.
     """
     found = {row["metric"]: row for row in rows if row["bench"] == bench}
@@ -76,29 +99,78 @@ def table(
         if metric in found:
             by_gpu.setdefault(found[metric]["gpu"], []).append((found[metric], words))
     parts = [_of_one_gpu(shown, figure) for shown in by_gpu.values()]
-    return "\n\n".join(parts) or "Not measured yet."
+    missing = [(metric, words) for metric, words in wanted if metric not in found]
+    if missing:
+        names = (f"- {re.sub(', (s|MiB)$', '', words)}" for _, words in missing)
+        parts.append("\n".join([NOT_MEASURED, "", *names]))
+    parts += [BEFORE[metric] for metric, _ in missing if metric in BEFORE]
+    return "\n\n".join(parts)
 
 
-def _of_one_gpu(
-    shown: Sequence[tuple[Mapping[str, Any], str]], figure: Callable[[float], str]
-) -> str:
-    first, _ = shown[0]
-    days = sorted({row["date"] for row, _ in shown})
-    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+def _of_one_gpu(shown: Sequence[tuple[Mapping[str, Any], str]], figure: Figure) -> str:
     rows = [row for row, _ in shown]
-    versions = results.versions_text(rows)
     lines = [
-        f"{medians(rows)} on {first['gpu']}, {when} ({versions}).",
+        f"{medians(rows)} on {circumstances(rows)}.",
         "A factor above 1 means that memsaver is better.",
         "",
         "| | memsaver | compared with | its value | factor |",
         "|---|--:|---|--:|--:|",
     ]
     for row, words in shown:
-        ours = figure(row["memsaver"]) + " (once)" * is_single(row, "memsaver")
-        theirs = figure(row["peer_value"]) + " (once)" * is_single(row, "peer")
+        metric = row["metric"]
+        ours = figure(row["memsaver"], metric) + " (once)" * is_single(row, "memsaver")
+        theirs = figure(row["peer_value"], metric) + " (once)" * is_single(row, "peer")
         lines.append(f"| {words} | {ours} | {row['peer']} | {theirs} | {row['ratio']:.2f} |")
     return "\n".join(lines)
+
+
+def circumstances(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the GPU, the dates and the versions of rows of one kind of GPU."""
+    days = sorted({row["date"] for row in rows})
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    return f"{rows[0]['gpu']}, {when} ({results.versions_text(rows)})"
+
+
+def phases(rows: Sequence[Mapping[str, Any]], wanted: Sequence[tuple[str, str]]) -> str:
+    """Return tables of the phases of the steps of those wanted metrics that have phases."""
+    found = {row["metric"]: row for row in rows if row["bench"] == BENCH}
+    shown = [metric for metric, _ in wanted if metric in found and metric in WITH_PHASES]
+    return "\n\n".join(_phases(found[metric]) for metric in shown)
+
+
+def _phases(row: Mapping[str, Any]) -> str:
+    """Return the table of the phases of a row of steps, and a comparison of the runs' figures."""
+    ours, theirs = row["detail"]["memsaver_phases"], row["detail"]["peer_phases"]
+    others = sorted(set(ours) - set(PHASES))
+    names = [name for name in (*PHASES[:-1], *others, PHASES[-1]) if name in ours]
+    steps = len(next(iter(ours.values())))
+    lines = [
+        f"{WITH_PHASES[row['metric']]}, as verl reports them (`timing_s/*`): mean seconds of steps "
+        f"2 to {steps}, on {circumstances([row])}.",
+        "",
+        f"| phase | memsaver | {row['peer']} | factor |",
+        "|---|--:|--:|--:|",
+    ]
+    for name in names:
+        mine = statistics.fmean(ours[name][1:])
+        peers = statistics.fmean(theirs.get(name, (0.0, 0.0))[1:])
+        factor = f"{peers / mine:.2f}" if mine and peers else ""
+        lines.append(f"| `{name}` | {mine:.3f} | {peers:.3f} | {factor} |")
+    return "\n".join([*lines, "", _compared(row)])
+
+
+def _compared(row: Mapping[str, Any]) -> str:
+    """Return a sentence about the differences between the figures of the two training runs."""
+    detail = row["detail"]
+    steps = len(next(iter(detail["memsaver_phases"].values())))
+    count = 4 * steps
+    figures = f"Of the {count} losses, gradient norms, scores and responses of these {steps} steps"
+    if not detail["differences"]:
+        return f"{figures}, none differ from those with {row['peer']}."
+    return (
+        f"{figures}, {len(detail['differences'])} differ from those with {row['peer']}, and "
+        f"{len(detail['differences_of_the_peer'])} between two training runs with {row['peer']}."
+    )
 
 
 def medians(rows: Sequence[Mapping[str, Any]]) -> str:

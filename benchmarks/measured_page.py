@@ -220,11 +220,12 @@ pinned host memory for the next pause; by default, each resume releases it. Note
 """
 
 
-def value_and_range(value: float, cycles: object) -> str:
+def value_and_range(value: float, metric: str, cycles: object) -> str:
     """Return a value, and the range of its cycles if there are several figures."""
+    shown = figure(value, metric)
     if not isinstance(cycles, list) or len(cycles) < 2:
-        return figure(value)
-    return f"{figure(value)} ({figure(min(cycles))} to {figure(max(cycles))})"
+        return shown
+    return f"{shown} ({figure(min(cycles), metric)} to {figure(max(cycles), metric)})"
 
 
 def table(rows: list[Mapping[str, Any]]) -> list[str]:
@@ -240,11 +241,13 @@ def table(rows: list[Mapping[str, Any]]) -> list[str]:
         words = WORDS.get(row["metric"], f"`{row['metric']}`")
         cells = [
             words if words != last[0] else "",
-            "" if (words, row["memsaver"]) == last else value_and_range(row["memsaver"], cycles),
+            ""
+            if (words, row["memsaver"]) == last
+            else value_and_range(row["memsaver"], row["metric"], cycles),
             row["peer"],
             "ended"
             if row["peer_value"] is None
-            else value_and_range(row["peer_value"], detail.get("peer")),
+            else value_and_range(row["peer_value"], row["metric"], detail.get("peer")),
             "" if row["limit"] is None else f"{row['limit']:,.1f}",
             "" if row["ratio"] is None else f"{row['ratio']:.2f}",
         ]
@@ -338,8 +341,8 @@ def before_and_after(rows: list[Mapping[str, Any]]) -> list[str]:
         cells = [
             WORDS.get(row["metric"], f"`{row['metric']}`"),
             f"{row['peer'].rpartition(' ')[2]}, {row['commit'][:7]}",
-            value_and_range(row["peer_value"], detail["peer"]),
-            value_and_range(row["memsaver"], detail["memsaver"]),
+            value_and_range(row["peer_value"], row["metric"], detail["peer"]),
+            value_and_range(row["memsaver"], row["metric"], detail["memsaver"]),
             f"{row['ratio']:.2f} ± {row['ratio'] * detail['standard_error']:.2f}",
             "" if row["limit"] is None else f"{row['limit']:,.1f}",
         ]

@@ -71,8 +71,10 @@ ENGINES_ON_TWO = tuple(
 )
 
 
-def figure(value: float) -> str:
-    """Format a value of a row for the tables."""
+def figure(value: float, metric: str) -> str:
+    """Format a value of a metric for the tables."""
+    if metric.endswith(results.COUNTS):
+        return f"{value:,.0f}"
     return f"{value:,.1f}" if abs(value) > 1 else f"{value:.3g}"
 
 
@@ -101,7 +103,7 @@ def table(rows: list[dict[str, Any]], wanted: tuple[tuple[str, str], ...] = LINE
     for words, by_peer in shown:
         own = next(iter(by_peer.values()))
         once = " (once)" * framework_tables.is_single(own, "memsaver")
-        ours = figure(own["memsaver"]) + once
+        ours = figure(own["memsaver"], own["metric"]) + once
         theirs = (their_figure(by_peer.get(peer)) for peer in (DEFAULT, RETAINED))
         lines.append(f"| {words} | {ours} | {' | '.join(theirs)} |")
     return "\n".join(lines)
@@ -115,7 +117,9 @@ def their_figure(row: dict[str, Any] | None) -> str:
         return "ended"
     ratio = row["ratio"]
     once = ", once" * framework_tables.is_single(row, "peer")
-    return f"{figure(row['peer_value'])} ({ratio:,.{0 if ratio >= 100 else 2}f}x{once})"
+    return (
+        f"{figure(row['peer_value'], row['metric'])} ({ratio:,.{0 if ratio >= 100 else 2}f}x{once})"
+    )
 
 
 def pages(rows: list[dict[str, Any]]) -> dict[Path, str]:

@@ -19,6 +19,7 @@ from typing import Any, TypedDict
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_PATH = ROOT / "benchmarks" / "results" / "h200.json"
 ON_H100 = DEFAULT_PATH.with_name("h100.json")  # metrics without a measurement on an H200
+COUNTS = ("_tokens", "_requests")  # suffixes of metrics that are whole numbers
 DISTRIBUTIONS = (
     "memsaver",
     "torch",

@@ -201,7 +201,7 @@ def merge(path: Path, row: dict[str, Any]) -> None:
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Replay the selected frameworks' calls, and merge their rows into --calls-output; yields none."""
+    """Replay the selected frameworks' calls; yields no rows: they go to --calls-output."""
     if options.calls_dropin is None:
         raise Failed("calls: --calls-dropin is missing")
     if not (options.calls_dropin / LIBRARY).exists():

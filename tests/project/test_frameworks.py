@@ -126,12 +126,54 @@ def test_a_cycle_is_a_sleep_and_its_wake_ups(benchmark_module, calls, seconds):
         assert part.cycles_of(calls) == seconds
 
 
+ROW = {"bench": "frameworks", "memsaver": 0.5, "peer": "other", "peer_value": 1.0, "ratio": 2.0}
+ROW |= {"gpu": "Some GPU", "date": "2026-01-01", "versions": {"verl": "1"}}
+
+
 def test_a_value_that_was_measured_once_is_marked(benchmark_module):
-    row = {"bench": "b", "metric": "m", "memsaver": 0.5, "peer": "other", "peer_value": 1.0}
-    row |= {"ratio": 2.0, "gpu": "G", "date": "2026-01-01", "versions": {}}
-    row["detail"] = {"memsaver": [0.5], "peer": [1.0, 1.0]}
-    table = benchmark_module("framework_tables").table([row], "b", [("m", "a step")], str)
+    row = ROW | {"metric": "m", "detail": {"memsaver": [0.5], "peer": [1.0, 1.0]}}
+    tables = benchmark_module("framework_tables")
+    table = tables.table([row], "frameworks", [("m", "a step")], lambda value, _: str(value))
     assert "| a step | 0.5 (once) | other | 1.0 | 2.00 |" in table
+
+
+def test_numbers_of_tokens_are_whole(benchmark_module):
+    figure = benchmark_module("readme_table").figure
+    assert figure(309964.0, "verl_kv_tokens") == "309,964"
+    assert figure(1234.56, "vllm_decode_tokens_per_s") == "1,234.6"
+
+
+def test_a_metric_without_a_row_is_named_until_it_has_one(benchmark_module, tmp_path):
+    tables = benchmark_module("framework_tables")
+    figure = benchmark_module("readme_table").figure
+    page = tmp_path / "verl.md"
+    text = tables.pages([], tmp_path, figure)[page]
+    assert text.startswith(tables.NOT_MEASURED) and "| memsaver |" not in text
+    assert "- two GPUs: a step\n" in text and "have not been compared" in text
+    row = ROW | {"metric": "verl_tp2_step_seconds"}
+    row["detail"] = {"memsaver_phases": {"step": [9.0, 1.0]}, "peer_phases": {"step": [9.0, 2.0]}}
+    row["detail"] |= {"differences": []}
+    text = tables.pages([row], tmp_path, figure)[page]
+    assert "- two GPUs: a step\n" not in text and "have not been compared" not in text
+    assert "- two GPUs: update with both resumes\n" in text
+
+
+def test_phases_are_means_without_the_first_step(benchmark_module, tmp_path):
+    tables = benchmark_module("framework_tables")
+    ours = {"step": [9.0, 2.0, 4.0], "adv": [5.0, 0.0, 0.0], "gen": [8.0, 1.0, 2.0]}
+    theirs = {"step": [9.0, 6.0, 6.0], "adv": [5.0, 0.0, 0.0], "gen": [8.0, 3.0, 4.5]}
+    detail = {"memsaver_phases": ours, "peer_phases": theirs}
+    detail |= {"differences": ["step 1: responses"], "differences_of_the_peer": ["a", "b"]}
+    row = ROW | {"metric": "verl_step_seconds", "detail": detail}
+    text = tables.phases([row], tables.PAGES["verl.md"])
+    assert text.splitlines()[4:7] == [
+        "| `gen` | 1.500 | 3.750 | 2.50 |",
+        "| `adv` | 0.000 | 0.000 |  |",
+        "| `step` | 3.000 | 6.000 | 2.00 |",
+    ]
+    assert "mean seconds of steps 2 to 3, on Some GPU, 2026-01-01 (verl 1)" in text
+    assert "Of the 12 losses" in text
+    assert "1 differ from those with other, and 2 between two training runs" in text
 
 
 def test_prompts_have_equal_lengths_and_their_words_repeat(benchmark_module):
