@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from repository import ROOT
 
 STAMP = {"gpu": "Some GPU", "versions": {"memsaver": "0.2.0"}, "commit": "0", "date": "2026-11-25"}
 
@@ -109,15 +110,74 @@ def test_a_missing_package_is_reported_before_an_engine_starts(
 
 def test_a_page_shows_the_medians_of_each_call_or_says_that_it_did_not_run(run, benchmark_module):
     pages = benchmark_module("framework_calls_page")
-    _, rows, _ = run("xtuner")
+    _, rows, _ = run("xtuner", "--no-peer")
     text = pages.calls(rows, ("xtuner", "lightrft"))
     assert "| `engine: resume(tags=['weights'])` | 1.0 | 1,000 |" in text
+    assert "| all releases, pauses and resumes | 3.0 |  |" in text
     assert "Run on: Some GPU, 2026-11-25, memsaver 0.2.0." in text
-    assert text.count(pages.NOT_RUN) == 1
+    assert text.count(pages.NOT_RUN) == text.count(pages.NOT_COMPARED) == 1
+
+
+def test_a_page_compares_calls_only_on_the_same_kind_of_gpu(run, benchmark_module):
+    pages = benchmark_module("framework_calls_page")
+    _, (ours, theirs), _ = run("xtuner")
+    for step in theirs["steps"]:
+        step["seconds"], step["used_MiB"] = 2 * step["seconds"], 1500.0
+    text = pages.calls([ours, theirs], ["xtuner"])
+    assert "| `engine: resume(tags=['weights'])` | 1.0 | 2.0 | 2.00 | 1,000 | 1,500 |" in text
+    assert "| all releases, pauses and resumes | 3.0 | 6.0 | 2.00 |  |  |" in text
+    assert pages.NOT_COMPARED not in text
+    assert pages.NOT_COMPARED in pages.calls([ours, theirs | {"gpu": "Another"}], ["xtuner"])
+
+
+README = """\
+| [slime](slime.md) | old | 1 |
+| [miles](miles.md) | | 2 |
+| [verl](verl.md) | | |
+| [TRL](trl.md) | old | 3 |
+"""
+
+
+def test_the_readme_lists_what_has_rows(benchmark_module):
+    support = benchmark_module("framework_support")
+    shown = {"slime": ("slime",), "miles": ("miles", "miles_disk")}
+    assert support.rewritten(README, support.cells([], [], shown)).splitlines() == [
+        "| [slime](slime.md) | | 1 |",
+        "| [miles](miles.md) | | 2 |",
+        "| [verl](verl.md) | five steps on two GPUs with memsaver only | |",
+        "| [TRL](trl.md) | | 3 |",
+    ]
+    replayed = [{"framework": name, "saver": "memsaver"} for name in ("slime", "miles_disk")]
+    replayed.append({"framework": "miles", "saver": "tms"})
+    versions = {"verl": "1", "sglang": "2", "trl": "3", "vllm": "4"}
+    detail = {"memsaver_phases": {"step": [1.0] * 5}, "losses": [1.0] * 3}
+    metrics = ("verl_step_seconds", "verl_tp2_step_seconds", "trl_step_seconds")
+    rows = [{"metric": metric, "versions": versions, "detail": detail} for metric in metrics]
+    assert support.rewritten(README, support.cells(rows, replayed, shown)).splitlines() == [
+        "| [slime](slime.md) | (its calls, without slime) | 1 |",
+        "| [miles](miles.md) | (its calls (`miles_disk`), without miles) | 2 |",
+        "| [verl](verl.md) | 1 with SGLang 2: five steps on one GPU; five steps on two GPUs | |",
+        "| [TRL](trl.md) | 3 with vLLM 4: 3 steps on one GPU | 3 |",
+    ]
 
 
 def test_the_pages_are_those_of_the_result_files(benchmark_module):
     pages = benchmark_module("framework_calls_page").pages()
-    assert len(pages) == 3
+    assert {path.name for path in pages} == {
+        "README.md",
+        "lightrft.md",
+        "miles.md",
+        "slime.md",
+        "xtuner.md",
+    }
     for path, text in pages.items():
         assert text == path.read_text(), "make pages"
+
+
+def test_the_readme_names_the_commits_whose_calls_are_replayed(benchmark_module):
+    steps = benchmark_module("framework_steps")
+    lines = (ROOT / "README.md").read_text().splitlines()
+    for framework in steps.FRAMEWORKS.values():
+        repository, _, commit = framework.source.partition(", ")
+        (line,) = (line for line in lines if line.startswith(f"| [{repository.split('/')[1]}]("))
+        assert commit in line
