@@ -22,9 +22,7 @@ engine; the exception is a paused generation, whose requests wait for the contin
 
 from __future__ import annotations
 
-import functools
 import importlib
-import inspect
 import logging
 from collections.abc import Callable, Iterable
 from http import HTTPStatus
@@ -36,11 +34,13 @@ from ..engine.policies import WhenAsleep
 from ..engine.refusals import asleep_text
 from ..engine.tags import GRAPH, KV_CACHE, RELEASE_ORDER, WEIGHTS
 from . import image_cache, settings
+from .failed_replies import failed_reply
 from .idle_sleep import remove, with_handler
 from .updaters import updater_of
 
 __all__ = [
     "Guard",
+    "after_deferred_resume",
     "dispatch_unread",
     "flush",
     "has_failed",
@@ -185,6 +185,13 @@ def is_rust_served(scheduler: Any) -> bool:
     return getattr(scheduler, "rust_server", None) is not None
 
 
+def after_deferred_resume(scheduler: Any) -> None:
+    """Do what a scheduler's guard does after a resume, for one that its handler has deferred."""
+    guard = getattr(scheduler, _DISPATCHER, None)
+    if isinstance(guard, Guard):
+        guard.after_resume()
+
+
 def _check_server(scheduler: Any) -> None:
     """Keep an idle engine awake if its server is SGLang's in Rust, which cannot wake it."""
     if when_asleep(scheduler) != settings.policy_of(scheduler).when_asleep:
@@ -288,10 +295,14 @@ class Guard:
         output = self._dispatch(request)
         if kind == _RESUME:
             self._logged.clear()
-            if self._continuation is not None and not self._released():
-                request, self._continuation = self._continuation, None
-                self._dispatch(request)
+            self.after_resume()
         return output
+
+    def after_resume(self) -> None:
+        """Continue a paused generation if nothing is released any more."""
+        if self._continuation is not None and not self._released():
+            request, self._continuation = self._continuation, None
+            self._dispatch(request)
 
     def _postpone(self, request: Any, released: frozenset[str]) -> None:
         self._continuation = request
@@ -349,7 +360,7 @@ class Guard:
         None if memsaver cannot build a reply of its type; the sender then receives none.
         """
         try:
-            return _failed(self._messages, kind, text)
+            return failed_reply(self._messages, kind, text)
         except (AttributeError, TypeError, ValueError) as error:
             _logger.error(
                 "%s was not processed, and its sender receives no reply: %s (%s)", kind, text, error
@@ -368,29 +379,3 @@ def _generations_in(kind: str, request: Any) -> Iterable[Any] | None:
     if not kind.startswith(("Tokenized", "BatchTokenized")):
         return None
     return list(request) if kind.startswith("Batch") else [request]
-
-
-def _failed(messages: Any, kind: str, text: str) -> Any:
-    """Return SGLang's reply to a failed request of this kind."""
-    reply = getattr(messages, _name_of_reply(kind))
-    fields = _fields_of(reply)
-    values: dict[str, Any] = {
-        name: value
-        for name, value in (("success", False), ("message", text), ("error_message", text))
-        if name in fields
-    }
-    if not values:  # the reply is only a value, and None means failure
-        values = {name: None for name, needed in fields.items() if needed}
-    return reply(**values)
-
-
-def _name_of_reply(kind: str) -> str:
-    stem = kind.removesuffix("Input").removesuffix("Req")
-    return f"{stem}ReqOutput"
-
-
-@functools.cache
-def _fields_of(reply: type) -> dict[str, bool]:
-    """Return the arguments of a reply's class, and whether each is required."""
-    parameters = inspect.signature(reply).parameters.values()
-    return {p.name: p.default is inspect.Parameter.empty for p in parameters}

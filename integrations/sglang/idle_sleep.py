@@ -20,7 +20,7 @@ from ..engine.idle import IdleTimer
 from ..engine.tags import GRAPH, KV_CACHE, WEIGHTS
 from . import settings
 from .places import parallel_of
-from .protocol import answers_of, is_health_check
+from .protocol import IDLE, is_health_check
 from .updaters import updater_of
 
 __all__ = ["IdleRelease", "IdleSleep", "install", "remove", "with_handler"]
@@ -146,11 +146,8 @@ def with_handler(scheduler: Any, dispatcher: Any) -> Any:
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
         _logger.info("the engine is idle: releasing %s", ", ".join(request.tags))
-        release = ReleaseMemoryOccupationReqInput(tags=list(request.tags))
-        output = updater_of(scheduler).release_memory_occupation(release)
-        for answer in answers_of([output]):
-            if answer.failure is not None:
-                _logger.warning("the idle engine keeps its memory: %s", answer.failure.message)
+        release = ReleaseMemoryOccupationReqInput(tags=list(request.tags), rid=IDLE)
+        updater_of(scheduler).release_memory_occupation(release)
 
     dispatcher += type(dispatcher)([(IdleRelease, handle)])
     return dispatcher

@@ -1,9 +1,10 @@
-"""Runs a weight update in all stages of a pipeline at the same time.
+"""Runs a weight update, a release or a resume in all stages of a pipeline at the same time.
 
 SGLang's stages handle a request one after the other: a stage handles it and replies, and only then
-sends it to the next stage. So no stage may wait for a later one in its handler, and the reply would
-not contain the results of later stages. With these hooks, a stage first sends the request on, and
-then does the work, in which all stages exchange their results.
+sends it to the next stage. So no stage may wait for a later one in its handler, and the reply,
+which only the first stage sends, would not contain the results of later stages. With these hooks, a
+stage first sends the request on, and then does the work, in which all stages exchange their
+results.
 
 The work must not begin while a batch is in the pipeline: a later stage might wait for the batch's
 data, which an earlier stage, waiting for the later one, would not send. All stages make this
@@ -25,7 +26,7 @@ __all__ = ["after_input", "after_send", "can_defer", "defer", "is_installed"]
 Work = Callable[[MemsaverError | None], Any]
 
 _WAITING = "_memsaver_waiting"  # an attribute of a scheduler: a list of `_Deferred`
-_ROUNDS = 200  # for which an update waits until the pipeline has no batch
+_ROUNDS = 200  # for which work waits until the pipeline has no batch
 
 
 class _Deferred:
@@ -33,16 +34,24 @@ class _Deferred:
 
     Attributes:
         request: SGLang's request.
-        work: returns the reply; its argument is the reason why it must do nothing, or None.
+        work: returns the reply, or None for no reply; its argument is the reason why it must do
+            nothing, or None.
+        busy: the error if the pipeline does not become empty.
         rounds: the number of rounds for which the work may still wait.
     """
 
-    def __init__(self, request: Any, work: Work) -> None:
-        self.request, self.work, self.rounds = request, work, _ROUNDS
+    def __init__(self, request: Any, work: Work, busy: EngineBusyError) -> None:
+        self.request, self.work, self.busy, self.rounds = request, work, busy, _ROUNDS
 
 
-def defer(scheduler: Any, request: Any, work: Work) -> Any:
+def defer(scheduler: Any, request: Any, work: Work, then: str) -> Any:
     """Do the work after the request was sent to the next stage, and then send its reply.
+
+    Args:
+        scheduler: this stage's scheduler.
+        request: SGLang's request.
+        work: see `_Deferred`.
+        then: for the error of a busy engine: what to do, and the state afterwards.
 
     Returns:
         None, for the handler to return: SGLang then sends no reply yet.
@@ -55,7 +64,11 @@ def defer(scheduler: Any, request: Any, work: Work) -> Any:
                 "updated: its stages run other loops"
             )
         )
-    vars(scheduler).setdefault(_WAITING, []).append(_Deferred(request, work))
+    busy = EngineBusyError(
+        "the engine has requests in flight, but the stages of a pipeline can do this only while "
+        f"there are none: {then}"
+    )
+    vars(scheduler).setdefault(_WAITING, []).append(_Deferred(request, work, busy))
     return None
 
 
@@ -95,13 +108,11 @@ def _run(scheduler: Any) -> None:
             waiting[0].rounds -= 1
             if waiting[0].rounds > 0:
                 return
-            refusal = EngineBusyError(
-                "the engine has requests in flight, but the stages of a pipeline can update their "
-                'weights only while there are none: end the requests first, or pass pause="abort"; '
-                "nothing was loaded"
-            )
+            refusal = waiting[0].busy
         one = waiting.pop(0)
-        _send(scheduler, one.work(refusal), one.request)
+        reply = one.work(refusal)
+        if reply is not None:
+            _send(scheduler, reply, one.request)
 
 
 def _send(scheduler: Any, reply: Any, request: Any) -> None:

@@ -9,6 +9,7 @@ The `rid` of a request to release or resume has one of these values on its way t
 
 - FORGIVING: memsaver's controller sends the request.
 - REWRITTEN: memsaver's controller sends it, and the weights are about to be rewritten.
+- IDLE: an idle scheduler sends it to itself and its other ranks, and nobody waits for a reply.
 - STRICT: another client sends it, and this version of SGLang reports tags that are already in the
   requested state. With older versions, the `rid` is the client's.
 """
@@ -27,6 +28,7 @@ from ..engine.weights.checks import RankCheck, VerificationRequest
 
 __all__ = [
     "FORGIVING",
+    "IDLE",
     "REWRITTEN",
     "STRICT",
     "answers_of",
@@ -40,7 +42,7 @@ __all__ = [
 
 _PREFIX = "memsaver:"
 FORGIVING, STRICT = f"{_PREFIX}forgiving", f"{_PREFIX}strict"
-REWRITTEN = f"{_PREFIX}rewritten"
+REWRITTEN, IDLE = f"{_PREFIX}rewritten", f"{_PREFIX}idle"
 _HEALTH = "HEALTH_CHECK"  # the beginning of a health check's rid
 
 

@@ -4,8 +4,8 @@ SGLang's handlers trust their caller: they assert that the engine is idle, raise
 tag that is not released, and propagate the saver's exceptions; each of these crashes the engine.
 The hooks here wrap these handlers. They skip tags that are already in the requested state, reject
 fatal calls, and do the saver's work themselves, with an exchange of failures between the ranks of a
-tensor-parallel group before any rank continues. SGLang's own handlers do the rest (caches, model
-buffers, queues, bookkeeping), with a saver that does nothing.
+tensor-parallel group and of all pipeline stages before any rank continues. SGLang's own handlers do
+the rest (caches, model buffers, queues, bookkeeping), with a saver that does nothing.
 
 | event | state afterwards, on every rank |
 |---|---|
@@ -20,9 +20,10 @@ tags that still have memory on a rank (`Answer.held`). The next release of the t
 memory, and the next resume uses it.
 
 The result is part of the answer to the tokenizer manager, whose methods return the answers of all
-schedulers, or raise. The server information contains it as well. Each pipeline stage decides
-independently. An engine with a different saver gets only the checks. An engine with unexpected
-handlers gets no hooks, and is not protected.
+schedulers, or raise. The server information contains it as well. If the stages of a pipeline cannot
+work at the same time (see `pipeline.can_defer`), each one decides independently, and only the first
+one's answer is sent. An engine with a different saver gets only the checks. An engine with
+unexpected handlers gets no hooks, and is not protected.
 """
 
 from __future__ import annotations
@@ -34,21 +35,22 @@ from dataclasses import asdict
 from typing import Any
 
 from memsaver._memory.sharing.wire import domain
-from memsaver.errors import ConfigError, InvalidStateError
+from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
 
 from ..engine import moves
-from ..engine.answers import failure_of, last_answer, name_of, next_answer
-from ..engine.errors import EngineBusyError
-from ..engine.messages import Failure, RankReport, SchedulerState
+from ..engine.answers import last_answer, name_of
+from ..engine.messages import RankReport, SchedulerState
 from ..engine.ranks import Figures, Group, first_failure
 from ..engine.tags import RELEASE_ORDER, RESUME_ORDER, WEIGHTS
 from . import draft_weights, guard, handlers, leftovers, pipeline
-from .places import place_of
-from .protocol import REWRITTEN, text_of
+from .answering import Answering
+from .places import group_of, place_of
+from .protocol import IDLE, REWRITTEN
 from .updaters import resume_of, scheduler_of, updater_of
 
 __all__ = ["add_state", "release", "resume"]
 
+_WHEN_BUSY = "end or abort the requests first; nothing has changed"
 _logger = logging.getLogger("memsaver.sglang")
 
 
@@ -70,18 +72,40 @@ def _answered(
     updater: Any,
     request: Any,
 ) -> Any:
-    """Check a release or a resume, then call `work(original, updater, request, tags, answer)`."""
+    """Check a release or a resume, then call `work(original, updater, request, tags, answer)`.
+
+    The stages of a pipeline do this after the request was sent to the next stage; then the result
+    is None, and the reply is sent later.
+    """
     if handlers.is_running(updater) or not handlers.is_as_expected(updater):
         return original(updater, request)
-    answer = _Answering(updater, operation)
-    try:
-        asked = handlers.requested_tags(request, order)
-        # A release of tags that still have memory may be repeated, and so may a resume of them.
-        released = updater.offload_tags - (answer.held if operation == "release" else set())
-        handlers.check_states(request, operation, asked, released)
-    except (ConfigError, InvalidStateError) as error:
-        return answer.refused(error)
-    return work(original, updater, request, asked, answer)
+    scheduler = scheduler_of(updater)
+    together = place_of(updater).stages > 1 and pipeline.can_defer(scheduler)
+
+    def answered(refusal: MemsaverError | None = None) -> Any:
+        group = group_of(updater) if together else Group(updater.tp_cpu_group)
+        answer = Answering(updater, operation, group, is_idle=_rid(request) == IDLE)
+        try:
+            if refusal is not None:
+                raise refusal
+            asked = handlers.requested_tags(request, order)
+            # A release of tags that still have memory may be repeated, and so may a resume of them.
+            released = updater.offload_tags - (answer.held if operation == "release" else set())
+            handlers.check_states(request, operation, asked, released)
+        except (ConfigError, InvalidStateError) as error:
+            return answer.refused(error)
+        output = work(original, updater, request, asked, answer)
+        if together and operation == "resume":
+            guard.after_deferred_resume(scheduler)
+        return output
+
+    if together:
+        return pipeline.defer(scheduler, request, answered, _WHEN_BUSY)
+    return answered()
+
+
+def _rid(request: Any) -> Any:
+    return getattr(request, "rid", None)
 
 
 def _release(
@@ -89,9 +113,9 @@ def _release(
     updater: Any,
     request: Any,
     asked: Sequence[str],
-    answer: _Answering,
+    answer: Answering,
 ) -> Any:
-    group = Group(updater.tp_cpu_group)
+    group = answer.group
     tags = [tag for tag in asked if tag not in updater.offload_tags]
     if not moves.are_memsavers(RELEASE_ORDER):
         return _release_by_another(original, updater, request, tags, answer)
@@ -135,7 +159,7 @@ def _rewritten(request: Any) -> tuple[str, ...]:
 
     Empty if there is a draft model, which may share the tag, and whose weights are not sent again.
     """
-    is_rewritten = getattr(request, "rid", None) == REWRITTEN and not draft_weights.is_loaded()
+    is_rewritten = _rid(request) == REWRITTEN and not draft_weights.is_loaded()
     return (WEIGHTS,) if is_rewritten else ()
 
 
@@ -154,7 +178,7 @@ def _release_by_another(
     updater: Any,
     request: Any,
     tags: Sequence[str],
-    answer: _Answering,
+    answer: Answering,
 ) -> Any:
     """Release with a different saver: memsaver only runs the checks."""
     if not tags:
@@ -164,7 +188,7 @@ def _release_by_another(
         handlers.check_idle(updater)
         return Figures()
 
-    ranks = Group(updater.tp_cpu_group).attempt(check)
+    ranks = answer.group.attempt(check)
     if first_failure(ranks):
         return answer.failed(tags, ranks)
     original(updater, handlers.request_for(request, tags))
@@ -176,9 +200,9 @@ def _resume(
     updater: Any,
     request: Any,
     asked: Sequence[str],
-    answer: _Answering,
+    answer: Answering,
 ) -> Any:
-    group = Group(updater.tp_cpu_group)
+    group = answer.group
     tags = [tag for tag in asked if tag in updater.offload_tags]
     if not tags:
         return answer.done([], [])
@@ -274,74 +298,6 @@ def _restore(updater: Any, request: Any, tags: Sequence[str]) -> None:
     if WEIGHTS in tags:
         handlers.keep_stash(updater, None)
     updater.offload_tags.difference_update(tags)
-
-
-# --- answers --------------------------------------------------------------------------------------
-
-
-class _Answering:
-    """Creates the answer to one request, and keeps it for `add_state`.
-
-    Attributes:
-        held: the previous answer's `held`; see `Answer`.
-    """
-
-    def __init__(self, updater: Any, operation: str) -> None:
-        self._updater = updater
-        self._scheduler = scheduler_of(updater)
-        self._operation = operation
-        before = last_answer(self._scheduler)
-        self.held: frozenset[str] = frozenset(before.held if before else ())
-
-    def refused(self, error: ConfigError | InvalidStateError) -> Any:
-        return self._made([], [], Failure.of(error))
-
-    def done(
-        self,
-        tags: Sequence[str],
-        ranks: Sequence[RankReport],
-        held: Collection[str] | None = None,
-    ) -> Any:
-        return self._made(tags, ranks, None, held)
-
-    def failed(
-        self,
-        tags: Sequence[str],
-        ranks: list[RankReport],
-        then: str = "nothing has changed",
-        held: Collection[str] | None = None,
-        lost: Collection[str] = (),
-    ) -> Any:
-        """Answer with the first failure of a rank; `then` describes the state afterwards."""
-        rank = first_failure(ranks)
-        failure = rank.failure if rank is not None else None
-        if failure is not None and failure.kind != EngineBusyError.__name__:
-            failure = failure_of(ranks, f"{self._operation} of {', '.join(tags)}", then)
-        return self._made(tags, ranks, failure, held, lost)
-
-    def _made(
-        self,
-        tags: Sequence[str],
-        ranks: Sequence[RankReport],
-        failure: Failure | None,
-        held: Collection[str] | None = None,
-        lost: Collection[str] = (),
-    ) -> Any:
-        answer = next_answer(
-            self._scheduler,
-            self._operation,
-            tags,
-            self._updater.offload_tags,
-            ranks,
-            failure,
-            held=self.held if held is None else held,
-            lost=lost,
-        )
-        trouble = failure.message if failure is not None else ""
-        # A tokenizer manager, if there is one, logs the failure once for all schedulers.
-        if trouble and guard.is_rust_served(self._scheduler):
-            _logger.warning("a %s of memory failed: %s", self._operation, trouble)
-        return handlers.output_of(self._operation, text_of(answer), trouble)
 
 
 def _is_moved(tag: str, ranks: Sequence[RankReport]) -> bool:

@@ -49,6 +49,7 @@ _DIRECT = "direct"
 _TENSORS = "UpdateWeightsFromTensorReqOutput"
 _BROADCAST = "UpdateWeightsFromDistributedReqOutput"
 _KNOWN = "_memsaver_known_weights"  # an attribute of a scheduler
+_WHEN_BUSY = 'end the requests first, or pass pause="abort"; nothing was loaded'
 _logger = logging.getLogger("memsaver.sglang")
 
 
@@ -141,7 +142,9 @@ def _load(
             checks = [check.found()]
         return output_of(success=is_good(checks), message=text_of_checks(checks))
 
-    return work() if place.stages == 1 else defer(scheduler_of(updater), request, work)
+    if place.stages == 1:
+        return work()
+    return defer(scheduler_of(updater), request, work, _WHEN_BUSY)
 
 
 def _load_checked(
@@ -214,7 +217,7 @@ def plain_load(kind: str, *, has_barrier: bool) -> Callable[..., Any]:
             ranks = group_of(updater)
             return _load_plainly(original, updater, request, has_barrier, output_of, ranks)
 
-        return defer(scheduler, request, work)
+        return defer(scheduler, request, work, _WHEN_BUSY)
 
     return hook
 
@@ -250,7 +253,9 @@ def everywhere(kind: str, hook: Callable[..., Any] | None = None) -> Callable[..
             bad = [one for one in rows if not one["success"]]
             return _message(kind)(success=False, message=bad[0]["message"]) if bad else output
 
-        return handled() if place.stages == 1 else defer(scheduler_of(updater), request, work)
+        if place.stages == 1:
+            return handled()
+        return defer(scheduler_of(updater), request, work, _WHEN_BUSY)
 
     return handle
 

@@ -12,7 +12,7 @@ import pytest
 from installed import needs_sglang
 
 from memsaver.integrations.engine.refusals import asleep_in, asleep_text
-from memsaver.integrations.sglang import guard, leftovers
+from memsaver.integrations.sglang import failed_replies, guard, leftovers
 
 pytestmark = pytest.mark.recipes
 
@@ -53,7 +53,7 @@ def test_every_control_request_has_a_reply_that_can_be_sent(scheduler, messages)
     kinds = [kind for kind in [*kinds, "RpcReqInput"] if hasattr(messages, kind)]
     assert len(kinds) > 8
     for kind in kinds:
-        reply = sent(messages, guard._failed(messages, kind, TEXT))
+        reply = sent(messages, failed_replies.failed_reply(messages, kind, TEXT))
         text = getattr(reply, "message", getattr(reply, "error_message", None))
         has_text = kind not in ("GetWeightsByNameReqInput", "ClearHiCacheReqInput")
         assert not has_text or asleep_in(text) is not None, reply

@@ -12,18 +12,16 @@ pytest.importorskip("torch")
 from memsaver.errors import ConfigError
 from memsaver.integrations.sglang import pipeline
 
-# The stages of an engine, with the order of SGLang's loop: a stage receives requests, handles them,
-# sends them to the next stage, and then runs a batch.
 STAGES = """
-import contextlib, datetime, pickle, sys, types
+import contextlib, datetime, sys, types
 import pytest, torch
 import torch.distributed as dist
 import weight_engine
+from pipeline_stages import StageLoop
 from rank_calls import gathered
 from weight_engine import Model, Output, Request, checkpoint
 from weight_requests import payload, verification, weights
-from memsaver.integrations.engine import hooking
-from memsaver.integrations.sglang import hooks, pipeline, weight_loads
+from memsaver.integrations.sglang import pipeline, weight_loads
 from memsaver.integrations.sglang.protocol import checks_in, text_of
 from memsaver.integrations.sglang.scheduler import _update_ranks
 torch.multiprocessing.set_sharing_strategy("file_system")
@@ -41,13 +39,10 @@ class StageModel(Model):
         mine = name.startswith(f"layers.{RANK}.") or (RANK == 0 and name == "embed.weight")
         return super().copies(name, tensor) if mine else []
 
-class Scheduler:
+class Scheduler(StageLoop):
     def __init__(self):
-        self.ps = types.SimpleNamespace(pp_rank=RANK)
-        self.pp_group = types.SimpleNamespace(is_last_rank=RANK == 1)
-        self.server_args = types.SimpleNamespace(pp_size=2)
-        self.world_group = types.SimpleNamespace(cpu_group=dist.group.WORLD)
-        self.mbs, self.sent, self.work = [None, None], [], []
+        self.start_loop()
+        self.sent = []
         self.waiting_queue, self._engine_paused = [], False
         self.model = StageModel()
         self.updater = Manager(self.model)
@@ -69,34 +64,9 @@ class Scheduler:
             if output is not None:
                 self.reply(output, request)
 
-    def _pp_send_pyobj_to_next_stage(self, data, async_send=False):
-        text = torch.frombuffer(bytearray(pickle.dumps(data)), dtype=torch.uint8)
-        size = torch.tensor([len(text)])
-        return [(dist.isend(part, 1), part) for part in (size, text)]
-
-    def receive(self):
-        size = torch.zeros(1, dtype=torch.long)
-        dist.recv(size, 0)
-        text = torch.empty(int(size), dtype=torch.uint8)
-        dist.recv(text, 0)
-        return pickle.loads(text.numpy().tobytes())
-
-    def step(self, requests, batch=None):
-        self.process_input_requests(requests if RANK == 0 else self.receive())
-        if RANK == 0:
-            for work, _ in self.work:
-                work.wait()
-            self.work = self._pp_send_pyobj_to_next_stage(requests, async_send=True)
-        self.mbs.append(batch)
-        del self.mbs[0]
-
-for target, (kind, hook) in hooks._hooks_of_requests().items():
-    name = target.rsplit(".", 1)[1]
-    if name in ("process_input_requests", "_pp_send_pyobj_to_next_stage"):
-        setattr(Scheduler, name, hooking.wrapped(kind, getattr(Scheduler, name), hook))
 scheduler = Scheduler()
 assert _update_ranks(scheduler.updater) == 1
-Scheduler._memsaver_hooks = frozenset(("process_input_requests", "_pp_send_pyobj_to_next_stage"))
+Scheduler.hook()
 assert _update_ranks(scheduler.updater) == 2
 named = weights()
 
@@ -208,8 +178,7 @@ assert 'pause="abort"' in check.failure.message
 like = checkpoint()["embed.weight"].to(torch.bfloat16)
 assert RANK == 1 or torch.equal(scheduler.model.embed.data[:14], like)
 
-for work, _ in scheduler.work:
-    work.wait()
+scheduler.end_sends()
 dist.barrier()
 dist.destroy_process_group()
 print("fine")
@@ -224,5 +193,5 @@ def test_stages_handle_requests_about_weights_together(tmp_path):
 
 def test_stages_with_other_loops_refuse():
     scheduler = SimpleNamespace(server_args=SimpleNamespace(disaggregation_mode="prefill"))
-    (error,) = [pipeline.defer(scheduler, object(), lambda refusal: refusal)]
+    error = pipeline.defer(scheduler, object(), lambda refusal: refusal, "try again")
     assert isinstance(error, ConfigError) and "disaggregation_mode=prefill" in str(error)

@@ -1,4 +1,4 @@
-"""Test that the schedulers of two ranks release and resume together, or not at all."""
+"""Test that two ranks or two pipeline stages release and resume together, or not at all."""
 
 from __future__ import annotations
 
@@ -125,7 +125,118 @@ RANK = """
 """
 
 
+# Only the first stage's replies reach the tokenizer manager.
+STAGES = """
+    import datetime
+    import pytest, torch.distributed as dist
+    import fake_sglang
+    import memsaver
+    from fake_sglang import messages
+    from pipeline_stages import StageLoop
+    from simulated_driver import Block, Simulator
+    from memsaver.integrations.sglang import guard, hooks, pipeline
+    from memsaver.integrations.sglang.protocol import IDLE, answers_of
+    from scheduler_calls import MIB
+
+    GENERATION = messages.TokenizedGenerateReqInput("a")
+
+    def ask(operation, *others, rid=None, batch=None):
+        "Send a release or a resume, and further requests; return the answers."
+        kind = {"release": fake_sglang.ReleaseMemoryOccupationReqInput,
+                "resume": fake_sglang.ResumeMemoryOccupationReqInput}[operation]
+        before = len(stage.sent)
+        stage.step([kind(rid=rid), *others], batch)
+        for _ in range(3):
+            stage.step([])
+        return answers_of(stage.sent[before:])
+
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
+    rank = dist.get_rank()
+    sim = Simulator()
+    sim.start()
+    patch = pytest.MonkeyPatch()
+    with fake_sglang.modules(patch) as classes:
+        hooks.install()
+        Stage = type("Stage", (StageLoop, classes.Scheduler), {})
+        Stage.hook()
+        stage = Stage(classes.Updater)
+        stage.start_loop()
+        stage._request_dispatcher = guard.Guard(stage, stage._dispatch)
+        with memsaver.region("weights", backup="host"):
+            stage.model = Block(sim, 4 * MIB, rank)
+        with memsaver.region("kv_cache"):
+            kv = Block(sim, 8 * MIB, rank)
+        updater = stage.weight_updater
+        memsaver_states = lambda: {memsaver.state(tag) for tag in ("kv_cache", "weights")}
+
+        # The last stage is busy: none releases.
+        if rank == 1:
+            stage.begin("a")
+        (answer,) = ask("release")
+        assert answer.failure.kind == "EngineBusyError", answer
+        assert memsaver_states() == {"mapped"} and not updater.offload_tags
+        stage.end("a")
+
+        # A batch stays in the pipeline: none releases. A batch that leaves it is awaited.
+        patch.setattr(pipeline, "_ROUNDS", 2)
+        stage.step([], batch="a batch")
+        stage.step([], batch="a batch")
+        (answer,) = ask("release")
+        assert answer.failure.kind == "EngineBusyError", answer
+        assert "end or abort the requests first" in answer.failure.message, answer
+        assert memsaver_states() == {"mapped"} and not updater.offload_tags
+        patch.setattr(pipeline, "_ROUNDS", 200)
+        stage.step([], batch="a batch")
+        (answer,) = ask("release")
+        assert answer.failure is None and set(answer.released) == set(fake_sglang.TAGS), answer
+        assert [report.rank for report in answer.ranks] == [0, 1], answer
+        assert len({report.pid for report in answer.ranks}) == 2
+        assert memsaver_states() == {"paused"}
+
+        # A trainer holds the last stage's memory: no stage resumes, and all refuse a generation,
+        # which the last one could not run.
+        if rank == 1:
+            sim.occupy((80 << 30) - sim.physical() - 6 * MIB)
+        before = len(stage.handled)
+        (answer,) = ask("resume", GENERATION)
+        assert answer.failure.kind == "OutOfDeviceMemoryError", answer
+        assert "rank 1 of 2" in answer.failure.message and answer.failure.free == 6 * MIB
+        assert memsaver_states() == {"paused"} and sim.tag_bytes() == 0
+        stage.step([GENERATION])
+        kinds = [type(one).__name__ for one in stage.handled[before:]]
+        assert "TokenizedGenerateReqInput" not in kinds, kinds
+        sim.occupy(0)
+
+        # A generation that was paused continues once all stages are awake.
+        stage.step([messages.PauseGenerationReqInput()])
+        stage.step([messages.ContinueGenerationReqInput()])
+        assert stage._engine_paused
+        (answer,) = ask("resume")
+        assert answer.failure is None and answer.released == (), answer
+        assert memsaver_states() == {"mapped"} and stage.model.is_intact() and kv.is_zero()
+        assert not stage._engine_paused
+
+        # An idle engine releases its memory in all stages or in none, and sends no reply.
+        for is_busy in (True, False):
+            if is_busy and rank == 1:
+                stage.begin("a")
+            assert ask("release", rid=IDLE) == []
+            assert memsaver_states() == {"mapped" if is_busy else "paused"}
+            stage.end("a")
+        (answer,) = ask("resume")
+        assert answer.failure is None and stage.model.is_intact(), answer
+        stage.end_sends()
+        dist.barrier()
+    print("done")
+"""
+
+
 @pytest.mark.long
 def test_two_ranks_do_it_together_or_not_at_all(tmp_path):
     outputs = rank_processes.run(textwrap.dedent(RANK), 2, tmp_path, timeout=100)
+    assert all(output.endswith("done\n") for output in outputs)
+
+
+def test_two_stages_do_it_together_or_not_at_all(tmp_path):
+    outputs = rank_processes.run(textwrap.dedent(STAGES), 2, tmp_path, timeout=100)
     assert all(output.endswith("done\n") for output in outputs)
