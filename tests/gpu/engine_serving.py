@@ -12,7 +12,9 @@ import functools
 import importlib
 import json
 import os
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -48,12 +50,20 @@ def attempt(work: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
     return result, reply
 
 
+def end_with_parent(parent: int) -> None:
+    """Kill this process group, with the engine's processes, if the caller's process ends first."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
 def serve(start: Callable[[], Any]) -> None:
     """Start an engine, and run the scenarios named on stdin until one fails.
 
     Args:
         start: starts the engine; returns a session, the argument of the scenarios, with `close`.
     """
+    threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
