@@ -36,6 +36,7 @@ from . import settings
 from .calls import MODEL, check_level, need_of
 from .idle_sleep import IdleRelease, IdleSleep
 from .protocol import RANK_STATE
+from .rewritten import has_draft
 from .worker import installed_allocator
 
 __all__ = ["before_wait", "guard_of", "handle", "memsaver_memory", "sleep", "woken"]
@@ -156,6 +157,11 @@ class Guard:
         """Whether the workers' memory is memsaver's."""
         return all(self._core.model_executor.collective_rpc(_has_memsaver))
 
+    @functools.cached_property
+    def has_draft(self) -> bool:
+        """Whether an update of the weights may leave a draft model's unchanged."""
+        return any(self._core.model_executor.collective_rpc(has_draft))
+
     def failure(self) -> dict[str, Any] | None:
         """Return the fields of the last sleep's or wake-up's `Failure`; None if it succeeded."""
         for state in self._core.model_executor.collective_rpc(RANK_STATE) if self.is_ours else ():
@@ -189,6 +195,12 @@ class Guard:
         """Record a wake-up of any tags."""
         self._logged.clear()
         self.lost = self.lost.intersection(self._core.model_executor.sleeping_tags)
+
+    def wake_failed(self) -> None:
+        """Record the contents that a failed wake-up lost, if it did not restore them."""
+        for state in self._core.model_executor.collective_rpc(RANK_STATE):
+            if state["last"] is not None:
+                self.lost |= frozenset(state["last"]["lost"])
 
     def _ended(self, level: int, before: frozenset[str], continues: bool, failed: bool) -> None:
         executor = self._core.model_executor
