@@ -24,6 +24,7 @@ from ..engine.errors import EngineBusyError
 from ..engine.loops import settle
 from ..engine.messages import Answer, Failure, SchedulerState
 from ..engine.tags import GRAPH, KV_CACHE, RELEASE_ORDER, WEIGHTS, check_known
+from .calls import is_known
 from .guard import guard_of
 from .local import MARK, arguments_of
 from .protocol import (
@@ -67,7 +68,8 @@ def install(core: Any) -> None:
                 # The workers exit in time themselves. An executor that did not wait for them would
                 # leave their responses in its queues, where its next call finds them.
                 timeout = None
-            return original(self, method, timeout, args, kwargs)
+            call = functools.partial(original, self, method, timeout, args, kwargs)
+            return call() if is_known(method) else guard_of(self).run_unknown(method, call)
         return _then(answer(self, *args), lambda result: [result])
 
     core.collective_rpc = collective_rpc
