@@ -165,8 +165,8 @@ class EngineController:
                 new weights. Without the plugin the cache is always flushed, because a flush reveals
                 a busy engine.
             keep_weights: False if all weights will be loaded again before they are used, so that an
-                engine that keeps weights in a sleep need not save them. SGLang needs the plugin for
-                this, and keeps the weights if there is a draft model.
+                engine that keeps weights in a sleep need not save them. With the plugin, an engine
+                with a draft model keeps them; SGLang without the plugin keeps them in any case.
             timeout: seconds for the whole call, including the wait for another thread's call and
                 the query of the state.
 
@@ -213,7 +213,8 @@ class EngineController:
         Args:
             tags: a tag, or several.
             keep_weights: False if all weights will be loaded again before they are used. Until
-                then, their contents are undefined; SGLang with the plugin copies nothing.
+                then, their contents are undefined: with the plugin, nothing but the model's buffers
+                is copied, unless there is a draft model.
             timeout: seconds for the whole call; see `sleep`.
 
         Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import memsaver
@@ -44,6 +44,7 @@ class MemsaverAllocator:
         self._saved: dict[str, Backup] = {}  # by tag, the backup of its last release
         self._graphs: Any = None  # the pool of CUDA graphs
         self._chosen: frozenset[str] | None = None  # see `only`
+        self._rewritten: frozenset[str] = frozenset()  # see `rewriting`
 
     # --- allocation -------------------------------------------------------------------------------
 
@@ -143,6 +144,23 @@ class MemsaverAllocator:
         finally:
             self._chosen = None
 
+    @contextlib.contextmanager
+    def rewriting(self, tags: Sequence[str]) -> Iterator[None]:
+        """Do not restore these tags in the wake-ups in the block: they are about to be rewritten.
+
+        If such a wake-up fails, the contents are lost if any rank had already mapped the tag.
+        """
+        self._rewritten = frozenset(tags)
+        try:
+            yield
+        finally:
+            self._rewritten = frozenset()
+
+    @property
+    def rewritten(self) -> frozenset[str]:
+        """The tags of the innermost `rewriting` block."""
+        return self._rewritten
+
     def discard(self, tags: Sequence[str] | str) -> None:
         """Release the memory of these tags without keeping its contents."""
         names = [self._named(tag) for tag in ((tags,) if isinstance(tags, str) else tags)]
@@ -165,9 +183,12 @@ class MemsaverAllocator:
         before = self.released
         if before:
             _release_free_memory()  # so that memory freed in the meantime is not mapped again
+        rewritten = self._rewritten
         steps.move(
-            lambda group: moves.resume(group, chosen),
-            undo=lambda group: self._pause_again(group, [tag for tag in chosen if tag in before]),
+            lambda group: moves.resume(group, chosen, rewritten),
+            undo=lambda group: self._pause_again(
+                group, [tag for tag in chosen if tag in before], rewritten
+            ),
         )
 
     def _pause(self, backups: Mapping[str, Backup]) -> None:
@@ -183,8 +204,15 @@ class MemsaverAllocator:
         _release_free_memory()
         release_cache()
 
-    def _pause_again(self, group: Any, tags: Sequence[str]) -> Any:
-        return moves.pause(group, tags, {tag: self._saved.get(tag, "host") for tag in tags})
+    def _pause_again(self, group: Any, tags: Sequence[str], rewritten: Collection[str]) -> Any:
+        backups: dict[str, Backup] = {tag: self._saved.get(tag, "host") for tag in tags}
+        # What was mapped without its contents must not become a backup.
+        backups.update((tag, "none") for tag in tags if tag in rewritten)
+        ranks = moves.pause(group, tags, backups)
+        for tag in rewritten:
+            if any(rank.device_bytes.get(tag, 0) for rank in ranks):
+                self._saved[tag] = "none"
+        return ranks
 
     # --- names ------------------------------------------------------------------------------------
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from memsaver.errors import ConfigError
 
 from ..engine.tags import KV_CACHE, WEIGHTS
-from .protocol import BEGIN, INFO, LOAD, RANK_STATE, RELEASE, RESUME, STATE
+from .protocol import BEGIN, INFO, LOAD, RANK_STATE, RELEASE, RESUME, STATE, VERSION, WORKER_CALLS
 
-__all__ = ["CHANGES", "MODEL", "Need", "check_level", "is_query", "need_of"]
+__all__ = ["CHANGES", "MODEL", "Need", "check_level", "is_known", "is_query", "need_of"]
 
 MODEL = frozenset({KV_CACHE, WEIGHTS})
 _WEIGHTS = frozenset({WEIGHTS})
@@ -52,7 +52,7 @@ _SAVE = Need(_WEIGHTS, "save its weights")
 _UPDATE = Need(_WEIGHTS, "update its weights", reads=False)
 
 # By method of the engine core or of its workers. Other methods may run while memory is released:
-# programs call methods of their own, which only these programs know.
+# programs call methods of their own, and only these programs know which memory the methods use.
 _NEEDS = {
     "add_lora": _LOAD,
     "compute_weight_checksums": _READ,
@@ -62,12 +62,42 @@ _NEEDS = {
     LOAD: _UPDATE,
     "pin_lora": _LOAD,
     "reload_weights": _UPDATE,
+    "reset_weights": _UPDATE,
     "save_sharded_state": _SAVE,
     "save_tensorized_model": _SAVE,
     "start_draft_weight_update": _UPDATE,
     "start_weight_update": _UPDATE,
     "update_weights": _UPDATE,
 }
+
+# vLLM's and memsaver's other methods of workers, which use no memory that a sleep releases.
+_HARMLESS = frozenset(
+    {
+        *CHANGES,
+        *WORKER_CALLS,
+        "annotate_profile",
+        "check_health",
+        "discard",
+        "get_cache_block_size_bytes",
+        "get_encoder_timing_stats",
+        "get_kv_cache_spec",
+        "get_model_inspection",
+        "init_weight_transfer_engine",
+        "profile",
+        "remove_lora",
+        "reset_encoder_cache",
+        "reset_mm_cache",
+        "shutdown_weight_transfer_engine",
+        "sleep",
+        "supports_draft_weight_updates",
+        "synchronize_device",
+        "update_config",
+        "update_max_model_len",
+        VERSION,
+        "vocab_size",
+        "wake_up",
+    }
+)
 
 
 def need_of(method: object, args: Sequence[Any] = ()) -> Need | None:
@@ -84,6 +114,13 @@ def need_of(method: object, args: Sequence[Any] = ()) -> Need | None:
 def is_query(method: object, args: Sequence[Any]) -> bool:
     """Return whether a call only queries the engine; the arguments are those of `need_of`."""
     return _method_of(method, args) in _QUERIES
+
+
+def is_known(method: object) -> bool:
+    """Return whether it is known which memory a method of the workers needs."""
+    return isinstance(method, str) and (
+        method in _NEEDS or method in _QUERIES or method in _HARMLESS
+    )
 
 
 def _method_of(method: object, args: Sequence[Any]) -> object:

@@ -24,6 +24,7 @@ from ..engine.errors import EngineBusyError
 from ..engine.loops import settle
 from ..engine.messages import Answer, Failure, SchedulerState
 from ..engine.tags import GRAPH, KV_CACHE, RELEASE_ORDER, WEIGHTS, check_known
+from .calls import is_known
 from .guard import guard_of
 from .local import MARK, arguments_of
 from .protocol import (
@@ -35,6 +36,7 @@ from .protocol import (
     RESUME,
     STATE,
     VERSION,
+    WAKE_REWRITTEN,
     WORKER_CALLS,
 )
 
@@ -66,7 +68,8 @@ def install(core: Any) -> None:
                 # The workers exit in time themselves. An executor that did not wait for them would
                 # leave their responses in its queues, where its next call finds them.
                 timeout = None
-            return original(self, method, timeout, args, kwargs)
+            call = functools.partial(original, self, method, timeout, args, kwargs)
+            return call() if is_known(method) else guard_of(self).run_unknown(method, call)
         return _then(answer(self, *args), lambda result: [result])
 
     core.collective_rpc = collective_rpc
@@ -120,7 +123,10 @@ def _is_idle(core: Any) -> bool:
     return bool(core.is_scheduler_paused() or not core.scheduler.has_unfinished_requests())
 
 
-def _release(core: Any, tags: Sequence[str], level: int) -> Any:
+def _release(core: Any, tags: Sequence[str], level: int, keep_weights: bool = True) -> Any:
+    if not keep_weights and not guard_of(core).has_draft:
+        level = 2
+
     def work(released: Sequence[str]) -> Any:
         if hasattr(core, "dp_group"):
             raise ConfigError(
@@ -163,16 +169,41 @@ def _release_part(core: Any, tags: Sequence[str], level: int) -> Any:
     return _then(core.pause_scheduler("keep", KV_CACHE in tags), release)
 
 
-def _resume(core: Any, tags: Sequence[str]) -> Any:
+def _resume(core: Any, tags: Sequence[str], keep_weights: bool = True) -> Any:
     def work(released: Sequence[str]) -> None:
         executor = core.model_executor
         coming = [tag for tag in tags if tag in _SLEEPING and tag in executor.sleeping_tags]
-        if coming:
+        if coming and not keep_weights and WEIGHTS in coming and guard_of(core).is_ours:
+            _wake_rewritten(core, coming)
+        elif coming:
             core.wake_up(coming)
         else:  # the graphs are mapped by any wake-up
             executor.collective_rpc("wake_up", kwargs={"tags": []})
 
     return _answered(core, "resume", tags, work)
+
+
+def _wake_rewritten(core: Any, tags: Sequence[str]) -> None:
+    """Make vLLM's own wake-up call the workers' method for weights that are about to be rewritten.
+
+    Its executor passes the workers nothing but tags that it knows.
+    """
+    executor = core.model_executor
+    original = executor.collective_rpc
+
+    @functools.wraps(original)
+    def redirected(method: Any, *arguments: Any, **named: Any) -> Any:
+        chosen = WAKE_REWRITTEN if method == "wake_up" else method
+        return original(chosen, *arguments, **named)
+
+    executor.collective_rpc = redirected
+    try:
+        core.wake_up(tags)
+    except Exception:
+        guard_of(core).wake_failed()
+        raise
+    finally:
+        del executor.collective_rpc
 
 
 def _answered(

@@ -12,7 +12,8 @@ released, and adds nothing to a decoding step.
 | generation, embedding, while the engine finishes others before a sleep | held; then refused |
 | weight update, LoRA load, read of the weights | refused if the weights are released |
 | resume of the scheduler | succeeds: the last wake-up resumes it |
-| sleep, wake-up, abort, pause, query, reset of a cache, other calls | as usual |
+| sleep, wake-up, abort, pause, query, reset of a cache | as usual |
+| `collective_rpc` of an unknown method | runs, and is logged; an error names the released tags |
 
 Requests that the scheduler accepted before the sleep, and keeps, continue after the wake-up. A
 sleep that lets requests finish (`mode="wait"`) does so for those that the scheduler has begun; vLLM
@@ -30,12 +31,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from ..engine.errors import EngineError
 from ..engine.refusals import asleep_text
 from ..engine.tags import WEIGHTS
 from . import settings
 from .calls import MODEL, check_level, need_of
 from .idle_sleep import IdleRelease, IdleSleep
 from .protocol import RANK_STATE
+from .rewritten import has_draft
 from .worker import installed_allocator
 
 __all__ = ["before_wait", "guard_of", "handle", "memsaver_memory", "sleep", "woken"]
@@ -43,6 +46,7 @@ __all__ = ["before_wait", "guard_of", "handle", "memsaver_memory", "sleep", "wok
 _GUARD = "_memsaver_guard"  # an attribute of an engine core
 _RESUME_SCHEDULER = "resume_scheduler"
 _NOT_BEGUN = ("WAITING", "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR")  # statuses of requests
+_MOST_LINES = 20  # about unknown methods
 _logger = logging.getLogger("memsaver.vllm")
 
 
@@ -139,6 +143,7 @@ class Guard:
         self._is_draining = False
         self._held: list[tuple[Any, Callable[[], None]]] = []  # requests, and what dispatches them
         self._logged: set[str] = set()  # requests refused since the last wake-up
+        self._unknown: set[str] = set()  # unknown methods that have run while memory was released
         self.lost: frozenset[str] = frozenset()
         self.idle = IdleSleep.of(core, settings.policy_of(core).sleep_after)
 
@@ -155,6 +160,11 @@ class Guard:
     def is_ours(self) -> bool:
         """Whether the workers' memory is memsaver's."""
         return all(self._core.model_executor.collective_rpc(_has_memsaver))
+
+    @functools.cached_property
+    def has_draft(self) -> bool:
+        """Whether an update of the weights may leave a draft model's unchanged."""
+        return any(self._core.model_executor.collective_rpc(has_draft))
 
     def failure(self) -> dict[str, Any] | None:
         """Return the fields of the last sleep's or wake-up's `Failure`; None if it succeeded."""
@@ -189,6 +199,12 @@ class Guard:
         """Record a wake-up of any tags."""
         self._logged.clear()
         self.lost = self.lost.intersection(self._core.model_executor.sleeping_tags)
+
+    def wake_failed(self) -> None:
+        """Record the contents that a failed wake-up lost, if it did not restore them."""
+        for state in self._core.model_executor.collective_rpc(RANK_STATE):
+            if state["last"] is not None:
+                self.lost |= frozenset(state["last"]["lost"])
 
     def _ended(self, level: int, before: frozenset[str], continues: bool, failed: bool) -> None:
         executor = self._core.model_executor
@@ -253,6 +269,44 @@ class Guard:
         """Return whether a request is new, and not a part of one that the scheduler has."""
         known = getattr(self._core.scheduler, "requests", {})
         return request.request_id not in known and not getattr(request, "abort_immediately", False)
+
+    def run_unknown(self, method: object, work: Callable[[], Any]) -> Any:
+        """Run a `collective_rpc` of an unknown method. Logs it if memory is released.
+
+        Programs call methods of their own while an engine sleeps, for example to join a process
+        group, so such a method is not refused.
+
+        Args:
+            method: the name of a method of the workers, or a function.
+            work: makes the call.
+
+        Raises:
+            EngineError: the call has failed while memory was released, in an engine core's own
+                process, which sends only the text of an error.
+        """
+        released = self.released
+        if not released:
+            return work()
+        tags = ", ".join(sorted(released))
+        name = method if isinstance(method, str) else getattr(method, "__qualname__", "a function")
+        self._report(name, tags)
+        try:
+            return work()
+        except Exception as error:
+            if not hasattr(self._core, "output_queue"):
+                raise
+            raise EngineError(f"{error} ({name} ran while {tags} were released)") from error
+
+    def _report(self, name: str, tags: str) -> None:
+        if name not in self._unknown and len(self._unknown) < _MOST_LINES:
+            self._unknown.add(name)
+            _logger.warning(
+                "a collective_rpc runs %s while %s are released: memsaver does not know which "
+                "memory it uses, and an access to released memory ends the engine, so wake the "
+                "tags that it uses first; later calls of it are not logged",
+                name,
+                tags,
+            )
 
     # --- refusals ---------------------------------------------------------------------------------
 

@@ -45,10 +45,10 @@ class Link(abc.ABC):
         self, tags: Sequence[str], timeout: float, keep_weights: bool = True
     ) -> list[Answer]:
         """See `Engine`."""
-        level = self.level if keep_weights else 2
         if self.has_plugin(timeout):
             deadline = time.monotonic() + timeout
-            answers = self._change(RELEASE, [list(tags), level], timeout)
+            arguments = [list(tags), self.level, *_kept(keep_weights)]
+            answers = self._change(RELEASE, arguments, timeout)
             # As vLLM's own sleep: the front end must forget inputs that the engine core forgets.
             self.call("reset_mm_cache", {}, max(_LEAST_SECONDS, deadline - time.monotonic()))
             return answers
@@ -57,15 +57,16 @@ class Link(abc.ABC):
                 f"without memsaver's plugin, vLLM cannot release {', '.join(tags)} alone: release "
                 "the weights and the KV cache together, or install the plugin"
             )
+        level = self.level if keep_weights else 2
         self.call("sleep", {"level": level, "mode": "abort"}, timeout)
         return []
 
     def resume(
         self, tags: Sequence[str], timeout: float, keep_weights: bool = True
     ) -> list[Answer]:
-        """See `Engine`. Restores the contents that the last release kept."""
+        """See `Engine`. Without the plugin, restores the weights in any case."""
         if self.has_plugin(timeout):
-            return self._change(RESUME, [list(tags)], timeout)
+            return self._change(RESUME, [list(tags), *_kept(keep_weights)], timeout)
         wanted = [tag for tag in tags if tag != GRAPH]
         if wanted:
             self.call("wake_up", {"tags": wanted}, timeout)
@@ -163,3 +164,8 @@ class Link(abc.ABC):
     def death(self) -> str:
         """See `Backend`."""
         return ""
+
+
+def _kept(keep_weights: bool) -> list[bool]:
+    """Return the last argument of a release or a resume, which older plugins lack."""
+    return [] if keep_weights else [False]

@@ -31,6 +31,7 @@ __all__ = [
     "ROUTE",
     "STATE",
     "VERSION",
+    "WAKE_REWRITTEN",
     "WORKER_CALLS",
     "Coming",
     "checks_of",
@@ -46,9 +47,10 @@ VERSION = "memsaver_set_version"
 # Answered by the workers.
 RANK_STATE = "memsaver_state"
 RELEASE_PART = "memsaver_release_part"
+WAKE_REWRITTEN = "memsaver_wake_rewritten"
 BEGIN, LOAD, END = "memsaver_begin_update", "memsaver_load_weights", "memsaver_end_update"
 JOIN, LEAVE = "memsaver_join_group", "memsaver_leave_group"
-WORKER_CALLS = frozenset({RANK_STATE, RELEASE_PART, BEGIN, LOAD, END, JOIN, LEAVE})
+WORKER_CALLS = frozenset({RANK_STATE, RELEASE_PART, WAKE_REWRITTEN, BEGIN, LOAD, END, JOIN, LEAVE})
 
 ROUTE = "/memsaver"  # of a server whose engine has the plugin
 

@@ -39,8 +39,9 @@ from . import settings
 from .allocator import DEFERRABLE, MemsaverAllocator
 from .executor_ranks import group_of
 from .kept import keeps_cache_state, restores_draft, saves_draft
-from .protocol import RELEASE_PART
+from .protocol import RELEASE_PART, WAKE_REWRITTEN
 from .reload import domain_of
+from .rewritten import restores_buffers, save_buffers
 from .steps import Step
 from .wake_order import in_any_order, saved
 
@@ -68,7 +69,8 @@ def install(worker: Any) -> None:
     if "memsaver_state" in vars(worker):
         return
     worker.sleep = saves_draft(worker.sleep, installed_allocator)
-    wake_up = in_any_order(restores_draft(worker.wake_up), installed_allocator)
+    restored = restores_buffers(restores_draft(worker.wake_up))
+    wake_up = in_any_order(restored, installed_allocator)
     worker.wake_up = wake_up
     pool = keeps_cache_state(worker._maybe_get_memory_pool_context, installed_allocator)
     worker._maybe_get_memory_pool_context = pool
@@ -78,6 +80,7 @@ def install(worker: Any) -> None:
         if name != "discard" or hasattr(worker, name):  # vLLM 0.26 has no discard
             hooked = _hooked(operation, getattr(worker, name), wake_up, name == "discard")
             setattr(worker, name, hooked)
+    setattr(worker, WAKE_REWRITTEN, _wake_rewritten)
     worker.memsaver_state = memsaver_state
     worker.__init__ = wrapped("AROUND", worker.__init__, settings.fix_policy)
 
@@ -97,6 +100,17 @@ def _of_part(sleep: Callable[..., None]) -> Callable[..., None]:
             sleep(worker, level if WEIGHTS in tags else 1)
 
     return call
+
+
+def _wake_rewritten(worker: Any, tags: list[str]) -> None:
+    """Wake tags, among them the weights, which are about to be rewritten on all ranks."""
+    allocator = installed_allocator()
+    assert allocator is not None  # the core has checked this
+    # The ranks decide together, because the backup of only some of them may be on disk.
+    votes = group_of(worker).gather({"saved": save_buffers(worker, allocator)})
+    is_rewritten = all(vote["saved"] for vote in votes)
+    with allocator.rewriting([WEIGHTS]) if is_rewritten else contextlib.nullcontext():
+        worker.wake_up(tags)
 
 
 @contextlib.contextmanager
@@ -209,7 +223,7 @@ def _wake(worker: Any, wake_up: Callable[..., None], tags: list[str]) -> None:
 def _answer(
     worker: Any, operation: str, step: Step, changed: set[str], allocator: MemsaverAllocator
 ) -> Answer:
-    lost = _lost(step.undone, allocator) if operation == "release" else set()
+    lost = _lost(operation, step.undone, allocator)
     what, then = f"the {_WORDS[operation]}", _state_after(operation, step, lost)
     return next_answer(
         worker,
@@ -233,15 +247,24 @@ def _state_after(operation: str, step: Step, lost: set[str]) -> str:
             return f"the engine counts as asleep, because memory could not be mapped again: {rest}"
         return f"some ranks could not release their memory again: {rest}; wake the engine again"
     if operation == "resume":
-        return "on every rank the memory is released as before; free memory and wake it again"
+        then = "on every rank the memory is released as before; free memory and wake it again"
+        if lost:
+            names = ", ".join(sorted(lost))
+            then += f", and then load {names}: its contents are lost on some ranks"
+        return then
     if not lost:
         return "every rank has its memory, with its contents"
     return f"every rank has its memory; contents of {', '.join(sorted(lost))} are lost"
 
 
-def _lost(undone: list[RankReport], allocator: MemsaverAllocator) -> set[str]:
-    """Return the tags that at least one rank had released without keeping their contents."""
+def _lost(operation: str, undone: list[RankReport], allocator: MemsaverAllocator) -> set[str]:
+    """Return the tags whose contents a failed call lost on at least one rank.
+
+    A release loses contents that it does not keep, and a resume contents that it does not restore.
+    """
     moved = {tag for rank in undone for tag, nbytes in rank.device_bytes.items() if nbytes}
+    if operation == "resume":
+        return moved.intersection(allocator.rewritten)
     return {tag for tag in moved.intersection(RELEASE_ORDER) if allocator.discards(tag)}
 
 

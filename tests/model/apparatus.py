@@ -20,6 +20,7 @@ from memsaver.errors import MemsaverError
 from model.calls import Outcome, System, attempt
 from model.checks import check_location, check_statistics, check_tag, require
 from model.expected import Allocation, Tag
+from model.exporters import Exporters
 from model.importers import Importers
 from model.journal import Journal
 from model.place import DEVICES, MIB, NAMES, Place
@@ -49,6 +50,7 @@ class Process:
         self.system = System(self.place.sim)
         self.hands = [Here(), *(Hand() for _ in range(THREADS - 1))]
         self.helper = Hand()
+        self.exporters = Exporters()
         self.importers = Importers()
         self.journal = journal
         self.folders = folders

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from hypothesis.stateful import invariant
 
+from model.exporter_rules import ExporterRules
 from model.other_rules import OtherRules
 from model.region_rules import RegionRules
-from model.sharing_rules import SharingRules
 
 
-class Machine(SharingRules, RegionRules, OtherRules):
+class Machine(ExporterRules, RegionRules, OtherRules):
     """One sequence. After each operation, the model is the state that the library must have."""
 
     @invariant()

@@ -16,7 +16,8 @@ from memsaver.errors import InvalidStateError, MemsaverError, TagSharedError
 from model.apparatus import DEFAULTS, Apparatus
 from model.checks import require
 from model.expected import Allocation, Owner, Tag, pages_under
-from model.importers import SETTLE_SECONDS, Importers, wait_until
+from model.importers import Importers
+from model.processes import SETTLE_SECONDS, wait_until
 
 _IMPATIENT_SECONDS = 0.002  # the wait of a pause that must be refused
 
@@ -192,5 +193,6 @@ class Sharing(Apparatus):
         wait_until(lambda: not _C.importers(), "freed memory stays imported")
 
     def _recover(self) -> None:
-        self.importers.reset()
+        if self.importers.owners:
+            self.importers.reset()
         super()._recover()

@@ -97,6 +97,34 @@ def test_level_2_discards_the_weights_and_keeps_the_buffers(vllm_engine):
         assert torch.equal(vllm_engine.runner.model.cos_sin_cache, torch.arange(64.0))
 
 
+@pytest.mark.parametrize("tags", [None, "weights"])
+def test_a_wake_up_need_not_restore_weights_that_an_update_rewrites(start_vllm, tags):
+    engine = start_vllm(has_lora=True)
+    control, runner = SleepController(CoreLink(engine.core)), engine.runner
+    stack = runner.lora_manager.stack.fill_(3)
+    for _ in range(2):
+        control.sleep(tags)
+        control.wake_up("weights", keep_weights=False)
+        control.wake_up()
+        assert control.status is Status.AWAKE and not engine.core.is_sleeping()
+        assert not runner.model.weight.any() and (stack == 3).all()
+        assert torch.equal(runner.model.cos_sin_cache, torch.arange(64.0))
+        runner.model.weight.data.fill_(7)  # the update
+        control.sleep(tags)
+        control.wake_up()
+        assert (runner.model.weight == 7).all()
+        assert torch.equal(runner.model.cos_sin_cache, torch.arange(64.0))
+
+
+def test_weights_beside_a_draft_model_are_kept(start_vllm):
+    engine = start_vllm(has_draft=True)
+    control, models = SleepController(CoreLink(engine.core)), engine.runner
+    control.sleep(keep_weights=False)
+    control.wake_up(keep_weights=False)
+    for model in (models.model, models.draft):
+        assert torch.equal(model.weight, torch.arange(MIB, dtype=torch.float32))
+
+
 @pytest.mark.parametrize("tags", [None, "weights", "kv_cache"])
 def test_a_wake_up_without_memory_leaves_the_engine_asleep(sim, vllm_engine, tags):
     control = SleepController(CoreLink(vllm_engine.core))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 PROMPTS = [[1, 2, 3], [4, 5]]
 
@@ -105,6 +106,25 @@ def fail_after_sleep(worker, rank: int) -> None:
     backend.suspend = suspend_once
 
 
+def restored(worker) -> int:
+    """Return the bytes that wake-ups have copied to the weights so far."""
+    import memsaver
+
+    return sum(row.restored_bytes for row in memsaver.stats().tags if row.tag == "weights")
+
+
+def add_draft(worker) -> None:
+    """Add a draft model without weights of its own."""
+    worker.worker.get_draft_model = lambda: SimpleNamespace(named_buffers=list)
+
+
+def load(worker, seed: int) -> None:
+    """Load a checkpoint's weights into a tiny model."""
+    from vllm.model_executor.models.tiny import checkpoint
+
+    worker.model_runner.get_model().load_weights(checkpoint(seed).items())
+
+
 def holds(worker, seed: int, converts: bool = False) -> bool:
     """Return whether a rank's tiny model has its part of a checkpoint's weights."""
     import torch
@@ -138,8 +158,6 @@ def hurt_next_bucket(worker, rank: int) -> None:
 
 def join_world(store: str, rank: int, results) -> None:
     """Join a world of four ranks, and report what the second executor's ranks exchange."""
-    from types import SimpleNamespace
-
     import torch.distributed as dist
     from vllm.distributed import parallel_state
 

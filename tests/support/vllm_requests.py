@@ -18,9 +18,9 @@ PROMPT = [1, 2, 3]
 BOTH = ("kv_cache", "weights")
 
 
-def config(**parallel):
+def config(model="", **parallel):
     load_general_plugins()  # as EngineArgs does
-    return VllmConfig(ModelConfig(enable_sleep_mode=True), ParallelConfig(**parallel))
+    return VllmConfig(ModelConfig(model, enable_sleep_mode=True), ParallelConfig(**parallel))
 
 
 @contextlib.asynccontextmanager

@@ -1,0 +1,82 @@
+"""Wake-ups of weights that are about to be rewritten, which copy only the model's buffers back.
+
+An update rewrites the parameters of the model. It does not rewrite the model's buffers, a draft
+model, or parameters that vLLM's `sleep_preserve_parameter_names` preserves. The buffers are read
+from the backup before such a wake-up, and written after it, like those of a sleep at level 2; in
+the other cases, the wake-up restores all contents.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import memsaver
+from memsaver._runtime.native import _C
+from memsaver._transitions.parts import names_of
+
+from ..engine.tags import WEIGHTS
+from .allocator import MemsaverAllocator
+
+__all__ = ["has_draft", "restores_buffers", "save_buffers"]
+
+_SAVED = "_sleep_memsaver_buffers"  # an attribute of a worker; see `wake_order.saved`
+_PRESERVED = "sleep_preserve_parameter_names"  # since vLLM 0.31
+_logger = logging.getLogger("memsaver.vllm")
+
+
+def has_draft(worker: Any) -> bool:
+    """Return whether the worker may have a draft model, which an update does not rewrite."""
+    if hasattr(worker, "get_draft_model"):
+        return worker.get_draft_model() is not None
+    return getattr(worker.vllm_config, "speculative_config", None) is not None
+
+
+def save_buffers(worker: Any, allocator: MemsaverAllocator) -> bool:
+    """Save the model's buffers for a wake-up that does not restore the released weights.
+
+    Never raises, because the other ranks would wait for this one.
+
+    Returns:
+        Whether the next wake-up of the weights needs nothing else of their backup. False if an
+        update does not rewrite all parameters, if the last release discarded the contents, or if
+        the buffers cannot be read, for example because the backup is on disk.
+    """
+    try:
+        preserved: Any = getattr(worker.model_config, _PRESERVED, None)
+        if has_draft(worker) or preserved or allocator.discards(WEIGHTS):
+            return False
+        setattr(worker, _SAVED, _saved_buffers(worker.model_runner.model))
+    except Exception as error:
+        _logger.info("a wake-up restores weights that are about to be rewritten: %s", error)
+        return False
+    return True
+
+
+def _saved_buffers(model: Any) -> dict[str, Any]:
+    """Return copies of a model's released buffers from the backup of the weights."""
+    names = names_of(WEIGHTS)
+    found = {}
+    for name, buffer in model.named_buffers():
+        place = _C.locate(buffer.data_ptr()) if buffer.numel() else None
+        if place is not None and place[0] in names:
+            found[name] = memsaver.backup_view(buffer).clone()
+    return found
+
+
+def restores_buffers(wake_up: Callable[..., None]) -> Callable[..., None]:
+    """Return a worker's wake-up that writes the buffers of `save_buffers` with the weights."""
+
+    @functools.wraps(wake_up)
+    def call(worker: Any, tags: list[str] | None = None) -> None:
+        wake_up(worker, tags)
+        saved = getattr(worker, _SAVED, {})
+        if saved and (tags is None or WEIGHTS in tags):
+            for name, buffer in worker.model_runner.model.named_buffers():
+                if name in saved:
+                    buffer.data.copy_(saved[name])
+            setattr(worker, _SAVED, {})
+
+    return call

@@ -1,0 +1,143 @@
+"""Processes that export memory to the importers, and are killed while an importer maps it.
+
+    python -m model.exporters FD
+
+The program is their server; see `processes`. The memory of a simulated device is a file for each
+exportable piece, which exists as long as a process has it open or mapped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import math
+import os
+from typing import Any
+
+import torch
+
+import memsaver
+from memsaver import simulator
+from memsaver._memory.sharing import exporter, sending, sent_storages
+from memsaver._runtime.native import _C
+from model.processes import Forked, Server, serve, wait_until
+
+PROGRAM = ("-m", "model.exporters")
+_TAG = "exported"
+_FILE = "/memfd:memsaver-sim-memory"
+
+
+class _Exporter:
+    """An exporter in its own process: each method handles a request."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[int, torch.Tensor] = {}
+
+    def endpoint(self) -> str:
+        return exporter.endpoint()
+
+    def send(self, key: int, device: int, data: bytes) -> tuple[Any, ...]:
+        """Create a tensor with these bytes, and return its place, as `Sharing.reduced` does."""
+        with memsaver.region(_TAG, backup="host", shareable=True):
+            tensor = simulator.empty(len(data), dtype=torch.uint8, device=device)
+        self._tensors[key] = tensor
+        self.write(key, 0, data)
+        _, arguments = sending.reduce(tensor, _TAG)
+        return tuple(arguments[-1])
+
+    def write(self, key: int, start: int, data: bytes) -> None:
+        ctypes.memmove(self._tensors[key].data_ptr() + start, data, len(data))
+
+    def digest(self, key: int) -> bytes:
+        tensor = self._tensors[key]
+        memory = (ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())
+        return hashlib.blake2b(memory).digest()
+
+    def held(self) -> int:
+        """Return the number of tensors that other processes use."""
+        return exporter.held()
+
+    def clear(self) -> None:
+        """Delete all tensors, also those of messages in transit."""
+        self._tensors.clear()
+        sent_storages.forget_expired(math.inf)
+
+    def importers(self) -> list[Any]:
+        return list(_C.importers())
+
+
+def files_of(pid: int) -> set[int]:
+    """Return the inodes of the exportable memory that a process has open or mapped."""
+    found = set()
+    with open(f"/proc/{pid}/maps") as maps:
+        found.update(int(line.split()[4]) for line in maps if _FILE in line)
+    for entry in os.scandir(f"/proc/{pid}/fd"):
+        try:
+            if os.readlink(entry.path).startswith(_FILE):
+                found.add(entry.stat().st_ino)
+        except FileNotFoundError:  # closed in the meantime
+            pass
+    return found
+
+
+class Exporter:
+    """An exporting process.
+
+    Attributes:
+        is_dead: whether it was killed.
+    """
+
+    def __init__(self, process: Forked) -> None:
+        self.process = process
+        self.endpoint: str = process.ask("endpoint")
+        self.is_dead = False
+        self._files: set[int] = set()
+
+    def kill(self) -> None:
+        """Kill it, and wait for its end."""
+        pid = self.process.pid
+        self._files = files_of(pid)
+        self.process.kill()
+        wait_until(lambda: not os.path.exists(f"/proc/{pid}"), f"exporter {pid} does not end")
+        self.is_dead = True
+
+    def has_memory_in(self, pid: int) -> bool:
+        """Return whether another process keeps some of the memory of this dead one."""
+        return not self._files.isdisjoint(files_of(pid))
+
+
+class Exporters:
+    """The exporting processes, of which one is alive between sequences.
+
+    Attributes:
+        is_used: whether the sequence has sent memory of an exporter.
+    """
+
+    def __init__(self) -> None:
+        self._server = Server(*PROGRAM)
+        self._last = Exporter(self._server.start())
+        self.is_used = False
+
+    def alive(self) -> Exporter:
+        """Return the exporter that is alive; start one if there is none."""
+        if self._last.is_dead:
+            self._last = Exporter(self._server.start())
+        return self._last
+
+    def clear(self) -> None:
+        """Free the memory of the living exporter, at the end of a sequence."""
+        ask = self.alive().process.ask
+        if self.is_used:
+            ask("clear")
+            wait_until(lambda: not ask("importers"), "an exporter's freed memory stays imported")
+        self.is_used = False
+
+    def reset(self) -> None:
+        """Replace the exporter of a failed sequence."""
+        self._last.process.kill()
+        self._last = Exporter(self._server.start())
+        self.is_used = False
+
+
+if __name__ == "__main__":
+    serve(_Exporter)

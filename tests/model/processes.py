@@ -1,0 +1,128 @@
+"""Other processes of the model test: forked for it, and asked for one thing after another.
+
+Each kind has a program of its own, whose process is their server: it has loaded what they need
+without opening the driver, and forks a process for each socket that it receives, which is faster
+than starting a program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import memsaver
+
+SETTLE_SECONDS = 20.0  # the longest wait for another process
+
+
+def serve(make_worker: Callable[[], Any]) -> None:
+    """Run a server, whose socket is the program's argument, until the model ends.
+
+    Args:
+        make_worker: returns the object of a forked process, whose methods answer the requests.
+    """
+    control = socket.socket(fileno=int(sys.argv[1]))
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that none stays as a zombie
+    while True:
+        _, files, *_ = socket.recv_fds(control, 1, 1)
+        if not files:  # the model has ended
+            return
+        if os.fork() == 0:
+            control.close()
+            try:
+                _work(make_worker(), Connection(files[0]))
+            except (EOFError, ConnectionError):  # the model has ended
+                pass
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(0)
+        os.close(files[0])
+
+
+def _work(worker: Any, connection: Connection) -> None:
+    connection.send(os.getpid())
+    while True:
+        name, *arguments = connection.recv()
+        try:
+            answer = None, getattr(worker, name)(*arguments)
+        except memsaver.MemsaverError as error:
+            answer = type(error).__name__, str(error)
+        connection.send(answer)
+
+
+class Server:
+    """A server, as the model uses it.
+
+    Args:
+        program: the arguments of Python that run the server's program.
+    """
+
+    def __init__(self, *program: str) -> None:
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, *program, str(theirs.fileno())]
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+
+    def start(self) -> Forked:
+        """Return a new process."""
+        mine, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self._control, [b"1"], [theirs.fileno()])
+        return Forked(Connection(mine.detach()))
+
+
+class Forked:
+    """A forked process, as the model uses it."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.pid: int = self._receive("its start")
+
+    def ask(self, *request: Any) -> Any:
+        """Make a request. Raises the process's MemsaverErrors as errors of the same type."""
+        self.begin(*request)
+        return self.finish(request)
+
+    def begin(self, *request: Any) -> None:
+        """Begin a request, whose answer `finish` returns."""
+        self._connection.send(request)
+
+    def finish(self, request: Any) -> Any:
+        """Return the answer to a request that has begun. Raises as `ask` does."""
+        error, answer = self._receive(request)
+        if error is not None:
+            raise getattr(memsaver, error)(answer)
+        return answer
+
+    def _receive(self, request: Any) -> Any:
+        if not self._connection.poll(SETTLE_SECONDS):
+            raise AssertionError(f"a process does not answer {request}")
+        try:
+            return self._connection.recv()
+        except (EOFError, ConnectionError):
+            raise AssertionError(f"a process ended instead of answering {request}") from None
+
+    def kill(self) -> None:
+        """Kill the process, which may have ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        self._connection.close()
+
+
+def wait_until(holds: Callable[[], bool], what: str) -> None:
+    """Wait for another process. Raises AssertionError if it takes too long."""
+    end = time.monotonic() + SETTLE_SECONDS
+    while not holds():
+        if time.monotonic() > end:
+            raise AssertionError(what)
+        time.sleep(0.0002)
