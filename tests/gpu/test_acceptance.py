@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from repository import GPU_SUPPORT
 from torch_environment import torch_environment
 
 import memsaver
 
-SCENARIO = Path(__file__).with_name("decoder_scenario.py")
+SCENARIO = GPU_SUPPORT / "decoder_scenario.py"
 SECONDS = 100
 
 pytestmark = [

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from engine_children import environment
 from program_runs import run_ranks
+from repository import GPU_SUPPORT
 
-CHILD = Path(__file__).with_name("buckets_child.py")
+CHILD = GPU_SUPPORT / "buckets_child.py"
 SECONDS = 100
 
 

@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from repository import GPU_SUPPORT
 
-CHILD = Path(__file__).with_name("dropin_child.py")
+CHILD = GPU_SUPPORT / "dropin_child.py"
 SECONDS = 90  # for one case, including the start of its child
 
 # How the child is started.

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import ast
 import sys
-from pathlib import Path
 
 import pytest
+from repository import GPU_SUPPORT
 from torch_environment import run_on_ranks
 
 FILES = ("offload_cases.py", "offload_graph_cases.py", "overlap_cases.py")
 CASES = {
     node.name: path
-    for path in map(Path(__file__).with_name, FILES)
+    for path in (GPU_SUPPORT / name for name in FILES)
     for node in ast.parse(path.read_text()).body
     if isinstance(node, ast.FunctionDef) and node.name.startswith("case_")
 }

@@ -10,9 +10,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from repository import GPU_SUPPORT
 from test_rollout import SECONDS, go_through
 
-CHILD = Path(__file__).with_name("restart_child.py")
+CHILD = GPU_SUPPORT / "restart_child.py"
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 from program_runs import run_ranks
+from repository import GPU_SUPPORT
 from test_sglang import environment
 
-CHILD = Path(__file__).with_name("rollout_child.py")
+CHILD = GPU_SUPPORT / "rollout_child.py"
 SECONDS = 420  # including the compilation of kernels
 
 pytestmark = [

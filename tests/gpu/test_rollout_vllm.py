@@ -12,11 +12,11 @@ from pathlib import Path
 
 import program_runs
 import pytest
-from repository import ROOT
+from repository import GPU_SUPPORT, ROOT
 from test_vllm import environment
 
 EXAMPLE = ROOT / "examples" / "grpo" / "train.py"
-CHILD = Path(__file__).with_name("vllm_rollout_child.py")
+CHILD = GPU_SUPPORT / "vllm_rollout_child.py"
 SECONDS = 360  # including the compilation of kernels
 
 pytestmark = [

@@ -14,13 +14,13 @@ The tests use the memsaver that is installed for this Python, with its entry poi
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import engine_children
 import pytest
 from engine_children import TEST_SECONDS, Children, each
+from repository import GPU_SUPPORT
 
-CHILD = Path(__file__).with_name("sglang_child.py")
+CHILD = GPU_SUPPORT / "sglang_child.py"
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sglang, pytest.mark.timeout(TEST_SECONDS)]
 

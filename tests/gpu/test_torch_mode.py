@@ -3,7 +3,8 @@
 Every test is a `case_*` function in torch_cases. The tests share a child process that runs them; it
 is replaced after a failure, which may have destroyed its CUDA context. To run cases without pytest:
 
-    PYTHONPATH=tests/support python tests/gpu/test_torch_mode.py case_backup_view [more cases]
+    export PYTHONPATH=tests/support:tests/gpu/support
+    python tests/gpu/test_torch_mode.py case_backup_view [more cases]
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from repository import GPU_SUPPORT
 from torch_environment import torch_environment
 
 import memsaver
@@ -35,7 +36,7 @@ SETTINGS = ("fixed", "expandable", "preload")
 
 # --- the cases -----------------------------------------------------------------------------------
 
-FOLDER = Path(__file__).with_name("torch_cases")
+FOLDER = GPU_SUPPORT / "torch_cases"
 
 
 def find_cases() -> dict[str, str]:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import socket
 import sys
-from pathlib import Path
 
 import pytest
 from child_process import run_together
 from installed import needs
+from repository import GPU_SUPPORT
 from torch_environment import torch_environment
 
-CASES = Path(__file__).with_name("transformers_cases.py")
+CASES = GPU_SUPPORT / "transformers_cases.py"
 NEEDED = {
     "trainer": "accelerate",
     "trainer_again": "accelerate",

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import engine_children
 import pytest
 from engine_children import TEST_SECONDS, Children, each
-from repository import TESTS
+from repository import GPU_SUPPORT, TESTS
 
-CHILD = Path(__file__).with_name("vllm_child.py")
+CHILD = GPU_SUPPORT / "vllm_child.py"
 LONG_SECONDS = 150  # of a scenario with many cycles
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.timeout(TEST_SECONDS)]

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 from program_runs import run
+from repository import GPU_SUPPORT
 from test_vllm import environment
 
-CHILD = Path(__file__).with_name("vllm_asleep_child.py")
+CHILD = GPU_SUPPORT / "vllm_asleep_child.py"
 SECONDS = 280  # including the compilation of kernels
 POLICIES = {
     "refuse": {},

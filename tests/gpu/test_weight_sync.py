@@ -10,10 +10,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from repository import GPU_SUPPORT
 from test_rollout import SECONDS, go_through
 
-CHILD = Path(__file__).with_name("weight_sync_child.py")
-ENGINES = Path(__file__).with_name("weight_sync_engines.py")
+CHILD = GPU_SUPPORT / "weight_sync_child.py"
+ENGINES = GPU_SUPPORT / "weight_sync_engines.py"
 
 pytestmark = [
     pytest.mark.gpu,

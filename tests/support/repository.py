@@ -8,6 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 TESTS = ROOT / "tests"
 SUPPORT = TESTS / "support"
+GPU_SUPPORT = TESTS / "gpu" / "support"  # programs and helpers of the tests on a GPU
 
 # PYTHONPATH for processes that import the tests' modules: programs in tests/ such as faults and
 # model, and helpers in tests/support. The Makefile and pyproject.toml name the same two folders.

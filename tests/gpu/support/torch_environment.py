@@ -8,7 +8,7 @@ from pathlib import Path
 
 from child_process import run_together
 from program_runs import free_port
-from repository import IMPORT_PATH
+from repository import GPU_SUPPORT, IMPORT_PATH
 
 import memsaver
 
@@ -26,7 +26,7 @@ def torch_environment(expandable: bool) -> dict[str, str]:
         and name not in ("LD_PRELOAD", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     }
     root = str(Path(memsaver.__file__).resolve().parent.parent)
-    paths = [root, IMPORT_PATH, env.get("PYTHONPATH")]
+    paths = [root, IMPORT_PATH, str(GPU_SUPPORT), env.get("PYTHONPATH")]
     env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     env["PYTHONFAULTHANDLER"] = "1"
     if expandable:

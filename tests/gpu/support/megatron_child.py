@@ -177,7 +177,7 @@ SCENES = {"one_gpu": one_gpu, "two_gpus": two_gpus}
 if __name__ == "__main__":
     from sglang_child import check_installation
 
-    sys.path.append(str(Path(__file__).parents[1] / "support"))
+    sys.path.append(str(Path(__file__).parents[2] / "support"))
     check_installation()
     faulthandler.dump_traceback_later(STUCK_SECONDS)
     SCENES[sys.argv[1]](Path(sys.argv[2]))

@@ -1,6 +1,6 @@
 """Test `offload` on real GPUs. Each case runs in a separate process:
 
-python tests/gpu/offload_cases.py case_peak_of_the_move
+python tests/gpu/support/offload_cases.py case_peak_of_the_move
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from expected_errors import raises
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 
 from trainers import OPTIMIZERS, Trainer, addresses_of, lies_in, states_of
 

@@ -74,7 +74,7 @@ def check_serializer() -> None:
 
     import memsaver
 
-    sys.path.append(str(Path(__file__).parents[1] / "support"))
+    sys.path.append(str(Path(__file__).parents[2] / "support"))
     from importing_process import importing_process
 
     with memsaver.region("serialized", backup="host", shareable=True):

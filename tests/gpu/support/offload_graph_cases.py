@@ -1,6 +1,6 @@
 """Test `offload` with captured steps on a real GPU. Each case runs in a separate process:
 
-python tests/gpu/offload_graph_cases.py case_a_captured_step_with_gradients_of_the_graph
+python tests/gpu/support/offload_graph_cases.py case_a_captured_step_with_gradients_of_the_graph
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 
 from trainers import OPTIMIZERS, Trainer, lies_in, states_of
 

@@ -1,6 +1,6 @@
 """Test optimizer states that move during other work, on a real GPU. Each case is a process:
 
-python tests/gpu/overlap_cases.py case_copies_hide_behind_work
+python tests/gpu/support/overlap_cases.py case_copies_hide_behind_work
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from expected_errors import raises
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 
 from trainers import Trainer
 

@@ -226,7 +226,7 @@ def embeddings_while_asleep(session: Session) -> None:
 
 def adapters_while_asleep(session: Session) -> None:
     """A load of a LoRA adapter is refused, held, or wakes the weights; then it is in use."""
-    sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+    sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
     import sglang_kind_models
 
     folder, names = session.log.parent / "adapter", list[str]()

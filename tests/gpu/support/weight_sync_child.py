@@ -209,7 +209,7 @@ def check_leaving(engine: Any, backend: str, weights: dict[str, Any]) -> None:
     """Check that left groups keep no threads and no listeners; with gloo, no descriptors."""
     from memsaver.integrations.rollout.weights import WeightGroup
 
-    sys.path.append(str(Path(__file__).parents[1] / "support"))
+    sys.path.append(str(Path(__file__).parents[2] / "support"))
     from descriptors import open_descriptors
     from process_sockets import eventually, listening, threads
 

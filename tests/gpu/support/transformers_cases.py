@@ -1,6 +1,6 @@
 """Test `offload` with transformers, FSDP2 and DeepSpeed. Each case runs in a process per rank:
 
-python tests/gpu/transformers_cases.py trainer
+python tests/gpu/support/transformers_cases.py trainer
 
 On a GPU, or on the simulated driver with MEMSAVER_DRIVER=sim, where CPU tensors represent CUDA's.
 """
