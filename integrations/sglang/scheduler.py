@@ -75,7 +75,8 @@ def _answered(
     """Check a release or a resume, then call `work(original, updater, request, tags, answer)`.
 
     The stages of a pipeline do this after the request was sent to the next stage; then the result
-    is None, and the reply is sent later.
+    is None, and the reply is sent later. A resume while nothing is released is answered at once,
+    even if the engine generates.
     """
     if handlers.is_running(updater) or not handlers.is_as_expected(updater):
         return original(updater, request)
@@ -86,12 +87,13 @@ def _answered(
         group = group_of(updater) if together else Group(updater.tp_cpu_group)
         answer = Answering(updater, operation, group, is_idle=_rid(request) == IDLE)
         try:
-            if refusal is not None:
-                raise refusal
             asked = handlers.requested_tags(request, order)
             # A release of tags that still have memory may be repeated, and so may a resume of them.
             released = updater.offload_tags - (answer.held if operation == "release" else set())
             handlers.check_states(request, operation, asked, released)
+            changes = operation == "release" or not updater.offload_tags.isdisjoint(asked)
+            if refusal is not None and changes:
+                raise refusal
         except (ConfigError, InvalidStateError) as error:
             return answer.refused(error)
         output = work(original, updater, request, asked, answer)
@@ -99,7 +101,8 @@ def _answered(
             guard.after_deferred_resume(scheduler)
         return output
 
-    if together:
+    changes_nothing = operation == "resume" and not updater.offload_tags
+    if together and not (changes_nothing and not pipeline.is_waiting(scheduler)):
         return pipeline.defer(scheduler, request, answered, _WHEN_BUSY)
     return answered()
 
