@@ -55,6 +55,7 @@ WITH_PHASES = {
 }
 PHASES = ("gen", "reward", "old_log_prob", "ref", "adv", "update_actor", "update_weights", "step")
 
+
 def pages(rows: Sequence[Mapping[str, Any]], how_to: Path, figure: Figure) -> dict[Path, str]:
     """Return the table of each page.
 
