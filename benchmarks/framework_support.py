@@ -47,8 +47,6 @@ def _verl(found: Mapping[str, Mapping[str, Any]]) -> str:
         if metric in found
     }
     parts = [_steps(len(row["detail"]["memsaver_phases"]["step"]), n) for n, row in rows.items()]
-    if 2 not in rows:
-        parts.append(f"{_steps(5, 2)} with memsaver only")
     return f"{_versions(rows.values(), 'verl', 'sglang', 'SGLang')}{'; '.join(parts)}"
 
 

@@ -55,13 +55,6 @@ WITH_PHASES = {
 }
 PHASES = ("gen", "reward", "old_log_prob", "ref", "adv", "update_actor", "update_weights", "step")
 
-# What ran without a row, shown as long as the metric has no row.
-BEFORE: dict[str, str] = {
-    "verl_tp2_step_seconds": "On two GPUs, five steps with memsaver ran on two H200s and on two "
-    "H100s, and a release and both resumes took 0.11 to 0.20 s in each step; they have not been "
-    "compared with torch_memory_saver.",
-}
-
 
 def pages(rows: Sequence[Mapping[str, Any]], how_to: Path, figure: Figure) -> dict[Path, str]:
     """Return the table of each page.
@@ -99,11 +92,10 @@ def table(
         if metric in found:
             by_gpu.setdefault(found[metric]["gpu"], []).append((found[metric], words))
     parts = [_of_one_gpu(shown, figure) for shown in by_gpu.values()]
-    missing = [(metric, words) for metric, words in wanted if metric not in found]
+    missing = [words for metric, words in wanted if metric not in found]
     if missing:
-        names = (f"- {re.sub(', (s|MiB)$', '', words)}" for _, words in missing)
+        names = (f"- {re.sub(', (s|MiB)$', '', words)}" for words in missing)
         parts.append("\n".join([NOT_MEASURED, "", *names]))
-    parts += [BEFORE[metric] for metric, _ in missing if metric in BEFORE]
     return "\n\n".join(parts)
 
 

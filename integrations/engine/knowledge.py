@@ -23,7 +23,7 @@ class Knowledge:
         anywhere: the tags that are released on at least one scheduler.
         everywhere: the tags that are released on all schedulers, and have no memory on any rank.
             Data-parallel schedulers may differ after a failure.
-        lost: the tags that lost contents without a backup when the last release failed.
+        lost: the tags whose contents were lost when the last release or resume failed.
         is_known: whether `anywhere` is the current state.
         guarded: whether memsaver's plugin is in the engine.
         admits: whether the engine accepts requests while it sleeps, and holds them or wakes up.

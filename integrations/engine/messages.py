@@ -103,7 +103,7 @@ class RankReport:
     """The report of a release or a resume on one rank.
 
     Attributes:
-        rank: the rank in its tensor-parallel group.
+        rank: the rank among the answer's ranks.
         host: the name of its host.
         pid: its process id on that host.
         seconds: the duration of the transition on this rank.
@@ -152,11 +152,12 @@ class Answer:
         scheduler: its unique name.
         operation: "release" or "resume".
         tags: the tags of the operation, even if it failed, except tags that were already in the
-        requested state.
+            requested state.
         released: the tags whose memory is currently released.
         held: the released tags whose memory is still allocated on a rank, because the rank could
             not release it after a failure; the next release retries.
-        ranks: the reports of the ranks of the scheduler's tensor-parallel group.
+        ranks: the reports of the ranks that release and resume together: the scheduler's
+            tensor-parallel group or, in a pipeline, those of all stages.
         failure: the operation's failure, or None.
         number: the answer's sequence number, which starts at 1 for each scheduler.
         lost: tags whose contents are lost. A failed release loses contents without a backup, and

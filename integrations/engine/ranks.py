@@ -1,4 +1,4 @@
-"""The ranks of an engine's tensor-parallel group, and their collective attempts."""
+"""The ranks of an engine that make calls together, and their collective attempts."""
 
 from __future__ import annotations
 

@@ -77,9 +77,11 @@ class EngineController:
 
     @property
     def lost(self) -> frozenset[str]:
-        """The tags that a failed sleep left mapped, but without the contents that had no backup.
+        """The tags whose contents were lost when the last sleep or wake-up failed.
 
-        The set is empty after the engine's next successful sleep or wake-up.
+        A failed sleep leaves them mapped, without contents that had no backup; a failed wake-up
+        with `keep_weights=False` releases the weights again without their contents. The set is
+        empty after the engine's next successful sleep or wake-up.
         """
         return self._knowledge.lost
 

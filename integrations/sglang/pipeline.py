@@ -21,7 +21,7 @@ from memsaver.errors import ConfigError, MemsaverError
 from ..engine.errors import EngineBusyError
 from ..engine.hooking import INSTALLED
 
-__all__ = ["after_input", "after_send", "can_defer", "defer", "is_installed"]
+__all__ = ["after_input", "after_send", "can_defer", "defer", "is_installed", "is_waiting"]
 
 Work = Callable[[MemsaverError | None], Any]
 
@@ -77,6 +77,11 @@ def can_defer(scheduler: Any) -> bool:
     return is_installed(scheduler) and _disaggregation(scheduler) == "null"
 
 
+def is_waiting(scheduler: Any) -> bool:
+    """Return whether work of earlier requests has not begun."""
+    return bool(vars(scheduler).get(_WAITING))
+
+
 def _disaggregation(scheduler: Any) -> str:
     return getattr(getattr(scheduler, "server_args", None), "disaggregation_mode", "") or "null"
 
@@ -95,7 +100,7 @@ def after_send(result: Any, scheduler: Any, *_: Any) -> Any:
 
 def after_input(result: Any, scheduler: Any, *_: Any) -> Any:
     """Run after `process_input_requests`, on the last stage."""
-    if vars(scheduler).get(_WAITING) and scheduler.pp_group.is_last_rank:
+    if is_waiting(scheduler) and scheduler.pp_group.is_last_rank:
         _run(scheduler)
     return result
 

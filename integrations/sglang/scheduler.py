@@ -75,7 +75,8 @@ def _answered(
     """Check a release or a resume, then call `work(original, updater, request, tags, answer)`.
 
     The stages of a pipeline do this after the request was sent to the next stage; then the result
-    is None, and the reply is sent later.
+    is None, and the reply is sent later. A resume of mapped tags needs no other stage: its answer
+    waits for no batch, only for earlier requests.
     """
     if handlers.is_running(updater) or not handlers.is_as_expected(updater):
         return original(updater, request)
@@ -86,12 +87,12 @@ def _answered(
         group = group_of(updater) if together else Group(updater.tp_cpu_group)
         answer = Answering(updater, operation, group, is_idle=_rid(request) == IDLE)
         try:
-            if refusal is not None:
-                raise refusal
             asked = handlers.requested_tags(request, order)
             # A release of tags that still have memory may be repeated, and so may a resume of them.
             released = updater.offload_tags - (answer.held if operation == "release" else set())
             handlers.check_states(request, operation, asked, released)
+            if refusal is not None and not _is_resumed(operation, updater, asked):
+                raise refusal
         except (ConfigError, InvalidStateError) as error:
             return answer.refused(error)
         output = work(original, updater, request, asked, answer)
@@ -99,9 +100,21 @@ def _answered(
             guard.after_deferred_resume(scheduler)
         return output
 
-    if together:
+    def is_alone() -> bool:
+        try:
+            asked = handlers.requested_tags(request, order)
+        except ConfigError:
+            return True
+        return _is_resumed(operation, updater, asked)
+
+    if together and (pipeline.is_waiting(scheduler) or not is_alone()):
         return pipeline.defer(scheduler, request, answered, _WHEN_BUSY)
     return answered()
+
+
+def _is_resumed(operation: str, updater: Any, asked: Sequence[str]) -> bool:
+    """Return whether the operation is a resume of tags none of which is released."""
+    return operation == "resume" and updater.offload_tags.isdisjoint(asked)
 
 
 def _rid(request: Any) -> Any:

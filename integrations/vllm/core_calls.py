@@ -13,7 +13,7 @@ weights and the KV cache are.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from typing import Any
@@ -93,6 +93,10 @@ def _state(core: Any) -> dict[str, Any]:
 def _state_of(core: Any, *, measures: bool = False) -> SchedulerState:
     """Return the state of the first rank, which all ranks of an executor share.
 
+    Tags that vLLM counts as asleep are released, even if a rank still has or again has their memory
+    because a rollback failed there: a wake-up must still map the memory of the other ranks, and end
+    vLLM's sleep.
+
     Args:
         core: the engine core.
         measures: whether the reports of a release of all memory list the memory in use, which each
@@ -107,10 +111,11 @@ def _state_of(core: Any, *, measures: bool = False) -> SchedulerState:
         held = {report.rank: report.held for report in reports if report.held}
         ranks = [replace(report, held=held.get(report.rank, {})) for report in last.ranks]
         last = replace(last, ranks=tuple(ranks))
-    return replace(state, released=_full(state.released), idle=_is_idle(core), last=last)
+    released = _full({*state.released, *guard_of(core).released})
+    return replace(state, released=released, idle=_is_idle(core), last=last)
 
 
-def _full(released: Sequence[str]) -> tuple[str, ...]:
+def _full(released: Collection[str]) -> tuple[str, ...]:
     """Add the graphs to released tags, if nothing else is mapped."""
     found = {*released, GRAPH} if set(_SLEEPING) <= set(released) else set(released)
     return tuple(tag for tag in RELEASE_ORDER if tag in found)

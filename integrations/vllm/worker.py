@@ -240,14 +240,14 @@ _WORDS = {"release": "sleep", "resume": "wake-up"}
 
 
 def _state_after(operation: str, step: Step, lost: set[str]) -> str:
+    then = "on every rank the memory is released as before; free memory and wake it again"
     trouble = first_failure(step.undone)
     if trouble is not None and trouble.failure is not None:
         rest = f"rank {trouble.rank} ({trouble.host}): {trouble.failure.message}"
         if operation == "release":
             return f"the engine counts as asleep, because memory could not be mapped again: {rest}"
-        return f"some ranks could not release their memory again: {rest}; wake the engine again"
+        then = f"some ranks could not release their memory again: {rest}; wake the engine again"
     if operation == "resume":
-        then = "on every rank the memory is released as before; free memory and wake it again"
         if lost:
             names = ", ".join(sorted(lost))
             then += f", and then load {names}: its contents are lost on some ranks"
@@ -261,7 +261,10 @@ def _lost(operation: str, undone: list[RankReport], allocator: MemsaverAllocator
     """Return the tags whose contents a failed call lost on at least one rank.
 
     A release loses contents that it does not keep, and a resume contents that it does not restore.
+    A rank that cannot release such memory again has it without its contents.
     """
+    if operation == "resume" and first_failure(undone):
+        return set(allocator.rewritten)
     moved = {tag for rank in undone for tag, nbytes in rank.device_bytes.items() if nbytes}
     if operation == "resume":
         return moved.intersection(allocator.rewritten)

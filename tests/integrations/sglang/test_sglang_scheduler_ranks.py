@@ -185,6 +185,17 @@ STAGES = """
         assert answer.failure.kind == "EngineBusyError", answer
         assert "end or abort the requests first" in answer.failure.message, answer
         assert memsaver_states() == {"mapped"} and not updater.offload_tags
+
+        # A resume changes nothing, so it need not wait; after a release that waits, it also waits.
+        patch.setattr(pipeline, "_ROUNDS", 1)
+        for others in ((), (fake_sglang.ResumeMemoryOccupationReqInput(),)):
+            stage.step([], batch="a batch")
+            stage.step([], batch="a batch")
+            *refused, answer = ask("release" if others else "resume", *others)
+            assert answer.operation == "resume" and answer.failure is None, answer
+            kinds = [one.failure.kind for one in refused]
+            assert kinds == ["EngineBusyError"] * len(others), kinds
+            assert memsaver_states() == {"mapped"} and not updater.offload_tags
         patch.setattr(pipeline, "_ROUNDS", 200)
         stage.step([], batch="a batch")
         (answer,) = ask("release")

@@ -107,6 +107,26 @@ error = refused(EngineError, control.wake_up, keep_weights=False)
 assert "load weights: its contents are lost" in str(error), error
 assert control.status is Status.ASLEEP
 control.wake_up()
+assert control.status is Status.AWAKE
+assert not hold(1)
+rpc(vllm_calls.load, 1)
+assert llm.generate(PROMPTS) == first
+""")
+
+
+@pytest.mark.parametrize("ranks", [1], indirect=True)
+def test_a_failed_wake_up_whose_memory_cannot_be_released_again_reports_the_loss(run):
+    run("""
+from memsaver import simulator
+control.sleep()
+rpc(vllm_calls.break_next, "post_kv_cache_wake_up")
+with simulator.fault("cuMemUnmap", 1, times=0):
+    error = refused(EngineError, control.wake_up, keep_weights=False)
+assert "could not release their memory again" in str(error), error
+assert "wake the engine again, and then load weights: its contents are lost" in str(error), error
+assert control.status is Status.ASLEEP
+control.wake_up()
+assert control.status is Status.AWAKE
 assert not hold(1)
 rpc(vllm_calls.load, 1)
 assert llm.generate(PROMPTS) == first
