@@ -47,6 +47,7 @@ __all__ = [
     "install",
     "is_known",
     "is_rust_served",
+    "refuses",
     "when_asleep",
 ]
 
@@ -224,11 +225,16 @@ def dispatch_unread(
 
     SGLang 0.5.23 calls it for requests of which some images could not be read.
     """
-    guard = getattr(scheduler, _DISPATCHER, None)
-    if isinstance(guard, Guard) and guard.refuses(request):
-        guard(request)
+    if refuses(scheduler, request):
+        getattr(scheduler, _DISPATCHER)(request)
     else:
         original(scheduler, request, errors)
+
+
+def refuses(scheduler: Any, request: Any) -> bool:
+    """Return whether a scheduler's guard would refuse a request now."""
+    guard = getattr(scheduler, _DISPATCHER, None)
+    return isinstance(guard, Guard) and guard.refuses(request)
 
 
 class Guard:
@@ -273,8 +279,11 @@ class Guard:
         return self._refuse(kind, request, asleep_text(released, what))
 
     def refuses(self, request: Any) -> bool:
-        """Return whether a generation or an embedding would be refused."""
-        return not self._needs(type(request).__name__, request)[0].isdisjoint(self._released())
+        """Return whether a request would be refused."""
+        kind = type(request).__name__
+        if kind == _CONTINUE or kind in _PASSING:
+            return False
+        return not self._needs(kind, request)[0].isdisjoint(self._released())
 
     def _released(self) -> frozenset[str]:
         """Return the released tags that have memory: without pausable graphs, GRAPH has none."""

@@ -20,6 +20,7 @@ from memsaver.errors import ConfigError, MemsaverError
 
 from ..engine.errors import EngineBusyError
 from ..engine.hooking import INSTALLED
+from . import guard
 
 __all__ = ["after_input", "after_send", "can_defer", "defer", "is_installed"]
 
@@ -110,7 +111,10 @@ def _run(scheduler: Any) -> None:
                 return
             refusal = waiting[0].busy
         one = waiting.pop(0)
-        reply = one.work(refusal)
+        if guard.refuses(scheduler, one.request):  # a release before it has run in the meantime
+            reply = scheduler._request_dispatcher(one.request)
+        else:
+            reply = one.work(refusal)
         if reply is not None:
             _send(scheduler, reply, one.request)
 

@@ -134,11 +134,12 @@ STAGES = """
     from fake_sglang import messages
     from pipeline_stages import StageLoop
     from simulated_driver import Block, Simulator
-    from memsaver.integrations.sglang import guard, hooks, pipeline
+    from memsaver.integrations.sglang import guard, hooks, pipeline, weight_loads
     from memsaver.integrations.sglang.protocol import IDLE, answers_of
     from scheduler_calls import MIB
 
     GENERATION = messages.TokenizedGenerateReqInput("a")
+    UPDATE = messages.UpdateWeightFromDiskReqInput
 
     def ask(operation, *others, rid=None, batch=None):
         "Send a release or a resume, and further requests; return the answers."
@@ -157,7 +158,16 @@ STAGES = """
     patch = pytest.MonkeyPatch()
     with fake_sglang.modules(patch) as classes:
         hooks.install()
-        Stage = type("Stage", (StageLoop, classes.Scheduler), {})
+        load = weight_loads.plain_load("UpdateWeightFromDiskReqOutput", has_barrier=False)
+
+        class Stage(StageLoop, classes.Scheduler):
+            def _dispatch(self, request):
+                "Load weights as the other handlers about weights do."
+                if not isinstance(request, UPDATE):
+                    return super()._dispatch(request)
+                handler = lambda updater, request: classes.Scheduler._dispatch(self, request)
+                return load(handler, self.weight_updater, request)
+
         Stage.hook()
         stage = Stage(classes.Updater)
         stage.start_loop()
@@ -192,6 +202,15 @@ STAGES = """
         assert [report.rank for report in answer.ranks] == [0, 1], answer
         assert len({report.pid for report in answer.ranks}) == 2
         assert memsaver_states() == {"paused"}
+
+        # An update that arrived with a release is refused, because the release comes first.
+        assert ask("resume")[0].failure is None
+        (answer,) = ask("release", UPDATE("new"))
+        assert answer.failure is None and memsaver_states() == {"paused"}, answer
+        reply_kind = messages.UpdateWeightFromDiskReqOutput
+        (reply,) = [one for one in stage.sent if isinstance(one, reply_kind)]
+        assert not reply.success and "cannot update its weights" in reply.message, reply
+        assert stage.death is None
 
         # A trainer holds the last stage's memory: no stage resumes, and all refuse a generation,
         # which the last one could not run.
