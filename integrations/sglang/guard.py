@@ -17,7 +17,8 @@ released, it adds one check to each request, and nothing to a decoding step.
 | unknown request | refused; only logged if its reply's type is unknown (see `unknown_requests`) |
 
 No request can be in SGLang's queues while memory is released, because a release requires an idle
-engine; the exception is a paused generation, whose requests wait for the continuation.
+engine; the exception is a paused generation without a pipeline, whose requests wait for the
+continuation.
 """
 
 from __future__ import annotations

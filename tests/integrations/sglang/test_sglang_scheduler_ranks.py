@@ -161,6 +161,11 @@ STAGES = """
         load = weight_loads.plain_load("UpdateWeightFromDiskReqOutput", has_barrier=False)
 
         class Stage(StageLoop, classes.Scheduler):
+            waiting = ()  # requests; a pipeline runs them even if the generation is paused
+
+            def is_fully_idle(self, ignore_waiting=True):
+                return super().is_fully_idle() and (ignore_waiting or not self.waiting)
+
             def _dispatch(self, request):
                 "Load weights as the other handlers about weights do."
                 if not isinstance(request, UPDATE):
@@ -202,6 +207,17 @@ STAGES = """
         assert [report.rank for report in answer.ranks] == [0, 1], answer
         assert len({report.pid for report in answer.ranks}) == 2
         assert memsaver_states() == {"paused"}
+
+        # A pause does not stop the pipeline: requests that wait in it keep the memory.
+        assert ask("resume")[0].failure is None
+        stage.step([messages.PauseGenerationReqInput()])
+        stage.waiting = ("a",)
+        (answer,) = ask("release")
+        assert answer.failure.kind == "EngineBusyError", answer
+        assert memsaver_states() == {"mapped"}
+        stage.waiting = ()
+        stage.step([messages.ContinueGenerationReqInput()])
+        assert ask("release")[0].failure is None
 
         # An update that arrived with a release is refused, because the release comes first.
         assert ask("resume")[0].failure is None
