@@ -40,6 +40,7 @@ from .idle_sleep import remove, with_handler
 from .updaters import updater_of
 
 __all__ = [
+    "MOVED",
     "Guard",
     "after_deferred_resume",
     "dispatch_unread",
@@ -140,6 +141,7 @@ _PASSING = frozenset(
     }
 )
 _DISPATCHER = "_request_dispatcher"  # an attribute of a scheduler
+MOVED = "_memsaver_moved"  # an attribute of a scheduler: the tags that had memory on any rank
 _FAILED = "_memsaver_guard_failed"  # an attribute of a scheduler without a guard
 _logger = logging.getLogger("memsaver.sglang")
 
@@ -251,12 +253,11 @@ class Guard:
     """
 
     def __init__(self, scheduler: Any, dispatch: Any) -> None:
-        self._updater = updater_of(scheduler)
+        self._scheduler, self._updater = scheduler, updater_of(scheduler)
         self._released()
         self._dispatch = dispatch
         self._tokenizer = getattr(scheduler, "ipc_channels", scheduler).send_to_tokenizer
         self._messages = importlib.import_module("sglang.srt.managers.io_struct")
-        self._scheduler = scheduler
         self._continuation: Any = None  # a postponed request
         self._logged: set[str] = set()  # kinds of requests refused since the last resume
         self._aborted("")
@@ -288,7 +289,8 @@ class Guard:
 
     def _released(self) -> frozenset[str]:
         """Return the released tags that have memory: without pausable graphs, GRAPH has none."""
-        return frozenset(tag for tag in self._updater.offload_tags if _has_memory(tag))
+        moved = getattr(self._scheduler, MOVED, ())
+        return frozenset(t for t in self._updater.offload_tags if t in moved or _has_memory(t))
 
     def _needs(self, kind: str, request: Any) -> tuple[frozenset[str], str]:
         if kind == _REMOTE_CALL:

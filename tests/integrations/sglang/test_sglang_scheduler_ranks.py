@@ -141,12 +141,12 @@ STAGES = """
     GENERATION = messages.TokenizedGenerateReqInput("a")
     UPDATE = messages.UpdateWeightFromDiskReqInput
 
-    def ask(operation, *others, rid=None, batch=None):
+    def ask(operation, *others, rid=None, batch=None, tags=None):
         "Send a release or a resume, and further requests; return the answers."
         kind = {"release": fake_sglang.ReleaseMemoryOccupationReqInput,
                 "resume": fake_sglang.ResumeMemoryOccupationReqInput}[operation]
         before = len(stage.sent)
-        stage.step([kind(rid=rid), *others], batch)
+        stage.step([kind(tags=tags, rid=rid), *others], batch)
         for _ in range(3):
             stage.step([])
         return answers_of(stage.sent[before:])
@@ -181,6 +181,9 @@ STAGES = """
             stage.model = Block(sim, 4 * MIB, rank)
         with memsaver.region("kv_cache"):
             kv = Block(sim, 8 * MIB, rank)
+        if rank == 0:
+            with memsaver.region("cuda_graph", backup="host"):
+                graph = Block(sim, 2 * MIB, rank)
         updater = stage.weight_updater
         memsaver_states = lambda: {memsaver.state(tag) for tag in ("kv_cache", "weights")}
 
@@ -241,6 +244,15 @@ STAGES = """
         kinds = [type(one).__name__ for one in stage.handled[before:]]
         assert "TokenizedGenerateReqInput" not in kinds, kinds
         sim.occupy(0)
+
+        # Only the first stage lacks memory, but both refuse a generation.
+        assert ask("resume", tags=["weights", "kv_cache"])[0].failure is None
+        assert memsaver_states() == {"mapped"}
+        before = len(stage.handled)
+        stage.step([GENERATION])
+        assert stage.handled[before:] == [], stage.handled[before:]
+        assert ask("resume")[0].failure is None
+        assert ask("release")[0].failure is None
 
         # A generation that was paused continues once all stages are awake.
         stage.step([messages.PauseGenerationReqInput()])
