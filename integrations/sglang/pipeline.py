@@ -57,8 +57,8 @@ def defer(scheduler: Any, request: Any, work: Work, then: str) -> Any:
     Returns:
         None, for the handler to return: SGLang then sends no reply yet.
     """
-    mode = _disaggregation(scheduler)
-    if mode != "null":  # whose loops exchange other messages between the stages
+    if not can_defer(scheduler):  # nothing would run the work
+        mode = _disaggregation(scheduler)
         return work(
             ConfigError(
                 f"weights of an engine with pp_size and disaggregation_mode={mode} cannot be "
