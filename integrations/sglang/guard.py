@@ -17,7 +17,8 @@ released, it adds one check to each request, and nothing to a decoding step.
 | unknown request | refused; only logged if its reply's type is unknown (see `unknown_requests`) |
 
 No request can be in SGLang's queues while memory is released, because a release requires an idle
-engine; the exception is a paused generation, whose requests wait for the continuation.
+engine; the exception is a paused generation without a pipeline, whose requests wait for the
+continuation.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from .idle_sleep import remove, with_handler
 from .updaters import updater_of
 
 __all__ = [
+    "MOVED",
     "Guard",
     "after_deferred_resume",
     "dispatch_unread",
@@ -47,6 +49,7 @@ __all__ = [
     "install",
     "is_known",
     "is_rust_served",
+    "refuses",
     "when_asleep",
 ]
 
@@ -138,6 +141,7 @@ _PASSING = frozenset(
     }
 )
 _DISPATCHER = "_request_dispatcher"  # an attribute of a scheduler
+MOVED = "_memsaver_moved"  # an attribute of a scheduler: the tags that had memory on any rank
 _FAILED = "_memsaver_guard_failed"  # an attribute of a scheduler without a guard
 _logger = logging.getLogger("memsaver.sglang")
 
@@ -224,11 +228,16 @@ def dispatch_unread(
 
     SGLang 0.5.23 calls it for requests of which some images could not be read.
     """
-    guard = getattr(scheduler, _DISPATCHER, None)
-    if isinstance(guard, Guard) and guard.refuses(request):
-        guard(request)
+    if refuses(scheduler, request):
+        getattr(scheduler, _DISPATCHER)(request)
     else:
         original(scheduler, request, errors)
+
+
+def refuses(scheduler: Any, request: Any) -> bool:
+    """Return whether a scheduler's guard would refuse a request now."""
+    guard = getattr(scheduler, _DISPATCHER, None)
+    return isinstance(guard, Guard) and guard.refuses(request)
 
 
 class Guard:
@@ -244,12 +253,11 @@ class Guard:
     """
 
     def __init__(self, scheduler: Any, dispatch: Any) -> None:
-        self._updater = updater_of(scheduler)
+        self._scheduler, self._updater = scheduler, updater_of(scheduler)
         self._released()
         self._dispatch = dispatch
         self._tokenizer = getattr(scheduler, "ipc_channels", scheduler).send_to_tokenizer
         self._messages = importlib.import_module("sglang.srt.managers.io_struct")
-        self._scheduler = scheduler
         self._continuation: Any = None  # a postponed request
         self._logged: set[str] = set()  # kinds of requests refused since the last resume
         self._aborted("")
@@ -273,12 +281,16 @@ class Guard:
         return self._refuse(kind, request, asleep_text(released, what))
 
     def refuses(self, request: Any) -> bool:
-        """Return whether a generation or an embedding would be refused."""
-        return not self._needs(type(request).__name__, request)[0].isdisjoint(self._released())
+        """Return whether a request would be refused."""
+        kind = type(request).__name__
+        if kind == _CONTINUE or kind in _PASSING:
+            return False
+        return not self._needs(kind, request)[0].isdisjoint(self._released())
 
     def _released(self) -> frozenset[str]:
         """Return the released tags that have memory: without pausable graphs, GRAPH has none."""
-        return frozenset(tag for tag in self._updater.offload_tags if _has_memory(tag))
+        moved = getattr(self._scheduler, MOVED, ())
+        return frozenset(t for t in self._updater.offload_tags if t in moved or _has_memory(t))
 
     def _needs(self, kind: str, request: Any) -> tuple[frozenset[str], str]:
         if kind == _REMOTE_CALL:

@@ -20,6 +20,7 @@ from ..engine.errors import EngineBusyError
 from ..engine.ranks import Group
 from ..engine.tags import WEIGHTS, check_known
 from .draft_weights import DRAFTER
+from .places import ranks_in
 from .protocol import STRICT
 from .updaters import scheduler_of
 
@@ -161,8 +162,14 @@ def request_for(request: Any, tags: Sequence[str]) -> Any:
 
 
 def is_idle(updater: Any) -> bool:
-    """Return whether the engine is idle, with the same check as this version's handler."""
-    paused = getattr(scheduler_of(updater), "_engine_paused", False)
+    """Return whether the engine is idle, with the same check as this version's handler.
+
+    While the generation is paused, waiting requests do not count, except in a pipeline, whose loop
+    runs them.
+    """
+    scheduler = scheduler_of(updater)
+    is_pipeline = ranks_in(getattr(scheduler, "server_args", None), "pp_size") > 1
+    paused = getattr(scheduler, "_engine_paused", False) and not is_pipeline
     if "ignore_waiting" in inspect.signature(updater.is_fully_idle).parameters:
         return bool(updater.is_fully_idle(ignore_waiting=paused))
     return bool(updater.is_fully_idle())

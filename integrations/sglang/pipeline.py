@@ -20,6 +20,7 @@ from memsaver.errors import ConfigError, MemsaverError
 
 from ..engine.errors import EngineBusyError
 from ..engine.hooking import INSTALLED
+from . import guard
 
 __all__ = ["after_input", "after_send", "can_defer", "defer", "is_installed", "is_waiting"]
 
@@ -56,8 +57,8 @@ def defer(scheduler: Any, request: Any, work: Work, then: str) -> Any:
     Returns:
         None, for the handler to return: SGLang then sends no reply yet.
     """
-    mode = _disaggregation(scheduler)
-    if mode != "null":  # whose loops exchange other messages between the stages
+    if not can_defer(scheduler):  # nothing would run the work
+        mode = _disaggregation(scheduler)
         return work(
             ConfigError(
                 f"weights of an engine with pp_size and disaggregation_mode={mode} cannot be "
@@ -115,7 +116,10 @@ def _run(scheduler: Any) -> None:
                 return
             refusal = waiting[0].busy
         one = waiting.pop(0)
-        reply = one.work(refusal)
+        if guard.refuses(scheduler, one.request):  # a release before it has run in the meantime
+            reply = scheduler._request_dispatcher(one.request)
+        else:
+            reply = one.work(refusal)
         if reply is not None:
             _send(scheduler, reply, one.request)
 

@@ -143,6 +143,7 @@ def _release(
         ranks = group.attempt(lambda: _prepare_release(original, updater, request, tags))
     if not first_failure(ranks):
         ranks = moves.pause(group, asked, dict.fromkeys(_rewritten(request), "none"))
+        _record_moved(updater, ranks)
     if not first_failure(ranks):
         changed = [tag for tag in asked if tag in tags or _is_moved(tag, ranks)]
         ranks = leftovers.after_release(updater, group, ranks)
@@ -311,6 +312,13 @@ def _restore(updater: Any, request: Any, tags: Sequence[str]) -> None:
     if WEIGHTS in tags:
         handlers.keep_stash(updater, None)
     updater.offload_tags.difference_update(tags)
+
+
+def _record_moved(updater: Any, ranks: Sequence[RankReport]) -> None:
+    """Record the tags that had memory on any rank, so that the guards of all ranks agree."""
+    scheduler = scheduler_of(updater)
+    moved = {tag for tag in RELEASE_ORDER if _is_moved(tag, ranks)}
+    setattr(scheduler, guard.MOVED, moved.union(getattr(scheduler, guard.MOVED, ())))
 
 
 def _is_moved(tag: str, ranks: Sequence[RankReport]) -> bool:

@@ -80,6 +80,7 @@ def check() -> None:
     """Raise `ConfigError` now if a setting is invalid, rather than later in a scheduler."""
     policy()
     backup()
+    suspends_nccl()
     updates_are_checked()
 
 

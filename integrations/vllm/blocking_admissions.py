@@ -12,9 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 from memsaver._runtime.native import _C
+from memsaver.errors import OutOfDeviceMemoryError
 
 from ..engine import blocking
-from ..engine.errors import EngineAsleepError
+from ..engine.errors import EngineAsleepError, EngineError
 from ..engine.refusals import asleep_in, refused
 from .admissions import Cores, VllmAdmission, get_admission, record_change, record_memory
 from .calls import MODEL, Need
@@ -39,7 +40,16 @@ class _Core(Cores):
         return record_memory(self._engine, memory_of(self._engine.engine_core, touch=True))
 
     async def _wake(self, tags: list[str] | None) -> None:
-        _checked(self._engine, lambda: self._engine.engine_core.wake_up(tags))
+        engine = self._engine
+        try:
+            _checked(engine, lambda: engine.engine_core.wake_up(tags))
+        except OutOfDeviceMemoryError as error:
+            ranks = engine.vllm_config.parallel_config
+            if ranks.distributed_executor_backend != "external_launcher" or ranks.world_size == 1:
+                raise
+            # Each rank has an engine of its own, and a wake-up waits for all of them. No rank may
+            # repeat it, because their deadlines differ.
+            raise EngineError(str(error)) from error
 
 
 def add_request(original: Callable[..., Any], engine: Any, *args: Any, **named: Any) -> Any:

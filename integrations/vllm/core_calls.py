@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, replace
 from typing import Any
 
-from memsaver.errors import ConfigError, MemsaverError
+from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
 
 from ..engine.errors import EngineBusyError
 from ..engine.loops import settle
@@ -91,11 +91,11 @@ def _state(core: Any) -> dict[str, Any]:
 
 
 def _state_of(core: Any, *, measures: bool = False) -> SchedulerState:
-    """Return the state of the first rank, which all ranks of an executor share.
+    """Return the state of all ranks.
 
-    Tags that vLLM counts as asleep are released, even if a rank still has or again has their memory
-    because a rollback failed there: a wake-up must still map the memory of the other ranks, and end
-    vLLM's sleep.
+    A tag counts as released if vLLM's executor counts it as asleep, or if a rank has released it.
+    These differ after a failed rollback, after which the last answer's `held` has the tags that a
+    rank still has in memory.
 
     Args:
         core: the engine core.
@@ -103,16 +103,22 @@ def _state_of(core: Any, *, measures: bool = False) -> SchedulerState:
             rank knows only of itself.
     """
     rows = core.model_executor.collective_rpc(RANK_STATE, args=(measures,))
-    state, *others = map(SchedulerState.from_fields, rows)
-    last = None if state.last is None else replace(state.last, released=_full(state.last.released))
+    states = list(map(SchedulerState.from_fields, rows))
+    each = [set(state.released) for state in states]
+    asleep = set(_SLEEPING).intersection(core.model_executor.sleeping_tags)
+    released = _full(asleep.union(*each))
+    last = states[0].last
+    if last is not None:
+        # Without a failure, a tag that a rank has not released has no memory.
+        mapped = asleep - each[0].intersection(*each) if last.failure is not None else ()
+        last = replace(last, released=released, held=tuple(sorted(mapped)))
     if last is not None and measures:
-        answers = [last, *(other.last for other in others if other.last is not None)]
+        answers = [state.last for state in states if state.last is not None]
         reports = (report for answer in answers for report in answer.ranks)
         held = {report.rank: report.held for report in reports if report.held}
         ranks = [replace(report, held=held.get(report.rank, {})) for report in last.ranks]
         last = replace(last, ranks=tuple(ranks))
-    released = _full({*state.released, *guard_of(core).released})
-    return replace(state, released=released, idle=_is_idle(core), last=last)
+    return replace(states[0], released=released, idle=_is_idle(core), last=last)
 
 
 def _full(released: Collection[str]) -> tuple[str, ...]:
@@ -132,7 +138,7 @@ def _release(core: Any, tags: Sequence[str], level: int, keep_weights: bool = Tr
     if not keep_weights and not guard_of(core).has_draft:
         level = 2
 
-    def work(released: Sequence[str]) -> Any:
+    def work(state: SchedulerState) -> Any:
         if hasattr(core, "dp_group"):
             raise ConfigError(
                 "the replicas of a mixture of experts can only pause together, so their memory "
@@ -142,8 +148,15 @@ def _release(core: Any, tags: Sequence[str], level: int, keep_weights: bool = Tr
             raise EngineBusyError(
                 "the engine has requests in flight, and memory that they use cannot be released"
             )
+        if not set(tags).isdisjoint(state.held):
+            raise InvalidStateError(
+                f"{', '.join(state.held)} cannot be released on the ranks that still have the "
+                "memory, because a failed sleep or wake-up released it on others: wake the engine "
+                "up first"
+            )
         # The graphs alone are released by the workers.
-        going = [tag for tag in tags if tag in _SLEEPING and tag not in released] or list(tags)
+        asleep = state.released
+        going = [tag for tag in tags if tag in _SLEEPING and tag not in asleep] or list(tags)
         if set(going) == set(_SLEEPING):
             return core.sleep(level, "keep")  # the requests that wait in a pause
         part = [*going, *(GRAPH,) * (GRAPH in tags)]
@@ -175,7 +188,7 @@ def _release_part(core: Any, tags: Sequence[str], level: int) -> Any:
 
 
 def _resume(core: Any, tags: Sequence[str], keep_weights: bool = True) -> Any:
-    def work(released: Sequence[str]) -> None:
+    def work(_: SchedulerState) -> None:
         executor = core.model_executor
         coming = [tag for tag in tags if tag in _SLEEPING and tag in executor.sleeping_tags]
         if coming and not keep_weights and WEIGHTS in coming and guard_of(core).is_ours:
@@ -215,7 +228,7 @@ def _answered(
     core: Any,
     operation: str,
     tags: Sequence[str],
-    work: Callable[[Sequence[str]], Any],
+    work: Callable[[SchedulerState], Any],
 ) -> Any:
     """Run a release or a resume, and return its `Answer`, which contains any failure.
 
@@ -226,14 +239,14 @@ def _answered(
         core: the engine core.
         operation: "release" or "resume".
         tags: the requested tags.
-        work: called with the released tags.
+        work: called with the state before it.
     """
     before = _state_of(core)
     number = before.last.number if before.last else 0
 
     def begin() -> Any:
         check_known(tags, RELEASE_ORDER)
-        return work(before.released)
+        return work(before)
 
     def end(result: Callable[[], Any]) -> dict[str, Any]:
         return _answer(core, operation, tags, number, result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from types import SimpleNamespace
 
 PROMPTS = [[1, 2, 3], [4, 5]]
@@ -173,3 +174,27 @@ def join_world(store: str, rank: int, results) -> None:
     results.put((rank, seen))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def generate_without_memory(store: str, rank: int, results, both_failed) -> None:
+    """Run a rank of an `LLM` with a process per rank; the second one lacks memory, and is late."""
+    from vllm import LLM
+
+    from memsaver.integrations.engine.errors import EngineAsleepError
+
+    os.environ.update(RANK=str(rank), VLLM_FAKE_STORE=store)
+    options = {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}
+    llm = LLM(enable_sleep_mode=True, **options)
+    llm.sleep()
+    nbytes = llm.collective_rpc(free)[0] - (1 << 20)
+    llm.collective_rpc(occupy, args=(nbytes, 1))
+    time.sleep(rank)
+    try:
+        found = str(llm.generate(PROMPTS))
+    except EngineAsleepError as error:
+        found = str(error)
+    results.put((rank, found))
+    assert both_failed.wait(30)
+    llm.collective_rpc(occupy, args=(0, 1))
+    results.put((rank, len(llm.generate(PROMPTS))))  # which wakes the engine
+    llm.shutdown()

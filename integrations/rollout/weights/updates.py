@@ -331,22 +331,27 @@ class _Update:
         return options.group.broadcast(tensors, lambda: backend.load_weights(load), options.timeout)
 
     def _checksums(self) -> tuple[str, ...]:
-        """Return the checksums of an engine without the plugin, which must be equal on all engines.
+        """Return the checksums of an engine without the plugin, which must be equal on all of them.
 
-        They are computed in the model's own layout, so the sender cannot compute them.
+        They are computed in the model's own layout, so the sender cannot compute them. If any
+        engine of the mesh lacks the plugin, the ranks of all engines make the collectives.
         """
-        if self._tally.ranks or self._options.verify == "off":
+        if self._options.verify == "off":
             return ()
         backend, timeout = self._engine.backend, self._options.timeout
         what = f"{_WHAT}: the engine's checksums"
+        has_compared = self._tally.ranks > 0
+        if all(self._steps.along(what, has_compared, timeout)):
+            return ()
 
         def query() -> tuple[str, ...]:
             assert backend is not None
-            return tuple(backend.checksums(timeout))
+            return () if has_compared else tuple(backend.checksums(timeout))
 
         with self._steps.step(what, timeout) as own:
             checksums = own.on_leader(what, query, timeout)
-        if len(set(self._steps.along(what, checksums, timeout))) > 1:
+        each = self._steps.along(what, (has_compared, checksums), timeout)
+        if len({theirs for compared, theirs in each if not compared}) > 1:
             raise WeightMismatchError(
                 f"engines that received the same weights have different checksums: {checksums} on "
                 f"rank {self._engine.layout.leader}, others elsewhere; update them again"

@@ -303,6 +303,15 @@ error = refused(EngineError, update, engine, shards)
 assert "rank 2 of 4" in str(error) and "not now" in str(error), error
 assert backend is None or backend.calls[-1] == "end"
 
+# Only the first engine lacks the plugin, and reports checksums; the second one compares itself.
+mixed, one = engine_of(2)
+if RANK == 0:
+    one.ranks = [weight_engine.SchedulerWeightUpdaterManager(m) for m in one.models]
+for _ in range(2):
+    report = update(mixed, shards)
+    assert holds(one, weights) and len(report.checksums) == (2 if RANK < 2 else 0), report
+    assert bool(report.unverified) == (RANK < 2) and bool(report.held) == (RANK >= 2), report
+
 # Engines without the plugin report the tensors that they hold, and the reports must be equal.
 hooked.__exit__(None, None, None)
 patch.undo()

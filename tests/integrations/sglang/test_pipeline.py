@@ -191,7 +191,9 @@ def test_stages_handle_requests_about_weights_together(tmp_path):
     assert all("fine" in text for text in said)
 
 
-def test_stages_with_other_loops_refuse():
-    scheduler = SimpleNamespace(server_args=SimpleNamespace(disaggregation_mode="prefill"))
+@pytest.mark.parametrize("mode", ["prefill", "null"])
+def test_stages_with_other_loops_refuse(mode):
+    """Without disaggregation, a version of SGLang may lack the hooked methods."""
+    scheduler = SimpleNamespace(server_args=SimpleNamespace(disaggregation_mode=mode))
     error = pipeline.defer(scheduler, object(), lambda refusal: refusal, "try again")
-    assert isinstance(error, ConfigError) and "disaggregation_mode=prefill" in str(error)
+    assert isinstance(error, ConfigError) and f"disaggregation_mode={mode}" in str(error)

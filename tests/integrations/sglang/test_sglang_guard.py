@@ -292,6 +292,7 @@ def test_a_refusal_is_logged_once_per_kind_and_release(engine, caplog):
 @pytest.fixture
 def without_graphs(engine, monkeypatch):
     """Let no graph be captured with memsaver; a release of all tags names the graphs anyway."""
+    engine.graph = None
     with monkeypatch.context() as patch:
         patch.setattr(moves, "are_memsavers", lambda tags: list(tags) != ["cuda_graph"])
         yield

@@ -134,18 +134,19 @@ STAGES = """
     from fake_sglang import messages
     from pipeline_stages import StageLoop
     from simulated_driver import Block, Simulator
-    from memsaver.integrations.sglang import guard, hooks, pipeline
+    from memsaver.integrations.sglang import guard, hooks, pipeline, weight_loads
     from memsaver.integrations.sglang.protocol import IDLE, answers_of
     from scheduler_calls import MIB
 
     GENERATION = messages.TokenizedGenerateReqInput("a")
+    UPDATE = messages.UpdateWeightFromDiskReqInput
 
-    def ask(operation, *others, rid=None, batch=None):
+    def ask(operation, *others, rid=None, batch=None, tags=None):
         "Send a release or a resume, and further requests; return the answers."
         kind = {"release": fake_sglang.ReleaseMemoryOccupationReqInput,
                 "resume": fake_sglang.ResumeMemoryOccupationReqInput}[operation]
         before = len(stage.sent)
-        stage.step([kind(rid=rid), *others], batch)
+        stage.step([kind(tags=tags, rid=rid), *others], batch)
         for _ in range(3):
             stage.step([])
         return answers_of(stage.sent[before:])
@@ -157,7 +158,21 @@ STAGES = """
     patch = pytest.MonkeyPatch()
     with fake_sglang.modules(patch) as classes:
         hooks.install()
-        Stage = type("Stage", (StageLoop, classes.Scheduler), {})
+        load = weight_loads.plain_load("UpdateWeightFromDiskReqOutput", has_barrier=False)
+
+        class Stage(StageLoop, classes.Scheduler):
+            waiting = ()  # requests; a pipeline runs them even if the generation is paused
+
+            def is_fully_idle(self, ignore_waiting=True):
+                return super().is_fully_idle() and (ignore_waiting or not self.waiting)
+
+            def _dispatch(self, request):
+                "Load weights as the other handlers about weights do."
+                if not isinstance(request, UPDATE):
+                    return super()._dispatch(request)
+                handler = lambda updater, request: classes.Scheduler._dispatch(self, request)
+                return load(handler, self.weight_updater, request)
+
         Stage.hook()
         stage = Stage(classes.Updater)
         stage.start_loop()
@@ -166,6 +181,9 @@ STAGES = """
             stage.model = Block(sim, 4 * MIB, rank)
         with memsaver.region("kv_cache"):
             kv = Block(sim, 8 * MIB, rank)
+        if rank == 0:
+            with memsaver.region("cuda_graph", backup="host"):
+                graph = Block(sim, 2 * MIB, rank)
         updater = stage.weight_updater
         memsaver_states = lambda: {memsaver.state(tag) for tag in ("kv_cache", "weights")}
 
@@ -204,6 +222,26 @@ STAGES = """
         assert len({report.pid for report in answer.ranks}) == 2
         assert memsaver_states() == {"paused"}
 
+        # A pause does not stop the pipeline: requests that wait in it keep the memory.
+        assert ask("resume")[0].failure is None
+        stage.step([messages.PauseGenerationReqInput()])
+        stage.waiting = ("a",)
+        (answer,) = ask("release")
+        assert answer.failure.kind == "EngineBusyError", answer
+        assert memsaver_states() == {"mapped"}
+        stage.waiting = ()
+        stage.step([messages.ContinueGenerationReqInput()])
+        assert ask("release")[0].failure is None
+
+        # An update that arrived with a release is refused, because the release comes first.
+        assert ask("resume")[0].failure is None
+        (answer,) = ask("release", UPDATE("new"))
+        assert answer.failure is None and memsaver_states() == {"paused"}, answer
+        reply_kind = messages.UpdateWeightFromDiskReqOutput
+        (reply,) = [one for one in stage.sent if isinstance(one, reply_kind)]
+        assert not reply.success and "cannot update its weights" in reply.message, reply
+        assert stage.death is None
+
         # A trainer holds the last stage's memory: no stage resumes, and all refuse a generation,
         # which the last one could not run.
         if rank == 1:
@@ -217,6 +255,15 @@ STAGES = """
         kinds = [type(one).__name__ for one in stage.handled[before:]]
         assert "TokenizedGenerateReqInput" not in kinds, kinds
         sim.occupy(0)
+
+        # Only the first stage lacks memory, but both refuse a generation.
+        assert ask("resume", tags=["weights", "kv_cache"])[0].failure is None
+        assert memsaver_states() == {"mapped"}
+        before = len(stage.handled)
+        stage.step([GENERATION])
+        assert stage.handled[before:] == [], stage.handled[before:]
+        assert ask("resume")[0].failure is None
+        assert ask("release")[0].failure is None
 
         # A generation that was paused continues once all stages are awake.
         stage.step([messages.PauseGenerationReqInput()])

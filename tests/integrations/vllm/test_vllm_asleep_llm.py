@@ -141,6 +141,34 @@ llm.shutdown()
     )
 
 
+def test_ranks_with_an_engine_each_end_a_wake_up_without_memory_together(run_vllm):
+    """A rank that repeated the wake-up alone would wait for the others."""
+    run_vllm(
+        """
+import multiprocessing, os, tempfile
+from vllm_calls import generate_without_memory
+context = multiprocessing.get_context("fork")
+with tempfile.TemporaryDirectory() as folder:
+    store = os.path.join(folder, "store")
+    queues, both_failed = [context.Queue() for _ in range(2)], context.Event()
+    ranks = []
+    for rank, queue in enumerate(queues):
+        args = store, rank, queue, both_failed
+        ranks.append(context.Process(target=generate_without_memory, args=args, daemon=True))
+        ranks[-1].start()
+    for rank, queue in enumerate(queues):
+        _, text = queue.get(timeout=20)
+        assert "could not be woken" in text and "on rank 1 of 2" in text, text
+    both_failed.set()
+    assert [queue.get(timeout=20) for queue in queues] == [(0, len(PROMPTS)), (1, len(PROMPTS))]
+    for process in ranks:
+        process.join(20)
+        """,
+        MEMSAVER_VLLM_ASLEEP="wake",
+        MEMSAVER_VLLM_ASLEEP_WAIT=2,
+    )
+
+
 def test_a_failed_sleep_keeps_its_error_if_the_query_of_the_state_fails_too(blocking):
     blocking(
         """

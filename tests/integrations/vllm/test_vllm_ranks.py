@@ -141,6 +141,25 @@ assert states() == [[], []]
     )
 
 
+def test_a_controller_wakes_an_engine_whose_sleep_could_not_be_undone_on_any_rank(run_ranks):
+    run_ranks(
+        """
+from memsaver.integrations.vllm import SleepController
+controller = SleepController(llm)
+for rank in (0, 1):
+    llm.collective_rpc(vllm_calls.fail_after_sleep, args=(rank,))
+    fails(controller.sleep, f"failed on rank {rank} of 2", "counts as asleep")
+    assert sorted(map(len, states())) == [0, 2], states()
+    assert controller.released >= set(BOTH), controller.released
+    fails(controller.sleep, "still have the memory", "wake the engine up first")
+    llm.collective_rpc(vllm_calls.occupy, args=(0, rank))
+    controller.wake_up()
+    assert states() == [[], []] and not controller.released
+    assert llm.generate(PROMPTS) == first
+        """
+    )
+
+
 def test_a_call_of_the_workers_outlasts_its_timeout(run_ranks):
     """vLLM's executor would leave the late responses in its queues."""
     run_ranks(
