@@ -67,7 +67,7 @@ typedef enum ms_state {
 
 /* The backup policy of a tag, which determines what a pause does with the contents. */
 typedef enum ms_backup {
-  MS_BACKUP_DEFAULT = -1, /* the policy that the tag has; see ms_region_enter */
+  MS_BACKUP_DEFAULT = -1, /* the tag's current policy; see ms_region_enter */
   MS_BACKUP_NONE = 0,     /* contents are discarded; resumed memory reads as zero, or as
                               0xFF with option `poison` */
   MS_BACKUP_HOST = 1,     /* contents are saved in pinned host memory */
@@ -196,11 +196,11 @@ MS_API ms_status ms_stream_unbind(void* stream, ms_error* error);
 
 /* Allocates `bytes` of device memory for this thread's tag on `device` (-1: the calling thread's
  * current device). The address is aligned to 512 bytes, or to the driver's granularity if `bytes`
- * reaches it; it is NULL for 0 bytes. Contents are undefined. A thread without a current context
- * gets the device's primary context, as with cudaMalloc. Legal during a stream capture. Waits while
- * a transition of the tag is in progress.
- * Errors: MS_INVALID_STATE if the thread is in no region for the device, the tag is paused or the
- * wait would deadlock; MS_INVALID_ARGUMENT if there is no such device; MS_OUT_OF_DEVICE_MEMORY. */
+ * reaches it; it is NULL for 0 bytes. Contents are undefined. If the thread has no current context,
+ * the device's primary context becomes current, as with cudaMalloc. Legal during a stream capture.
+ * Waits while a transition of the tag is in progress. Errors: MS_INVALID_STATE if the thread is in
+ * no region for the device, the tag is paused or the wait would deadlock; MS_INVALID_ARGUMENT if
+ * there is no such device; MS_OUT_OF_DEVICE_MEMORY. */
 MS_API ms_status ms_malloc(uint64_t bytes, int device, void** pointer, ms_error* error);
 
 /* Frees memory that ms_malloc allocated; accepts NULL. Legal in every state of the tag. Like
@@ -321,7 +321,7 @@ typedef struct ms_transition ms_transition;
  * tag"), so the transition must be run or freed.
  *
  * `backup` overrides the policies of the tags of `out` for this transition. Without `out`,
- * MS_BACKUP_NONE restores nothing: all bytes read as if they had not been saved. `unowned` lists
+ * MS_BACKUP_NONE restores nothing: all bytes read as if a pause had not saved them. `unowned` lists
  * memory that no tensor owns: it is neither saved nor restored. `changes` is a result of ms_changes
  * from before `unowned` was determined: if the counter has changed since, `unowned` is ignored
  * (NULL: `unowned` is up to date). Bytes that were not saved read as zero after the resume, or as
@@ -386,7 +386,7 @@ typedef struct ms_run_result {
  * one.
  *
  * Errors: MS_INVALID_ARGUMENT if a transition is null or in the list twice; MS_INVALID_STATE in a
- * forked child. After these errors, none has run, and `results` is unchanged. */
+ * forked child. After these errors, no transition has run, and `results` is unchanged. */
 MS_API ms_status ms_transition_run_all(ms_transition* const* transitions, size_t count,
                                        ms_run_result* results, ms_error* error);
 

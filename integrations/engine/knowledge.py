@@ -16,7 +16,7 @@ class Knowledge:
     """The tags that are known to be released. Any thread; no call here queries the engine.
 
     A reply may be late and belong to an earlier query, because some engines do not match replies to
-    queries: they accept any replies until there are as many as schedulers. So `fits` and `are_new`
+    queries: they accept any replies until they have one for each scheduler. So `fits` and `are_new`
     check replies before `learn` adopts them.
 
     Attributes:
@@ -109,7 +109,7 @@ class Knowledge:
             self.is_known = True
 
     def fits(self, states: Sequence[SchedulerState]) -> bool:
-        """Return whether each scheduler has one state, none older than a known one."""
+        """Return whether `states` has one state for each scheduler, and no outdated state."""
         with self._lock.locked():
             return _is_one_of_each(states) and not any(
                 (state.last.number if state.last else 0) < self._numbers.get(state.scheduler, 0)

@@ -1,4 +1,4 @@
-"""Locks with a bounded wait, which an interrupt cannot leave locked."""
+"""Locks with a bounded wait, which are released even after an interrupt."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def locked(
     If the block empties the list, another thread releases the lock instead.
 
     Args:
-        lock: the lock. Unlike a `Gate`, it may be released by another thread.
+        lock: the lock. Unlike a `Gate`, the lock may be released by another thread.
         seconds: the longest wait. Signal handlers run during the wait.
         late: returns the error that is raised after the wait.
     """

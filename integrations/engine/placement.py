@@ -67,9 +67,9 @@ class Sizes:
     """The parallel sizes of an engine.
 
     Attributes:
-        width: the ranks of a tensor-parallel group.
-        stages: the pipeline stages of a replica.
-        replicas: the data-parallel replicas with ranks of their own.
+        width: the number of ranks in a tensor-parallel group.
+        stages: the number of pipeline stages in a replica.
+        replicas: the number of data-parallel replicas that do not share ranks.
     """
 
     width: int
@@ -78,7 +78,7 @@ class Sizes:
 
     @property
     def ranks(self) -> int:
-        """The number of all ranks."""
+        """The total number of ranks."""
         return self.width * self.stages * self.replicas
 
 

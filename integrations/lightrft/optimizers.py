@@ -43,7 +43,7 @@ class OptimizerMemory:
             on_every_rank(
                 "putting the optimizer into a tag",
                 lambda: self._put(inner, is_wrapped),
-                "on the other ranks it is in the tag, which changes no contents; call it again",
+                "on the other ranks it is in the tag, with unchanged contents; repeat the call",
             )
             self._settled.add(inner)
         _transitions().pause(self._tags[inner])
@@ -85,7 +85,7 @@ class OptimizerMemory:
     def _is_settled(self, inner: Any) -> bool:
         try:
             return inner in self._settled
-        except Exception:  # an unsuitable object, which `_put` rejects on all ranks
+        except Exception:  # raised for an unsuitable object, which `_put` rejects on all ranks
             return False
 
     def _put(self, inner: Any, is_wrapped: bool) -> None:

@@ -33,9 +33,10 @@ class EngineSet:
             engines.update_weights(model, group=group, pause="retract")
 
     An update succeeds on all engines or fails: the error's message names the engines that failed,
-    and if an engine died, the call waits for the others for at most a few seconds. After a
-    failed update engines have both old and new weights; repeating the call updates all of them.
-    To leave out an engine that died, make a set of the others, and a new group.
+    and if an engine died, the call waits for the others for at most a few seconds. After a failed
+    update, the engines may have a mix of old and new weights; repeating the call updates all of
+    them. To continue without an engine that died, create a set of the other engines, and a new
+    group.
 
     All other calls are made on the engines themselves, which their owner closes.
 
@@ -165,7 +166,8 @@ class _Backends:
             try:
                 return backend.load_weights(load)
             except BaseException:
-                # The others may wait for this engine's ranks, which forward what they receive.
+                # Other engines may wait for this engine's ranks, which forward the tensors that
+                # they receive.
                 self._withdraw(backend, first, load)
                 raise
 
@@ -200,8 +202,8 @@ class _Backends:
     def _each(self, call: Callable[[Backend, int], Result], timeout: float) -> list[Result]:
         """Make a call to all engines at the same time, and return their results.
 
-        After a failure the others have only `END_SECONDS` more: they may wait for the engine that
-        failed.
+        After a failure the other engines have only `END_SECONDS` more, because they may wait for
+        the engine that failed.
 
         Args:
             call: makes the call; its arguments are the engine and the number of its first rank.

@@ -19,7 +19,7 @@ from ..trainer.offloading import close_all, has_no_backup
 
 __all__ = ["TrainerMemory"]
 
-_CLOSED = "call offload again, and make a new session with the handle"
+_CLOSED = "call offload again, and create a new session with the handle"
 
 
 class TrainerMemory:
@@ -49,7 +49,7 @@ class TrainerMemory:
         self._group = group
         self._timeout = timeout
         self._handles: list[Offloaded] = []
-        self._made: list[Offloaded] = []  # created here, not by the caller
+        self._made: list[Offloaded] = []  # handles that were created here, not by the caller
         self._overlapping: list[Offloaded] = []  # the model's and the optimizer's, in this order
         self.device = _current_device()
         self.model = ""

@@ -96,7 +96,7 @@ def output_of(operation: str, text: str, trouble: str = "") -> Any:
     Args:
         operation: "release" or "resume".
         text: memsaver's answer.
-        trouble: the reason of a failure, for versions whose replies report it; or "".
+        trouble: the reason for a failure, for versions whose replies report it; or "".
     """
     result = {"success": not trouble, "message": trouble} if reports_states() else {}
     return _reply(operation)(rid=text, **result)
@@ -145,7 +145,7 @@ def requested_tags(request: Any, order: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: SGLang does not have one of the tags, or the request's tags are not a list.
     """
-    tags = request.tags or order  # to SGLang, None and an empty list mean all tags
+    tags = request.tags or order  # SGLang treats None and an empty list as all tags
     if isinstance(tags, str) or not isinstance(tags, Iterable):
         raise ConfigError(f"tags must be a list of names, not {type(tags).__name__}")
     tags = [tag for tag in tags if tag != DRAFTER]
@@ -215,7 +215,8 @@ def run(original: Callable[..., Any], updater: Any, request: Any, tags: Sequence
     try:
         original(updater, request_for(request, tags))
     except Exception:
-        # A release stops at the barrier right before it pauses, a resume right after it resumes.
+        # A release waits at the barrier immediately before it pauses, a resume immediately after it
+        # resumes.
         if WEIGHTS in tags and WEIGHTS not in saver.received:
             Group(updater.tp_cpu_group).barrier()
         raise

@@ -44,7 +44,7 @@ _ADAPTERS = "sglang.srt.utils.torch_memory_saver_adapter"
 _CLASS = "TorchMemorySaverAdapter"
 _SERVER = "sglang.srt.entrypoints.http_server"
 _NCCL = "NCCL_GRAPH_REGISTER"
-_CHANNELS = "12"  # NCCL's upper bound for each communicator; see docs/sglang.md
+_CHANNELS = "12"  # NCCL's limit on the channels of each communicator; see docs/sglang.md
 _logger = logging.getLogger("memsaver.sglang")
 
 
@@ -78,7 +78,7 @@ def load_platform() -> None:
         settings.check()
         when_imported(_ADAPTERS, _replace_factory)
         _hook_schedulers()
-        # Now, because Ray actors create their groups before they request a saver.
+        # Set now, because Ray actors create their groups before they request a saver.
         _keep_nccl_from_registering()
         _let_nccl_suspend()
 

@@ -18,7 +18,8 @@ def targets_in(values: Any) -> list[Any]:
     targets are all optimizers inside it.
 
     Raises:
-        ConfigError: a value is not a target and has no optimizer inside, or a module has no hash.
+        ConfigError: a value is not a target and has no optimizer inside, or a module is not
+            hashable.
     """
     import torch
 
@@ -51,8 +52,8 @@ def _check_hash(module: Any) -> None:
 def _optimizers_in(target: Any) -> list[Any]:
     """Return the optimizers in an optimizer or a wrapper, including itself, the outermost first.
 
-    Leaves out wrappers that derive from torch's class without initialising it and only forward
-    calls to another optimizer.
+    Omits wrappers that derive from torch's class without initialising it and only forward calls to
+    another optimizer.
     """
     import torch
 

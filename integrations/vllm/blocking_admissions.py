@@ -23,7 +23,7 @@ from .cores import error_from, memory_of
 
 __all__ = ["add_request", "control"]
 
-_TOUCHED = "_memsaver_touched"  # of an engine: the time of the last query
+_TOUCHED = "_memsaver_touched"  # an attribute of an engine: the time of the last query
 
 
 def admission_of(engine: Any) -> VllmAdmission | None:
@@ -71,8 +71,8 @@ def _admit(engine: Any, need: Need) -> None:
 
     async def work() -> None:
         if admission.policy.sleep_after:
-            # The engine core may have released memory by itself; after the query it does not,
-            # until the same time has passed again.
+            # The engine core may have released memory by itself. After the query, it does not do so
+            # again before its idle time has passed.
             await admission.refresh()
         await admission.admit(need.tags, need.what, reads=need.reads)
 
@@ -107,8 +107,8 @@ def _changed(engine: Any, work: Callable[[], Any], **change: Any) -> Any:
     if not hasattr(engine.engine_core, "engine_core"):
         return whole()
     # The engine core runs in this process. Its executor records a sleep after the memory was
-    # released. A signal handler's exception in between would leave an executor that ignores the
-    # next wake-up, and released memory that a weight update then uses.
+    # released. After an exception of a signal handler between the two, the executor would ignore
+    # the next wake-up, and a weight update would use released memory.
     return _C.uninterrupted(whole, True)
 
 

@@ -17,7 +17,7 @@ _WEIGHTS = frozenset({WEIGHTS})
 CHANGES = (RELEASE, RESUME)  # memsaver's own calls that release or resume memory
 _LEVELS = (0, 1, 2)
 _RPC = "collective_rpc"
-# Calls that monitoring makes all the time.
+# Calls that monitoring makes continually.
 _QUERIES = (
     "get_supported_tasks",
     "get_weight_version",
@@ -52,7 +52,7 @@ _SAVE = Need(_WEIGHTS, "save its weights")
 _UPDATE = Need(_WEIGHTS, "update its weights", reads=False)
 
 # By method of the engine core or of its workers. Other methods may run while memory is released:
-# programs call methods of their own, which only these programs know.
+# programs add methods, whose needs are unknown.
 _NEEDS = {
     "add_lora": _LOAD,
     "compute_weight_checksums": _READ,

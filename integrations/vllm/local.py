@@ -22,7 +22,7 @@ ERRORS: dict[str, type[MemsaverError]] = {
 }
 
 _CORE = "vllm.v1.engine.core"
-MARK = "_memsaver_calls"  # of the engine core's class, if `core_calls` answers its calls
+MARK = "_memsaver_calls"  # an attribute of an engine core class whose calls `core_calls` answers
 
 
 def has_plugin() -> bool:

@@ -61,7 +61,7 @@ def earlier_choice(tag: str, backup: Backup | None) -> Backup | None:
 def note_choice(tag: str, backup: Backup | None, earlier: Backup | None) -> None:
     """Record the backup that a region passed for its tag, after the region was entered.
 
-    Warns if the region withdraws the backup of earlier regions, whose memory the tag still has.
+    Warns if the region withdraws the backup of earlier regions, and the tag still has their memory.
     """
     if backup is None:
         return

@@ -36,8 +36,8 @@ def graph(
             next replay computes them again.
         pool: graphs captured with the same pool share memory, as in torch: the result of an earlier
             graph's `pool()` or of `torch.cuda.graph_pool_handle()`. Graphs of another tag, and
-            graphs that `torch.cuda.graph` captured, share it only if the pool is that of a graph
-            captured by this function.
+            graphs that `torch.cuda.graph` captured, share it only if `pool` comes from a graph that
+            this function captured.
         stream: the stream to capture on; None means a side stream of torch's.
         capture_error_mode: as in `torch.cuda.graph`.
 

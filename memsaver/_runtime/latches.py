@@ -136,7 +136,8 @@ class Gate:
         entry.blocks.pop()
         if entry.blocks:
             return
-        # A finalizer may enter and leave between any two of these lines, and be the last to leave.
+        # A finalizer may enter and leave the gate between any two of these lines, and be the last
+        # to leave.
         with contextlib.suppress(IndexError):
             entry.last.pop()
             self._inside.pop(0)

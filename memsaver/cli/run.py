@@ -71,9 +71,9 @@ def command(
 def _execute(words: list[str], environment: dict[str, str]) -> NoReturn:
     name = words[0]
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # it is None if the descriptor is closed
+        if stream is not None:  # stderr is None if the descriptor is closed
             stream.flush()
-    # Python ignores these signals, and a program that follows would inherit that.
+    # Python ignores these signals, and the command would inherit this.
     ours = {number: signal.signal(number, signal.SIG_DFL) for number in _IGNORED_BY_PYTHON}
     try:
         os.execvpe(name, words, environment)

@@ -129,7 +129,7 @@ def _watch(console: Console, interval: float, pid: int | None) -> NoReturn:
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             found = find_processes(pid)
-            head = Text(f"memsaver top  {time.strftime('%H:%M:%S')}  Ctrl-C ends it", style="dim")
+            head = Text(f"memsaver top  {time.strftime('%H:%M:%S')}  Ctrl-C quits", style="dim")
             live.update(_fitted(Group(head, Text(), view(found, console)), console), refresh=True)
             time.sleep(interval)
 

@@ -164,7 +164,7 @@ class Ranks:
                     f"{text_of(own)}"
                 )
                 if not isinstance(own, Exception):
-                    raise own from lost  # an interrupt is never dropped
+                    raise own from lost  # interrupts are never dropped
                 raise
             finally:
                 own = None  # its traceback refers to this frame, and to the work's tensors

@@ -52,7 +52,7 @@ class BackupStore {
   Backup kind() const { return kind_; }
   // Returns whether the next save may use the store (see above). Any thread.
   bool is_sound() const { return sound_; }
-  // Makes the store unsound. Any thread.
+  // Marks the store as unsound. Any thread.
   void distrust() { sound_ = false; }
 
   // A prepared chunk, and whether it is new.

@@ -10,10 +10,11 @@
 // Every byte of a block of a mapped heap is covered by an extent, and every extent lies under a
 // block.
 //
-// A Heap is geometry and makes no driver call: plan_* functions only compute, commit_* functions
-// only record the work that the caller did between them. Not thread-safe: plans and commits run
-// under the registry's lock, and between a plan and its commit the caller has a Hold (allocation.h)
-// on the tag, so that the heap does not change. Addresses and sizes are in bytes.
+// A Heap only computes and records addresses; it makes no driver call: plan_* functions only
+// compute, commit_* functions only record the work that the caller did between them. Not
+// thread-safe: plans and commits run under the registry's lock, and between a plan and its commit
+// the caller has a Hold (allocation.h) on the tag, so that the heap does not change. Addresses and
+// sizes are in bytes.
 #pragma once
 
 #include <cstdint>
@@ -28,8 +29,8 @@
 
 namespace memsaver {
 
-// The granularity of blocks: cudaMalloc promises an alignment of at least 256, and torch expects
-// 512.
+// The granularity of blocks, in bytes. cudaMalloc promises an alignment of at least 256, and torch
+// expects 512.
 constexpr uint64_t kBlockBytes = 512;
 
 // The alignment and granularity of spans: one slot of the address table (registry.h).
@@ -91,14 +92,14 @@ class Heap {
   std::vector<Range> plan_tiles(uint64_t share_bytes) const;
   // These three allocate nothing and cannot fail, so that a transition's commit cannot.
   void take_extent(uint64_t address, std::map<uint64_t, Mapping>& taken) noexcept;
-  void commit_extents(std::map<uint64_t, Mapping>& mapped) noexcept;  // moves all of them
+  void commit_extents(std::map<uint64_t, Mapping>& mapped) noexcept;  // moves all extents
   std::map<uint64_t, Mapping> take_all_extents() noexcept;
   const std::map<uint64_t, Mapping>& extents() const { return extents_; }
 
   const std::vector<VaReservation>& spans() const { return spans_; }
   uint64_t allocations() const { return blocks_.size(); }
   uint64_t allocated_bytes() const { return allocated_bytes_; }
-  uint64_t small_bytes() const { return small_bytes_; }  // of blocks that are not large
+  uint64_t small_bytes() const { return small_bytes_; }  // the bytes of blocks that are not large
   uint64_t resident_bytes() const;
 
  private:

@@ -114,7 +114,7 @@ class Registry {
   // torch's free blocks. Any thread.
   std::atomic<uint64_t> changes{0};
 
-  // The functions below expect the caller to hold `mutex`, unless stated otherwise.
+  // The caller of the functions below must have locked `mutex`, unless stated otherwise.
 
   Tag& tag(const std::string& name);  // Returns the tag, created if it is missing.
   // Allocates host memory only for the error. Throws kUnknownTag, with the known tags.
@@ -125,7 +125,8 @@ class Registry {
   const std::vector<std::unique_ptr<Tag>>& tags() const { return tags_; }
 
   Pool& pool(Tag& tag, Device& device);
-  // Makes a span known to owner(). Throws kOutOfDeviceMemory for addresses beyond the table.
+  // Records the owner of a span's addresses for owner(). Throws kOutOfDeviceMemory for addresses
+  // beyond the table.
   void publish(const VaReservation& span, Pool& pool);
   // Reverts publish().
   void retract(const VaReservation& span) noexcept;

@@ -46,7 +46,7 @@ bool is_free(const Waiting& waiting) {
 bool leads_to(uint64_t thread, const Waiting& waiting, uint64_t search) {
   return any_in_the_way(waiting, [&](const Claim& claim) {
     if (claim.owner == thread) return true;
-    if (claim.owner == 0) return false;  // the next owner has not taken over, and waits for no tag
+    if (claim.owner == 0) return false;  // between two owners: no thread waits for a tag
     for (Waiting* other = Registry::instance().waiting; other; other = other->next) {
       if (other->thread != claim.owner || other->search == search) continue;
       other->search = search;

@@ -1,7 +1,7 @@
 """The trainer's end of a process group with an engine's ranks: its store, sockets and group.
 
-The group is not registered in torch's table of groups (`engine.weights.groups`). So nothing else in
-the trainer sees the group, and `close` destroys it.
+The group is not registered in torch's table of groups (`engine.weights.groups`), so no other code
+in the trainer can find the group, and `close` destroys it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...engine.weights.groups import create_group
 
 __all__ = ["END_SECONDS", "Aside", "FailureNotice", "Sender"]
 
-_FAILED = "memsaver/failed"  # a key of the store
+_FAILED = "memsaver/failed"  # a key in the store
 END_SECONDS = 10.0  # the longest wait until this side of an answered or abandoned call ends
 
 
@@ -145,7 +145,8 @@ class Sender:
     def close(self) -> None:
         """Close the group and the store. Idempotent; waits at most `END_SECONDS`.
 
-        A `connect` in progress fails. If a broadcast hangs, the group ends when the broadcast does.
+        A `connect` in progress fails. If a broadcast hangs, the group is closed when the broadcast
+        ends.
         """
         self._closed = True
         if self._group is not None:
@@ -260,7 +261,7 @@ class Aside:
 
 @contextlib.contextmanager
 def _current_device(tensors: Sequence[Any]) -> Iterator[None]:
-    """Make the tensors' device this thread's current one, for the block."""
+    """Make the tensors' device this thread's current device for the block."""
     if not tensors or not tensors[0].is_cuda:
         yield
         return

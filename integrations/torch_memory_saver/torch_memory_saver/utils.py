@@ -89,6 +89,6 @@ def _cuda_suffix() -> str:
 
 
 def _is_found_by_name() -> bool:
-    """Return whether a child with this LD_LIBRARY_PATH finds memsaver's library in it."""
+    """Return whether a child with this LD_LIBRARY_PATH finds memsaver's library through it."""
     folders = os.environ.get("LD_LIBRARY_PATH", "").replace(";", ":").split(":")
     return any((Path(folder) / LIBRARY).is_file() for folder in folders if folder)
