@@ -268,8 +268,8 @@ MS_API uint64_t ms_changes(void);
  * memory. */
 
 /* Sets the calling thread's callback. While a call on this thread waits for a tag, the library
- * calls `look(data)` about every 50 ms on the same thread. The library holds no lock during the
- * callback, so `look` may call the library. A result other than 0 ends the wait with
+ * calls `look(data)` about every 50 ms on the same thread. No lock of the library is owned during
+ * the callback, so `look` may call the library. A result other than 0 ends the wait with
  * MS_INVALID_STATE. NULL removes the callback. */
 MS_API void ms_while_waiting(int (*look)(void* data), void* data);
 

@@ -1,7 +1,7 @@
 """Suspends an engine's NCCL communicators while its memory is released, on all ranks or on none.
 
-NCCL waits in each call for the other ranks of the communicator, indefinitely. So a communicator
-is suspended only if all of its ranks take part; to verify this, the ranks exchange lists of
+NCCL waits in each call for the other ranks of the communicator, indefinitely. A communicator is
+therefore suspended only if all of its ranks take part; to verify this, the ranks exchange lists of
 their communicators. Before a resume, all ranks check that there is enough free memory: if NCCL's
 call failed on one rank, the other ranks would wait in theirs, and the communicator would be lost.
 

@@ -16,8 +16,8 @@ class Knowledge:
     """The tags that are known to be released. Any thread; no call here queries the engine.
 
     A reply may be late and belong to an earlier query, because some engines do not match replies to
-    queries: they accept any replies until they have one for each scheduler. So `fits` and `are_new`
-    check replies before `learn` adopts them.
+    queries: they accept any replies until they have one for each scheduler. Therefore `fits` and
+    `are_new` check replies before `learn` adopts them.
 
     Attributes:
         anywhere: the tags that are released on at least one scheduler.

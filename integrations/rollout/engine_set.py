@@ -120,7 +120,7 @@ class _Backends:
         return self
 
     def check(self, operation: str) -> None:
-        # The query of an engine's state has a timeout of its own.
+        # The query of an engine's state has its own timeout.
         timeout = max(one.timeout for one in self._engines)
         self._each(lambda backend, _: backend.control.check(operation), timeout)
 

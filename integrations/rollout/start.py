@@ -1,4 +1,4 @@
-"""`EngineStart`: the start of an engine by the leader of a group, and its restart."""
+"""`EngineStart`: starts and restarts an engine, in the process of its group's leader."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ class LocalEngine:
     def _stream(self, items: Iterator[Any], timeout: float) -> Iterator[Any]:
         end = object()
         while True:
-            with self._idle(timeout):  # not locked between items, because the caller may take long
+            with self._idle(timeout):  # not locked between items, because the caller may be slow
                 item = next(items, end)
             if item is end:
                 return

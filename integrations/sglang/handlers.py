@@ -134,7 +134,7 @@ def check_states(
     state = "already released" if operation == "release" else "not currently released"
     verb = "is" if len(wrong) == 1 else "are"
     raise InvalidStateError(
-        f"{', '.join(wrong)} {verb} {state}: nothing was done; leave out such tags, or call "
+        f"{', '.join(wrong)} {verb} {state}: nothing was done; omit such tags, or call "
         "memsaver's SleepController, which skips them"
     )
 

@@ -86,7 +86,7 @@ def ranks_in(arguments: Any, name: str) -> int:
 
 
 def replicas_in(arguments: Any) -> int:
-    """Return the number of replicas that have ranks of their own.
+    """Return the number of replicas that have their own ranks.
 
     With data-parallel attention, the replicas use the ranks of the tensor-parallel group.
     """

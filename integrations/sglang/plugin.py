@@ -3,8 +3,8 @@
 SGLang has two groups of entry points, and neither is sufficient. `sglang.srt.plugins` is loaded in
 the main process and in spawned schedulers, but not in SGLang's Ray actors, and in 0.5.16 not in the
 data-parallel controller; `sglang.srt.platforms` is loaded in every process, during SGLang's
-imports. So memsaver is in both, under the name `memsaver`; the effects do not depend on which is
-loaded first:
+imports. memsaver is therefore in both, under the name `memsaver`; its effects do not depend on the
+order in which they are loaded:
 
 - The factory of SGLang's memory savers, `TorchMemorySaverAdapter.create`, returns memsaver's saver
   if an enabled one is requested.

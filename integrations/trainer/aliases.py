@@ -1,8 +1,8 @@
 """Finds references to the memory of CPU tensors, and redirects them if possible.
 
 Every Python tensor that uses a storage can be found and redirected to other memory. Objects that
-hold the memory's address (a numpy array, a DLPack consumer) or the storage object cannot be
-redirected.
+keep the memory's address (a numpy array, a DLPack consumer) or refer to the storage object cannot
+be redirected.
 """
 
 from __future__ import annotations

@@ -305,7 +305,7 @@ class Collection:
     def _storages(self, targets: list[Any], *, gradients: bool) -> list[tuple[Any, Holding]]:
         """Return each storage of the targets on the device, with the first tensor found in it.
 
-        Without `parameters`, leaves out an optimizer's states that share a storage with a
+        Without `parameters`, omits an optimizer's states that share a storage with a
         parameter: they stay with the parameter. For states that are not in the tag yet, the
         parameters include those of all other objects in the process.
         """

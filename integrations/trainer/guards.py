@@ -181,12 +181,12 @@ def guard_module(module: Any, checks: ModuleChecks) -> contextlib.ExitStack:
 
 
 def guard_parts(module: Any, checks: ModuleChecks) -> contextlib.ExitStack:
-    """Guard a module's submodules like `guard_module`, except for `state_dict`, and compiled calls.
+    """Guard a module's submodules and its compiled calls.
 
-    Also calls `checks.after_forward` after each forward pass of the module itself. Scripted modules
-    accept no hooks and are guarded only by the modules around them. Keep the hooks for a short
-    time: each costs a few microseconds per forward pass, and torch has fast paths for modules
-    without hooks.
+    The submodules have the guards of `guard_module`, except for `state_dict`. Also calls
+    `checks.after_forward` after each forward pass of the module itself. Scripted modules accept no
+    hooks and are guarded only by the modules around them. Keep the hooks for a short time: each
+    costs a few microseconds per forward pass, and torch has fast paths for modules without hooks.
     """
     import torch
 

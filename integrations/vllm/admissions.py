@@ -289,7 +289,7 @@ def process_outputs(
 ) -> Any:
     """Wrap `OutputProcessor.process_outputs`: end the requests that an engine core has refused.
 
-    The guard sends refusals in messages of their own.
+    The guard sends refusals in separate messages.
 
     Raises:
         EngineAsleepError: an `LLMEngine`'s request was refused.

@@ -28,10 +28,10 @@ __all__ = [
 ]
 
 LARGE_BYTES = 256 << 20
-"""A pause discards fewer bytes than this without a choice of a backup."""
+"""A pause that would discard this number of bytes needs a chosen backup."""
 
 NAMED = 8
-"""The most tags that an error names."""
+"""The maximum number of tags that an error names."""
 
 _undecided: set[str] = set()
 if os.environ.get("MEMSAVER_TAG") and not os.environ.get("MEMSAVER_BACKUP"):

@@ -43,7 +43,7 @@ def graph(
 
     Yields:
         The id of the torch pool that the graph's memory comes from, which differs from `pool` if
-        memsaver replaced that pool with one of its own.
+        memsaver replaced that pool with its own pool.
 
     Memory allocated in the block belongs to the tag, including memory that other threads allocate
     on the captured stream.

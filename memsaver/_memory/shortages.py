@@ -1,7 +1,7 @@
 """The tags and processes that use a device's memory, for out-of-memory errors.
 
-They are looked up only when such an error is created. Details that cannot be determined are left
-out.
+They are looked up only when such an error is created. Details that cannot be determined are
+omitted.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from memsaver.cli.tables import (
 from memsaver.cli.units import format_rate, format_seconds
 from memsaver.cli.watched import Found, Process, Silent, WatchedTag
 
-if TYPE_CHECKING:  # imported here, because rich takes long to import
+if TYPE_CHECKING:  # imported here, because rich is slow to import
     from rich.console import Console, RenderableType
     from rich.padding import Padding
     from rich.table import Table

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TextIO, TypeAlias
 
-if TYPE_CHECKING:  # imported by the commands themselves: rich takes long to import
+if TYPE_CHECKING:  # imported by the commands themselves, because rich is slow to import
     from rich.box import Box
     from rich.console import Console
     from rich.table import Table

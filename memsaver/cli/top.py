@@ -18,7 +18,7 @@ from memsaver.cli.process_tables import HOW_TO_BE_SEEN, view
 from memsaver.cli.tables import is_redrawable, output_console
 from memsaver.cli.watched import Found, find_processes
 
-if TYPE_CHECKING:  # rich takes long to import
+if TYPE_CHECKING:  # rich is slow to import
     from rich.console import Console, RenderableType
 
 __all__ = ["command", "document"]

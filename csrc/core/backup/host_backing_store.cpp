@@ -61,7 +61,7 @@ HostBackingStore::Mirror::Mirror(uint64_t device_address, uint64_t bytes, int no
     no_host_memory("reserving addresses", bytes, reason);
   }
   madvise(base_, bytes, MADV_HUGEPAGE);  // one ninth of the faults, if the system allows huge pages
-  // A child does not use the memory, and a fork that copies its page tables takes long.
+  // A child does not use the memory, and copying its page tables would slow down the fork.
   madvise(base_, bytes, MADV_DONTFORK);
   prefer_node(base_, bytes, node);
   begin_ = base_;

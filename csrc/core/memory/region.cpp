@@ -32,7 +32,7 @@ struct Stack {
 
 thread_local Stack stack;
 
-// The top of the stack, if any. Separate variables, because these need no construction.
+// The top of the stack, if any, in separate variables, which need no construction.
 thread_local Tag* innermost = nullptr;
 thread_local bool inside = false;
 

@@ -186,7 +186,7 @@ def located(tensor: Any) -> tuple[str, State] | None:
 
 
 def _address(tensor: Any) -> int:
-    """Return the address of a tensor's memory; 0 if it has none of its own."""
+    """Return the address of a tensor's memory; 0 if it has no memory of its own."""
     try:
         return int(tensor.untyped_storage().data_ptr())
     except Exception:
