@@ -29,8 +29,8 @@ inline int forward(const void* caller, Arguments... arguments) {
                                                   : kErrorInitializationError;
 }
 
-// Maps stream 0 to the thread's own stream, which it means in programs built with per-thread
-// default streams.
+// Maps stream 0 to the thread's own stream: programs built with per-thread default streams mean
+// this stream.
 void* per_thread(void* stream) {
   return stream != nullptr ? stream : reinterpret_cast<void*>(uintptr_t{2});
 }

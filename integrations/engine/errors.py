@@ -17,7 +17,7 @@ class EngineError(MemsaverError):
     """The engine did not complete a request, because it died or reported an error.
 
     Attributes:
-        http_status: the HTTP status of a server's answer; 0 if there was none.
+        http_status: the HTTP status of a server's answer; 0 if there was no answer.
     """
 
     _status = "ENGINE_FAILED"

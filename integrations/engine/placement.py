@@ -114,8 +114,8 @@ def by_host(gpus: Sequence[Gpu | None]) -> list[list[Gpu]]:
     hosts = [group[0].host for group in groups]
     if len(set(hosts)) < len(hosts) or len({len(group) for group in groups}) > 1:
         raise ConfigError(
-            "the ranks of an engine on several hosts must be adjacent, and as many on each host, "
-            f"not on {', '.join(gpu.host for gpu in known)}"
+            "the ranks of an engine on several hosts must be adjacent, with the same number on "
+            f"each host; they are on {', '.join(gpu.host for gpu in known)}"
         )
     for group in groups:
         names = [gpu.name for gpu in group]

@@ -38,10 +38,10 @@ class SleepController(EngineController):
     thread may be waiting for the callback's tag.
 
     Threads: any. Calls of `sleep` and `wake_up` are serialised; generations run concurrently. Do
-    not call them in an event loop: use `await asyncio.to_thread(controller.sleep)`. `sleep` detects
-    requests that did not come through the controller when it begins. Without the plugin, a request
-    that arrives just after this check crashes the engine, as does any request while the engine
-    sleeps, including those that SGLang's `/health` sends. With the plugin, such requests are
+    not call them in an event loop: use `await asyncio.to_thread(controller.sleep)`. When `sleep`
+    begins, it detects requests that bypassed the controller. Without the plugin, a request that
+    arrives just after this check crashes the engine, as does any request while the engine sleeps,
+    including those that SGLang's `/health` sends. With the plugin, such requests are
     refused, wait, or wake the engine: see `memsaver.integrations.sglang.settings`.
 
     Args:

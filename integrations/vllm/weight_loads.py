@@ -10,10 +10,10 @@ A bucket that arrives damaged on one rank is loaded on no rank. A bucket whose l
 rank counts as failed on all ranks.
 
 vLLM converts the weights of some models after it has loaded them: quantised ones, and those whose
-kernels use another layout. Their buckets go through vLLM's layerwise reload, as in its own engines
-for weight transfers: it keeps tensors until a layer is complete, then loads, converts and copies
-them into the layer's memory. The models of all other engines load each bucket into their memory,
-and the contents are compared with the tensors.
+kernels use another layout. Their buckets go through vLLM's layerwise reload, as in vLLM's own
+engines for weight transfers. The reload keeps tensors until a layer is complete, then loads,
+converts and copies them into the layer's memory. The models of all other engines load each bucket
+into their memory, and the contents are compared with the tensors.
 """
 
 from __future__ import annotations

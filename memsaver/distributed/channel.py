@@ -310,7 +310,7 @@ def _being_made() -> InvalidStateError:
     return InvalidStateError(
         "another call in this process is creating the connections to the other ranks (in another "
         "thread, or in this one, interrupted by a finalizer or a signal handler): repeat this call "
-        "after it"
+        "after that call has ended"
     )
 
 

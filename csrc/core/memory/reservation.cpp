@@ -61,7 +61,7 @@ bool is_in_a_circle(const Waiting& waiting) {
   return leads_to(waiting.thread, waiting, ++last_search);
 }
 
-// Returns the error of a wait that failed: `before`, the tags' names, `after`.
+// Returns the error of a wait that failed. Its message is `before`, the tags' names and `after`.
 Error failed_wait(const Waiting& waiting, const std::string& before, const std::string& after) {
   std::vector<std::string> names;
   for (const Tag* tag : *waiting.tags) names.push_back(tag->name);
