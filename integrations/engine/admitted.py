@@ -39,7 +39,7 @@ class Generation(Protocol):
         """Return the refusal that the first output contains; None for any other output."""
 
     def refused_part(self, output: Any) -> Generation | None:
-        """Return the part of the request that a later output refuses, to be sent again alone.
+        """Return the part of the request that a later output refuses, so that it is sent again.
 
         Returns:
             A part without earlier output; None if the output does not refuse such a part.

@@ -58,8 +58,8 @@ class Knowledge:
                 self.is_known = False
                 raise EngineError(
                     "the engine had memsaver's plugin and no longer has it, so it was replaced, "
-                    "and its released tags are unknown: make a new controller for it, or start it "
-                    "with the plugin"
+                    "and its released tags are unknown: create a new controller for it, or start "
+                    "it with the plugin"
                 )
             return
         sets = [frozenset(state.released) for state in states]

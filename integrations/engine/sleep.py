@@ -286,7 +286,7 @@ class EngineController:
                 except EngineTimeoutError as late:
                     if time.monotonic() < deadline:
                         raise
-                    raise busy() from late  # the last answer reported requests
+                    raise busy() from late  # the last answer reported requests in flight
 
         steps.append(timed("wait_idle" if self.guarded else "flush", until_idle))
         if flush and self.guarded:

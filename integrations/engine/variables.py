@@ -25,7 +25,7 @@ _VALUES = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
     **dict.fromkeys(("0", "false", "no", "off"), False),
 }
-_ATTRIBUTE = "_memsaver_policy"  # of an engine, or of an object in one of its processes
+_ATTRIBUTE = "_memsaver_policy"  # an attribute of an engine, or of an object in its processes
 
 
 def flag(name: str, default: bool) -> bool:
@@ -113,7 +113,7 @@ def _policy(prefix: str, arguments: Mapping[str, Any] = MappingProxyType({})) ->
     Raises:
         ConfigError: a value is invalid, or no request would wake an engine that fell asleep.
     """
-    names: dict[str, str] = {}  # of the arguments and variables in effect
+    names: dict[str, str] = {}  # the arguments and variables in effect
     values: dict[str, Any] = {}
     for option, (field, parse, is_valid, rule) in _OPTIONS.items():
         given = value = arguments.get(option)

@@ -63,7 +63,7 @@ class EngineSet:
     def __init__(self, engines: Sequence[RolloutEngine]) -> None:
         self.engines = tuple(engines)
         if not self.engines or not all(isinstance(one, RolloutEngine) for one in self.engines):
-            raise ConfigError("an EngineSet needs at least one RolloutEngine, and nothing else")
+            raise ConfigError("an EngineSet takes a list of one or more RolloutEngines")
         places = {(one.layout.tp_ranks, one.layout.dp_rank) for one in self.engines}
         if len(places) > 1 or len(set(map(id, self.engines))) < len(self.engines):
             raise ConfigError(

@@ -84,7 +84,7 @@ class EngineStart(SharedSleep):
         self._restarter: Restarter | None = None
         self._end_node: Callable[[], None] = lambda: None
         self._closed = False
-        self._updates = 0  # of the weights that have begun; equal on all ranks
+        self._updates = 0  # the number of weight updates that have begun
         self._connections = contextlib.ExitStack()  # closed by `close`
         try:
             layout = find()

@@ -50,7 +50,7 @@ class TrainerMemory:
         self._timeout = timeout
         self._handles: list[Offloaded] = []
         self._made: list[Offloaded] = []  # handles that were created here, not by the caller
-        self._overlapping: list[Offloaded] = []  # the model's and the optimizer's, in this order
+        self._overlapping: list[Offloaded] = []  # the model's and the optimizer's handle
         self.device = _current_device()
         self.model = ""
         if backup == "none":

@@ -25,7 +25,7 @@ from .updaters import updater_of
 
 __all__ = ["IdleRelease", "IdleSleep", "install", "remove", "with_handler"]
 
-# Requests that do not postpone a release: monitoring sends them all the time.
+# Requests that do not postpone a release, because monitoring sends them continually.
 _QUERIES = ("GetInternalStateReq", "GetLoadsReqInput")
 _LOOK_SECONDS = 0.1
 _BLOCKER = "input_blocker"  # an attribute of a scheduler

@@ -27,8 +27,8 @@ from .updaters import scheduler_of
 
 __all__ = ["after_release", "communicators", "resume"]
 
-_ATTRIBUTE = "_memsaver_suspender"  # of a scheduler
-_DISPATCHER = "_request_dispatcher"  # of a scheduler
+_ATTRIBUTE = "_memsaver_suspender"  # an attribute of a scheduler
+_DISPATCHER = "_request_dispatcher"  # an attribute of a scheduler
 # Settings with which an idle engine communicates, or registers memory with its communicators,
 # unless they have these values. The expert recorder adds up its counts across ranks in a query.
 _SILENT = {

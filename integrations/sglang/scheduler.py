@@ -142,7 +142,7 @@ def _release(
     # Some ranks may have released memory, so all of them map it again. If a rank cannot, the tags
     # count as released: on a rank that has them mapped, the next resume does nothing.
     undone = moves.resume(group, tags)
-    updater.offload_tags.update(tags)  # even if the handler failed before it did so
+    updater.offload_tags.update(tags)  # even if the handler failed before it added them
     if first_failure(undone):
         then = (
             "memory that other ranks had released could not be mapped again, so the tags count as "

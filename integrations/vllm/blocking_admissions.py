@@ -118,7 +118,7 @@ def _checked(engine: Any, work: Callable[[], Any]) -> Any:
         return work()
     except Exception as error:
         found = error
-        with contextlib.suppress(Exception):  # an engine whose worker has exited does not answer
+        with contextlib.suppress(Exception):  # an engine does not answer if a worker has exited
             found = error_from(error, memory_of(engine.engine_core, failed=True))
         if found is error:
             raise

@@ -25,7 +25,7 @@ __all__ = ["launch", "place", "policy_variables", "sizes_of"]
 
 _TP_SIZE = "tensor_parallel_size"  # the argument for the number of tensor-parallel ranks
 
-# The trainer has started CUDA in this process, so that vLLM's processes must not be forked.
+# The trainer has started CUDA in this process, so vLLM's processes must not be forked.
 _ENVIRONMENT = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 
 _DEFAULT_ARGUMENTS = {

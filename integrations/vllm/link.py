@@ -25,7 +25,7 @@ __all__ = ["Link"]
 
 _LEAST_SECONDS = 1.0  # seconds for a call that follows another call
 
-# vLLM's modes of a pause, by those of `Backend`.
+# vLLM's pause modes, by the modes of `Backend`.
 _MODES = {"abort": "abort", "retract": "keep", "in_place": "keep", "wait": "wait"}
 
 

@@ -15,7 +15,7 @@ from .link import Link
 
 __all__ = ["ERRORS", "MARK", "Local", "arguments_of", "has_plugin"]
 
-# memsaver's errors for vLLM's.
+# memsaver's error for each of vLLM's errors.
 ERRORS: dict[str, type[MemsaverError]] = {
     "EngineDeadError": EngineDiedError,
     "VLLMValidationError": ConfigError,

@@ -3,8 +3,8 @@
 vLLM's executor calls `Worker.sleep`, `Worker.wake_up` and `Worker.discard` on every rank, and each
 rank acts independently. If one fails, the others are in a different state, and the multiprocessing
 executor leaves the responses of the ranks after it in its queues, where its next call finds them.
-The hooks here wrap these methods. The ranks exchange their outcomes, undo the call on all ranks if
-it failed on one, and only the rank whose response the executor reads last raises.
+The hooks here wrap these methods. The ranks exchange their outcomes, and undo the call on all ranks
+if it failed on one. Only the rank whose response the executor reads last raises.
 
 | event | state afterwards, on every rank |
 |---|---|

@@ -39,7 +39,9 @@ _pickling: dict[type, _Pickling] = {}
 
 
 def register(torch: Any) -> None:
-    """Register checks of tensors that are pickled or sent. Once per process; any thread.
+    """Register checks of tensors that are pickled or sent.
+
+    Has an effect once per process. Any thread may call it.
 
     Takes no lock: a finalizer or a signal handler may call this during a call of the same thread.
     """

@@ -129,7 +129,7 @@ def is_preloaded() -> bool:
 
 
 def _library_path() -> str:
-    folder = Path(__file__).resolve().parent.parent  # of memsaver, which contains the libraries
+    folder = Path(__file__).resolve().parent.parent  # memsaver's folder, with its libraries
     # The dynamic linker ignores a preloaded library that it cannot find, but ends every process,
     # the shell included, if a library that this library needs is missing.
     missing = [name for name in (LIBRARY, CORE) if not (folder / name).is_file()]

@@ -62,7 +62,7 @@ def command(
     if tag is not None and tag.startswith("-"):
         _fail(f"--tag takes a name, and {tag!r} looks like an option: a tag cannot begin with '-'")
     try:
-        added = preload_env(tag, cast("Backup | None", backup))  # it checks the value
+        added = preload_env(tag, cast("Backup | None", backup))  # preload_env checks it
     except (ConfigError, NotLoadedError) as error:
         _fail(str(error))
     _execute(words, {**os.environ, **added})

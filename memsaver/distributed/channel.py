@@ -252,7 +252,7 @@ class Channel:
                             )
                         )
             (carrier,) = link.gloo
-        if link.closed:  # created by another thread in the meantime
+        if link.closed:  # created by another thread
             link.close()
         return carrier
 

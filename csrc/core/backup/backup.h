@@ -127,7 +127,7 @@ class BackupStore {
   const Backup kind_;
   const std::unique_ptr<BackingStore> backing_;
   Chunks chunks_;             // attached
-  uint64_t chunk_bytes_ = 0;  // of the chunks that are not on another device
+  uint64_t chunk_bytes_ = 0;  // the bytes of chunks that are not on another device
   std::atomic<uint64_t> peer_bytes_{0};
   std::atomic<uint64_t> held_bytes_{0};  // including bytes that the backing store could not release
   std::atomic<bool> sound_{true};

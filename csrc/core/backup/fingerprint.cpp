@@ -96,7 +96,7 @@ struct Fingerprinter::Kept {
   CUfunction kernel = nullptr;
   std::optional<Error> refusal;  // a permanent failure to load
   bool warned = false;
-  std::unique_ptr<Exchange> idle;  // for the next job
+  std::unique_ptr<Exchange> idle;  // kept for the next job
 };
 
 namespace {

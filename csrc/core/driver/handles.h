@@ -65,7 +65,7 @@ class VaReservation {
 
   VaReservation() = default;
 
-  uint64_t address() const { return address_; }  // of the aligned part
+  uint64_t address() const { return address_; }  // the address of the aligned part
   uint64_t bytes() const { return bytes_; }
 
  private:

@@ -173,7 +173,7 @@ Hold::~Hold() {
 }
 
 void Hold::keep_only(const std::vector<Tag*>& tags) {
-  std::vector<Tag*> kept = tags;  // before any tag is released
+  std::vector<Tag*> kept = tags;  // allocated before any tag is released
   for (Tag* tag : tags_) {
     const bool stays = std::find(tags.begin(), tags.end(), tag) != tags.end();
     tag->hold = stays ? &claim_ : nullptr;
@@ -203,7 +203,7 @@ uint64_t allocate(Tag& tag, Device& device, uint64_t bytes) {
   const bool shareable = tag.shareable.load();
   const std::string what = "an allocation in tag " + quoted(tag.name);
   if (bytes > device.total_bytes()) throw registry.shortage(what, device, bytes).with_tag(tag.name);
-  retry_releases(Retry::kWithoutWaiting);  // their addresses may be those of this allocation
+  retry_releases(Retry::kWithoutWaiting);  // may free the addresses of this allocation
   share_with_active_devices();
   VaReservation span;  // outlives the Hold: an unused span is freed without the lock
   Hold hold(std::unique_lock<std::mutex>(registry.mutex), {&tag});

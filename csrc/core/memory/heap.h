@@ -125,7 +125,7 @@ class Heap {
   std::map<uint64_t, Block> blocks_;     // by address
   std::vector<uint64_t> pending_frees_;  // addresses; the capacity suffices for all blocks
   std::map<uint64_t, uint64_t> free_;    // address -> bytes, neighbours joined
-  std::set<std::pair<uint64_t, uint64_t>> by_size_;  // the same as (bytes, address)
+  std::set<std::pair<uint64_t, uint64_t>> by_size_;  // the same ranges as (bytes, address)
   std::map<uint64_t, Mapping>
       extents_;  // by address; declared after spans_, so they are unmapped first
   uint64_t allocated_bytes_ = 0;

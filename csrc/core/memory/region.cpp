@@ -43,7 +43,7 @@ void push(Tag* tag) {
   regions::open_anywhere.fetch_add(1);
 }
 
-std::map<void*, Tag*>& bound_streams() {  // under the registry's lock
+std::map<void*, Tag*>& bound_streams() {  // needs the registry's lock
   static auto* const map = new std::map<void*, Tag*>;
   return *map;
 }

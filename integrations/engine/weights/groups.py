@@ -61,7 +61,7 @@ def create_group(
         options._timeout = _NEVER
         options.global_ranks_in_group, options.group_name = [], name
         group = dist.ProcessGroupNCCL(store, rank, size, options)
-    if dist.get_debug_level() == dist.DebugLevel.DETAIL:  # as torch does in all ranks
+    if dist.get_debug_level() == dist.DebugLevel.DETAIL:  # torch does this in all ranks
         group = c10d._create_process_group_wrapper(
             wrapped_pg=group,
             store_prefix=name,

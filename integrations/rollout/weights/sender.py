@@ -24,7 +24,7 @@ from ...engine.weights.groups import create_group
 __all__ = ["END_SECONDS", "Aside", "FailureNotice", "Sender"]
 
 _FAILED = "memsaver/failed"  # a key in the store
-END_SECONDS = 10.0  # the longest wait until this side of an answered or abandoned call ends
+END_SECONDS = 10.0  # the longest wait for this side's part of a call that has ended
 
 
 class Sender:
