@@ -381,9 +381,9 @@ typedef struct ms_run_result {
  * affect the others. Waits for the work submitted earlier before the first transition copies, and
  * returns when all transitions have ended. `results[i]` is the result of `transitions[i]`.
  *
- * Threads: the first transition runs on the calling thread, each other one on a thread that ends
- * with the call. Transitions for which no thread can be started run on the calling thread, one by
- * one.
+ * Threads: the first transition runs on the calling thread, every other one on a new thread that
+ * ends with the call. Transitions for which no thread can be started run on the calling thread, one
+ * by one.
  *
  * Errors: MS_INVALID_ARGUMENT if a transition is null or in the list twice; MS_INVALID_STATE in a
  * forked child. After these errors, no transition has run, and `results` is unchanged. */

@@ -124,7 +124,7 @@ class TagSharedError(InvalidStateError):
     """A pause was rejected, because other processes use tensors of the tag that were sent to them.
 
     Attributes:
-        importers: the id and the imported bytes of each process. The bytes count the whole pieces
+        importers: the id and the imported bytes of each process. The bytes include the whole pieces
             of memory that contain the process's tensors.
     """
 

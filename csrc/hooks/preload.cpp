@@ -43,8 +43,8 @@ bool has_own_core() {
     const bool same = strcmp(ms_version(), MEMSAVER_VERSION) == 0;
     if (!same) {
       ms_warn("libmemsaver_preload.so of memsaver " MEMSAVER_VERSION
-              " does nothing, because the process has libmemsaver.so of another version: name one "
-              "installation in LD_PRELOAD");
+              " does nothing, because the process loaded another version of libmemsaver.so: "
+              "name one installation in LD_PRELOAD");
     }
     return same;
   }();

@@ -1,4 +1,4 @@
-"""Callbacks that run after the import of a module, without importing it.
+"""Callbacks that run after other code has imported a module.
 
 A platform plugin of SGLang runs during SGLang's own imports. The modules that the plugin needs
 cannot be imported at that time, because their dependencies are only partly imported.

@@ -23,7 +23,7 @@ _HANDLERS_SECONDS = 0.05  # the longest time for which a wait defers signal hand
 def locked(
     lock: threading.Lock, seconds: float, late: Callable[[], Exception]
 ) -> Iterator[list[threading.Lock]]:
-    """Own a lock for the block, which receives the lock in a list.
+    """Own a lock during the block, which receives the lock in a list.
 
     If the block empties the list, another thread releases the lock instead.
 

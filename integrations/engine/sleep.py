@@ -238,7 +238,7 @@ class EngineController:
 
     @contextlib.contextmanager
     def asleep(self, tags: Tags = None, **options: Any) -> Iterator[SleepReport]:
-        """Sleep for the block, and wake the same tags at its end, even after an exception.
+        """Sleep during the block, and wake the same tags at its end, even after an exception.
 
         Args and errors are those of `sleep` and `wake_up`. Yields the report of `sleep`.
         """

@@ -62,7 +62,7 @@ class OptimizerMemory:
 
     @collective_block
     def there(self) -> Iterator[None]:
-        """Map the memory of all optimizers for the block. Raises like `resume` and `pause`."""
+        """Map the memory of all optimizers during the block. Raises like `resume` and `pause`."""
         tags = sorted(handle.tag for handle in self._handles.values() if _is_paused(handle))
         if tags:
             _transitions().resume(*tags)

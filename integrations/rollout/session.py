@@ -246,7 +246,7 @@ class ColocatedSession(StageOrder):
 
     @collective_block
     def rollout(self) -> Iterator[RolloutEngine]:
-        """Let the engine use the GPU, with the trainer's weights, for the block; yield the engine.
+        """Let the engine use the GPU, with the trainer's weights, in the block; yield the engine.
 
         Raises:
             InvalidStateError: another block of this session is open; or the session or one of its
@@ -269,7 +269,7 @@ class ColocatedSession(StageOrder):
 
     @collective_block
     def training(self) -> Iterator[None]:
-        """Let the trainer use the GPU, with its weights and states, for the block.
+        """Let the trainer use the GPU, with its weights and states, during the block.
 
         Raises: see `rollout`.
         """

@@ -138,7 +138,7 @@ class SharedSleep:
     def asleep(
         self, tags: Tags = None, *, fence: bool = False, **options: Any
     ) -> Iterator[SleepReport]:
-        """Sleep for the block, and wake the same tags at its end, even after an exception.
+        """Sleep during the block, and wake the same tags at its end, even after an exception.
 
         Args and errors are those of `sleep` and `wake_up`. Yields the report of `sleep`. If the
         block fails on one rank, the engine wakes on all ranks, and only that rank raises.

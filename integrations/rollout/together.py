@@ -192,7 +192,7 @@ class Together:
 
     @contextlib.contextmanager
     def _one_at_a_time(self, what: str) -> Iterator[Ranks]:
-        """Exclude calls of other threads for the block, and handle signals only in its attempts."""
+        """Exclude other threads' calls during the block; handle signals only in its attempts."""
         if self._channel is None:
             raise InvalidStateError(f"{what} needs other ranks, and this connection was closed")
         assert self._ranks is not None

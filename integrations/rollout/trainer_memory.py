@@ -27,7 +27,7 @@ class TrainerMemory:
 
     Attributes:
         model: the model's tag.
-        others: the optimizer's tag, and those that are paused and resumed with it.
+        others: the optimizer's tag, and the tags that are paused and resumed with it.
         device: the index of the trainer's device.
     """
 

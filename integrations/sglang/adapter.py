@@ -42,7 +42,7 @@ class MemsaverAdapter:
 
         The process starts in preload mode if `settings` request it.
 
-        In this case `os.environ` is changed for the block: see `memsaver.preload`.
+        In this case `os.environ` is changed during the block: see `memsaver.preload`.
         """
         return memsaver.preload() if settings.is_preloading() else contextlib.nullcontext()
 

@@ -135,7 +135,7 @@ def _starting(
     timeout: float,
     variables: Mapping[str, str],
 ) -> Iterator[tuple[float, Any, _Signals, Parent, Processes]]:
-    """Start an engine for the block, in which the environment is that of its processes.
+    """Start an engine during the block, in which the environment is that of its processes.
 
     Yields the deadline, the engine, the handlers to restore, the thread that started the engine's
     processes, and the processes. Args and errors are those of `launch`.

@@ -51,7 +51,7 @@ def defer(scheduler: Any, request: Any, work: Work, then: str) -> Any:
         scheduler: this stage's scheduler.
         request: SGLang's request.
         work: see `_Deferred`.
-        then: for the error of a busy engine: what to do, and the state afterwards.
+        then: the end of the error for a busy engine: advice, and the state afterwards.
 
     Returns:
         None, for the handler to return: SGLang then sends no reply yet.

@@ -360,7 +360,7 @@ def _is_whole(updater: Any) -> bool:
 
 @contextlib.contextmanager
 def _flushing_past_waiting(updater: Any) -> Iterator[None]:
-    """Allow a paused scheduler to flush its cache while requests wait, for the block.
+    """Allow a paused scheduler to flush its cache while requests wait, during the block.
 
     Waiting requests have no data in the KV cache, because a pause dropped it. SGLang 0.5.16 rejects
     the flush, so that these requests would continue with values computed by the old weights; later

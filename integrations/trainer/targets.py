@@ -43,8 +43,8 @@ def _check_hash(module: Any) -> None:
         list(module.modules())
     except TypeError as error:
         raise ConfigError(
-            f"torch cannot list the parts of a {type(module).__name__}: {error}; modules need a "
-            "hash, and a class that defines __eq__ has none: define __hash__ = "
+            f"torch cannot list the parts of a {type(module).__name__}: {error}; modules must be "
+            "hashable, and a class that defines __eq__ is not: define __hash__ = "
             "torch.nn.Module.__hash__ in it, or make it a @dataclass(eq=False)"
         ) from error
 

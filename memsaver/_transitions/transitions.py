@@ -205,7 +205,7 @@ def swap(
 
 @partial(block, asynchronous=True)
 def paused(*tags: str, backup: Backup | None = None) -> Iterator[Report]:
-    """Pause `tags` for the block, then resume the tags that were paused, even after an exception.
+    """Pause `tags` during the block, then resume those that were paused, even after an exception.
 
     Yields the pause's report. Errors are those of `pause` and `resume`. Also works as a decorator,
     even for coroutine functions: both transitions then block the event loop. An interrupt is raised

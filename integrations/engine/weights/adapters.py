@@ -24,7 +24,7 @@ Renamed = Callable[[Tensors], Tensors]
 
 @contextlib.contextmanager
 def without_adapters(model: Any) -> Iterator[Renamed]:
-    """Replace the wrappers in a model with the layers that they wrap, for the block.
+    """Replace the wrappers in a model with the layers that they wrap, during the block.
 
     The model must not run in the block. The layers, their memory and the adapters do not change.
     Blocks may be nested.

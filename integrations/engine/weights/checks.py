@@ -56,7 +56,7 @@ class VerificationRequest:
         for row in rows:
             digests = row if isinstance(row, list | tuple) else ()
             if len(digests) != len(places) or not all(isinstance(one, str) for one in digests):
-                raise EngineError(f"{_REQUEST}: each row of 'sent' must have a digest per place")
+                raise EngineError(f"{_REQUEST}: each row of 'sent' must have one digest per place")
         return cls(names, tuple(places), tuple(map(tuple, rows)))
 
     def check_ranks(self, count: int) -> None:

@@ -80,7 +80,7 @@ class LoadCheck:
         )
 
     def around_loader(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        """Make the model's loader run the checks around its work, for the block."""
+        """Make the model's loader run the checks around its work, during the block."""
         return replaced_loader(model, lambda given, load: self.run(model, list(given), load, load))
 
     def run(self, model: Any, tensors: Named, load: Load, again: Load) -> Any:

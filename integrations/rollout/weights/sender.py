@@ -24,7 +24,7 @@ from ...engine.weights.groups import create_group
 __all__ = ["END_SECONDS", "Aside", "FailureNotice", "Sender"]
 
 _FAILED = "memsaver/failed"  # a key in the store
-END_SECONDS = 10.0  # the longest wait for this side's part of a call that has ended
+END_SECONDS = 10.0  # the longest wait for broadcasts, joins and closes that were abandoned
 
 
 class Sender:
@@ -190,7 +190,7 @@ class FailureNotice:
 
 @contextlib.contextmanager
 def _listening(address: str, port: int) -> Iterator[socket.socket]:
-    """Open a socket that listens at an address of this machine, for the block."""
+    """Open a socket that listens at an address of this machine, during the block."""
     family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as listener:
         # Allows a port to be reused while closed connections of an earlier group still occupy it.
@@ -204,8 +204,9 @@ def _gloo_device(address: str) -> Any:
     """Return gloo's device, which listens at an address of this machine.
 
     gloo connects only addresses of one family, and the engine's ranks use the family of their
-    host's name. If this host's name has a family other than `address`'s, the device listens at that
-    family's loopback address if `address` is one, otherwise at the address that torch chooses.
+    host's name. If `address` belongs to the other family, the device listens at a different
+    address: the loopback address of that family if `address` is a loopback address, otherwise the
+    address that torch chooses.
     """
     from torch.distributed import ProcessGroupGloo
 
@@ -261,7 +262,7 @@ class Aside:
 
 @contextlib.contextmanager
 def _current_device(tensors: Sequence[Any]) -> Iterator[None]:
-    """Make the tensors' device this thread's current device for the block."""
+    """Make the tensors' device this thread's current device during the block."""
     if not tensors or not tensors[0].is_cuda:
         yield
         return

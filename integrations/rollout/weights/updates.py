@@ -198,7 +198,7 @@ class _Update:
 
     @contextlib.contextmanager
     def _paused(self) -> Iterator[None]:
-        """Pause generation for the block, if requested; after an error it stays paused."""
+        """Pause generation during the block, if requested; after an error it stays paused."""
         mode, timeout = self._options.pause, self._options.timeout
         if mode is None:
             yield

@@ -55,7 +55,7 @@ def is_xpu() -> bool:
 
 @contextmanager
 def change_env(key: str, value: str) -> Iterator[None]:
-    """Set an environment variable for the block, and restore it afterwards."""
+    """Set an environment variable during the block, and restore it afterwards."""
     before = os.environ.get(key)
     os.environ[key] = value
     try:

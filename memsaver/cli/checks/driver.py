@@ -128,7 +128,7 @@ def _check_device(driver: BareDriver, device: int) -> list[Finding]:
         first = warned(
             this,
             f"{text}: only one process can use it (compute mode EXCLUSIVE_PROCESS)",
-            "to share it among an engine and a trainer, nvidia-smi -c DEFAULT",
+            "to share it between an engine and a trainer, run nvidia-smi -c DEFAULT",
             **data,
         )
     elif integrated:

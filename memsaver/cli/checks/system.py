@@ -24,7 +24,7 @@ def read_system_file(path: str) -> str | None:
 
 
 def mount_path(text: str) -> str:
-    """Decode a path of /proc/self/mountinfo, in which blanks are octal escapes."""
+    """Decode a path of /proc/self/mountinfo, in which octal escapes represent blanks."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
 
 
