@@ -59,9 +59,10 @@ class Parent:
         self._thread: threading.Thread | None = None
 
     def run(self, work: Callable[[], Result]) -> Result:
-        """Return the result of `work`; it runs on this thread, unless the main thread calls.
+        """Run the work on this thread, and return its result.
 
-        Called once. Exceptions propagate.
+        If the main thread calls, the work runs on the main thread. Called once. Exceptions
+        propagate.
         """
         if threading.current_thread() is threading.main_thread():
             return work()

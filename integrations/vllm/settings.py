@@ -1,6 +1,7 @@
 """The environment variables of the vLLM plugin, which child processes inherit.
 
-Flags are read at each use. Those of the policy (`policy_of`) are read when an engine starts.
+Flags are read at each use. The variables of the policy (`policy_of`) are read when an engine
+starts.
 
 MEMSAVER_VLLM: `0` turns the plugin off, so that vLLM does not use memsaver. Default `1`.
 MEMSAVER_VLLM_BACKUP: the place where contents are saved: `host`, `pageable`, `disk` or `peer`; see

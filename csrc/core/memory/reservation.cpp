@@ -105,7 +105,7 @@ void forget_other_threads() {
 void call_look(std::unique_lock<std::mutex>& lock, const Waiting& waiting) {
   lock.unlock();
   const Look current = look;
-  look = {};  // the callback may itself wait, with another callback
+  look = {};  // the callback may itself wait, and set another callback
   const bool goes_on = current.look(current.data) == 0;
   look = current;
   lock.lock();

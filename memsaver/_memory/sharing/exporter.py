@@ -285,7 +285,7 @@ class _Importer:
         return has_more
 
 
-_servers: dict[int, _Server] = {}  # at most one; by process id
+_servers: dict[int, _Server] = {}  # by process id: at most one entry
 
 
 def _forget() -> None:
