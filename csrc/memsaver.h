@@ -198,9 +198,9 @@ MS_API ms_status ms_stream_unbind(void* stream, ms_error* error);
  * current device). The address is aligned to 512 bytes, or to the driver's granularity if `bytes`
  * reaches it; it is NULL for 0 bytes. Contents are undefined. If the thread has no current context,
  * the device's primary context becomes current, as with cudaMalloc. Legal during a stream capture.
- * Waits while a transition of the tag is in progress. Errors: MS_INVALID_STATE if the thread is in
- * no region for the device, the tag is paused or the wait would deadlock; MS_INVALID_ARGUMENT if
- * there is no such device; MS_OUT_OF_DEVICE_MEMORY. */
+ * Waits while a transition of the tag is in progress.
+ * Errors: MS_INVALID_STATE if the thread is in no region for the device, the tag is paused or the
+ * wait would deadlock; MS_INVALID_ARGUMENT if there is no such device; MS_OUT_OF_DEVICE_MEMORY. */
 MS_API ms_status ms_malloc(uint64_t bytes, int device, void** pointer, ms_error* error);
 
 /* Frees memory that ms_malloc allocated; accepts NULL. Legal in every state of the tag. Like

@@ -60,9 +60,9 @@ MS_API ms_status ms_importer_open(int64_t pid, ms_importer** importer, ms_error*
 /* Exports extents under ranges of one tag on one device, and records that the process has imported
  * them; all or none. Skips extents that the process has already imported, and exports at most
  * `most`; a further call exports the rest. The caller closes the descriptors. Waits while a
- * transition of the tag is in progress. `rows` is required. Errors: those of ms_exportable;
- * MS_INVALID_ARGUMENT if there is no range, or the ranges belong to several tags or devices;
- * MS_INVALID_STATE if the wait would deadlock. */
+ * transition of the tag is in progress. `rows` is required.
+ * Errors: those of ms_exportable; MS_INVALID_ARGUMENT if there is no range, or the ranges belong
+ * to several tags or devices; MS_INVALID_STATE if the wait would deadlock. */
 MS_API ms_status ms_importer_export(ms_importer* importer, const ms_range* ranges, size_t count,
                                     size_t most, ms_exported** rows, size_t* row_count,
                                     ms_error* error);
@@ -89,7 +89,8 @@ MS_API ms_status ms_release_requests(int* descriptor, ms_error* error);
  * each extent has the same offset in both. One call at a time may use an object. */
 typedef struct ms_foreign_span ms_foreign_span;
 
-/* An extent that another process has exported. */ typedef struct ms_foreign_extent {
+/* An extent that another process has exported. */
+typedef struct ms_foreign_extent {
   uint64_t offset, bytes; /* its place in the span: offset is address - span_address */
   int32_t descriptor;     /* the caller closes it after the call */
 } ms_foreign_extent;

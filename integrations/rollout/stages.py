@@ -29,7 +29,7 @@ class Stage(str, Enum):
     # All of the trainer's tags. With overlap, the resume of the optimizer's tag, and of the model's
     # with `offload(by_layer=True)`, only begins here.
     RESUME_TRAINER = "resume_trainer"
-    TRAIN = "train"  # the block, and the end of that resume
+    TRAIN = "train"  # the block, and the end of the background resume
 
 
 @dataclass(frozen=True)

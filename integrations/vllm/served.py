@@ -157,7 +157,7 @@ class ServedEngine(served.ServedEngine, Link):
 
 
 def _part(value: Any, name: str) -> dict[str, Any]:
-    """Return a JSON object in another one; {} if there is none."""
+    """Return an object that is nested in a JSON object; {} if there is none."""
     part = value.get(name) if isinstance(value, dict) else None
     return part if isinstance(part, dict) else {}
 

@@ -150,7 +150,7 @@ def _checked_sources(
 
 
 def _device(sources: Any, options: Options) -> Any:
-    """Return the device for buckets: the group's device, or the state's device without a group."""
+    """Return the device for buckets: the host, the state's GPU, or the current GPU."""
     import torch
 
     on_gpu = [source.device for source in sources if source.device.type == "cuda"]

@@ -184,7 +184,7 @@ class Peer:
             self._was_requested = True
             for extent in self.extents.values():
                 extent.wanted = True
-            if not self._is_importing:  # the new extents may need the addresses of unused ones
+            if not self._is_importing:  # the import may need unused extents
                 self._release(list(self.extents.values()))
 
     def _release(self, extents: list[Extent]) -> None:
