@@ -292,7 +292,7 @@ def reliability(found: Mapping[str, Any]) -> list[str]:
         f"fail in {faults['scenarios']} scenarios, on the simulated",
         "  driver. The error, the contents and the remaining objects were as "
         "[the design](design.md#faults) requires after",
-        f"  {faults['passed']:,} of these failures, and not after {faults['failed']}. "
+        f"  {faults['passed']:,} of these failures; {faults['failed']} violated this. "
         "`make faults ARGS=` repeats the test.",
         f"- **Sanitizers** ({ran['sanitizers']}): "
         f"{checked['tests']} tests, {checked['faults']:,} failing calls and "

@@ -67,7 +67,7 @@ typedef enum ms_state {
 
 /* The backup policy of a tag, which determines what a pause does with the contents. */
 typedef enum ms_backup {
-  MS_BACKUP_DEFAULT = -1, /* the policy that the tag has; see ms_region_enter */
+  MS_BACKUP_DEFAULT = -1, /* the tag's current policy; see ms_region_enter */
   MS_BACKUP_NONE = 0,     /* contents are discarded; resumed memory reads as zero, or as
                               0xFF with option `poison` */
   MS_BACKUP_HOST = 1,     /* contents are saved in pinned host memory */
@@ -196,9 +196,9 @@ MS_API ms_status ms_stream_unbind(void* stream, ms_error* error);
 
 /* Allocates `bytes` of device memory for this thread's tag on `device` (-1: the calling thread's
  * current device). The address is aligned to 512 bytes, or to the driver's granularity if `bytes`
- * reaches it; it is NULL for 0 bytes. Contents are undefined. A thread without a current context
- * gets the device's primary context, as with cudaMalloc. Legal during a stream capture. Waits while
- * a transition of the tag is in progress.
+ * reaches it; it is NULL for 0 bytes. Contents are undefined. If the thread has no current context,
+ * the device's primary context becomes current, as with cudaMalloc. Legal during a stream capture.
+ * Waits while a transition of the tag is in progress.
  * Errors: MS_INVALID_STATE if the thread is in no region for the device, the tag is paused or the
  * wait would deadlock; MS_INVALID_ARGUMENT if there is no such device; MS_OUT_OF_DEVICE_MEMORY. */
 MS_API ms_status ms_malloc(uint64_t bytes, int device, void** pointer, ms_error* error);
@@ -268,8 +268,8 @@ MS_API uint64_t ms_changes(void);
  * memory. */
 
 /* Sets the calling thread's callback. While a call on this thread waits for a tag, the library
- * calls `look(data)` about every 50 ms on the same thread. The library holds no lock during the
- * callback, so `look` may call the library. A result other than 0 ends the wait with
+ * calls `look(data)` about every 50 ms on the same thread. No lock of the library is owned during
+ * the callback, so `look` may call the library. A result other than 0 ends the wait with
  * MS_INVALID_STATE. NULL removes the callback. */
 MS_API void ms_while_waiting(int (*look)(void* data), void* data);
 
@@ -321,7 +321,7 @@ typedef struct ms_transition ms_transition;
  * tag"), so the transition must be run or freed.
  *
  * `backup` overrides the policies of the tags of `out` for this transition. Without `out`,
- * MS_BACKUP_NONE restores nothing: all bytes read as if they had not been saved. `unowned` lists
+ * MS_BACKUP_NONE restores nothing: all bytes read as if a pause had not saved them. `unowned` lists
  * memory that no tensor owns: it is neither saved nor restored. `changes` is a result of ms_changes
  * from before `unowned` was determined: if the counter has changed since, `unowned` is ignored
  * (NULL: `unowned` is up to date). Bytes that were not saved read as zero after the resume, or as
@@ -381,12 +381,12 @@ typedef struct ms_run_result {
  * affect the others. Waits for the work submitted earlier before the first transition copies, and
  * returns when all transitions have ended. `results[i]` is the result of `transitions[i]`.
  *
- * Threads: the first transition runs on the calling thread, each other one on a thread that ends
- * with the call. Transitions for which no thread can be started run on the calling thread, one by
- * one.
+ * Threads: the first transition runs on the calling thread, every other one on a new thread that
+ * ends with the call. Transitions for which no thread can be started run on the calling thread, one
+ * by one.
  *
  * Errors: MS_INVALID_ARGUMENT if a transition is null or in the list twice; MS_INVALID_STATE in a
- * forked child. After these errors, none has run, and `results` is unchanged. */
+ * forked child. After these errors, no transition has run, and `results` is unchanged. */
 MS_API ms_status ms_transition_run_all(ms_transition* const* transitions, size_t count,
                                        ms_run_result* results, ms_error* error);
 

@@ -178,12 +178,12 @@ typedef struct ms_digest {
 } ms_digest;
 
 /* Computes fingerprints of device memory, regardless of the library that allocated it. Each range
- * is divided into pieces of 1 MiB from its own start, the last one shorter, and `rows` has one row
- * for each piece, in order. A fingerprint depends only on the bytes, not on addresses: equal
- * contents have equal fingerprints in every process. Two different pieces of equal length have
- * equal fingerprints with a probability of 2^-128, unless they were constructed to collide. Waits
- * while a transition of a tag in the ranges is in progress, and for work submitted earlier to the
- * devices.
+ * is divided into pieces of 1 MiB from its own start (the last piece may be shorter), and `rows`
+ * has one row for each piece, in order. A fingerprint depends only on the bytes, not on addresses:
+ * equal contents have equal fingerprints in every process. Two different pieces of equal length
+ * have equal fingerprints with a probability of 2^-128, unless they were constructed to collide.
+ * Waits while a transition of a tag in the ranges is in progress, and for work submitted earlier to
+ * the devices.
  * Errors: MS_INVALID_ARGUMENT if a range is not device memory; MS_INVALID_STATE if a range is in a
  * paused tag or outside its live allocations, or the wait would deadlock; MS_DRIVER_FAILED also if
  * the library has no device code for the GPU or driver. */

@@ -6,9 +6,10 @@
  * (ms_foreign_span_map). After it has unmapped them, it sends their ids back, and the first process
  * reports the ids to the library (ms_importer_released).
  *
- * The library records which process has which memory. A transition that would pause a tag waits
- * until no process has imported memory of it, for at most the time of option importer_seconds, then
- * fails with MS_TAG_SHARED; `needed_bytes` of the error is the number of imported bytes.
+ * The library records the memory that each process has imported. A transition that would pause a
+ * tag waits until no process has imported memory of it, for at most the time of option
+ * importer_seconds, then fails with MS_TAG_SHARED; `needed_bytes` of the error is the number of
+ * imported bytes.
  */
 #ifndef MEMSAVER_SHARING_H_
 #define MEMSAVER_SHARING_H_
@@ -56,10 +57,10 @@ typedef struct ms_importer ms_importer;
 /* Opens the record of the process `pid`, which has imported nothing yet. */
 MS_API ms_status ms_importer_open(int64_t pid, ms_importer** importer, ms_error* error);
 
-/* Exports extents under ranges of one tag on one device, and records that the process has them; all
- * or none. Skips extents that the process already has, and exports at most `most`; a further call
- * exports the rest. The caller closes the descriptors. Waits while a transition of the tag is in
- * progress. `rows` is required.
+/* Exports extents under ranges of one tag on one device, and records that the process has imported
+ * them; all or none. Skips extents that the process has already imported, and exports at most
+ * `most`; a further call exports the rest. The caller closes the descriptors. Waits while a
+ * transition of the tag is in progress. `rows` is required.
  * Errors: those of ms_exportable; MS_INVALID_ARGUMENT if there is no range, or the ranges belong
  * to several tags or devices; MS_INVALID_STATE if the wait would deadlock. */
 MS_API ms_status ms_importer_export(ms_importer* importer, const ms_range* ranges, size_t count,
@@ -88,7 +89,7 @@ MS_API ms_status ms_release_requests(int* descriptor, ms_error* error);
  * each extent has the same offset in both. One call at a time may use an object. */
 typedef struct ms_foreign_span ms_foreign_span;
 
-/* An extent of another process. */
+/* An extent that another process has exported. */
 typedef struct ms_foreign_extent {
   uint64_t offset, bytes; /* its place in the span: offset is address - span_address */
   int32_t descriptor;     /* the caller closes it after the call */

@@ -24,7 +24,7 @@ def exports(
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value: object = getattr(importlib.import_module(homes[name], package), name)
-        names[name] = value  # the next use finds the name without this function
+        names[name] = value  # later uses find the name without calling this function
         return value
 
     return find, lambda: sorted([*names, *homes])

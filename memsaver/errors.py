@@ -64,7 +64,7 @@ class MemsaverError(RuntimeError):
     """
 
     os_error: int = 0
-    _status = "INTERNAL"  # the default of a class
+    _status = "INTERNAL"  # the default for a class
 
     def __init__(
         self, message: str, *, status: str = "", cuda_error: int = 0, call: str = "", tag: str = ""
@@ -121,11 +121,11 @@ class InvalidStateError(MemsaverError):
 
 
 class TagSharedError(InvalidStateError):
-    """A pause is refused because other processes use tensors of the tag that were sent to them.
+    """A pause was rejected, because other processes use tensors of the tag that were sent to them.
 
     Attributes:
-        importers: the id and the imported bytes of each process. The bytes are those of the whole
-            pieces of memory that contain the process's tensors.
+        importers: the id and the imported bytes of each process. The bytes include the whole pieces
+            of memory that contain the process's tensors.
     """
 
     _status = "TAG_SHARED"

@@ -38,8 +38,8 @@ class _Figure(NamedTuple):
 def _figures() -> Iterator[_Figure]:
     """Yield the figures of the statistics.
 
-    Counts are counters, and so is each figure that has a second one for the last transition, such
-    as `paused_bytes` and `last_paused_bytes`.
+    Counts are counters. So is each figure that also exists for the last transition, such as
+    `paused_bytes`, with `last_paused_bytes`.
     """
     yield _Figure("paused_now_bytes", "Device memory that a resume will map.", False, False)
     meanings = _C.usage_meanings()
@@ -138,9 +138,8 @@ def register(registry: Registry | None = None) -> Collector:
 
     Experimental: may change in any version.
 
-    Metrics are labelled with `tag` and `device`; those of the whole tag, such as the number of its
-    pauses and their duration, with `tag`.
-    Counters end in `_total`.
+    Metrics are labelled with `tag` and `device`; metrics of a whole tag, such as the number and the
+    duration of its pauses, only with `tag`. Counters end in `_total`.
 
     Args:
         registry: the registry; None means `prometheus_client.REGISTRY`.

@@ -29,7 +29,8 @@ inline int forward(const void* caller, Arguments... arguments) {
                                                   : kErrorInitializationError;
 }
 
-// Maps stream 0 to the thread's own stream, its meaning in programs built that way.
+// Maps stream 0 to the thread's own stream: programs built with per-thread default streams mean
+// this stream.
 void* per_thread(void* stream) {
   return stream != nullptr ? stream : reinterpret_cast<void*>(uintptr_t{2});
 }
@@ -42,8 +43,8 @@ bool has_own_core() {
     const bool same = strcmp(ms_version(), MEMSAVER_VERSION) == 0;
     if (!same) {
       ms_warn("libmemsaver_preload.so of memsaver " MEMSAVER_VERSION
-              " does nothing, because the process has libmemsaver.so of another version: name one "
-              "installation in LD_PRELOAD");
+              " does nothing, because the process loaded another version of libmemsaver.so: "
+              "name one installation in LD_PRELOAD");
     }
     return same;
   }();

@@ -14,8 +14,8 @@ namespace {
 
 constexpr unsigned kMaxCallers = 128;  // further callers work without the cache
 
-// Hooks run in the middle of other allocators and during process exit, so nothing here allocates or
-// is destroyed.
+// Hooks run in the middle of other allocators and during process exit, so this file allocates and
+// destroys nothing.
 Caller callers[kMaxCallers];
 std::atomic<unsigned> used_callers;
 
@@ -97,7 +97,7 @@ Object object_at(const void* address) {
   return search.found;
 }
 
-// Copies the path of the n-th loaded runtime. Returns false if there are fewer.
+// Copies the path of the loaded runtime with index `n`. Returns false if there is none.
 bool runtime_path(unsigned n, char (&path)[PATH_MAX]) {
   struct Search {
     unsigned left;
@@ -177,7 +177,7 @@ void remember(const Object& object, Call call, void* function) {
     caller = caller->next;
   }
   if (caller == nullptr) {
-    // Two threads may both add the object: the first one found is used.
+    // Two threads may both add the object; searches use the first entry found.
     if (used_callers.load(std::memory_order_relaxed) >= kMaxCallers) return;
     const unsigned slot = used_callers.fetch_add(1, std::memory_order_relaxed);
     if (slot >= kMaxCallers) return;

@@ -94,7 +94,7 @@ inline bool is_exiting() {
 // While this exists, Python runs pending signal handlers during the calling thread's waits for
 // tags. A handler that raises ends the wait; so does the interpreter's exit, because Python has
 // stopped the threads that own the tags. Python runs handlers only on the main thread, so other
-// threads wait without running them; if the interpreter exits meanwhile, those threads end when
+// threads wait without running them; if the interpreter exits during a wait, those threads end when
 // they acquire the GIL.
 //
 // `seconds` limits the waits (negative: no limit).

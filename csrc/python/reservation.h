@@ -53,7 +53,8 @@ class Reservation {
     without_gil([&](ms_error* error) { return ms_reservation_take_over(reservation_, error); });
   }
 
-  // Waits at most `seconds` (negative: without a limit); returns whether it was released.
+  // Waits at most `seconds` (negative: without a limit); returns whether the reservation was
+  // released.
   bool wait(double seconds) {
     int is_over = 1;
     if (!reservation_) return true;

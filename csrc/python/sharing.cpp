@@ -22,8 +22,8 @@ py::list list_of_extents(ms_exported* rows, size_t count) {
   });
 }
 
-// Another process that imports memory. One call at a time: at the interpreter's exit another thread
-// may be in a call that never returns, so the object is then left to the process's end.
+// Another process that imports memory. One call at a time. At interpreter exit another thread may
+// be in a call that never returns, so the object is not destroyed after that point.
 class Importer {
  public:
   ~Importer() {
@@ -58,8 +58,8 @@ class Importer {
   std::unique_ptr<ms_importer, decltype(&ms_importer_close)> importer_{nullptr, &ms_importer_close};
 };
 
-// Addresses for memory of another process. One call at a time, and at the interpreter's exit, as
-// above.
+// Addresses for memory of another process. One call at a time; not destroyed at interpreter exit,
+// like Importer.
 class ForeignSpan {
  public:
   ~ForeignSpan() {

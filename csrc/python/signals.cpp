@@ -65,8 +65,8 @@ PyObject* SignalsDeferred::note(PyObject*, PyObject* args) {
       keep_waiting(std::move(signal));
       Py_RETURN_NONE;
     }
-    // In work that is open to handlers, or if code in a block has read this handler and set it
-    // later.
+    // Called in work that is open to handlers, or if code in a block has read this handler and set
+    // it later.
     const auto last = last_->find(number);
     if (last == last_->end() || !last->second) Py_RETURN_NONE;
     PyObject* const result = call(py::object(last->second), signal);

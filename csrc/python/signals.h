@@ -34,8 +34,8 @@ namespace py = pybind11;
 using Raised = std::optional<py::error_already_set>;
 
 enum class Deferral {
-  kWhole,    // until the end or a wait for a tag; a handler's exception ends the wait
-  kPatient,  // until the end, even while the block waits for a tag
+  kWhole,    // defers until the end or a wait for a tag; a handler's exception ends it
+  kPatient,  // defers until the end, even while the block waits for a tag
   kBetween,  // like kPatient, except in a kOpen block inside
   kOpen,     // handlers run despite enclosing kBetween blocks; no effect on other kinds
 };

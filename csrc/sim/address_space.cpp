@@ -26,7 +26,7 @@ uint64_t map_nothing(uint64_t size, uint64_t alignment, uint64_t hint) {
   void* got = mmap(nullptr, total, PROT_NONE, kReserveFlags, -1, 0);
   if (got == MAP_FAILED) return 0;
   const uint64_t begin = reinterpret_cast<uint64_t>(got);
-  const uint64_t address = (begin + total - size) / alignment * alignment;  // the highest, to pack
+  const uint64_t address = (begin + total - size) / alignment * alignment;  // at the top
   if (address > begin) munmap(got, address - begin);
   const uint64_t rest = begin + total - (address + size);
   if (rest > 0) munmap(pointer(address + size), rest);

@@ -20,7 +20,8 @@
 
 namespace memsaver::sim {
 
-// As a device in a check of access: any device suffices, which also allows access by the host.
+// Passed as the device of an access check: access by any device suffices, as for an access by the
+// host.
 constexpr int kAnyDevice = -1;
 
 struct Range {
@@ -45,7 +46,7 @@ struct Mapping {
   bool allows(int device, bool write) const;
 };
 
-// A part of a mapping, as a part of its physical memory. Keeps that memory alive.
+// A part of a mapping, described as a part of its physical memory. Keeps that memory alive.
 struct Piece {
   std::shared_ptr<PhysicalMemory> memory;
   uint64_t offset = 0;  // within the memory

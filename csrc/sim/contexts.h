@@ -12,7 +12,7 @@
 
 namespace memsaver::sim {
 
-// A primary context; its address is the CUcontext. Never destroyed. Has no objects while it is not
+// A primary context; its address is the CUcontext. Never destroyed. Owns no objects while it is not
 // retained.
 struct Context {
   explicit Context(int ordinal) : device(ordinal) {}

@@ -1,10 +1,10 @@
 // Physical memory of one simulated device.
 //
-// Each device has one memfd, and exportable memory has a file of its own, which other processes can
-// map; its last page states the device and the size. In the device's file every allocation gets a
-// file offset that was never used before (the file is sparse and 2^62 bytes long), so new memory
-// reads as zero, nothing fragments, and allocations in sequence are adjacent in the file. Released
-// memory is punched out of the file and returns to the operating system at once.
+// Each device has one memfd, and exportable memory has its own file, which other processes can map;
+// its last page states the device and the size. In the device's file every allocation gets a file
+// offset that was never used before (the file is sparse and 2^62 bytes long), so new memory reads
+// as zero, nothing fragments, and allocations in sequence are adjacent in the file. Released memory
+// is punched out of the file and returns to the operating system at once.
 #pragma once
 
 #include <cuda.h>

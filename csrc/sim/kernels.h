@@ -10,7 +10,7 @@ namespace memsaver::sim {
 
 struct Module {
   Context* context = nullptr;
-  CUfunction kernel = nullptr;  // ms_fingerprint; null until it is looked up
+  CUfunction kernel = nullptr;  // ms_fingerprint; null before the kernel is looked up
 };
 
 // Returns whether the bytes begin like a fatbin, an ELF object or PTX.

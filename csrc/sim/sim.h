@@ -124,7 +124,7 @@ void sim_hold_memory(uint64_t address, uint64_t bytes);
 void sim_deinitialize(int gone);
 
 // Returns the tag of the paused memory at an address, zero-terminated, or null for an address that
-// is not paused memory. Runs in a signal handler on any thread, so it may make only
+// is not paused memory. It is called in a signal handler on any thread, so it may make only
 // async-signal-safe calls.
 typedef const char* (*sim_paused_tag)(uint64_t address);
 

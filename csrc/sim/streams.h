@@ -56,7 +56,7 @@ struct Stream {
   bool blocking = true;  // synchronises with the legacy stream
   bool closed = false;   // destroyed; still runs its queue
   bool has_worker = false;
-  std::deque<Operation> queue;  // the front one may be running
+  std::deque<Operation> queue;  // the first operation may be running
   TicketPtr last;               // the ticket of the last operation; may be null
   std::shared_ptr<Capture> capture;
   std::condition_variable
@@ -97,7 +97,7 @@ class Streams {
   void report_use(const char* call, const Range& range);
   uint64_t queued_operations() const;
 
-  // Set the delays that sim.h describes.
+  // These functions set the delays that sim.h describes.
   void set_delay(uint64_t microseconds) { delay_us_ = microseconds; }
   void set_copy_rate(uint64_t bytes_per_second) { copy_rate_ = bytes_per_second; }
   void hold(bool held);

@@ -33,7 +33,7 @@ __all__ = [
 EVERYTHING = frozenset(RELEASE_ORDER)
 
 _POLL_SECONDS = 1.0
-_WAKE_SECONDS = 60.0  # the least time that a request waits for a wake-up
+_WAKE_SECONDS = 60.0  # the minimum time for which a request waits for a wake-up
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 1.0
 
 
@@ -41,7 +41,7 @@ class Sleeper(Protocol):
     """The calls that `Admission` makes to an engine."""
 
     async def released(self) -> frozenset[str] | None:
-        """Query the released tags; None if the engine does not report them."""
+        """Query the released tags; Returns None if the engine does not report them."""
 
     async def resume(self, tags: Collection[str]) -> frozenset[str]:
         """Resume tags, and return the tags that are released afterwards. Raises if it fails."""
@@ -136,10 +136,10 @@ class Admission:
         return self._released
 
     def abort(self, ids: Collection[str], every: bool = False) -> None:
-        """Record that a caller aborts the generations with one of these names, or every one.
+        """Record that a caller aborts the generations with one of these names, or all generations.
 
-        Waiting generations fail. The engine aborts those that it has received; those that it has
-        refused are not sent again.
+        Waiting generations fail. The engine aborts the generations that it has received; refused
+        ones are not sent again.
         """
         if self._ignores_aborts:
             return
@@ -151,7 +151,7 @@ class Admission:
     def own_aborts(self) -> Iterator[None]:
         """Ignore aborts during the block.
 
-        memsaver makes them itself, in order to send a request again. The block must not await.
+        memsaver makes such aborts itself before it sends a request again. The block must not await.
         """
         self._ignores_aborts = True
         try:
@@ -165,7 +165,8 @@ class Admission:
 
         Args:
             request: the generation.
-            whole: the generation of which it is a part, and whose aborts also count; or None.
+            whole: the generation that contains `request`, if any; its aborts apply to `request`
+                too.
         """
         before = self._generations.get(whole, set())
         self._generations[request] = before.intersection([None, *request.ids])
@@ -205,10 +206,10 @@ class Admission:
                 called while the request waits.
 
         Raises:
-            EngineAsleepError: a needed tag is released. Raised at once under "refuse", or if too
-                many requests are held; under "wait", at the deadline; under "wake", if the wake-up
-                fails (its error is the cause), or if the engine does not answer it by the deadline
-                or within 60 s, whichever is later.
+            EngineAsleepError: a needed tag is released. With "refuse", or if too many requests are
+                held, it is raised at once; with "wait", at the deadline; with "wake", if the
+                wake-up fails (its error is the cause), or if the engine does not answer the wake-up
+                by the deadline or within 60 s, whichever is later.
             ClientGoneError: the client has disconnected.
             RequestAbortedError: `is_gone` raised it.
         """

@@ -1,7 +1,7 @@
 """Requests that an engine's integration sends after `Admission` has admitted them.
 
-The engine's own processes check each request last. If they refuse one, because a release arrived
-first, it is sent again, or it raises the same error as `Admission`.
+The engine's own processes make the final check of each request. If they refuse one, because a
+release arrived first, it is sent again, or it raises the same error as `Admission`.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Generation(Protocol):
         """Return the refusal that the first output contains; None for any other output."""
 
     def refused_part(self, output: Any) -> Generation | None:
-        """Return the part of the request that a later output refuses, to be sent again alone.
+        """Return the part of the request that a later output refuses, so that it is sent again.
 
         Returns:
-            A part that has had no output; None if the output does not refuse such a part.
+            A part without earlier output; None if the output does not refuse such a part.
         """
 
     async def take_back(self, deadline: float) -> None:
@@ -63,8 +63,8 @@ async def generation(admission: Admission, what: str, request: Generation) -> As
     Raises:
         EngineAsleepError: see `Admission.admit`.
         ClientGoneError: the client has disconnected.
-        RequestAbortedError: a caller has aborted the request, or a part of it, and the engine has
-            not received it or has refused it.
+        RequestAbortedError: a caller has aborted the request, or a part of it, before the engine
+            accepted it.
     """
     deadline = admission.deadline()
 

@@ -20,7 +20,7 @@ def run(work: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
     """Run a coroutine to its end, and return its result.
 
     The calling thread runs it, unless it has a running event loop, as in a notebook: then another
-    thread runs it. Unlike `asyncio.run`, does not change the thread's current event loop.
+    thread runs it. Unlike `asyncio.run`, this leaves the thread's current event loop unchanged.
     """
     if not is_in_loop():
         return _run(work)

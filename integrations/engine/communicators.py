@@ -1,7 +1,7 @@
 """Suspends an engine's NCCL communicators while its memory is released, on all ranks or on none.
 
-NCCL waits in each call for the other ranks of the communicator, indefinitely. So a communicator
-is suspended only if all of its ranks take part; to verify this, the ranks exchange lists of
+NCCL waits in each call for the other ranks of the communicator, indefinitely. A communicator is
+therefore suspended only if all of its ranks take part; to verify this, the ranks exchange lists of
 their communicators. Before a resume, all ranks check that there is enough free memory: if NCCL's
 call failed on one rank, the other ranks would wait in theirs, and the communicator would be lost.
 
@@ -47,11 +47,11 @@ class Suspender:
         self._lost = ""  # the error of a call in which another rank did not take part
 
     def suspend(self, group: Group) -> list[RankReport]:
-        """Suspend the communicators whose ranks all belong to `group`, and that have memory.
+        """Suspend the communicators that have memory and whose ranks all belong to `group`.
 
-        After a failure, some may be suspended. `resume` resumes them. Exceptions: if a communicator
-        is suspended on only some of its ranks, every later `resume` fails; if a rank still waits in
-        NCCL for a failed rank, every later `suspend` and `resume` fails.
+        After a failure, some communicators may be suspended. `resume` resumes them. Exceptions: if
+        a communicator is suspended on only some of its ranks, every later `resume` fails; if a rank
+        still waits in NCCL for a failed rank, every later `suspend` and `resume` fails.
         """
         found: list[Communicator] = []
 
@@ -85,10 +85,12 @@ class Suspender:
         """Resume all suspended communicators, and call `work`.
 
         If every rank has ample memory for both, they run at the same time, because `work` mostly
-        waits for copies, and the resume for the driver. Otherwise, `work` runs after the resume.
+        waits for copies, and the resume mostly waits for the driver. Otherwise, `work` runs after
+        the resume.
 
-        Nothing is done if a rank lacks memory for the communicators, or if one of them cannot be
-        resumed because `suspend` failed. `work` may have run even if a communicator's resume fails.
+        Raises, without any effect, if a rank lacks memory for the communicators, or if a
+        communicator cannot be resumed because `suspend` failed. `work` may have run even if a
+        communicator's resume fails.
 
         Args:
             group: the ranks.
@@ -198,7 +200,7 @@ def _complete(
 
 
 def of_torch(device: int) -> list[Communicator]:
-    """Return the communicators of torch's process groups on a device, without unused ones."""
+    """Return the communicators of torch's process groups on a device, except unused ones."""
     torch: Any = sys.modules.get("torch")  # a process without torch has none of its communicators
     library = loaded()
     if library is None or torch is None:

@@ -14,10 +14,10 @@ __all__ = [
 
 
 class EngineError(MemsaverError):
-    """The engine did not complete a request: it died, or answered with an error.
+    """The engine did not complete a request, because it died or reported an error.
 
     Attributes:
-        http_status: the HTTP status of a server's answer; 0 if there was none.
+        http_status: the HTTP status of a server's answer; 0 if there was no answer.
     """
 
     _status = "ENGINE_FAILED"

@@ -127,6 +127,6 @@ class Fields:
     def _refuse(self, name: str, words: str, value: object) -> NoReturn:
         try:
             shown = redacted(repr(value))[:_SHOWN_CHARACTERS]
-        except (ValueError, RecursionError):  # a number of thousands of digits
+        except (ValueError, RecursionError):  # an integer with thousands of digits
             shown = f"a {type(value).__name__}"
         raise EngineError(f"{self._source}: {name!r} must be {words}, not {shown}")

@@ -4,7 +4,7 @@
 |---|---|
 | `tags` | memory that is still mapped in memsaver's tags |
 | `graphs` | torch's private pools outside tags: CUDA graphs that cannot be paused |
-| `tensors` | torch's tensors outside tags and private pools, cuBLAS's workspaces among them |
+| `tensors` | torch's tensors outside tags and private pools, including cuBLAS's workspaces |
 | `cache` | torch's cached memory without a tensor |
 | `nccl` | memory of NCCL's communicators, if NCCL reports it |
 | `rest` | all other memory in use on the device: CUDA contexts, libraries, other processes |
@@ -96,8 +96,8 @@ def release_cache() -> None:
 def clear_workspaces(device: int) -> None:
     """Release cuBLAS's workspaces, which torch allocates again when they are needed.
 
-    Does nothing if torch has a private pool outside tags, which CUDA graphs have: graphs contain
-    the workspaces' addresses. The caller checks for graphs in tags.
+    Does nothing if torch has a private pool outside tags: CUDA graphs use such pools, and graphs
+    contain the workspaces' addresses. The caller checks for graphs in tags.
     """
     torch = torch_with_cuda()
     if torch is not None and not of_segments(_segments(device))["graphs"]:

@@ -27,5 +27,5 @@ class IdleTimer:
         return max(0.0, self._since + self._seconds - self._clock())
 
     def restart(self) -> None:
-        """Start again: a request has arrived, or the engine cannot release its memory now."""
+        """Restart the timer: a request has arrived, or the engine cannot release memory now."""
         self._since = self._clock()

@@ -1,7 +1,7 @@
-"""Callbacks that run after the import of a module, without importing it.
+"""Callbacks that run after other code has imported a module.
 
-A platform plugin of SGLang runs during SGLang's own imports, when the modules that the plugin needs
-cannot be imported yet, because their own dependencies are only partly imported.
+A platform plugin of SGLang runs during SGLang's own imports. The modules that the plugin needs
+cannot be imported at that time, because their dependencies are only partly imported.
 """
 
 from __future__ import annotations

@@ -84,8 +84,8 @@ class Engine(Protocol):
         Args:
             args: the engine's arguments.
             kwargs: the engine's arguments, and `timeout`: seconds for the call, by default
-                `GENERATION_SECONDS`. For an engine in this process with blocking calls, it limits
-                only the wait for other threads' calls.
+                `GENERATION_SECONDS`. For an engine in this process with blocking calls, the timeout
+                limits only the wait for other threads' calls.
         """
 
 
@@ -213,7 +213,7 @@ class Backend(Protocol):
     def tp_size(self) -> int:
         """The number of the engine's ranks, each with its own payload.
 
-        They are numbered by data-parallel replica, then by pipeline stage, then in the
+        Ranks are numbered by data-parallel replica, then by pipeline stage, then by rank in the
         tensor-parallel group.
         """
 
@@ -230,8 +230,8 @@ class Backend(Protocol):
         Args:
             mode: the treatment of requests in flight. "abort" ends them with the tokens generated
                 so far; "retract" drops their KV cache, and computes it again later; "in_place"
-                keeps the KV cache, so that they continue with results of the old weights; "wait"
-                lets them finish first, if the engine can.
+                keeps the KV cache, so that they continue with values computed by the old weights;
+                "wait" lets them finish first, if the engine can.
             timeout: seconds; after a timeout, generation may or may not be paused.
         """
 

@@ -16,8 +16,8 @@ class Knowledge:
     """The tags that are known to be released. Any thread; no call here queries the engine.
 
     A reply may be late and belong to an earlier query, because some engines do not match replies to
-    queries: they accept any replies until there are as many as schedulers. So `fits` and `are_new`
-    check replies before `learn` adopts them.
+    queries: they accept any replies until they have one for each scheduler. Therefore `fits` and
+    `are_new` check replies before `learn` adopts them.
 
     Attributes:
         anywhere: the tags that are released on at least one scheduler.
@@ -58,8 +58,8 @@ class Knowledge:
                 self.is_known = False
                 raise EngineError(
                     "the engine had memsaver's plugin and no longer has it, so it was replaced, "
-                    "and its released tags are unknown: make a new controller for it, or start it "
-                    "with the plugin"
+                    "and its released tags are unknown: create a new controller for it, or start "
+                    "it with the plugin"
                 )
             return
         sets = [frozenset(state.released) for state in states]
@@ -109,7 +109,7 @@ class Knowledge:
             self.is_known = True
 
     def fits(self, states: Sequence[SchedulerState]) -> bool:
-        """Return whether each scheduler has one state, none older than a known one."""
+        """Return whether `states` has one state for each scheduler, and no outdated state."""
         with self._lock.locked():
             return _is_one_of_each(states) and not any(
                 (state.last.number if state.last else 0) < self._numbers.get(state.scheduler, 0)

@@ -18,7 +18,7 @@ class Launcher(Protocol):
     """The module `launch` of an engine's package. See its functions for their errors."""
 
     def sizes_of(self, arguments: Mapping[str, Any], ranks: int | None) -> Sizes:
-        """Return the parallel sizes that an engine's arguments set; `ranks` is the limit."""
+        """Return the parallel sizes that an engine's arguments set, for at most `ranks` ranks."""
 
     def place(
         self, gpus: Sequence[Gpu | None], dp_rank: int, sizes: Sizes | None = None
@@ -33,8 +33,8 @@ class Launcher(Protocol):
                 `RolloutEngine.launch`.
 
         Raises:
-            ConfigError: a value is invalid, no request would wake an engine that fell asleep, or
-                a variable turns the engine's plugin off.
+            ConfigError: a value is invalid, no request would wake an engine that releases its
+                memory when idle, or a variable turns the engine's plugin off.
         """
 
     def launch(

@@ -59,7 +59,7 @@ def result_of(
         timeout: seconds to wait.
         death: describes a process of the engine that ended; "" if none has.
         wait: waits for the call for some seconds; None waits for another thread.
-        kinds: memsaver's errors for some of the engine's errors, keyed by their class names.
+        kinds: memsaver's errors by the class names of the engine's errors that they replace.
 
     Raises:
         EngineTimeoutError: the call did not return in time.

@@ -1,4 +1,4 @@
-"""Locks with a bounded wait, which an interrupt cannot leave locked."""
+"""Locks with a bounded wait, which are released even after an interrupt."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _HANDLERS_SECONDS = 0.05  # the longest time for which a wait defers signal hand
 def locked(
     lock: threading.Lock, seconds: float, late: Callable[[], Exception]
 ) -> Iterator[list[threading.Lock]]:
-    """Own a lock for the block, which receives the lock in a list.
+    """Own a lock during the block, which receives the lock in a list.
 
     If the block empties the list, another thread releases the lock instead.
 
     Args:
-        lock: the lock. Unlike a `Gate`, it may be released by another thread.
+        lock: the lock. Unlike a `Gate`, the lock may be released by another thread.
         seconds: the longest wait. Signal handlers run during the wait.
         late: returns the error that is raised after the wait.
     """

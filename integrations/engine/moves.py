@@ -95,7 +95,7 @@ def pause(
 
 
 class _Pause:
-    """A pause in two steps, on this rank. Closing `held` cancels a pause that has not run.
+    """A pause in two steps, on this rank. Closing `held` before the pause has run cancels it.
 
     The pause consists of one or more calls to memsaver: see `_steps`.
     """
@@ -156,9 +156,9 @@ class _Pause:
         cache, so that the driver clears the cache's memory during the copies. If the save fails,
         losing the cache is harmless, because the engine has already flushed it; if the pause of
         the cache fails, the saved tags are still paused. Otherwise the pauses run one after the
-        other, because a first save is the most likely to fail, for lack of host memory: all with
-        the regions' own policies in one call, then those with other backups, and last those that
-        discard contents which the policy would save.
+        other, because a first save is the most likely to fail, for lack of host memory: first all
+        pauses with the regions' own policies, in one call; then pauses with other backups; last,
+        pauses that discard contents which the policy would save.
         """
         policies = {name: policy_of(name) for name in self._names}
         wanted = {

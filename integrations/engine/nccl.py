@@ -2,8 +2,8 @@
 
 NCCL has them since version 2.29.7. A suspended communicator keeps its connections and its
 addresses, so CUDA graphs that contain its kernels stay valid; until it is resumed, each use of it
-is an illegal memory access. Both functions wait for the communicator's other ranks. They concern
-only memory that NCCL allocates through the driver's virtual memory functions, that is, with
+is an illegal memory access. Both functions wait for the communicator's other ranks. They apply only
+to memory that NCCL allocates through the driver's virtual memory functions, that is, with
 NCCL_CUMEM_ENABLE=1.
 """
 
@@ -89,7 +89,7 @@ class Nccl:
 
 
 class Call:
-    """A running call of a function that waits for other ranks, on a thread of its own.
+    """A call that waits for other ranks, running on its own thread.
 
     Args:
         name: the function's name.

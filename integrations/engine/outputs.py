@@ -35,7 +35,7 @@ def sample(
         token_ids: the generated tokens.
         logprobs: their log-probabilities, of which None becomes NaN; or None. After an abort, the
             engine may report some for tokens other than these.
-        finish: the reason of the end.
+        finish: the reason for the end.
         version: the version of the weights, or None.
 
     Raises:
@@ -55,7 +55,7 @@ def sample(
 
 
 def format_error(engine: str, output: Any, error: Exception) -> EngineError:
-    """Return the error for an output in which one of `INVALID` was raised."""
+    """Return the error for an output whose reading raised an exception of `INVALID`."""
     return EngineError(
         f"the engine's output does not have {engine}'s format ({type(error).__name__}: {error}): "
         f"{excerpt(output)}"

@@ -67,9 +67,9 @@ class Sizes:
     """The parallel sizes of an engine.
 
     Attributes:
-        width: the ranks of a tensor-parallel group.
-        stages: the pipeline stages of a replica.
-        replicas: the data-parallel replicas with ranks of their own.
+        width: the number of ranks in a tensor-parallel group.
+        stages: the number of pipeline stages in a replica.
+        replicas: the number of data-parallel replicas that do not share ranks.
     """
 
     width: int
@@ -78,7 +78,7 @@ class Sizes:
 
     @property
     def ranks(self) -> int:
-        """The number of all ranks."""
+        """The total number of ranks."""
         return self.width * self.stages * self.replicas
 
 
@@ -114,8 +114,8 @@ def by_host(gpus: Sequence[Gpu | None]) -> list[list[Gpu]]:
     hosts = [group[0].host for group in groups]
     if len(set(hosts)) < len(hosts) or len({len(group) for group in groups}) > 1:
         raise ConfigError(
-            "the ranks of an engine on several hosts must be adjacent, and as many on each host, "
-            f"not on {', '.join(gpu.host for gpu in known)}"
+            "the ranks of an engine on several hosts must be adjacent, with the same number on "
+            f"each host; they are on {', '.join(gpu.host for gpu in known)}"
         )
     for group in groups:
         names = [gpu.name for gpu in group]

@@ -59,9 +59,10 @@ class Parent:
         self._thread: threading.Thread | None = None
 
     def run(self, work: Callable[[], Result]) -> Result:
-        """Return the result of `work`, which runs on this thread, or on a calling main thread.
+        """Run the work on this thread, and return its result.
 
-        Called once. Exceptions propagate.
+        If the main thread calls, the work runs on the main thread. Called once. Exceptions
+        propagate.
         """
         if threading.current_thread() is threading.main_thread():
             return work()
@@ -96,12 +97,16 @@ class Processes:
         self._before = self._children()
 
     def _children(self) -> list[Any]:
-        # Linux knows which thread started a process. Others may start some at the same time.
+        # Linux knows which thread started a process. Other threads may start processes at the same
+        # time.
         pids = _children_of(f"/proc/self/task/{self._thread_id}/children")
         return [child for child in multiprocessing.active_children() if child.pid in pids]
 
     def record(self) -> None:
-        """Record the processes and their descendants: `end` kills also those of dead processes."""
+        """Record the processes and their descendants.
+
+        `end` can then also kill the descendants of processes that have exited.
+        """
         self._found = [child for child in self._children() if child not in self._before]
         for child in self._found:
             self._descendants.update(descendants_of(child.pid))
@@ -145,7 +150,7 @@ def kill(processes: Sequence[Any], started: Iterable[Descendant] = ()) -> None:
         started: further processes to kill. A dead process no longer has descendants, but processes
             that it started may still be running.
     """
-    # The id of a dead process may belong to another one.
+    # The id of a process that has exited may belong to a new process.
     alive = [process for process in processes if process.is_alive()]
     others = {one for process in alive for one in descendants_of(process.pid)}.union(started)
     for process in processes:

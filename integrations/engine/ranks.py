@@ -30,7 +30,7 @@ class Figures:
 class Group:
     """The ranks of a torch process group with a CPU backend; None is a group of one rank.
 
-    Every wait for the other ranks ends after the group's own timeout.
+    Every wait for the other ranks ends after the group's timeout.
     """
 
     def __init__(self, group: Any) -> None:
@@ -114,7 +114,10 @@ class Group:
         return outcomes.values(lambda bad: bad.error(""))
 
     def barrier(self) -> None:
-        """Wait until every rank has made this call. Matches a barrier in the engine's own code."""
+        """Wait until every rank has made this call.
+
+        Other ranks may call a barrier in the engine's own code instead.
+        """
         if self._group is not None and self.size > 1:
             import torch.distributed
 

@@ -47,7 +47,7 @@ def asleep_in(text: object) -> EngineAsleepError | None:
 
 
 class Refusal:
-    """Passes the error of a refused request to the server's middleware.
+    """Passes a refused request's error to the server's middleware.
 
     Attributes:
         error: the error; None if the request was not refused.

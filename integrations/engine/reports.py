@@ -78,7 +78,7 @@ class SleepReport:
 def rank_reports(answers: Iterable[Answer]) -> tuple[RankReport, ...]:
     """Return the reports in all answers, one per rank: data-parallel schedulers may share ranks.
 
-    Reports without a process id are kept apart by their place in an answer.
+    Reports without a process id are distinguished by their position in an answer.
     """
     ranks: dict[tuple[object, ...], RankReport] = {}
     for number, answer in enumerate(answers):

@@ -18,7 +18,7 @@ class Requests:
     """A counter of requests in flight, which rejects new ones while it is closed. Any thread."""
 
     def __init__(self) -> None:
-        self._lock = Mutex()  # for the attributes below; no thread waits inside it
+        self._lock = Mutex()  # protects the attributes below; never owned during a wait
         self._in_flight = 0
         self._closed = False
         self._ended = Latch()  # opened and replaced at the end of each request
@@ -61,7 +61,7 @@ class Requests:
             left: returns the remaining seconds for the wait.
 
         Raises:
-            EngineBusyError: requests are in flight, after the wait if there is one.
+            EngineBusyError: requests are in flight; with `wait`, after the timeout.
         """
         closed: list[bool] = []
         open_again = functools.partial(self._open, closed)

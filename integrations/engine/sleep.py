@@ -25,7 +25,7 @@ __all__ = ["EngineController"]
 _POLL_SECONDS = 0.02
 _MOST_QUERIES = 4  # until the states of all schedulers arrive together
 
-# HTTP statuses of a server that did not pass the call on to its engine.
+# The HTTP statuses of a server that did not forward the call to its engine.
 _NOT_PASSED_ON = (307, 308, 401, 403, 404, 405, 422)
 
 
@@ -105,7 +105,8 @@ class EngineController:
     def check(self, operation: str) -> None:
         """Raise `InvalidStateError` if the engine would not accept an operation.
 
-        An engine that holds requests while it sleeps, or wakes up for them, accepts them all.
+        An engine that holds requests while it sleeps, or wakes up for them, accepts every
+        operation.
 
         Args:
             operation: "generate" or "update_weights".
@@ -164,8 +165,8 @@ class EngineController:
             wait_idle: wait until no request is in flight, instead of raising.
             abort: abort the requests in flight, and wait until they have ended.
             flush: flush the prefix cache even if only other tags are released, for example before
-                new weights. Without the plugin the cache is always flushed, because a flush reveals
-                a busy engine.
+                new weights. Without the plugin the cache is always flushed, because a failed flush
+                shows that the engine is busy.
             keep_weights: False if all weights will be loaded again before they are used, so that an
                 engine that keeps weights in a sleep need not save them. With the plugin, an engine
                 with a draft model keeps them; SGLang without the plugin keeps them in any case.
@@ -240,7 +241,7 @@ class EngineController:
 
     @contextlib.contextmanager
     def asleep(self, tags: Tags = None, **options: Any) -> Iterator[SleepReport]:
-        """Sleep for the block, and wake the same tags at its end, even after an exception.
+        """Sleep during the block, and wake the same tags at its end, even after an exception.
 
         Args and errors are those of `sleep` and `wake_up`. Yields the report of `sleep`.
         """
@@ -253,7 +254,7 @@ class EngineController:
 
     @contextlib.contextmanager
     def staged_wake(self, *, timeout: float = 60.0) -> Iterator[list[SleepReport]]:
-        """Wake the weights before the block, which updates them, and other tags after the block.
+        """Wake the weights before a block that updates them, and the other tags after the block.
 
         The KV cache and the graphs need their memory only after the block, when the block's own
         copy of the weights is already released. After an exception in the block the other tags stay
@@ -288,7 +289,7 @@ class EngineController:
                 except EngineTimeoutError as late:
                     if time.monotonic() < deadline:
                         raise
-                    raise busy() from late  # the last answer reported requests
+                    raise busy() from late  # the last answer reported requests in flight
 
         steps.append(timed("wait_idle" if self.guarded else "flush", until_idle))
         if flush and self.guarded:
@@ -316,7 +317,7 @@ class EngineController:
         )
 
     def _states(self, deadline: float) -> list[SchedulerState]:
-        """Query the schedulers' states; repeat if some replies belonged to an earlier query.
+        """Query the schedulers' states, again if some replies belonged to an earlier query.
 
         Raises:
             EngineError: no query returned exactly one reply from each scheduler. The state is

@@ -21,7 +21,7 @@ __all__ = ["LEAST_SECONDS", "environment", "started"]
 
 Result = TypeVar("Result")
 
-LEAST_SECONDS = 1.0  # for each step of a start, even after its deadline
+LEAST_SECONDS = 1.0  # the minimum time for each step of a start, even after its deadline
 
 # The variables of the ranks' own process group, which an engine would use for its group.
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -41,7 +41,7 @@ def environment(
         visible: the GPUs that the processes see; None for those of this process.
         defaults: variables to set unless they are set.
         variables: further variables to set.
-        kept: prefixes of variables that keep the values that the block gives them.
+        kept: prefixes of variables that are not restored after the block.
     """
     before = dict(os.environ)
     for name in before:
@@ -69,8 +69,8 @@ def started(
 ) -> tuple[Result, Processes]:
     """Return the result of `start`, and the processes that it has started.
 
-    Ends these processes if `start` fails, and at the deadline, which makes it fail: engines wait
-    for their processes, and notice their end.
+    Ends these processes if `start` fails. At the deadline, ends them so that `start` fails: engines
+    wait for their processes, and detect that they have exited.
 
     Args:
         start: starts the engine.

@@ -28,7 +28,9 @@ Tags: TypeAlias = str | Sequence[str] | None
 
 
 def selected(tags: Tags, order: Sequence[str]) -> list[str]:
-    """Return the tags that a caller selects, in `order`. Never empty: to an engine, () means all.
+    """Return the tags that a caller selects, in `order`.
+
+    The result is never empty, because engines treat () as all tags.
 
     Raises:
         ConfigError: a tag is unknown, or the list is empty.

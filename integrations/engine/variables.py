@@ -25,7 +25,7 @@ _VALUES = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
     **dict.fromkeys(("0", "false", "no", "off"), False),
 }
-_ATTRIBUTE = "_memsaver_policy"  # of an engine, or of an object in one of its processes
+_ATTRIBUTE = "_memsaver_policy"  # an attribute of an engine, or of an object in its processes
 
 
 def flag(name: str, default: bool) -> bool:
@@ -38,10 +38,10 @@ def flag(name: str, default: bool) -> bool:
 
 
 def backup(name: str) -> Backup:
-    """Return the place where contents are saved; "host" unless the variable is set.
+    """Return the place for backups that a variable names; "host" if it is not set.
 
     Raises:
-        ConfigError: the value is not a place.
+        ConfigError: the value is unknown.
     """
     text = os.environ.get(name, "").strip().lower() or "host"
     for place in BACKUPS:
@@ -107,13 +107,13 @@ def _policy(prefix: str, arguments: Mapping[str, Any] = MappingProxyType({})) ->
 
     Args:
         prefix: see `EnginePolicies`.
-        arguments: values by the name of their variable in lower case, without the prefix. Each one
-            that is not None overrides its variable.
+        arguments: values by the name of their variable in lower case, without the prefix. An
+            argument that is not None overrides its variable.
 
     Raises:
         ConfigError: a value is invalid, or no request would wake an engine that fell asleep.
     """
-    names: dict[str, str] = {}  # of the arguments and variables in effect
+    names: dict[str, str] = {}  # the arguments and variables in effect
     values: dict[str, Any] = {}
     for option, (field, parse, is_valid, rule) in _OPTIONS.items():
         given = value = arguments.get(option)

@@ -197,7 +197,7 @@ def adapt(
             updated.
         offload_optimizer: whether `maybe_offload_optimizer` has an effect. None follows LightRFT's
             `--adam_offload`. With DeepSpeed, that flag keeps the states on the host permanently:
-            leave it out, and pass True.
+            omit the flag, and pass True.
         tag: the tag of the first optimizer; later ones append a number.
         timeout: seconds for an engine's sleep or wake-up, including the wait for requests.
 

@@ -16,7 +16,7 @@ from .ranks import on_every_rank
 __all__ = ["WEIGHTS_POLICIES", "EngineMemory"]
 
 WEIGHTS_POLICIES = ("keep", "backup", "resend")
-_AGAIN = "the other ranks' engines succeeded; the call may be repeated, and skips them"
+_AGAIN = "the other ranks' engines succeeded; the call may be repeated, and skips these engines"
 
 
 class EngineMemory:
@@ -49,7 +49,7 @@ class EngineMemory:
         if rollout is None or getattr(rollout, "_tp_rank", 0) != 0:
             return None
         if self._controller is None or self._controlled is not rollout._engine:
-            from ..sglang.sleep import SleepController  # the engine is SGLang's: see `Adapted`
+            from ..sglang.sleep import SleepController  # SGLang's engine only: see `Adapted`
 
             self._controller = SleepController(rollout._engine, timeout=self._timeout)
             self._controlled = rollout._engine

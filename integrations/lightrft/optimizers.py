@@ -43,7 +43,7 @@ class OptimizerMemory:
             on_every_rank(
                 "putting the optimizer into a tag",
                 lambda: self._put(inner, is_wrapped),
-                "on the other ranks it is in the tag, which changes no contents; call it again",
+                "on the other ranks it is in the tag, with unchanged contents; repeat the call",
             )
             self._settled.add(inner)
         _transitions().pause(self._tags[inner])
@@ -62,7 +62,7 @@ class OptimizerMemory:
 
     @collective_block
     def there(self) -> Iterator[None]:
-        """Map the memory of all optimizers for the block. Raises like `resume` and `pause`."""
+        """Map the memory of all optimizers during the block. Raises like `resume` and `pause`."""
         tags = sorted(handle.tag for handle in self._handles.values() if _is_paused(handle))
         if tags:
             _transitions().resume(*tags)
@@ -85,7 +85,7 @@ class OptimizerMemory:
     def _is_settled(self, inner: Any) -> bool:
         try:
             return inner in self._settled
-        except Exception:  # an unsuitable object, which `_put` rejects on all ranks
+        except Exception:  # raised for an unsuitable object, which `_put` rejects on all ranks
             return False
 
     def _put(self, inner: Any, is_wrapped: bool) -> None:

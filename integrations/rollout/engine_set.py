@@ -33,9 +33,10 @@ class EngineSet:
             engines.update_weights(model, group=group, pause="retract")
 
     An update succeeds on all engines or fails: the error's message names the engines that failed,
-    and if an engine died, the call waits for the others for at most a few seconds. After a
-    failed update engines have both old and new weights; repeating the call updates all of them.
-    To leave out an engine that died, make a set of the others, and a new group.
+    and if an engine died, the call waits for the others for at most a few seconds. After a failed
+    update, the engines may have a mix of old and new weights; repeating the call updates all of
+    them. To continue without an engine that died, create a set of the other engines, and a new
+    group.
 
     All other calls are made on the engines themselves, which their owner closes.
 
@@ -62,7 +63,7 @@ class EngineSet:
     def __init__(self, engines: Sequence[RolloutEngine]) -> None:
         self.engines = tuple(engines)
         if not self.engines or not all(isinstance(one, RolloutEngine) for one in self.engines):
-            raise ConfigError("an EngineSet needs at least one RolloutEngine, and nothing else")
+            raise ConfigError("an EngineSet takes a list of one or more RolloutEngines")
         places = {(one.layout.tp_ranks, one.layout.dp_rank) for one in self.engines}
         if len(places) > 1 or len(set(map(id, self.engines))) < len(self.engines):
             raise ConfigError(
@@ -119,7 +120,7 @@ class _Backends:
         return self
 
     def check(self, operation: str) -> None:
-        # The query of an engine's state has a timeout of its own.
+        # The query of an engine's state has its own timeout.
         timeout = max(one.timeout for one in self._engines)
         self._each(lambda backend, _: backend.control.check(operation), timeout)
 
@@ -165,7 +166,8 @@ class _Backends:
             try:
                 return backend.load_weights(load)
             except BaseException:
-                # The others may wait for this engine's ranks, which forward what they receive.
+                # Other engines may wait for this engine's ranks, which forward the tensors that
+                # they receive.
                 self._withdraw(backend, first, load)
                 raise
 
@@ -200,8 +202,8 @@ class _Backends:
     def _each(self, call: Callable[[Backend, int], Result], timeout: float) -> list[Result]:
         """Make a call to all engines at the same time, and return their results.
 
-        After a failure the others have only `END_SECONDS` more: they may wait for the engine that
-        failed.
+        After a failure the other engines have only `END_SECONDS` more, because they may wait for
+        the engine that failed.
 
         Args:
             call: makes the call; its arguments are the engine and the number of its first rank.

@@ -12,7 +12,7 @@ __all__ = ["RestartLimitError", "WeightMismatchError"]
 class WeightMismatchError(MemsaverError):
     """An engine's weights differ from those sent. The sender's weights are unchanged.
 
-    Some of the engine's weights are new and others are not: update them again before it generates.
+    Only some of the engine's weights are new: update them again before the engine generates.
 
     Attributes:
         tensors: the sender's names of the tensors concerned.

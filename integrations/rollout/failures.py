@@ -36,7 +36,7 @@ class SerializedError:
         """Serialise the error to bytes, from which `parse` reads it on any rank."""
         try:
             error = PICKLES.pack_error(self.error) if self.error is not None else b""
-        except Exception:  # not picklable, or its class needs other arguments
+        except Exception:  # the exception cannot be pickled, or its class needs other arguments
             error = b""
         return pack((self.failure, error))
 

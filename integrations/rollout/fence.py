@@ -50,7 +50,7 @@ class Fence:
             try:
                 together = Together(group, timeout, lane, refused=refused, following=left)
                 self._along.append(together)
-            except BaseException as error:  # the ranks along the other dimensions wait
+            except BaseException as error:  # the ranks along the other dimensions still wait
                 refused = error
         if refused is not None:
             self.close()

@@ -16,14 +16,14 @@ from memsaver.errors import MemsaverError
 __all__ = ["LowWater"]
 
 _END_SECONDS = 1.0  # the longest wait for the sample in progress
-_SECONDS = 0.005  # between two samples, each of which takes the driver some microseconds
+_SECONDS = 0.005  # the interval between two samples, each of which takes some microseconds
 
 
 class LowWater:
     """The low-water mark of a device's free memory in a block; counts the use of all processes.
 
-    Samples at the beginning, at the end, and in between on its own thread. Memory that is allocated
-    and released between two samples is not counted.
+    Takes samples at the beginning, at the end, and between them on its own thread. Memory that is
+    allocated and released between two samples is not counted.
 
     Attributes:
         free: the smallest free memory of all samples, in bytes; 0 if there is no driver.

@@ -25,8 +25,8 @@ _SPARE_BYTES = 1 << 30
 class Overlap:
     """Transitions of the trainer's memory that run during other stages of a session.
 
-    Each rank acts by itself: the session compares the ranks' outcomes in its stages. One thread at
-    a time may use an object. The exit of the interpreter waits for transitions in progress.
+    Each rank acts independently; the session compares the ranks' outcomes in its stages. One thread
+    at a time may use an object. The exit of the interpreter waits for transitions in progress.
 
     Args:
         trainer: the trainer's memory.
@@ -46,8 +46,9 @@ class Overlap:
     def returning(self) -> tuple[str, ...]:
         """Return the tags that may be resumed in the background on this rank. Raises nothing.
 
-        They may if only calls with hooks use them, and the whole trainer fits in the free memory:
-        otherwise the resume of all tags must fail as a whole, before the training begins.
+        A tag may be resumed in the background if only calls with hooks use it, and if the whole
+        trainer fits in the free memory: otherwise the resume of all tags must fail as a whole,
+        before the training begins.
         """
         tags = self._trainer.awaited if self._wanted else ()
         if not tags:
@@ -60,7 +61,7 @@ class Overlap:
         return tags if needed + _SPARE_BYTES <= free else ()
 
     def resume(self, returning: Sequence[str]) -> Report | None:
-        """Resume other memory, and begin resuming `returning`, in its order. Collective.
+        """Resume all other memory, and begin to resume `returning`, in order. Collective.
 
         Args:
             returning: the tags that all ranks may resume in the background.

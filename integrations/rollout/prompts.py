@@ -13,7 +13,7 @@ from ..engine.interface import Request
 
 __all__ = ["Prompts", "prompts_of"]
 
-_SEEDS = ("sampling_seed", "seed")  # of SGLang and of vLLM
+_SEEDS = ("sampling_seed", "seed")  # the seed's names in SGLang and in vLLM
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def prompts_of(
             texts.
         sampling_params: one mapping for all prompts, or one for each. "n" is the number of samples
             per prompt (default 1). With a "sampling_seed" or a "seed", sample k uses that seed plus
-            k, because equal seeds would give equal samples.
+            k, because equal seeds would yield equal samples.
         attention_mask: for a padded tensor: 1 for tokens and 0 for padding, on either side.
         multimodal: for each prompt, its parts other than tokens, or None.
 
@@ -107,7 +107,7 @@ def _prompts(input_ids: Any, attention_mask: Any) -> Sequence[list[int] | str]:
     if not texts:
         return _token_lists(input_ids, attention_mask)
     if len(texts) < len(input_ids):
-        raise ConfigError("either all prompts of a call are texts, or none")
+        raise ConfigError("either all prompts of a call must be texts, or none")
     if attention_mask is not None:
         raise ConfigError("an attention_mask needs input_ids that are a padded tensor, not texts")
     for number, text in enumerate(texts):

@@ -31,11 +31,11 @@ class Restarts:
     """The option that restarts an engine whose processes died, for `RolloutEngine.launch`.
 
     Attributes:
-        most: the number of restarts that are allowed within `seconds`. Failed ones count.
+        most: the number of restarts that are allowed within `seconds`. Failed restarts count.
         seconds: the period. Each restart itself takes at most the engine's `timeout`.
         send: called with the engine on all ranks of the mesh after a restart, to send the weights:
-            a new engine has those of its `model_path`. None (the default) sends nothing, so that
-            the repeated batch uses the weights of `model_path`.
+            a new engine has the weights of its `model_path`. None (the default) sends nothing, so
+            that the repeated batch uses the weights of `model_path`.
     """
 
     most: int = 2
@@ -67,7 +67,7 @@ class Restarter:
     def __init__(self, engine: EngineStart, restarts: Restarts) -> None:
         self._engine, self._restarts = engine, restarts
         self._times: list[float] = []
-        self._lacks_weights = False  # since a restart after which sending failed
+        self._lacks_weights = False  # set after a restart if sending the weights failed
         self._fence = Fence(engine.layout, engine.timeout, lane=_LANE)
 
     def close(self) -> None:

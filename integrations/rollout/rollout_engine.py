@@ -59,7 +59,7 @@ class RolloutEngine(EngineStart):
         layout: the place of this rank.
         backend: the engine, on the leader; None on all other ranks.
         together: the connection through which the ranks make all calls except `generate`.
-        tp_size: the number of ranks in the engine. A server's may differ from the layout's.
+        tp_size: the number of ranks in the engine. A server's number may differ from the layout's.
         timeout: the default timeout of calls, in seconds.
         pad_token_id: the token that fills the padding in the output of `generate`.
 
@@ -108,9 +108,9 @@ class RolloutEngine(EngineStart):
     ) -> RolloutEngine:
         """Start an engine for each tensor-parallel group, on the GPUs of its ranks.
 
-        Each rank must choose its GPU first (`torch.cuda.set_device`). The engines get the group's
-        size and GPUs, `skip_tokenizer_init=True`, and with SGLang `enable_memory_saver=True`, with
-        vLLM `enable_sleep_mode=True`.
+        Each rank must choose its GPU first (`torch.cuda.set_device`). The engines receive the
+        group's size and GPUs, `skip_tokenizer_init=True`, and with SGLang
+        `enable_memory_saver=True`, with vLLM `enable_sleep_mode=True`.
 
         Args:
             mesh: the `DeviceMesh` of the ranks; None means this process alone, whose engine may
@@ -137,10 +137,10 @@ class RolloutEngine(EngineStart):
             server_args: arguments of `sglang.Engine`, such as `model_path`, or of vLLM's
                 `AsyncEngineArgs`, such as `model`. With a mesh, the engine's ranks (`tp_size`,
                 `pp_size` and `dp_size`, multiplied; with vLLM `tensor_parallel_size`) may be fewer
-                than the group's: the engine uses the GPUs of the first ones. They are numbered by
-                replica, then by stage, then in the tensor-parallel group. With SGLang on several
-                hosts, `dist_init_addr` is the address of the first one; the default is its name
-                and a free port.
+                than the group's: the engine uses the GPUs of the first ranks of the group. The
+                engine's ranks are numbered by replica, then by stage, then by rank in the
+                tensor-parallel group. With SGLang on several hosts, `dist_init_addr` is the address
+                of the first one; the default is its name and a free port.
 
         Raises:
             NotLoadedError: the engine's package is not installed.
@@ -267,8 +267,8 @@ class RolloutEngine(EngineStart):
             attention_mask: for a padded tensor: 0 for the padding, on either side.
             multimodal: for each prompt None, or a mapping with "image_data", "video_data" or
                 "audio_data" in SGLang's format: one value, or a list; or with vLLM the fields of
-                "multi_modal_data". A prompt has a placeholder for each of them, as the model's
-                processor writes it.
+                "multi_modal_data". A prompt must contain a placeholder for each of them, as the
+                model's processor writes it.
             timeout: seconds for the generation, after which unfinished requests are aborted.
 
         Raises:
@@ -327,8 +327,8 @@ class RolloutEngine(EngineStart):
             mode: the treatment of requests in flight. "abort" ends them with the tokens generated
                 so far and the finish reason "abort"; "retract" drops their KV cache, and recomputes
                 it with the weights that the engine has when generation continues; "in_place" keeps
-                the cache, which cannot be flushed, so that they continue with results of the old
-                weights; "wait" lets them finish first, with vLLM only.
+                the cache, which cannot be flushed, so that they continue with values computed by
+                the old weights; "wait" lets them finish first, with vLLM only.
             timeout: seconds.
         """
         limit = self._limit(timeout)

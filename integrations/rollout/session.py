@@ -29,7 +29,7 @@ __all__ = ["ColocatedSession", "Phase"]
 class Phase(str, Enum):
     """The state of a session. The values are the names in lower case."""
 
-    IDLE = "idle"  # between blocks, also after an error
+    IDLE = "idle"  # between blocks, including after an error
     MOVING = "moving"  # memory moves between the trainer and the engine
     ROLLOUT = "rollout"  # in `with session.rollout()`
     TRAINING = "training"  # in `with session.training()`
@@ -47,10 +47,10 @@ class ColocatedSession(StageOrder):
 
     Between the blocks the session runs the stages of `Stage`, in order. To enter a rollout, it
     waits until the trainer's work is finished on all ranks and empties torch's cache; pauses the
-    optimizer; wakes the engine's weights, and updates them from the trainer's; pauses the trainer's
-    copy; and wakes the KV cache and the graphs. At the end of the block the engine sleeps. Before a
-    training block, it resumes the trainer's memory. A stage with nothing to do is skipped: current
-    weights are not sent again.
+    optimizer; wakes the engine's weights, and updates them from the trainer's weights; pauses the
+    trainer's weights; and wakes the KV cache and the graphs. At the end of the block the engine
+    sleeps. Before a training block, it resumes the trainer's memory. A stage with nothing to do is
+    skipped: current weights are not sent again.
 
     **Overlap.** With `overlap=True`, the optimizer's states are resumed while the block of
     `training()` computes gradients: the step waits for them, and so do the optimizer's `state_dict`
@@ -104,15 +104,16 @@ class ColocatedSession(StageOrder):
         backup: the backup of the trainer's memory: see `offload`. "none" is an error, because the
             contents are needed.
         sleep: False, for comparison runs, skips sleeping and pausing; everything else is unchanged.
-        overlap: whether the optimizer's memory is paused and resumed while other stages run, and a
-            model with `by_layer` resumed. Must be False if the block of `training()` uses the
-            states, or other memory in their tag, before the first step, or gradients in the tag of
-            a model with `by_layer` before its forward pass has ended.
+        overlap: whether the optimizer's memory is paused and resumed, and the memory of a model
+            with `by_layer` resumed, while other stages run. Must be False if the block of
+            `training()` uses the states, or other memory in their tag, before the first step; or if
+            it uses gradients in the tag of a model with `by_layer` before the model's forward pass
+            has ended.
         engine_keeps_weights: whether the engine's weights survive its sleep (SGLang's
             `enable_weights_cpu_backup`), so that they are sent only after a `training` block.
-        whole_updates: whether each update rewrites all of the engine's weights. The engine then
-            neither saves them in a sleep that an update must follow, nor restores them for an
-            update, even if it is able to.
+        whole_updates: whether each update rewrites all of the engine's weights. If True, the engine
+            does not save its weights in a sleep after which an update must follow, and does not
+            restore them for an update, even if it can.
         update_options: the options of `RolloutEngine.update_weights`; or a function that returns
             them for each update, such as the new version of the weights.
         timeout: seconds for a stage on each rank. Ranks wait for each other slightly longer,
@@ -173,7 +174,7 @@ class ColocatedSession(StageOrder):
                     timeout=timeout,
                     offloading=self._sleeps,
                 )
-                undo.callback(self._trainer.undo)  # if another rank fails
+                undo.callback(self._trainer.undo)  # raised again if another rank fails
                 return {
                     "sleep": str(self._sleeps),
                     "overlap": str(bool(overlap)),
@@ -223,7 +224,7 @@ class ColocatedSession(StageOrder):
         """Send the trainer's weights again to an engine that has lost them. A collective.
 
         For `Restarts.send`. The engine sleeps while the trainer's model is in memory. Between
-        blocks nothing is sent now: the next rollout sends the weights.
+        blocks, nothing is sent immediately: the next rollout sends the weights.
 
         Raises: see `rollout`; `InvalidStateError` in `training()`, or if the session is closed.
         """
@@ -245,7 +246,7 @@ class ColocatedSession(StageOrder):
 
     @collective_block
     def rollout(self) -> Iterator[RolloutEngine]:
-        """Let the engine use the GPU, with the trainer's weights, for the block; yield the engine.
+        """Let the engine use the GPU, with the trainer's weights, in the block; yield the engine.
 
         Raises:
             InvalidStateError: another block of this session is open; or the session or one of its
@@ -268,7 +269,7 @@ class ColocatedSession(StageOrder):
 
     @collective_block
     def training(self) -> Iterator[None]:
-        """Let the trainer use the GPU, with its weights and states, for the block.
+        """Let the trainer use the GPU, with its weights and states, during the block.
 
         Raises: see `rollout`.
         """
@@ -308,7 +309,7 @@ class ColocatedSession(StageOrder):
 
     @contextlib.contextmanager
     def _exclusive(self, name: str) -> Iterator[None]:
-        """Ensure that all ranks enter the same block, and that no other thread enters one.
+        """Ensure that all ranks enter the same block, and that no other thread enters a block.
 
         Only for a `collective_block`, which defers signals.
         """

@@ -39,7 +39,7 @@ class SharedSleep:
     together: Together
     timeout: float
     _fence: Fence
-    _released: frozenset[str] | None  # after the last call; None if unknown
+    _released: frozenset[str] | None  # the released tags after the last call; None if unknown
 
     @property
     def _engine(self) -> Backend:
@@ -97,8 +97,8 @@ class SharedSleep:
             keep_weights: False if all weights will be sent again before they are used, so that the
                 engine need not save them.
             fence: also wait for the engines of all other groups of the mesh, and raise if one of
-                them failed. The other engines are asleep in this case, and the call can be
-                repeated. All ranks of the mesh make the call.
+                them failed. If so, the other engines are asleep, and the call can be repeated. All
+                ranks of the mesh make the call.
             timeout: seconds for the whole call; None means the engine's timeout.
         """
         options = {"wait_idle": wait_idle, "abort": abort, "flush": flush}
@@ -138,7 +138,7 @@ class SharedSleep:
     def asleep(
         self, tags: Tags = None, *, fence: bool = False, **options: Any
     ) -> Iterator[SleepReport]:
-        """Sleep for the block, and wake the same tags at its end, even after an exception.
+        """Sleep during the block, and wake the same tags at its end, even after an exception.
 
         Args and errors are those of `sleep` and `wake_up`. Yields the report of `sleep`. If the
         block fails on one rank, the engine wakes on all ranks, and only that rank raises.
@@ -160,7 +160,7 @@ class SharedSleep:
     def staged_wake(
         self, *, fence: bool = False, timeout: float | None = None
     ) -> Iterator[list[SleepReport]]:
-        """Wake the weights before the block, which updates them, and other tags after all blocks.
+        """Wake the weights before a block that updates them, and other tags after all blocks.
 
         The memory of the KV cache and the graphs is needed only after the blocks of all ranks have
         released their copies of the weights. If a block fails, every rank raises, the other tags
@@ -234,7 +234,7 @@ class SharedSleep:
             try:
                 return action(engine.control, limit), known_released(engine)
             except MemsaverError as error:
-                vars(error)["released"] = known_released(engine)  # for the other ranks
+                vars(error)["released"] = known_released(engine)  # for other ranks
                 raise
 
         failure: BaseException | None = None
@@ -243,7 +243,7 @@ class SharedSleep:
         except BaseException as error:  # the other ranks wait even after an interrupt
             failure = error
             self._released = self._after(error)
-        if fence:  # the limit may be the invalid argument of the call
+        if fence:  # the limit itself may be the call's invalid argument
             self._fence.wait(fence, failure, limit if is_timeout(limit) else None)
         if failure is not None:
             raise failure

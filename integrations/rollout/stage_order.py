@@ -111,5 +111,5 @@ class StageOrder(StageRuns):
 
 
 def _options(keep_weights: bool) -> dict[str, Any]:
-    """Return the option of a sleep or a wake-up, which engines of older programs lack."""
+    """Return `keep_weights` as an argument, if False: engines of older programs lack it."""
     return {} if keep_weights else {"keep_weights": False}

@@ -10,7 +10,7 @@ __all__ = ["RankStage", "Stage", "StageReport"]
 
 
 class Stage(str, Enum):
-    """A stage of a step. Its values are their names in lower case."""
+    """A stage of a step. The values are the names in lower case."""
 
     # Entering a rollout:
     SETTLE = "settle"  # wait for the trainer's work on all ranks; empty torch's cache
@@ -19,17 +19,17 @@ class Stage(str, Enum):
     PAUSE_OPTIMIZER = "pause_optimizer"
     RESUME_MODEL = "resume_model"  # if it is paused, for example between two successive rollouts
     WAKE_WEIGHTS = "wake_weights"  # the engine's
-    UPDATE = "update"  # from the trainer's model; empty torch's cache
+    UPDATE = "update"  # send the weights of the trainer's model; empty torch's cache
     PAUSE_MODEL = "pause_model"  # the trainer's copy
     WAKE_REST = "wake_rest"  # the engine's KV cache and graphs
     # The block, and leaving it:
     GENERATE = "generate"
-    SLEEP = "sleep"  # the engine, all of it
+    SLEEP = "sleep"  # put the whole engine to sleep
     # Training:
     # All of the trainer's tags. With overlap, the resume of the optimizer's tag, and of the model's
     # with `offload(by_layer=True)`, only begins here.
     RESUME_TRAINER = "resume_trainer"
-    TRAIN = "train"  # the block, and the end of that resume
+    TRAIN = "train"  # the block, and the end of the background resume
 
 
 @dataclass(frozen=True)

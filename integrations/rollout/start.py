@@ -1,4 +1,4 @@
-"""`EngineStart`: the start of an engine by the leader of a group, and its restart."""
+"""`EngineStart`: starts and restarts an engine, in the process of its group's leader."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class EngineStart(SharedSleep):
         self._restarter: Restarter | None = None
         self._end_node: Callable[[], None] = lambda: None
         self._closed = False
-        self._updates = 0  # of the weights that have begun; equal on all ranks
+        self._updates = 0  # the number of weight updates that have begun
         self._connections = contextlib.ExitStack()  # closed by `close`
         try:
             layout = find()
@@ -142,7 +142,7 @@ class EngineStart(SharedSleep):
         self, others: tuple[object, ...], join: Callable[[Any], Callable[[], None]] | None
     ) -> frozenset[str] | None:
         """Start the parts of an engine on all of its hosts; return the engine's released tags."""
-        each = self.tp_size // (1 + len(others))  # ranks on a host
+        each = self.tp_size // (1 + len(others))  # the number of ranks on a host
         rank = self.layout.tp_rank
 
         def work() -> frozenset[str] | None:
@@ -166,7 +166,7 @@ class EngineStart(SharedSleep):
                 "RolloutEngine.connect"
             )
         self.backend = backend = cast("Backend", made)
-        if self._closed:  # by another thread, during a restart
+        if self._closed:  # replaced by another thread during a restart
             backend.close()
         self._check_open()
         return backend.tp_size, known_released(backend)
@@ -226,7 +226,7 @@ class EngineStart(SharedSleep):
         finally:
             self._connections.close()
             self.layout = self.layout.without_groups()
-            self._make = lambda: None  # the original may keep a mesh
+            self._make = lambda: None  # a copy, because the original may keep a mesh alive
 
     @property
     def _engine(self) -> Backend:

@@ -48,7 +48,7 @@ class Together:
     one rank cannot unpickle is an error on all ranks.
 
     Calls in several threads may run concurrently if each thread has its own `Together`; calls of
-    one object are serialised. They use only the CPU.
+    one object are serialised. The calls use only the CPU.
 
     The constructor is a collective call, which fails on all ranks if an argument is invalid on one
     of them.
@@ -69,8 +69,8 @@ class Together:
         GroupError: not all ranks made the call within `timeout`.
         ConfigError: an invalid group or timeout on a rank. A rank with an invalid group looks
             for the group on which others wait for it, at most for `timeout`.
-        InvalidStateError, NotLoadedError: see `memsaver.distributed`. A rank that is not in the
-            group is the only one to raise the error; ranks that wait for it wait until `timeout`.
+        InvalidStateError, NotLoadedError: see `memsaver.distributed`. Only a rank that is not in
+            the group raises the error; ranks that wait for this rank wait until `timeout`.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class Together:
 
     @contextlib.contextmanager
     def _one_at_a_time(self, what: str) -> Iterator[Ranks]:
-        """Exclude calls of other threads for the block, and handle signals only in its attempts."""
+        """Exclude other threads' calls during the block; handle signals only in its attempts."""
         if self._channel is None:
             raise InvalidStateError(f"{what} needs other ranks, and this connection was closed")
         assert self._ranks is not None
@@ -224,8 +224,8 @@ def _error_of(outcomes: Outcomes[Any]) -> MemsaverError:
 def refuse(error: Exception, timeout: float, lanes: Sequence[str]) -> NoReturn:
     """Raise this rank's argument error on all ranks that are about to create a `Together`.
 
-    Used by a rank that does not know its groups. It finds the ranks that wait for it, and joins as
-    many of their collectives as they request.
+    Used by a rank that does not know its groups. This rank searches for the ranks that wait for it,
+    and joins as many of their collectives as they request.
 
     Args:
         error: the error. Raised only on this rank if torch.distributed is not initialised.

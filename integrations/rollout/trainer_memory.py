@@ -19,7 +19,7 @@ from ..trainer.offloading import close_all, has_no_backup
 
 __all__ = ["TrainerMemory"]
 
-_CLOSED = "call offload again, and make a new session with the handle"
+_CLOSED = "call offload again, and create a new session with the handle"
 
 
 class TrainerMemory:
@@ -27,7 +27,7 @@ class TrainerMemory:
 
     Attributes:
         model: the model's tag.
-        others: the optimizer's tag, and those that are paused and resumed with it.
+        others: the optimizer's tag, and the tags that are paused and resumed with it.
         device: the index of the trainer's device.
     """
 
@@ -49,8 +49,8 @@ class TrainerMemory:
         self._group = group
         self._timeout = timeout
         self._handles: list[Offloaded] = []
-        self._made: list[Offloaded] = []  # created here, not by the caller
-        self._overlapping: list[Offloaded] = []  # the model's and the optimizer's, in this order
+        self._made: list[Offloaded] = []  # handles that were created here, not by the caller
+        self._overlapping: list[Offloaded] = []  # the model's and the optimizer's handle
         self.device = _current_device()
         self.model = ""
         if backup == "none":

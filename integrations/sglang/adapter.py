@@ -42,7 +42,7 @@ class MemsaverAdapter:
 
         The process starts in preload mode if `settings` request it.
 
-        In this case `os.environ` is changed for the block: see `memsaver.preload`.
+        In this case `os.environ` is changed during the block: see `memsaver.preload`.
         """
         return memsaver.preload() if settings.is_preloading() else contextlib.nullcontext()
 
@@ -87,7 +87,10 @@ class MemsaverAdapter:
         return memsaver.disabled()
 
     def pause(self, tag: str) -> Report | None:
-        """Release the memory of `tag`. Returns None, and does nothing, if no region named it."""
+        """Release the memory of `tag`.
+
+        Does nothing, and returns None, if no region has named the tag.
+        """
         names = parts.names_of(tag)
         if not names:
             _logger.debug("nothing to pause: tag %r has no region and no graph", tag)
@@ -95,7 +98,7 @@ class MemsaverAdapter:
         return memsaver.pause(*names)
 
     def resume(self, tag: str) -> Report | None:
-        """Map the memory of `tag` again. Returns None if no region named it."""
+        """Map the memory of `tag` again. Returns None if no region has named the tag."""
         names = parts.names_of(tag)
         if not names:
             _logger.debug("nothing to resume: tag %r has no region and no graph", tag)

@@ -48,7 +48,7 @@ __all__ = [
     "release_states",
 ]
 
-_ATTRIBUTE = "_memsaver_admission"  # of a tokenizer manager
+_ATTRIBUTE = "_memsaver_admission"  # an attribute of a tokenizer manager
 _WEIGHTS = frozenset({WEIGHTS})
 _logger = logging.getLogger("memsaver.sglang")
 
@@ -258,7 +258,7 @@ class _Generation:
     async def take_back(self, deadline: float) -> None:
         await _discard(self._manager, self._obj, deadline)
         if getattr(self._obj, "is_single", False):
-            self._unsent.rid = self._obj.rid  # with which the server aborts the request
+            self._unsent.rid = self._obj.rid  # the id with which the server aborts it
         self._obj = self._unsent
 
 
@@ -302,7 +302,7 @@ async def _discard(manager: Any, obj: Any, deadline: float) -> None:
     with _own_aborts(manager):
         for rid in rids:
             if getattr(obj, "parallel_sample_num", 1) > 1:
-                manager.rid_to_state.pop(rid, None)  # not sent: the samples have other names
+                manager.rid_to_state.pop(rid, None)  # never sent: the samples have their own names
             elif rid in manager.rid_to_state:
                 manager.abort_request(rid)
     now = asyncio.get_running_loop().time

@@ -1,8 +1,9 @@
 """Keeps the weights of a draft model, for speculative decoding, during a sleep.
 
 A trainer sends the main model's weights after each sleep, but usually not the draft model's. SGLang
-up to 0.5.23 loads both into the same tag, and keeps the draft model's only if an option requests
-it. memsaver always backs them up, as a part of the tag with a policy of its own.
+up to 0.5.23 loads both into the same tag, and keeps the draft model's weights only if an option
+requests it. memsaver always backs up the draft model's weights, as a part of the tag with its own
+policy.
 """
 
 from __future__ import annotations

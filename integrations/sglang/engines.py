@@ -73,11 +73,11 @@ class _DrivenError(Exception):
 
 
 class LocalEngine:
-    """An `sglang.Engine` in this process. Any thread, but none inside an event loop.
+    """An `sglang.Engine` in this process.
 
-    Calls run on the engine's event loop, which one thread can drive at a time. While another thread
-    drives the loop, for example during generation, that thread runs the calls; generations are
-    serialised.
+    Any thread may call it, except a thread that runs an event loop. Calls run on the engine's event
+    loop, which one thread can drive at a time. While another thread drives the loop, for example
+    during generation, that thread runs the calls; generations are serialised.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -207,7 +207,7 @@ class LocalEngine:
     def _stream(self, items: Iterator[Any], timeout: float) -> Iterator[Any]:
         end = object()
         while True:
-            with self._idle(timeout):  # free between items: the caller may take long
+            with self._idle(timeout):  # not locked between items, because the caller may be slow
                 item = next(items, end)
             if item is end:
                 return
@@ -256,7 +256,7 @@ class LocalEngine:
         deadline: float,
         seconds: float,
     ) -> None:
-        """Run `loop` until `future` is done, until `deadline` or until an engine's process exits.
+        """Run `loop` until `future` is done, the deadline passes or an engine process exits.
 
         Waits for `seconds` if another thread drives the loop, which may begin or stop at any time.
         """
@@ -266,7 +266,7 @@ class LocalEngine:
             while not (answer.done() or self.death()) and time.monotonic() < deadline:
                 await asyncio.wait([answer], timeout=seconds)
             if answer.done() and not answer.cancelled():
-                answer.exception()  # otherwise asyncio logs that it was never retrieved
+                answer.exception()  # otherwise asyncio logs that the exception was never retrieved
 
         if loop.is_closed():
             future.cancel()

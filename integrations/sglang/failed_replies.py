@@ -18,7 +18,7 @@ def failed_reply(messages: Any, kind: str, text: str) -> Any:
         for name, value in (("success", False), ("message", text), ("error_message", text))
         if name in fields
     }
-    if not values:  # the reply is only a value, and None means failure
+    if not values:  # the reply is a bare value, and None means failure
         values = {name: None for name, needed in fields.items() if needed}
     return reply(**values)
 

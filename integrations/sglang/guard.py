@@ -190,14 +190,14 @@ def is_rust_served(scheduler: Any) -> bool:
 
 
 def after_deferred_resume(scheduler: Any) -> None:
-    """Do what a scheduler's guard does after a resume, for one that its handler has deferred."""
+    """Run the guard's work after a resume whose handler was deferred."""
     guard = getattr(scheduler, _DISPATCHER, None)
     if isinstance(guard, Guard):
         guard.after_resume()
 
 
 def _check_server(scheduler: Any) -> None:
-    """Keep an idle engine awake if its server is SGLang's in Rust, which cannot wake it."""
+    """Keep an idle engine awake if its server is SGLang's Rust server, which cannot wake it."""
     if when_asleep(scheduler) != settings.policy_of(scheduler).when_asleep:
         remove(scheduler)
         _logger.warning(
@@ -311,7 +311,7 @@ class Guard:
         return output
 
     def after_resume(self) -> None:
-        """Continue a paused generation if nothing is released any more."""
+        """Continue a paused generation if no memory is released any more."""
         if self._continuation is not None and not self._released():
             request, self._continuation = self._continuation, None
             self._dispatch(request)
@@ -369,7 +369,8 @@ class Guard:
     def _reply(self, kind: str, text: str) -> Any:
         """Return the reply to a failed control request.
 
-        None if memsaver cannot build a reply of its type; the sender then receives none.
+        Returns None if memsaver cannot build a reply of its type; the sender then receives no
+        reply.
         """
         try:
             return failed_reply(self._messages, kind, text)

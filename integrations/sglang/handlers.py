@@ -97,7 +97,7 @@ def output_of(operation: str, text: str, trouble: str = "") -> Any:
     Args:
         operation: "release" or "resume".
         text: memsaver's answer.
-        trouble: the reason of a failure, for versions whose replies report it; or "".
+        trouble: the reason for a failure, for versions whose replies report it; or "".
     """
     result = {"success": not trouble, "message": trouble} if reports_states() else {}
     return _reply(operation)(rid=text, **result)
@@ -135,7 +135,7 @@ def check_states(
     state = "already released" if operation == "release" else "not currently released"
     verb = "is" if len(wrong) == 1 else "are"
     raise InvalidStateError(
-        f"{', '.join(wrong)} {verb} {state}: nothing was done; leave out such tags, or call "
+        f"{', '.join(wrong)} {verb} {state}: nothing was done; omit such tags, or call "
         "memsaver's SleepController, which skips them"
     )
 
@@ -146,7 +146,7 @@ def requested_tags(request: Any, order: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: SGLang does not have one of the tags, or the request's tags are not a list.
     """
-    tags = request.tags or order  # to SGLang, None and an empty list mean all tags
+    tags = request.tags or order  # SGLang treats None and an empty list as all tags
     if isinstance(tags, str) or not isinstance(tags, Iterable):
         raise ConfigError(f"tags must be a list of names, not {type(tags).__name__}")
     tags = [tag for tag in tags if tag != DRAFTER]
@@ -222,7 +222,8 @@ def run(original: Callable[..., Any], updater: Any, request: Any, tags: Sequence
     try:
         original(updater, request_for(request, tags))
     except Exception:
-        # A release stops at the barrier right before it pauses, a resume right after it resumes.
+        # A release waits at the barrier immediately before it pauses, a resume immediately after it
+        # resumes.
         if WEIGHTS in tags and WEIGHTS not in saver.received:
             Group(updater.tp_cpu_group).barrier()
         raise

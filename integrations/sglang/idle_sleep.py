@@ -1,11 +1,11 @@
-"""Release an idle engine's memory after some time, in SGLang's scheduler processes.
+"""Releases an idle engine's memory after some time, in SGLang's scheduler processes.
 
-The time is measured only on the rank that receives requests from the tokenizer manager: it adds a
-message of its own to those that it received, before SGLang broadcasts them, so that all ranks
-release memory at the same place in their requests. SGLang provides a hook for this, the input
-blocker, which it calls between the reception and the broadcast. With several data-parallel
-schedulers, each one releases its memory independently; with data-parallel attention, the first one
-decides for all of them.
+The time is measured only on the rank that receives requests from the tokenizer manager: it adds its
+own message to the received requests before SGLang broadcasts them, so that all ranks release memory
+at the same position in their requests. SGLang provides a hook for this, the input blocker, which it
+calls between the reception and the broadcast. With several data-parallel schedulers, each one
+releases its memory independently; with data-parallel attention, the first one decides for all of
+them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .updaters import updater_of
 
 __all__ = ["IdleRelease", "IdleSleep", "install", "remove", "with_handler"]
 
-# Requests that do not postpone a release: monitoring sends them all the time.
+# Requests that do not postpone a release, because monitoring sends them continually.
 _QUERIES = ("GetInternalStateReq", "GetLoadsReqInput")
 _LOOK_SECONDS = 0.1
 _BLOCKER = "input_blocker"  # an attribute of a scheduler

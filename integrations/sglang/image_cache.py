@@ -6,7 +6,7 @@ import sys
 
 __all__ = ["clear"]
 
-# The modules with the cache: of 0.5.23, and of earlier versions.
+# The modules that contain the cache, in 0.5.23 and in earlier versions.
 _MODULES = ("sglang.srt.managers.mm_schedule", "sglang.srt.managers.mm_utils")
 
 

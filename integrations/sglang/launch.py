@@ -28,14 +28,15 @@ from .settings import policy_variables
 __all__ = ["launch", "launch_node", "place", "policy_variables", "sizes_of"]
 
 _TAKEN = (signal.SIGQUIT, signal.SIGTERM)
-_TASK_SECONDS = 2.0  # for cancelled tasks to end
+_TASK_SECONDS = 2.0  # seconds for cancelled tasks to end
 
 # GPUs that are shared with a trainer do not all have the same free memory.
 _DEFAULT_ENVIRONMENT = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
 # SGLang reads these variables again later in this process, so they stay.
 _KEPT_PREFIXES = ("SGLANG_", "PROMETHEUS_")
 
-# Makes the start of a node return when its schedulers are ready, instead of at their end.
+# With this variable, the start of a node returns when its schedulers are ready, instead of when
+# they end.
 _NODE = {"SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0"}
 
 _LOG = ' (log_level="info")'
@@ -71,7 +72,7 @@ def launch(
         NotLoadedError: SGLang is not installed.
         ConfigError: an argument contradicts the ranks or is unknown to SGLang, or the timeout is
             invalid.
-        EngineError, EngineTimeoutError: the engine did not start in time; its processes have been
+        EngineError, EngineTimeoutError: the engine did not start in time; its processes were
             killed.
     """
     if tp_size is not None and arguments.get("tp_size", tp_size) != tp_size:
@@ -134,7 +135,7 @@ def _starting(
     timeout: float,
     variables: Mapping[str, str],
 ) -> Iterator[tuple[float, Any, _Signals, Parent, Processes]]:
-    """Start an engine for the block, in which the environment is that of its processes.
+    """Start an engine during the block, in which the environment is that of its processes.
 
     Yields the deadline, the engine, the handlers to restore, the thread that started the engine's
     processes, and the processes. Args and errors are those of `launch`.
@@ -193,7 +194,7 @@ def _end(engine: Any, signals: _Signals, parent: Parent, processes: Processes) -
             tasks = asyncio.all_tasks(loop)
             for task in tasks:
                 task.cancel()
-            if tasks:  # those of a request that was in flight end after several rounds
+            if tasks:  # the tasks of a request in flight end after several rounds
                 loop.run_until_complete(asyncio.wait(tasks, timeout=_TASK_SECONDS))
             loop.close()
     finally:
@@ -202,9 +203,10 @@ def _end(engine: Any, signals: _Signals, parent: Parent, processes: Processes) -
 
 
 class _Signals:
-    """This process's signal handlers. SGLang's would kill the process if an engine's process dies.
+    """This process's signal handlers.
 
-    Only the main thread can set handlers; in other threads, neither SGLang nor this class sets any.
+    SGLang's handlers would kill the process if an engine process dies. Only the main thread can set
+    handlers; in other threads, neither SGLang nor this class sets any.
     """
 
     def __init__(self) -> None:

@@ -1,10 +1,11 @@
 """Reduces and reports the memory that a scheduler process holds after a release of all tags.
 
-Torch's cache goes to the driver in any case, and cuBLAS's workspaces if the engine captures no CUDA
-graphs. NCCL's communicators are suspended if MEMSAVER_SGLANG_SUSPEND_NCCL is set, and if no code
-uses them while memory is released: the guard refuses requests, and the engine has none of the
-settings with which it communicates even if it is idle, on all ranks. They are resumed together with
-the first memory: at the same time if there is room for both, otherwise before it.
+Torch's cache is always released to the driver; cuBLAS's workspaces are released if the engine
+captures no CUDA graphs. NCCL's communicators are suspended if MEMSAVER_SGLANG_SUSPEND_NCCL is set,
+and if no code
+uses them while memory is released: the guard must refuse requests, and on no rank may the engine
+have a setting with which it communicates even if idle. The communicators are resumed together with
+the first memory: at the same time if there is room for both, otherwise before the memory.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from .updaters import scheduler_of
 
 __all__ = ["after_release", "communicators", "resume"]
 
-_ATTRIBUTE = "_memsaver_suspender"  # of a scheduler
-_DISPATCHER = "_request_dispatcher"  # of a scheduler
+_ATTRIBUTE = "_memsaver_suspender"  # an attribute of a scheduler
+_DISPATCHER = "_request_dispatcher"  # an attribute of a scheduler
 # Settings with which an idle engine communicates, or registers memory with its communicators,
-# unless they have these values. The recorder of experts adds its counts in a query.
+# unless they have these values. The expert recorder adds up its counts across ranks in a query.
 _SILENT = {
     "disaggregation_mode": "null",
     "elastic_ep_backend": None,
@@ -76,7 +77,7 @@ def resume(
     updater: Any, group: Group, tags: Sequence[str], work: Callable[[], list[RankReport]]
 ) -> tuple[list[RankReport], list[RankReport]]:
     """Resume NCCL's communicators, and the tags by calling `work`; see `Suspender.resume`."""
-    # Either all ranks have a suspender or none.
+    # Either all ranks have a suspender, or no rank has one.
     suspender = getattr(scheduler_of(updater), _ATTRIBUTE, None)
     if suspender is None:
         return [], work()

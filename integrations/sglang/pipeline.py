@@ -1,10 +1,10 @@
 """Runs a weight update, a release or a resume in all stages of a pipeline at the same time.
 
 SGLang's stages handle a request one after the other: a stage handles it and replies, and only then
-sends it to the next stage. So no stage may wait for a later one in its handler, and the reply,
-which only the first stage sends, would not contain the results of later stages. With these hooks, a
-stage first sends the request on, and then does the work, in which all stages exchange their
-results.
+sends it to the next stage. No stage may therefore wait for a later stage in its handler, and the
+reply, which only the first stage sends, would not contain the results of later stages. With these
+hooks, a stage first sends the request on, and then does the work, in which all stages exchange
+their results.
 
 The work must not begin while a batch is in the pipeline: a later stage might wait for the batch's
 data, which an earlier stage, waiting for the later one, would not send. All stages make this
@@ -27,7 +27,7 @@ __all__ = ["after_input", "after_send", "can_defer", "defer", "is_installed", "i
 Work = Callable[[MemsaverError | None], Any]
 
 _WAITING = "_memsaver_waiting"  # an attribute of a scheduler: a list of `_Deferred`
-_ROUNDS = 200  # for which work waits until the pipeline has no batch
+_ROUNDS = 200  # the maximum number of rounds for which work waits until the pipeline has no batch
 
 
 class _Deferred:
@@ -52,7 +52,7 @@ def defer(scheduler: Any, request: Any, work: Work, then: str) -> Any:
         scheduler: this stage's scheduler.
         request: SGLang's request.
         work: see `_Deferred`.
-        then: for the error of a busy engine: what to do, and the state afterwards.
+        then: the end of the error for a busy engine: advice, and the state afterwards.
 
     Returns:
         None, for the handler to return: SGLang then sends no reply yet.

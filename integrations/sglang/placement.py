@@ -78,7 +78,8 @@ def _placed(gpus: Sequence[Gpu | None], dp_rank: int, adjacent: bool) -> Placeme
     first, *others = [_on_one_host(group, dp_rank, adjacent) for group in hosts]
     if not others:
         return first
-    # Ports are free on this host, the first; SGLang derives those of the others from the address.
+    # The ports are free on this host, the first one; SGLang derives the other hosts' ports from the
+    # address.
     shared = {"nnodes": len(hosts), "dist_init_addr": f"{hosts[0][0].host}:{free_port()}"}
     nodes = tuple(
         replace(
@@ -112,8 +113,8 @@ def _on_one_host(known: Sequence[Gpu], dp_rank: int, adjacent: bool) -> Placemen
 def _ports(slot: int) -> dict[str, int]:
     """Return free ports for an engine; a mesh's engines on one host have different slots.
 
-    The engine may listen on a port only later. Engines of other meshes, which have the same slots
-    and may start at the same time, get another `nccl_port`, because the system chooses it.
+    The engine may listen on a port only later. Engines of other meshes have the same slots and may
+    start at the same time, but get a different `nccl_port`, because the system chooses it.
     """
     first = _FIRST_PORT + _PORTS_EACH * (slot % _SLOTS)
     free = [port for port in range(first, first + _PORTS_EACH) if _is_free(port)]

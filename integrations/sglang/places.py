@@ -2,8 +2,8 @@
 
 SGLang numbers ranks only within a tensor-parallel group. A process uses this number to choose its
 payload and to join a group for weights, so processes of different pipeline stages or data-parallel
-replicas would choose the same ones. Here the ranks of an engine are numbered by replica, then by
-stage, then in the tensor-parallel group.
+replicas would choose the same ones. This module numbers the ranks of an engine by replica, then by
+stage, then by rank in the tensor-parallel group.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def ranks_in(arguments: Any, name: str) -> int:
 
 
 def replicas_in(arguments: Any) -> int:
-    """Return the number of replicas that have ranks of their own.
+    """Return the number of replicas that have their own ranks.
 
     With data-parallel attention, the replicas use the ranks of the tensor-parallel group.
     """
@@ -95,7 +95,7 @@ def replicas_in(arguments: Any) -> int:
 
 def parallel_of(scheduler: Any) -> Any:
     """Return the object with a scheduler's `pp_rank` and `dp_rank`."""
-    if hasattr(scheduler, "ps"):  # 0.5.16, whose `get_parallel()` lacks `dp_rank`
+    if hasattr(scheduler, "ps"):  # in 0.5.16, `get_parallel()` lacks `dp_rank`
         return scheduler.ps
     module = sys.modules.get(type(scheduler).__module__)
     parallel = getattr(module, "get_parallel", None)  # 0.5.23

@@ -3,8 +3,8 @@
 SGLang has two groups of entry points, and neither is sufficient. `sglang.srt.plugins` is loaded in
 the main process and in spawned schedulers, but not in SGLang's Ray actors, and in 0.5.16 not in the
 data-parallel controller; `sglang.srt.platforms` is loaded in every process, during SGLang's
-imports. So memsaver is in both, under the name `memsaver`; the effects do not depend on which is
-loaded first:
+imports. memsaver is therefore in both, under the name `memsaver`; its effects do not depend on the
+order in which they are loaded:
 
 - The factory of SGLang's memory savers, `TorchMemorySaverAdapter.create`, returns memsaver's saver
   if an enabled one is requested.
@@ -44,7 +44,7 @@ _ADAPTERS = "sglang.srt.utils.torch_memory_saver_adapter"
 _CLASS = "TorchMemorySaverAdapter"
 _SERVER = "sglang.srt.entrypoints.http_server"
 _NCCL = "NCCL_GRAPH_REGISTER"
-_CHANNELS = "12"  # NCCL's upper bound for each communicator; see docs/sglang.md
+_CHANNELS = "12"  # NCCL's limit on the channels of each communicator; see docs/sglang.md
 _logger = logging.getLogger("memsaver.sglang")
 
 
@@ -78,7 +78,7 @@ def load_platform() -> None:
         settings.check()
         when_imported(_ADAPTERS, _replace_factory)
         _hook_schedulers()
-        # Now, because Ray actors create their groups before they request a saver.
+        # Set now, because Ray actors create their groups before they request a saver.
         _keep_nccl_from_registering()
         _let_nccl_suspend()
 

@@ -9,7 +9,7 @@ The `rid` of a request to release or resume has one of these values on its way t
 
 - FORGIVING: memsaver's controller sends the request.
 - REWRITTEN: memsaver's controller sends it, and the weights are about to be rewritten.
-- IDLE: an idle scheduler sends it to itself and its other ranks, and nobody waits for a reply.
+- IDLE: an idle scheduler sends it to itself and its other ranks, and expects no reply.
 - STRICT: another client sends it, and this version of SGLang reports tags that are already in the
   requested state. With older versions, the `rid` is the client's.
 """

@@ -2,7 +2,8 @@
 
 SGLang sends these requests to all replicas and waits for all replies, but rejects them if there is
 more than one replica, because its schedulers would take each other's payloads and ranks. memsaver's
-hooks in the schedulers give each one its own (`places`), so these hooks send the requests.
+hooks in the schedulers (`places`) assign each scheduler its own payloads and ranks, so the hooks of
+this module send the requests.
 """
 
 from __future__ import annotations

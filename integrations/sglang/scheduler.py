@@ -22,7 +22,7 @@ memory, and the next resume uses it.
 The result is part of the answer to the tokenizer manager, whose methods return the answers of all
 schedulers, or raise. The server information contains it as well. If the stages of a pipeline cannot
 work at the same time (see `pipeline.can_defer`), each one decides independently, and only the first
-one's answer is sent. An engine with a different saver gets only the checks. An engine with
+one's answer is sent. With a different saver, an engine gets only the checks. An engine with
 unexpected handlers gets no hooks, and is not protected.
 """
 
@@ -156,7 +156,7 @@ def _release(
     # Some ranks may have released memory, so all of them map it again. If a rank cannot, the tags
     # count as released: on a rank that has them mapped, the next resume does nothing.
     undone = moves.resume(group, tags)
-    updater.offload_tags.update(tags)  # even if the handler failed before it did so
+    updater.offload_tags.update(tags)  # even if the handler failed before it added them
     if first_failure(undone):
         then = (
             "memory that other ranks had released could not be mapped again, so the tags count as "
@@ -232,7 +232,7 @@ def _resume(
     if not ranks:
         return answer.failed(tags, failed)
     then = "on every rank they are released as before; free memory and resume them again"
-    if first_failure(failed):  # of NCCL's communicators, whose message says what to do
+    if first_failure(failed):  # raised for NCCL's communicators; its message contains advice
         then = "on every rank they are released as before"
     else:
         failed = ranks
@@ -240,7 +240,7 @@ def _resume(
         failed = group.attempt(lambda: handlers.run(original, updater, request, tags))
     if not first_failure(failed):
         return answer.done(tags, ranks, held=answer.held - set(tags))
-    # What was resumed without its contents must not become a backup.
+    # Memory that was resumed without its contents must not be backed up.
     again = moves.pause(group, tags, dict.fromkeys(rewritten, "none"))
     updater.offload_tags.update(tags)
     if WEIGHTS in tags:
@@ -303,7 +303,7 @@ def _restore(updater: Any, request: Any, tags: Sequence[str]) -> None:
     stashed = handlers.stash_of(updater) is not None
     for tag in [tag for tag in RESUME_ORDER if tag in tags]:
         if tag == WEIGHTS and not stashed:
-            Group(updater.tp_cpu_group).barrier()  # where the ranks with a stash wait
+            Group(updater.tp_cpu_group).barrier()  # at which the ranks with a stash wait
             continue
         try:
             handlers.run(again, updater, request, [tag])

@@ -16,7 +16,7 @@ from .replies import Reply, UnknownRequestError
 
 __all__ = ["ServedEngine"]
 
-_PATHS = {"check_weights": "weights_checker"}  # of requests whose path differs from the method
+_PATHS = {"check_weights": "weights_checker"}  # by method, if the path differs from its name
 
 
 class ServedEngine(served.ServedEngine):

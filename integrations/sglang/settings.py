@@ -1,15 +1,16 @@
 """The environment variables of the SGLang plugin, which child processes inherit.
 
-Flags are read at each use. Those of the policy (`policy_of`) are read when an engine starts.
+Flags are read at each use. The variables of the policy (`policy_of`) are read when an engine
+starts.
 
 MEMSAVER_SGLANG: `0` turns the plugin off, so that SGLang does not use memsaver. Default `1`.
-MEMSAVER_SGLANG_BACKUP: where contents are saved: `host`, `pageable`, `disk` or `peer`; see
-    `memsaver.region`. Default `host`.
+MEMSAVER_SGLANG_BACKUP: the place where contents are saved: `host`, `pageable`, `disk` or `peer`;
+    see `memsaver.region`. Default `host`.
 MEMSAVER_SGLANG_PRELOAD: `1` starts scheduler processes in preload mode, which a plain installation
     does not need; see `memsaver.preload`. Default `0`.
 MEMSAVER_SGLANG_ASLEEP: the policy for requests that need released memory: `refuse`, `wait` or
     `wake`; see `memsaver.integrations.engine.policies.Policy`. Default `refuse`.
-MEMSAVER_SGLANG_ASLEEP_WAIT: the longest time in seconds that a request is held. Default `60`.
+MEMSAVER_SGLANG_ASLEEP_WAIT: the longest time in seconds for which a request is held. Default `60`.
 MEMSAVER_SGLANG_ASLEEP_REQUESTS: the largest number of requests that are held at the same time.
     Default `65536`.
 MEMSAVER_SGLANG_SLEEP_AFTER: with `wake`, the seconds without a request after which the engine
@@ -52,7 +53,7 @@ fix_policy, policy_variables = _policies.fix, _policies.variables
 
 
 def backup() -> Backup:
-    """Return where contents are saved. Raises `ConfigError` if the value is not a place."""
+    """Return the place for backups. Raises `ConfigError` if the value is not a place."""
     return variables.backup("MEMSAVER_SGLANG_BACKUP")
 
 

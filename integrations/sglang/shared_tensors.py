@@ -17,7 +17,7 @@ from ..engine import hooking
 __all__ = ["MODULE", "install"]
 
 MODULE = "sglang.srt.utils.common"
-_CLASS = "SafeUnpickler"  # versions without it unpickle everything
+_CLASS = "SafeUnpickler"  # versions without it unpickle any function
 _FUNCTIONS = {(known.__module__, known.__name__): known for known in (rebuild, rebuild_named)}
 
 

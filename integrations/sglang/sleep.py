@@ -17,7 +17,7 @@ class SleepController(EngineController):
 
     Every call skips tags that are already in the requested state. Calls that would crash the engine
     are rejected before the engine receives them: releasing memory that requests use, and generating
-    without it.
+    while that memory is released.
 
         engine = SleepController(sglang.Engine(enable_memory_saver=True, ...))
         engine.sleep(wait_idle=True)          # all tags; the trainer may use the memory
@@ -34,14 +34,14 @@ class SleepController(EngineController):
     `generate` accepts the arguments of `sglang.Engine.generate`. For a server at a URL, arguments
     and results are JSON, there are no streams, and `timeout` is in seconds for the whole call, by
     default an hour. For an engine in this process, `timeout` limits only the wait for other
-    threads' calls. In a callback of `on_pause` or `on_resume`, pass a short one: the other thread
-    may be waiting for the callback's tag.
+    threads' calls. In a callback of `on_pause` or `on_resume`, pass a short timeout: the other
+    thread may be waiting for the callback's tag.
 
     Threads: any. Calls of `sleep` and `wake_up` are serialised; generations run concurrently. Do
-    not call them in an event loop: use `await asyncio.to_thread(controller.sleep)`. `sleep` detects
-    requests that did not come through the controller when it begins. Without the plugin, a request
-    that arrives just after this check crashes the engine, as does any request while the engine
-    sleeps, including those that SGLang's `/health` sends. With the plugin, such requests are
+    not call them in an event loop: use `await asyncio.to_thread(controller.sleep)`. When `sleep`
+    begins, it detects requests that bypassed the controller. Without the plugin, a request that
+    arrives just after this check crashes the engine, as does any request while the engine sleeps,
+    including those that SGLang's `/health` sends. With the plugin, such requests are
     refused, wait, or wake the engine: see `memsaver.integrations.sglang.settings`.
 
     Args:

@@ -33,8 +33,8 @@ class _Sender:
 
     Attributes:
         manager: the tokenizer manager.
-        lock: a lock for one request of an unknown type at a time, so that none is sent later than
-            its check.
+        lock: a lock for one request of an unknown type at a time, so that each request is sent
+            immediately after its check.
     """
 
     manager: Any
@@ -68,7 +68,7 @@ async def call(original: Callable[..., Awaitable[Any]], communicator: Any, obj: 
         replies = asyncio.ensure_future(original(communicator, obj))
         try:
             while not await _is_done(replies):
-                # Schedulers reply in order: a reply to the request precedes the state's.
+                # Schedulers reply in order: a reply to the request precedes the reply to the query.
                 if await admission.refresh() and not await _is_done(replies):
                     await _end(communicator, replies)
                     raise _refusal(admission, what)

@@ -65,7 +65,7 @@ def of_scheduler(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Adapt a hook for an updater's handler to the same handler of a scheduler."""
 
     def call(original: Callable[..., Any], owner: Any, request: Any) -> Any:
-        # memsaver's own calls of the handlers pass an updater that it has made.
+        # memsaver's own calls of the handlers pass such an updater.
         known = isinstance(owner, SchedulerAsUpdater)
         return hook(original, owner if known else SchedulerAsUpdater(owner), request)
 

@@ -101,7 +101,7 @@ class WeightCalls(EngineBackend[LocalEngine | ServedEngine]):
             is_listed = tensors.layout == "whole" and not tensors.in_bucket
             fields["load_format"] = None if is_listed else _FORMATS[tensors.layout]
             if self.selects and tensors.layout == "engine":
-                fields["selector"] = "target"  # a draft model has parameters of other names
+                fields["selector"] = "target"  # a draft model has parameters with other names
             return "update_weights_from_tensor", fields
         fields["names"] = list(tensors.names)
         fields["dtypes"] = list(tensors.dtypes)

@@ -132,8 +132,8 @@ def _load(
 
     def work(refusal: MemsaverError | None = None) -> Any:
         if refusal is None:
-            # A signal during the handler's own barrier would be raised after it, and this rank
-            # would then make a second one.
+            # A signal's exception would be raised after the handler's own barrier, and this rank
+            # would then call the barrier a second time.
             group = group_of(updater)
             rows = group.collect(loaded, failed, uninterrupted=has_barrier)
             checks = [RankCheck.from_fields(fields) for fields in rows]
@@ -196,7 +196,7 @@ def plain_load(kind: str, *, has_barrier: bool) -> Callable[..., Any]:
     """Return a hook around an updater's handler that loads weights without a verification request.
 
     A failure in one stage of a pipeline fails the update in all of them. If the stages cannot work
-    at the same time (see `can_defer`), each replies for itself, as in SGLang, and accepts names
+    at the same time (see `can_defer`), each replies independently, as in SGLang, and accepts names
     that it does not use.
 
     Args:
@@ -331,7 +331,7 @@ def _pass_barrier(group: Group) -> None:
     try:
         group.barrier()
     except Exception:
-        _logger.exception("the ranks did not meet after a failed weight update")
+        _logger.exception("the ranks did not reach the barrier after a failed weight update")
 
 
 def _watched(
@@ -360,10 +360,11 @@ def _is_whole(updater: Any) -> bool:
 
 @contextlib.contextmanager
 def _flushing_past_waiting(updater: Any) -> Iterator[None]:
-    """Allow a paused scheduler to flush its cache while requests wait, for the block.
+    """Allow a paused scheduler to flush its cache while requests wait, during the block.
 
     Waiting requests have no data in the KV cache, because a pause dropped it. SGLang 0.5.16 rejects
-    the flush, so that they would continue with results of the old weights; later versions flush.
+    the flush, so that these requests would continue with values computed by the old weights; later
+    versions flush.
     """
     scheduler = scheduler_of(updater)
     if not getattr(scheduler, "_engine_paused", False) or (

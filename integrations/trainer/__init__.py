@@ -7,7 +7,7 @@
         generate()
     train()  # bit for bit as if nothing had been paused
 
-Supports torch's optimizers and modules, including those of FSDP2. The approach, and the reasons:
+Supports torch's optimizers and modules, including those of FSDP2. The approach and its reasons:
 
 - **Existing memory moves once**, storage by storage, into the tag. The storage itself is
   reallocated, so everything that shares it moves too: views, flat buffers, tied parameters,

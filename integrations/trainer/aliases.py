@@ -1,8 +1,8 @@
 """Finds references to the memory of CPU tensors, and redirects them if possible.
 
 Every Python tensor that uses a storage can be found and redirected to other memory. Objects that
-hold the memory's address (a numpy array, a DLPack consumer) or the storage object cannot be
-redirected.
+keep the memory's address (a numpy array, a DLPack consumer) or refer to the storage object cannot
+be redirected.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from .references import TEMPORARY, buffers_in_use, instances_of, references_to
 __all__ = ["Aliases"]
 
 # Before Python 3.11 the evaluation stack of the function that called `offload` has one reference to
-# the tensor that no function reports. So one numpy array or the like per tensor may be overlooked.
+# the tensor that no function reports. One numpy array or similar object per tensor may therefore be
+# overlooked.
 _UNSEEN = 1 if sys.version_info < (3, 11) else 0
 
 
@@ -38,12 +39,12 @@ class Aliases:
 
         self._tensors = tensors
         self._users: dict[int, list[Any]] = defaultdict(list)  # by the storage's id
-        self._elsewhere: list[range] = []  # the addresses of other storages
+        self._elsewhere: list[range] = []  # the addresses of all storages
         self._gradients: set[int] = set()  # ids
         ids = set(map(_storage_id, tensors))
         for tensor in instances_of(torch.Tensor):
             self._note(tensor, ids)
-        self._views: Counter[int] = Counter()  # how often views refer to their base, by its id
+        self._views: Counter[int] = Counter()  # views' references, by their base's id
         for user in itertools.chain.from_iterable(self._users.values()):
             if user._base is not None:  # conjugate and real views refer to it twice
                 self._views[id(user._base)] += 1 + user._base.is_complex()
@@ -72,8 +73,8 @@ class Aliases:
             return f"has a user that Python's collector does not track ({_who_it_may_be()})"
         addresses = range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
         if _meets(addresses, self._elsewhere):
-            return "shares its memory with another storage, such as from_dlpack makes"
-        # numpy has its address, or the memory came from outside torch.
+            return "shares its memory with another storage, such as one created by from_dlpack"
+        # numpy has the storage's address, or the memory was not allocated by torch.
         is_shown = not storage.resizable()
         buffer = self._buffer_over(addresses) if is_shown else None
         if buffer is not None:

@@ -1,4 +1,4 @@
-"""Resumes in the background, for which the hooks of optimizers and modules wait."""
+"""Background resumes, for which the hooks of optimizers and modules wait."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ __all__ = [
 
 
 class Arrival(NamedTuple):
-    """A resume in the background, and the devices with memory of its tag."""
+    """A background resume, and the devices with memory of its tag."""
 
     transition: memsaver.Transition
     devices: tuple[int, ...]
 
 
 # By tag, the last resume that `begin_arrival` began, until the tag is mapped or paused again. A
-# failed one stays until a hook has raised its error. Changed only by single, atomic calls.
+# failed resume stays until a hook has raised its error. Changed only by single, atomic calls.
 _arrivals: dict[str, Arrival] = {}
 
 
@@ -62,7 +62,7 @@ def limited_waits(seconds: float) -> Iterator[None]:
 
 
 def begin_arrival(tag: str, *, until_queued: bool = False) -> memsaver.Transition:
-    """Begin a resume of a tag in the background. See `Offloaded.resume`.
+    """Begin a background resume of a tag. See `Offloaded.resume`.
 
     Args:
         until_queued: whether to return only when all copies are queued. Copies of later resumes
@@ -71,7 +71,7 @@ def begin_arrival(tag: str, *, until_queued: bool = False) -> memsaver.Transitio
     arrival = memsaver.resume(tag, wait=False)
     devices = (int(row["device"]) for row in _C.stats(tag))
     _arrivals[tag] = Arrival(arrival, tuple(device for device in devices if device >= 0))
-    if memsaver.state(tag) == "mapped":  # its callbacks may have run before the line above
+    if memsaver.state(tag) == "mapped":  # its callbacks may have run before it was recorded
         forget_arrival(tag)
     elif until_queued:
         try:
@@ -83,12 +83,12 @@ def begin_arrival(tag: str, *, until_queued: bool = False) -> memsaver.Transitio
 
 
 def forget_arrival(tag: str) -> None:
-    """Forget the tag's resume, because the tag is mapped, or is about to be paused. Idempotent."""
+    """Remove the record of the tag's resume: the tag is mapped, or is about to be paused."""
     _arrivals.pop(tag, None)
 
 
 def order_after_arrival(tag: str, memory: list[Any] | None = None) -> bool:
-    """Make work that this thread submits afterwards wait for the tag's resume in the background.
+    """Make work that this thread submits later wait for the tag's background resume.
 
     With `memory`, tensors in the tag, the work waits only for their contents. Work on torch's
     current stream of each of the tag's devices waits on the device. The host waits only if the
@@ -126,7 +126,7 @@ def order_after_arrival(tag: str, memory: list[Any] | None = None) -> bool:
 
 
 def _wait_until(limit: Limit, tag: str) -> None:
-    """Wait for the tag's resume in the background. See `limited_waits`."""
+    """Wait for the tag's background resume. See `limited_waits`."""
     # Whole milliseconds, for the error's message. A negative value would mean no limit.
     left = math.ceil(seconds_until(limit.deadline, 0) * 1000) / 1000
     try:
@@ -139,7 +139,7 @@ def _wait_until(limit: Limit, tag: str) -> None:
 
 
 def await_arrival(tag: str) -> None:
-    """Wait on the host for the end of the tag's resume in the background, if there is one.
+    """Wait on the host for the end of the tag's background resume, if any.
 
     Raises:
         MemsaverError: see `order_after_arrival`.

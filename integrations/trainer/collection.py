@@ -159,7 +159,7 @@ class Collection:
             self._memory.trim(self.tag)
 
     def watch(self) -> None:
-        """Start moving new memory into the tag, and reject work while the tag has no memory.
+        """Start moving new memory into the tag, and rejecting work while the tag is not mapped.
 
         Raises:
             ConfigError: a target accepts no hooks; no target is watched.
@@ -305,7 +305,7 @@ class Collection:
     def _storages(self, targets: list[Any], *, gradients: bool) -> list[tuple[Any, Holding]]:
         """Return each storage of the targets on the device, with the first tensor found in it.
 
-        Without `parameters`, leaves out an optimizer's states that share a storage with a
+        Without `parameters`, omits an optimizer's states that share a storage with a
         parameter: they stay with the parameter. For states that are not in the tag yet, the
         parameters include those of all other objects in the process.
         """
@@ -374,7 +374,7 @@ def _size(optimizer: Any) -> int:
 
 
 def _frames_of_others() -> int:
-    """Return the `stacklevel` with which the caller's warning names the program's own frame.
+    """Return the `stacklevel` that attributes the caller's warning to the program's own frame.
 
     The number of torch's frames in between depends on the versions of torch and of its compiler.
     """

@@ -37,7 +37,7 @@ class DeviceStorages:
 
         Raises:
             OutOfDeviceMemoryError: storages before the failing one were moved; it and the later
-                ones were not. All of them may be used, and repeating the call moves the rest.
+                ones were not. All storages may be used, and repeating the call moves the rest.
             InvalidStateError: the thread is inside `use_mem_pool`, whose pool would get the memory.
         """
         import torch
@@ -79,7 +79,7 @@ class DeviceStorages:
 
 
 def _batch(waiting: list[Any]) -> list[Any]:
-    """Return the next storages to move together: one, or as many as memory permits."""
+    """Return the next storages to move together: as many as memory permits, but at least one."""
     room = min(device_memory(index)[0] for index in {s.device.index for s in waiting}) // 2
     taken, total = 1, waiting[0].nbytes()
     for storage in waiting[1:]:
@@ -101,13 +101,13 @@ def _move_batch(batch: list[Any], tag: str) -> None:
                 _check_pool(device, tag)
             for storage in batch:
                 _move(storage, tag)
-    except torch.OutOfMemoryError as error:  # for a storage, or for the region itself
+    except torch.OutOfMemoryError as error:  # raised for a storage, or for the region itself
         storage = next((s for s in batch if tag_of(s) != tag), batch[-1])
         nbytes, index = storage.nbytes(), storage.device.index
         free = device_memory(index)[0]
         failure = OutOfDeviceMemoryError(
             f"CUDA out of memory: moving {size_text(nbytes)} of {storage.device} into tag {tag!r} "
-            f"temporarily needs the same amount again, and {size_text(free)} is free. Tensors that "
+            f"temporarily needs as much memory again, and {size_text(free)} are free. Tensors that "
             "were already moved stay in the tag, the others are unchanged: free some memory and "
             "repeat the call",
             tag=tag,

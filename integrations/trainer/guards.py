@@ -58,7 +58,7 @@ def check_tags_mapped(holdings: Iterable[Holding], what: str) -> None:
         tag = tag_of(holding.tensor.untyped_storage())
         if tag in away:
             check_mapped(tag, f"{what} ({holding.what})")
-            away.remove(tag)  # it is being resumed
+            away.remove(tag)  # the tag is being resumed
 
 
 class ModuleChecks(Protocol):
@@ -116,7 +116,7 @@ def guard_optimizer(
     loaded: Hook,
     before_save: Hook,
 ) -> contextlib.ExitStack:
-    """Call hooks, with the optimizer, around each step and `load_state_dict`, and before saving.
+    """Install hooks that are called with the optimizer around steps and loads, and before saves.
 
     If `before_step`, `before_load` or `before_save` (for `state_dict`) raises, the call does not
     happen. A compiled step is broken into graphs around the hooks. Copies of an optimizer have no
@@ -141,7 +141,7 @@ def guard_optimizer(
 
 
 def guard_steps(before_step: Hook) -> contextlib.ExitStack:
-    """Call `before_step`, with the optimizer, before each step of any torch optimizer.
+    """Install a hook that calls `before_step` before each step of any torch optimizer.
 
     If it raises, the step does not happen.
 
@@ -156,9 +156,10 @@ def guard_steps(before_step: Hook) -> contextlib.ExitStack:
 
 
 def guard_module(module: Any, checks: ModuleChecks) -> contextlib.ExitStack:
-    """Call `checks` before each forward pass, `load_state_dict` and `state_dict` of a module.
+    """Install hooks that call `checks` before a module's forward passes, loads and saves.
 
-    Also before a `state_dict` of its submodules; see `guard_parts` for their other calls.
+    Loads and saves are `load_state_dict` and `state_dict`. A submodule's `state_dict` calls them
+    too; see `guard_parts` for the submodules' other calls.
 
     Returns:
         A stack that removes the hooks when it is closed.
@@ -171,7 +172,8 @@ def guard_module(module: Any, checks: ModuleChecks) -> contextlib.ExitStack:
     with _registering(module) as hooks:
         _guard(module, checks, hooks)
         saving = Guard(checks.before_module_save)
-        # Those of parts stay too: torch does not allow that a thread removes one during a call.
+        # The hooks of submodules stay too, because torch does not allow a thread to remove a hook
+        # during a call.
         for part in module.modules():
             if not isinstance(part, torch.jit.ScriptModule):
                 hooks.callback(part.register_state_dict_pre_hook(saving).remove)
@@ -179,12 +181,12 @@ def guard_module(module: Any, checks: ModuleChecks) -> contextlib.ExitStack:
 
 
 def guard_parts(module: Any, checks: ModuleChecks) -> contextlib.ExitStack:
-    """Guard a module's submodules like `guard_module`, except for `state_dict`, and compiled calls.
+    """Guard a module's submodules and its compiled calls.
 
-    Also calls `checks.after_forward` after each forward pass of the module itself. Scripted modules
-    accept no hooks and are guarded only by the modules around them. Keep the hooks for a short
-    time: each costs a few microseconds per forward pass, and torch has fast paths for modules
-    without hooks.
+    The submodules have the guards of `guard_module`, except for `state_dict`. Also calls
+    `checks.after_forward` after each forward pass of the module itself. Scripted modules accept no
+    hooks and are guarded only by the modules around them. Keep the hooks for a short time: each
+    costs a few microseconds per forward pass, and torch has fast paths for modules without hooks.
     """
     import torch
 
@@ -228,7 +230,7 @@ def _guard_compiled(module: Any, checks: ModuleChecks, hooks: contextlib.ExitSta
         return compiled(*args, **kwargs)
 
     def restore() -> None:
-        if module._compiled_call_impl is guarded:  # it was not compiled again
+        if module._compiled_call_impl is guarded:  # the module was not compiled again
             module._compiled_call_impl = compiled
 
     module._compiled_call_impl = guarded

@@ -43,9 +43,9 @@ class Holding:
 def holdings_of(target: Any, parameters: bool) -> Iterator[Holding]:
     """Yield a target's current tensors: a module's, an optimizer's states, or the tensor itself.
 
-    Gradients are left out. An optimizer's states are the tensors in its `state`, its `param_groups`
+    Gradients are omitted. An optimizer's states are the tensors in its `state`, its `param_groups`
     and its attributes, except parameters. Tensors of one element in `param_groups` and attributes,
-    such as learning rates, are left out, because programs read and write them at any time.
+    such as learning rates, are omitted, because programs read and write them at any time.
 
     Args:
         target: an optimizer, a module (its parameters and buffers), or a tensor.

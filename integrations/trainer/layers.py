@@ -14,9 +14,9 @@ __all__ = ["has_separate_layers", "read_by_forward"]
 def has_separate_layers(model: Any) -> bool:
     """Return whether each of a model's tensors is read by the forward pass of a known module.
 
-    False if the model has FSDP2 modules, which gather other modules' parameters, or scripted
-    modules, which accept no hooks, or if the model cannot be called itself and has tensors outside
-    of modules that can be called.
+    Returns False if the model has FSDP2 modules, which gather other modules' parameters; if it has
+    scripted modules, which accept no hooks; or if the model itself cannot be called and has tensors
+    outside of modules that can be called.
     """
     import torch
 

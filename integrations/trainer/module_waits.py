@@ -27,7 +27,7 @@ class Owner(Protocol):
     has_layers: bool
 
     def takes(self, holding: Holding) -> bool:
-        """Return whether a tensor is one that is moved into tags."""
+        """Return whether a tensor can be moved into a tag."""
 
 
 class ModuleWaits:
@@ -37,7 +37,7 @@ class ModuleWaits:
         self._owner = owner
 
     def before_forward(self, module: Any) -> None:
-        """Wait for the module's tensors, or for all."""
+        """Wait for the module's own tensors, or for all tensors."""
         tag = self._owner.tag
         if state(tag) == "mapped":
             return

@@ -236,12 +236,12 @@ def offload(
         gradients: whether gradients, if there are any, are moved into the tag before each pause.
         by_layer: promises that until the end of the model's forward pass, each parameter and buffer
             is read only by the forward pass of a module that has it among its own, or after such a
-            pass, and that every such pass is a call of the module. Then a forward pass begins
+            pass, and that every such pass is a call of the module. A forward pass can then begin
             before all parameters have arrived (see `Offloaded.resume`). A model breaks the promise
-            if a module reads a parameter of another one that was not called before, as a fused loss
-            reads `lm_head.weight`, or if a compiled function calls the model's modules. For
+            if a module reads a parameter of another module that was not called before, as a fused
+            loss reads `lm_head.weight`, or if a compiled function calls the model's modules. For
             compiled modules and modules of torch's own classes, such as `MultiheadAttention`, the
-            parameters of all parts count as their own. Models with FSDP2 modules or scripted
+            parameters of all submodules count as their own. Models with FSDP2 modules or scripted
             modules always wait for everything.
 
     Existing memory is moved in this call. Later memory is moved after the step that created it,
@@ -315,11 +315,11 @@ def offload(
         with signals_deferred():
             if collection.bytes()[0] == before:
                 collection.unwatch()
-            else:  # the tag can be paused under the targets
+            else:  # the tag could be paused while the targets use it
                 _unfinished.add(collection)
         raise
 
 
 def has_no_backup(tag: str) -> bool:
-    """Return whether a pause would lose contents: no backup, or an unknown tag."""
+    """Return whether a pause would lose contents: the tag has no backup, or is unknown."""
     return policy_of(check_tag(tag)) in ("none", None)

@@ -122,7 +122,7 @@ def _addresses_of_array(array: Any) -> range:
 
 def _instances_of_any(kinds: list[type], values: list[Any]) -> list[Any]:
     types = {derived for kind in kinds for derived in _kinds(kind)}
-    # There are hundreds of thousands of objects, so no Python code runs for each.
+    # There are hundreds of thousands of objects, so no Python code runs for each of them.
     return list(itertools.compress(values, map(types.__contains__, map(type, values))))
 
 

@@ -84,7 +84,7 @@ def _move(tensor: Any, users: list[Any], tag: str) -> None:
         raise InvalidStateError(
             f"a {type(users[len(done)]).__name__} rejects the move of its {size_text(nbytes)} into "
             f"tag {tag!r}: {error}; it and the tensors that share its memory were not moved: "
-            "leave them out of the call, or make it refer to a copy",
+            "omit them from the call, or make it refer to a copy",
             tag=tag,
         ) from None
     finally:

@@ -18,7 +18,8 @@ def targets_in(values: Any) -> list[Any]:
     targets are all optimizers inside it.
 
     Raises:
-        ConfigError: a value is not a target and has no optimizer inside, or a module has no hash.
+        ConfigError: a value is not a target and has no optimizer inside, or a module is not
+            hashable.
     """
     import torch
 
@@ -42,8 +43,8 @@ def _check_hash(module: Any) -> None:
         list(module.modules())
     except TypeError as error:
         raise ConfigError(
-            f"torch cannot list the parts of a {type(module).__name__}: {error}; modules need a "
-            "hash, and a class that defines __eq__ has none: define __hash__ = "
+            f"torch cannot list the parts of a {type(module).__name__}: {error}; modules must be "
+            "hashable, and a class that defines __eq__ is not: define __hash__ = "
             "torch.nn.Module.__hash__ in it, or make it a @dataclass(eq=False)"
         ) from error
 
@@ -51,8 +52,8 @@ def _check_hash(module: Any) -> None:
 def _optimizers_in(target: Any) -> list[Any]:
     """Return the optimizers in an optimizer or a wrapper, including itself, the outermost first.
 
-    Leaves out wrappers that derive from torch's class without initialising it and only forward
-    calls to another optimizer.
+    Omits wrappers that derive from torch's class without initialising it and only forward calls to
+    another optimizer.
     """
     import torch
 

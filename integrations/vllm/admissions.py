@@ -1,7 +1,7 @@
 """Hooks in vLLM's `AsyncLLM` for requests to a sleeping engine.
 
 The hooks apply the policy of `settings.policy_of` before a request is sent to the engine cores.
-Their own guard (`guard`) checks the request last: if it refuses the request, because a release
+The cores' own guard (`guard`) makes the final check: if it refuses the request, because a release
 arrived first, the request is sent again, or raises the same error.
 
 | policy | a request that needs released memory |
@@ -141,7 +141,7 @@ async def _checked(engine: Any, work: Awaitable[Any]) -> Any:
         return await alive(engine, work)
     except Exception as error:
         found = error
-        with contextlib.suppress(Exception):  # an engine whose worker has exited does not answer
+        with contextlib.suppress(Exception):  # an engine does not answer if a worker has exited
             query = alive(engine, memory_of_async(engine.engine_core, failed=True))
             found = error_from(error, await asyncio.wait_for(query, QUERY_SECONDS))
         if engine.errored:
@@ -267,7 +267,7 @@ class _Generation:
 
     async def take_back(self, deadline: float) -> None:
         if self._refusal is not None and isinstance(self._prompt, AsyncGenerator):
-            raise refused(self._refusal)  # a part of the prompt was read
+            raise refused(self._refusal)  # a part of the prompt was already read
 
 
 async def abort(
@@ -278,7 +278,7 @@ async def abort(
 ) -> Any:
     """Wrap `AsyncLLM.abort`, which aborts only requests that were sent."""
     ids = [request_id] if isinstance(request_id, str) else list(request_id)
-    admission = admission_of(engine) or vars(engine)[_ATTRIBUTE]  # held ones may be left
+    admission = admission_of(engine) or vars(engine)[_ATTRIBUTE]  # held requests may remain
     if admission is not None and not internal:
         admission.abort(ids)
     return await original(engine, ids, internal)
@@ -289,7 +289,7 @@ def process_outputs(
 ) -> Any:
     """Wrap `OutputProcessor.process_outputs`: end the requests that an engine core has refused.
 
-    The guard sends refusals in messages of their own.
+    The guard sends refusals in separate messages.
 
     Raises:
         EngineAsleepError: an `LLMEngine`'s request was refused.
@@ -302,7 +302,7 @@ def process_outputs(
         if error is None or state is None:
             continue
         if state.queue is None:
-            # The caller gives up at the first error, and the engine core refuses the later requests
+            # The caller stops at the first error, and the engine core refuses the later requests
             # too. The states are in the order of the requests.
             names = list(processor.request_states)
             ended = names[names.index(output.request_id) :]

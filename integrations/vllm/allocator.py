@@ -1,4 +1,4 @@
-"""`MemsaverAllocator`: memsaver in the place of vLLM's sleep mode allocator, `CuMemAllocator`."""
+"""`MemsaverAllocator`: replaces vLLM's sleep mode allocator, `CuMemAllocator`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class MemsaverAllocator:
     default_tag = "default"
 
     def __init__(self) -> None:
-        self._tags: dict[str, None] = {}  # memsaver's, in the order of their first use
+        self._tags: dict[str, None] = {}  # memsaver's tags, in the order of their first use
         self._saved: dict[str, Backup] = {}  # by tag, the backup of its last release
         self._graphs: Any = None  # the pool of CUDA graphs
         self._chosen: frozenset[str] | None = None  # see `only`
@@ -182,7 +182,7 @@ class MemsaverAllocator:
         ]
         before = self.released
         if before:
-            _release_free_memory()  # so that memory freed in the meantime is not mapped again
+            _release_free_memory()  # so that memory freed since the release is not mapped again
         rewritten = self._rewritten
         steps.move(
             lambda group: moves.resume(group, chosen, rewritten),
@@ -224,14 +224,14 @@ class MemsaverAllocator:
         return sum(int(row["allocated_bytes"]) for row in _C.stats() if row["tag"] in names)
 
     def _forget_freed(self, name: str) -> None:
-        """Map a tag that an engine left released, if all of its memory was freed."""
+        """Map a tag that a deleted engine left released, if all of its memory was freed."""
         for part in names_of(name):
             if memsaver.state(part) == "paused" and not memsaver.ranges(part):
                 memsaver.resume(part)
 
 
 def _release_free_memory() -> None:
-    """Release the cached memory of deleted tensors, which vLLM's own allocator does not keep."""
+    """Release the cached memory of deleted tensors, which vLLM's own allocator does not cache."""
     pools = torch_pools(required=False)
     if pools is not None:
         pools.release_closed_pools()

@@ -23,7 +23,9 @@ _ABORT_SECONDS = 5.0  # to abort a generation, after the generation's own timeou
 
 
 class AsyncEngine(Local):
-    """An `AsyncLLM` in this process. Any thread except that of the engine's event loop.
+    """An `AsyncLLM` in this process.
+
+    Any thread may call it, except the thread of the engine's event loop.
 
     Args:
         engine: the AsyncLLM.

@@ -24,7 +24,7 @@ from .cores import error_from, memory_of
 
 __all__ = ["add_request", "control"]
 
-_TOUCHED = "_memsaver_touched"  # of an engine: the time of the last query
+_TOUCHED = "_memsaver_touched"  # an attribute of an engine: the time of the last query
 
 
 def admission_of(engine: Any) -> VllmAdmission | None:
@@ -81,8 +81,8 @@ def _admit(engine: Any, need: Need) -> None:
 
     async def work() -> None:
         if admission.policy.sleep_after:
-            # The engine core may have released memory by itself; after the query it does not,
-            # until the same time has passed again.
+            # The engine core may have released memory by itself. After the query, it does not do so
+            # again before its idle time has passed.
             await admission.refresh()
         await admission.admit(need.tags, need.what, reads=need.reads)
 
@@ -117,8 +117,8 @@ def _changed(engine: Any, work: Callable[[], Any], **change: Any) -> Any:
     if not hasattr(engine.engine_core, "engine_core"):
         return whole()
     # The engine core runs in this process. Its executor records a sleep after the memory was
-    # released. A signal handler's exception in between would leave an executor that ignores the
-    # next wake-up, and released memory that a weight update then uses.
+    # released. After an exception of a signal handler between the two, the executor would ignore
+    # the next wake-up, and a weight update would use released memory.
     return _C.uninterrupted(whole, True)
 
 
@@ -128,7 +128,7 @@ def _checked(engine: Any, work: Callable[[], Any]) -> Any:
         return work()
     except Exception as error:
         found = error
-        with contextlib.suppress(Exception):  # an engine whose worker has exited does not answer
+        with contextlib.suppress(Exception):  # an engine does not answer if a worker has exited
             found = error_from(error, memory_of(engine.engine_core, failed=True))
         if found is error:
             raise

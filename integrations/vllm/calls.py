@@ -17,7 +17,7 @@ _WEIGHTS = frozenset({WEIGHTS})
 CHANGES = (RELEASE, RESUME)  # memsaver's own calls that release or resume memory
 _LEVELS = (0, 1, 2)
 _RPC = "collective_rpc"
-# Calls that monitoring makes all the time.
+# Calls that monitoring makes continually.
 _QUERIES = (
     "get_supported_tasks",
     "get_weight_version",

@@ -4,10 +4,10 @@ The calls come through vLLM's collective_rpc, the one function that every client
 call by any name: an LLM, an AsyncLLM and a server's /collective_rpc. The state, a release and a
 resume of tags, and the engine's description are answered here; other calls go to the workers.
 
-A release of weights and KV cache is vLLM's own sleep, and a resume is its wake-up, so that vLLM's
-state and other clients' calls stay valid. vLLM's sleep cannot release only some of the tags, so a
-call to the workers releases them. CUDA graphs that cannot be released count as released while the
-weights and the KV cache are.
+To release the weights and the KV cache, this module calls vLLM's own sleep, and to resume them,
+vLLM's wake-up, so that vLLM's state and other clients' calls stay valid. vLLM's sleep cannot
+release only some of the tags, so a call to the workers releases them. CUDA graphs that cannot be
+released count as released while the weights and the KV cache are.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def install(core: Any) -> None:
         answer = _ANSWERS.get(method) if isinstance(method, str) else None
         if answer is None:
             if isinstance(method, str) and method in WORKER_CALLS:
-                # The workers exit in time themselves. An executor that did not wait for them would
-                # leave their responses in its queues, where its next call finds them.
+                # The workers limit this wait themselves. An executor that did not wait for them
+                # would leave their responses in its queues, where its next call finds them.
                 timeout = None
             call = functools.partial(original, self, method, timeout, args, kwargs)
             return call() if is_known(method) else guard_of(self).run_unknown(method, call)
@@ -99,8 +99,8 @@ def _state_of(core: Any, *, measures: bool = False) -> SchedulerState:
 
     Args:
         core: the engine core.
-        measures: whether the reports of a release of all memory list the memory in use, which each
-            rank knows only of itself.
+        measures: whether the reports of a release of all memory include the memory still in use,
+            which each rank measures only for itself.
     """
     rows = core.model_executor.collective_rpc(RANK_STATE, args=(measures,))
     states = list(map(SchedulerState.from_fields, rows))
@@ -128,7 +128,10 @@ def _full(released: Collection[str]) -> tuple[str, ...]:
 
 
 def _is_idle(core: Any) -> bool:
-    """Return whether no request uses memory or is about to. Requests held by a pause do not."""
+    """Return whether no request uses memory or is about to use it.
+
+    Requests held by a pause do not count.
+    """
     if core.scheduler.running or getattr(core, "batch_queue", None):
         return False
     return bool(core.is_scheduler_paused() or not core.scheduler.has_unfinished_requests())
@@ -154,7 +157,7 @@ def _release(core: Any, tags: Sequence[str], level: int, keep_weights: bool = Tr
                 "memory, because a failed sleep or wake-up released it on others: wake the engine "
                 "up first"
             )
-        # The graphs alone are released by the workers.
+        # If only the graphs are to be released, the workers release them.
         asleep = state.released
         going = [tag for tag in tags if tag in _SLEEPING and tag not in asleep] or list(tags)
         if set(going) == set(_SLEEPING):
@@ -195,7 +198,7 @@ def _resume(core: Any, tags: Sequence[str], keep_weights: bool = True) -> Any:
             _wake_rewritten(core, coming)
         elif coming:
             core.wake_up(coming)
-        else:  # the graphs are mapped by any wake-up
+        else:  # any wake-up maps the graphs
             executor.collective_rpc("wake_up", kwargs={"tags": []})
 
     return _answered(core, "resume", tags, work)
@@ -233,7 +236,7 @@ def _answered(
     """Run a release or a resume, and return its `Answer`, which contains any failure.
 
     The result is a future if `work` returns one, because a pause of vLLM's scheduler ends later.
-    Other errors than memsaver's propagate, unless the workers reported a failure of this call.
+    Errors other than memsaver's propagate, unless the workers reported a failure of this call.
 
     Args:
         core: the engine core.

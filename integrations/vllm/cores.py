@@ -106,8 +106,8 @@ async def alive(engine: Any, work: Awaitable[_Result]) -> _Result:
 
 
 def error_from(error: Exception, memory: Memory) -> Exception:
-    """Return the typed error of a failed sleep or wake-up, whose text is all that vLLM sends."""
-    known = memory.error  # may be that of an earlier call
+    """Return the typed error of a failed sleep or wake-up, because vLLM sends only its text."""
+    known = memory.error  # the error may belong to an earlier call
     if isinstance(error, MemsaverError) or known is None or known.message not in str(error):
         return error
     return known

@@ -1,8 +1,8 @@
 """Fails the calls that wait for an engine core that has exited.
 
 vLLM's blocking client waits indefinitely for the answer to a call, even after the engine core
-has exited. A core may exit in two ways: it reports this in a message, because its workers have
-exited; or its process exits without a message, and vLLM then shuts its client down.
+has exited. A core may exit in two ways: after its workers have exited, it reports this in a
+message; or its process exits without a message, and vLLM shuts its client down.
 """
 
 from __future__ import annotations

@@ -64,10 +64,10 @@ def connect(engine: Any, api_key: str | None = None) -> Link:
 class LocalEngine(Local):
     """A `vllm.LLM` in this process. Any thread.
 
-    An LLM makes one call at a time, so a call waits for another thread's. During a generation of
-    `samples`, calls run between vLLM's steps, except for a pause, which waits for its end. If vLLM
-    runs its engine core in this process, calls cannot be interrupted, and their timeouts are
-    checked only afterwards.
+    An LLM runs one call at a time, so a call waits until another thread's call ends. During a
+    generation of `samples`, other calls run between vLLM's steps, except for a pause, which waits
+    until the generation ends. If vLLM runs its engine core in this process, calls cannot be
+    interrupted, and their timeouts are checked only afterwards.
 
     Args:
         engine: the LLM.
@@ -76,11 +76,11 @@ class LocalEngine(Local):
     def __init__(self, engine: Any) -> None:
         self._llm = engine
         self._engine = engine.llm_engine
-        self._busy = threading.Lock()  # held during a call, and released by the thread that runs it
+        self._busy = threading.Lock()  # during a call; released by the thread that runs it
         self._generating = threading.Lock()
         # The thread of each call that may own a lock or wait for one.
         self._callers: list[int] = []
-        self._aborted = False  # whether the generation in progress is to end
+        self._aborted = False  # whether the generation in progress must end
 
     @property
     def engine(self) -> Any:

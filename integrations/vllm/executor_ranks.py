@@ -38,7 +38,7 @@ def _cpu_group(worker: Any, size: int) -> Any:
     import torch.distributed as dist
 
     first = dist.get_rank() - worker.rank
-    # Only the members make this call: other engines may be asleep or may not sleep.
+    # Only the members make this call: other engines may be asleep, or may never sleep.
     return dist.new_group(
         list(range(first, first + size)), backend="gloo", use_local_synchronization=True
     )

@@ -41,7 +41,8 @@ def _graph_pool(original: Callable[..., Any], platform: Any) -> Any:
 def _are_registered() -> bool:
     """Return whether vLLM exports the graphs' memory to other processes, and log this once.
 
-    Its own all-reduce does so, which CUDA permits only for memory of cudaMalloc.
+    vLLM's custom all-reduce exports the graphs' memory, and CUDA permits this only for memory that
+    cudaMalloc allocated.
     """
     state = sys.modules.get(_PARALLEL)
     group = getattr(state, "_TP", None)

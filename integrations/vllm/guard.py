@@ -16,9 +16,9 @@ released, and adds nothing to a decoding step.
 | `collective_rpc` of an unknown method | runs, and is logged; an error names the released tags |
 
 Requests that the scheduler accepted before the sleep, and keeps, continue after the wake-up. A
-sleep that lets requests finish (`mode="wait"`) does so for those that the scheduler has begun; vLLM
-would keep the others indefinitely, so they are refused like new ones. With several data-parallel
-engine cores, each one decides from its own state.
+sleep that lets requests finish (`mode="wait"`) waits for the requests that the scheduler has begun;
+vLLM would keep all others indefinitely, so they are refused like new requests. With several
+data-parallel engine cores, each one decides from its own state.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def memsaver_memory(core: Any, touch: bool = False, failed: bool = False) -> str
 
     Args:
         core: the engine core.
-        touch: a request is about to follow, so that an idle engine keeps its memory.
-        failed: include the failure of the last sleep or wake-up.
+        touch: whether a request is about to follow, so that an idle engine keeps its memory.
+        failed: whether to include the failure of the last sleep or wake-up.
 
     Returns:
         The object's fields are `released`, the released tags; `lost`, those of them whose contents
@@ -141,7 +141,8 @@ class Guard:
     def __init__(self, core: Any) -> None:
         self._core = core
         self._is_draining = False
-        self._held: list[tuple[Any, Callable[[], None]]] = []  # requests, and what dispatches them
+        # Requests, and the functions that dispatch them.
+        self._held: list[tuple[Any, Callable[[], None]]] = []
         self._logged: set[str] = set()  # requests refused since the last wake-up
         self._unknown: set[str] = set()  # unknown methods that have run while memory was released
         self.lost: frozenset[str] = frozenset()

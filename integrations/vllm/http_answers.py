@@ -28,7 +28,7 @@ _ASYNC = "AsyncLLM"
 
 def install(module: ModuleType) -> None:
     """Make one of `MODULES` add the middleware to each application that it builds. Idempotent."""
-    if hasattr(module, _BUILD):  # in 0.33, a module of the same name builds no application
+    if hasattr(module, _BUILD):  # in 0.33, the module with this name builds no application
         hooking.around(module, _BUILD, _build_app)
 
 

@@ -1,8 +1,8 @@
 """Releases an idle engine's memory after some time, in vLLM's engine core.
 
-The engine core waits for requests in its input queue. `IdleSleep` bounds this wait by the remaining
-time, and then releases the memory on the thread that waited, so that no request can arrive in
-between. With several data-parallel engine cores, each one releases its memory independently, except
+The engine core waits for requests in its input queue. `IdleSleep` limits this wait to the remaining
+time, and then releases the memory on the waiting thread, so that no request can arrive before the
+release. With several data-parallel engine cores, each one releases its memory independently, except
 those of a model with experts, which step together: they keep their memory.
 """
 
@@ -82,7 +82,7 @@ class IdleSleep:
             self._timer.restart()
 
     def restart(self) -> None:
-        """Start the period again."""
+        """Restart the period."""
         self._timer.restart()
 
     @property
@@ -99,8 +99,8 @@ class IdleSleep:
             return
         self._timer.restart()  # a failed release is retried after the same time
         try:
-            # Not `core.sleep`: it clears the caches of multi-modal inputs, whose other halves the
-            # clients have.
+            # Not `core.sleep`, because it clears the caches of multi-modal inputs, and the clients
+            # have the corresponding caches.
             if core.pause_scheduler("abort", False) is None and core.reset_prefix_cache():
                 _logger.info("the engine is idle: releasing its memory")
                 core.model_executor.sleep(_LEVEL)

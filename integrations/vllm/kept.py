@@ -7,9 +7,9 @@ zero, although their manager counts them as loaded, and the engine would generat
 model.
 
 Since 0.32, block tables and constants of the attention backends are in the pool `runtime` too. From
-0.26 to 0.28, they are created in the pool of the KV cache, whose contents every sleep discards. So
-`keeps_cache_state` replaces that pool with `runtime`, and only the functions that allocate the
-tensors of the KV cache open the pool of the KV cache (`install_cache`).
+0.26 to 0.28, they are created in the pool of the KV cache, whose contents every sleep discards.
+`keeps_cache_state` therefore replaces that pool with `runtime`, and only the functions that
+allocate the tensors of the KV cache open the pool of the KV cache (`install_cache`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _ALLOCATING = {
 }
 CACHE_MODULES = tuple(_ALLOCATING)
 _OWN = "_sleep_saved_draft_buffers"  # vLLM's attribute of a worker, if it saves these buffers
-_SAVED = "_sleep_memsaver_draft_buffers"  # memsaver's; `wake_order` handles both
+_SAVED = "_sleep_memsaver_draft_buffers"  # memsaver's attribute; `wake_order` handles both
 AllocatorOf = Callable[[], MemsaverAllocator | None]
 
 
@@ -116,7 +116,7 @@ def _opens_pool(worker: Any) -> bool:
     for module in [sys.modules[name] for name in CACHE_MODULES if name in sys.modules]:
         owner, name = _allocating(module)
         if isinstance(owner, type) and issubclass(runner, owner):
-            owner = runner  # which may have a function of its own
+            owner = runner  # a class that may have its own function
         functions.append(getattr(owner, name, None))
     return bool(functions) and all(hasattr(one, hooking.INSTALLED) for one in functions)
 

@@ -25,13 +25,13 @@ __all__ = ["launch", "place", "policy_variables", "sizes_of"]
 
 _TP_SIZE = "tensor_parallel_size"  # the argument for the number of tensor-parallel ranks
 
-# The trainer has started CUDA in this process, so that vLLM's processes must not be forked.
+# The trainer has started CUDA in this process, so vLLM's processes must not be forked.
 _ENVIRONMENT = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 
 _DEFAULT_ARGUMENTS = {
     "skip_tokenizer_init": True,
     "enable_sleep_mode": True,
-    # The log-probabilities with which tokens were sampled, as a trainer needs them.
+    # The log-probabilities with which tokens were sampled, because a trainer needs these.
     "logprobs_mode": "processed_logprobs",
 }
 
@@ -60,7 +60,7 @@ def place(gpus: Sequence[Gpu | None], dp_rank: int, sizes: Sizes | None = None) 
     Args:
         gpus: the GPUs of the group's ranks, in the engine's order.
         dp_rank: the engine's number; vLLM chooses free ports itself.
-        sizes: the number of the engine's ranks, which its placement does not depend on.
+        sizes: ignored, because the placement does not depend on the number of the engine's ranks.
 
     Raises:
         ConfigError: the ranks are on several hosts, two ranks use the same GPU, or only some ranks
@@ -100,7 +100,7 @@ def launch(
         NotLoadedError: vLLM is not installed.
         ConfigError: an argument contradicts the ranks or is unknown to vLLM, or the timeout is
             invalid.
-        EngineError, EngineTimeoutError: the engine did not start in time; its processes have been
+        EngineError, EngineTimeoutError: the engine did not start in time; its processes were
             killed.
     """
     check_timeout(timeout)

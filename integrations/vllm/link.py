@@ -23,9 +23,9 @@ from .protocol import INFO, RELEASE, RESUME, STATE
 
 __all__ = ["Link"]
 
-_LEAST_SECONDS = 1.0  # for a call after another one
+_LEAST_SECONDS = 1.0  # seconds for a call that follows another call
 
-# vLLM's modes of a pause, by those of `Backend`.
+# vLLM's pause modes, by the modes of `Backend`.
 _MODES = {"abort": "abort", "retract": "keep", "in_place": "keep", "wait": "wait"}
 
 
@@ -49,7 +49,8 @@ class Link(abc.ABC):
             deadline = time.monotonic() + timeout
             arguments = [list(tags), self.level, *_kept(keep_weights)]
             answers = self._change(RELEASE, arguments, timeout)
-            # As vLLM's own sleep: the front end must forget inputs that the engine core forgets.
+            # Like vLLM's own sleep, because the front end must drop the inputs that the engine core
+            # drops.
             self.call("reset_mm_cache", {}, max(_LEAST_SECONDS, deadline - time.monotonic()))
             return answers
         if not {WEIGHTS, KV_CACHE} <= set(tags):
@@ -99,7 +100,7 @@ class Link(abc.ABC):
         """Stop generating. See `Backend.pause_generation`."""
         if mode not in _MODES:
             raise ConfigError(f"the mode must be one of {', '.join(_MODES)}, not {mode!r}")
-        # vLLM keeps the prefix cache, because a flush of it is a call of its own.
+        # vLLM keeps the prefix cache here: flushing it is a separate call.
         self.call("pause", {"mode": _MODES[mode], "clear_cache": False}, timeout)
         if mode == "retract":
             self.call("reset_prefix_cache", {"reset_running_requests": True}, timeout)
@@ -117,7 +118,7 @@ class Link(abc.ABC):
             raise EngineError("the engine has no description")
         read = Fields(rows[0], "an engine's description")
         found = {name: read.optional(name) for name in rows[0]}
-        if len(rows) > 1:  # a replica of a dense model does not know of the others
+        if len(rows) > 1:  # a replica of a dense model does not know the other replicas
             found["dp_size"] = len(rows)
         return found
 
@@ -151,7 +152,7 @@ class Link(abc.ABC):
 
     @abc.abstractmethod
     def plain_arguments(self, timeout: float) -> dict[str, Any]:
-        """Return `arguments` of an engine without the plugin."""
+        """Return the result of `arguments` for an engine without the plugin."""
 
     @abc.abstractmethod
     def generate(self, *args: Any, **kwargs: Any) -> Any:

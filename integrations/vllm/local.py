@@ -15,14 +15,14 @@ from .link import Link
 
 __all__ = ["ERRORS", "MARK", "Local", "arguments_of", "has_plugin"]
 
-# memsaver's errors for vLLM's.
+# memsaver's error for each of vLLM's errors.
 ERRORS: dict[str, type[MemsaverError]] = {
     "EngineDeadError": EngineDiedError,
     "VLLMValidationError": ConfigError,
 }
 
 _CORE = "vllm.v1.engine.core"
-MARK = "_memsaver_calls"  # of the engine core's class, if `core_calls` answers its calls
+MARK = "_memsaver_calls"  # an attribute of an engine core class whose calls `core_calls` answers
 
 
 def has_plugin() -> bool:

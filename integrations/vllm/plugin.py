@@ -8,7 +8,7 @@ some of them more than once. The effects begin when vLLM imports the modules con
   memsaver's (`allocator`).
 - The worker's `sleep`, `wake_up` and `discard` change all ranks or none (`worker`).
 - The workers load and verify weights that a trainer sends (`weight_loads`), and the engine core
-  answers memsaver's calls (`core_calls`), which a server announces (`routes`).
+  answers memsaver's calls (`core_calls`); a route of the server shows this (`routes`).
 - LoRA adapters, the buffers of draft models, and state that is created with the KV cache survive
   sleeps (`kept`).
 - vLLM copies memsaver's variables to the workers of Ray's executor.
@@ -66,7 +66,7 @@ _logger = logging.getLogger("memsaver.vllm")
 
 def load_plugin() -> None:
     """Load memsaver as a vLLM plugin. Idempotent. Never raises."""
-    when_imported(_RAY, _guarded([_copy_variables]))  # the workers also need MEMSAVER_VLLM=0
+    when_imported(_RAY, _guarded([_copy_variables]))  # for MEMSAVER_VLLM=0 in the workers
     try:
         if not settings.is_on():
             return
@@ -88,7 +88,7 @@ def load_plugin() -> None:
 
 
 def _effects(graphs_too: bool) -> dict[str, list[Install]]:
-    """Return the installations in each module of vLLM."""
+    """Return the functions that install hooks in each of vLLM's modules."""
     found: dict[str, list[Install]] = {
         worker.CUMEM: [_replace_allocator],
         _WORKER: [

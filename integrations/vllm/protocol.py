@@ -42,7 +42,7 @@ __all__ = [
 # Answered in the engine core.
 INFO, STATE = "memsaver_info", "memsaver_engine_state"
 RELEASE, RESUME = "memsaver_release", "memsaver_resume"
-CORE_CALLS = (INFO, STATE, RELEASE, RESUME)  # each core of an engine answers for itself
+CORE_CALLS = (INFO, STATE, RELEASE, RESUME)  # each core of an engine answers separately
 VERSION = "memsaver_set_version"
 # Answered by the workers.
 RANK_STATE = "memsaver_state"
@@ -52,7 +52,7 @@ BEGIN, LOAD, END = "memsaver_begin_update", "memsaver_load_weights", "memsaver_e
 JOIN, LEAVE = "memsaver_join_group", "memsaver_leave_group"
 WORKER_CALLS = frozenset({RANK_STATE, RELEASE_PART, WAKE_REWRITTEN, BEGIN, LOAD, END, JOIN, LEAVE})
 
-ROUTE = "/memsaver"  # of a server whose engine has the plugin
+ROUTE = "/memsaver"  # the route of a server whose engine has the plugin
 
 
 class Coming:
@@ -88,7 +88,7 @@ class Coming:
             raise EngineError("a bucket of weights: each shape must be a list of integers")
         names, dtypes = read.texts("names"), read.texts("dtypes")
         if not len(names) == len(dtypes) == len(shapes):
-            raise EngineError("a bucket of weights has not as many names as types and shapes")
+            raise EngineError("a bucket of weights must have as many names as types and shapes")
         self.tensors = Broadcast(read.text("group_name"), names, dtypes, tuple(map(tuple, shapes)))
 
 

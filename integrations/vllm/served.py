@@ -23,8 +23,8 @@ from .samples import completions_of, samples_in
 __all__ = ["ServedEngine"]
 
 _POLL_SECONDS = 0.01
-_END_SECONDS = 5.0  # for requests that have been ended, or whose time has passed
-_MOST_THREADS = 64  # generations with different parameters are requests of their own
+_END_SECONDS = 5.0  # for requests that were ended or timed out
+_MOST_THREADS = 64  # generations with different parameters are separate requests
 
 _PATHS = {
     "sleep": "/sleep",
@@ -143,7 +143,7 @@ class ServedEngine(served.ServedEngine, Link):
             for call in concurrent.futures.as_completed(calls, left):
                 numbers = calls[call]
                 found |= dict(zip(numbers, samples_in(call.result(), len(numbers)), strict=True))
-        except EngineTimeoutError:  # of one request, which is a TimeoutError too
+        except EngineTimeoutError:  # the error of one request, which is a TimeoutError too
             raise
         except concurrent.futures.TimeoutError as error:
             raise late() from error
@@ -157,7 +157,7 @@ class ServedEngine(served.ServedEngine, Link):
 
 
 def _part(value: Any, name: str) -> dict[str, Any]:
-    """Return a JSON object in another one; {} if there is none."""
+    """Return an object that is nested in a JSON object; {} if there is none."""
     part = value.get(name) if isinstance(value, dict) else None
     return part if isinstance(part, dict) else {}
 

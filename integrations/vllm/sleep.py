@@ -37,7 +37,7 @@ class SleepController(EngineController):
     returns. For a server at a URL, it sends the fields to /v1/completions, without streams. With an
     AsyncLLM and a server, `timeout` is in seconds for the whole call, by default an hour; with a
     `vllm.LLM`, for the wait for other threads' calls. In a callback of `on_pause` or `on_resume`,
-    pass a short one: the other thread may be waiting for the callback's tag.
+    pass a short timeout: the other thread may be waiting for the callback's tag.
 
     Threads: any, except the thread of an AsyncLLM's event loop, which another thread must run.
     Calls of `sleep` and `wake_up` are serialised, and so are generations of a `vllm.LLM`;

@@ -20,7 +20,7 @@ from .allocator import MemsaverAllocator
 
 __all__ = ["in_any_order", "saved"]
 
-_SAVED = "_sleep_"  # begins the names of the worker's attributes for contents of a sleep
+_SAVED = "_sleep_"  # the prefix of the worker's attributes for the contents of a sleep
 _RESET = "init_fp8_kv_scales"  # a method of the V1 model runner, until 0.28
 
 

@@ -66,7 +66,7 @@ class WeightCalls(EngineBackend[Link]):
         self._on_all_ranks(END, [], timeout)
 
     def checksums(self, timeout: float) -> Sequence[str]:
-        """See `Backend`. Only engines without the plugin are compared, and they cannot load."""
+        """Return (): only engines without the plugin are compared, and they cannot load weights."""
         return ()
 
     def join_group(self, group: JoinRequest, timeout: float) -> None:

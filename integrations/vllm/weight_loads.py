@@ -1,19 +1,19 @@
 """Loads weights that a trainer sends into the models of vLLM's workers.
 
 All functions are methods of vLLM's worker, which every rank of an executor calls. The ranks
-exchange their results before any of them answers, and an answer has the checks of all ranks. A
+exchange their results before any of them answers, and an answer contains the checks of all ranks. A
 failure is never raised: the multiprocessing executor leaves the responses of the ranks after a
 failed one in its queues, where its next call finds them. An interrupt or an exit is raised on its
 own rank, after the exchange.
 
-A bucket that arrives damaged on one rank is loaded on none. A bucket whose load fails on one rank
-counts as failed on all.
+A bucket that arrives damaged on one rank is loaded on no rank. A bucket whose load fails on one
+rank counts as failed on all ranks.
 
 vLLM converts the weights of some models after it has loaded them: quantised ones, and those whose
-kernels use another layout. Their buckets go through vLLM's layerwise reload, as in its own engines
-for weight transfers: it keeps tensors until a layer is complete, then loads, converts and copies
-them into the layer's memory. The models of all other engines load each bucket into their memory,
-and the contents are compared with the tensors.
+kernels use another layout. Their buckets go through vLLM's layerwise reload, as in vLLM's own
+engines for weight transfers. The reload keeps tensors until a layer is complete, then loads,
+converts and copies them into the layer's memory. The models of all other engines load each bucket
+into their memory, and the contents are compared with the tensors.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def install(worker: Any) -> None:
 
 
 def _begin(worker: Any) -> Rows:
-    """Begin an update; one that was not ended is abandoned."""
+    """Begin an update, and abandon an update that was not ended."""
 
     def work() -> None:
         _check_awake()
@@ -105,7 +105,8 @@ def _load(worker: Any, fields: dict[str, Any]) -> Rows:
         return {"arrived": False}
 
     def load() -> dict[str, Any]:
-        # An interrupt in the first exchange reaches the second one too, in which other ranks wait.
+        # After an interrupt in the first exchange, this rank still joins the second one, in which
+        # other ranks wait.
         arrived = group.collect(arrive, not_arrived)
         try:
             if all(row["arrived"] for row in arrived):
@@ -188,7 +189,7 @@ class _Update:
         for name, tensor in tensors:
             held = parameters.get(name)
             if held is None:
-                continue  # which counts as unused
+                continue  # a tensor that counts as unused
             if held.shape != tensor.shape:
                 raise EngineError(
                     f"the parameter {name} has the shape {tuple(held.shape)}, but its tensor "

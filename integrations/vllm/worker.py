@@ -1,10 +1,10 @@
-"""Sleep and wake-up in vLLM's worker processes: on all ranks or none, and never half done.
+"""Sleep and wake-up in vLLM's worker processes: on all ranks or none, and never partial.
 
 vLLM's executor calls `Worker.sleep`, `Worker.wake_up` and `Worker.discard` on every rank, and each
-rank decides alone. If one fails, the others are in another state, and the multiprocessing executor
-leaves the responses of the ranks after it in its queues, where its next call finds them. The hooks
-here wrap these methods. The ranks exchange their outcomes, undo the call on all ranks if it failed
-on one, and only the rank whose response the executor reads last raises.
+rank acts independently. If one fails, the others are in a different state, and the multiprocessing
+executor leaves the responses of the ranks after it in its queues, where its next call finds them.
+The hooks here wrap these methods. The ranks exchange their outcomes, and undo the call on all ranks
+if it failed on one. Only the rank whose response the executor reads last raises.
 
 | event | state afterwards, on every rank |
 |---|---|
@@ -86,14 +86,14 @@ def install(worker: Any) -> None:
 
 
 def _of_part(sleep: Callable[..., None]) -> Callable[..., None]:
-    """Return a worker's sleep of only some of the deferrable tags.
+    """Return a worker's sleep that can release only some of the deferrable tags.
 
-    The sleep of the last one releases all other memory too, as a sleep of both does.
+    The sleep of the last deferrable tag also releases all other memory, like a sleep of both tags.
     """
 
     def call(worker: Any, tags: Sequence[str], level: int) -> None:
         allocator = installed_allocator()
-        assert allocator is not None  # a hooked call without it is vLLM's own
+        assert allocator is not None  # a hooked call without a step is vLLM's own
         is_last = set(DEFERRABLE) <= {*tags, *allocator.released}
         chosen = contextlib.nullcontext() if is_last else allocator.only(tags)
         with chosen, _connected(tags):
@@ -166,7 +166,7 @@ def memsaver_state(worker: Any, measures: bool = False) -> dict[str, Any]:
 
 
 def _measured(ranks: Sequence[RankReport], own: int) -> tuple[RankReport, ...]:
-    """Return the reports; that of the rank `own` with the memory that is in use on its device."""
+    """Return the reports, and add this device's memory in use to the report of rank `own`."""
     device = held.device()
     try:
         found = held.measure(device, [*of_torch(device), *of_groups("vllm", _PARALLEL)])

@@ -28,7 +28,8 @@ class Explanation:
         device: the device's index.
         state: the tag's state.
         allocation: the live allocation that contains the address, or None.
-        in_segment: whether torch has divided the allocation into tensors' blocks.
+        in_segment: whether the allocation is a torch segment, which torch divides into blocks for
+            tensors.
         tensor: the block of the live tensor that contains the address, if torch knows it.
         since: the time when the tag entered its state, as `time.time()` returns it: for example,
             the time when it was paused.
@@ -55,7 +56,7 @@ class Explanation:
 
     @property
     def offset(self) -> int:
-        """The offset in the tensor, or else in the allocation, in bytes; 0 if there is neither."""
+        """The offset in bytes in the tensor, otherwise in the allocation; 0 without either."""
         around = self.tensor or self.allocation
         return self.address - around.address if around is not None else 0
 
@@ -152,7 +153,7 @@ def _address_of(named: Any) -> int:
     try:
         pointer = getattr(named, "data_ptr", None)
         address = operator.index(pointer() if callable(pointer) else named)
-    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor without memory
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError if a tensor has no memory
         raise ConfigError(
             f"explain takes a device address or a tensor, not {type(named).__name__}"
         ) from None

@@ -22,7 +22,7 @@ _DIGEST = 32  # bytes of a digest
 
 
 def fingerprint(*tags_or_tensors: Any) -> str:
-    """Return a hex digest of the bytes of tags and tensors, in that order; computed on the device.
+    """Return a hex digest of the bytes of tags and tensors, computed on the device, in order.
 
     Experimental: may change in any version.
 

@@ -48,7 +48,7 @@ class Timeline:
         self._interval = interval
         # No lock, because a finalizer or a signal handler may run in the middle of any method.
         self._recording: _Recording | None = None  # the recording in progress
-        self._unstopped: list[_Recording] = []  # the same; the thread that pops it stops it
+        self._unstopped: list[_Recording] = []  # the same; the thread that removes it stops it
         self._sampling: list[tuple[threading.Thread, Latch]] = []
         self._trace: Trace | None = None
 
@@ -97,10 +97,12 @@ class Timeline:
                 "interval"
             ) from None
         self._sampling.append((sampler, over))
-        atexit.register(self._end_sampling)  # no driver call during process exit
+        atexit.register(self._end_sampling)  # makes no driver call during process exit
 
     def stop(self) -> None:
-        """Stop recording, as leaving the `with` block does. Does nothing if it has stopped.
+        """Stop recording, as the end of the `with` block does.
+
+        Does nothing if the recording has stopped.
 
         Raises:
             OutOfHostMemoryError: not enough host memory for the result. The recording continues;
@@ -116,7 +118,7 @@ class Timeline:
         if os.getpid() == recording.process:
             try:
                 _C.timeline_sample()
-                self._trace = _read(recording)  # before the end, because other threads may read it
+                self._trace = _read(recording)  # set before the end: other threads may read it
                 _C.timeline_stop()
             except BaseException:
                 self._unstopped.append(recording)
@@ -209,9 +211,9 @@ def timeline(*, events: int = 1 << 16, interval: float | None = None) -> Timelin
 
     Args:
         events: the maximum number of kept events, each of about 140 bytes. Further events replace
-            the oldest, and `Timeline.dropped` counts the replaced ones. An allocation or a free is
-            one event; a transition is two events for each of its tags and devices, and two for each
-            device.
+            the oldest, and `Timeline.dropped` counts the replaced events. An allocation or a free
+            is one event; a transition is two events for each of its tags and devices, and two for
+            each device.
         interval: seconds between additional queries of the driver's free memory, on another thread,
             which show changes by other processes; None queries it only at transitions.
 

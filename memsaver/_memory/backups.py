@@ -29,7 +29,7 @@ def backup_view(tensor: Any, writable: bool = False, retained: bool = False) -> 
             InvalidStateError; results computed from it are ordinary tensors. True creates an
             ordinary tensor, whose contents the resume restores.
         retained: True views the copy that a mapped tag's last pause saved, at the same host
-            address. It shows the contents of that pause, and writes to it are never restored.
+            address. The view shows the contents at that pause, and writes to it are never restored.
 
     Raises:
         ConfigError: the tensor's memory is in no region.
@@ -83,8 +83,8 @@ def trim(*, wait: bool = False, tags: str | Sequence[str] = ()) -> Trim | int:
     """Release the memory and file space of backups, except those of paused tags.
 
     memsaver keeps this memory for the next pause. The release takes a while, because unpinning
-    waits for the devices' work, so it runs in the background. It owns one tag at a time; a call
-    that needs this tag waits.
+    waits for the devices' work, so the release runs in the background. It owns one tag at a time; a
+    call that needs this tag waits.
 
     Args:
         wait: True waits and returns the released bytes; False returns a handle whose `wait()` does.

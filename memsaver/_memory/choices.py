@@ -28,10 +28,10 @@ __all__ = [
 ]
 
 LARGE_BYTES = 256 << 20
-"""A pause discards fewer bytes than this without a choice of a backup."""
+"""A pause that would discard this number of bytes needs a chosen backup."""
 
 NAMED = 8
-"""The most tags that an error names."""
+"""The maximum number of tags that an error names."""
 
 _undecided: set[str] = set()
 if os.environ.get("MEMSAVER_TAG") and not os.environ.get("MEMSAVER_BACKUP"):
@@ -61,7 +61,7 @@ def earlier_choice(tag: str, backup: Backup | None) -> Backup | None:
 def note_choice(tag: str, backup: Backup | None, earlier: Backup | None) -> None:
     """Record the backup that a region passed for its tag, after the region was entered.
 
-    Warns if the region withdraws the backup of earlier regions, whose memory the tag still has.
+    Warns if the region withdraws the backup of earlier regions, and the tag still has their memory.
     """
     if backup is None:
         return

@@ -28,7 +28,7 @@ Arguments = ParamSpec("Arguments")
 
 _reported: set[tuple[str, str]] = set()  # the costs that were reported, and their tags
 _kept: dict[str, int] = {}  # large backups that were not read: bytes that the pause saved
-_dropped: dict[str, int] = {}  # how many such backups of a tag were never read
+_dropped: dict[str, int] = {}  # the number of such backups of a tag that were never read
 _exit_process: int | None = None  # the process in which `_at_exit` is registered
 
 
@@ -38,7 +38,7 @@ def _harmless(check: Callable[Arguments, None]) -> Callable[Arguments, None]:
         try:
             check(*args, **kwargs)
         except Exception:
-            pass  # lose the warning rather than fail the transition
+            pass  # a lost warning is better than a failed transition
 
     return checked
 
@@ -134,7 +134,7 @@ def _register_exit() -> None:
 def _at_exit() -> None:
     """Report at exit the backups of tags that were never resumed."""
     if os.getpid() != _exit_process or hasattr(sys, "last_value"):
-        return  # a forked child, or an exception that may have prevented the resume
+        return  # in a forked child, or after an exception that may have prevented the resume
     resumes = tag_totals(_kept, "resumes")
     for tag, kept in tag_totals(_kept, "backup_bytes").items():
         if kept >= LARGE_BYTES and resumes[tag] == 0:

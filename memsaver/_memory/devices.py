@@ -29,7 +29,7 @@ def indices_of(devices: Devices) -> list[int]:
     if not isinstance(devices, Sequence) or isinstance(devices, str):
         devices = [devices]
     if not devices:
-        raise ConfigError(f"device={devices!r} names no device: leave it out for the current one")
+        raise ConfigError(f"device={devices!r} names no device: omit it to use the current device")
     found = [index_of(device) for device in devices]
     return [] if None in found else sorted({index for index in found if index is not None})
 

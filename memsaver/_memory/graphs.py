@@ -36,14 +36,14 @@ def graph(
             next replay computes them again.
         pool: graphs captured with the same pool share memory, as in torch: the result of an earlier
             graph's `pool()` or of `torch.cuda.graph_pool_handle()`. Graphs of another tag, and
-            graphs that `torch.cuda.graph` captured, share it only if the pool is that of a graph
-            captured by this function.
+            graphs that `torch.cuda.graph` captured, share it only if `pool` comes from a graph that
+            this function captured.
         stream: the stream to capture on; None means a side stream of torch's.
         capture_error_mode: as in `torch.cuda.graph`.
 
     Yields:
         The id of the torch pool that the graph's memory comes from, which differs from `pool` if
-        memsaver replaced that pool with one of its own.
+        memsaver replaced that pool with its own pool.
 
     Memory allocated in the block belongs to the tag, including memory that other threads allocate
     on the captured stream.

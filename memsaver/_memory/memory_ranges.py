@@ -40,7 +40,7 @@ def _range_of_tensor(tensor: Any) -> tuple[int, int]:
     try:
         address, shape = int(tensor.data_ptr()), tensor.shape
         last = sum((n - 1) * step for n, step in zip(shape, tensor.stride(), strict=True))
-    except Exception as error:  # torch raises several kinds for tensors without memory of their own
+    except Exception as error:  # of several kinds, for tensors without their own memory
         raise ConfigError(f"a {type(tensor).__name__} has no address: {error}") from error
     return address, (last + 1) * int(tensor.element_size()) if 0 not in shape else 0
 

@@ -103,10 +103,10 @@ def _in_use(pool: Any, device: int) -> bool:
     if before <= 1:  # the pool object itself
         return False
     try:
-        with torch.cuda.use_mem_pool(pool, device):  # torch raises if a thread is inside it
+        with torch.cuda.use_mem_pool(pool, device):  # torch raises if a thread is using the pool
             return False
     except RuntimeError:
-        if pool.use_count() > before:  # torch counts before it raises
+        if pool.use_count() > before:  # torch updates its count before it raises
             torch._C._cuda_releasePool(device, pool.id)
         return True
 

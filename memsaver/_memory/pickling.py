@@ -10,9 +10,9 @@ nothing in torch, except for one function if a region is shareable (see `sending
   memsaver sends tensors of shareable regions itself (`memsaver._memory.sharing`), and sending fails
   for tensors of any other region. The simulator's tensors behave in the same way.
 
-A library that registers later has priority and may not call these functions. In this case torch's
-own errors appear (`CUDA error: invalid argument`), and `memsaver.explain(tensor)` reports the
-reason.
+A library that registers later has priority and may not call these functions. In this case torch
+raises its own errors (`CUDA error: invalid argument`), and `memsaver.explain(tensor)` explains
+them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from memsaver.errors import InvalidStateError
 
 __all__ = ["register"]
 
-_PROTOCOL = 4  # torch's result does not depend on it; a registered function does not receive it
+_PROTOCOL = 4  # torch's result does not depend on it; a registered function does not get it
 
 _registered = False
 # By type. The first entry for a type stays; there is no lock, because a finalizer could need it
@@ -39,7 +39,9 @@ _pickling: dict[type, _Pickling] = {}
 
 
 def register(torch: Any) -> None:
-    """Register checks of tensors that are pickled or sent. Once per process; any thread.
+    """Register checks of tensors that are pickled or sent.
+
+    Has an effect once per process. Any thread may call it.
 
     Takes no lock: a finalizer or a signal handler may call this during a call of the same thread.
     """
@@ -60,7 +62,7 @@ def register(torch: Any) -> None:
 
 
 def _reduced(tensor: Any) -> Any:
-    """Reduce a tensor as if nothing was registered."""
+    """Reduce a tensor as if no function were registered."""
     return tensor.__reduce_ex__(_PROTOCOL)
 
 

@@ -45,15 +45,15 @@ def preload_env(
             as if the whole process were a region. None keeps the value in `env`, if any; without a
             tag, the child enters its own regions.
         backup: the tag's policy, "none", "host", "pageable", "disk" or "peer" (see
-            `memsaver.region`). None keeps the value in `env`; without one, a pause discards the
-            contents.
+            `memsaver.region`). None keeps the value in `env`; if there is none, a pause discards
+            the contents.
         env: the base of the child's environment, by default this process's. It is not changed.
 
     Returns:
-        Only the variables to set. `LD_PRELOAD` keeps every library that it has; memsaver's is
-        added in front unless it is present. Another installation's library is removed, because a
-        process can have only one. `MEMSAVER_TAG` and `MEMSAVER_BACKUP` are included if given. With
-        a tag for the whole process, torch's expandable segments would allocate from the driver,
+        Only the variables to set. `LD_PRELOAD` keeps its libraries; memsaver's library is added in
+        front unless it is present. Another installation's library is removed, because a process can
+        have only one. `MEMSAVER_TAG` and `MEMSAVER_BACKUP` are included if given. With a tag for
+        the whole process, torch's expandable segments would allocate from the driver,
         where no hook applies: if `PYTORCH_ALLOC_CONF` or `PYTORCH_CUDA_ALLOC_CONF` contains
         `expandable_segments:True`, it becomes `False`. Settings in the child's own code are not
         changed. (Torch mode works with expandable segments.)
@@ -129,7 +129,7 @@ def is_preloaded() -> bool:
 
 
 def _library_path() -> str:
-    folder = Path(__file__).resolve().parent.parent  # of memsaver, which contains the libraries
+    folder = Path(__file__).resolve().parent.parent  # memsaver's folder, with its libraries
     # The dynamic linker ignores a preloaded library that it cannot find, but ends every process,
     # the shell included, if a library that this library needs is missing.
     missing = [name for name in (LIBRARY, CORE) if not (folder / name).is_file()]

@@ -97,7 +97,7 @@ class region(_Section):
             `peer`, and pinned host memory if it has no room). None keeps the policy of earlier
             regions of the tag; a new tag gets "none", but a pause that would discard 256 MiB or
             more fails until a call has chosen a backup. The policy applies to the whole tag; the
-            last region that sets it wins.
+            last region that sets a policy takes effect.
         device: the CUDA device, or several, whose allocations the region affects: an index,
             "cuda:1", a `torch.device`, or a sequence of those. None means the current device, or
             any device if torch has no pools (on the simulated driver, or in preload mode without

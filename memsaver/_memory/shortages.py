@@ -1,7 +1,7 @@
 """The tags and processes that use a device's memory, for out-of-memory errors.
 
-They are looked up only when such an error is created. Details that cannot be determined are left
-out.
+They are looked up only when such an error is created. Details that cannot be determined are
+omitted.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _name(pynvml: Any, pid: int) -> str:
 
 
 def _advice(holders: tuple[Holder, ...], processes: tuple[DeviceProcess, ...]) -> str:
-    """Return the end of a message that lists the tags with their bytes."""
+    """Return the part of a message that lists the tags and their bytes."""
     text = ""
     if holders:
         pausable = ", ".join(repr(row.tag) for row in holders if row.pausable)

@@ -1,6 +1,6 @@
 """torch mode: torch's memory pools, backed by memsaver's allocator.
 
-The only module that depends on torch's allocator. Importing it does not import torch.
+This is the only module that depends on torch's allocator. Importing it does not import torch.
 
 Each region has its own `torch.cuda.MemPool`, backed by the allocator functions of libmemsaver.so.
 The pool is closed at the end of the region. After that torch allocates nothing in the pool's
@@ -102,7 +102,7 @@ class TorchPools:
         _closed_pools[_pool_id(pool)] = pool
 
     def release_closed_pools(self) -> None:
-        """Release to the driver the memory of closed pools that no tensor uses.
+        """Release the unused memory of closed pools to the driver.
 
         torch can empty a single pool only in a destructor, which may abort the process (see
         `new_pool`). While a pool is in use, torch's `empty_cache()` keeps torch's default

@@ -103,8 +103,8 @@ def _fill(places: list[Outcome[Result]], work: Callable[[], Result]) -> None:
         result = work()
     except BaseException as raised:
         error = raised
-    # An error keeps this frame and the frames below it. No frame may keep the outcome, which must
-    # be deleted with its last user.
+    # An error keeps this frame and the frames below it. No frame may keep a reference to the
+    # outcome, which must be deleted with its last user.
     outcome = places.pop()
     outcome.result = result
     outcome.failure = Failure(outcome.what, error) if error is not None else None
@@ -133,9 +133,10 @@ class Job(Generic[Result]):
             what: a description of the work, for messages.
             work: the work. Runs on the calling thread if no thread can be started, because of a
                 limit on threads or during interpreter exit.
-            acquire: called before the work, on the thread that runs it. Until it returns, the
-                garbage collector is disabled, because a finalizer on the new thread could wait for
-                a tag that this thread owns, while this thread waits for the new thread to start.
+            acquire: called before the work, on the thread that runs it. Until `acquire` returns,
+                the garbage collector is disabled, because a finalizer on the new thread could wait
+                for a tag that this thread owns, while this thread waits for the new thread to
+                start.
             release: called when `done` is true, on the thread that ran the work.
         """
         self._outcome: Outcome[Result] = Outcome(what)

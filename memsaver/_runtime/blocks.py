@@ -97,8 +97,8 @@ def block(
 
     Args:
         generator: runs the code before the block, one `yield`, and the code after the block.
-        asynchronous: whether the block may decorate coroutine functions; only if it does not
-            depend on the current thread.
+        asynchronous: whether the block may decorate coroutine functions. This must be False if the
+            block depends on the current thread.
     """
     manager = contextlib.contextmanager(generator)
 

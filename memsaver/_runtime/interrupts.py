@@ -30,7 +30,7 @@ signals are deferred again.
 class signals_deferred(_C.SignalsDeferred, contextlib.ContextDecorator):
     """Defer signal handlers to the end of the block, or to `interruptible` work. Also a decorator.
 
-    A signal during the entry is handled at the entry.
+    A signal that arrives during the entry is handled before the block.
     """
 
     def _recreate_cm(self) -> signals_deferred:

@@ -62,7 +62,7 @@ class Mutex:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Exclude other threads for the block."""
+        """Exclude other threads during the block."""
         with signals_deferred():
             _C.pause_collection()
             try:
@@ -99,7 +99,7 @@ class Gate:
 
     @contextlib.contextmanager
     def passed(self, seconds: float, late: Callable[[], Exception]) -> Iterator[None]:
-        """Exclude other threads for the block.
+        """Exclude other threads during the block.
 
         Calls `late` after `seconds` and raises its result; immediately if this thread is already in
         a block and the gate is not reentrant.
@@ -136,7 +136,8 @@ class Gate:
         entry.blocks.pop()
         if entry.blocks:
             return
-        # A finalizer may enter and leave between any two of these lines, and be the last to leave.
+        # A finalizer may enter and leave the gate between any two of these lines, and be the last
+        # to leave.
         with contextlib.suppress(IndexError):
             entry.last.pop()
             self._inside.pop(0)

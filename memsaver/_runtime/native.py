@@ -110,7 +110,8 @@ def tag_totals(tags: Iterable[str], figure: str) -> dict[str, int]:
     totals = dict.fromkeys(tags, 0)
     if not totals:
         return totals
-    # One query for all, because each reads all tags; the rows of one tag alone cost little here.
+    # One query for all tags, because each query reads all tags; selecting the rows of one tag costs
+    # little.
     for row in _C.stats(*totals) if len(totals) == 1 else _C.stats():
         if row["tag"] in totals:
             totals[str(row["tag"])] += int(row[figure])
@@ -175,7 +176,7 @@ completions.append(_add_similar_tag)
 
 
 def emit_warnings(stacklevel: int = 3) -> None:
-    """Emit the library's pending failures as `MemsaverWarning`s of the caller's caller."""
+    """Emit the library's pending warnings as `MemsaverWarning`s of the caller's caller."""
     while (text := _C.next_warning()) is not None:
         warnings.warn(text, MemsaverWarning, stacklevel=stacklevel)
     while _notes:

@@ -1,6 +1,7 @@
 """Options of the process: set and read.
 
-The core has one table of them, csrc/core/platform/options.h. A test compares `Options` with it.
+The core defines them in one table, csrc/core/platform/options.h. A test compares `Options` with the
+table.
 """
 
 from __future__ import annotations
@@ -117,8 +118,8 @@ def configure(
         top: has an effect only before the process's first tag is created.
 
     Raises:
-        ConfigError: a name is unknown (no option is set), or a value is invalid (the options before
-            it in the list above are set).
+        ConfigError: a name is unknown (no option is set), or a value is invalid (the options that
+            precede it in the list above are set).
     """
     for name in _unknown:
         known = [field.name for field in fields(Options)]

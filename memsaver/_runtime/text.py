@@ -8,12 +8,12 @@ from collections.abc import Iterable
 __all__ = ["did_you_mean", "plain_text", "size_text"]
 
 
-_LONGEST = 128  # the longest name that is compared, in characters
+_LONGEST = 128  # characters of a name to compare: the search takes quadratic time
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return "; did you mean 'weights'?" for the known name that resembles `name`, or ""."""
-    short = [one for one in known if len(one) <= _LONGEST]  # the search takes quadratic time
+    short = [one for one in known if len(one) <= _LONGEST]
     near = difflib.get_close_matches(name[:_LONGEST], short, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 

@@ -46,7 +46,7 @@ KNOWN_VARIABLES = frozenset(
         "MEMSAVER_VLLM_BACKUP",
         "MEMSAVER_VLLM_GRAPHS",
         "MEMSAVER_VLLM_SLEEP_AFTER",
-        # Read by the build.
+        # Read only by the build.
         "MEMSAVER_CUDA_INCLUDE",
         "MEMSAVER_CXXFLAGS",
         "MEMSAVER_LDFLAGS",
@@ -58,14 +58,14 @@ KNOWN_VARIABLES = frozenset(
 def unknown_variables() -> dict[str, str | None]:
     """Return the variables with memsaver's prefix that it does not read, in order of their names.
 
-    The value is the known name that resembles the variable's, or None.
+    Each value is the known name that resembles the variable's name, or None.
     """
     unknown = {name for name in os.environ if name.startswith(_PREFIX)} - KNOWN_VARIABLES
     return {name: _similar(name) for name in sorted(unknown)}
 
 
 def _similar(name: str) -> str | None:
-    # Without the prefix: with it, all names resemble each other.
+    # Compared without the prefix, with which all names would resemble each other.
     ends = [known.removeprefix(_PREFIX) for known in KNOWN_VARIABLES]
     near = difflib.get_close_matches(name.removeprefix(_PREFIX)[:64], ends, n=1)
     return _PREFIX + near[0] if near else None
@@ -76,4 +76,4 @@ def warn_of_misspelt_variables() -> None:
     for name, meant in unknown_variables().items():
         if meant is not None:
             text = f"the environment variable {name} has no effect; did you mean {meant}?"
-            warnings.warn(text, UsageWarning, stacklevel=3)  # in the module that imports memsaver
+            warnings.warn(text, UsageWarning, stacklevel=3)  # reported in the importing module

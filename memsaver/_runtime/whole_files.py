@@ -14,9 +14,9 @@ def replace_file(target: Path, content: bytes) -> None:
     """Write the content to a file, or replace an existing file.
 
     Keeps the mode of an existing file, and its owner and group if the system allows it (if not, the
-    group gets no rights). At no time does a user have rights to the content that the finished file
-    does not grant. If the target is a link, replaces the file that the link points to; writes
-    directly to a device or a pipe.
+    group gets no rights). Users never have more rights to the content than the finished file
+    grants. If the target is a link, replaces the file that the link points to; writes directly to a
+    device or a pipe.
 
     Raises:
         OSError: the file cannot be written, and is unchanged. The error names the target.

@@ -25,7 +25,7 @@ __all__ = ["Call", "Progress", "Transition", "state"]
 
 Progress: TypeAlias = bool | Callback | None
 
-_TICK_SECONDS = 0.05  # between two calls of a progress callback
+_TICK_SECONDS = 0.05  # the interval between two calls of a progress callback
 
 
 def state(tag: str) -> State:
@@ -158,12 +158,12 @@ class Transition(Job[Report]):
                 call.abandon(error)
                 raise
 
-        # Released after `done` is true, so that a thread that waited for a tag finds it true.
+        # Released after `done` is true, so that `done` is true for a thread that waited for a tag.
         super().__init__(
             call.kind, str(call), work, reservation.take_over, release=reservation.release
         )
-        # Not before the thread has started: until then, a finalizer on this thread that needs the
-        # tags would wait for the new thread, while this thread waits for it to start.
+        # Called only after the thread has started: before that, a finalizer on this thread that
+        # needs the tags would wait for the new thread, while this thread waits for it to start.
         reservation.hand_over()
 
     def __repr__(self) -> str:
@@ -260,7 +260,7 @@ class Transition(Job[Report]):
         if self.done():
             return True
         self._check_process()
-        # The core detects whether the transition's thread waits for this one.
+        # The core detects whether the transition's thread waits for this thread.
         released = self._reservation.wait(-1.0 if seconds is None else max(seconds, 0.0))
         return released and super()._over_within(None)
 

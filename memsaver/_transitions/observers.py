@@ -19,7 +19,9 @@ Callback = Callable[[str], object]
 
 
 class Registration:
-    """A registered callback. Calling it calls the function, so a decorated function still works.
+    """A registered callback.
+
+    Calling the object calls the function, so a decorated function still works.
 
     Attributes:
         is_removed: whether `remove` was called.
@@ -171,7 +173,7 @@ def _call(callbacks: list[Registration], kind: str, tag: str, keep_going: bool =
 
 
 def _name_callback(error: BaseException, what: str) -> None:
-    """Add a note about an error's origin, which Python 3.11 and newer show in tracebacks."""
+    """Add a note about an error's origin (shown by Python 3.11 and newer)."""
     text = f"raised by the {what}"
     if hasattr(error, "add_note"):
         error.add_note(text)

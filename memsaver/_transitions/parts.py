@@ -84,5 +84,5 @@ def _part(tag: str, backup: Backup) -> PartName:
 
 
 # By tag, the policy of its first region. If several threads enter a tag's first regions at once,
-# setdefault() decides, which is atomic to other threads.
+# setdefault(), which is atomic, decides.
 _first: dict[str, Backup] = {}

@@ -15,14 +15,14 @@ if TYPE_CHECKING:  # rich is slow to import, and few calls need a bar
 __all__ = ["Callback", "ProgressBar", "callback_of"]
 
 Callback = Callable[[int, int], object]
-"""Receives the bytes done and the bytes in total."""
+"""A function that receives the number of bytes done and the total number of bytes."""
 
 
 class ProgressBar:
     """A bar with a title, bytes, rate and remaining time, for the duration of a `with` block.
 
-    Call it with the bytes done and the bytes in total to update it, on any thread. The bar is drawn
-    on stderr and removed at the end of the block. Writes nothing if stderr is not a terminal.
+    To update the bar, call it with the bytes done and the total bytes, on any thread. The bar is
+    drawn on stderr and removed at the end of the block. Writes nothing if stderr is not a terminal.
 
     Args:
         title: a description of the work.

@@ -54,7 +54,7 @@ def pause(
         backup: "none", "host", "pageable", "disk" or "peer" (see `region`), for this call only,
             instead of the regions' policy.
         wait: False returns a `Transition` as soon as the tags are reserved; the rest happens on
-            another thread. The memory must not be used after the call.
+            another thread. The caller must not use the memory after the call.
         progress: `progress(done_bytes, total_bytes)` is called about every 50 ms and at the end, by
             the waiting thread, while another thread does the work; it is never called if there is
             nothing to copy. True shows a bar on stderr. `Transition.wait` describes the effect of
@@ -205,7 +205,7 @@ def swap(
 
 @partial(block, asynchronous=True)
 def paused(*tags: str, backup: Backup | None = None) -> Iterator[Report]:
-    """Pause `tags` for the block, then resume those that it paused, even after an exception.
+    """Pause `tags` during the block, then resume those that were paused, even after an exception.
 
     Yields the pause's report. Errors are those of `pause` and `resume`. Also works as a decorator,
     even for coroutine functions: both transitions then block the event loop. An interrupt is raised

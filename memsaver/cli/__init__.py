@@ -2,8 +2,8 @@
 
 `app` combines the commands. `checks` contains the checks of `memsaver doctor`, `measurements` the
 measurements of `memsaver bench`, and `watched` finds the processes that `memsaver top` shows.
-Importing this package does not import typer: `main` does, and reports an interrupt during that
-import like a later one. rich is imported only for output.
+Importing this package does not import typer: `main` imports it, and reports an interrupt during
+that import like any other interrupt. rich is imported only for output.
 """
 
 import sys
@@ -14,7 +14,10 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Run the console script, and exit with its status; an interrupt is one line and status 130."""
+    """Run the console script, and exit with its status.
+
+    An interrupt prints one line, and the status is 130.
+    """
     try:
         from memsaver.cli.app import run_words
 

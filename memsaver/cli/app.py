@@ -17,14 +17,14 @@ from memsaver.errors import MemsaverError
 
 __all__ = ["app", "run_words"]
 
-# The base class of all errors in arguments, which typer does not export: it is defined in click, or
-# in typer itself in later versions.
+# The base class of all errors in arguments. typer does not export it: click defines it, or typer
+# itself in later versions.
 _UsageError = cast(type[typer.BadParameter], typer.BadParameter.__base__)
 
 app = typer.Typer(
     name="memsaver",
     help="Release GPU memory and keep its addresses.",
-    rich_markup_mode=None,  # help in boxes shows flags as `<bool>` and is cut on a narrow terminal
+    rich_markup_mode=None,  # boxes show flags as `<bool>`, and truncate help on a narrow terminal
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -91,8 +91,8 @@ def run_words(words: list[str]) -> int:
 
 def _run(words: list[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # stderr does so by default
-    elif sys.stdout is None and words[:1] != ["run"]:  # `run`'s command may not need stdout
+        sys.stdout.reconfigure(errors="backslashreplace")  # stderr does this by default
+    elif sys.stdout is None and words[:1] != ["run"]:  # `run`'s command may not need it
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
     try:
         # For an interrupt, typer returns status 130, and the demo raises SystemExit itself.

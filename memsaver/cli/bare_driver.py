@@ -17,7 +17,7 @@ from memsaver.errors import DriverError, MemsaverError, OutOfDeviceMemoryError
 
 __all__ = ["BareDriver", "BareMemory", "PinnedMemory"]
 
-GRANULARITY = 2 << 20  # of mapped memory, on all current devices
+GRANULARITY = 2 << 20  # bytes; the granularity of mapped memory on all current devices
 PIECE = 1 << 30  # bytes of one physical handle
 
 _OUT_OF_MEMORY = 2
@@ -247,7 +247,7 @@ class BareMemory:
 
     def map(self) -> None:
         """Map the memory and set its access. If this fails, call `unmap`."""
-        self._mapped = True  # possibly only in part: unmapping skips holes
+        self._mapped = True  # possibly only partly mapped: unmapping skips holes
         at = self.address
         for handle, size in zip(self._handles, self._sizes, strict=True):
             self._call(
@@ -268,7 +268,10 @@ class BareMemory:
         )
 
     def unmap(self) -> None:
-        """Unmap the memory. No work in progress may use it: the driver does not check."""
+        """Unmap the memory.
+
+        No work in progress may use the memory: the driver does not check this.
+        """
         self._call("cuMemUnmap", ctypes.c_uint64(self.address), ctypes.c_size_t(self.bytes))
         self._mapped = False
 

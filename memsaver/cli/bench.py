@@ -44,7 +44,7 @@ SCHEMA = 1  # incremented when a key of the JSON changes its meaning or is remov
 _WIDE: Groups = (("",), ("ms",), ("GiB/s",), ("limit",), (" ms",), ("of limit",))
 _NARROW: Groups = (("",), ("ms", "GiB/s"), ("limit ms", "of limit"))
 
-SIMULATED = "On the simulated driver the times are this CPU's: they do not predict a GPU's speed."
+SIMULATED = "On the simulated driver, times depend on this CPU and do not predict a GPU's speed."
 
 
 def command(

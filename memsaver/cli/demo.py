@@ -47,7 +47,7 @@ TAGS = ("weights", "kv_cache", "cuda_graph")
 _NAMES = {"weights": "weights", "kv_cache": "kv_cache", "cuda_graph": "graph"}
 _WIDE: Groups = (("step",), ("ms",), *((name,) for name in _NAMES.values()), ("free",))
 _NARROW: Groups = (("step",), ("ms", "free"), tuple(_NAMES.values()))
-_WIDTH, _FIGURE = 80, 8  # columns: of the table at most, and of each figure
+_WIDTH, _FIGURE = 80, 8  # columns: the maximum of the table, and of each figure
 MIB = 1 << 20
 GIB = 1 << 30
 
@@ -55,7 +55,7 @@ GIB = 1 << 30
 def command() -> None:
     """Demonstrate a pause, another use of the memory, and a resume in two stages; check each claim.
 
-    Runs on the GPU if there is one and torch supports it, else on the simulated driver.
+    Runs on the GPU if there is one and torch supports it, otherwise on the simulated driver.
 
     Ctrl-C waits for the pause or resume in progress; pressed again, it kills the process at once.
     """
@@ -71,7 +71,7 @@ class Workload(Protocol):
 
     title: str
     limits: str
-    unit: int  # in bytes: the trainer takes a multiple of it
+    unit: int  # in bytes: the trainer allocates a multiple of this
 
     def build(self) -> None:
         """Allocate weights, KV cache and graph in their regions."""
@@ -240,7 +240,7 @@ class Show:
                 result.wait()
             self._add_row(name, time.perf_counter() - start, check)
         except KeyboardInterrupt:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one kills the process at once
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one kills at once
             text = f"interrupted in the step {name!r}"
             if isinstance(result, memsaver.Transition) and not result.done():
                 text += ": waiting for its end (Ctrl-C again does not wait)"
@@ -323,7 +323,7 @@ def run(console: Console) -> int:
     show = Show(console)
     show.step("build the engine", work.build, lambda: "three tags")
     where, reference = work.addresses(), work.output()
-    held = memsaver.stats().resident_bytes  # of the engine: the trainer comes later
+    held = memsaver.stats().resident_bytes  # the engine's tags; the trainer's tag is created later
     free = memsaver.device_memory()[0]
     lent = held // work.unit * work.unit
 
@@ -348,7 +348,7 @@ def run(console: Console) -> int:
     def is_used() -> str:
         is_free()
         taken = free + held - lows[-1]
-        assert taken >= 0.98 * lent, f"the driver says that {size_text(taken)} were taken"
+        assert taken >= 0.98 * lent, f"the driver reports that {size_text(taken)} were allocated"
         return f"{taken / MIB:,.0f} MiB lent, and back"
 
     for cycle in (1, 2):

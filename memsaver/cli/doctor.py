@@ -22,7 +22,7 @@ __all__ = ["command"]
 
 SCHEMA = 1  # incremented when a key of the JSON changes its meaning or is removed
 
-# By the values of Level.
+# By level.
 _COLOURS = {"good": "green", "absent": "dim", "warned": "yellow", "bad": "bold red"}
 
 
@@ -118,4 +118,4 @@ def _table(console: Console, group: list[Finding]) -> Table:
 
 
 _NAMES = 22  # columns for the names of findings
-_NARROW = 64  # on fewer columns the names have no column of their own
+_NARROW = 64  # on a narrower terminal, the names have no column of their own

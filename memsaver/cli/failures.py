@@ -13,7 +13,7 @@ __all__ = ["FAILURE", "INTERRUPTED", "USAGE", "complain", "drop_output", "fail"]
 # Exit statuses.
 FAILURE = 1
 USAGE = 2  # wrong, missing or contradictory arguments
-INTERRUPTED = 130  # as in a shell: 128 and the number of SIGINT
+INTERRUPTED = 130  # as in a shell: 128 plus the number of SIGINT
 
 
 def complain(who: str, message: str) -> None:

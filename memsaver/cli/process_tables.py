@@ -17,7 +17,7 @@ from memsaver.cli.tables import (
 from memsaver.cli.units import format_rate, format_seconds
 from memsaver.cli.watched import Found, Process, Silent, WatchedTag
 
-if TYPE_CHECKING:  # rich takes long to import
+if TYPE_CHECKING:  # imported here, because rich is slow to import
     from rich.console import Console, RenderableType
     from rich.padding import Padding
     from rich.table import Table
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # rich takes long to import
 
 __all__ = ["HOW_TO_BE_SEEN", "NOBODY", "view"]
 
-NOBODY = "No process of this user that can be seen here uses memsaver."
+NOBODY = "No process of this user that is visible here uses memsaver."
 HOW_TO_BE_SEEN = (
     "A process is listed once it has a tag (after its first memsaver.region; with `memsaver run "
     "--tag`, once it allocates device memory or queries memsaver's tags), to the same user on the "
@@ -39,7 +39,7 @@ _STATES = {
     "saving": "cyan",
     "restoring": "cyan",
 }
-_WIDE, _WIDER = 104, 130  # columns for one line per row, and for the callers
+_WIDE, _WIDER = 104, 130  # terminal columns that one line per row needs, and that the callers need
 
 # The figures of narrow tables.
 _TAGS: Groups = (("Tag", "GPU, state"), ("Resident", "Paused"), ("Backup", "Last transition"))

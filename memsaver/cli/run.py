@@ -62,7 +62,7 @@ def command(
     if tag is not None and tag.startswith("-"):
         _fail(f"--tag takes a name, and {tag!r} looks like an option: a tag cannot begin with '-'")
     try:
-        added = preload_env(tag, cast("Backup | None", backup))  # it checks the value
+        added = preload_env(tag, cast("Backup | None", backup))  # preload_env checks it
     except (ConfigError, NotLoadedError) as error:
         _fail(str(error))
     _execute(words, {**os.environ, **added})
@@ -71,9 +71,9 @@ def command(
 def _execute(words: list[str], environment: dict[str, str]) -> NoReturn:
     name = words[0]
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # it is None if the descriptor is closed
+        if stream is not None:  # stderr is None if the descriptor is closed
             stream.flush()
-    # Python ignores these signals, and a program that follows would inherit that.
+    # Python ignores these signals, and the command would inherit this.
     ours = {number: signal.signal(number, signal.SIG_DFL) for number in _IGNORED_BY_PYTHON}
     try:
         os.execvpe(name, words, environment)

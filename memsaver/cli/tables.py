@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TextIO, TypeAlias
 
-if TYPE_CHECKING:  # imported by the commands themselves: rich takes long to import
+if TYPE_CHECKING:  # imported by the commands themselves, because rich is slow to import
     from rich.box import Box
     from rich.console import Console
     from rich.table import Table
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 Groups: TypeAlias = tuple[tuple[str, ...], ...]
-"""The names of a table's figures. The figures of a group share a column, one below another."""
+"""The names of a table's figures. The figures of a group are in one column, one below the other."""
 
 LEAST_WIDTH = 50  # columns that a folded table needs; on fewer the terminal wraps the lines
 _WIDTH = 80  # columns that a table with one line per row needs
@@ -38,7 +38,7 @@ def output_console() -> Console:
 
     console = Console(highlight=False)
     columns, lines = console.size
-    if console.is_dumb_terminal:  # for which rich does not look at the size
+    if console.is_dumb_terminal:  # streams whose size rich does not query
         columns, lines = shutil.get_terminal_size()
     console.size = ConsoleDimensions(max(columns, LEAST_WIDTH), lines)
     return console
@@ -62,7 +62,7 @@ def groups_for(console: Console, narrow: Groups) -> Groups:
 
 
 def add_columns(table: Table, groups: Groups, least: int, left: tuple[str, ...] = ()) -> None:
-    """Add a column for each group of names. The first one folds; the others are never truncated.
+    """Add a column for each group of names. The first column wraps; the others are never truncated.
 
     Args:
         table: the table, without columns.

@@ -18,7 +18,7 @@ from memsaver.cli.process_tables import HOW_TO_BE_SEEN, view
 from memsaver.cli.tables import is_redrawable, output_console
 from memsaver.cli.watched import Found, find_processes
 
-if TYPE_CHECKING:  # rich takes long to import
+if TYPE_CHECKING:  # rich is slow to import
     from rich.console import Console, RenderableType
 
 __all__ = ["command", "document"]
@@ -129,7 +129,7 @@ def _watch(console: Console, interval: float, pid: int | None) -> NoReturn:
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             found = find_processes(pid)
-            head = Text(f"memsaver top  {time.strftime('%H:%M:%S')}  Ctrl-C ends it", style="dim")
+            head = Text(f"memsaver top  {time.strftime('%H:%M:%S')}  Ctrl-C quits", style="dim")
             live.update(_fitted(Group(head, Text(), view(found, console)), console), refresh=True)
             time.sleep(interval)
 

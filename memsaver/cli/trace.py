@@ -167,7 +167,7 @@ def show(trace: Trace, console: Console) -> None:
         return
     console.print(_table(tags, console))
     for device, free in _least_free(trace).items():
-        console.print(Text(f"GPU {device}: {size_text(free)} free at the least"))
+        console.print(Text(f"GPU {device}: at least {size_text(free)} free"))
 
 
 def _table(tags: tuple[TagSummary, ...], console: Console) -> Table:

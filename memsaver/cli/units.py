@@ -8,7 +8,7 @@ __all__ = ["format_rate", "format_seconds"]
 def format_rate(bytes_per_second: float) -> str:
     """Return a text such as "55.3 GiB/s", in the units of sizes."""
     for unit in ("B/s", "KiB/s", "MiB/s", "GiB/s"):
-        if abs(bytes_per_second) < 1000:  # 1023 would have a digit more
+        if abs(bytes_per_second) < 1000:  # 1023 would have one more digit
             return f"{bytes_per_second:.1f} {unit}"
         bytes_per_second /= 1024
     return f"{bytes_per_second:.1f} TiB/s"

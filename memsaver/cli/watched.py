@@ -36,11 +36,11 @@ __all__ = [
     "find_processes",
 ]
 
-FALLBACK = "/tmp/memsaver"  # as in the core's runtime_folder.cpp; the user's number follows
+FALLBACK = "/tmp/memsaver"  # as in the core's runtime_folder.cpp; followed by the user's id
 FORMAT = 1  # kStatsFormat of the core's stats_json.h
 
 _PATIENCE = 0.5  # seconds to wait for an answer, which takes milliseconds
-_MOST_BYTES = 64 << 20  # limit on an answer: some 50,000 tags
+_MOST_BYTES = 64 << 20  # the limit on an answer: about 50,000 tags
 _AT_ONCE = 16  # processes that are queried at the same time
 _NAME = re.compile(r"(\d+)-[0-9a-f]+")
 Name = TypeVar("Name", bound=str)
@@ -84,7 +84,8 @@ class Process:
     """A process that has answered.
 
     Attributes:
-        pid: its number in this process's namespace; inside a container it may have another.
+        pid: its process id in this process's namespace; inside a container it may have a different
+            one.
         command: its command line, or its name if the command line cannot be read.
         memsaver: its version of memsaver.
         driver: the driver that it has opened, or None.
@@ -127,11 +128,11 @@ class Silent:
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a search, by process number.
+    """The result of a search.
 
     Attributes:
         processes: the processes that answered.
-        silent: the processes that did not.
+        silent: the processes that did not answer.
         refused: folders that were ignored because they are not private to this user.
     """
 
@@ -200,10 +201,10 @@ def _ask(folder: int, name: str) -> Process | Silent | None:
         end = time.monotonic() + _PATIENCE
         client.settimeout(_PATIENCE)
         try:
-            # Through the descriptor: the address has room for a short path only.
+            # Connects through the descriptor, because the address has room for a short path only.
             client.connect(f"/proc/self/fd/{folder}/{name}")
             peer, user = _peer_of(client)
-            if peer:  # otherwise it is in a namespace that is not visible here
+            if peer:  # 0 if the process is in a namespace that is not visible here
                 pid, command = peer, _command_of(peer)
             if user != os.geteuid():
                 return Silent(pid, command, f"it belongs to user {user}")

@@ -31,10 +31,10 @@ thread at a time. They guarantee:
 - **Callbacks** of `memsaver.on_pause` and `on_resume` run on each rank for its own part of the
   call. They must not wait for callbacks of other ranks, because a failing rank does not call its
   callbacks. A rollback calls the callbacks of the opposite transition.
-- **Signals.** Ctrl-C during a call is raised after the call, and undoes nothing. Python's other
-  signal handlers run after the call too, when no tag is reserved, so a handler may pause tags.
-  After an interrupt before or after a call, the other ranks wait in their next call until
-  `timeout`.
+- **Signals.** An interrupt (Ctrl-C) during a call is raised after the call, and nothing is undone.
+  Python's other signal handlers run after the call too, when no tag is reserved, so a handler may
+  pause tags. After an interrupt before or after a call, the other ranks wait in their next call
+  until `timeout`.
 
 The ranks communicate over the CPU, so that nothing depends on device memory. A group without a CPU
 backend (`init_process_group("nccl")`) gets a gloo backend from memsaver when it is first used, with

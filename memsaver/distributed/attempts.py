@@ -30,7 +30,7 @@ class Outcome(Generic[Value]):
         value: the result of the rank's work; None if the work failed, or if the attempt failed on
             other ranks and this rank cannot read the value.
         failure: a description of the exception, or None.
-        error: the exception as the codec transmits it, or None. Not the same object on all ranks.
+        error: the exception as the codec transmits it, or None. The object differs between ranks.
     """
 
     rank: int
@@ -164,7 +164,7 @@ class Ranks:
                     f"{text_of(own)}"
                 )
                 if not isinstance(own, Exception):
-                    raise own from lost  # an interrupt is never dropped
+                    raise own from lost  # interrupts are never dropped
                 raise
             finally:
                 own = None  # its traceback refers to this frame, and to the work's tensors

@@ -122,7 +122,7 @@ def paused(
     """
     resume_paused: Callable[[], None] | None = None
     try:
-        with signals_deferred():  # so that the tags to resume are known after an interrupt
+        with signals_deferred():  # an interrupt must not lose the tags to resume
             report = pause(*tags, group=group, backup=backup, timeout=timeout)
             going = report.local.changed
             resume_paused = partial(_resume_paused, tags, going, group, timeout)

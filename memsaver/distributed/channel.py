@@ -252,7 +252,7 @@ class Channel:
                             )
                         )
             (carrier,) = link.gloo
-        if link.closed:  # by another thread in the meantime
+        if link.closed:  # created by another thread
             link.close()
         return carrier
 
@@ -273,7 +273,7 @@ class Channel:
 
         def look() -> None:
             nonlocal late
-            # A late rank need not look for this one.
+            # A late rank need not look for this rank.
             store.set(str(self.rank), f"{collectives}{_GONE}")
             end = time.monotonic() + _STRAGGLER_SECONDS
             while late and time.monotonic() < end:
@@ -293,7 +293,7 @@ class _Link:
         self.making = Gate()  # entered by the thread that creates `gloo`
         self.closed = False
         self.collectives = 0  # collectives that this rank reached
-        self.store: Any = None  # has the number of collectives that each rank reached
+        self.store: Any = None  # contains the number of collectives that each rank reached
         # A process group of memsaver's, if the group carries no CPU tensors. It is closed while the
         # interpreter still runs, because its threads do not survive the interpreter's exit.
         self.gloo: list[Any] = []
@@ -310,7 +310,7 @@ def _being_made() -> InvalidStateError:
     return InvalidStateError(
         "another call in this process is creating the connections to the other ranks (in another "
         "thread, or in this one, interrupted by a finalizer or a signal handler): repeat this call "
-        "after it"
+        "after that call has ended"
     )
 
 
@@ -323,7 +323,7 @@ def _behind(store: Any, ranks: list[int], collectives: int) -> tuple[int, ...]:
 def _arrivals(store: Any, ranks: list[int], gone: bool = False) -> dict[int, int]:
     """Return each rank's number of collectives; omit ranks that stopped waiting, unless `gone`."""
     keys = [str(rank) for rank in ranks]
-    # Two requests for all ranks, if each rank arrived at least once.
+    # Two requests suffice for all ranks, if each rank arrived at least once.
     known = keys if store.check(keys) else [key for key in keys if store.check([key])]
     many = store.has_extended_api()
     values = store.multi_get(known) if many else [store.get(key) for key in known]
@@ -336,7 +336,7 @@ def _arrivals(store: Any, ranks: list[int], gone: bool = False) -> dict[int, int
 
 
 def _done_in_time(look: Callable[[], None]) -> bool:
-    """Return whether `look` finished within the time limit for a diagnosis."""
+    """Run `look` on a thread; return whether it finished within the time limit for a diagnosis."""
     done = Latch()
 
     def run() -> None:

@@ -2,7 +2,7 @@
 
 Such a rank does not know on which of its groups the other ranks wait for it. All ranks record in
 torch's store how many collectives of a group they have reached; the rank compares these numbers
-for each of its groups, and so finds the group on which others wait.
+for each of its groups, to find the group on which others wait.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _LENGTH = struct.Struct("<Q")
 
 @dataclass(frozen=True)
 class Codec:
-    """The encoding of an attempt's values and exceptions between ranks.
+    """Encodes and decodes an attempt's values and exceptions, which ranks exchange.
 
     Attributes:
         pack: encodes a value as bytes. None is always sent as b"".
@@ -88,7 +88,7 @@ class Header:
 
     @property
     def call(self) -> tuple[int, bytes]:
-        """The values that must be equal on all ranks."""
+        """The values of the header that must be equal on all ranks."""
         return self.protocol, self.digest
 
 

@@ -210,7 +210,7 @@ def _read_counter(
 ) -> None:
     about = event["memsaver"]
     if about is None:
-        return  # another counter has these bytes
+        return  # another counter contains these bytes
     seconds, value = _seconds(event["ts"]), _count(event["args"]["bytes"])
     device = _count(about["device"])
     if "tag" in about:

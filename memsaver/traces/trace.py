@@ -67,7 +67,7 @@ class TagTransition:
         outcome: "done", "failed", "given up" (cancelled before its run), or "under way".
         device_bytes: device memory released or mapped; 0 unless done.
         copied_bytes: bytes copied to or from the backup; 0 unless done.
-        thread: the system's id of the thread that began it.
+        thread: the system's id of the thread that began the transition.
         caller: the caller, such as "train.py:120 in sleep, thread 'MainThread'"; only
             the end of a long description is kept. Empty while the transition is in progress.
     """
@@ -203,7 +203,7 @@ def trace_of(
 
 
 def _direction(act: int, state: State, kind: int, outcome: int) -> str:
-    """Return the direction of a transition from the tag's state after its start or its end."""
+    """Derive the direction of a transition from the tag's state after its start or its end."""
     if _KINDS[act] != "swap":
         return "out" if _KINDS[act] == "pause" else "into"
     if kind == _BEGIN:

@@ -102,7 +102,7 @@ def test_the_command_prints_a_table():
     check_look(done.stdout, 80)
     assert "32 MiB; medians of 1, the first pause once" in done.stdout
     assert "driver, pieces of 32 MiB" in done.stdout
-    assert "they do not predict a GPU's speed." in " ".join(done.stdout.split())
+    assert "do not predict a GPU's speed." in " ".join(done.stdout.split())
 
 
 def check_look(text, columns):

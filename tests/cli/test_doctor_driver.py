@@ -41,7 +41,7 @@ def test_versions_of_the_driver(system, text, cuda, level):
         ({"a102": 0}, "device 0 VMM", "bad", "not supported"),
         ({"a110": 0}, "device 0 RDMA", "warned", "not for memory of regions"),
         ({"a110": 0, "a116": 0}, "device 0 RDMA", "absent", "not supported"),
-        ({"count": 0}, "devices", "bad", "none"),
+        ({"count": 0}, "devices", "bad", "finds no GPU"),
     ],
 )
 def test_device_capabilities(plain, attributes, name, level, says):

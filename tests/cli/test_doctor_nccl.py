@@ -29,7 +29,7 @@ def test_variables_of_nccl_are_judged(plain, env, name, level, value):
     ("devices", "env", "level", "says"),
     [
         (2, {}, "warned", "current NCCL's default is 1"),
-        (1, {}, "absent", "one GPU alone"),
+        (1, {}, "absent", "irrelevant for a single GPU"),
         (2, {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}, "good", "memsaver sets it to 0"),
         (
             2,

@@ -57,7 +57,7 @@ def test_two_savers_in_one_process(plain, libraries):
     plain.setenv("LD_PRELOAD", f"{theirs}:{OURS}")
     plain.setattr(preloading, "installed_version", lambda name: "0.0.10")
     found = preloading.check_preloading()
-    assert of(found, "preloaded").level == "bad" and "the first has it" in found[0].text
+    assert of(found, "preloaded").level == "bad" and "only the first takes effect" in found[0].text
     assert of(found, f"preloaded {theirs.name}").level == "warned"
     plain.setattr(preloading, "installed_version", lambda name: "0.0.10+memsaver")
     assert [finding.level for finding in preloading.check_preloading()] == ["good"]
@@ -87,7 +87,7 @@ def test_hooks_without_their_core_are_bad(plain, libraries):
 @pytest.mark.parametrize(
     ("env", "level", "says"),
     [
-        ({"MEMSAVER_TAG": "trainer"}, "warned", "nothing of memsaver is preloaded"),
+        ({"MEMSAVER_TAG": "trainer"}, "warned", "memsaver is not preloaded"),
         ({"MEMSAVER_TAG": "trainer", "LD_PRELOAD": OURS}, "good", "backup none"),
         ({"MEMSAVER_BACKUP": "host"}, "warned", "without MEMSAVER_TAG"),
         ({"MEMSAVER_TAG": "t", "MEMSAVER_BACKUP": "tape"}, "bad", "tape"),

@@ -60,7 +60,7 @@ def test_the_build_is_read_from_the_text_of_torch(plain, tmp_path):
         (
             {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "MEMSAVER_TAG": "trainer"},
             "bad",
-            "no hook sees it",
+            "no hook detects",
         ),
         (
             {"PYTORCH_ALLOC_CONF": "expandable_segments:False", "MEMSAVER_TAG": "trainer"},

@@ -279,7 +279,7 @@ def test_the_tests_that_the_design_names_exist():
 
 def test_the_versions_of_vllm_are_those_of_the_plugin():
     first, last = vllm_versions.SIMULATED[0], vllm_versions.SIMULATED[-1]
-    needed = " ".join(sections(DOCS / "vllm.md")["Install and turn on"])
+    needed = " ".join(sections(DOCS / "vllm.md")["Install and enable"])
     assert f"vLLM {first[:-2]} to {last[:-2]}" in needed
     for version in (first, last):
         assert version in (ROOT / "README.md").read_text()

@@ -61,7 +61,7 @@ ms_status ms_importer_export(ms_importer* importer, const ms_range* ranges, size
     std::vector<ExportedExtent> extents = export_extents(to, ranges_of(ranges, count), most);
     try {
       return_extents(extents, rows, row_count);
-    } catch (...) {  // no host memory for the list: the process does not get the extents
+    } catch (...) {  // without host memory for the list, the process does not get the extents
       for (const ExportedExtent& extent : extents) to.released(&extent.id, 1);
       throw;
     }

@@ -53,7 +53,7 @@ void explain_host_faults() noexcept {
   if (driver && driver->explain_host_faults) driver->explain_host_faults(paused_tag);
 }
 
-// Runs and frees a transition, if it was begun.
+// Runs and frees a transition that was begun; does nothing for null.
 ms_status run_at_once(ms_status begun, ms_transition* transition, ms_change** rows,
                       size_t* row_count, ms_error* error) {
   if (begun != MS_OK) return begun;
@@ -179,8 +179,8 @@ ms_status ms_transition_run_all(ms_transition* const* transitions, size_t count,
       if (std::find(transitions, transitions + i, transitions[i]) == transitions + i) continue;
       throw Error(Status::kInvalidArgument, "a transition is in the list twice");
     }
-    // A drain after the first copies would wait for them. If it fails here, ms_transition_run
-    // repeats it.
+    // A drain after the first copies would wait for them. If the drain fails here,
+    // ms_transition_run repeats it.
     for (size_t i = 0; count > 1 && i < count; ++i) {
       guarded(nullptr, [&] { unwrap(transitions[i])->drain(); });
     }
@@ -191,7 +191,7 @@ ms_status ms_transition_run_all(ms_transition* const* transitions, size_t count,
     };
     try {
       run_in_parallel(count, run);
-    } catch (const std::bad_alloc&) {  // none has run: there was no memory for threads
+    } catch (const std::bad_alloc&) {  // no memory for threads; none has run
       for (size_t i = 0; i < count; ++i) run(i);
     }
   });
@@ -229,7 +229,7 @@ ms_status ms_transition_wait_ranges(ms_transition* transition, const ms_range* r
 
 void ms_transition_free(ms_transition* transition) {
   guarded(nullptr, [&] {
-    if (!transition || forked()) return;  // a child has no thread that runs the transition
+    if (!transition || forked()) return;  // a forked child has no thread that runs the transition
     delete reinterpret_cast<Transition*>(transition);
   });
 }

@@ -1,4 +1,4 @@
-// marshal: converts arguments and results of the C ABI. For the abi units.
+// marshal: converts arguments and results of the C ABI. Used by the abi units.
 #pragma once
 
 #include <cstdint>
@@ -96,8 +96,8 @@ ms_status on_tags(ms_error* error, Body body) noexcept {
   });
 }
 
-// Like on_tags, but passes `body` the tag with this name, and holds the registry's lock while it
-// runs. Fails with kUnknownTag.
+// Like on_tags, but passes `body` the tag with this name, and locks the registry while it runs.
+// Fails with kUnknownTag.
 template <typename Body>
 ms_status on_tag(const char* tag, ms_error* error, Body body) noexcept {
   return on_tags(error, [&] {

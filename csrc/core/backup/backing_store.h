@@ -17,15 +17,15 @@ namespace memsaver {
 // Offsets, sizes and buffers of write() and read() are multiples of this, as direct I/O requires.
 constexpr uint64_t kBackingUnit = 4096;
 
-// Chunk boundaries are multiples of this, which is a multiple of kBackingUnit: pages, which are 64
-// KiB on some systems, are pinned and released whole.
+// Chunk boundaries are multiples of this, which is a multiple of kBackingUnit, because whole pages,
+// which are 64 KiB on some systems, are pinned and released.
 uint64_t chunk_unit();
 
 class BackingStore {
  public:
   virtual ~BackingStore() = default;
 
-  // Reserves places for the spans. Throws kOutOfHostMemory if addresses run out.
+  // Reserves places for the spans. Throws kOutOfHostMemory if no addresses are left.
   virtual void cover(const std::vector<VaReservation>& spans) = 0;
 
   // The next three calls, in this order, create backup chunks. claim() counts the chunks against

@@ -177,7 +177,7 @@ void BackupStore::try_drop(Chunks::iterator chunk) noexcept try {
 } catch (const Error& error) {
   warn_of([&] { return error.message + "; some memory of a backup could not be released yet"; });
 } catch (...) {
-  // Out of host memory for a message: the chunk stays, as above.
+  // Without host memory for a message, the chunk stays, as above.
 }
 
 std::vector<BackupStore::Room> BackupStore::prepare(const std::vector<VaReservation>& spans,

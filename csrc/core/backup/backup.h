@@ -52,7 +52,7 @@ class BackupStore {
   Backup kind() const { return kind_; }
   // Returns whether the next save may use the store (see above). Any thread.
   bool is_sound() const { return sound_; }
-  // Makes the store unsound. Any thread.
+  // Marks the store as unsound. Any thread.
   void distrust() { sound_ = false; }
 
   // A prepared chunk, and whether it is new.
@@ -127,7 +127,7 @@ class BackupStore {
   const Backup kind_;
   const std::unique_ptr<BackingStore> backing_;
   Chunks chunks_;             // attached
-  uint64_t chunk_bytes_ = 0;  // of the chunks that are not on another device
+  uint64_t chunk_bytes_ = 0;  // the bytes of chunks that are not on another device
   std::atomic<uint64_t> peer_bytes_{0};
   std::atomic<uint64_t> held_bytes_{0};  // including bytes that the backing store could not release
   std::atomic<bool> sound_{true};

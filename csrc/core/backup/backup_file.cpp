@@ -152,7 +152,8 @@ BackupFile& BackupFile::operator=(BackupFile&& other) noexcept {
 
 BackupFile::~BackupFile() {
   if (file_ < 0) return;
-  // A forked child may have the file open: without this, the child would keep the space allocated.
+  // A forked child may have the file open: without this call, the child would keep the space
+  // allocated.
   if (owner_ == getpid() && ftruncate(file_, 0) != 0) {
     // The space is then freed with the last descriptor.
   }
@@ -170,7 +171,7 @@ void BackupFile::reserve(uint64_t offset, uint64_t bytes) {
   if (bytes == 0) return;
   int reason = allocate(file_, 0, offset, bytes);
   if (reason == EOPNOTSUPP || reason == ENOSYS) {
-    // If the free space is unknown, the writes report a full disk.
+    // If the free space is unknown, a full disk is reported by the writes.
     reason = free_bytes_of(directory_).value_or(bytes) < bytes ? ENOSPC : 0;
   }
   if (reason != 0) fail("reserving", bytes, reason);

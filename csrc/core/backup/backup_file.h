@@ -22,7 +22,7 @@ namespace memsaver {
 constexpr uint64_t kFileAlignment = 4096;
 
 // Movable. Any number of threads may transfer, reserve and punch disjoint ranges concurrently. Must
-// not be used in a forked child, whose copy does not keep disk space allocated.
+// not be used in a forked child: its copy of the descriptor does not keep disk space allocated.
 class BackupFile {
  public:
   // Creates an empty file in `directory` (the option disk_dir); if that is empty, in the first

@@ -20,7 +20,7 @@ class CopyEvents {
   // Records that all copies and fills into a range are queued. After every kMarkBytes, records an
   // event. Each address is added at most once, here or in add_without_work. Throws kDriverFailed.
   void add(const Range& queued);
-  // Records a range into which nothing is queued: it needs no event.
+  // Records a range into which nothing is queued, so that it needs no event.
   void add_without_work(const Range& range);
   // Records an event after the ranges that were added since the previous event, if there are any.
   // Throws kDriverFailed.

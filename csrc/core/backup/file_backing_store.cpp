@@ -13,7 +13,7 @@ void FileBackingStore::cover(const std::vector<VaReservation>& spans) {
 void FileBackingStore::populate(const Range& part) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    populated_.insert(part.address);  // even if only some blocks can be reserved
+    populated_.insert(part.address);  // first: a failed reserve() may have reserved some blocks
   }
   file_.reserve(place(part.address), part.bytes);
   std::lock_guard<std::mutex> lock(mutex_);

@@ -20,7 +20,7 @@ using fingerprint::kThreads;
 static_assert(Fingerprinter::kBatchPieces % kPiecesPerBlock == 0);
 
 // The host memory of a job (48 bytes for each piece, 3 MiB for 64 GiB) is pinned in multiples of
-// this, so that it is large enough for a next job with about as many pieces.
+// this, so that it is large enough for the next job, if it has about as many pieces.
 constexpr uint64_t kExchangeUnit = 256 << 10;
 
 // Returns whether a failure means that this GPU or driver will never load the kernel.
@@ -96,7 +96,7 @@ struct Fingerprinter::Kept {
   CUfunction kernel = nullptr;
   std::optional<Error> refusal;  // a permanent failure to load
   bool warned = false;
-  std::unique_ptr<Exchange> idle;  // for the next job
+  std::unique_ptr<Exchange> idle;  // kept for the next job
 };
 
 namespace {
@@ -175,7 +175,7 @@ Fingerprinter::~Fingerprinter() {
       kept.idle.swap(exchange_);
     }
   } catch (...) {
-    // The context was destroyed, and the kernel with it.
+    // The context was destroyed, and the kernel was destroyed with it.
   }
 }
 

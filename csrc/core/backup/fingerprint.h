@@ -23,8 +23,8 @@ class Fingerprinter {
  public:
   // Returns false if the kernel cannot be loaded, permanently (no image matches the GPU or driver)
   // or temporarily (for example, out of memory); the caller then works without fingerprints. The
-  // first failure on a device adds a warning. The kernel is loaded once per device. Any thread, in
-  // a DeviceScope or not.
+  // first failure on a device adds a warning. The kernel is loaded once per device. Any thread,
+  // inside or outside a DeviceScope.
   static bool available(Device& device) noexcept;
 
   // Throws the reason if the kernel cannot be loaded: kDriverFailed, kOutOfDeviceMemory.

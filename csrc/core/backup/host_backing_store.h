@@ -22,8 +22,8 @@ class HostBackingStore : public BackingStore {
   enum class Kind { kPinned, kPageable };
   // The memory is pinned for `device`, preferably on its NUMA node.
   HostBackingStore(Kind kind, const Device& device) : kind_(kind), device_(device) {}
-  // Any thread, in a DeviceScope or not. Pages that the driver refuses to unpin stay claimed until
-  // a retry succeeds (deferred_release.h).
+  // Any thread, inside or outside a DeviceScope. Pages that the driver refuses to unpin stay
+  // claimed until a retry succeeds (deferred_release.h).
   ~HostBackingStore() override;
 
   void cover(const std::vector<VaReservation>& spans) override;

@@ -28,7 +28,7 @@ void PeerBackingStore::claim(const std::vector<Range>& chunks) {
     if (Device* const neighbour = neighbour_of(device_)) fresh = allocate(*neighbour, chunks);
   } catch (Error& error) {
     if (error.status == Status::kDriverFailed) error.addition = kAdvice;
-    if (error.status != Status::kOutOfDeviceMemory) throw;  // the context may have no room, too
+    if (error.status != Status::kOutOfDeviceMemory) throw;  // or no room for a context
   }
   std::vector<Range> rest;
   for (const Range& chunk : chunks) {

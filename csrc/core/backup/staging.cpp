@@ -62,7 +62,7 @@ class Buffers {
  private:
   Device& device_;
   std::mutex mutex_;
-  std::vector<HostClaim> claims_;  // of buffers that do not exist yet
+  std::vector<HostClaim> claims_;  // the memory of buffers that do not exist yet
   StagingBuffer* const reserve_;   // or null
   std::vector<std::unique_ptr<StagingBuffer>> made_;
   std::vector<StagingBuffer*> idle_;

@@ -42,7 +42,7 @@ void restore_now(Device& device, BackupStore& store, const std::vector<Range>& r
                  const StagingBuffer* buffer);
 
 // Saves `ranges` (as for BackupStore::prepare; mapped, and not written to during the save) to the
-// store. Skips pieces whose fingerprint equals the stored one.
+// store. Skips pieces whose fingerprint equals the stored fingerprint.
 class Save {
  public:
   // Prepares the chunks, and starts populating them and computing fingerprints. Staging also uses
@@ -100,7 +100,7 @@ class Save {
   StagingBuffer* const reserve_;
   std::vector<Range> ranges_;  // joined within a chunk
   std::vector<Chunk> chunks_;
-  std::vector<CopyChunk> copy_chunks_;  // of all chunks, in order
+  std::vector<CopyChunk> copy_chunks_;  // the copy chunks of all chunks, in order
   std::vector<Range> pieces_;           // the pieces to fingerprint
   std::vector<Digest> digests_;         // the pieces' fingerprints, if the host computes them
   std::unique_ptr<Fingerprinter> hasher_;

@@ -32,7 +32,7 @@ class ContextScope {
 };
 
 // Like ContextScope, and also prevents stream captures from forbidding the thread's driver calls.
-// Also throws kDriverFailed if the driver refuses that three times: a waiting call would then break
+// Also throws kDriverFailed if the driver refuses this three times: a waiting call would then break
 // a capture, so the caller must not make it.
 class DeviceScope {
  public:

@@ -17,8 +17,8 @@ namespace {
 
 using Parts = DriverObject::Parts;
 
-// Makes the destroy call once. Returns false if the driver refused it, with the result, or if the
-// object's context cannot be entered, without one.
+// Makes the destroy call once. Returns false if the driver refused the call (sets `*refusal`) or if
+// the object's context cannot be entered (leaves `*refusal` empty).
 bool try_destroy(const Parts& parts, std::optional<CUresult>* refusal) noexcept try {
   const CUresult result = parts.destroy();
   if (result == CUDA_SUCCESS || is_shutdown(result)) return true;

@@ -104,7 +104,7 @@ Deferred deferred_releases() noexcept;
 enum class Retry { kWithoutWaiting, kAll };
 
 // Retries the refused calls, oldest first, and returns the amounts released. kAll waits for work on
-// the devices. Any thread, in a DeviceScope or not, but not under the registry's lock.
+// the devices. Any thread, inside or outside a DeviceScope, but not under the registry's lock.
 Deferred retry_releases(Retry which) noexcept;
 
 }  // namespace memsaver

@@ -211,7 +211,7 @@ void Device::drain_active() {
   }
 }
 
-// Returns a plain block to free, or an empty object if the device or the host has no memory left.
+// Returns a plain block to free, or an empty object if the device or the host is out of memory.
 DriverObject Device::allocate_wait_block() try {
   DriverObject block(kWaitBlock, *this);
   CUdeviceptr address = 0;

@@ -29,8 +29,8 @@ class Device : public Context {
 
   static int count();
 
-  // Returns whether a device can access another device's memory. Ordinals; creates no context.
-  // Throws kDriverFailed.
+  // Returns whether device `from` can access the memory of device `to`. Creates no context. Throws
+  // kDriverFailed.
   static bool can_access(int from, int to);
 
   // Returns a bit mask of the devices whose primary context is active. Throws kDriverFailed if a
@@ -62,7 +62,7 @@ class Device : public Context {
   // Total memory, in bytes.
   uint64_t total_bytes() const { return total_bytes_; }
 
-  // True if network cards can read memory of cuMemCreate directly.
+  // True if network cards can directly read memory created by cuMemCreate.
   bool rdma_supported() const { return rdma_supported_; }
 
   // Returns the access rights to this device's memory, for cuMemSetAccess: the device itself, and
@@ -104,7 +104,7 @@ class Device : public Context {
   // A small block, so that the driver keeps the slab from which drain() allocates another.
   CUdeviceptr keeper_ = 0;
   static constexpr size_t kPageBytes = 4096;
-  std::mutex page_mutex_;  // guards the two below
+  std::mutex page_mutex_;  // guards the two fields below
   // Pins page_, which stays pinned until the next drain() if drain() could not unpin it.
   PinnedMemory pinned_page_{*this};
   alignas(kPageBytes) char page_[kPageBytes];

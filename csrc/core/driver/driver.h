@@ -79,7 +79,7 @@ struct DriverTable {
 };
 
 // Returns the table, opened and initialised (cuInit) on first use. Creates no context. Any thread.
-// Throws kNotLoaded at every call until there is a usable driver.
+// Throws kNotLoaded at every call until a usable driver is found.
 const DriverTable& driver();
 
 // Returns the table if it is open, otherwise null. Any thread.

@@ -65,7 +65,7 @@ class VaReservation {
 
   VaReservation() = default;
 
-  uint64_t address() const { return address_; }  // of the aligned part
+  uint64_t address() const { return address_; }  // the address of the aligned part
   uint64_t bytes() const { return bytes_; }
 
  private:
@@ -82,8 +82,8 @@ class Mapping {
  public:
   // Takes ownership of the memory, unless it throws. The range must lie in a live VaReservation and
   // contain no other mapping. `access` is the result of Device::access(), which may be used for
-  // many mappings. Needs no host memory, except after an earlier map() of this memory that the
-  // driver refused both to do and to undo. Throws kDriverFailed, kOutOfDeviceMemory.
+  // many mappings. Needs no host memory, except if an earlier map() of this memory failed and the
+  // driver refused to undo it. Throws kDriverFailed, kOutOfDeviceMemory.
   static Mapping map(uint64_t address, PhysicalMemory&& memory,
                      const std::vector<CUmemAccessDesc>& access);
   // The two halves of map(), for several mappings at adjacent addresses: place() maps memory
@@ -136,7 +136,7 @@ class Event {
 
   Event() = default;
 
-  // Call these two inside a DeviceScope. Both throw kDriverFailed.
+  // Call the next two functions inside a DeviceScope. Both throw kDriverFailed.
   void record(CUstream stream);  // at the stream's current end
   void wait() const;             // on the host
   const Context* context() const { return object_.context(); }

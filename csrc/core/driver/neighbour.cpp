@@ -65,7 +65,7 @@ Device* neighbour_of(const Device& device) {
     require_usable(static_cast<int>(wanted), device.ordinal());
     return &Device::get(static_cast<int>(wanted));
   }
-  // Chosen once: each look at a device without a context starts one, which takes long.
+  // Chosen once, because a query of a device without a context starts a context, which is slow.
   static std::mutex* const mutex = new std::mutex;
   static auto* const chosen = new std::map<int, int>;
   std::lock_guard<std::mutex> lock(*mutex);

@@ -5,10 +5,10 @@
 
 namespace memsaver {
 
-// Returns the device of option `peer`. For auto, returns the device that `device` can access and
-// that had the most free memory when this function first chose for `device`, or null if it can
-// access none (with a warning, once). Any thread. Throws kBadConfig for a device that does not
-// exist, is `device` itself or cannot be accessed by it; kDriverFailed.
+// Returns the device of option `peer`. For auto, returns the device with the most free memory among
+// those that `device` can access, chosen at the first call for `device`; null if it can access none
+// (with a warning, once). Any thread. Throws kBadConfig for a device that does not exist, is
+// `device` itself or cannot be accessed by it; kDriverFailed.
 Device* neighbour_of(const Device& device);
 
 }  // namespace memsaver

@@ -26,14 +26,15 @@ constexpr uint64_t kSlabShare = 16;
 
 struct ExtentSizes {
   uint64_t large_bytes;  // the smallest block with its own extents
-  uint64_t slab_bytes;   // of the next extent for smaller blocks; less than a page means a page
+  uint64_t slab_bytes;   // the size of the next extent for smaller blocks, at least a page
 };
 
 // The caller locks the registry.
 ExtentSizes extent_sizes(const Heap& heap, bool shareable) {
   const uint64_t limit = option(Option::slab_bytes);
   if (!shareable) return {limit / kLargeShare, std::min(limit, heap.small_bytes() / kSlabShare)};
-  // Importing takes time for each piece, so the tag has few, sized to a share of all its memory.
+  // Importing takes time for each piece, so a shareable tag has few pieces, each sized to a share
+  // of the tag's memory.
   const uint64_t large = std::max(limit, option(Option::share_bytes));
   return {large, std::min(large, heap.resident_bytes() / kSlabShare)};
 }
@@ -172,7 +173,7 @@ Hold::~Hold() {
 }
 
 void Hold::keep_only(const std::vector<Tag*>& tags) {
-  std::vector<Tag*> kept = tags;  // before any tag is released
+  std::vector<Tag*> kept = tags;  // allocated before any tag is released
   for (Tag* tag : tags_) {
     const bool stays = std::find(tags.begin(), tags.end(), tag) != tags.end();
     tag->hold = stays ? &claim_ : nullptr;
@@ -202,7 +203,7 @@ uint64_t allocate(Tag& tag, Device& device, uint64_t bytes) {
   const bool shareable = tag.shareable.load();
   const std::string what = "an allocation in tag " + quoted(tag.name);
   if (bytes > device.total_bytes()) throw registry.shortage(what, device, bytes).with_tag(tag.name);
-  retry_releases(Retry::kWithoutWaiting);  // their addresses may be those of this allocation
+  retry_releases(Retry::kWithoutWaiting);  // may free the addresses of this allocation
   share_with_active_devices();
   VaReservation span;  // outlives the Hold: an unused span is freed without the lock
   Hold hold(std::unique_lock<std::mutex>(registry.mutex), {&tag});
@@ -238,7 +239,7 @@ uint64_t allocate(Tag& tag, Device& device, uint64_t bytes) {
     mapped = map_new(device, plan.missing, shareable);
   } catch (const Error& error) {
     if (error.status != Status::kOutOfDeviceMemory) throw;
-    if (plan.is_large) {  // a place of which a part is mapped needs less memory
+    if (plan.is_large) {  // a partly mapped place needs less memory
       hold.lock();
       plan = pool.heap.plan_block(bytes, UINT64_MAX, 0);
       hold.unlock();

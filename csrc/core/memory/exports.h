@@ -33,11 +33,11 @@ void make_shareable(Tag& tag) noexcept;
 // live allocations, or its memory is not exportable.
 std::vector<ExportedExtent> exportable_extents(const Range& range);
 
-// Exports the extents under ranges of one tag on one device, except those that the process of `to`
-// already has; at most `most` of them. Records that the process has them. Waits while a transition
-// of the tag is in progress. Exports all or none. Errors: those of exportable_extents;
-// kInvalidArgument if there is no range, or ranges of several tags or devices; kDriverFailed;
-// kInvalidState if the wait would deadlock.
+// Exports the extents under ranges of one tag on one device, except extents that the process of
+// `to` has already imported; at most `most` extents. Records that the process has imported them.
+// Waits while a transition of the tag is in progress. Exports all or none. Errors: those of
+// exportable_extents; kInvalidArgument if there is no range, or ranges of several tags or devices;
+// kDriverFailed; kInvalidState if the wait would deadlock.
 std::vector<ExportedExtent> export_extents(Importer& to, const std::vector<Range>& ranges,
                                            size_t most);
 

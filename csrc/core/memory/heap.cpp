@@ -43,7 +43,7 @@ std::optional<uint64_t> Heap::find_uncovered(const Range& free, uint64_t need) c
   while (at + need <= free.end()) {
     const std::vector<Range> gaps = uncovered(at, at + need);
     if (gaps.size() == 1 && gaps[0].bytes == need) return at;
-    at = std::prev(extents_.lower_bound(at + need))->second.end();  // after the last extent there
+    at = std::prev(extents_.lower_bound(at + need))->second.end();  // behind the last extent
   }
   return std::nullopt;
 }

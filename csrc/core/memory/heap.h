@@ -4,16 +4,17 @@
 //   block   an allocation: a part of a span, a multiple of 512 bytes
 //   extent  a mapping: one piece of physical memory under some of the blocks
 //
-// Blocks are adjacent; extents cover the same addresses without gaps, but with other boundaries. So
-// 10,000 small tensors can be paused as a few dozen extents (the number of extents determines the
-// cost of a pause), and a resume can choose different extents from those that the pause released.
-// Every byte of a block of a mapped heap is covered by an extent, and every extent lies under a
-// block.
+// Blocks are adjacent; extents cover the same addresses without gaps, but with other boundaries.
+// Therefore 10,000 small tensors can be paused as a few dozen extents (the number of extents
+// determines the cost of a pause), and a resume can choose different extents from those that the
+// pause released. Every byte of a block of a mapped heap is covered by an extent, and every extent
+// lies under a block.
 //
-// A Heap is geometry and makes no driver call: plan_* functions only compute, commit_* functions
-// only record the work that the caller did between them. Not thread-safe: plans and commits run
-// under the registry's lock, and between a plan and its commit the caller has a Hold (allocation.h)
-// on the tag, so that the heap does not change. Addresses and sizes are in bytes.
+// A Heap only computes and records addresses; it makes no driver call: plan_* functions only
+// compute, commit_* functions only record the work that the caller did between them. Not
+// thread-safe: plans and commits run under the registry's lock, and between a plan and its commit
+// the caller has a Hold (allocation.h) on the tag, so that the heap does not change. Addresses and
+// sizes are in bytes.
 #pragma once
 
 #include <cstdint>
@@ -28,8 +29,8 @@
 
 namespace memsaver {
 
-// The granularity of blocks: cudaMalloc promises an alignment of at least 256, and torch expects
-// 512.
+// The granularity of blocks, in bytes. cudaMalloc promises an alignment of at least 256, and torch
+// expects 512.
 constexpr uint64_t kBlockBytes = 512;
 
 // The alignment and granularity of spans: one slot of the address table (registry.h).
@@ -91,14 +92,14 @@ class Heap {
   std::vector<Range> plan_tiles(uint64_t share_bytes) const;
   // These three allocate nothing and cannot fail, so that a transition's commit cannot.
   void take_extent(uint64_t address, std::map<uint64_t, Mapping>& taken) noexcept;
-  void commit_extents(std::map<uint64_t, Mapping>& mapped) noexcept;  // moves all of them
+  void commit_extents(std::map<uint64_t, Mapping>& mapped) noexcept;  // moves all extents
   std::map<uint64_t, Mapping> take_all_extents() noexcept;
   const std::map<uint64_t, Mapping>& extents() const { return extents_; }
 
   const std::vector<VaReservation>& spans() const { return spans_; }
   uint64_t allocations() const { return blocks_.size(); }
   uint64_t allocated_bytes() const { return allocated_bytes_; }
-  uint64_t small_bytes() const { return small_bytes_; }  // of blocks that are not large
+  uint64_t small_bytes() const { return small_bytes_; }  // the bytes of blocks that are not large
   uint64_t resident_bytes() const;
 
  private:
@@ -124,7 +125,7 @@ class Heap {
   std::map<uint64_t, Block> blocks_;     // by address
   std::vector<uint64_t> pending_frees_;  // addresses; the capacity suffices for all blocks
   std::map<uint64_t, uint64_t> free_;    // address -> bytes, neighbours joined
-  std::set<std::pair<uint64_t, uint64_t>> by_size_;  // the same as (bytes, address)
+  std::set<std::pair<uint64_t, uint64_t>> by_size_;  // the same ranges as (bytes, address)
   std::map<uint64_t, Mapping>
       extents_;  // by address; declared after spans_, so they are unmapped first
   uint64_t allocated_bytes_ = 0;

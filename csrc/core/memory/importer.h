@@ -64,7 +64,7 @@ void wait_for_importers(std::unique_lock<std::mutex>& lock, const std::vector<Ta
 
 // Returns an eventfd that becomes readable when importers should release memory that no tensor
 // uses: a pause waits for them, or the memory was freed. Every call returns the same eventfd.
-// Throws kOutOfHostMemory if there are no descriptors.
+// Throws kOutOfHostMemory if no file descriptor is available.
 int release_requests();
 // Makes the eventfd readable, if it exists. Any thread.
 void request_release() noexcept;

@@ -32,7 +32,7 @@ struct Stack {
 
 thread_local Stack stack;
 
-// The top of the stack, if any. Separate variables, because these need no construction.
+// The top of the stack, if any, in separate variables, which need no construction.
 thread_local Tag* innermost = nullptr;
 thread_local bool inside = false;
 
@@ -43,7 +43,7 @@ void push(Tag* tag) {
   regions::open_anywhere.fetch_add(1);
 }
 
-std::map<void*, Tag*>& bound_streams() {  // under the registry's lock
+std::map<void*, Tag*>& bound_streams() {  // needs the registry's lock
   static auto* const map = new std::map<void*, Tag*>;
   return *map;
 }

@@ -33,8 +33,9 @@ void bind_stream(void* stream, const std::string& tag, std::optional<Backup> pol
 void unbind_stream(void* stream);
 
 namespace regions {
-// The number of open regions and disabled sections of all threads, plus one for the process's tag
-// or until the environment has been read. Zero: no thread is in a region.
+// The number of open regions and disabled sections of all threads; one more if the process has a
+// tag, or if the environment has not been read. If it is 0, no thread is in a region, and the
+// process has no tag.
 extern std::atomic<int> open_anywhere;
 Tag* find_current_tag() noexcept;
 }  // namespace regions

@@ -74,7 +74,7 @@ struct Pool {
   // They contain the bytes that are not in `saved`. The tag is paused, and its resume maps them.
   std::vector<UnmappedPage> unmapped_pages;
   TransitionCounters paused, resumed;
-  Unchanged last_unchanged, unchanged;  // of the last pause, and of all pauses
+  Unchanged last_unchanged, unchanged;  // pieces that the last pause, and all pauses, did not copy
 };
 
 // The registry's lock guards all fields except the name and `accepting`. Only state_change.cpp
@@ -86,8 +86,8 @@ struct Tag {
   const std::string name;
   Backup policy = Backup::kNone;
   State state = State::kMapped;
-  TransitionRecord last_transition;        // the last successful one; at first, the tag's creation
-  TransitionRecord current_transition;     // in kSaving and kRestoring
+  TransitionRecord last_transition;        // the last that succeeded; at first, the tag's creation
+  TransitionRecord current_transition;     // valid in kSaving and kRestoring
   Claim* hold = nullptr;                   // the claim of the thread that changes the tag's memory
   std::vector<const Claim*> reservations;  // nested reservations of one thread
   int open_regions = 0;                    // threads inside a region of the tag, and bound streams
@@ -114,7 +114,7 @@ class Registry {
   // torch's free blocks. Any thread.
   std::atomic<uint64_t> changes{0};
 
-  // The functions below expect the caller to hold `mutex`, unless stated otherwise.
+  // The caller of the functions below must have locked `mutex`, unless stated otherwise.
 
   Tag& tag(const std::string& name);  // Returns the tag, created if it is missing.
   // Allocates host memory only for the error. Throws kUnknownTag, with the known tags.
@@ -125,7 +125,8 @@ class Registry {
   const std::vector<std::unique_ptr<Tag>>& tags() const { return tags_; }
 
   Pool& pool(Tag& tag, Device& device);
-  // Makes a span known to owner(). Throws kOutOfDeviceMemory for addresses beyond the table.
+  // Records the owner of a span's addresses for owner(). Throws kOutOfDeviceMemory for addresses
+  // beyond the table.
   void publish(const VaReservation& span, Pool& pool);
   // Reverts publish().
   void retract(const VaReservation& span) noexcept;

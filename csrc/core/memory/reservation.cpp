@@ -46,7 +46,7 @@ bool is_free(const Waiting& waiting) {
 bool leads_to(uint64_t thread, const Waiting& waiting, uint64_t search) {
   return any_in_the_way(waiting, [&](const Claim& claim) {
     if (claim.owner == thread) return true;
-    if (claim.owner == 0) return false;  // the next owner has not taken over, and waits for no tag
+    if (claim.owner == 0) return false;  // the next owner has not taken over: it does not wait
     for (Waiting* other = Registry::instance().waiting; other; other = other->next) {
       if (other->thread != claim.owner || other->search == search) continue;
       other->search = search;
@@ -61,7 +61,7 @@ bool is_in_a_circle(const Waiting& waiting) {
   return leads_to(waiting.thread, waiting, ++last_search);
 }
 
-// Returns the error of a wait that failed: `before`, the tags' names, `after`.
+// Returns the error of a wait that failed. Its message is `before`, the tags' names and `after`.
 Error failed_wait(const Waiting& waiting, const std::string& before, const std::string& after) {
   std::vector<std::string> names;
   for (const Tag* tag : *waiting.tags) names.push_back(tag->name);
@@ -105,7 +105,7 @@ void forget_other_threads() {
 void call_look(std::unique_lock<std::mutex>& lock, const Waiting& waiting) {
   lock.unlock();
   const Look current = look;
-  look = {};  // the callback may itself wait, with another callback
+  look = {};  // the callback may itself wait, and set another callback
   const bool goes_on = current.look(current.data) == 0;
   look = current;
   lock.lock();
@@ -187,7 +187,7 @@ std::unique_ptr<Reservation> Reservation::take(const std::vector<std::string>& n
   Registry& registry = Registry::instance();
   std::unique_lock<std::mutex> lock(registry.mutex);
   std::unique_ptr<Reservation> made(new Reservation(registry.select(names)));
-  made->claim_.is_over = true;  // until it owns the tags
+  made->claim_.is_over = true;  // released while the tags are not owned
   try {
     wait_for_tags(lock, made->tags_, Need::kReservation);
     for (Tag* tag : made->tags_) tag->reservations.reserve(tag->reservations.size() + 1);

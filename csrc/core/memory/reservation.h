@@ -106,12 +106,12 @@ class Reservation {
   Reservation& operator=(const Reservation&) = delete;
 
   // Ends the calling thread's ownership of the reservation and of transitions of its tags that this
-  // thread has begun. No thread owns them until another one calls take_over. Does nothing if
+  // thread has begun. They have no owner until another thread calls take_over. Does nothing if
   // another thread has already done so.
   void hand_over();
   // Makes the calling thread the owner of the reservation and of these transitions.
   void take_over();
-  // Ends the reservation. Calls after the first do nothing. Any thread.
+  // Ends the reservation. Only the first call has an effect. Any thread.
   void release() noexcept;
   // Waits until the reservation is released. Returns false if `deadline` passed first. Any thread.
   // Throws kInvalidState like wait_for_tags.

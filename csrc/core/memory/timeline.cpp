@@ -26,7 +26,7 @@ using Place = std::pair<const Tag*, int32_t>;
 
 // Needs the registry's lock.
 struct Ring {
-  std::vector<Record> places;  // used and unused ones
+  std::vector<Record> places;  // used and unused records
   size_t next = 0;             // the index for the next record
   uint64_t written = 0;
   std::map<Place, Record> baselines;  // by tag and device: the state before the ring's records
@@ -162,7 +162,7 @@ void note_memory() noexcept {
         record.free_bytes = memory.free_bytes;
         record.total_bytes = memory.total_bytes;
       } catch (...) {
-        continue;  // a lost context reports no memory
+        continue;  // with a lost context, the driver reports no memory
       }
       record.kind = Record::Kind::kMemory;
       record.device = device->ordinal();

@@ -85,7 +85,7 @@ void note_memory() noexcept;
 void start(size_t capacity);
 
 struct Recorded {
-  std::vector<Record> records;  // baselines, then the rest in chronological order
+  std::vector<Record> records;  // baselines, then the other records in chronological order
   uint64_t dropped = 0;         // older records that were replaced
 };
 // Returns the records so far. Throws kInvalidState if nothing is being recorded.

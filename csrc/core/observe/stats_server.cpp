@@ -41,11 +41,11 @@ constexpr size_t kStackBytes = 512 << 10;   // the thread uses little of its sta
 // One per process. A fork waits for `mutex`, so that the child knows every descriptor of the
 // parent's server.
 struct Server {
-  std::mutex mutex;  // for the next four fields
+  std::mutex mutex;  // protects the next four fields
   // Exit and fork handlers are registered, and the library cannot be unloaded.
   bool prepared = false;
   int listener = -1;
-  ino_t inode = 0;  // of the listening socket
+  ino_t inode = 0;  // the descriptor of the listening socket
   int client = -1;  // the client that is being served
   // The process that owns the file `path`; 0 if there is no file. Each process
   // writes `path` at most once, before it sets `owner`.
@@ -162,7 +162,7 @@ void* serve(void* listener) noexcept {
     try {
       if (is_same_user(server.client)) send_all(server.client, stats_json());
     } catch (...) {
-      // There is no memory for the answer: the client receives nothing.
+      // Without memory for the answer, the client receives nothing.
     }
     hang_up();
   }
@@ -193,7 +193,7 @@ sockaddr_un address_of(const std::string& path) {
   return address;
 }
 
-// Removes sockets of earlier processes with this number, which were killed or replaced by exec.
+// Removes sockets of earlier processes with this PID, which were killed or replaced by exec.
 void remove_leftovers(const RuntimeFolder& folder) {
   const std::string ours = std::to_string(getpid()) + "-";
   const std::unique_ptr<DIR, int (*)(DIR*)> files(opendir(folder.short_path(".").c_str()),
@@ -205,7 +205,7 @@ void remove_leftovers(const RuntimeFolder& folder) {
     const sockaddr_un address = address_of(folder.short_path(file->d_name));
     const int probe = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     if (probe < 0) break;
-    // A process in another container may have the same number and still run.
+    // A process in another container may have the same PID and still be running.
     const bool refused =
         connect(probe, reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0 &&
         errno == ECONNREFUSED;

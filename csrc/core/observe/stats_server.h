@@ -3,7 +3,7 @@
 //
 // The server is a socket in the user's runtime folder (runtime_folder.h), named PID-NUMBER, and a
 // thread that sleeps until a client connects. A client of the same user receives one answer, then
-// the connection is closed; the server reads nothing. The thread holds no lock of the library while
+// the connection is closed; the server reads nothing. The thread owns no lock of the library while
 // it writes, and drops a client that does not read within one second.
 //
 // Failures of the server are ignored: without a folder, descriptor, memory or thread, or with

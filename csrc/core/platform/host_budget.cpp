@@ -18,7 +18,7 @@ namespace {
 std::mutex mutex;
 std::atomic<uint64_t> claimed_bytes{0};    // changed under the mutex
 std::atomic<uint64_t> untouched_bytes{0};  // part of claimed_bytes; changed under the mutex
-std::atomic<uint64_t> outside_bytes{0};    // of claims outside the budget
+std::atomic<uint64_t> outside_bytes{0};    // the bytes of claims outside the budget
 
 // The available memory, and the limit that determines it.
 struct Available {
@@ -52,7 +52,7 @@ void consider_group(const Cgroup& group, Available& available) {
   };
   if (group.unified) {
     consider("memory.max");
-    consider("memory.high");  // above it the system does not kill the process, but slows it down
+    consider("memory.high");  // above it, processes are slowed down, not killed
   } else {
     consider("memory.limit_in_bytes");
   }

@@ -1,8 +1,8 @@
 // host_budget: limits the host memory of backups.
 //
-// Memory is claimed before it is touched, so that a backup that does not fit is an error and does
-// not get the process killed by the system's OOM killer. The budget is per process: of other
-// processes' memory, only the part that they have already allocated counts.
+// Memory is claimed before it is touched, so that a backup that does not fit causes an error, and
+// the system's OOM killer does not kill the process. The budget is per process: it includes other
+// processes' memory only once they have allocated it.
 //
 // Any thread. A claim reads files (a few hundred microseconds), so it must not be made under the
 // registry's lock.

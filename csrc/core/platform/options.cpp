@@ -209,7 +209,7 @@ const Entry& read(Option which, OptionKind kind) {
   Entry& entry = table[static_cast<size_t>(which)];
   if (entry.kind != kind) {
     throw Error(Status::kInternal,
-                "option " + std::string(entry.name) + " was read as one of another kind");
+                "option " + std::string(entry.name) + " was read as an option of another kind");
   }
   return read(entry);
 }

@@ -7,7 +7,7 @@
 namespace memsaver {
 
 // While it exists, threads that this thread starts have every signal blocked, except signals that
-// report a thread's own faults, which cannot wait.
+// report the thread's own faults, because they cannot be deferred.
 class QuietStart {
  public:
   QuietStart() {

@@ -27,7 +27,7 @@ std::optional<uint64_t> affine_cpus() {
     if (sched_getaffinity(0, bytes, set.data()) == 0) {
       return static_cast<uint64_t>(CPU_COUNT_S(bytes, set.data()));
     }
-    if (errno != EINVAL) return std::nullopt;  // EINVAL: the kernel has more CPUs than that
+    if (errno != EINVAL) return std::nullopt;  // EINVAL: the mask is too small
   }
   return std::nullopt;
 }

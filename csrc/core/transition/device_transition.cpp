@@ -258,7 +258,7 @@ void DeviceTransition::finish_undo(bool whole) noexcept {
   try {
     if (!saves_.empty() || staging_) scope.emplace(device_);
   } catch (...) {
-    // Without a context nothing is in flight.
+    // Without a context no work is in flight.
   }
   if (!whole) {
     for (auto& [from, save] : saves_) save->keep();

@@ -45,9 +45,10 @@ class DeviceTransition {
   void take_pages() noexcept;
   // Receives the events of a resume's copies.
   using Queued = std::function<void(CopyEvents)>;
-  // Copies, transfers pages, and maps the rest. Returns when all bytes have arrived. In a resume,
-  // calls `queued` when all memory is mapped and all copies are queued, before waiting for the last
-  // copies. Throws the errors of Save and Restore, and kOutOfDeviceMemory. Inside on_each_device.
+  // Copies contents, transfers pages, and maps the remaining memory. Returns when all bytes have
+  // arrived. In a resume, calls `queued` when all memory is mapped and all copies are queued,
+  // before waiting for the last copies. Throws the errors of Save and Restore, and
+  // kOutOfDeviceMemory. Inside on_each_device.
   void exchange(const Queued& queued);
 
   // Removes all other pages of `out` from the pools. Under the registry's lock.
@@ -85,7 +86,7 @@ class DeviceTransition {
   UndoJournal journal_;
   std::map<Leaving*, std::unique_ptr<Save>> saves_;  // kept until no further step can fail
   std::map<Arriving*, std::unique_ptr<Restore>> restores_;
-  std::optional<CopyEvents> events_;        // of a resume, until `queued` receives them
+  std::optional<CopyEvents> events_;        // the events of a resume, until `queued` receives them
   std::unique_ptr<StagingBuffer> staging_;  // for restoring staged bytes during an undo
   bool filling_ = false;                    // fills are queued
   const Tag* at_ = nullptr;

@@ -25,7 +25,7 @@ std::vector<Run> runs_of(const std::vector<Arriving*>& into) {
       }
       return address;
     };
-    std::vector<uint64_t> starts;  // of all pages that are or will be mapped
+    std::vector<uint64_t> starts;  // the addresses of all pages that are or will be mapped
     for (const UnmappedPage& page : to->pool->unmapped_pages) starts.push_back(page.address);
     for (const auto& [address, extent] : heap.extents()) starts.push_back(address);
     const size_t first = runs.size();
@@ -62,7 +62,7 @@ PageTransferPlan plan_page_transfers(const std::vector<Leaving*>& out,
   };
   std::vector<Source> sources;
   // A page of a shareable tag stays exportable, and other processes must not import another tag's
-  // page, so exportable pages are transferred only between shareable tags, and only those.
+  // page, so exportable pages, and no others, are transferred between shareable tags.
   std::map<uint64_t, std::set<size_t>> by_bytes_of[2];
   for (Leaving* from : out) {
     for (const auto& [address, extent] : from->pool->heap.extents()) {

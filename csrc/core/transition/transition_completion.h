@@ -35,7 +35,7 @@ class TransitionCompletion {
   // Waits until the copies are queued, or the transition has ended. Returns the lock of `mutex_`.
   // Throws like wait_stream.
   std::unique_lock<std::mutex> await_copies(const std::vector<Tag*>& tags);
-  // These three need the lock.
+  // The next three functions need the lock.
   void require_not_failed() const;
   std::vector<const Event*> last_events() const;
   void wait_for(const std::vector<const Event*>& events, const CUstream* stream,

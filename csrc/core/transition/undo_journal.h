@@ -21,7 +21,8 @@ class UndoJournal {
   // Reserves room for `pages` moves. Pages are mapped for `access` (Device::access).
   void reserve(size_t pages, std::vector<CUmemAccessDesc> access);
 
-  // --- The moves. If one throws, undo() restores its page too. All throw kDriverFailed.
+  // --- The moves. If one of these functions throws, undo() restores its page too. All throw
+  // kDriverFailed.
 
   // Unmaps a page, which is later released or mapped again.
   void unmap(Leaving& from, uint64_t address, Mapping& mapping);

@@ -94,7 +94,7 @@ def address_of(url: object) -> str:
         raise ConfigError(
             "a server's address must start with http:// or https://; this one does not"
         )
-    if "@" in url:  # anywhere: a password with a slash looks like a path
+    if "@" in url:  # even in the path: a password may contain a slash
         raise ConfigError(
             "a server's address must not contain a user name or a password (an @): pass a key as "
             "api_key, which error messages never contain"

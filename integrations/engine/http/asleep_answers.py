@@ -25,7 +25,7 @@ from ..tags import RELEASE_ORDER
 
 __all__ = ["ERROR_TYPE", "AsleepAnswers", "add_innermost"]
 
-ERROR_TYPE = "engine_asleep"  # in the body's error
+ERROR_TYPE = "engine_asleep"  # in the error of the response's body
 _HEALTH_STATUS: dict[WhenAsleep, HTTPStatus] = {
     "refuse": HTTPStatus.SERVICE_UNAVAILABLE,
     "wait": HTTPStatus.OK,
@@ -42,12 +42,12 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 def add_innermost(app: Any, **arguments: Any) -> None:
     """Add the middleware to a FastAPI application, before the server starts.
 
-    It is the innermost one, so its responses get the headers of the server's own (CORS), and a
-    request without a valid key gets none of them.
+    It is added as the innermost middleware: the server's other middlewares add their headers (CORS)
+    to its responses, and reject requests without a valid key first.
 
     Args:
         app: the application.
-        arguments: those of `AsleepAnswers`, except its application.
+        arguments: the arguments of `AsleepAnswers`, except `app`.
 
     Raises:
         AttributeError: the application does not have the expected interface.

@@ -57,7 +57,7 @@ class HttpClient:
         self._key = secret_of(api_key)
         _import("httpx")
         self._tls = ssl.create_default_context() if url.startswith("https:") else None
-        self._sockets: set[socket.socket] = set()  # of the calls in progress
+        self._sockets: set[socket.socket] = set()  # sockets of the calls in progress
 
     def __repr__(self) -> str:
         return f"<memsaver HttpClient: {self.address}>"

@@ -84,7 +84,7 @@ class _Sockets(httpcore.NetworkBackend):  # type: ignore[misc]  # its base is An
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.NetworkStream:
-        """Connect to the first of the host's addresses that accepts."""
+        """Connect to the first of the host's addresses that accepts a connection."""
         addresses = _addresses(host, port, self._deadline)
         failure: OSError | None = None
         for number, (family, kind, protocol, _, address) in enumerate(addresses):
@@ -116,7 +116,7 @@ class _Stream(httpcore.NetworkStream):  # type: ignore[misc]  # its base is Any 
         opened.add(connection)
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        """Return the bytes that arrive first, at most `max_bytes`; b"" at the end."""
+        """Return the next bytes that arrive, at most `max_bytes`; b"" at the end."""
         try:
             self._socket.settimeout(_left(self._deadline))
             return self._socket.recv(max_bytes)
@@ -178,7 +178,7 @@ def _left(deadline: float) -> float:
 def _addresses(host: str, port: int, deadline: float) -> list[Any]:
     """Return the addresses of a host, given as a numeric address or a name.
 
-    The system's resolver accepts no timeout, so it runs in its own thread. If the deadline comes
+    The system's resolver accepts no timeout, so it runs in its own thread. If the deadline passes
     first, that thread outlives the call.
     """
     try:

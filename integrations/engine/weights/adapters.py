@@ -1,8 +1,8 @@
 """Removes LoRA's wrappers from a model while its weight loader runs.
 
-An engine with LoRA puts a wrapper in the place of each layer that an adapter may change; the
-wrapper's attribute `base_layer` is the layer. The parameters' names then contain ".base_layer", and
-the loaders of many models reject the names of a checkpoint, or do not find the parameters.
+An engine with LoRA replaces each layer that an adapter may change with a wrapper, whose attribute
+`base_layer` is the layer. The parameters' names then contain ".base_layer", and the loaders of many
+models reject the names of a checkpoint, or do not find the parameters.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ __all__ = ["Renamed", "without_adapters"]
 
 _WRAPPER = "BaseLayerWithLoRA"  # the base class of the wrappers, in vLLM and in SGLang
 _INFIX = ".base_layer."
-_PREFIX = "lora_base_layer_prefix"  # vLLM's attribute of experts: ".base_layer" in their names
+# An attribute of vLLM's experts. If it is set, the experts' names contain ".base_layer".
+_PREFIX = "lora_base_layer_prefix"
 
 Tensors = Iterable[tuple[str, Any]]
 Renamed = Callable[[Tensors], Tensors]
@@ -23,14 +24,15 @@ Renamed = Callable[[Tensors], Tensors]
 
 @contextlib.contextmanager
 def without_adapters(model: Any) -> Iterator[Renamed]:
-    """Replace the wrappers in a model with the layers that they wrap, for the block.
+    """Replace the wrappers in a model with the layers that they wrap, during the block.
 
     The model must not run in the block. The layers, their memory and the adapters do not change.
     Blocks may be nested.
 
     Yields:
         A function that returns named tensors with the names that the model's loader expects in the
-        block. It removes ".base_layer", which some trainers add to names of such a model.
+        block. The function removes ".base_layer", which some trainers add to the names of such a
+        model.
     """
     wrapped = [
         (parent, name, child)

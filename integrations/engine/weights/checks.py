@@ -33,9 +33,10 @@ class VerificationRequest:
 
     Attributes:
         names: the bucket's tensors, in their order.
-        looked_at: the indices in `names` of the tensors to compare: on arrival with the tensors
-            that were sent, and after the load with the model's contents.
-        sent: the digests of these tensors for each rank; a single row applies to all ranks.
+        looked_at: the indices in `names` of the tensors to compare: with the sent tensors on
+            arrival, and with the model's contents after the load.
+        sent: one row per rank, with the digests of these tensors; a single row applies to all
+            ranks.
     """
 
     names: tuple[str, ...] = ()
@@ -55,7 +56,7 @@ class VerificationRequest:
         for row in rows:
             digests = row if isinstance(row, list | tuple) else ()
             if len(digests) != len(places) or not all(isinstance(one, str) for one in digests):
-                raise EngineError(f"{_REQUEST}: each row of 'sent' must have a digest per place")
+                raise EngineError(f"{_REQUEST}: each row of 'sent' must have one digest per place")
         return cls(names, tuple(places), tuple(map(tuple, rows)))
 
     def check_ranks(self, count: int) -> None:
@@ -131,7 +132,7 @@ class RankCheck:
 
 
 def unknown_to_all(checks: Sequence[RankCheck]) -> set[str]:
-    """Return the names from which no rank loaded anything."""
+    """Return the names of the tensors from which no rank loaded anything."""
     return set.intersection(*(set(check.unused) for check in checks)) if checks else set()
 
 

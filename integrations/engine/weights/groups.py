@@ -47,7 +47,7 @@ def create_group(
 
     config = c10d.BackendConfig(c10d.Backend(backend))
     first = next(iter(config.get_device_backend_map()))
-    for prefix in (name, f"{name}/", f"{first}/"):  # like torch and SGLang
+    for prefix in (name, f"{name}/", f"{first}/"):  # the same prefix as in torch and SGLang
         store = dist.PrefixStore(prefix, store)
     group: Any
     if backend == "gloo":
@@ -61,7 +61,7 @@ def create_group(
         options._timeout = _NEVER
         options.global_ranks_in_group, options.group_name = [], name
         group = dist.ProcessGroupNCCL(store, rank, size, options)
-    if dist.get_debug_level() == dist.DebugLevel.DETAIL:  # as torch does in all ranks
+    if dist.get_debug_level() == dist.DebugLevel.DETAIL:  # torch does this in all ranks
         group = c10d._create_process_group_wrapper(
             wrapped_pg=group,
             store_prefix=name,

@@ -1,11 +1,11 @@
 """Comparison of a model's contents with the tensors that it loaded, in any layout of the model.
 
-Models fuse, shard, transpose and cast tensors when they load them, each in its own way. This
-module therefore does not depend on a layout: it runs the model's own loader again on the same
-tensors. Instead of writing into the model's memory, it compares the data of each write, bit for
-bit, with the memory's contents. A comparison needs little memory: `_PIECE_BYTES` at a time, plus
-the loader's own temporaries. If contents seem to differ, the loader runs a last time, on copies of
-the storages with a difference, to decide.
+Models fuse, shard, transpose and cast tensors when they load them, each in its own way. To be
+independent of the layout, this module runs the model's own loader again on the same tensors.
+Instead of writing into the model's memory, it compares the data of each write, bit for bit, with
+the memory's contents. A comparison needs little memory: `_PIECE_BYTES` at a time, plus the loader's
+own temporaries. If contents seem to differ, the loader runs a last time, on copies of the storages
+with a difference, to decide.
 
 A loader's other writes, for example to attributes that are neither parameters nor buffers, are
 repeated as in any load, and not compared.
@@ -37,7 +37,8 @@ def watched(model: Any, named: Named, load: Load) -> tuple[Any, tuple[str, ...]]
 
     Returns:
         The loader's result, and the tensors' names; no names if a loader reads all tensors before
-        it writes the first one, and copies them in between, which hides the source of a write.
+        it writes the first one, with copies in between, because the copies hide the source of a
+        write.
     """
     source = Source(named)
     result = Writes(model, source).run(load)
@@ -125,7 +126,7 @@ class _Replay(Writes):
     Args:
         model: see `Writes`.
         source: see `Writes`.
-        storages: the storages to copy. In all others every write equals the contents.
+        storages: the storages to copy. In all other storages, every write equals the contents.
     """
 
     def __init__(self, model: Any, source: Source, storages: set[Storage]) -> None:
@@ -151,7 +152,7 @@ class _Replay(Writes):
         return operation.run(twins)
 
     def _twins(self, operation: Operation) -> dict[int, Any]:
-        """Map the id of each copied tensor of the operation to the view of its copy."""
+        """Return the views of the copies of the operation's tensors, by the tensors' ids."""
         tensors = operation.tensors()
         return {id(t): self._twin(t) for t in tensors if storage_of(t) in self._copied}
 
@@ -191,13 +192,16 @@ class _Differences:
 
         Args:
             names: the tensors that the write's data comes from; empty if unknown.
-            held: the model's tensor that it writes.
+            held: the model's tensor that is written.
             differs: one boolean, on the device.
         """
         self._all.append((names or [_SOME], storage_of(held), differs))
 
     def found(self) -> list[tuple[list[str], Storage]]:
-        """Return the tensors and the storage of each write that differs; `_SOME` is any tensor."""
+        """Return the source tensors and the storage of each write that differs.
+
+        `_SOME` stands for any tensor.
+        """
         import torch
 
         by_device: dict[Any, list[tuple[list[str], Storage, Any]]] = {}
@@ -240,7 +244,7 @@ def _bits(tensor: Any) -> Any:
 
 
 def _elements(tensor: Any) -> Any:
-    """Return a tensor's values, complex ones as pairs."""
+    """Return a tensor's values, with complex numbers as pairs."""
     import torch
 
     tensor = tensor.detach().resolve_conj().resolve_neg()

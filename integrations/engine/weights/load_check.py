@@ -57,7 +57,7 @@ class LoadCheck:
         self._has_caught = False  # whether the load or the comparison raised an exception
 
     def fail(self, error: BaseException) -> None:
-        """Record an exception as the failure, unless there is one already."""
+        """Record an exception as the failure, unless a failure is recorded already."""
         self._has_caught = True
         failure = Failure.of(error)
         if not isinstance(error, MemsaverError):
@@ -80,7 +80,7 @@ class LoadCheck:
         )
 
     def around_loader(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        """Make the model's loader run the checks around its work, for the block."""
+        """Make the model's loader run the checks around its work, during the block."""
         return replaced_loader(model, lambda given, load: self.run(model, list(given), load, load))
 
     def run(self, model: Any, tensors: Named, load: Load, again: Load) -> Any:
@@ -172,7 +172,8 @@ class LoadCheck:
     def synchronize(self) -> None:
         """Wait until the device has read the sender's memory. Records a failure; never raises.
 
-        Call it after the load, and not in an `except` block, which keeps its exception alive.
+        Call it after the load, but not in an `except` block, because the block keeps its exception
+        alive.
         """
         import torch
 

@@ -17,7 +17,7 @@ __all__ = ["replaced_loader"]
 def replaced_loader(
     model: Any, run: Callable[[Iterable[tuple[str, Any]], Load], Any]
 ) -> Iterator[None]:
-    """Replace `model.load_weights` for the block.
+    """Replace `model.load_weights` during the block.
 
     The tensors of a load may be on a device that this process uses for the first time. That device
     writes them into the model's memory, so it is given access to all tags.

@@ -1,9 +1,9 @@
 """Opens tensors of another process that arrive as text.
 
-They are in CUDA memory, in shared host memory, or in shareable regions of the other process.
+The tensors are in CUDA memory, in shared host memory, or in shareable regions of the other process.
 
-The text is a pickle. Only the functions that rebuild tensors are called, so that a text can open
-memory, and nothing else.
+The text is a pickle. Unpickling calls only the functions that rebuild tensors, so that a text can
+open memory but do nothing else.
 """
 
 from __future__ import annotations

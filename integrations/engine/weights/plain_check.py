@@ -88,7 +88,7 @@ class PlainCheck:
         self._known = known
         self._watches = watches
         self._seen: Known = set()
-        self._used: set[str] = set()  # by any of several runners
+        self._used: set[str] = set()  # loaded by any of several runners
 
     @property
     def seen(self) -> Known:
@@ -151,7 +151,7 @@ class _Coverage(Writes):
 
 
 def _is_skipped(model: Any, name: str) -> bool:
-    """Return whether a model's loader has a known reason to skip a tensor."""
+    """Return whether a model's loader is known to skip a tensor of this name."""
     if _COMPUTED.search(name):
         return True
     for tensors in (model.named_parameters, model.named_buffers):
@@ -162,7 +162,7 @@ def _is_skipped(model: Any, name: str) -> bool:
         return True
     layer = _LAYER.search(name)
     layers = getattr(config, "num_hidden_layers", None)
-    predicts = getattr(config, "num_nextn_predict_layers", 0)  # a draft model loads them
+    predicts = getattr(config, "num_nextn_predict_layers", 0)  # loaded by a draft model
     return bool(layer and predicts and isinstance(layers, int) and int(layer[1]) >= layers)
 
 

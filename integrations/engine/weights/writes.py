@@ -88,7 +88,10 @@ class Writes:
         self.source = source
 
     def run(self, load: Load) -> Any:
-        """Run a loader and return its result. Its work for thread pools runs in this thread."""
+        """Run a loader and return its result.
+
+        Work that the loader submits to thread pools runs in this thread.
+        """
         import torch
 
         with _pools_inline(), torch.no_grad(), _mode_class()(self):
@@ -178,7 +181,7 @@ class Source:
         before = {storage_of(tensor) for tensor in given}
         for tensor in _tensors_in(result):
             storage = storage_of(tensor)
-            # Another storage is new, possibly at the address of one that was freed.
+            # A different storage object is new, possibly at the address of a freed one.
             earlier = self._computed.get(storage) if storage in before else None
             self._computed[storage] = names | (earlier or frozenset())
 
@@ -260,7 +263,7 @@ def _tensors_in(value: Any) -> Iterator[Any]:
 
 
 def _replaced(value: Any, by: Mapping[int, Any]) -> Any:
-    """Return the value; tensors whose ids are known are replaced."""
+    """Return the value, in which tensors whose ids are in `known` are replaced."""
     from torch.utils import _pytree
 
     return _pytree.tree_map(lambda leaf: by.get(id(leaf), leaf), value)

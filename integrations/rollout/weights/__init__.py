@@ -12,8 +12,8 @@
   after the load, the model's contents with the received tensors in the model's own layout. The
   comparisons are bit for bit and run on the GPUs.
 - **All or none.** A failure on a rank raises the same error on all ranks, and every wait is
-  bounded. The trainer's weights are only read. After a failed update an engine has both old and new
-  weights; repeating the call updates all of them.
+  bounded. The trainer's weights are only read. After a failed update, an engine may have a mix of
+  old and new weights; repeating the call updates all of them.
 
 Importing this package imports neither torch nor an engine.
 """

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 __all__ = ["ALIGNMENT", "Bucket", "Slot", "buckets_of"]
 
-ALIGNMENT = 512  # bytes: suits every type, and is the fastest for copies and collectives
+ALIGNMENT = 512  # bytes, a size that suits every type and is the fastest for copies and collectives
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Slot:
     Attributes:
         name: the tensor's name.
         begin: the offset of its first byte; a multiple of `ALIGNMENT`.
-        room: the bytes reserved for it. A rank with a smaller shard uses fewer.
+        room: the bytes reserved for it. A rank with a smaller shard uses fewer bytes.
     """
 
     name: str

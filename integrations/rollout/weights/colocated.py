@@ -27,7 +27,7 @@ class BucketMemory:
 
     Args:
         nbytes: the bytes of the largest bucket.
-        device: a CUDA device; or the host, for shared memory of this machine.
+        device: a CUDA device; or the host, for memory that processes of this machine share.
         is_common: whether the trainer's ranks write into each other's memory.
 
     Raises:
@@ -39,8 +39,8 @@ class BucketMemory:
 
         self._device = torch.device(device)
         self._is_common = is_common
-        self._receivers = Receivers()  # the engine's ranks, of the last bucket
-        self._is_sent = False  # whether they may have received its text
+        self._receivers = Receivers()  # the engine's ranks of the last bucket
+        self._is_sent = False  # whether these ranks may have received the bucket's text
         self._others: list[Any] = []  # the buckets of other ranks
         nbytes = max(nbytes, 1)  # an empty allocation cannot be shared
         if self._device.type != "cuda":
@@ -100,7 +100,9 @@ class BucketMemory:
         return views
 
     def shared(self, count: int) -> list[str]:
-        """Return `count` serialised handles of the memory, each for `open` on one other rank.
+        """Return `count` serialised handles of the memory.
+
+        Each handle is for one other rank, which passes it to `open`.
 
         Torch expects one receiver for each handle: with a second receiver, the memory could be
         freed while a receiver uses it.

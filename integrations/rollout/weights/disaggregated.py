@@ -41,7 +41,7 @@ class WeightGroup:
     """A process group through which engines on other GPUs receive weights. See `update`.
 
     The constructor and `leave` are collective calls of the trainer's ranks in the engine's mesh.
-    The group itself contains only a leader and the engines' ranks. After a failed broadcast the
+    The group itself contains only one leader and the engines' ranks. After a failed broadcast the
     group is unusable: leave it, and create a new one.
 
         with WeightGroup(engine, address="10.0.0.7") as group:
@@ -83,8 +83,8 @@ class WeightGroup:
             raise ConfigError(f"engine must be a RolloutEngine, not {type(engine).__name__}")
         self._engine, self._backend, self._timeout = engine, backend, timeout
         self._whole_mesh = whole_mesh and engine.layout.dp_size > 1
-        self._sender: Sender | None = None  # only on the rank that broadcasts
-        self._failure_notice: FailureNotice | None = None  # on the other leaders of a whole mesh
+        self._sender: Sender | None = None  # set only on the rank that broadcasts
+        self._failure_notice: FailureNotice | None = None  # set on the other leaders only
         self._broken, self._has_left = "", False
         # Random, because an engine remembers the groups of trainers that were killed.
         self.name = f"memsaver-{secrets.token_hex(16)}"
@@ -131,15 +131,15 @@ class WeightGroup:
         return "cpu" if self._backend == "gloo" else "cuda"
 
     def check(self, engine: RolloutEngine | EngineSet) -> None:
-        """Raise `InvalidStateError` if the group is unusable, `ConfigError` if it is another's."""
+        """Raise `InvalidStateError` if the group is unusable, `ConfigError` for another engine."""
         if engine is not self._engine:
-            raise ConfigError("the group was made for another engine: pass that engine's own group")
+            raise ConfigError("the group belongs to another engine: pass the engine's own group")
         if not self.joined:
             raise InvalidStateError("this rank has left the group: create a new group")
         if self._broken:
             raise InvalidStateError(
-                f"the group failed while weights were sent: {self._broken}; leave it, and make a "
-                "new one"
+                f"the group failed while weights were sent: {self._broken}; leave it, and "
+                "create a new one"
             )
 
     def broadcast(
@@ -186,7 +186,7 @@ class WeightGroup:
         return result
 
     def leave(self) -> None:
-        """Leave the group, on both sides. Idempotent.
+        """Make this process and the engine leave the group. Idempotent.
 
         Closes this side's store, sockets, descriptors and threads; if a broadcast hangs, they are
         closed when it ends. NCCL keeps resources that it opens once per process, such as the
@@ -282,7 +282,8 @@ class WeightGroup:
     def _withdraw(self) -> None:
         """Make an engine that failed leave a whole mesh's group.
 
-        The ranks of other engines may wait for its ranks, which forward what they receive.
+        The ranks of other engines may wait for its ranks, which forward the tensors that they
+        receive.
         """
         if not self._whole_mesh:
             return
@@ -335,7 +336,7 @@ def _check_address(address: object, port: object) -> None:
 
 
 def _advice_for_nccl() -> str:
-    """Return advice for an NCCL failure between this process and an engine's.
+    """Return advice for a failure of NCCL between this process and an engine's processes.
 
     Ranks on one host fail with "invalid argument" if only some of them use virtual memory for
     NCCL's buffers; SGLang and vLLM disable it in their processes.

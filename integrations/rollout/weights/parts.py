@@ -84,7 +84,7 @@ def check_cover(name: str, shape: tuple[int, ...], boxes: Sequence[Box | None]) 
     if all(box is None for box in boxes):
         return
     if any(box is None for box in boxes):
-        raise ConfigError(f"{name} is a `Part` on some ranks only")
+        raise ConfigError(f"{name} is a `Part` on only some ranks")
     known = {box for box in boxes if box is not None and _elements(box)}
     for one, other in itertools.combinations(known, 2):
         if all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, other, strict=True)):

@@ -37,7 +37,7 @@ class Receivers:
         self._counters.append((arguments[_STORAGE_ARGUMENT], *arguments[at : at + 2]))
 
     def release(self) -> None:
-        """Make torch free the memory although its receivers, which are dead, have not closed it."""
+        """Make torch free the memory although its dead receivers have not closed it."""
         for storage, handle, offset in self._counters:
             storage._release_ipc_counter(handle, offset, device="cuda")
         self._counters = []
@@ -105,7 +105,7 @@ class _Named:
 
 
 def shared(memory: Any) -> str:
-    """Serialise a tensor, for `opened` in another rank of the trainer."""
+    """Serialise a tensor for another rank of the trainer, which passes the text to `opened`."""
     return _pickled(_reduced(memory))
 
 
@@ -113,9 +113,9 @@ def opened(text: str, device: Any) -> Any:
     """Return a tensor that shares the memory of another rank's, for copies that run on `device`.
 
     CUDA maps another process's memory for one device of this process, and a kernel on any other
-    device must not access the mapping, even with peer access between the devices. So memory of
-    another GPU is mapped for `device`, and torch treats it as memory of `device`. Without peer
-    access, it is mapped for its own GPU, to which torch copies whole pieces.
+    device must not access the mapping, even with peer access between the devices. Memory of another
+    GPU is therefore mapped for `device`, and torch treats it as memory of `device`. Without peer
+    access, the memory is mapped for its own GPU, and torch copies whole pieces to it.
 
     Args:
         text: see `shared`.

@@ -150,7 +150,7 @@ def _checked_sources(
 
 
 def _device(sources: Any, options: Options) -> Any:
-    """Return the device for buckets: the state's device, or the group's."""
+    """Return the device for buckets: the host, the state's GPU, or the current GPU."""
     import torch
 
     on_gpu = [source.device for source in sources if source.device.type == "cuda"]
@@ -167,7 +167,7 @@ def _mappable(
     if options.group is not None:
         return frozenset()
     found = frozenset(name for name, one in sources.items() if one.can_be_mapped(device))
-    backend = engine.backend  # only the leader has one
+    backend = engine.backend  # only the leader has a backend
     if found and backend is not None and not backend.maps_regions(options.timeout):
         return frozenset()
     return found

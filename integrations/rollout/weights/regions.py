@@ -63,5 +63,5 @@ class RegionTensors:
         return mapped([(name, view) for name, _, view in views], self._tokens)
 
     def sending(self) -> None:
-        """Note that the engine may receive the payload from now on."""
+        """Record that the engine may receive the payload from now on."""
         self._is_sent = True

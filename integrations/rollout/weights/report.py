@@ -19,7 +19,7 @@ class WeightUpdate:
         tied: tensors that were not sent, because they share the memory of another tensor.
         mapped: the number of tensors that were sent without a copy: the engine read them in the
             trainer's shareable regions.
-        buckets: the number of buckets in which the others were sent.
+        buckets: the number of buckets in which the other tensors were sent.
         bucket_bytes: the bytes of the largest bucket, the memory that the update needs in addition
             to the model; 0 if there are no buckets.
         verify: the requested verification: "off", "sampled" or "full".

@@ -1,7 +1,7 @@
 """The trainer's end of a process group with an engine's ranks: its store, sockets and group.
 
-The group is not registered in torch's table of groups (`engine.weights.groups`). So nothing else in
-the trainer sees the group, and `close` destroys it.
+The group is not registered in torch's table of groups (`engine.weights.groups`), so no other code
+in the trainer can find the group, and `close` destroys it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ...engine.weights.groups import create_group
 
 __all__ = ["END_SECONDS", "Aside", "FailureNotice", "Sender"]
 
-_FAILED = "memsaver/failed"  # a key of the store
-END_SECONDS = 10.0  # the longest wait until this side of an answered or abandoned call ends
+_FAILED = "memsaver/failed"  # a key in the store
+END_SECONDS = 10.0  # the longest wait for broadcasts, joins and closes that were abandoned
 
 
 class Sender:
@@ -145,7 +145,8 @@ class Sender:
     def close(self) -> None:
         """Close the group and the store. Idempotent; waits at most `END_SECONDS`.
 
-        A `connect` in progress fails. If a broadcast hangs, the group ends when the broadcast does.
+        A `connect` in progress fails. If a broadcast hangs, the group is closed when the broadcast
+        ends.
         """
         self._closed = True
         if self._group is not None:
@@ -189,7 +190,7 @@ class FailureNotice:
 
 @contextlib.contextmanager
 def _listening(address: str, port: int) -> Iterator[socket.socket]:
-    """Open a socket that listens at an address of this machine, for the block."""
+    """Open a socket that listens at an address of this machine, during the block."""
     family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as listener:
         # Allows a port to be reused while closed connections of an earlier group still occupy it.
@@ -203,8 +204,9 @@ def _gloo_device(address: str) -> Any:
     """Return gloo's device, which listens at an address of this machine.
 
     gloo connects only addresses of one family, and the engine's ranks use the family of their
-    host's name. If this host's name has a family other than `address`'s, the device listens at that
-    family's loopback address if `address` is one, otherwise at the address that torch chooses.
+    host's name. If `address` belongs to the other family, the device listens at a different
+    address: the loopback address of that family if `address` is a loopback address, otherwise the
+    address that torch chooses.
     """
     from torch.distributed import ProcessGroupGloo
 
@@ -260,7 +262,7 @@ class Aside:
 
 @contextlib.contextmanager
 def _current_device(tensors: Sequence[Any]) -> Iterator[None]:
-    """Make the tensors' device this thread's current one, for the block."""
+    """Make the tensors' device this thread's current device during the block."""
     if not tensors or not tensors[0].is_cuda:
         yield
         return

@@ -30,7 +30,7 @@ class Spec:
         shape: its whole shape, or the shard's if the engine receives shards.
         nbytes: its size in bytes, without gaps between elements.
         same: the name of an earlier tensor with the same memory, or "". None if this rank has no
-            element of the tensor, so that only other ranks can compare it.
+            element of the tensor and so cannot compare its memory.
         box: the part of the tensor that this rank has, if it is a `Part`.
     """
 
@@ -134,7 +134,7 @@ def sources_of(state: Any, *, rename: Rename | None = None) -> list[Source]:
     Args:
         state: a `torch.nn.Module`, a mapping of names to tensors, or (name, tensor) pairs; a tensor
             may be a `Part`.
-        rename: returns the engine's name for a tensor's name, or None to leave it out.
+        rename: returns the engine's name for a tensor's name, or None to omit the tensor.
 
     Raises:
         ConfigError: a value is not a tensor, or cannot be sent; a name is not text that UTF-8 can

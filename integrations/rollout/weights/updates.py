@@ -80,7 +80,7 @@ def update(
         layout: "whole": tensors as in a checkpoint, which the engine's loader splits and fuses.
             "engine": this rank's shards in the engine's layout, under the engine's parameter names,
             as a Megatron-like trainer may have them; they are written unchanged. Not with `group`.
-        rename: returns the engine's name for a name in `state`; None leaves the tensor out.
+        rename: returns the engine's name for a name in `state`; None omits the tensor.
         bucket_bytes: the largest size of a bucket. A larger tensor gets its own bucket.
         verify: the tensors to verify. "full": all tensors, which reads the engine's weights
             again. "sampled": one in eight tensors, different ones at each update. "off": none.
@@ -92,14 +92,15 @@ def update(
         pause: the mode in which generation is paused during the update (see
             `Backend.pause_generation`). Needed if requests may be in flight. If the update fails,
             generation stays paused.
-        flush_cache: whether to flush the prefix cache, which the old weights computed. Default
-            True, except with `pause="in_place"`: paused requests then continue with the cache.
+        flush_cache: whether to flush the prefix cache, which the old weights computed. The default
+            is True, except with `pause="in_place"`, because paused requests continue with the
+            cache.
         timeout: seconds for each of the engine's calls, and to wait for another thread's transition
-            of a tag with memory of `state`; None means the engine's timeout. Other ranks may take
-            30 seconds longer than this rank's own waits before they are missing.
-            All tensors that are sent without a bucket, usually the whole model, are sent in one
-            call. The waits of a `state_dict` for background resumes may together take this time, at
-            most the engine's own timeout.
+            of a tag with memory of `state`; None means the engine's timeout. This rank reports
+            other ranks as missing if they take 30 seconds longer than its own waits. All tensors
+            that are sent without a bucket, usually the whole model, are sent in one call. The waits
+            of a `state_dict` for background resumes may together take this time, at most the
+            engine's own timeout.
         unknown: must be empty. Unknown arguments are accepted here so that all ranks raise the same
             error.
 
@@ -169,7 +170,7 @@ class _Update:
             with self._paused(), self._session():
                 for load in loads:
                     self._send(*load, load is loads[-1])
-            if plan.has_parts:  # before the memory is freed, which waits for its users
+            if plan.has_parts:  # deleted before the free, which waits for its users
                 self._steps.gather(f"{_WHAT}: its last step", memory[0].close_others, timeout)
         checksums = self._checksums()
         return {
@@ -197,7 +198,7 @@ class _Update:
 
     @contextlib.contextmanager
     def _paused(self) -> Iterator[None]:
-        """Pause generation for the block, if requested; after an error it stays paused."""
+        """Pause generation during the block, if requested; after an error it stays paused."""
         mode, timeout = self._options.pause, self._options.timeout
         if mode is None:
             yield
@@ -241,7 +242,7 @@ class _Update:
             self._steps.on_leader(f"{_WHAT}: its beginning", begin, timeout)
             yield
         except BaseException:
-            if backend is not None:  # so that a new update is possible; other ranks do not wait
+            if backend is not None:  # allows a new update; other ranks do not wait here
                 with contextlib.suppress(MemsaverError):
                     end(min(timeout, GRACE_SECONDS))
             raise
@@ -260,14 +261,14 @@ class _Update:
             views.extend(memory.write(bucket, self._plan.sources))
 
         self._steps.gather(f"{what}, gathered", gather, self._options.timeout)
-        if self._plan.has_parts:  # which other ranks wrote into this rank's memory
+        if self._plan.has_parts:  # other ranks wrote into this rank's memory
             self._steps.gather(f"{what}, written", memory.settle, self._options.timeout)
 
         def payload() -> tuple[str, tuple[str, ...]]:
             memory.settle()
             if self._options.group is not None:  # only the leader's tensors are sent
                 return "", digests_of(views, places) if self._engine.layout.is_leader else ()
-            text = ""  # if nobody receives it: torch keeps memory until each receiver closes it
+            text = ""  # if no receiver opens it: torch keeps memory until each receiver closes it
             if self._engine.layout.tp_rank < self._engine.tp_size:
                 # First, because it raises an error if the memory is paused.
                 text = memory.payload(views, self._options.layout)

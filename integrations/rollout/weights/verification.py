@@ -25,8 +25,8 @@ __all__ = [
 Verify = Literal["off", "sampled", "full"]
 
 _POLICIES = ("off", "sampled", "full")
-_STEP = 8  # a sample has one in 8 tensors
-_SHOWN = 8  # names in a message; the error's `tensors` has all
+_STEP = 8  # a sample contains one in 8 tensors
+_SHOWN = 8  # names in a message; the error's `tensors` contains all
 
 
 def check_policy(verify: str) -> None:
@@ -142,7 +142,8 @@ class Tally:
                 [],
             )
         self.received += min(check.received for check in checks)
-        # A rank that uses no part of a tensor, such as another pipeline stage, holds all of it.
+        # A rank that uses no part of a tensor, such as another pipeline stage's rank, counts as
+        # having its contents.
         compared = {bucket.names[at] for at in places}
         self.held += min(check.held + len(compared.intersection(check.unused)) for check in checks)
         reasons = [check.unverified for check in checks if check.unverified]

@@ -24,7 +24,7 @@ class TorchMemorySaver:
     """Pauses and resumes tensors tag by tag; all objects of a process share the same tags.
 
     Raises memsaver's errors; after an error, nothing is lost and no operation is half finished.
-    Pausing a paused tag or resuming a mapped tag has no effect; nor has a tag without a region.
+    Pausing a paused tag, resuming a mapped tag, and naming a tag without a region have no effect.
     Any thread may call the methods; a region applies to the thread that entered it.
     """
 
@@ -129,7 +129,7 @@ class TorchMemorySaver:
     def resume(self, tag: str | None = None) -> None:
         """Map memory at the addresses of a tag, or of all tags, and restore the saved contents.
 
-        Then releases the host memory of "mmap" backups, and, if `retain_cpu_backup` was set to
+        Afterwards releases the host memory of "mmap" backups or, if `retain_cpu_backup` was set to
         False, of all backups. Starts no thread.
 
         Raises:

@@ -55,7 +55,7 @@ def is_xpu() -> bool:
 
 @contextmanager
 def change_env(key: str, value: str) -> Iterator[None]:
-    """Set an environment variable for the block, and restore it afterwards."""
+    """Set an environment variable during the block, and restore it afterwards."""
     before = os.environ.get(key)
     os.environ[key] = value
     try:
@@ -89,6 +89,6 @@ def _cuda_suffix() -> str:
 
 
 def _is_found_by_name() -> bool:
-    """Return whether a child with this LD_LIBRARY_PATH finds memsaver's library in it."""
+    """Return whether a child with this LD_LIBRARY_PATH finds memsaver's library through it."""
     folders = os.environ.get("LD_LIBRARY_PATH", "").replace(";", ":").split(":")
     return any((Path(folder) / LIBRARY).is_file() for folder in folders if folder)

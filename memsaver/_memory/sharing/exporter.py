@@ -72,7 +72,7 @@ class _Server:
         self.wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.importers: dict[int, _Importer] = {}
         self.owes_requests = False  # an importer's socket was full
-        self.has_no_deadline = True  # its thread waits, or is about to wait, without a limit
+        self.has_no_deadline = True  # the thread waits, or is about to, without a limit
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self.listener.bind(f"\0{self.name}")
@@ -103,7 +103,7 @@ class _Server:
         poll.register(self.requests, select.POLLIN)
         poll.register(self.wake, select.POLLIN)
         while True:
-            self.has_no_deadline = True  # set first: a deadline that is added now wakes this thread
+            self.has_no_deadline = True  # first: a deadline that is added now wakes this thread
             left = sent_storages.forget_expired()
             self.has_no_deadline = left is None
             wait = None if left is None else int(left * 1000) + 1
@@ -153,7 +153,7 @@ class _Server:
             except BlockingIOError:
                 self.owes_requests = True
             except OSError:
-                pass  # its thread notices that it is gone
+                pass  # the importer's thread detects the closed connection
 
 
 class _Held:
@@ -181,7 +181,7 @@ class _Importer:
         try:
             while True:
                 message, files = wire.receive(self.connection)
-                for file in files:  # an importer sends none
+                for file in files:  # an importer sends no descriptors
                     os.close(file)
                 if "bye" in message:
                     return
@@ -190,7 +190,7 @@ class _Importer:
                 self._answer(message)
         except (OSError, ValueError, TypeError, KeyError, SharingError):
             pass  # a broken connection, or a message of an unknown form
-        with contextlib.suppress(OSError):  # so that the process waits for no answer
+        with contextlib.suppress(OSError):  # so that the process stops waiting
             self.connection.shutdown(socket.SHUT_RDWR)
         self._wait_for_the_end()
 
@@ -201,7 +201,7 @@ class _Importer:
             poll.poll()
 
     def close(self) -> None:
-        self.record.close()  # before the memory is freed, which may wait for a pause
+        self.record.close()  # sent before the memory is freed, because a free may wait for a pause
         self.dropping = len(self.held)
         self.held.clear()
         self.dropping = 0
@@ -285,7 +285,7 @@ class _Importer:
         return has_more
 
 
-_servers: dict[int, _Server] = {}  # at most one; by process id
+_servers: dict[int, _Server] = {}  # by process id: at most one entry
 
 
 def _forget() -> None:

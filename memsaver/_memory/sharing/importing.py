@@ -18,8 +18,9 @@ __all__ = ["is_imported", "name_of", "rebuild", "rebuild_named"]
 
 
 def name_of(device: int) -> str:
-    """Return a device's name, which is the same in every process: its UUID, or its number on the
-    simulated driver. Creates no context.
+    """Return a device's name, which is the same in every process.
+
+    The name is its UUID, or its number on the simulated driver. Creates no context.
     """
     return _names()[device]
 
@@ -153,7 +154,7 @@ class _Memory:
     def storage(self, torch: Any) -> Any:
         if _is_simulated():
             array = (ctypes.c_char * self.nbytes).from_address(self.address)
-            array._memory = self  # type: ignore[attr-defined]  # the tensor keeps the array, and the array keeps this object
+            array._memory = self  # type: ignore[attr-defined]  # kept by the tensor
             return torch.frombuffer(array, dtype=torch.uint8).untyped_storage()
         device = torch.device("cuda", self.ordinal)
         storage = torch.as_tensor(self, device=device).untyped_storage()
@@ -167,7 +168,7 @@ class _Memory:
 def _memories_at(places: Sequence[Place]) -> list[_Memory]:
     """Return the memory of sent tensors. All tensors in the same memory share one use of it.
 
-    Two threads may each begin a use of the same memory; each then ends its own.
+    Two threads may each begin a use of the same memory, and each ends its own use.
     """
     found: dict[_Key, _Memory] = {}
     missing: dict[tuple[str, str, str], dict[_Key, Place]] = {}  # by process, tag and device

@@ -38,11 +38,11 @@ class Peer:
     def __init__(self, endpoint: str, tag: str) -> None:
         self.endpoint = endpoint
         self.extents: dict[int, Extent] = {}  # by id
-        self.spans: dict[tuple[int, int], Span] = {}  # by address there, and device here
+        self.spans: dict[tuple[int, int], Span] = {}  # by the address there and the device here
         # A `Use` in the queue is a use to end.
         self._jobs: queue.SimpleQueue[ImportRequest | Use] = queue.SimpleQueue()
-        self._is_woken = False  # the thread will look at the queue
-        self._is_urgent = False  # it will do so without a delay
+        self._is_woken = False  # whether the thread will look at the queue
+        self._is_urgent = False  # the thread will look without a delay
         self._is_connected = True
         self._has_ended = False  # whether the connection's thread has ended
         self._is_importing = False
@@ -124,7 +124,7 @@ class Peer:
                         continue
                     with contextlib.suppress(BlockingIOError):
                         os.eventfd_read(self._wake)
-                    if not self._is_urgent:  # wait for more jobs, to do them together
+                    if not self._is_urgent:  # wait for more jobs, to process them together
                         jobs.poll(_GATHER_MILLISECONDS)
                     self._is_urgent = self._is_woken = False
                     self._work()
@@ -151,7 +151,7 @@ class Peer:
         for extent in extents:
             extent.users -= 1
         if uses and self._is_connected:
-            # The other process may reuse the memory as soon as it knows.
+            # The other process may reuse the memory as soon as it receives the report.
             with contextlib.suppress(MemsaverError):  # a lost context: no work uses the memory
                 extents[0].span.native.drain()
             self._tell("drop", [use.place.token for use in uses])
@@ -184,7 +184,7 @@ class Peer:
             self._was_requested = True
             for extent in self.extents.values():
                 extent.wanted = True
-            if not self._is_importing:  # which may need those without a user
+            if not self._is_importing:  # the import may need unused extents
                 self._release(list(self.extents.values()))
 
     def _release(self, extents: list[Extent]) -> None:
@@ -330,7 +330,7 @@ def peer_at(endpoint: str, tag: str) -> Peer:
     if peer is None:
         fresh = Peer(endpoint, tag)
         peer = _peers.setdefault(endpoint, fresh)
-        if peer is not fresh:  # another thread was faster
+        if peer is not fresh:  # another thread connected first
             with contextlib.suppress(OSError):
                 wire.send(fresh._socket, {"bye": True})
     return peer

@@ -51,8 +51,9 @@ def cover(torch: Any) -> None:
     """Let torch's own reduction send tensors of shareable tags too, if there are any.
 
     SGLang replaces torch's reduction, and then registers its own, which calls torch's. Without this
-    call, it would hide the function that `pickling` registers. In torch's result, item 6 is the
-    device, and SGLang changes this item; so `reduce` returns the device there, too.
+    call, SGLang's function would hide the function that `pickling` registers. In torch's result,
+    item 6 is the device, and SGLang changes this item, so `reduce` also returns the device as item
+    6.
     """
     if not _shareable:
         return
@@ -185,7 +186,7 @@ def located(tensor: Any) -> tuple[str, State] | None:
 
 
 def _address(tensor: Any) -> int:
-    """Return the address of a tensor's memory; 0 if it has none of its own."""
+    """Return the address of a tensor's memory; 0 if it has no memory of its own."""
     try:
         return int(tensor.untyped_storage().data_ptr())
     except Exception:

@@ -1,9 +1,9 @@
 """Memory that is kept for the receivers of sent tensors.
 
 Each sent storage has a token. A receiver presents the token, and the exporter then keeps the
-storage for it. A token is valid as long as its storage exists: because a message is in transit, a
-receiver uses it, or the program has it. So a late message fails, and never maps newer memory at the
-same place.
+storage for it. A token is valid as long as its storage exists, which a message in transit, a
+receiver or the program may keep alive. A late message therefore fails, and never maps newer memory
+at the same address.
 
 This module has no locks. With a lock, the garbage collector could run a finalizer on the thread
 that owns the lock; the finalizer could wait for a tag, and the tag's owner could wait for the lock,
@@ -50,7 +50,7 @@ class Sent:
     memory: _Memory
     pool: tuple[str, int]  # tag and device
     weak: Any  # torch's weak reference to the storage, whose address is therefore not reused
-    # The numbers of its messages that no receiver has taken, in their order. A message that has
+    # The numbers of its messages that no receiver has received, in order. A message that has
     # expired stays here until the storage's last one expires: its receiver may be late, and must
     # not take a later message.
     untaken: dict[int, bool] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class _Message(NamedTuple):
 
     sent: Sent
     storage: Any  # keeps the memory
-    until: float  # deadline on time.monotonic(), after which it is no longer in transit
+    until: float  # the end of the transit, on time.monotonic()
 
 
 _tokens = itertools.count(1)

@@ -21,7 +21,7 @@ class Place(NamedTuple):
     span_bytes: int
     address: int
     nbytes: int
-    ids: tuple[int, ...]  # of the extents under it
+    ids: tuple[int, ...]  # the ids of the extents under it
     device: str  # see importing.name_of
 
 
@@ -33,7 +33,7 @@ class Extent:
     def __init__(self, span: Span, offset: int, nbytes: int, number: int) -> None:
         self.span, self.offset, self.nbytes, self.id = span, offset, nbytes, number
         self.users = 0  # uses that have begun
-        self.wanted = False  # it is released when its last user ends
+        self.wanted = False  # whether it is released when its last use ends
 
 
 class Span:
@@ -66,6 +66,6 @@ class ImportRequest:
     def __init__(self, uses: Sequence[Use], ordinal: int) -> None:
         self.uses, self.ordinal = uses, ordinal
         self.tag = uses[0].place.tag
-        self.is_held = False  # the other process holds the memory for these uses
-        self.is_decided = Latch()  # they have begun, or there is an error
+        self.is_held = False  # whether the other process keeps the memory for these uses
+        self.is_decided = Latch()  # set when the uses have begun, or after an error
         self.error: BaseException | None = None

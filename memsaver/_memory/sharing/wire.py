@@ -9,9 +9,9 @@ The importer sends:
         by one or more
         {"extents": [[address, bytes, span_address, span_bytes, id], ...], "more": bool} with a
         descriptor for each extent, or by {"error": text, "tag": text}, which begins no use
-    {"drop": [token, ...]}              ended the use of sent tensors, once for each import
-    {"released": [id, ...]}             no longer maps these extents
-    {"bye": true}                       maps nothing, and closes the connection
+    {"drop": [token, ...]}              ends the uses of sent tensors, once for each import
+    {"released": [id, ...]}             reports that it no longer maps these extents {"bye": true}
+    maps nothing, and closes the connection
 The exporter may send at any time:
     {"release": true}  requests the release of all extents, each as soon as no tensor uses it
 """
@@ -38,11 +38,12 @@ _MOST_BYTES = 128 << 10  # of a message
 
 
 def domain() -> str:
-    """Return the name of this process's domain. Processes of one domain can share memory.
+    """Return the name of the domain in which this process can share memory.
 
-    They belong to the same user, machine and network namespace, and use the same version of
-    memsaver, whose messages and pickles may change with each version. The name is a digest, because
-    an engine's clients may see it. Returns "" if the domain is unknown because /proc is missing.
+    The processes of a domain belong to the same user, machine and network namespace, and use the
+    same version of memsaver, because messages and pickles may change with each version. The name is
+    a digest, because an engine's clients may see it. Returns "" if the domain is unknown because
+    /proc is missing.
     """
     import hashlib
 
@@ -85,7 +86,7 @@ def send(
         BlockingIOError: `wait` is False, and the other process has too many unread messages.
         OSError: the other process is gone.
     """
-    import json  # here, because only processes that share memory need it
+    import json  # imported here, because only processes that share memory need it
 
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else []
     flags = socket.MSG_NOSIGNAL | (0 if wait else socket.MSG_DONTWAIT)
@@ -96,7 +97,7 @@ def receive(connection: socket.socket) -> tuple[Message, list[int]]:
     """Wait for a message. Returns it with its descriptors, which the caller closes.
 
     An empty message means that the other process has closed the connection. If this process cannot
-    have all descriptors of a message, it gets none of them.
+    receive all descriptors of a message, it receives none of them.
 
     Raises:
         OSError: the connection is broken, or a message has an unknown form.

@@ -10,7 +10,7 @@ from memsaver.cli.checks.system import mount_path, read_system_file
 
 __all__ = ["memory_limits"]
 
-_UNLIMITED = 1 << 60  # version 1 writes a number near 2^63 for no limit
+_UNLIMITED = 1 << 60  # without a limit, version 1 writes a number near 2^63
 
 
 def memory_limits() -> list[tuple[str, int]]:
@@ -36,8 +36,8 @@ def _groups() -> list[tuple[str, tuple[str, ...]]]:
             continue
         files = ("memory.max", "memory.high") if unified else ("memory.limit_in_bytes",)
         seen = [(point, _below(root, group)) for root, point in mounts[unified]]
-        # A container may show a path of its host that does not exist inside the container. Then
-        # only the mounted groups can be read.
+        # A container may show a path of its host that does not exist inside the container. In this
+        # case, only the mounted groups can be read.
         shown = [(point, inside) for point, inside in seen if inside is not None] or seen
         for point, inside in shown[:1]:
             found += [(point.rstrip("/") + level, files) for level in _levels(inside or "")]

@@ -59,7 +59,7 @@ def _privacy(unnamed: bool) -> Finding:
         return good(name, "files without a name, for their owner only", unnamed=True)
     return warned(
         name,
-        "files have a name for a moment, as the file system cannot make them without",
+        "files briefly have a name, because this file system cannot create files without one",
         "set MEMSAVER_DISK_DIR to a local file system (ext4, xfs, btrfs)",
         unnamed=False,
     )
@@ -71,7 +71,7 @@ def _direct(direct: bool) -> Finding:
         return good(name, "works: backups bypass the page cache", direct=True)
     return warned(
         name,
-        "does not work here: backups go through the page cache, and more slowly",
+        "does not work here: backups go through the page cache, which is slower",
         "set MEMSAVER_DISK_DIR to a local disk's file system (ext4, xfs)",
         direct=False,
     )

@@ -45,7 +45,7 @@ def check_driver() -> list[Finding]:
         )
         if os.path.exists("/dev/nvidiactl"):
             advice = (
-                "the kernel's driver is there: give this process libcuda.so.1 (in a container "
+                "the kernel driver is loaded: give this process libcuda.so.1 (in a container "
                 "NVIDIA_DRIVER_CAPABILITIES=compute,utility) and a GPU (CUDA_VISIBLE_DEVICES)"
             )
         return [bad("driver", str(error), advice, opened=os.environ.get("MEMSAVER_DRIVER") or None)]
@@ -88,14 +88,14 @@ def check_devices() -> list[Finding]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if count == 0:
         asked = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
-        advice = "give this process a GPU" + (" or unset CUDA_VISIBLE_DEVICES" if asked else "")
-        return [bad("devices", f"the driver offers none{asked}", advice, count=0)]
+        advice = "let this process use a GPU" + (" or unset CUDA_VISIBLE_DEVICES" if asked else "")
+        return [bad("devices", f"the driver finds no GPU{asked}", advice, count=0)]
     found = []
     for device in range(count):
         try:
             found += _check_device(driver, device)
         except MemsaverError as error:
-            advice = "look at it with nvidia-smi; leave it out with CUDA_VISIBLE_DEVICES"
+            advice = "examine it with nvidia-smi; exclude it with CUDA_VISIBLE_DEVICES"
             found.append(bad(f"device {device}", str(error), advice))
     return found
 
@@ -127,8 +127,8 @@ def _check_device(driver: BareDriver, device: int) -> list[Finding]:
     elif mode == _EXCLUSIVE:
         first = warned(
             this,
-            f"{text}: one process only may use it (compute mode EXCLUSIVE_PROCESS)",
-            "to share it among an engine and a trainer, nvidia-smi -c DEFAULT",
+            f"{text}: only one process can use it (compute mode EXCLUSIVE_PROCESS)",
+            "to share it between an engine and a trainer, run nvidia-smi -c DEFAULT",
             **data,
         )
     elif integrated:
@@ -142,7 +142,7 @@ def _check_device(driver: BareDriver, device: int) -> list[Finding]:
         first = warned(
             this,
             f"{text}: no fingerprints below {_FIRST_WITH_KERNEL}.0",
-            "every pause with a backup saves everything; nothing can be done on this GPU",
+            "every pause with a backup saves all contents; this GPU does not support fingerprints",
             **data,
         )
     else:
@@ -156,8 +156,9 @@ def _virtual_memory(driver: BareDriver, device: int) -> Finding:
         return good(name, "virtual memory management: supported", supported=True)
     return bad(
         name,
-        "virtual memory management: not supported, and memsaver is built on it",
-        "use a GPU with it (no vGPU without unified memory, no WDDM), and a driver from 525 on",
+        "virtual memory management: not supported, but memsaver requires it",
+        "use a GPU that supports it (no vGPU without unified memory, no WDDM), "
+        "and driver 525 or newer",
         supported=False,
     )
 
@@ -173,11 +174,11 @@ def _rdma(driver: BareDriver, device: int) -> Finding:
         return warned(
             name,
             "GPUDirect RDMA: supported, but not for memory of regions",
-            "let network buffers lie outside of regions (memsaver.disabled())",
+            "allocate network buffers outside regions (memsaver.disabled())",
             **data,
         )
     return absent(
-        name, "GPUDirect RDMA: not supported; only networks' direct access needs it", **data
+        name, "GPUDirect RDMA: not supported; only network cards with direct access need it", **data
     )
 
 

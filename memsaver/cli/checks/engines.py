@@ -35,7 +35,7 @@ def _sglang() -> list[Finding]:
     doubt = sglang_versions.doubt(version)
     data = {"version": version, "tried": doubt is None}
     if doubt is None:
-        found = [good("SGLang", f"{version}: memsaver was made for it", **data)]
+        found = [good("SGLang", f"{version}: memsaver supports it", **data)]
     else:
         found = [warned("SGLang", version, doubt, **data)]
     return [*found, *_sglang_plugin()]
@@ -74,7 +74,7 @@ def _vllm() -> list[Finding]:
     data = {"version": version, "tried": refusal is None}
     if refusal is not None:
         return [warned("vLLM", version, refusal, **data)]
-    return [good("vLLM", f"{version}: memsaver was made for it", **data), _vllm_plugin()]
+    return [good("vLLM", f"{version}: memsaver supports it", **data), _vllm_plugin()]
 
 
 def _vllm_plugin() -> Finding:
@@ -111,7 +111,7 @@ def _torch_memory_saver() -> Finding:
         return good(name, f"{version}: provided by memsaver", version=version, is_memsaver=True)
     advice = (
         "programs that import it (not SGLang from 0.5.11 on) do not use memsaver: "
-        "integrations/torch_memory_saver of memsaver's source tree takes its place"
+        "integrations/torch_memory_saver in memsaver's source tree replaces it"
     )
     text = f"{version}: the original"
     return good(name, text, advice, version=version, is_memsaver=False)

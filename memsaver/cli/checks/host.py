@@ -15,7 +15,7 @@ from memsaver.errors import MemsaverError
 __all__ = ["check_host"]
 
 LITTLE = 4 << 30  # too little host memory for the weights of any model
-FEW_CPUS = 4  # these touch the pages of a first backup at half the bus's rate
+FEW_CPUS = 4  # with so few CPUs, a first backup's pages are touched at half the bus's rate
 MAPPINGS = 65530  # the kernel's default of vm.max_map_count
 
 
@@ -59,7 +59,7 @@ def _memory_limits() -> Finding:
         "available_bytes": _meminfo("MemAvailable"),
         "cgroup_limits": [{"file": file, "bytes": limit} for file, limit in limits],
     }
-    text = f"the system has {size_text(total)}" if total else "the system does not say"
+    text = f"the system has {size_text(total)}" if total else "the system does not report it"
     if not limits:
         return good("memory limits", f"{text}; no control group limits it", **data)
     file, least = min(limits, key=lambda row: row[1])
@@ -81,7 +81,7 @@ def _huge_pages() -> Finding:
     defrag = _chosen(read_system_file(f"{folder}/defrag"))
     daemon = read_system_file(f"{folder}/khugepaged/defrag")
     data = {"mode": mode, "defrag": defrag, "khugepaged": None if daemon is None else daemon == "1"}
-    slower = "a first backup is touched and pinned at about half the rate"
+    slower = "the pages of a first backup are allocated and pinned at about half the rate"
     if mode is None:
         text = f"the kernel does not report them; without them {slower}"
         return absent(name, text, **data)
@@ -109,7 +109,7 @@ def _cpus() -> Finding:
     count = len(os.sched_getaffinity(0))
     text = f"{count} for this process"
     if count < FEW_CPUS:
-        advice = "give it more (taskset, the container's --cpus): a first backup is slower with few"
+        advice = "allow more CPUs (taskset, the container's --cpus): a first backup needs them"
         return warned("CPUs", text, advice, count=count)
     return good("CPUs", text, count=count)
 
@@ -120,9 +120,9 @@ def _locked_memory() -> Finding:
     data = {"soft_bytes": _limit(soft), "hard_bytes": _limit(hard)}
     if soft == resource.RLIM_INFINITY:
         return good(name, "no limit (ulimit -l)", **data)
-    text = f"at most {size_text(soft)} (ulimit -l); CUDA's pinning does not count"
+    text = f"at most {size_text(soft)} (ulimit -l); CUDA's pinned memory does not count"
     if os.path.isdir("/sys/class/infiniband") and os.listdir("/sys/class/infiniband"):
-        advice = "RDMA's registrations do count: raise it (ulimit -l unlimited)"
+        advice = "RDMA registrations count towards it: raise it (ulimit -l unlimited)"
         return warned(name, text, advice, **data)
     return good(name, text, **data)
 

@@ -34,7 +34,7 @@ def check_nccl() -> list[Finding]:
                 REGISTER_HOOK,
                 "on: NCCL registers torch's memory, including that of regions, and continues to "
                 "use the pages that a pause releases",
-                "unset it, or deregister in memsaver.on_pause",
+                "unset it, or deregister the memory in memsaver.on_pause",
                 value=os.environ.get(REGISTER_HOOK),
             )
         )
@@ -49,8 +49,9 @@ def check_nccl() -> list[Finding]:
 _OTHERS = {
     LOCAL_REGISTER: "whether buffers that a program registers itself are used directly; "
     "deregister those of regions in memsaver.on_pause",
-    "NCCL_CUMEM_ENABLE": "whether NCCL's own buffers are virtual memory; no pause touches them. "
-    "All ranks on a host need the same, an engine's that gets weights by NCCL too",
+    "NCCL_CUMEM_ENABLE": "whether NCCL's own buffers are virtual memory; no pause affects them. "
+    "All ranks on a host need the same value, including the ranks of an engine that receives "
+    "weights through NCCL",
     "NCCL_NVLS_ENABLE": "whether NVLink SHARP is used, whose buffers no pause releases",
     "NCCL_WIN_ENABLE": "whether memory may be registered as windows; deregister those of regions "
     "in memsaver.on_pause",
@@ -69,7 +70,7 @@ def _graph_register(values: dict[str, tuple[str, str]]) -> Finding:
             return good(GRAPH_REGISTER, text, **data)
         text = "not set, and current NCCL's default is 1"
         if _device_count() < 2:
-            return absent(GRAPH_REGISTER, f"{text}: of no matter to one GPU alone", **data)
+            return absent(GRAPH_REGISTER, f"{text}: irrelevant for a single GPU", **data)
         return warned(GRAPH_REGISTER, f"{text}: {means}", advice, **data)
     if _is_on(value):
         return warned(GRAPH_REGISTER, f"{value}, from {source}: {means}", advice, **data)

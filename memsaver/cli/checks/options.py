@@ -19,7 +19,7 @@ __all__ = ["check_installation", "check_options"]
 
 
 def check_installation() -> list[Finding]:
-    """Check the installed memsaver version, and report the Python it runs on."""
+    """Check the installed version of memsaver, and report the version of Python."""
     version, python = memsaver.__version__, platform.python_version()
     data = {
         "version": version,
@@ -30,7 +30,7 @@ def check_installation() -> list[Finding]:
     text = f"{version} in {LIBRARY_DIR}, Python {python}"
     packaged = installed_version("memsaver")
     if packaged is not None and packaged != version:
-        advice = "reinstall memsaver, so that its library and its Python are of one version"
+        advice = "reinstall memsaver, so that its library and its Python code have the same version"
         return [bad("memsaver", f"{text}, but installed as {packaged}", advice, **data)]
     return [good("memsaver", text, **data)]
 
@@ -66,5 +66,5 @@ def _unknown_variables() -> list[Finding]:
     found = []
     for variable, meant in unknown_variables().items():
         advice = f"did you mean {meant}?" if meant else "unset it"
-        found.append(warned(variable, "is not memsaver's: no effect", advice))
+        found.append(warned(variable, "is not a variable of memsaver: no effect", advice))
     return found

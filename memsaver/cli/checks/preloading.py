@@ -59,8 +59,9 @@ def _order(kinds: list[tuple[str, str]]) -> Finding:
     if ORIGINAL in hooks and len(set(hooks)) > 1:
         return bad(
             "preloaded",
-            f"{text}: both memsaver and torch_memory_saver take cudaMalloc; the first has it",
-            "preload one of them: leave the other out of LD_PRELOAD",
+            f"{text}: both memsaver and torch_memory_saver intercept cudaMalloc; "
+            "only the first takes effect",
+            "preload only one of them: remove the other from LD_PRELOAD",
             libraries=libraries,
         )
     return good("preloaded", text, libraries=libraries)
@@ -84,13 +85,13 @@ def _entry(entry: str, kind: str) -> list[Finding]:
         text = f"{CORE} is missing beside it: every process that preloads it ends at once"
         return [bad(name, text, "unset LD_PRELOAD and reinstall memsaver")]
     if kind == ORIGINAL:
-        advice = "`memsaver run -- command` gives the process memsaver instead"
-        return [warned(name, "this process's memory is torch_memory_saver's", advice)]
+        advice = "`memsaver run -- command` preloads memsaver instead"
+        return [warned(name, "torch_memory_saver serves this process's allocations", advice)]
     return []
 
 
 def _tag(kinds: list[str]) -> list[Finding]:
-    """Check the process's own tag, which needs the hooks."""
+    """Check the process-wide tag, which needs the hooks."""
     tag, backup = os.environ.get("MEMSAVER_TAG"), os.environ.get("MEMSAVER_BACKUP")
     if backup:
         try:
@@ -104,8 +105,8 @@ def _tag(kinds: list[str]) -> list[Finding]:
         return []
     data = {"tag": tag, "backup": backup or "none"}
     if not (is_preloaded() or OURS in kinds or DROP_IN in kinds):
-        text = f"MEMSAVER_TAG={tag} has no effect: nothing of memsaver is preloaded"
+        text = f"MEMSAVER_TAG={tag} has no effect: memsaver is not preloaded"
         advice = "start the process with `memsaver run --tag`, or unset it"
         return [warned("process tag", text, advice, **data)]
-    text = f"all of the process's own memory belongs to the tag {tag!r}"
+    text = f"all memory outside regions belongs to the tag {tag!r}"
     return [good("process tag", f"{text}, backup {data['backup']}", **data)]

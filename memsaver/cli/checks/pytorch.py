@@ -34,7 +34,7 @@ def check_torch() -> list[Finding]:
         found.append(
             bad(
                 "PYTORCH_NO_CUDA_MEMORY_CACHING",
-                "set: torch allocates around its pools, so regions catch nothing",
+                "set: torch bypasses its memory pools, so regions have no effect",
                 "unset it",
             )
         )
@@ -53,7 +53,7 @@ def _torch_version(version: str) -> Finding:
     if release < POOLS_BY_THREAD:
         return warned(
             name,
-            f"{version}: a region catches the allocations of every thread on its device",
+            f"{version}: a region applies to the allocations of every thread on its device",
             "install torch 2.8 or newer, or do not allocate on other threads during a region",
             version=version,
         )
@@ -65,7 +65,7 @@ def _torch_cuda(version: str) -> Finding:
     if build is None:
         return warned(
             name,
-            "none is known of this torch",
+            "no CUDA version is known for this torch",
             "for a GPU, install a torch that is built for CUDA (https://pytorch.org)",
             cuda=None,
         )
@@ -113,8 +113,8 @@ def _allocator_setting(name: str, text: str) -> Finding:
     if _ASYNC.search(text):
         return bad(
             "torch allocator",
-            f"{says}: torch's memory pools, which regions are, do not work with this backend",
-            f"take backend:cudaMallocAsync out of {name}",
+            f"{says}: regions use torch's memory pools, which do not work with this backend",
+            f"remove backend:cudaMallocAsync from {name}",
             **data,
         )
     if not _EXPANDABLE.search(text):
@@ -122,13 +122,13 @@ def _allocator_setting(name: str, text: str) -> Finding:
     if os.environ.get("MEMSAVER_TAG"):
         return bad(
             "torch allocator",
-            f"{says}, with MEMSAVER_TAG: torch takes its memory where no hook sees it, so the "
-            "process's tag has none",
+            f"{says}, with MEMSAVER_TAG: torch allocates memory that no hook detects, so the "
+            "process-wide tag is empty",
             "start the process with `memsaver run`, which turns it off, or set "
             "expandable_segments:False",
             **data,
         )
-    advice = "only a process that is one region needs them off, which `memsaver run --tag` does"
+    advice = "only a process-wide tag needs them off; `memsaver run --tag` turns them off"
     return good("torch allocator", f"{says}: regions work with it", advice, **data)
 
 

@@ -13,7 +13,8 @@ __all__ = ["installed_version", "mount_path", "read_system_file"]
 def read_system_file(path: str) -> str | None:
     """Return the stripped text of a system file; None if it cannot be read.
 
-    MEMSAVER_TEST_SYSTEM_ROOT, for tests, names another root folder, as in the library.
+    The variable MEMSAVER_TEST_SYSTEM_ROOT, for tests only, names a directory that replaces the root
+    of /proc and /sys, as in the native library.
     """
     root = os.environ.get("MEMSAVER_TEST_SYSTEM_ROOT", "")
     try:
@@ -23,7 +24,7 @@ def read_system_file(path: str) -> str | None:
 
 
 def mount_path(text: str) -> str:
-    """Decode a path of /proc/self/mountinfo, in which blanks are octal escapes."""
+    """Decode a path of /proc/self/mountinfo, in which octal escapes represent blanks."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
 
 

@@ -52,5 +52,5 @@ def measure_bus(driver: BareDriver, memory: BareMemory, total: int, rounds: int)
     return [
         Figure(OUT, GROUP, "copy to the host", total, tuple(seconds[OUT])),
         Figure(IN, GROUP, "copy to the device", total, tuple(seconds[IN])),
-        Figure(BOTH, GROUP, "both at once, in sum", 2 * total, tuple(seconds[BOTH])),
+        Figure(BOTH, GROUP, "both at once, in total", 2 * total, tuple(seconds[BOTH])),
     ]

@@ -18,8 +18,9 @@ BLOCKS = 16  # allocations in the tag, of equal size
 GRAIN = BLOCKS * (2 << 20)  # the tag's bytes are a multiple of this
 
 _SAMPLE = 4096  # bytes that are compared at both ends of every block
-_GIVEN_BACK = 0.98  # least released part of the bytes, from the driver's free memory
-_LIMITS = {  # the text of a limit, and the figures that add up to it
+# The minimum share of the bytes that a pause must release, according to the driver's free memory.
+_GIVEN_BACK = 0.98
+_LIMITS = {  # the description of a limit, and the figures whose sum is the limit
     "unmap, release": (UNMAP, RELEASE),
     "create, map": (CREATE, MAP),
     "copy out": (OUT,),
@@ -78,7 +79,7 @@ class CycledTag:
         if freed < _GIVEN_BACK * self.bytes:
             self._doubts.append(
                 f"the driver counted {freed} bytes more as free after a pause of {self.bytes}: "
-                "another process uses this GPU too, and the figures are not of memsaver alone"
+                "another process uses this GPU too, so the figures do not measure memsaver alone"
             )
         return seconds
 
@@ -104,7 +105,7 @@ class CycledTag:
         """Free everything, including the retained backup; the tag can be used again."""
         while self._addresses:
             _C.free(self._addresses.pop())
-        memsaver.resume(self._tag)  # maps nothing; needed if an error left the tag paused
+        memsaver.resume(self._tag)  # maps nothing; only if an error left the tag paused
         memsaver.trim(wait=True)
 
     def _byte(self, index: int) -> int:

@@ -1,4 +1,4 @@
-"""Figures: measurements, each with the limit to compare it with."""
+"""Figures: measurements, and the limits with which they are compared."""
 
 from __future__ import annotations
 

@@ -24,11 +24,11 @@ from memsaver.errors import ConfigError, OutOfDeviceMemoryError
 __all__ = ["Measured", "measure_machine"]
 
 MOST = 16 << 30  # default bytes: the weights of a model of 8 billion parameters
-SIMULATED = 256 << 20  # the same on the simulated driver, which copies with the CPU
+SIMULATED = 256 << 20  # the default on the simulated driver, which copies with the CPU
 REST = 0.5  # seconds for the driver to clear released memory
 
-_FREE_PART = 0.8  # largest default part of the device's free memory
-_HOST_PART = 0.5  # largest part of the host's: other processes need memory too
+_FREE_PART = 0.8  # the largest part of the device's free memory to use by default
+_HOST_PART = 0.5  # the largest part of the host's memory to use: other processes need memory too
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Measured:
         device: the device's index.
         name: the device's name.
         driver: the CUDA version that the driver supports: 13000 for 13.0.
-        simulated: whether the driver is the simulated one, whose times mean nothing.
+        simulated: whether the driver is the simulated one, whose times are meaningless.
         size: bytes of the memory that was mapped, unmapped, paused and resumed.
         saved: bytes that were backed up; 0 if no backup was measured.
         rounds: the number of repetitions; the first pause is measured once.
@@ -74,7 +74,7 @@ def measure_machine(
             fifths of the free memory. The backup is smaller if the host has less memory.
         rounds: the number of repetitions.
         device: the device's index.
-        telling: receives a description of each step before it starts.
+        telling: receives a description of each step before the step starts.
 
     Raises:
         ConfigError: there is no such device, or the size is too small.
@@ -86,7 +86,7 @@ def measure_machine(
     driver = BareDriver()
     count = driver.device_count()
     if not 0 <= device < count:
-        raise ConfigError(f"there is no device {device}: the driver offers {count}")
+        raise ConfigError(f"there is no device {device}: the driver finds {count}")
     with driver.context(device):
         telling("looking at free memory")
         chosen = _size(size, device, driver.simulated)
@@ -158,7 +158,7 @@ def _saved(size: int) -> tuple[int, list[str]]:
         fits, why = available, f"the option host_bytes allows {size_text(available)}"
     else:
         fits = max(0, int((available - 2 * buffer_bytes(size, size)) * _HOST_PART))
-        why = f"{size_text(available)} of host memory are available, of which half may be taken"
+        why = f"{size_text(available)} of host memory are available, of which half may be used"
     saved = min(size, fits) // GRAIN * GRAIN
     if saved == size:
         return saved, []

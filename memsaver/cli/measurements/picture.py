@@ -17,7 +17,7 @@ from memsaver.cli.sizes import gibibytes
 __all__ = ["draw_picture"]
 
 _OURS, _LIMIT = "#2a6fbb", "#b0b7c0"
-_BAR = 0.36  # height, as a part of the distance between two figures
+_BAR = 0.36  # the height of a bar, as a part of the distance between two figures
 
 
 def draw_picture(measured: Measured, kind: str) -> bytes:
@@ -38,7 +38,7 @@ def draw_picture(measured: Measured, kind: str) -> bytes:
     panels[0, 0].legend(loc="upper right", bbox_to_anchor=(1, 1.3), ncols=2, frameon=False)
     says = f"memsaver {memsaver.__version__} on {measured.name}"
     if measured.simulated:
-        says += " (simulated: the times mean nothing)"
+        says += " (simulated: the times are meaningless)"
     picture.suptitle(says, x=0.01, ha="left", fontweight="bold")
     panels[-1, 0].set_xlabel(f"milliseconds, medians of {measured.rounds}")
     content = io.BytesIO()

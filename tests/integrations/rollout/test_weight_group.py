@@ -222,7 +222,7 @@ else:
         error = refused(EngineError, update, engine, shards, group=group)
         assert "the engine refused" in str(error)
         error = refused(InvalidStateError, update, engine, shards, group=group)
-        assert "the group failed" in str(error) and "make a new one" in str(error), error
+        assert "the group failed" in str(error) and "create a new one" in str(error), error
         if backend is not None:
             backend.refuses = False
     error = refused(InvalidStateError, update, engine, shards, group=group)

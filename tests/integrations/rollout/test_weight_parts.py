@@ -128,7 +128,7 @@ def test_parts_must_be_boxes_that_cover_the_tensor():
         check_cover("w", (4, 3), halves[:1])
     with pytest.raises(ConfigError, match="overlap"):
         check_cover("w", (4, 3), [halves[0], ((1, 4), (0, 3))])
-    with pytest.raises(ConfigError, match="on some ranks only"):
+    with pytest.raises(ConfigError, match="on only some ranks"):
         check_cover("w", (4, 3), [halves[0], None])
 
 
