@@ -102,7 +102,7 @@ class SignalsDeferred {
   Raised raised_;
 
   // State of the main thread; needs the GIL.
-  static inline unsigned long main_ = 0;  // the thread, while there are blocks
+  static inline unsigned long main_ = 0;  // the main thread, while there are blocks
   static inline auto* blocks_ = new std::vector<SignalsDeferred*>;  // innermost last
   static inline auto* came_ = new std::vector<Signal>;
   static inline auto* last_ = new std::map<int, py::object>;  // the handlers behind noter()

@@ -41,7 +41,7 @@ class Sleeper(Protocol):
     """The calls that `Admission` makes to an engine."""
 
     async def released(self) -> frozenset[str] | None:
-        """Query the released tags; Returns None if the engine does not report them."""
+        """Query the released tags; return None if the engine does not report them."""
 
     async def resume(self, tags: Collection[str]) -> frozenset[str]:
         """Resume tags, and return the tags that are released afterwards. Raises if it fails."""

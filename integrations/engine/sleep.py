@@ -317,7 +317,7 @@ class EngineController:
         )
 
     def _states(self, deadline: float) -> list[SchedulerState]:
-        """Query the schedulers' states, again if some replies belonged to an earlier query.
+        """Query the schedulers' states; query again if a reply belonged to an earlier query.
 
         Raises:
             EngineError: no query returned exactly one reply from each scheduler. The state is

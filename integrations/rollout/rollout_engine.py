@@ -145,7 +145,7 @@ class RolloutEngine(EngineStart):
         Raises:
             NotLoadedError: the engine's package is not installed.
             ConfigError: the mesh, the GPUs or the arguments do not match each other, or an argument
-                is invalid, such as `sleep_after` with another policy than "wake", or a policy with
+                is invalid, such as `sleep_after` with a policy other than "wake", or a policy with
                 `MEMSAVER_SGLANG=0` or `MEMSAVER_VLLM=0`, which turn the engine's plugin off.
             EngineError, EngineTimeoutError: the engine did not start, or did not start in time.
         """

@@ -16,7 +16,7 @@ SELECTORS_SINCE = "0.5.21"
 def doubt(version: str) -> str | None:
     """Return a warning for users of this version of SGLang, or None.
 
-    A post release or a local version counts as its release.
+    A post release or a local version counts as the release that it is based on.
     """
     release = _release(version)
     if release in [_release(known) for known in (*TRIED, *SIMULATED)]:

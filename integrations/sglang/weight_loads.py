@@ -137,7 +137,7 @@ def _load(
             group = group_of(updater)
             rows = group.collect(loaded, failed, uninterrupted=has_barrier)
             checks = [RankCheck.from_fields(fields) for fields in rows]
-        else:  # on all ranks, each of which has the same reason
+        else:  # on all ranks, for the same reason
             check.fail(refusal)
             checks = [check.found()]
         return output_of(success=is_good(checks), message=text_of_checks(checks))

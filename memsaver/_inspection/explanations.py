@@ -56,7 +56,7 @@ class Explanation:
 
     @property
     def offset(self) -> int:
-        """The offset in bytes in the tensor, otherwise in the allocation; 0 without either."""
+        """The offset in the tensor or, without a tensor, in the allocation, in bytes; or 0."""
         around = self.tensor or self.allocation
         return self.address - around.address if around is not None else 0
 

@@ -27,9 +27,9 @@ __all__ = ["HOW_TO_BE_SEEN", "NOBODY", "view"]
 
 NOBODY = "No process of this user that is visible here uses memsaver."
 HOW_TO_BE_SEEN = (
-    "A process is listed once it has a tag (after its first memsaver.region; with `memsaver run "
-    "--tag`, once it allocates device memory or queries memsaver's tags), to the same user on the "
-    "same machine, unless its environment has MEMSAVER_TOP=0. In a container, run this command "
+    "A process is visible to the same user on the same machine once it has a tag (after its first "
+    "memsaver.region; with `memsaver run --tag`, once it allocates device memory or queries "
+    "memsaver's tags), unless its environment has MEMSAVER_TOP=0. In a container, run this command "
     "inside the container. `memsaver doctor` reports whether memsaver works here."
 )
 

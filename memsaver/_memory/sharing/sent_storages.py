@@ -86,7 +86,7 @@ _numbers = itertools.count(1)
 _sent: dict[int, Sent] = {}  # by token
 _sent_of: dict[_Memory, Sent] = {}
 _in_flight: dict[int, _Message] = {}  # by number, in the order of their deadlines
-_most_sent = 256  # more entries than this are checked for dead storages
+_most_sent = 256  # above this number of entries, dead storages are removed
 
 
 def _forget_received() -> None:
