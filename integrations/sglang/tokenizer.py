@@ -8,7 +8,7 @@ from typing import Any
 from ..engine.messages import Answer
 from . import handlers
 from .admissions import change
-from .protocol import FORGIVING, REWRITTEN, STRICT
+from .protocol import FORGIVING, IDLE, REWRITTEN, STRICT
 
 __all__ = ["request_release", "request_resume"]
 
@@ -26,6 +26,11 @@ def request_resume(manager: Any, obj: Any, request: Any = None) -> Awaitable[lis
 
 
 def _mark(obj: Any) -> None:
-    """Mark a request STRICT if SGLang reports states, unless memsaver's controller sends it."""
+    """Mark a request STRICT if SGLang reports states, unless memsaver's controller sends it.
+
+    A scheduler would send no reply to a client's request that is marked IDLE.
+    """
+    if obj.rid == IDLE:
+        obj.rid = None
     if handlers.reports_states() and obj.rid not in (FORGIVING, REWRITTEN):
         obj.rid = STRICT

@@ -102,8 +102,8 @@ def test_too_many_ranks_are_rejected(arguments):
     [
         (gpus(0, 0), "use the GPUs 0, 0"),
         ([Gpu("a", "4,5", 1), Gpu("a", "5", 0)], "use the GPUs 5, 5"),
-        (gpus(0) + gpus(1, host="b") + gpus(2), "not on a, b, a"),
-        (gpus(0, 1) + gpus(2, host="b"), "not on a, a, b"),
+        (gpus(0) + gpus(1, host="b") + gpus(2), "they are on a, b, a"),
+        (gpus(0, 1) + gpus(2, host="b"), "they are on a, a, b"),
         (gpus(0, 1) + gpus(0, 0, host="b"), "use the GPUs 0, 0"),
         ([None, *gpus(0)], "only some ranks"),
     ],

@@ -13,7 +13,7 @@ import memsaver
 from memsaver import InvalidStateError
 from memsaver.integrations.engine.messages import error_of
 from memsaver.integrations.sglang import SleepController
-from memsaver.integrations.sglang.protocol import FORGIVING, STRICT, answers_of
+from memsaver.integrations.sglang.protocol import FORGIVING, IDLE, STRICT, answers_of
 
 
 @dataclass
@@ -147,3 +147,12 @@ def test_a_call_that_fails_is_in_the_log(main_process, engine, sim, caplog):
         assert f"a {operation} of memory failed: " in caplog.text and text in caplog.text
     sim.occupy(0)
     call(main_process, "resume")
+
+
+@pytest.mark.timeout(30)
+def test_a_client_that_uses_the_mark_of_an_idle_release_is_answered(main_process):
+    (answer,) = call(main_process, "release", ["kv_cache"], IDLE)
+    assert answer.failure is None and answer.tags == ("kv_cache",)
+    assert states()["kv_cache"] == "paused"
+    call(main_process, "resume", ["kv_cache"], IDLE)
+    assert states()["kv_cache"] == "mapped"
