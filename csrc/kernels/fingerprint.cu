@@ -16,7 +16,7 @@ using namespace memsaver::fingerprint;
 
 namespace {
 
-constexpr uint32_t kStride = kThreads * kChunkBytes;  // between a thread's chunks
+constexpr uint32_t kStride = kThreads * kChunkBytes;  // from one chunk of a thread to its next
 constexpr uint32_t kWarps = kThreads / 32;
 constexpr uint32_t kAll = 0xffffffffu;
 
@@ -28,7 +28,7 @@ struct Work {
   uint4 next[kPiecesPerBlock];
 };
 
-// Loads the chunks at `offset` of the pieces that are long enough; with kSure, all pieces are.
+// Loads the chunks at `offset` of the pieces that are long enough; kSure: all pieces are.
 template <bool kSure>
 __device__ __forceinline__ void fetch(Work& work, uint32_t offset) {
 #pragma unroll

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hypothesis.errors import HypothesisException
 from hypothesis.stateful import invariant
 
 from model.exporter_rules import ExporterRules
@@ -15,3 +16,13 @@ class Machine(ExporterRules, RegionRules, OtherRules):
     @invariant()
     def the_library_is_as_the_model_says(self):
         self.compare()
+
+    def teardown(self) -> None:
+        """Tear down, and record a violation that is found only now: it may not be reproduced."""
+        try:
+            super().teardown()
+        except HypothesisException:
+            raise
+        except Exception as error:
+            self.process.journal.keep(error)
+            raise
