@@ -14,6 +14,7 @@ from typing import Any
 import framework_support
 import results
 from framework_steps import ENGINE, FRAMEWORKS, TRAINER, Step
+from framework_tables import circumstances
 from libraries import DEFAULT, OURS, PEERS
 
 README = results.ROOT / "README.md"
@@ -36,16 +37,6 @@ SHOWN: dict[str, tuple[str, ...]] = {
 Row = Mapping[str, Any]
 
 
-def circumstances(rows: Sequence[Row]) -> str:
-    """Return a sentence with the GPUs, dates and versions of the rows."""
-    found = {
-        f"{row['gpu']}, {row['date']}, "
-        + ", ".join(f"{name} {version}" for name, version in row["versions"].items())
-        for row in rows
-    }
-    return f"Run on: {'; '.join(sorted(found))}."
-
-
 def calls(rows: Sequence[Row], names: Sequence[str]) -> str:
     """Return the tables of the named frameworks' calls; the medians of the rounds."""
     found = {(row["framework"], row["saver"]): row for row in rows}
@@ -62,7 +53,7 @@ def _calls(name: str, ours: Row | None, theirs: Row | None) -> str:
     if theirs is not None and theirs["gpu"] != ours["gpu"]:
         theirs = None
     ran = [ours] if theirs is None else [ours, theirs]
-    lines = [f"{title}, {ours['rounds']} rounds. {circumstances(ran)}"]
+    lines = [f"{title}, {ours['rounds']} rounds. Run on {circumstances(ran)}."]
     if theirs is None:
         lines += [NOT_COMPARED, "", "| call | ms | MiB in use afterwards |", "|---|--:|--:|"]
     else:

@@ -16,13 +16,14 @@ row; for the other library, whose times are still valid, the row's details conta
 The memory that a sleeping engine still uses is measured before the second engine starts.
 
 `measure_neighbour` compares switches of memsaver's engines with backups on another GPU
-(MEMSAVER_SGLANG_BACKUP=peer) with those of engines with backups in host memory. The row's details
-contain the memory in use on the other GPU, with the backups of both engines.
+(MEMSAVER_SGLANG_BACKUP=peer) with those of engines with backups in host memory. It fails if the
+other GPU's memory in use does not grow by the backups, which are in host memory without room there.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -30,6 +31,7 @@ from typing import Any
 import host_memory
 import results
 from children import Child, attempt
+from engine_model import BIG, SMALL, checkpoint
 from engine_process import begin, say, used_mib, wait_until_free
 from libraries import DEFAULT, OURS, PEERS
 from raw_driver import count_gpus
@@ -182,14 +184,28 @@ def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[s
         )
 
 
+def weights_mib(options: argparse.Namespace) -> float:
+    """Return the size of an engine's weights."""
+    tensors = checkpoint(SMALL if options.small else BIG)
+    return sum(2 * math.prod(shape) for _, shape in tensors) / (1 << 20)  # bfloat16
+
+
 def measure_neighbour(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
     """Yield the row of NEIGHBOUR; none on a machine with fewer than two GPUs."""
     if options.device != "cpu" and count_gpus() < 2:
         say(f"{NEIGHBOUR} needs two GPUs")
         return
     host = measure_one(OURS, options, failures)
+    before = used_mib(1)
     neighbour = measure_one(OURS, options, failures, "peer")
     if not host["switch"] or not neighbour["switch"] or host["lost"] or neighbour["lost"]:
+        return
+    grown, backups = neighbour["neighbour_MiB"][0] - before, 2 * weights_mib(options)
+    if grown < backups:
+        failures.append(
+            f"{NEIGHBOUR}: the memory in use on the other GPU grew by {grown:.0f} MiB, less than "
+            f"the backups of {backups:.0f} MiB: some of them are in host memory"
+        )
         return
     row = results.measurement(NEIGHBOUR, neighbour["switch"], HOST, host["switch"], bench=BENCH)
     row["detail"]["memsaver_asleep_MiB"] = neighbour["asleep_MiB"]

@@ -20,8 +20,8 @@
 
 namespace memsaver::sim {
 
-// Passed as the device of an access check: access by any device suffices, as for an access by the
-// host.
+// Passed as the device of an access check: access by any device suffices, which also permits access
+// by the host.
 constexpr int kAnyDevice = -1;
 
 struct Range {

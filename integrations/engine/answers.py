@@ -14,7 +14,7 @@ from .ranks import first_failure
 
 __all__ = ["failure_of", "last_answer", "name_of", "next_answer"]
 
-# attributes of the object that answers, a scheduler or a worker
+# Attributes of the object that answers: a scheduler or a worker.
 _LAST = "_memsaver_last_answer"
 _NAME = "_memsaver_name"
 

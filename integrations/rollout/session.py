@@ -174,7 +174,7 @@ class ColocatedSession(StageOrder):
                     timeout=timeout,
                     offloading=self._sleeps,
                 )
-                undo.callback(self._trainer.undo)  # raised again if another rank fails
+                undo.callback(self._trainer.undo)  # runs only if another rank fails
                 return {
                     "sleep": str(self._sleeps),
                     "overlap": str(bool(overlap)),

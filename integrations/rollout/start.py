@@ -166,7 +166,7 @@ class EngineStart(SharedSleep):
                 "RolloutEngine.connect"
             )
         self.backend = backend = cast("Backend", made)
-        if self._closed:  # replaced by another thread during a restart
+        if self._closed:  # another thread has closed the engine during a restart
             backend.close()
         self._check_open()
         return backend.tp_size, known_released(backend)
@@ -226,7 +226,7 @@ class EngineStart(SharedSleep):
         finally:
             self._connections.close()
             self.layout = self.layout.without_groups()
-            self._make = lambda: None  # a copy, because the original may keep a mesh alive
+            self._make = lambda: None  # replaced, because the original may keep a mesh alive
 
     @property
     def _engine(self) -> Backend:

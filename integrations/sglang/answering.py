@@ -22,7 +22,7 @@ _logger = logging.getLogger("memsaver.sglang")
 
 
 class Answering:
-    """Creates the answer to one request, and keeps it for `add_state`.
+    """Creates the answer to one request, and keeps it for `scheduler.add_state`.
 
     Args:
         updater: the updater that handles the request.

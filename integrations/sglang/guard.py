@@ -42,14 +42,13 @@ from .updaters import updater_of
 __all__ = [
     "MOVED",
     "Guard",
-    "after_deferred_resume",
     "dispatch_unread",
     "flush",
+    "guard_of",
     "has_failed",
     "install",
     "is_known",
     "is_rust_served",
-    "refuses",
     "when_asleep",
 ]
 
@@ -189,11 +188,10 @@ def is_rust_served(scheduler: Any) -> bool:
     return getattr(scheduler, "rust_server", None) is not None
 
 
-def after_deferred_resume(scheduler: Any) -> None:
-    """Run the guard's work after a resume whose handler was deferred."""
-    guard = getattr(scheduler, _DISPATCHER, None)
-    if isinstance(guard, Guard):
-        guard.after_resume()
+def guard_of(scheduler: Any) -> Guard | None:
+    """Return a scheduler's guard, or None."""
+    found = getattr(scheduler, _DISPATCHER, None)
+    return found if isinstance(found, Guard) else None
 
 
 def _check_server(scheduler: Any) -> None:
@@ -228,16 +226,11 @@ def dispatch_unread(
 
     SGLang 0.5.23 calls it for requests of which some images could not be read.
     """
-    if refuses(scheduler, request):
-        getattr(scheduler, _DISPATCHER)(request)
+    guard = guard_of(scheduler)
+    if guard is not None and guard.refuses(request):
+        guard(request)
     else:
         original(scheduler, request, errors)
-
-
-def refuses(scheduler: Any, request: Any) -> bool:
-    """Return whether a scheduler's guard would refuse a request now."""
-    guard = getattr(scheduler, _DISPATCHER, None)
-    return isinstance(guard, Guard) and guard.refuses(request)
 
 
 class Guard:

@@ -39,7 +39,7 @@ _HYBRID = "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool"
 
 
 def _after(first: Callable[..., Any], second: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook that runs `outer` around `inner`."""
+    """Return a hook that runs `first` around `second`."""
 
     def hook(original: Callable[..., Any], *args: Any) -> Any:
         return first(functools.partial(second, original), *args)

@@ -2,10 +2,9 @@
 
 Torch's cache is always released to the driver; cuBLAS's workspaces are released if the engine
 captures no CUDA graphs. NCCL's communicators are suspended if MEMSAVER_SGLANG_SUSPEND_NCCL is set,
-and if no code
-uses them while memory is released: the guard must refuse requests, and on no rank may the engine
-have a setting with which it communicates even if idle. The communicators are resumed together with
-the first memory: at the same time if there is room for both, otherwise before the memory.
+and if no code uses them while memory is released: the guard must refuse requests, and on no rank
+may the engine have a setting with which it communicates even if idle. The communicators are resumed
+together with the first memory: at the same time if there is room for both, otherwise before it.
 """
 
 from __future__ import annotations
@@ -22,13 +21,12 @@ from ..engine.nccl import Communicator
 from ..engine.ranks import Figures, Group, first_failure
 from ..engine.tags import GRAPH, RELEASE_ORDER
 from . import settings
-from .guard import Guard
+from .guard import guard_of
 from .updaters import scheduler_of
 
 __all__ = ["after_release", "communicators", "resume"]
 
 _ATTRIBUTE = "_memsaver_suspender"  # an attribute of a scheduler
-_DISPATCHER = "_request_dispatcher"  # an attribute of a scheduler
 # Settings with which an idle engine communicates, or registers memory with its communicators,
 # unless they have these values. The expert recorder adds up its counts across ranks in a query.
 _SILENT = {
@@ -105,7 +103,7 @@ def _suspender(scheduler: Any) -> Suspender:
 def _is_silent_asleep(scheduler: Any) -> bool:
     """Return whether a sleeping engine does not use its communicators; False if that is unknown."""
     arguments = getattr(scheduler, "server_args", None)
-    if arguments is None or not isinstance(getattr(scheduler, _DISPATCHER, None), Guard):
+    if arguments is None or guard_of(scheduler) is None:
         return False
     return all(getattr(arguments, name, usual) in (usual, None) for name, usual in _SILENT.items())
 

@@ -20,7 +20,7 @@ from memsaver.errors import ConfigError, MemsaverError
 
 from ..engine.errors import EngineBusyError
 from ..engine.hooking import INSTALLED
-from . import guard
+from .guard import guard_of
 
 __all__ = ["after_input", "after_send", "can_defer", "defer", "is_installed", "is_waiting"]
 
@@ -116,8 +116,9 @@ def _run(scheduler: Any) -> None:
                 return
             refusal = waiting[0].busy
         one = waiting.pop(0)
-        if guard.refuses(scheduler, one.request):  # a release before it has run in the meantime
-            reply = scheduler._request_dispatcher(one.request)
+        guard = guard_of(scheduler)
+        if guard is not None and guard.refuses(one.request):  # an earlier release has run since
+            reply = guard(one.request)
         else:
             reply = one.work(refusal)
         if reply is not None:

@@ -82,39 +82,37 @@ def _answered(
         return original(updater, request)
     scheduler = scheduler_of(updater)
     together = place_of(updater).stages > 1 and pipeline.can_defer(scheduler)
+    group = group_of(updater) if together else Group(updater.tp_cpu_group)
+
+    def answering() -> Answering:
+        return Answering(updater, operation, group, is_idle=_rid(request) == IDLE)
+
+    try:
+        asked = handlers.requested_tags(request, order)
+    except ConfigError as error:
+        return answering().refused(error)
+
+    def is_resumed() -> bool:
+        return operation == "resume" and updater.offload_tags.isdisjoint(asked)
 
     def answered(refusal: MemsaverError | None = None) -> Any:
-        group = group_of(updater) if together else Group(updater.tp_cpu_group)
-        answer = Answering(updater, operation, group, is_idle=_rid(request) == IDLE)
+        answer = answering()
         try:
-            asked = handlers.requested_tags(request, order)
             # A release of tags that still have memory may be repeated, and so may a resume of them.
             released = updater.offload_tags - (answer.held if operation == "release" else set())
             handlers.check_states(request, operation, asked, released)
-            if refusal is not None and not _is_resumed(operation, updater, asked):
+            if refusal is not None and not is_resumed():
                 raise refusal
         except (ConfigError, InvalidStateError) as error:
             return answer.refused(error)
         output = work(original, updater, request, asked, answer)
-        if together and operation == "resume":
-            guard.after_deferred_resume(scheduler)
+        if together and operation == "resume" and (found := guard.guard_of(scheduler)) is not None:
+            found.after_resume()  # the guard itself has seen only the deferral
         return output
 
-    def is_alone() -> bool:
-        try:
-            asked = handlers.requested_tags(request, order)
-        except ConfigError:
-            return True
-        return _is_resumed(operation, updater, asked)
-
-    if together and (pipeline.is_waiting(scheduler) or not is_alone()):
+    if together and (pipeline.is_waiting(scheduler) or not is_resumed()):
         return pipeline.defer(scheduler, request, answered, _WHEN_BUSY)
     return answered()
-
-
-def _is_resumed(operation: str, updater: Any, asked: Sequence[str]) -> bool:
-    """Return whether the operation is a resume of tags none of which is released."""
-    return operation == "resume" and updater.offload_tags.isdisjoint(asked)
 
 
 def _rid(request: Any) -> Any:

@@ -39,7 +39,7 @@ class Aliases:
 
         self._tensors = tensors
         self._users: dict[int, list[Any]] = defaultdict(list)  # by the storage's id
-        self._elsewhere: list[range] = []  # the addresses of all storages
+        self._elsewhere: list[range] = []  # the addresses of the other storages in host memory
         self._gradients: set[int] = set()  # ids
         ids = set(map(_storage_id, tensors))
         for tensor in instances_of(torch.Tensor):

@@ -2,15 +2,13 @@
 
 An update rewrites the parameters of the model. It does not rewrite the model's buffers, a draft
 model, or parameters that vLLM's `sleep_preserve_parameter_names` preserves. The buffers are read
-from the backup before such a wake-up, and written after it, like those of a sleep at level 2; in
-the other cases, the wake-up restores all contents.
+from the backup before such a wake-up, and vLLM's worker restores them, like those of a sleep at
+level 2; in the other cases, the wake-up restores all contents.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import memsaver
@@ -20,9 +18,9 @@ from memsaver._transitions.parts import names_of
 from ..engine.tags import WEIGHTS
 from .allocator import MemsaverAllocator
 
-__all__ = ["has_draft", "restores_buffers", "save_buffers"]
+__all__ = ["has_draft", "save_buffers"]
 
-_SAVED = "_sleep_memsaver_buffers"  # an attribute of a worker; see `wake_order.saved`
+_SAVED = "_sleep_saved_buffers"  # an attribute of vLLM's worker
 _PRESERVED = "sleep_preserve_parameter_names"  # since vLLM 0.31
 _logger = logging.getLogger("memsaver.vllm")
 
@@ -46,7 +44,8 @@ def save_buffers(worker: Any, allocator: MemsaverAllocator) -> bool:
     """
     try:
         preserved: Any = getattr(worker.model_config, _PRESERVED, None)
-        if has_draft(worker) or preserved or allocator.discards(WEIGHTS):
+        restores = hasattr(worker, _SAVED) and not allocator.discards(WEIGHTS)
+        if not restores or has_draft(worker) or preserved:
             return False
         setattr(worker, _SAVED, _saved_buffers(worker.model_runner.model))
     except Exception as error:
@@ -64,19 +63,3 @@ def _saved_buffers(model: Any) -> dict[str, Any]:
         if place is not None and place[0] in names:
             found[name] = memsaver.backup_view(buffer).clone()
     return found
-
-
-def restores_buffers(wake_up: Callable[..., None]) -> Callable[..., None]:
-    """Return a worker's wake-up that writes the buffers of `save_buffers` with the weights."""
-
-    @functools.wraps(wake_up)
-    def call(worker: Any, tags: list[str] | None = None) -> None:
-        wake_up(worker, tags)
-        saved = getattr(worker, _SAVED, {})
-        if saved and (tags is None or WEIGHTS in tags):
-            for name, buffer in worker.model_runner.model.named_buffers():
-                if name in saved:
-                    buffer.data.copy_(saved[name])
-            setattr(worker, _SAVED, {})
-
-    return call

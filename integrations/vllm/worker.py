@@ -41,7 +41,7 @@ from .executor_ranks import group_of
 from .kept import keeps_cache_state, restores_draft, saves_draft
 from .protocol import RELEASE_PART, WAKE_REWRITTEN
 from .reload import domain_of
-from .rewritten import restores_buffers, save_buffers
+from .rewritten import save_buffers
 from .steps import Step
 from .wake_order import in_any_order, saved
 
@@ -69,8 +69,7 @@ def install(worker: Any) -> None:
     if "memsaver_state" in vars(worker):
         return
     worker.sleep = saves_draft(worker.sleep, installed_allocator)
-    restored = restores_buffers(restores_draft(worker.wake_up))
-    wake_up = in_any_order(restored, installed_allocator)
+    wake_up = in_any_order(restores_draft(worker.wake_up), installed_allocator)
     worker.wake_up = wake_up
     pool = keeps_cache_state(worker._maybe_get_memory_pool_context, installed_allocator)
     worker._maybe_get_memory_pool_context = pool

@@ -252,7 +252,7 @@ class Channel:
                             )
                         )
             (carrier,) = link.gloo
-        if link.closed:  # created by another thread
+        if link.closed:  # another thread has closed the link in the meantime
             link.close()
         return carrier
 

@@ -114,7 +114,7 @@ def test_a_page_shows_the_medians_of_each_call_or_says_that_it_did_not_run(run, 
     text = pages.calls(rows, ("xtuner", "lightrft"))
     assert "| `engine: resume(tags=['weights'])` | 1.0 | 1,000 |" in text
     assert "| all releases, pauses and resumes | 3.0 |  |" in text
-    assert "Run on: Some GPU, 2026-11-25, memsaver 0.2.0." in text
+    assert "Run on Some GPU, 2026-11-25 (memsaver 0.2.0)." in text
     assert text.count(pages.NOT_RUN) == text.count(pages.NOT_COMPARED) == 1
 
 

@@ -116,13 +116,24 @@ def test_engines_that_share_the_gpu(run):
 
 
 @pytest.mark.long
-def test_engines_with_backups_on_another_gpu(run):
+def test_engines_with_backups_on_another_gpu(run, benchmark_module, monkeypatch):
+    switch = benchmark_module("parts.sglang_switch")
+    status, rows, _ = run("--only=neighbour")
+    assert status == 1 and not rows  # the other GPU has as much memory in use as before
+
+    read, reads = switch.used_mib, []
+
+    def used_mib(place=0):
+        reads.append(place)
+        return read(place) + 500 * max(0, reads.count(1) - 1)
+
+    monkeypatch.setattr(switch, "used_mib", used_mib)
     status, rows, engines = run("--only=neighbour")
-    assert status == 0 and [kind for _, kind, _ in engines] == ["ours"] * 4
+    assert status == 0 and [kind for _, kind, _ in engines] == ["ours"] * 8
     row = rows.pop("sglang_switch_peer_ms")
     assert row["peer"] == "memsaver, backups in host memory" and not rows
     assert len(row["detail"]["memsaver"]) == len(row["detail"]["peer"]) == 10
-    assert row["detail"]["memsaver_neighbour_MiB"] == [1200.0]
+    assert row["detail"]["memsaver_neighbour_MiB"] == [1700.0]
 
 
 @pytest.mark.long

@@ -50,7 +50,7 @@ void ForeignSpan::map(std::vector<ForeignExtent> extents) {
     require(!overlaps, "an imported extent overlaps another one");
     end = extent.offset + extent.bytes;
   }
-  retry_releases(Retry::kWithoutWaiting);  // may free an imported address of one of these extents
+  retry_releases(Retry::kWithoutWaiting);  // may free the addresses of these extents
   const std::vector<CUmemAccessDesc> access = device_.access();
   std::map<uint64_t, Mapping> added;
   std::vector<Range> runs;  // adjacent mappings get access in one call, which is faster

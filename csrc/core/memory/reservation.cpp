@@ -187,7 +187,7 @@ std::unique_ptr<Reservation> Reservation::take(const std::vector<std::string>& n
   Registry& registry = Registry::instance();
   std::unique_lock<std::mutex> lock(registry.mutex);
   std::unique_ptr<Reservation> made(new Reservation(registry.select(names)));
-  made->claim_.is_over = true;  // released while the tags are not owned
+  made->claim_.is_over = true;  // until the reservation owns the tags
   try {
     wait_for_tags(lock, made->tags_, Need::kReservation);
     for (Tag* tag : made->tags_) tag->reservations.reserve(tag->reservations.size() + 1);

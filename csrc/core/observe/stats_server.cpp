@@ -45,7 +45,7 @@ struct Server {
   // Exit and fork handlers are registered, and the library cannot be unloaded.
   bool prepared = false;
   int listener = -1;
-  ino_t inode = 0;  // the descriptor of the listening socket
+  ino_t inode = 0;  // the inode of the listening socket
   int client = -1;  // the client that is being served
   // The process that owns the file `path`; 0 if there is no file. Each process
   // writes `path` at most once, before it sets `owner`.

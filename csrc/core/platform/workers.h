@@ -60,7 +60,7 @@ class Workers {
   const std::function<void(size_t)> job_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::vector<Job> jobs_;  // this function and the next two need the mutex
+  std::vector<Job> jobs_;  // this field and the next two need the mutex
   size_t next_ = 0;
   size_t running_ = 0;
   bool cancelled_ = false;

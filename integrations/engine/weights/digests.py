@@ -14,7 +14,7 @@ _HOST = "host:"  # marks digests that were computed on the host, by another func
 
 
 def digest(tensor: Any, like: str = "") -> str:
-    """Return a digest of the tensor's bytes, computed on the tensor's own device.
+    """Return a digest of the tensor's bytes, computed on its GPU or on the host.
 
     Args:
         tensor: dense, on a GPU or on the host.

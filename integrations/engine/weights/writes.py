@@ -263,7 +263,7 @@ def _tensors_in(value: Any) -> Iterator[Any]:
 
 
 def _replaced(value: Any, by: Mapping[int, Any]) -> Any:
-    """Return the value, in which tensors whose ids are in `known` are replaced."""
+    """Return the value, in which tensors whose ids are in `by` are replaced."""
     from torch.utils import _pytree
 
     return _pytree.tree_map(lambda leaf: by.get(id(leaf), leaf), value)

@@ -24,7 +24,7 @@ from ...engine.weights.groups import create_group
 __all__ = ["END_SECONDS", "Aside", "FailureNotice", "Sender"]
 
 _FAILED = "memsaver/failed"  # a key in the store
-END_SECONDS = 10.0  # the longest wait for broadcasts, joins and closes that were abandoned
+END_SECONDS = 10.0  # the longest wait until an answered or abandoned call ends on this side
 
 
 class Sender:

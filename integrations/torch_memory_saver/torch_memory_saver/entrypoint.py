@@ -129,7 +129,7 @@ class TorchMemorySaver:
     def resume(self, tag: str | None = None) -> None:
         """Map memory at the addresses of a tag, or of all tags, and restore the saved contents.
 
-        Afterwards releases the host memory of "mmap" backups or, if `retain_cpu_backup` was set to
+        Afterwards releases the host memory of "mmap" backups and, if `retain_cpu_backup` was set to
         False, of all backups. Starts no thread.
 
         Raises:

@@ -10,8 +10,8 @@ The importer sends:
         {"extents": [[address, bytes, span_address, span_bytes, id], ...], "more": bool} with a
         descriptor for each extent, or by {"error": text, "tag": text}, which begins no use
     {"drop": [token, ...]}              ends the uses of sent tensors, once for each import
-    {"released": [id, ...]}             reports that it no longer maps these extents {"bye": true}
-    maps nothing, and closes the connection
+    {"released": [id, ...]}             reports that it no longer maps these extents
+    {"bye": true}                       maps nothing, and closes the connection
 The exporter may send at any time:
     {"release": true}  requests the release of all extents, each as soon as no tensor uses it
 """
