@@ -15,6 +15,7 @@ def payload(named, as_list=False):
         as_list: whether the text is a list of tensors, instead of a flattened bucket.
     """
     memory = torch.zeros(sum(512 + t.nbytes for t in named.values()), dtype=torch.uint8)
+    _share(memory)
     views, begin = [], 0
     for name, tensor in named.items():
         begin = -(-begin // 512) * 512
@@ -23,3 +24,17 @@ def payload(named, as_list=False):
         views.append((name, begin, view))
         begin += tensor.nbytes
     return (listed(views) if as_list else flattened(memory, views)), memory
+
+
+def _share(memory, tries=10):
+    """Move host memory to shared memory, for which torch's manager process must answer within 1 s.
+
+    On a loaded machine it may answer later.
+    """
+    for left in reversed(range(tries)):
+        try:
+            memory.share_memory_()
+            return
+        except RuntimeError as error:
+            if "manager connection has timed out" not in str(error) or not left:
+                raise
