@@ -27,7 +27,8 @@ def check_tag(place: Place, tag: Tag, *, wholly: bool) -> set[tuple[int, int]]:
     """
     state = memsaver.state(tag.name)
     require(state == ("paused" if tag.paused else "mapped"), f"{tag.name} is {state}")
-    require(memsaver.ranges(tag.name) == tuple(tag.ranges()), f"{tag.name} has other addresses")
+    ranges = memsaver.ranges(tag.name)
+    require(ranges == tuple(tag.ranges()), f"{tag.name} has {ranges}, not {tag.allocations}")
     reachable = set()
     for allocation in tag.allocations:
         if not tag.paused:

@@ -58,7 +58,7 @@ def expect_deadline() -> None:
 def held() -> int:
     """Return the number of sent tensors that other processes use."""
     return sum(
-        len(importer.held) + importer.dropping
+        len(importer.held)
         for server in list(_servers.values())
         for importer in list(server.importers.values())
     )
@@ -175,7 +175,6 @@ class _Importer:
                 self.end_of_process = os.pidfd_open(pid)
         self.record = _C.Importer(pid)
         self.held: dict[int, _Held] = {}  # the memory that the process uses, by token
-        self.dropping = 0  # removed entries of `held` whose memory is being freed
 
     def serve(self) -> None:
         try:
@@ -202,9 +201,8 @@ class _Importer:
 
     def close(self) -> None:
         self.record.close()  # sent before the memory is freed, because a free may wait for a pause
-        self.dropping = len(self.held)
-        self.held.clear()
-        self.dropping = 0
+        for token in list(self.held):
+            self._end(token)
         self.connection.close()
         if self.end_of_process is not None:
             os.close(self.end_of_process)
@@ -217,39 +215,40 @@ class _Importer:
         self._drop([int(token) for token in message.get("drop", ())])
 
     def _drop(self, tokens: list[int]) -> None:
-        ended = []
         for token in tokens:
             held = self.held.get(token)
             if held is not None:
                 held.uses -= 1
                 if held.uses == 0:
-                    ended.append(self.held.pop(token))
-        self.dropping = len(ended)
-        ended.clear()
-        held = None  # frees memory
-        self.dropping = 0
+                    self._end(token)
+
+    def _end(self, token: int) -> None:
+        self.held[token].storage = None  # may free memory, which `held()` counts until then
+        del self.held[token]
 
     def _export(self, tokens: list[int], are_extents_missing: bool) -> None:
         """Keep sent tensors for the process, and answer with the extents that it does not have."""
         begun: list[int] = []
+        claimed: list[tuple[sent_storages.Sent, int | None]] = []
         try:
             try:
-                found = []
                 for token in tokens:
                     sent, storage = sent_storages.find(token)
                     self.held.setdefault(token, _Held(storage)).uses += 1
                     del storage
                     begun.append(token)
-                    found.append(sent)
+                    claimed.append((sent, sent_storages.claim(sent)))
                 if are_extents_missing:
-                    self._export_extents(found)
+                    self._export_extents([sent for sent, _ in claimed])
                 else:
                     self._send_extents([])
             except BaseException:
+                for sent, number in claimed:
+                    sent_storages.unclaim(sent, number)
                 self._drop(begun)
                 raise
-            for token in begun:
-                sent_storages.take(token)
+            for _, number in claimed:
+                sent_storages.take(number)
         except MemsaverError as error:
             wire.send(self.connection, {"error": str(error), "tag": error.tag})
 

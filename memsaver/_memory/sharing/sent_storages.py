@@ -30,12 +30,14 @@ from memsaver.errors import SharingError
 __all__ = [
     "Sent",
     "cancel",
+    "claim",
     "find",
     "forget_expired",
     "in_transit",
     "keep",
     "ranges_with",
     "take",
+    "unclaim",
 ]
 
 
@@ -50,7 +52,7 @@ class Sent:
     memory: _Memory
     pool: tuple[str, int]  # tag and device
     weak: Any  # torch's weak reference to the storage, whose address is therefore not reused
-    # The numbers of its messages that no receiver has received, in order. A message that has
+    # The numbers of its messages that no receiver has claimed, in order. A message that has
     # expired stays here until the storage's last one expires: its receiver may be late, and must
     # not take a later message.
     untaken: dict[int, bool] = field(default_factory=dict)
@@ -107,7 +109,9 @@ def _forget(sent: Sent) -> None:
 def cancel(tokens: list[int]) -> None:
     """Stop keeping storages for a message that no receiver will take. Clears the list."""
     while tokens:
-        take(tokens.pop())
+        sent = _sent.get(tokens.pop())
+        if sent is not None:
+            take(claim(sent))
 
 
 def keep(storage: Any, pool: tuple[str, int], address: int, nbytes: int) -> int:
@@ -197,15 +201,33 @@ def find(token: int) -> tuple[Sent, Any]:
     return sent, storage
 
 
-def take(token: int) -> None:
-    """Record that a receiver has received the earliest untaken message of a token."""
-    sent = _sent.get(token)
-    if sent is None:
-        return
+def claim(sent: Sent) -> int | None:
+    """Return the number of the earliest untaken message, which no other receiver can then take.
+
+    Claim it before the answer to the receiver, and `take` it after the answer: the receiver may go
+    on in the meantime, and its sender may send the storage again, to another receiver.
+
+    Returns:
+        None if the storage has no such message: the receiver receives one again.
+    """
     for number in list(sent.untaken):
         if sent.untaken.pop(number, False):
-            _in_flight.pop(number, None)  # may free the memory
-            return
+            return number
+    return None
+
+
+def take(number: int | None) -> None:
+    """Record that a receiver has received the message that `claim` returned."""
+    if number is not None:
+        _in_flight.pop(number, None)  # may free the memory
+
+
+def unclaim(sent: Sent, number: int | None) -> None:
+    """Leave the message that `claim` returned to a later attempt of its receiver."""
+    if number is not None:
+        sent.untaken[number] = True
+        if number not in _in_flight:  # expired
+            sent.untaken.pop(number, None)
 
 
 def ranges_with(tag: str, device: int) -> list[tuple[int, int]]:

@@ -28,8 +28,7 @@ def test_the_weights_of_an_offloaded_model_are_sent(sim, tag, wait_until):
         with pytest.raises(memsaver.SharingError):
             received(model.weight.detach())
         memsaver.resume(name)
-    for message in list(sent_storages._in_flight.values()):
-        sent_storages.take(message.sent.token)
+    sent_storages.cancel([message.sent.token for message in sent_storages._in_flight.values()])
     wait_until(lambda: sending.kept() == 0)
     handle.close()
     del model, handle

@@ -6,7 +6,6 @@ call: a finalizer that interrupted it may wait for the tag of the thread that ma
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
@@ -75,8 +74,13 @@ class Sender:
         self.tokens.append(sending.reduce(self.tensor, self.name)[1][-1][1])
 
     def take(self):
-        with contextlib.suppress(IndexError):
-            sent_storages.take(self.tokens.pop())
+        sent_storages.cancel(self.tokens[-1:])
+        del self.tokens[-1:]
+
+    def fail(self):
+        """Begin to answer the receiver, and fail."""
+        sent, _ = sent_storages.find(self.tokens[-1])
+        sent_storages.unclaim(sent, sent_storages.claim(sent))
 
     def send_briefly(self):
         memsaver.configure(importer_seconds=1)
@@ -104,7 +108,7 @@ class Sender:
         self.expire()
         for token in self.tokens:
             assert sent_storages.find(token)[1].nbytes() == 200
-            sent_storages.take(token)
+            sent_storages.cancel([token])
         if self.may_be_late:
             sent_storages.forget_expired(math.inf)
         assert sending.kept() == allocations(self.name) == 0
@@ -122,6 +126,7 @@ class Sender:
         (["send"], "take", ["send"]),
         (["send", "send"], "take", ["take"]),
         (["send"], "take", ["send_briefly", "expire"]),
+        (["send"], "fail", ["send"]),
         (["send_briefly"], "expire", ["send"]),
         (["send", "send_briefly"], "expire", ["take"]),
         (["send_briefly"], "expire", ["expire", "prune"]),
@@ -160,7 +165,7 @@ def test_a_late_receiver_takes_no_later_message(make, name, options):
     sender.send_briefly()
     sender.send()
     sender.expire()
-    sent_storages.take(sender.tokens[0])
+    sent_storages.cancel(sender.tokens[:1])
     sender.check()
 
 

@@ -73,6 +73,31 @@ def test_a_late_message_is_valid_while_the_sender_has_the_tensor(importer, make,
     wait_until(lambda: allocations(name) == 0)
 
 
+def test_a_receiver_takes_no_message_that_is_sent_during_its_answer(
+    importer, make, name, monkeypatch, wait_until
+):
+    """The receiver may be told of the later message before its own answer has been recorded."""
+    mine, later = [make(50)], []
+    message = dumped(mine[0])
+    importer.load_pickle("x", message)
+    importer.forget()
+    send = exporter.wire.send
+
+    def sending_again(connection, answer, *arguments):
+        if "extents" in answer:
+            later.append(dumped(mine[0]))
+        send(connection, answer, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(exporter.wire, "send", sending_again)
+        importer.load_pickle("x", message)
+    mine.clear()
+    importer.forget()
+    wait_until(lambda: exporter.held() == 0)
+    importer.load_pickle("x", later.pop())
+    assert importer.ask("x.tolist()") == list(range(50))
+
+
 def test_tokens_of_freed_tensors_are_forgotten(make, monkeypatch):
     monkeypatch.setattr(sent_storages, "_most_sent", 1)
     for _ in range(300):
