@@ -55,7 +55,7 @@ def run(built):
             environment["LD_PRELOAD"] = ":".join(preloaded)
         environment.update(env or {})
         return subprocess.run(
-            command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60
+            command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=100
         )
 
     return go
