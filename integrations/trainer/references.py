@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from memsaver._runtime.native import _C
+
 __all__ = ["TEMPORARY", "buffers_in_use", "instances_of", "references_to"]
 
 # The number that sys.getrefcount adds to the references to an element of a list.
@@ -153,7 +155,12 @@ def _locals_of(frame: Any) -> list[Any]:
     cells = set(code.co_cellvars)
     names = [name for name in code.co_varnames if name not in cells]
     values = [variables[name] for name in names if name in variables]
-    # Before Python 3.13 `f_locals` is a copy, which the frame keeps with all its values.
-    if sys.version_info < (3, 13) and sys.getrefcount(variables) == _KEPT_BY_FRAME:
+    # Before Python 3.13 `f_locals` is a copy, which the frame keeps with all its values. When a
+    # trace function of the thread returns, the copy's values become the variables' values.
+    if (
+        sys.version_info < (3, 13)
+        and not _C.is_traced()
+        and sys.getrefcount(variables) == _KEPT_BY_FRAME
+    ):
         variables.clear()
     return values

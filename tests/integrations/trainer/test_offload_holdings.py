@@ -5,8 +5,10 @@ import ctypes
 import dataclasses
 import mmap
 import sys
+import threading
 import types
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -329,3 +331,29 @@ def test_a_default_device_changes_nothing(sim, tag):
     with torch.device("meta"), offload(tensor, tag=tag()).paused():
         assert lies_in(tensor, tag.names[0])
     assert tensor.tolist() == list(range(64))
+
+
+def test_functions_under_a_debugger_keep_their_variables(sim, tag):
+    stopped, go = threading.Event(), threading.Event()
+
+    def work(value):
+        return value
+
+    def debug(frame, event, _):
+        if frame.f_code is work.__code__:
+            stopped.set()
+            assert go.wait(60)
+        return debug
+
+    def run():
+        sys.settrace(debug)
+        return work(5)
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run)
+        assert stopped.wait(60)
+        try:
+            offload(torch.nn.Linear(4, 4), tag=tag("t")).close()
+        finally:
+            go.set()
+        assert running.result() == 5
