@@ -150,7 +150,8 @@ import datetime, os
 import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from memsaver.distributed import RankError
+from memsaver.distributed import GroupError, RankError
+from memsaver.integrations.rollout import fence
 from memsaver.integrations.rollout.ranks import layout_of
 from memsaver.integrations.engine.errors import EngineTimeoutError
 from test_rollout_fence import *
@@ -235,6 +236,16 @@ engine.wake_up()
 with engine.asleep(fence=True):
     assert engine.status is Status.ASLEEP
 assert engine.status is Status.AWAKE
+
+# An engine whose ranks do not make the call: the other one wakes at its timeout.
+fence.GRACE_SECONDS = 0
+if not fails:
+    with pytest.raises(GroupError) as caught:
+        with engine.asleep(fence=True):
+            raise AssertionError("the block ran")
+    text = str(caught.value)
+    assert text.endswith("engine 0 fell asleep and was woken again: released tags: none"), text
+    assert engine.status is Status.AWAKE
 dist.barrier()
 """
 
