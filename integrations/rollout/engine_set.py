@@ -134,10 +134,14 @@ class _Backends:
         self._each(lambda backend, _: backend.end_update(timeout), timeout)
 
     def pause_generation(self, mode: PauseMode, timeout: float) -> None:
-        self._each(lambda backend, _: backend.pause_generation(mode, timeout), timeout)
+        self._each(
+            lambda backend, _: backend.pause_generation(mode, timeout), timeout, names_late=True
+        )
 
     def continue_generation(self, timeout: float) -> None:
-        self._each(lambda backend, _: backend.continue_generation(timeout), timeout)
+        self._each(
+            lambda backend, _: backend.continue_generation(timeout), timeout, names_late=True
+        )
 
     def join_group(self, group: JoinRequest, timeout: float) -> None:
         def join(backend: Backend, first: int) -> None:
@@ -199,7 +203,9 @@ class _Backends:
     def _name(self, number: int) -> str:
         return f"engine {number + 1} of {len(self._engines)}"
 
-    def _each(self, call: Callable[[Backend, int], Result], timeout: float) -> list[Result]:
+    def _each(
+        self, call: Callable[[Backend, int], Result], timeout: float, names_late: bool = False
+    ) -> list[Result]:
         """Make a call to all engines at the same time, and return their results.
 
         After a failure the other engines have only `END_SECONDS` more, because they may wait for
@@ -208,6 +214,8 @@ class _Backends:
         Args:
             call: makes the call; its arguments are the engine and the number of its first rank.
             timeout: seconds that the call may take.
+            names_late: whether an engine has failed too if it has not answered when the wait ends
+                because of another engine's failure; otherwise only engines that failed themselves.
 
         Raises:
             MemsaverError: the error of the first engine that failed, or an `EngineError` with that
@@ -222,12 +230,14 @@ class _Backends:
 
             calls.append(Aside(make))
             first += engine.tp_size
-        failed = self._failures(calls, time.monotonic() + timeout + END_SECONDS)
+        failed = self._failures(calls, time.monotonic() + timeout + END_SECONDS, names_late)
         if failed:
             raise self._error(failed)
         return [result for (result,) in results]
 
-    def _failures(self, calls: Sequence[Aside], deadline: float) -> dict[int, Exception]:
+    def _failures(
+        self, calls: Sequence[Aside], deadline: float, names_late: bool
+    ) -> dict[int, Exception]:
         """Wait for the calls, and return the errors of those that failed or are late."""
         failed: dict[int, Exception] = {}
         waiting = dict(enumerate(calls))
@@ -239,7 +249,7 @@ class _Backends:
                 if one.error is not None:
                     failed[number] = one.error
                     deadline = min(deadline, time.monotonic() + END_SECONDS)
-        if not failed:
+        if names_late or not failed:
             for number in waiting:
                 failed[number] = EngineTimeoutError("the engine did not answer in time")
         return failed

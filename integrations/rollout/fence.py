@@ -90,7 +90,8 @@ class Fence:
         Raises:
             error: `error` itself, if there is only one engine; an interrupt is raised only on its
                 own rank.
-            MemsaverError: the error of the engines' ranks; see `Together`.
+            MemsaverError: the error of the engines' ranks; see `Together`. Its message also names
+                the engines.
             GroupError: not all ranks made the call.
         """
         if self._layout.dp_size == 1:
@@ -99,13 +100,15 @@ class Fence:
             return
         limit = max(self._timeout, timeout or 0.0) + GRACE_SECONDS
         packed = [one.packed() for one in _failures(self._layout.leader, error)]
-        rows = self.gather(what, packed, limit)
-        parsed = (SerializedError.parse(one) for row in rows for one in row)
+        rows = self.gather(what, (self._layout.dp_rank, packed), limit)
+        parsed = (SerializedError.parse(one) for _, row in rows for one in row)
         each = {one.failure.rank: one for one in parsed}
         if error is not None and not isinstance(error, Exception):
             raise error
         if each:
             size = self._layout.tp_size * self._layout.dp_size
+            engines = ", ".join(str(engine) for engine, row in sorted(rows) if row)
+            what = f"{what} (engine {engines})"
             raise error_of(what, list(each.values()), size) from error
 
 

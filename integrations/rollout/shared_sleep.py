@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from memsaver._runtime.interrupts import collective_block, signals_deferred
 from memsaver._runtime.timeouts import check_timeout, is_timeout
@@ -15,6 +15,7 @@ from ..engine.interface import Backend
 from ..engine.status import Status, check_operation, status_of
 from ..engine.tags import WEIGHTS, Tags
 from .fence import Fence
+from .ranks import Layout
 from .together import Together
 
 if TYPE_CHECKING:
@@ -32,10 +33,12 @@ class SharedSleep:
     The base class of `RolloutEngine`, which sets the attributes.
 
     Attributes:
+        layout: the place of this rank among the ranks of all engines.
         together: makes collective calls among the group's ranks.
         timeout: the default timeout of calls, in seconds.
     """
 
+    layout: Layout
     together: Together
     timeout: float
     _fence: Fence
@@ -101,15 +104,15 @@ class SharedSleep:
                 ranks of the mesh make the call.
             timeout: seconds for the whole call; None means the engine's timeout.
         """
-        options = {"wait_idle": wait_idle, "abort": abort, "flush": flush}
-        if not keep_weights:
-            options["keep_weights"] = False
-        what = f"sleep({_words(tags)})"
-        return self._change(
-            what,
-            lambda control, limit: control.sleep(tags, timeout=limit, **options),
+        return self._sleep(
+            tags,
+            fence,
             timeout,
-            what if fence else "",
+            None,
+            wait_idle=wait_idle,
+            abort=abort,
+            flush=flush,
+            keep_weights=keep_weights,
         )
 
     def wake_up(
@@ -141,10 +144,16 @@ class SharedSleep:
         """Sleep during the block, and wake the same tags at its end, even after an exception.
 
         Args and errors are those of `sleep` and `wake_up`. Yields the report of `sleep`. If the
-        block fails on one rank, the engine wakes on all ranks, and only that rank raises.
+        block fails on one rank, the engine wakes on all ranks, and only that rank raises. If the
+        sleep of another engine fails (with `fence`), this engine wakes before the error is raised,
+        within the timeout of `wake_up`, and the error's message says in which state it is.
         """
-        timeout = options.get("timeout")
-        report = self.sleep(tags, fence=fence, **options)
+        timeout = options.pop("timeout", None)
+
+        def undo(report: SleepReport | None, error: BaseException) -> None:
+            self._undo_sleep(report, error, timeout, options.get("keep_weights", True))
+
+        report = self._sleep(tags, fence, timeout, undo, **options)
         try:
             yield report
         finally:
@@ -194,6 +203,31 @@ class SharedSleep:
             what, lambda: self._check_call(limit), lambda _: action(), limit
         )
 
+    def _sleep(
+        self,
+        tags: Tags,
+        fence: bool,
+        timeout: float | None,
+        undo: Callable[[SleepReport | None, BaseException], None] | None,
+        *,
+        wait_idle: bool = False,
+        abort: bool = False,
+        flush: bool = False,
+        keep_weights: bool = True,
+    ) -> SleepReport:
+        """Run `sleep`; see `_change` for `undo`."""
+        options = {"wait_idle": wait_idle, "abort": abort, "flush": flush}
+        if not keep_weights:
+            options["keep_weights"] = False
+        what = f"sleep({_words(tags)})"
+        return self._change(
+            what,
+            lambda control, limit: control.sleep(tags, timeout=limit, **options),
+            timeout,
+            what if fence else "",
+            undo,
+        )
+
     def _wake_up(
         self,
         what: str,
@@ -218,6 +252,7 @@ class SharedSleep:
         action: Callable[[EngineController, float], Result],
         timeout: float | None,
         fence: str,
+        undo: Callable[[Result | None, BaseException], None] | None = None,
     ) -> Result:
         """Change the state of the leader's engine, and store the new state on all ranks.
 
@@ -226,6 +261,8 @@ class SharedSleep:
             action: makes the change on the leader, within the timeout passed to it.
             timeout: seconds; None means the engine's timeout.
             fence: a description of the call, equal on all ranks of the mesh; "" for no fence.
+            undo: called on all ranks of the engine before the fence's error is raised, with the
+                result of the change, or None if the change failed, and the error.
         """
         limit = self._limit(timeout)
 
@@ -237,6 +274,7 @@ class SharedSleep:
                 vars(error)["released"] = known_released(engine)  # for other ranks
                 raise
 
+        report: Result | None = None
         failure: BaseException | None = None
         try:
             report, self._released = self._do(what, work, limit)
@@ -244,10 +282,45 @@ class SharedSleep:
             failure = error
             self._released = self._after(error)
         if fence:  # the limit itself may be the call's invalid argument
-            self._fence.wait(fence, failure, limit if is_timeout(limit) else None)
+            try:
+                self._fence.wait(fence, failure, limit if is_timeout(limit) else None)
+            except BaseException as error:
+                if undo is not None and self.layout.dp_size > 1:
+                    undo(report, error)
+                raise
         if failure is not None:
             raise failure
-        return report
+        return cast(Result, report)
+
+    def _undo_sleep(
+        self,
+        report: SleepReport | None,
+        error: BaseException,
+        timeout: float | None,
+        keeps_weights: bool,
+    ) -> None:
+        """Wake the tags that a sleep has released, and add the engine's state to an error.
+
+        Args:
+            report: the report of the sleep; None if it failed, which changes nothing here.
+            error: the error.
+            timeout: seconds for the wake-up; None means the engine's timeout.
+            keeps_weights: whether the sleep saved the weights.
+        """
+        done, then = "", ""
+        if report is not None and report.changed:
+            done = " fell asleep and was woken again"
+            try:
+                self._wake_up(f"wake_up({_words(report.changed)})", report.changed, timeout, "")
+            except Exception as failure:
+                done, then = f" fell asleep and could not be woken ({failure})", "; call wake_up()"
+        if isinstance(error, MemsaverError):
+            tags = self._released
+            released = "unknown" if tags is None else ", ".join(sorted(tags)) or "none"
+            if report is not None and WEIGHTS in report.changed and not keeps_weights:
+                then += "; its weights were not kept: update them"
+            own = f"engine {self.layout.dp_rank}{done}"
+            error.message += f"; {own}: released tags: {released}{then}"
 
     def _after(self, error: BaseException) -> frozenset[str] | None:
         """Return the released tags after a failure; None if unknown."""

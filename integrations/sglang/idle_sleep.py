@@ -19,7 +19,7 @@ from typing import Any
 from ..engine.idle import IdleTimer
 from ..engine.tags import GRAPH, KV_CACHE, WEIGHTS
 from . import settings
-from .places import parallel_of
+from .places import LOCAL_CONTROL, has_local_control, parallel_of
 from .protocol import IDLE, is_health_check
 from .updaters import updater_of
 
@@ -51,10 +51,11 @@ def install(result: Any, scheduler: Any) -> Any:
     try:
         seconds = settings.policy_of(scheduler).sleep_after
         if seconds and scheduler.memory_saver_adapter.enabled:
-            if _is_broadcast_local(scheduler.server_args):
+            if has_local_control(scheduler):
                 _logger.error(
                     "memsaver does not release the memory of an idle engine with SGLang's option "
-                    "enable_dp_attention_local_control_broadcast: turn the option off"
+                    "%s: turn the option off",
+                    LOCAL_CONTROL,
                 )
                 return result
             blocker = getattr(scheduler, _BLOCKER)
@@ -151,14 +152,6 @@ def with_handler(scheduler: Any, dispatcher: Any) -> Any:
 
     dispatcher += type(dispatcher)([(IdleRelease, handle)])
     return dispatcher
-
-
-def _is_broadcast_local(arguments: Any) -> bool:
-    """Return whether an added request reaches only some of the ranks that release together."""
-    return all(
-        getattr(arguments, name, False)
-        for name in ("enable_dp_attention", "enable_dp_attention_local_control_broadcast")
-    )
 
 
 def _is_monitoring(request: Any) -> bool:

@@ -22,6 +22,7 @@ from ..engine.ranks import Figures, Group, first_failure
 from ..engine.tags import GRAPH, RELEASE_ORDER
 from . import settings
 from .guard import guard_of
+from .places import has_parallel_attention
 from .updaters import scheduler_of
 
 __all__ = ["after_release", "communicators", "resume"]
@@ -32,7 +33,6 @@ _ATTRIBUTE = "_memsaver_suspender"  # an attribute of a scheduler
 _SILENT = {
     "disaggregation_mode": "null",
     "elastic_ep_backend": None,
-    "enable_dp_attention": False,
     "enable_symm_mem": False,
     "expert_distribution_recorder_mode": None,
     "pp_size": 1,
@@ -104,6 +104,8 @@ def _is_silent_asleep(scheduler: Any) -> bool:
     """Return whether a sleeping engine does not use its communicators; False if that is unknown."""
     arguments = getattr(scheduler, "server_args", None)
     if arguments is None or guard_of(scheduler) is None:
+        return False
+    if has_parallel_attention(scheduler):  # whose ranks communicate even while they are idle
         return False
     return all(getattr(arguments, name, usual) in (usual, None) for name, usual in _SILENT.items())
 

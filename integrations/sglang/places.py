@@ -16,7 +16,21 @@ from typing import Any
 from ..engine.ranks import Group
 from .updaters import scheduler_of
 
-__all__ = ["Place", "group_of", "parallel_of", "place_of", "ranks_in", "replicas_in"]
+__all__ = [
+    "LOCAL_CONTROL",
+    "Place",
+    "group_of",
+    "has_local_control",
+    "has_parallel_attention",
+    "holds_model",
+    "parallel_of",
+    "place_of",
+    "ranks_in",
+    "replicas_in",
+    "stage_group_of",
+]
+
+LOCAL_CONTROL = "enable_dp_attention_local_control_broadcast"  # SGLang's option
 
 
 @dataclass(frozen=True)
@@ -73,11 +87,53 @@ def place_of(updater: Any) -> Place:
 
 
 def group_of(updater: Any) -> Group:
-    """Return the ranks of all stages of this process's replica."""
+    """Return the ranks of all stages that handle each control request in the same round.
+
+    See `has_local_control` for the exception.
+    """
     scheduler = scheduler_of(updater)
-    if ranks_in(getattr(scheduler, "server_args", None), "pp_size") == 1:
-        return Group(updater.tp_cpu_group)
+    is_one_stage = ranks_in(getattr(scheduler, "server_args", None), "pp_size") == 1
+    if is_one_stage or has_local_control(scheduler):
+        return stage_group_of(updater)
     return Group(scheduler.world_group.cpu_group)
+
+
+def stage_group_of(updater: Any) -> Group:
+    """Return the ranks of this stage that handle each control request in the same round."""
+    scheduler = scheduler_of(updater)
+    is_local = has_local_control(scheduler)
+    return Group(scheduler.attn_tp_cpu_group if is_local else updater.tp_cpu_group)
+
+
+def holds_model(updater: Any, has_all_stages: bool) -> bool:
+    """Return whether the ranks of `group_of`, or of `stage_group_of`, contain the whole model."""
+    scheduler = scheduler_of(updater)
+    if has_local_control(scheduler):  # the experts may be spread over all replicas
+        return False
+    return has_all_stages or ranks_in(getattr(scheduler, "server_args", None), "pp_size") == 1
+
+
+def has_local_control(scheduler: Any) -> bool:
+    """Return whether replicas receive control requests in different rounds of their loops.
+
+    With data-parallel attention, the replicas use the ranks of one tensor-parallel group, and the
+    first replica sends control requests to all of them, unless this option is set: then each
+    replica receives its own, and a collective of the whole group in the handler could wait for
+    replicas that wait for this one in another collective.
+    """
+    return has_parallel_attention(scheduler) and _is_set(scheduler, LOCAL_CONTROL)
+
+
+def has_parallel_attention(scheduler: Any) -> bool:
+    """Return whether replicas use the ranks of one tensor-parallel group."""
+    # SGLang 0.5.22 has replaced the option.
+    return _is_set(scheduler, "enable_dp_attention") or _is_set(scheduler, "attn_dp_enabled")
+
+
+def _is_set(scheduler: Any, option: str) -> bool:
+    # Since 0.5.18, SGLang does not write options that it sets itself to the arguments.
+    owners = (getattr(scheduler, "server_args", None), parallel_of(scheduler))
+    return any(getattr(owner, option, False) for owner in owners)
 
 
 def ranks_in(arguments: Any, name: str) -> int:

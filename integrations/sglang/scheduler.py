@@ -11,6 +11,7 @@ the rest (caches, model buffers, queues, bookkeeping), with a saver that does no
 |---|---|
 | a release of released tags, a resume of mapped tags | unchanged; an error only if SGLang has one |
 | the engine is busy, or a tag is unknown | unchanged |
+| the engine's replicas receive requests separately (`has_local_control`) | unchanged |
 | a release is rejected before it runs | mapped, with contents; the KV cache is flushed |
 | a release fails later | mapped; contents without a backup may be lost, the KV cache is flushed |
 | a resume fails | still released, with backups; the same call may be repeated |
@@ -44,7 +45,7 @@ from ..engine.ranks import Figures, Group, first_failure
 from ..engine.tags import RELEASE_ORDER, RESUME_ORDER, WEIGHTS
 from . import draft_weights, guard, handlers, leftovers, pipeline
 from .answering import Answering
-from .places import group_of, place_of
+from .places import LOCAL_CONTROL, group_of, has_local_control, place_of
 from .protocol import IDLE, REWRITTEN
 from .updaters import resume_of, scheduler_of, updater_of
 
@@ -110,6 +111,15 @@ def _answered(
             found.after_resume()  # the guard itself has seen only the deferral
         return output
 
+    if has_local_control(scheduler):  # a resume of mapped tags needs no other rank
+        return answered(
+            ConfigError(
+                f"{operation} of {', '.join(asked)}: with SGLang's option {LOCAL_CONTROL}, "
+                "replicas receive the request at different times, and could wait for each other "
+                "indefinitely; nothing has changed; turn the option off, or the feature for which "
+                "SGLang sets it"
+            )
+        )
     if together and (pipeline.is_waiting(scheduler) or not is_resumed()):
         return pipeline.defer(scheduler, request, answered, _WHEN_BUSY)
     return answered()

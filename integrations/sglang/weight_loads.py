@@ -31,7 +31,7 @@ from ..engine.weights.load_check import LoadCheck
 from ..engine.weights.plain_check import Found, Known, PlainCheck, verdict
 from . import settings
 from .pipeline import can_defer, defer
-from .places import Place, group_of, place_of
+from .places import Place, group_of, holds_model, place_of, stage_group_of
 from .protocol import text_of_checks, verification_of
 from .updaters import SchedulerAsUpdater, scheduler_of
 
@@ -287,12 +287,11 @@ def _load_plainly(
         has_barrier: see `_load`.
         output_of: the class of the handler's reply.
         stages: the ranks of all stages of a pipeline, if they run the handler at the same time;
-            None exchanges results only within the updater's tensor-parallel group.
+            None exchanges results only within `stage_group_of`.
     """
-    own = Group(updater.tp_cpu_group)
-    group = stages or own
+    group = stages or stage_group_of(updater)
     known = _known_to(updater)
-    has_all_names = stages is not None or _is_whole(updater)
+    has_all_names = holds_model(updater, stages is not None)
     check = PlainCheck(known, watches=settings.updates_are_checked() and has_all_names)
     output, success, message = None, False, ""
 
@@ -305,7 +304,7 @@ def _load_plainly(
         except BaseException:
             _logger.exception("a weight update failed")
             if has_barrier:
-                _pass_barrier(own)
+                _pass_barrier(Group(updater.tp_cpu_group))
             raise
         finally:
             _current.pop()
@@ -350,12 +349,6 @@ def _known_to(updater: Any) -> Known:
         setattr(owner, _KNOWN, set())
     known: Known = getattr(owner, _KNOWN)
     return known
-
-
-def _is_whole(updater: Any) -> bool:
-    """Return whether the group's ranks contain the whole model, not one stage of a pipeline."""
-    arguments = getattr(scheduler_of(updater), "server_args", None)
-    return int(getattr(arguments, "pp_size", 1) or 1) == 1
 
 
 @contextlib.contextmanager

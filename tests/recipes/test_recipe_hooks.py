@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import inspect
 import sys
 import types
 
@@ -11,6 +13,7 @@ from installed import needs_sglang
 
 from memsaver.integrations.engine import hooking
 from memsaver.integrations.sglang import handlers, hooks
+from memsaver.integrations.sglang.places import LOCAL_CONTROL, has_local_control
 from memsaver.integrations.sglang.updaters import updater_of
 
 pytestmark = pytest.mark.recipes
@@ -92,3 +95,28 @@ def test_a_reply_that_reports_states_has_the_outcome(engine, monkeypatch):
 
 def test_the_handlers_are_as_expected(engine):
     assert handlers.is_as_expected(updater_of(engine.scheduler))
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_local_control_broadcasts_are_found(is_local):
+    """Newer versions have options that they set themselves in their runtime context only."""
+    needs_sglang()
+    import recipe_updater
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.server_args import ServerArgs
+
+    names = inspect.signature(ServerArgs).parameters
+    options = {LOCAL_CONTROL: is_local}
+    if "attn_dp_size" in names:
+        options.update(attn_dp_size=2, tp_size=2)
+    else:
+        options.update(enable_dp_attention=True)
+    assert options.keys() <= names.keys()
+    context = recipe_updater.runtime_context and recipe_updater.runtime_context.get_context()
+    scheduler = object.__new__(Scheduler)
+    with contextlib.ExitStack() as held:
+        scheduler.server_args = types.SimpleNamespace(**options)
+        if hasattr(context, "override_server_args"):
+            held.enter_context(recipe_updater.published(**options))
+            scheduler.server_args = context.server_args
+        assert has_local_control(scheduler) == is_local

@@ -19,6 +19,7 @@ from .buckets import Bucket
 from .colocated import BucketMemory
 from .disaggregated import WeightGroup
 from .options import Options
+from .pauses import paused_generation
 from .plan import agree
 from .regions import RegionTensors
 from .report import WeightUpdate
@@ -91,7 +92,7 @@ def update(
         group: the group of an engine on other GPUs.
         pause: the mode in which generation is paused during the update (see
             `Backend.pause_generation`). Needed if requests may be in flight. If the update fails,
-            generation stays paused.
+            generation stays paused; if the pause fails on an engine, generation continues on all.
         flush_cache: whether to flush the prefix cache, which the old weights computed. The default
             is True, except with `pause="in_place"`, because paused requests continue with the
             cache.
@@ -167,7 +168,10 @@ class _Update:
             if plan.mapped is not None:
                 tensors = held.enter_context(RegionTensors(plan.device))
                 loads.insert(0, ("tensors in regions", plan.mapped, tensors))
-            with self._paused(), self._session():
+            with (
+                paused_generation(self._engine, self._steps, self._options),
+                self._session(),
+            ):
                 for load in loads:
                     self._send(*load, load is loads[-1])
             if plan.has_parts:  # deleted before the free, which waits for its users
@@ -195,33 +199,6 @@ class _Update:
         self._steps.gather(f"{what}, opened", lambda: memory.open(others), timeout)
 
     # --- the engine -------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _paused(self) -> Iterator[None]:
-        """Pause generation during the block, if requested; after an error it stays paused."""
-        mode, timeout = self._options.pause, self._options.timeout
-        if mode is None:
-            yield
-            return
-        backend = self._engine.backend
-
-        def begin() -> None:
-            assert backend is not None and mode is not None
-            backend.pause_generation(mode, timeout)
-
-        def end() -> None:
-            assert backend is not None
-            backend.continue_generation(timeout)
-
-        self._steps.on_leader("pausing generation", begin, timeout)
-        try:
-            yield
-        except MemsaverError as error:
-            error.message += (
-                "; generation is still paused: repeat the update, or call continue_generation()"
-            )
-            raise
-        self._steps.on_leader("continuing generation", end, timeout)
 
     @contextlib.contextmanager
     def _session(self) -> Iterator[None]:

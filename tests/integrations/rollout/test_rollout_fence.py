@@ -16,7 +16,10 @@ TAGS = frozenset(RELEASE_ORDER)
 
 
 class Engine(Control):
-    """A backend that can only sleep. The next transition raises `fail`, after `slow` seconds."""
+    """A backend that can only sleep. The next transition raises `fail`, after `slow` seconds.
+
+    The next wake-up raises `fail_in_wake_up`.
+    """
 
     tp_size = 1
 
@@ -24,7 +27,14 @@ class Engine(Control):
         super().__init__()
         self.control = self
         self.fail: BaseException | None = None
+        self.fail_in_wake_up: BaseException | None = None
         self.slow = 0.0
+
+    def wake_up(self, tags=None, **options):
+        error, self.fail_in_wake_up = self.fail_in_wake_up, None
+        if error is not None:
+            raise error
+        return super().wake_up(tags, **options)
 
     def become(self, released):
         time.sleep(self.slow)
@@ -133,3 +143,113 @@ dist.barrier()
 def test_engines_of_a_mesh_wait_for_each_other(tmp_path):
     here = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
     rank_processes.run(here + CODE, 2, tmp_path, timeout=80)
+
+
+ENTRY = """
+import datetime, os
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from memsaver.distributed import GroupError, RankError
+from memsaver.integrations.rollout import fence
+from memsaver.integrations.rollout.ranks import layout_of
+from memsaver.integrations.engine.errors import EngineTimeoutError
+from test_rollout_fence import *
+
+RANK = int(os.environ["RANK"])
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+layout = layout_of(mesh)
+backend = Engine() if layout.is_leader else None
+engine = RolloutEngine(backend, layout, timeout=4)
+fails = layout.dp_rank == 1
+
+def entered(kind, tags=None, **options):
+    # A block that is not entered because the sleep of engine 1 failed; return the error.
+    with pytest.raises(kind) as caught:
+        with engine.asleep(tags, fence=True, **options):
+            raise AssertionError("the block ran")
+    text = str(caught.value)
+    assert "sleep(" in text and ") (engine 1) failed on rank 2 of 4" in text, text
+    return text
+
+# The sleep of engine 1 fails: engine 0 wakes again.
+if fails and backend:
+    backend.fail = InvalidStateError("busy")
+text = entered(InvalidStateError)
+assert "busy" in text and engine.status is Status.AWAKE, text
+assert text.endswith(
+    "; engine 1: released tags: none" if fails
+    else "; engine 0 fell asleep and was woken again: released tags: none"
+), text
+assert backend is None or not backend.released
+
+# Tags that were released before stay released.
+if not fails:
+    engine.sleep("kv_cache")
+if fails and backend:
+    backend.fail = InvalidStateError("busy")
+text = entered(InvalidStateError)
+assert fails or text.endswith("was woken again: released tags: kv_cache"), text
+assert engine.released == (set() if fails else {"kv_cache"})
+if fails and backend:
+    backend.fail = InvalidStateError("busy")
+text = entered(InvalidStateError, "kv_cache", keep_weights=False)
+assert fails or text.endswith("; engine 0: released tags: kv_cache"), text
+engine.wake_up()
+if fails and backend:
+    backend.fail = InvalidStateError("busy")
+text = entered(InvalidStateError, keep_weights=False)
+assert fails or text.endswith("tags: none; its weights were not kept: update them"), text
+
+# The wake-up fails as well: the error says both.
+if backend:
+    backend.fail = InvalidStateError("busy") if fails else None
+    backend.fail_in_wake_up = None if fails else InvalidStateError("no room")
+text = entered(InvalidStateError, ["weights", "kv_cache"])
+assert "busy" in text and ("no room" in text) != fails, text
+assert fails or "engine 0 fell asleep and could not be woken (" in text, text
+assert fails or text.endswith("released tags: kv_cache, weights; call wake_up()"), text
+assert engine.released == (set() if fails else {"weights", "kv_cache"})
+engine.wake_up()
+assert engine.status is Status.AWAKE
+
+# An engine that hangs: the other one waits for it, and then wakes.
+if fails and backend:
+    backend.slow, backend.fail = 2.0, EngineTimeoutError("it hangs")
+text = entered(EngineTimeoutError, timeout=2)
+assert "it hangs" in text and engine.status is Status.AWAKE, text
+if backend:
+    backend.slow = 0.0
+
+# An interrupt is for its own rank; the other engine wakes.
+if fails and backend:
+    backend.fail = KeyboardInterrupt()
+with pytest.raises((KeyboardInterrupt, RankError)) as caught:
+    with engine.asleep(fence=True):
+        raise AssertionError("the block ran")
+assert caught.type is (KeyboardInterrupt if fails and backend else RankError)
+assert engine.status is (Status.UNKNOWN if fails else Status.AWAKE)
+assert fails or str(caught.value).endswith("was woken again: released tags: none")
+assert not fails or backend or str(caught.value).endswith("engine 1: released tags: unknown")
+engine.wake_up()
+with engine.asleep(fence=True):
+    assert engine.status is Status.ASLEEP
+assert engine.status is Status.AWAKE
+
+# An engine whose ranks do not make the call: the other one wakes at its timeout.
+fence.GRACE_SECONDS = 0
+if not fails:
+    with pytest.raises(GroupError) as caught:
+        with engine.asleep(fence=True):
+            raise AssertionError("the block ran")
+    text = str(caught.value)
+    assert text.endswith("engine 0 fell asleep and was woken again: released tags: none"), text
+    assert engine.status is Status.AWAKE
+dist.barrier()
+"""
+
+
+def test_an_engine_wakes_if_another_one_does_not_fall_asleep(tmp_path):
+    here = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+    rank_processes.run(here + ENTRY, 4, tmp_path, timeout=80)

@@ -174,8 +174,14 @@ def of(**setting):
     return lambda engine, patch: vars(engine.server_args).update(setting)
 
 
+def of_decided_attention(engine, patch):
+    """The arguments do not have it: SGLang keeps it with its other decisions."""
+    engine.ps = types.SimpleNamespace(attn_dp_enabled=True)
+
+
 REASONS = {
     "attention": of(enable_dp_attention=True),
+    "attention in 0.5.23": of_decided_attention,
     "stages": of(pp_size=2),
     "disaggregation": of(disaggregation_mode="decode"),
     "elastic": of(elastic_ep_backend="mooncake"),
