@@ -75,15 +75,11 @@ PYBIND11_MODULE(_C, m) {
         if (collection_pauses > 0 && is_collection_wanted) PyGC_Enable();
         collection_pauses = 0;
       }));
-  // Returns whether a thread has a trace or profile function that sys.settrace or sys.setprofile
-  // set.
-  m.def("is_traced", [] {
-    const auto is_function = [](PyObject* object) { return object && PyCallable_Check(object); };
+  // Returns whether a trace or profile function, such as a debugger's, is running on a thread.
+  m.def("is_in_trace_function", [](unsigned long ident) {
     PyThreadState* thread = PyInterpreterState_ThreadHead(PyInterpreterState_Get());
-    for (; thread; thread = PyThreadState_Next(thread)) {
-      if (is_function(thread->c_traceobj) || is_function(thread->c_profileobj)) return true;
-    }
-    return false;
+    while (thread && thread->thread_id != ident) thread = PyThreadState_Next(thread);
+    return thread && thread->tracing > 0;
   });
   m.def("version", &ms_version);
   m.def("driver_info", [] {

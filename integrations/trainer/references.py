@@ -142,24 +142,25 @@ def _local_values() -> Iterator[Any]:
     Leaves out generators and coroutines, whose variables the collector reports.
     """
     frame: Any
-    for frame in sys._current_frames().values():
+    for thread, frame in sys._current_frames().items():
+        is_traced = _C.is_in_trace_function(thread)
         while frame is not None:
             flags = frame.f_code.co_flags
             if flags & inspect.CO_OPTIMIZED and not flags & _RESUMED:
-                yield from _locals_of(frame)
+                yield from _locals_of(frame, is_traced)
             frame = frame.f_back
 
 
-def _locals_of(frame: Any) -> list[Any]:
+def _locals_of(frame: Any, is_traced: bool) -> list[Any]:
     code, variables = frame.f_code, frame.f_locals
     cells = set(code.co_cellvars)
     names = [name for name in code.co_varnames if name not in cells]
     values = [variables[name] for name in names if name in variables]
     # Before Python 3.13 `f_locals` is a copy, which the frame keeps with all its values. When a
-    # trace function of the thread returns, the copy's values become the variables' values.
+    # trace function returns, it replaces the values of the variables.
     if (
         sys.version_info < (3, 13)
-        and not _C.is_traced()
+        and not is_traced
         and sys.getrefcount(variables) == _KEPT_BY_FRAME
     ):
         variables.clear()
