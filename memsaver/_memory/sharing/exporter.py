@@ -15,6 +15,7 @@ import os
 import select
 import socket
 import time
+import weakref
 from typing import Any
 
 from memsaver._memory.sharing import sent_storages, wire
@@ -126,6 +127,7 @@ class _Server:
 
     def _accept(self) -> None:
         connection, _ = self.listener.accept()
+        importer = None
         try:
             pid = wire.peer_of(connection)
             importer = _Importer(connection, pid)
@@ -133,6 +135,8 @@ class _Server:
         except BaseException as error:
             with contextlib.suppress(OSError):
                 wire.send(connection, {"error": str(error), "tag": ""}, wait=False)
+            if importer is not None:
+                importer.close()
             connection.close()
 
     def _serve(self, importer: _Importer) -> None:
@@ -169,11 +173,13 @@ class _Importer:
 
     def __init__(self, connection: socket.socket, pid: int) -> None:
         self.connection = connection
+        # Closed with this object, and not earlier: another thread may be sending a request.
+        weakref.finalize(self, connection.close).atexit = False
+        self.record = _C.Importer(pid)
         self.end_of_process: int | None = None
         if pid:  # 0: a process in another pid namespace, whose end only the connection shows
             with contextlib.suppress(OSError):
                 self.end_of_process = os.pidfd_open(pid)
-        self.record = _C.Importer(pid)
         self.held: dict[int, _Held] = {}  # the memory that the process uses, by token
 
     def serve(self) -> None:
@@ -203,7 +209,8 @@ class _Importer:
         self.record.close()  # sent before the memory is freed, because a free may wait for a pause
         for token in list(self.held):
             self._end(token)
-        self.connection.close()
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
         if self.end_of_process is not None:
             os.close(self.end_of_process)
 

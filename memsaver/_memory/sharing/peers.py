@@ -29,6 +29,7 @@ __all__ = ["Peer", "is_foreign", "peer_at"]
 
 _ANSWER_SECONDS = 60.0  # the longest wait for an exporter, which may be resuming the tag
 _GATHER_MILLISECONDS = 3
+_RETRY_MILLISECONDS = 100
 _LOOK_SECONDS = 1.0  # between checks that the connection's thread still runs
 
 
@@ -65,6 +66,11 @@ class Peer:
         """Close the connection. Its memory stays mapped."""
         self._has_ended = True
         self._socket.close()
+
+    def forget(self) -> None:
+        """Remove a closed connection from the connections that `peer_at` returns. Any thread."""
+        if _peers.get(self.endpoint) is self:
+            _peers.pop(self.endpoint, None)
 
     # --- any thread
 
@@ -117,7 +123,10 @@ class Peer:
             poll.register(self._wake, select.POLLIN)
         try:
             while self._is_connected or self.extents:
-                for file, _ in events.poll():
+                ready = events.poll(_RETRY_MILLISECONDS if self._is_refused() else None)
+                if not ready:
+                    self._release(list(self.extents.values()))
+                for file, _ in ready:
                     if file != self._wake:
                         if not self._hear():
                             events.unregister(self._socket)
@@ -129,9 +138,15 @@ class Peer:
                     self._is_urgent = self._is_woken = False
                     self._work()
         finally:
-            if _peers.get(self.endpoint) is self:
-                del _peers[self.endpoint]
-            self.close()
+            self.close()  # first: `peer_at` may record this connection in the meantime
+            self.forget()
+
+    def _is_refused(self) -> bool:
+        """Return whether memory stays mapped only because the driver refused to unmap it.
+
+        While the other process exists, its next request repeats the refused calls.
+        """
+        return not self._is_connected and any(not each.users for each in self.extents.values())
 
     def _work(self) -> None:
         ended: list[Use] = []
@@ -188,19 +203,20 @@ class Peer:
                 self._release(list(self.extents.values()))
 
     def _release(self, extents: list[Extent]) -> None:
-        """Unmap those extents that no tensor uses, and report them as released."""
+        """Unmap those extents that no tensor uses, and report them as released.
+
+        If the driver refuses, they stay mapped until the next request; after the end of the other
+        process, until a retry succeeds.
+        """
         by_span: dict[Span, list[Extent]] = {}
         for extent in dict.fromkeys(extents):
             if not extent.users and self.extents.get(extent.id) is extent:
                 by_span.setdefault(extent.span, []).append(extent)
         released = []
         for span, gone in by_span.items():
-            # If the driver refuses, they stay mapped until the next request.
-            with contextlib.suppress(MemsaverError):
-                span.native.unmap([extent.offset for extent in gone])
-                for extent in gone:
-                    del self.extents[extent.id], span.at[extent.offset]
-                    released.append(extent.id)
+            for extent in span.unmap(gone):
+                del self.extents[extent.id], span.at[extent.offset]
+                released.append(extent.id)
         self._tell("released", released)
 
     def _begin(self, request: ImportRequest) -> None:
@@ -333,6 +349,9 @@ def peer_at(endpoint: str, tag: str) -> Peer:
         if peer is not fresh:  # another thread connected first
             with contextlib.suppress(OSError):
                 wire.send(fresh._socket, {"bye": True})
+        if peer._has_ended:  # before it was recorded, so its thread cannot have removed it
+            peer.forget()
+            raise _gone(tag)
     return peer
 
 

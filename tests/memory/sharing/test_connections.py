@@ -184,6 +184,49 @@ def test_a_server_without_descriptors_waits_before_the_next_attempt(make, monkey
     assert pickle.loads(dumped(make(3))).tolist() == [0, 1, 2]
 
 
+def test_a_connection_without_a_thread_leaves_no_descriptor(make, monkeypatch, wait_until):
+    endpoint = exporter.endpoint()
+    mine = make(3)
+    before = os.listdir("/proc/self/fd")
+
+    def refused(*arguments):
+        raise RuntimeError("can't start new thread")
+
+    with (
+        monkeypatch.context() as patch,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection,
+    ):
+        patch.setattr(exporter, "start_daemon", refused)
+        connection.connect(f"\0{endpoint}")
+        assert wire.receive(connection)[0]["error"] == "can't start new thread"
+        assert wire.receive(connection) == ({}, [])
+    wait_until(lambda: os.listdir("/proc/self/fd") == before)
+    assert pickle.loads(dumped(mine)).tolist() == [0, 1, 2]
+
+
+def test_a_descriptor_is_not_reused_while_a_request_is_sent(
+    own_importer, make, monkeypatch, wait_until
+):
+    """A request to a process that ends must not reach the next owner of its descriptor."""
+    mine = make(50)
+    own_importer.load("x", mine)
+    server = exporter._servers[os.getpid()]
+    count, sent, send = len(server.importers), [], wire.send
+
+    def ending_first(connection, message, *arguments, **options):
+        if "release" in message and wire.peer_of(connection) == own_importer.pid:
+            own_importer.kill()
+            wait_until(lambda: len(server.importers) < count)
+            sent.append(connection.fileno())
+        send(connection, message, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(wire, "send", ending_first)
+        os.eventfd_write(server.requests, 1)
+        wait_until(lambda: sent)
+    assert sent[0] >= 0
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_connections_thread_that_fails_ends_the_connection(make, monkeypatch, wait_until):
     mine = make(50)
@@ -195,7 +238,7 @@ def test_a_connections_thread_that_fails_ends_the_connection(make, monkeypatch, 
         patch.setattr(peers.Peer, "_work", failing)
         with pytest.raises(memsaver.SharingError, match="has ended"):
             pickle.loads(dumped(mine))
-    assert exporter.endpoint() not in peers._peers
+    wait_until(lambda: exporter.endpoint() not in peers._peers)
     assert pickle.loads(dumped(mine)).tolist() == mine.tolist()
 
 
