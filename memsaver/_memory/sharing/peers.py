@@ -98,8 +98,13 @@ class Peer:
                     f"answer within {_ANSWER_SECONDS:.0f} s",
                     tag=request.tag,
                 )
-        if request.error is not None:
-            raise request.error
+        # The error's traceback refers to the request and to this frame: neither keeps the error.
+        error, request.error = request.error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error
 
     def end(self, use: Use) -> None:
         """End a use, even one that failed or was interrupted. Finalizers may call it."""

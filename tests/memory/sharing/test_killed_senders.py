@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import re
+import weakref
 
 import pytest
 
@@ -80,6 +82,28 @@ def test_a_sender_killed_while_the_connection_is_recorded(sender, monkeypatch, w
         patch.setattr(peers, "Peer", connecting)
         pickle.loads(message)
     assert exporter_of(message) not in peers._peers
+
+
+@pytest.fixture
+def uncollected():
+    """Disable the garbage collector during the test."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_a_failed_import_leaves_nothing_to_the_garbage_collector(
+    sim, sender, uncollected, wait_until
+):
+    """Its connection has descriptors and reserved addresses."""
+    process, message = sender
+    with sim.fault("cuMemMap"), pytest.raises(memsaver.DriverError):
+        pickle.loads(message)
+    connection = weakref.ref(peers._peers[exporter_of(message)])
+    process.kill()
+    process.wait()
+    wait_until(lambda: connection() is None)
 
 
 def exporter_of(message: bytes) -> str:
