@@ -22,7 +22,7 @@ SABOTAGE = {
                 _C.malloc(512, 0)
             return real.resume(*tags, **named)
         """,
-        "e has other addresses",
+        "e has (Range(",
     ),
     "an error of no kind": (
         """
