@@ -76,10 +76,12 @@ class _Server:
         self.has_no_deadline = True  # the thread waits, or is about to, without a limit
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
+            _running[id(self)] = self  # before it listens: see _forget
             self.listener.bind(f"\0{self.name}")
             self.listener.listen(_BACKLOG)
             start_daemon("share", self._run)
         except BaseException:
+            _running.pop(id(self), None)
             self.listener.close()
             os.close(self.wake)
             raise
@@ -93,6 +95,7 @@ class _Server:
         try:
             self._serve_all()
         finally:
+            _running.pop(id(self), None)
             self.listener.close()
             if _servers.get(os.getpid()) is not self:  # otherwise any thread may write to it
                 os.close(self.wake)
@@ -131,22 +134,22 @@ class _Server:
         try:
             pid = wire.peer_of(connection)
             importer = _Importer(connection, pid)
+            self.importers[id(importer)] = importer  # before its thread starts: see _forget
             start_daemon(f"share-{pid}", functools.partial(self._serve, importer))
         except BaseException as error:
             with contextlib.suppress(OSError):
                 wire.send(connection, {"error": str(error), "tag": ""}, wait=False)
             if importer is not None:
                 importer.close()
+                del self.importers[id(importer)]
             connection.close()
 
     def _serve(self, importer: _Importer) -> None:
-        key = id(importer)
-        self.importers[key] = importer
         try:
             importer.serve()
         finally:
             importer.close()
-            del self.importers[key]
+            del self.importers[id(importer)]
 
     def _request_release(self) -> None:
         """Request a release from each importer, and again later from importers that do not read."""
@@ -292,14 +295,16 @@ class _Importer:
 
 
 _servers: dict[int, _Server] = {}  # by process id: at most one entry
+_running: dict[int, _Server] = {}  # by id; also servers that `_servers` does not contain yet
 
 
 def _forget() -> None:
     """Close the parent's sockets in a forked child, so that importers notice the parent's end."""
-    for server in _servers.values():
+    for server in _running.values():
         server.listener.close()
         for importer in server.importers.values():
             importer.connection.close()
+    _running.clear()
     _servers.clear()
 
 

@@ -53,6 +53,7 @@ class Peer:
         weakref.finalize(self, os.close, self._wake).atexit = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
+            _open[id(self)] = self  # before it is connected: see _forget
             self._socket.connect(f"\0{endpoint}")
             wire.peer_of(self._socket)
             start_daemon("import", self._run)
@@ -66,6 +67,7 @@ class Peer:
         """Close the connection. Its memory stays mapped."""
         self._has_ended = True
         self._socket.close()
+        _open.pop(id(self), None)
 
     def forget(self) -> None:
         """Remove a closed connection from the connections that `peer_at` returns. Any thread."""
@@ -370,11 +372,12 @@ def is_foreign(address: int) -> bool:
 
 
 _peers: dict[str, Peer] = {}
+_open: dict[int, Peer] = {}  # by id; also connections that `_peers` does not contain yet
 
 
 def _forget() -> None:
     """Close the parent's sockets in a forked child, so that exporters notice the parent's end."""
-    for peer in _peers.values():
+    for peer in list(_open.values()):
         peer.close()
     _peers.clear()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import gc
 import os
 import pickle
@@ -163,6 +164,41 @@ def is_eventfd(file) -> bool:
     with contextlib.suppress(OSError):
         return "eventfd" in os.readlink(f"/proc/self/fd/{file}")
     return False
+
+
+@pytest.fixture
+def kept_by_child(monkeypatch):
+    """Fork a child whenever a thread starts. Yields a list: whether each child has its socket."""
+    start, kept = exporter.start_daemon, []
+
+    def forking(name, work):
+        owner = work.args[0] if isinstance(work, functools.partial) else work.__self__
+        (opened,) = (each for each in vars(owner).values() if isinstance(each, socket.socket))
+        child = os.fork()
+        if child == 0:
+            os._exit(opened.fileno() >= 0)
+        kept.append(bool(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+        start(name, work)
+
+    for module in (exporter, peers):
+        monkeypatch.setattr(module, "start_daemon", forking)
+    return kept
+
+
+def test_a_child_that_is_forked_during_a_connection_keeps_none_of_it(
+    make, wait_until, kept_by_child
+):
+    """Otherwise, neither process would notice the other's end before the child's end."""
+    again = pickle.loads(dumped(make(50)))
+    kept_by_child.clear()
+    closed_connection(exporter.endpoint(), wait_until)
+    assert kept_by_child == [False, False] and peers.is_foreign(again.data_ptr())
+
+
+def test_a_child_that_is_forked_while_a_server_starts_does_not_listen(make, kept_by_child):
+    """Otherwise, messages of the parent would be awaited from the child after the parent's end."""
+    exporter._Server().close()
+    assert kept_by_child == [False]
 
 
 def test_a_server_without_descriptors_waits_before_the_next_attempt(make, monkeypatch):
