@@ -137,8 +137,10 @@ class _Server:
             self.importers[id(importer)] = importer  # before its thread starts: see _forget
             start_daemon(f"share-{pid}", functools.partial(self._serve, importer))
         except BaseException as error:
+            known = isinstance(error, SharingError)
+            text = str(error) if known else f"tensors cannot be sent to another process: {error}"
             with contextlib.suppress(OSError):
-                wire.send(connection, {"error": str(error), "tag": ""}, wait=False)
+                wire.send(connection, {"error": text, "tag": ""}, wait=False)
             if importer is not None:
                 importer.close()
                 del self.importers[id(importer)]

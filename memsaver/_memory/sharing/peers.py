@@ -46,6 +46,7 @@ class Peer:
         self._is_urgent = False  # the thread will look without a delay
         self._is_connected = True
         self._has_ended = False  # whether the connection's thread has ended
+        self._refusal = ""  # why the other process has closed the connection, if it sent a reason
         self._is_importing = False
         self._was_requested = False  # whether a release was requested during an import
         # Closed with this object, and not earlier: any thread may write to it.
@@ -76,6 +77,10 @@ class Peer:
 
     # --- any thread
 
+    def error(self, tag: str) -> SharingError:
+        """Return the error of an import over a closed connection."""
+        return SharingError(self._refusal, tag=tag) if self._refusal else _gone(tag)
+
     def begin(self, uses: Sequence[Use], ordinal: int) -> None:
         """Map the memory of sent tensors.
 
@@ -93,7 +98,7 @@ class Peer:
         deadline = time.monotonic() + _ANSWER_SECONDS
         while not request.is_decided.wait(_LOOK_SECONDS):
             if self._has_ended and not request.is_decided.is_open():
-                raise _gone(request.tag)
+                raise self.error(request.tag)
             if time.monotonic() > deadline:
                 raise SharingError(
                     f"a tensor of tag {request.tag!r} cannot be imported: its process did not "
@@ -202,6 +207,8 @@ class Peer:
         return False
 
     def _note(self, message: wire.Message) -> None:
+        if "error" in message:
+            self._refusal = message["error"]
         if "release" in message:
             self._was_requested = True
             for extent in self.extents.values():
@@ -251,7 +258,9 @@ class Peer:
         except MemsaverError as error:
             request.error = error
         except OSError as error:
-            request.error = _gone(tag)
+            if isinstance(error, ConnectionError):
+                self._hear()  # a refusal that came before the other process closed the connection
+            request.error = self.error(tag)
             request.error.__cause__ = error
         except Exception as error:
             request.error = SharingError(
@@ -274,7 +283,7 @@ class Peer:
         message, files = wire.receive(self._socket)
         try:
             if not message:
-                raise _gone(request.tag)
+                raise self.error(request.tag)
             if "error" in message:
                 raise SharingError(message["error"], tag=message["tag"] or request.tag)
             if "extents" not in message:
@@ -358,7 +367,7 @@ def peer_at(endpoint: str, tag: str) -> Peer:
                 wire.send(fresh._socket, {"bye": True})
         if peer._has_ended:  # before it was recorded, so its thread cannot have removed it
             peer.forget()
-            raise _gone(tag)
+            raise peer.error(tag)
     return peer
 
 

@@ -234,10 +234,29 @@ def test_a_connection_without_a_thread_leaves_no_descriptor(make, monkeypatch, w
     ):
         patch.setattr(exporter, "start_daemon", refused)
         connection.connect(f"\0{endpoint}")
-        assert wire.receive(connection)[0]["error"] == "can't start new thread"
+        assert "can't start new thread" in wire.receive(connection)[0]["error"]
         assert wire.receive(connection) == ({}, [])
     wait_until(lambda: os.listdir("/proc/self/fd") == before)
     assert pickle.loads(dumped(mine)).tolist() == [0, 1, 2]
+
+
+def test_the_reason_of_a_refused_connection_is_reported(
+    own_importer, make, name, monkeypatch, wait_until
+):
+    """It may arrive before the import, during it, or with the end of the connection."""
+    mine = make(50)
+    exporter.endpoint()
+
+    def refused(*arguments):
+        raise RuntimeError("can't start new thread")
+
+    for _ in range(10):
+        with monkeypatch.context() as patch:
+            patch.setattr(exporter, "start_daemon", refused)
+            with pytest.raises(ImportFailed, match=r"cannot be sent.*: can't start new thread"):
+                own_importer.load("x", mine)
+        wait_until(lambda: own_importer.ask("len(peers._peers)") == 0)
+    own_importer.load("x", mine)
 
 
 def test_a_descriptor_is_not_reused_while_a_request_is_sent(
