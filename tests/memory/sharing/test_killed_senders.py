@@ -36,7 +36,7 @@ def test_a_killed_sender_is_an_error(sender):
 def test_a_sender_killed_in_the_middle_of_an_answer(sender, monkeypatch):
     process, message = sender
 
-    def killed_first(connection, request, files=None):
+    def killed_first(connection, request, *arguments, **options):
         process.kill()
         process.wait()
         raise BrokenPipeError
