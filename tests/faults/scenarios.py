@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from faults.calls import Allocate, Ask, Captured, FirstUse, Free, PoolAllocate
+from faults.killed_exporters import Import, Release
 from faults.machine import MIB, Machine
 from faults.scenario import GPU_GRANULE, Scenario, require
 from faults.sharing import Share
@@ -99,6 +100,10 @@ SCENARIOS: dict[str, Make] = {
     "swap_peer_peer": _case(Swap, "peer", "peer"),
     "swap_background": _case(Swap, "host", "host", background=True),
     "share": _case(Share),
+    "import_from_killed": _case(Import),
+    "import_after_killed": _case(Import, answers=0),
+    "import_after_half_killed": _case(Import, answers=1),
+    "release_of_killed": _case(Release),
     "fingerprint": _case(Ask, _fingerprint, granule=TWO_PIECES),
     "backup_view": _case(Ask, _view, paused=True),
     "stats": _case(Ask, lambda asked: asked.memsaver.stats()),

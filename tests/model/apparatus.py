@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from exporting_processes import Exporters
 from faults.injections import Injection
 from hypothesis.errors import HypothesisException
 from hypothesis.stateful import RuleBasedStateMachine
@@ -20,7 +21,6 @@ from memsaver.errors import MemsaverError
 from model.calls import Outcome, System, attempt
 from model.checks import check_location, check_statistics, check_tag, require
 from model.expected import Allocation, Tag
-from model.exporters import Exporters
 from model.importers import Importers
 from model.journal import Journal
 from model.place import DEVICES, MIB, NAMES, Place

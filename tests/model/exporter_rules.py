@@ -7,15 +7,15 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from exporting_processes import Exporter
+from forked_processes import wait_until
 from hypothesis.stateful import rule
 
 from memsaver.errors import MemsaverError, SharingError
 from model.arguments import PICK, SEED, lists
 from model.checks import require
-from model.exporters import Exporter
 from model.importers import IMPORTERS
 from model.place import DEVICES, MIB
-from model.processes import wait_until
 from model.sharing_rules import IMPORT_CALLS, SharingRules
 
 _SIZES = [512, 70_000, 2 * MIB, 3 * MIB + 4096]

@@ -2,7 +2,7 @@
 
     python -m model.importers FD
 
-The program is their server; see `processes`.
+The program is their server; see `forked_processes`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import math
 import os
 from typing import TYPE_CHECKING, Any
 
+from forked_processes import Forked, Server, serve, wait_until
+
 from memsaver import simulator
 from memsaver._memory.sharing import exporter, importing, peers, sent_storages
-from model.processes import Forked, Server, serve, wait_until
 
 if TYPE_CHECKING:
     from model.expected import Owner

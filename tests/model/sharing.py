@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from forked_processes import SETTLE_SECONDS, wait_until
+
 import memsaver
 from memsaver._memory.sharing import exporter, sending, sent_storages
 from memsaver._runtime.native import _C
@@ -17,7 +19,6 @@ from model.apparatus import DEFAULTS, Apparatus
 from model.checks import require
 from model.expected import Allocation, Owner, Tag, pages_under
 from model.importers import Importers
-from model.processes import SETTLE_SECONDS, wait_until
 
 _IMPATIENT_SECONDS = 0.002  # the wait of a pause that must be refused
 

@@ -18,6 +18,7 @@ PARTS = {
     "a pause that was done and failed without memory": ["pause_none:malloc"],
     "a disk that was full because it could not be asked": ["pause_disk_cached:statvfs"],
     "a device that was retained without memory": ["first_device:malloc"],
+    "memory of a killed exporter that stayed mapped": ["release_of_killed:cuMemUnmap"],
 }
 
 

@@ -22,7 +22,7 @@ SABOTAGE = {
                 _C.malloc(512, 0)
             return real.resume(*tags, **named)
         """,
-        "e has other addresses",
+        "e has (Range(",
     ),
     "an error of no kind": (
         """
@@ -40,7 +40,7 @@ SHARING_SABOTAGE = {
         importers.PROGRAM = ("-c", '''
         from memsaver._memory.sharing.peers import Peer
         from model.importers import _Importer
-        from model.processes import serve
+        from forked_processes import serve
         def release(peer, extents, real=Peer._release):
             for extent in () if peer._is_connected else extents:
                 extent.users = 0
@@ -57,7 +57,7 @@ SHARING_SABOTAGE = {
         importers.PROGRAM = ("-c", '''
         from memsaver._memory.sharing.peers import Peer
         from model.importers import _Importer
-        from model.processes import serve
+        from forked_processes import serve
         def release(peer, extents, real=Peer._release):
             if peer._is_connected:
                 real(peer, extents)
@@ -74,7 +74,7 @@ SHARING_SABOTAGE = {
         import ctypes
         from memsaver._memory.sharing.peers import Peer
         from model.importers import _Importer
-        from model.processes import serve
+        from forked_processes import serve
         def hear(peer, real=Peer._hear):
             is_there = real(peer)
             for extent in () if is_there else peer.extents.values():
@@ -92,7 +92,7 @@ SHARING_SABOTAGE = {
         importers.PROGRAM = ("-c", '''
         from memsaver._memory.sharing import peers
         from model.importers import _Importer
-        from model.processes import serve
+        from forked_processes import serve
         peers._gone = lambda tag: ConnectionError(tag)
         serve(_Importer)
         ''')

@@ -15,6 +15,7 @@ import os
 import select
 import socket
 import time
+import weakref
 from typing import Any
 
 from memsaver._memory.sharing import sent_storages, wire
@@ -75,10 +76,12 @@ class _Server:
         self.has_no_deadline = True  # the thread waits, or is about to, without a limit
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
+            _running[id(self)] = self  # before it listens: see _forget
             self.listener.bind(f"\0{self.name}")
             self.listener.listen(_BACKLOG)
             start_daemon("share", self._run)
         except BaseException:
+            _running.pop(id(self), None)
             self.listener.close()
             os.close(self.wake)
             raise
@@ -92,6 +95,7 @@ class _Server:
         try:
             self._serve_all()
         finally:
+            _running.pop(id(self), None)
             self.listener.close()
             if _servers.get(os.getpid()) is not self:  # otherwise any thread may write to it
                 os.close(self.wake)
@@ -126,23 +130,28 @@ class _Server:
 
     def _accept(self) -> None:
         connection, _ = self.listener.accept()
+        importer = None
         try:
             pid = wire.peer_of(connection)
             importer = _Importer(connection, pid)
+            self.importers[id(importer)] = importer  # before its thread starts: see _forget
             start_daemon(f"share-{pid}", functools.partial(self._serve, importer))
         except BaseException as error:
+            known = isinstance(error, SharingError)
+            text = str(error) if known else f"tensors cannot be sent to another process: {error}"
             with contextlib.suppress(OSError):
-                wire.send(connection, {"error": str(error), "tag": ""}, wait=False)
+                wire.send(connection, {"error": text, "tag": ""}, wait=False)
+            if importer is not None:
+                importer.close()
+                del self.importers[id(importer)]
             connection.close()
 
     def _serve(self, importer: _Importer) -> None:
-        key = id(importer)
-        self.importers[key] = importer
         try:
             importer.serve()
         finally:
             importer.close()
-            del self.importers[key]
+            del self.importers[id(importer)]
 
     def _request_release(self) -> None:
         """Request a release from each importer, and again later from importers that do not read."""
@@ -169,11 +178,13 @@ class _Importer:
 
     def __init__(self, connection: socket.socket, pid: int) -> None:
         self.connection = connection
+        # Closed with this object, and not earlier: another thread may be sending a request.
+        weakref.finalize(self, connection.close).atexit = False
+        self.record = _C.Importer(pid)
         self.end_of_process: int | None = None
         if pid:  # 0: a process in another pid namespace, whose end only the connection shows
             with contextlib.suppress(OSError):
                 self.end_of_process = os.pidfd_open(pid)
-        self.record = _C.Importer(pid)
         self.held: dict[int, _Held] = {}  # the memory that the process uses, by token
 
     def serve(self) -> None:
@@ -203,7 +214,8 @@ class _Importer:
         self.record.close()  # sent before the memory is freed, because a free may wait for a pause
         for token in list(self.held):
             self._end(token)
-        self.connection.close()
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
         if self.end_of_process is not None:
             os.close(self.end_of_process)
 
@@ -285,14 +297,16 @@ class _Importer:
 
 
 _servers: dict[int, _Server] = {}  # by process id: at most one entry
+_running: dict[int, _Server] = {}  # by id; also servers that `_servers` does not contain yet
 
 
 def _forget() -> None:
     """Close the parent's sockets in a forked child, so that importers notice the parent's end."""
-    for server in _servers.values():
+    for server in _running.values():
         server.listener.close()
         for importer in server.importers.values():
             importer.connection.close()
+    _running.clear()
     _servers.clear()
 
 

@@ -29,6 +29,7 @@ __all__ = ["Peer", "is_foreign", "peer_at"]
 
 _ANSWER_SECONDS = 60.0  # the longest wait for an exporter, which may be resuming the tag
 _GATHER_MILLISECONDS = 3
+_RETRY_MILLISECONDS = 100
 _LOOK_SECONDS = 1.0  # between checks that the connection's thread still runs
 
 
@@ -45,6 +46,7 @@ class Peer:
         self._is_urgent = False  # the thread will look without a delay
         self._is_connected = True
         self._has_ended = False  # whether the connection's thread has ended
+        self._refusal = ""  # why the other process has closed the connection, if it sent a reason
         self._is_importing = False
         self._was_requested = False  # whether a release was requested during an import
         # Closed with this object, and not earlier: any thread may write to it.
@@ -52,6 +54,7 @@ class Peer:
         weakref.finalize(self, os.close, self._wake).atexit = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
+            _open[id(self)] = self  # before it is connected: see _forget
             self._socket.connect(f"\0{endpoint}")
             wire.peer_of(self._socket)
             start_daemon("import", self._run)
@@ -65,8 +68,18 @@ class Peer:
         """Close the connection. Its memory stays mapped."""
         self._has_ended = True
         self._socket.close()
+        _open.pop(id(self), None)
+
+    def forget(self) -> None:
+        """Remove a closed connection from the connections that `peer_at` returns. Any thread."""
+        if _peers.get(self.endpoint) is self:
+            _peers.pop(self.endpoint, None)
 
     # --- any thread
+
+    def error(self, tag: str) -> SharingError:
+        """Return the error of an import over a closed connection."""
+        return SharingError(self._refusal, tag=tag) if self._refusal else _gone(tag)
 
     def begin(self, uses: Sequence[Use], ordinal: int) -> None:
         """Map the memory of sent tensors.
@@ -85,15 +98,20 @@ class Peer:
         deadline = time.monotonic() + _ANSWER_SECONDS
         while not request.is_decided.wait(_LOOK_SECONDS):
             if self._has_ended and not request.is_decided.is_open():
-                raise _gone(request.tag)
+                raise self.error(request.tag)
             if time.monotonic() > deadline:
                 raise SharingError(
                     f"a tensor of tag {request.tag!r} cannot be imported: its process did not "
                     f"answer within {_ANSWER_SECONDS:.0f} s",
                     tag=request.tag,
                 )
-        if request.error is not None:
-            raise request.error
+        # The error's traceback refers to the request and to this frame: neither keeps the error.
+        error, request.error = request.error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error
 
     def end(self, use: Use) -> None:
         """End a use, even one that failed or was interrupted. Finalizers may call it."""
@@ -117,7 +135,10 @@ class Peer:
             poll.register(self._wake, select.POLLIN)
         try:
             while self._is_connected or self.extents:
-                for file, _ in events.poll():
+                ready = events.poll(_RETRY_MILLISECONDS if self._is_refused() else None)
+                if not ready:
+                    self._release(list(self.extents.values()))
+                for file, _ in ready:
                     if file != self._wake:
                         if not self._hear():
                             events.unregister(self._socket)
@@ -129,9 +150,15 @@ class Peer:
                     self._is_urgent = self._is_woken = False
                     self._work()
         finally:
-            if _peers.get(self.endpoint) is self:
-                del _peers[self.endpoint]
-            self.close()
+            self.close()  # first: `peer_at` may record this connection in the meantime
+            self.forget()
+
+    def _is_refused(self) -> bool:
+        """Return whether memory stays mapped only because the driver refused to unmap it.
+
+        While the other process exists, its next request repeats the refused calls.
+        """
+        return not self._is_connected and any(not each.users for each in self.extents.values())
 
     def _work(self) -> None:
         ended: list[Use] = []
@@ -180,6 +207,8 @@ class Peer:
         return False
 
     def _note(self, message: wire.Message) -> None:
+        if "error" in message:
+            self._refusal = message["error"]
         if "release" in message:
             self._was_requested = True
             for extent in self.extents.values():
@@ -188,19 +217,20 @@ class Peer:
                 self._release(list(self.extents.values()))
 
     def _release(self, extents: list[Extent]) -> None:
-        """Unmap those extents that no tensor uses, and report them as released."""
+        """Unmap those extents that no tensor uses, and report them as released.
+
+        If the driver refuses, they stay mapped until the next request; after the end of the other
+        process, until a retry succeeds.
+        """
         by_span: dict[Span, list[Extent]] = {}
         for extent in dict.fromkeys(extents):
             if not extent.users and self.extents.get(extent.id) is extent:
                 by_span.setdefault(extent.span, []).append(extent)
         released = []
         for span, gone in by_span.items():
-            # If the driver refuses, they stay mapped until the next request.
-            with contextlib.suppress(MemsaverError):
-                span.native.unmap([extent.offset for extent in gone])
-                for extent in gone:
-                    del self.extents[extent.id], span.at[extent.offset]
-                    released.append(extent.id)
+            for extent in span.unmap(gone):
+                del self.extents[extent.id], span.at[extent.offset]
+                released.append(extent.id)
         self._tell("released", released)
 
     def _begin(self, request: ImportRequest) -> None:
@@ -228,7 +258,9 @@ class Peer:
         except MemsaverError as error:
             request.error = error
         except OSError as error:
-            request.error = _gone(tag)
+            if isinstance(error, ConnectionError):
+                self._hear()  # a refusal that came before the other process closed the connection
+            request.error = self.error(tag)
             request.error.__cause__ = error
         except Exception as error:
             request.error = SharingError(
@@ -251,7 +283,7 @@ class Peer:
         message, files = wire.receive(self._socket)
         try:
             if not message:
-                raise _gone(request.tag)
+                raise self.error(request.tag)
             if "error" in message:
                 raise SharingError(message["error"], tag=message["tag"] or request.tag)
             if "extents" not in message:
@@ -333,6 +365,9 @@ def peer_at(endpoint: str, tag: str) -> Peer:
         if peer is not fresh:  # another thread connected first
             with contextlib.suppress(OSError):
                 wire.send(fresh._socket, {"bye": True})
+        if peer._has_ended:  # before it was recorded, so its thread cannot have removed it
+            peer.forget()
+            raise peer.error(tag)
     return peer
 
 
@@ -346,11 +381,12 @@ def is_foreign(address: int) -> bool:
 
 
 _peers: dict[str, Peer] = {}
+_open: dict[int, Peer] = {}  # by id; also connections that `_peers` does not contain yet
 
 
 def _forget() -> None:
     """Close the parent's sockets in a forked child, so that exporters notice the parent's end."""
-    for peer in _peers.values():
+    for peer in list(_open.values()):
         peer.close()
     _peers.clear()
 

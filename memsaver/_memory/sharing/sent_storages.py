@@ -163,17 +163,18 @@ def forget_expired(now: float | None = None) -> float | None:
     if now is None:
         now = time.monotonic()
     while (number := _oldest()) is not None:
-        message = _in_flight.get(number)
-        if message is None:
+        # No variable refers to a message: when another thread removes it, the memory must be free.
+        try:
+            sent, until = _in_flight[number].sent, _in_flight[number].until
+        except KeyError:
             continue
-        if message.until > now:
-            return message.until - now
-        untaken = list(message.sent.untaken)
+        if until > now:
+            return until - now
+        untaken = list(sent.untaken)
         if not any(other > number for other in untaken):
             for other in untaken:
-                message.sent.untaken.pop(other, None)
-        _in_flight.pop(number, None)
-        del message  # may free the memory
+                sent.untaken.pop(other, None)
+        _in_flight.pop(number, None)  # may free the memory
     return None
 
 
@@ -237,4 +238,8 @@ def ranges_with(tag: str, device: int) -> list[tuple[int, int]]:
 
 def in_transit() -> set[Sent]:
     """Return the storages that messages in transit refer to."""
-    return {message.sent for message in list(_in_flight.values())}
+    found = set()
+    for number in list(_in_flight):
+        with contextlib.suppress(KeyError):
+            found.add(_in_flight[number].sent)  # no variable refers to the message
+    return found

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from memsaver._runtime.latches import Latch
 from memsaver._runtime.native import _C
+from memsaver.errors import MemsaverError
 
 __all__ = ["Extent", "ImportRequest", "Place", "Span", "Use"]
 
@@ -43,6 +44,21 @@ class Span:
         self.native = _C.ForeignSpan(ordinal, nbytes)
         self.nbytes = nbytes
         self.at: dict[int, Extent] = {}  # by offset
+
+    def unmap(self, extents: Sequence[Extent]) -> list[Extent]:
+        """Unmap extents. Returns those that are unmapped now: the driver may refuse some or all."""
+        try:
+            self.native.unmap([extent.offset for extent in extents])
+            return list(extents)
+        except MemsaverError:  # after some extents, which must not be used again
+            return [extent for extent in extents if self._unmap(extent)]
+
+    def _unmap(self, extent: Extent) -> bool:
+        try:
+            self.native.unmap([extent.offset])  # does nothing if it is unmapped
+            return True
+        except MemsaverError:
+            return False
 
 
 class Use:

@@ -1,6 +1,9 @@
-"""Fixtures: a process that imports tensors, and shareable memory."""
+"""Fixtures: processes that import or send a tensor, and shareable memory."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
 
 import pytest
 from importing_process import importing_process, release_shared
@@ -8,6 +11,7 @@ from warm_processes import WarmPopen
 
 import memsaver
 from memsaver import simulator
+from memsaver._memory.sharing import exporter, peers
 
 torch = pytest.importorskip("torch")
 
@@ -50,3 +54,35 @@ def make(sim, name, wait_until):
 
     yield made
     release_shared(wait_until)
+
+
+SENDER = """
+import os, sys, torch, memsaver
+from multiprocessing.reduction import ForkingPickler
+from memsaver import simulator
+with memsaver.region("w", shareable=True):
+    tensor = simulator.empty(1 << 20, dtype=torch.int32)
+tensor.fill_(6)
+for user in sys.argv[1:]:
+    os.setuid(int(user))
+sys.stdout.buffer.write(bytes(ForkingPickler.dumps(tensor)).hex().encode() + b"\\n")
+sys.stdout.flush()
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def sender(sim, wait_until, tmp_path, request):
+    """Yield a process that has sent a tensor, and the message. The parameter is its user."""
+    script = tmp_path / "sender.py"
+    script.write_text(SENDER)
+    users = [request.param] if hasattr(request, "param") else []
+    process = WarmPopen(
+        [sys.executable, str(script), *map(str, users)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    with process:
+        yield process, bytes.fromhex(process.stdout.readline().decode())
+        process.kill()
+    wait_until(lambda: not set(peers._peers) - {exporter.endpoint()})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import gc
 import os
 import pickle
@@ -165,6 +166,41 @@ def is_eventfd(file) -> bool:
     return False
 
 
+@pytest.fixture
+def kept_by_child(monkeypatch):
+    """Fork a child whenever a thread starts. Yields a list: whether each child has its socket."""
+    start, kept = exporter.start_daemon, []
+
+    def forking(name, work):
+        owner = work.args[0] if isinstance(work, functools.partial) else work.__self__
+        (opened,) = (each for each in vars(owner).values() if isinstance(each, socket.socket))
+        child = os.fork()
+        if child == 0:
+            os._exit(opened.fileno() >= 0)
+        kept.append(bool(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+        start(name, work)
+
+    for module in (exporter, peers):
+        monkeypatch.setattr(module, "start_daemon", forking)
+    return kept
+
+
+def test_a_child_that_is_forked_during_a_connection_keeps_none_of_it(
+    make, wait_until, kept_by_child
+):
+    """Otherwise, neither process would notice the other's end before the child's end."""
+    again = pickle.loads(dumped(make(50)))
+    kept_by_child.clear()
+    closed_connection(exporter.endpoint(), wait_until)
+    assert kept_by_child == [False, False] and peers.is_foreign(again.data_ptr())
+
+
+def test_a_child_that_is_forked_while_a_server_starts_does_not_listen(make, kept_by_child):
+    """Otherwise, messages of the parent would be awaited from the child after the parent's end."""
+    exporter._Server().close()
+    assert kept_by_child == [False]
+
+
 def test_a_server_without_descriptors_waits_before_the_next_attempt(make, monkeypatch):
     endpoint = exporter.endpoint()
     attempts = []
@@ -184,6 +220,68 @@ def test_a_server_without_descriptors_waits_before_the_next_attempt(make, monkey
     assert pickle.loads(dumped(make(3))).tolist() == [0, 1, 2]
 
 
+def test_a_connection_without_a_thread_leaves_no_descriptor(make, monkeypatch, wait_until):
+    endpoint = exporter.endpoint()
+    mine = make(3)
+    before = os.listdir("/proc/self/fd")
+
+    def refused(*arguments):
+        raise RuntimeError("can't start new thread")
+
+    with (
+        monkeypatch.context() as patch,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection,
+    ):
+        patch.setattr(exporter, "start_daemon", refused)
+        connection.connect(f"\0{endpoint}")
+        assert "can't start new thread" in wire.receive(connection)[0]["error"]
+        assert wire.receive(connection) == ({}, [])
+    wait_until(lambda: os.listdir("/proc/self/fd") == before)
+    assert pickle.loads(dumped(mine)).tolist() == [0, 1, 2]
+
+
+def test_the_reason_of_a_refused_connection_is_reported(
+    own_importer, make, name, monkeypatch, wait_until
+):
+    """It may arrive before the import, during it, or with the end of the connection."""
+    mine = make(50)
+    exporter.endpoint()
+
+    def refused(*arguments):
+        raise RuntimeError("can't start new thread")
+
+    for _ in range(10):
+        with monkeypatch.context() as patch:
+            patch.setattr(exporter, "start_daemon", refused)
+            with pytest.raises(ImportFailed, match=r"cannot be sent.*: can't start new thread"):
+                own_importer.load("x", mine)
+        wait_until(lambda: own_importer.ask("len(peers._peers)") == 0)
+    own_importer.load("x", mine)
+
+
+def test_a_descriptor_is_not_reused_while_a_request_is_sent(
+    own_importer, make, monkeypatch, wait_until
+):
+    """A request to a process that ends must not reach the next owner of its descriptor."""
+    mine = make(50)
+    own_importer.load("x", mine)
+    server = exporter._servers[os.getpid()]
+    count, sent, send = len(server.importers), [], wire.send
+
+    def ending_first(connection, message, *arguments, **options):
+        if "release" in message and wire.peer_of(connection) == own_importer.pid:
+            own_importer.kill()
+            wait_until(lambda: len(server.importers) < count)
+            sent.append(connection.fileno())
+        send(connection, message, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(wire, "send", ending_first)
+        os.eventfd_write(server.requests, 1)
+        wait_until(lambda: sent)
+    assert sent[0] >= 0
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_connections_thread_that_fails_ends_the_connection(make, monkeypatch, wait_until):
     mine = make(50)
@@ -195,7 +293,7 @@ def test_a_connections_thread_that_fails_ends_the_connection(make, monkeypatch, 
         patch.setattr(peers.Peer, "_work", failing)
         with pytest.raises(memsaver.SharingError, match="has ended"):
             pickle.loads(dumped(mine))
-    assert exporter.endpoint() not in peers._peers
+    wait_until(lambda: exporter.endpoint() not in peers._peers)
     assert pickle.loads(dumped(mine)).tolist() == mine.tolist()
 
 

@@ -65,6 +65,7 @@ class Sender:
     def __init__(self, tensor, name):
         self.tensor, self.name = tensor, name
         self.tokens = []
+        self.is_freed = True  # whether the last message's memory was free as soon as it was taken
         self.may_be_late = False  # whether the receiver of an expired message may still take it
 
     def steps(self, names):
@@ -76,6 +77,18 @@ class Sender:
     def take(self):
         sent_storages.cancel(self.tokens[-1:])
         del self.tokens[-1:]
+
+    def take_last(self):
+        """Take the only message of a deleted tensor."""
+        self.tensor = None
+        self.take()
+        self.is_freed = allocations(self.name) == 0
+
+    def look(self):
+        sent_storages.forget_expired()
+
+    def count(self):
+        sending.kept()
 
     def fail(self):
         """Begin to answer the receiver, and fail."""
@@ -111,7 +124,7 @@ class Sender:
             sent_storages.cancel([token])
         if self.may_be_late:
             sent_storages.forget_expired(math.inf)
-        assert sending.kept() == allocations(self.name) == 0
+        assert self.is_freed and sending.kept() == allocations(self.name) == 0
         for token in self.tokens:
             with pytest.raises(SharingError, match="was freed"):
                 sent_storages.find(token)
@@ -133,6 +146,8 @@ class Sender:
         ([], "send", ["send", "expire", "prune"]),
         (["send"], "send", ["take"]),
         (["send_briefly"], "send", ["expire"]),
+        (["send"], "look", ["take_last"]),
+        (["send"], "count", ["take_last"]),
         (["send"], "find", ["send", "expire", "prune"]),
         (["send"], "prune", ["send", "expire", "prune"]),
         (["send"], "forget", ["send", "take"]),

@@ -83,10 +83,10 @@ def test_a_receiver_takes_no_message_that_is_sent_during_its_answer(
     importer.forget()
     send = exporter.wire.send
 
-    def sending_again(connection, answer, *arguments):
+    def sending_again(connection, answer, *arguments, **options):
         if "extents" in answer:
             later.append(dumped(mine[0]))
-        send(connection, answer, *arguments)
+        send(connection, answer, *arguments, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(exporter.wire, "send", sending_again)

@@ -1,9 +1,10 @@
-"""Processes that export memory to the importers, and are killed while an importer maps it.
+"""Processes that export memory, and are killed while another process maps it.
 
-    python -m model.exporters FD
+    python -m exporting_processes FD
 
-The program is their server; see `processes`. The memory of a simulated device is a file for each
-exportable piece, which exists as long as a process has it open or mapped.
+The program is their server; see `forked_processes`. It has loaded torch, which processes that only
+control it do not need. The memory of a simulated device is a file for each exportable piece, which
+exists as long as a process has it open or mapped.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ import ctypes
 import hashlib
 import math
 import os
+import signal
 from typing import Any
 
-import torch
+from forked_processes import Forked, Server, serve, wait_until
 
 import memsaver
 from memsaver import simulator
-from memsaver._memory.sharing import exporter, sending, sent_storages
+from memsaver._memory.sharing import exporter, sending, sent_storages, wire
 from memsaver._runtime.native import _C
-from model.processes import Forked, Server, serve, wait_until
 
-PROGRAM = ("-m", "model.exporters")
+PROGRAM = ("-m", "exporting_processes")
 _TAG = "exported"
 _FILE = "/memfd:memsaver-sim-memory"
 
@@ -31,13 +32,19 @@ class _Exporter:
     """An exporter in its own process: each method handles a request."""
 
     def __init__(self) -> None:
-        self._tensors: dict[int, torch.Tensor] = {}
+        self._tensors: dict[int, Any] = {}
 
     def endpoint(self) -> str:
         return exporter.endpoint()
 
+    def use_granularity(self, nbytes: int) -> None:
+        """Set the granularity of device memory, before the driver starts."""
+        simulator.control().sim_granularity(ctypes.c_uint64(nbytes))
+
     def send(self, key: int, device: int, data: bytes) -> tuple[Any, ...]:
         """Create a tensor with these bytes, and return its place, as `Sharing.reduced` does."""
+        import torch
+
         with memsaver.region(_TAG, backup="host", shareable=True):
             tensor = simulator.empty(len(data), dtype=torch.uint8, device=device)
         self._tensors[key] = tensor
@@ -61,6 +68,17 @@ class _Exporter:
         """Delete all tensors, also those of messages in transit."""
         self._tensors.clear()
         sent_storages.forget_expired(math.inf)
+
+    def end_after(self, answers: int) -> None:
+        """Send one extent in each answer, and end after this number of answers."""
+        send, left = wire.send, iter(range(answers))
+
+        def counted(connection: Any, message: wire.Message, *rest: Any, **options: Any) -> None:
+            if "extents" in message and next(left, None) is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            send(connection, message, *rest, **options)
+
+        wire.MOST_FILES, wire.send = 1, counted
 
     def importers(self) -> list[Any]:
         return list(_C.importers())
@@ -90,13 +108,20 @@ class Exporter:
     def __init__(self, process: Forked) -> None:
         self.process = process
         self.endpoint: str = process.ask("endpoint")
-        self.is_dead = False
+        self.is_dead = self._ends = False
         self._files: set[int] = set()
 
+    def end_after(self, answers: int) -> None:
+        """Let it end itself in the middle of an import: after `answers` messages of one extent."""
+        self.process.ask("end_after", answers)
+        self._files = files_of(self.process.pid)
+        self._ends = True
+
     def kill(self) -> None:
-        """Kill it, and wait for its end."""
+        """Kill it, unless it has ended itself, and wait for its end."""
         pid = self.process.pid
-        self._files = files_of(pid)
+        if not self._ends:
+            self._files = files_of(pid)
         self.process.kill()
         wait_until(lambda: not os.path.exists(f"/proc/{pid}"), f"exporter {pid} does not end")
         self.is_dead = True
@@ -140,4 +165,6 @@ class Exporters:
 
 
 if __name__ == "__main__":
+    import torch  # noqa: F401 - before the processes are forked
+
     serve(_Exporter)

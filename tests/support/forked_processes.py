@@ -1,4 +1,4 @@
-"""Other processes of the model test: forked for it, and asked for one thing after another.
+"""Other processes of a test program: forked for it, and asked for one thing after another.
 
 Each kind has a program of its own, whose process is their server: it has loaded what they need
 without opening the driver, and forks a process for each socket that it receives, which is faster
@@ -25,7 +25,7 @@ SETTLE_SECONDS = 20.0  # the longest wait for another process
 
 
 def serve(make_worker: Callable[[], Any]) -> None:
-    """Run a server, whose socket is the program's argument, until the model ends.
+    """Run a server, whose socket is the program's argument, until the caller ends.
 
     Args:
         make_worker: returns the object of a forked process, whose methods answer the requests.
@@ -34,13 +34,13 @@ def serve(make_worker: Callable[[], Any]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that none stays as a zombie
     while True:
         _, files, *_ = socket.recv_fds(control, 1, 1)
-        if not files:  # the model has ended
+        if not files:  # the caller has ended
             return
         if os.fork() == 0:
             control.close()
             try:
                 _work(make_worker(), Connection(files[0]))
-            except (EOFError, ConnectionError):  # the model has ended
+            except (EOFError, ConnectionError):  # the caller has ended
                 pass
             except BaseException:
                 traceback.print_exc()
@@ -61,7 +61,7 @@ def _work(worker: Any, connection: Connection) -> None:
 
 
 class Server:
-    """A server, as the model uses it.
+    """A server, as its caller uses it.
 
     Args:
         program: the arguments of Python that run the server's program.
@@ -82,7 +82,7 @@ class Server:
 
 
 class Forked:
-    """A forked process, as the model uses it."""
+    """A forked process, as its caller uses it."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
