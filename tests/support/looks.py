@@ -70,15 +70,20 @@ def held_memory(sim, address, nbytes):
 
 @contextlib.contextmanager
 def released_soon(sim):
-    """Release all holds 0.2 s after the start of the block, from another thread."""
+    """Release all holds 0.2 s after the start of the block, from another thread.
+
+    Yield an event that is set before the release.
+    """
+    released = threading.Event()
 
     def release():
+        released.set()
         sim.hold_streams(False)
         sim.hold_memory(0, 0)
 
     timer = threading.Timer(0.2, release)
     timer.start()
     try:
-        yield
+        yield released
     finally:
         timer.join()
