@@ -214,8 +214,8 @@ class _Backends:
         Args:
             call: makes the call; its arguments are the engine and the number of its first rank.
             timeout: seconds that the call may take.
-            names_late: whether an engine has failed too if it has not answered when the wait ends
-                because of another engine's failure; otherwise only engines that failed themselves.
+            names_late: whether, after an engine's failure, the error also names engines that did
+                not answer before the wait ended. If False, it names only engines that failed.
 
         Raises:
             MemsaverError: the error of the first engine that failed, or an `EngineError` with that

@@ -91,7 +91,7 @@ class Fence:
             error: `error` itself, if there is only one engine; an interrupt is raised only on its
                 own rank.
             MemsaverError: the error of the engines' ranks; see `Together`. Its message also names
-                the engines.
+                the engines that failed.
             GroupError: not all ranks made the call.
         """
         if self._layout.dp_size == 1:

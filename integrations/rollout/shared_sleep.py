@@ -146,7 +146,7 @@ class SharedSleep:
         Args and errors are those of `sleep` and `wake_up`. Yields the report of `sleep`. If the
         block fails on one rank, the engine wakes on all ranks, and only that rank raises. If the
         sleep of another engine fails (with `fence`), this engine wakes before the error is raised,
-        within the timeout of `wake_up`, and the error's message says in which state it is.
+        within the timeout of `wake_up`, and the error's message reports this engine's state.
         """
         timeout = options.pop("timeout", None)
 
@@ -261,8 +261,8 @@ class SharedSleep:
             action: makes the change on the leader, within the timeout passed to it.
             timeout: seconds; None means the engine's timeout.
             fence: a description of the call, equal on all ranks of the mesh; "" for no fence.
-            undo: called on all ranks of the engine before the fence's error is raised, with the
-                result of the change, or None if the change failed, and the error.
+            undo: called on all ranks of the engine before the fence's error is raised. Its
+                arguments are the result of the change (None if the change failed) and the error.
         """
         limit = self._limit(timeout)
 
@@ -302,8 +302,8 @@ class SharedSleep:
         """Wake the tags that a sleep has released, and add the engine's state to an error.
 
         Args:
-            report: the report of the sleep; None if it failed, which changes nothing here.
-            error: the error.
+            report: the report of the sleep; None if it failed, so that there is nothing to wake.
+            error: the error to which the state is added, if it is a `MemsaverError`.
             timeout: seconds for the wake-up; None means the engine's timeout.
             keeps_weights: whether the sleep saved the weights.
         """

@@ -105,7 +105,7 @@ def _is_silent_asleep(scheduler: Any) -> bool:
     arguments = getattr(scheduler, "server_args", None)
     if arguments is None or guard_of(scheduler) is None:
         return False
-    if has_parallel_attention(scheduler):  # whose ranks communicate even while they are idle
+    if has_parallel_attention(scheduler):  # its ranks communicate even while they are idle
         return False
     return all(getattr(arguments, name, usual) in (usual, None) for name, usual in _SILENT.items())
 

@@ -89,7 +89,7 @@ def place_of(updater: Any) -> Place:
 def group_of(updater: Any) -> Group:
     """Return the ranks of all stages that handle each control request in the same round.
 
-    See `has_local_control` for the exception.
+    If `has_local_control`, returns only the ranks of this stage.
     """
     scheduler = scheduler_of(updater)
     is_one_stage = ranks_in(getattr(scheduler, "server_args", None), "pp_size") == 1
@@ -106,7 +106,10 @@ def stage_group_of(updater: Any) -> Group:
 
 
 def holds_model(updater: Any, has_all_stages: bool) -> bool:
-    """Return whether the ranks of `group_of`, or of `stage_group_of`, contain the whole model."""
+    """Return whether the ranks of a group contain the whole model.
+
+    The group is that of `group_of` if `has_all_stages`, otherwise that of `stage_group_of`.
+    """
     scheduler = scheduler_of(updater)
     if has_local_control(scheduler):  # the experts may be spread over all replicas
         return False
@@ -116,22 +119,22 @@ def holds_model(updater: Any, has_all_stages: bool) -> bool:
 def has_local_control(scheduler: Any) -> bool:
     """Return whether replicas receive control requests in different rounds of their loops.
 
-    With data-parallel attention, the replicas use the ranks of one tensor-parallel group, and the
-    first replica sends control requests to all of them, unless this option is set: then each
-    replica receives its own, and a collective of the whole group in the handler could wait for
-    replicas that wait for this one in another collective.
+    With data-parallel attention, the replicas share the ranks of one tensor-parallel group. By
+    default, the first replica sends control requests to all of them. If `LOCAL_CONTROL` is set,
+    each replica receives its own copy, and a collective of the whole group in the handler could
+    deadlock with replicas that wait for this one in another collective.
     """
     return has_parallel_attention(scheduler) and _is_set(scheduler, LOCAL_CONTROL)
 
 
 def has_parallel_attention(scheduler: Any) -> bool:
-    """Return whether replicas use the ranks of one tensor-parallel group."""
-    # SGLang 0.5.22 has replaced the option.
+    """Return whether replicas share the ranks of one tensor-parallel group."""
+    # SGLang 0.5.22 replaced the first option with the second.
     return _is_set(scheduler, "enable_dp_attention") or _is_set(scheduler, "attn_dp_enabled")
 
 
 def _is_set(scheduler: Any, option: str) -> bool:
-    # Since 0.5.18, SGLang does not write options that it sets itself to the arguments.
+    # Since 0.5.18, options that SGLang sets itself do not appear in the arguments.
     owners = (getattr(scheduler, "server_args", None), parallel_of(scheduler))
     return any(getattr(owner, option, False) for owner in owners)
 

@@ -157,7 +157,7 @@ def _locals_of(frame: Any, is_traced: bool) -> list[Any]:
     names = [name for name in code.co_varnames if name not in cells]
     values = [variables[name] for name in names if name in variables]
     # Before Python 3.13 `f_locals` is a copy, which the frame keeps with all its values. When a
-    # trace function returns, it replaces the values of the variables.
+    # trace function returns, Python writes the copy back to the variables.
     if (
         sys.version_info < (3, 13)
         and not is_traced

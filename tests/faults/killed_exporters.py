@@ -1,6 +1,6 @@
-"""Imports from processes that are killed, and the releases of their memory, under faults.
+"""Imports from processes that are killed, and the release of their memory, under faults.
 
-The faults are in this process. Each attempt has new exporters, forked from a server.
+The faults are injected into this process. Each attempt has new exporters, forked from a server.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _SIZES = [4096, SMALL_GRANULE + 512]  # in two extents
 
 
 class _Peer(peers.Peer):
-    """A connection whose thread, and whose attempt to release memory at last, are known."""
+    """A connection that records its thread, and an attempt to release memory once disconnected."""
 
-    threads: ClassVar[dict[str, threading.Thread]] = {}  # each is the last to use a connection
+    threads: ClassVar[dict[str, threading.Thread]] = {}  # by endpoint: the last to use the peer
     has_tried = False
 
     def _run(self) -> None:
@@ -54,16 +54,16 @@ class _Source:
         return peers._peers.get(self.exporter.endpoint)
 
     def is_gone(self) -> bool:
-        """Return whether there is no connection to the exporter, or no longer."""
+        """Return whether the exporter was never connected, or its connection has ended."""
         thread = _Peer.threads.get(self.exporter.endpoint)
         return thread is None or not thread.is_alive()
 
     def wait_for_the_end(self) -> None:
-        """Wait until the end of the exporter is noticed; some of its memory is in use."""
+        """Wait until this process notices the exporter's end. Some memory must be in use."""
         wait_until(lambda: self.peer().has_tried, "the end of an exporter is not noticed")
 
     def wait_for_release(self) -> None:
-        """Wait until its memory is released, or the driver has refused this."""
+        """Wait until the exporter's memory is released, or the driver has refused to release it."""
 
         def is_over() -> bool:
             peer = self.peer()
@@ -73,7 +73,7 @@ class _Source:
 
 
 class _FromKilled(Scenario):
-    """Base class: memory of another process, which is killed."""
+    """Base class: this process uses memory of an exporter that is killed."""
 
     granule = SMALL_GRANULE
 
@@ -82,7 +82,7 @@ class _FromKilled(Scenario):
         peers.Peer = _Peer  # type: ignore[misc]
         self.server = Server(*PROGRAM)
         self.started = 0
-        self.sources: list[_Source] = []  # of the attempt
+        self.sources: list[_Source] = []  # of the current attempt
 
     def start(self) -> _Source:
         self.started += 1
@@ -94,7 +94,7 @@ class _FromKilled(Scenario):
         self.check_bystander()
         for i, (memory, expected) in enumerate(zip(source.memories, source.contents, strict=True)):
             found = self.sim.read(memory.address, memory.nbytes)
-            require(found == expected, "an importer sees other contents than it should")
+            require(found == expected, "imported memory has wrong contents")
             source.contents[i] = expected[::-1]
             self.sim.write(memory.address, source.contents[i])
 
@@ -105,26 +105,30 @@ class _FromKilled(Scenario):
         self.check_contents(source)
         source.wait_for_the_end()
         self.check_contents(source)
-        require(source.exporter.has_memory_in(os.getpid()), "this process maps other files")
+        require(source.exporter.has_memory_in(os.getpid()), "imported memory is not mapped")
 
     def rest(self) -> None:
         for source in self.sources:
             source.memories.clear()
-            if not source.exporter.is_dead:  # it has ended itself
+            if not source.exporter.is_dead:  # even if it has ended itself
                 source.exporter.kill()
         for source in self.sources:
             wait_until(source.is_gone, "memory of an exporter that has ended stays mapped")
         _Peer.threads.clear()
         super().rest()
         for source in self.sources:
-            require(not source.exporter.has_memory_in(os.getpid()), "released memory is kept")
+            require(
+                not source.exporter.has_memory_in(os.getpid()),
+                "released memory is still open or mapped",
+            )
         self.sources.clear()
 
 
 class Import(_FromKilled):
     """An import from an exporter that is killed while its memory is in use.
 
-    With `answers`, another exporter ends before: after that number of answers to its import.
+    With `answers`, an import from another exporter comes first. That exporter ends itself after
+    this number of answers.
     """
 
     def __init__(self, machine: Machine, name: str, answers: int | None = None) -> None:
@@ -144,7 +148,7 @@ class Import(_FromKilled):
                 self.ending.receive()
             except self.memsaver.SharingError as caught:
                 error = str(caught)
-            require("has ended" in error, f"an import from an exporter that has ended: {error!r}")
+            require("has ended" in error, f"an import from an ended exporter raised {error!r}")
             self.ending.wait_for_release()
         self.source.receive()
 
@@ -161,7 +165,7 @@ class Import(_FromKilled):
 
 
 class Release(_FromKilled):
-    """The release of memory of a killed exporter, which never fails for its caller."""
+    """The release of a killed exporter's memory, which never fails for its caller."""
 
     def prepare(self) -> None:
         self.source = self.start()

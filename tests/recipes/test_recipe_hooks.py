@@ -99,7 +99,7 @@ def test_the_handlers_are_as_expected(engine):
 
 @pytest.mark.parametrize("is_local", [True, False])
 def test_local_control_broadcasts_are_found(is_local):
-    """Newer versions have options that they set themselves in their runtime context only."""
+    """Newer versions keep options that they set themselves only in their runtime context."""
     needs_sglang()
     import recipe_updater
     from sglang.srt.managers.scheduler import Scheduler

@@ -2,9 +2,9 @@
 
     python -m exporting_processes FD
 
-The program is their server; see `forked_processes`. It has loaded torch, which processes that only
-control it do not need. The memory of a simulated device is a file for each exportable piece, which
-exists as long as a process has it open or mapped.
+The program is their server; see `forked_processes`. The program loads torch; processes that only
+import this module do not need torch. The memory of a simulated device is a file for each exportable
+piece, which exists as long as a process has it open or mapped.
 """
 
 from __future__ import annotations
@@ -112,13 +112,13 @@ class Exporter:
         self._files: set[int] = set()
 
     def end_after(self, answers: int) -> None:
-        """Let it end itself in the middle of an import: after `answers` messages of one extent."""
+        """Make the exporter end itself during an import, after `answers` answers of one extent."""
         self.process.ask("end_after", answers)
         self._files = files_of(self.process.pid)
         self._ends = True
 
     def kill(self) -> None:
-        """Kill it, unless it has ended itself, and wait for its end."""
+        """Kill the exporter, unless it has ended itself, and wait for its end."""
         pid = self.process.pid
         if not self._ends:
             self._files = files_of(pid)

@@ -1,4 +1,4 @@
-"""Other processes of a test program: forked for it, and asked for one thing after another.
+"""Processes that are forked for a test program, and answer its requests one after another.
 
 Each kind has a program of its own, whose process is their server: it has loaded what they need
 without opening the driver, and forks a process for each socket that it receives, which is faster
@@ -61,7 +61,7 @@ def _work(worker: Any, connection: Connection) -> None:
 
 
 class Server:
-    """A server, as its caller uses it.
+    """The caller's handle to a server.
 
     Args:
         program: the arguments of Python that run the server's program.
@@ -82,7 +82,7 @@ class Server:
 
 
 class Forked:
-    """A forked process, as its caller uses it."""
+    """The caller's handle to a forked process."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

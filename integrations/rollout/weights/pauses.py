@@ -61,16 +61,16 @@ def paused_generation(
         steps.on_leader("continuing generation", end, timeout)
     except MemsaverError as error:
         error.message += (
-            "; the weights were updated, but generation may still be paused where continuing it "
-            f"failed: {_CALL}"
+            "; the weights were updated, but generation may still be paused on engines that could "
+            f"not continue: {_CALL}"
         )
         raise
 
 
 def _continued(engine: RolloutEngine | EngineSet, steps: UpdateSteps, limit: float) -> str:
-    """Continue generation on all engines, even if the pause failed; return their states.
+    """Continue generation on all engines after a failed pause, and describe their states.
 
-    A pause that failed may have taken effect. A collective.
+    The failed pause may have taken effect. A collective.
     """
     backend = engine.backend
 
@@ -97,5 +97,6 @@ def _continued(engine: RolloutEngine | EngineSet, steps: UpdateSteps, limit: flo
     if not failed:
         return "generation continues on all engines"
     return (
-        f"generation may still be paused where continuing it failed ({'; '.join(failed)}): {_CALL}"
+        "generation may still be paused on engines that could not continue "
+        f"({'; '.join(failed)}): {_CALL}"
     )

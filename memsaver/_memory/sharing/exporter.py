@@ -235,7 +235,7 @@ class _Importer:
                     self._end(token)
 
     def _end(self, token: int) -> None:
-        self.held[token].storage = None  # may free memory, which `held()` counts until then
+        self.held[token].storage = None  # may free memory; `held()` counts it until then
         del self.held[token]
 
     def _export(self, tokens: list[int], are_extents_missing: bool) -> None:
@@ -297,7 +297,7 @@ class _Importer:
 
 
 _servers: dict[int, _Server] = {}  # by process id: at most one entry
-_running: dict[int, _Server] = {}  # by id; also servers that `_servers` does not contain yet
+_running: dict[int, _Server] = {}  # by id; includes servers that are not in `_servers` yet
 
 
 def _forget() -> None:

@@ -46,7 +46,7 @@ class Peer:
         self._is_urgent = False  # the thread will look without a delay
         self._is_connected = True
         self._has_ended = False  # whether the connection's thread has ended
-        self._refusal = ""  # why the other process has closed the connection, if it sent a reason
+        self._refusal = ""  # the other process's reason for closing the connection, if sent
         self._is_importing = False
         self._was_requested = False  # whether a release was requested during an import
         # Closed with this object, and not earlier: any thread may write to it.
@@ -105,7 +105,7 @@ class Peer:
                     f"answer within {_ANSWER_SECONDS:.0f} s",
                     tag=request.tag,
                 )
-        # The error's traceback refers to the request and to this frame: neither keeps the error.
+        # The error's traceback refers to the request and this frame, so neither may refer to it.
         error, request.error = request.error, None
         if error is not None:
             try:
@@ -150,13 +150,13 @@ class Peer:
                     self._is_urgent = self._is_woken = False
                     self._work()
         finally:
-            self.close()  # first: `peer_at` may record this connection in the meantime
+            self.close()  # first, so that a concurrent `peer_at` sees that it has ended
             self.forget()
 
     def _is_refused(self) -> bool:
         """Return whether memory stays mapped only because the driver refused to unmap it.
 
-        While the other process exists, its next request repeats the refused calls.
+        While the other process exists, the refused calls are repeated at its next request.
         """
         return not self._is_connected and any(not each.users for each in self.extents.values())
 
@@ -219,8 +219,8 @@ class Peer:
     def _release(self, extents: list[Extent]) -> None:
         """Unmap those extents that no tensor uses, and report them as released.
 
-        If the driver refuses, they stay mapped until the next request; after the end of the other
-        process, until a retry succeeds.
+        If the driver refuses, they stay mapped until the next request or, if the other process has
+        ended, until a retry succeeds.
         """
         by_span: dict[Span, list[Extent]] = {}
         for extent in dict.fromkeys(extents):
@@ -259,7 +259,7 @@ class Peer:
             request.error = error
         except OSError as error:
             if isinstance(error, ConnectionError):
-                self._hear()  # a refusal that came before the other process closed the connection
+                self._hear()  # reads a refusal that was sent before the connection was closed
             request.error = self.error(tag)
             request.error.__cause__ = error
         except Exception as error:
@@ -365,7 +365,7 @@ def peer_at(endpoint: str, tag: str) -> Peer:
         if peer is not fresh:  # another thread connected first
             with contextlib.suppress(OSError):
                 wire.send(fresh._socket, {"bye": True})
-        if peer._has_ended:  # before it was recorded, so its thread cannot have removed it
+        if peer._has_ended:  # perhaps before it was recorded, so that its thread did not remove it
             peer.forget()
             raise peer.error(tag)
     return peer
@@ -381,7 +381,7 @@ def is_foreign(address: int) -> bool:
 
 
 _peers: dict[str, Peer] = {}
-_open: dict[int, Peer] = {}  # by id; also connections that `_peers` does not contain yet
+_open: dict[int, Peer] = {}  # by id; includes connections that are not in `_peers` yet
 
 
 def _forget() -> None:

@@ -163,7 +163,7 @@ def forget_expired(now: float | None = None) -> float | None:
     if now is None:
         now = time.monotonic()
     while (number := _oldest()) is not None:
-        # No variable refers to a message: when another thread removes it, the memory must be free.
+        # No variable may refer to a message: its removal by another thread must free the memory.
         try:
             sent, until = _in_flight[number].sent, _in_flight[number].until
         except KeyError:
@@ -203,13 +203,13 @@ def find(token: int) -> tuple[Sent, Any]:
 
 
 def claim(sent: Sent) -> int | None:
-    """Return the number of the earliest untaken message, which no other receiver can then take.
+    """Claim the earliest untaken message, so that no other receiver takes it; return its number.
 
-    Claim it before the answer to the receiver, and `take` it after the answer: the receiver may go
-    on in the meantime, and its sender may send the storage again, to another receiver.
+    Claim a message before answering the receiver, and `take` it afterwards: once the receiver has
+    the answer, it may continue, and its sender may send the storage again, to another receiver.
 
     Returns:
-        None if the storage has no such message: the receiver receives one again.
+        None if the storage has no untaken message: the receiver receives a message again.
     """
     for number in list(sent.untaken):
         if sent.untaken.pop(number, False):
@@ -218,13 +218,13 @@ def claim(sent: Sent) -> int | None:
 
 
 def take(number: int | None) -> None:
-    """Record that a receiver has received the message that `claim` returned."""
+    """Record that a receiver has received the message whose number `claim` returned."""
     if number is not None:
         _in_flight.pop(number, None)  # may free the memory
 
 
 def unclaim(sent: Sent, number: int | None) -> None:
-    """Leave the message that `claim` returned to a later attempt of its receiver."""
+    """Undo `claim`, so that the receiver can take the message in a later attempt."""
     if number is not None:
         sent.untaken[number] = True
         if number not in _in_flight:  # expired
@@ -241,5 +241,5 @@ def in_transit() -> set[Sent]:
     found = set()
     for number in list(_in_flight):
         with contextlib.suppress(KeyError):
-            found.add(_in_flight[number].sent)  # no variable refers to the message
+            found.add(_in_flight[number].sent)  # no variable may refer to the message
     return found

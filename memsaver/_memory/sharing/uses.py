@@ -46,11 +46,11 @@ class Span:
         self.at: dict[int, Extent] = {}  # by offset
 
     def unmap(self, extents: Sequence[Extent]) -> list[Extent]:
-        """Unmap extents. Returns those that are unmapped now: the driver may refuse some or all."""
+        """Unmap extents, and return those now unmapped: the driver may refuse some or all."""
         try:
             self.native.unmap([extent.offset for extent in extents])
             return list(extents)
-        except MemsaverError:  # after some extents, which must not be used again
+        except MemsaverError:  # some may be unmapped already, and must not be used again
             return [extent for extent in extents if self._unmap(extent)]
 
     def _unmap(self, extent: Extent) -> bool:

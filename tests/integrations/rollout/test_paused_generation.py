@@ -20,7 +20,7 @@ class Generating(Backend):
         paused: whether generation is paused.
         pause_error: raised by a pause, which may have taken effect before.
         continue_error: raised instead of continuing.
-        answers: set when a pause may answer.
+        answers: an event; a pause returns or raises once it is set.
     """
 
     def __init__(self, *given):
@@ -54,7 +54,7 @@ def pausing(backends):
 
 
 def refused(backends, kind=EngineError):
-    """Return the message of a pause of a set that fails."""
+    """Check that a set of engines cannot be paused, and return the error's message."""
     with pytest.raises(kind) as caught, pausing(backends):
         raise AssertionError("the block ran")
     return str(caught.value)
@@ -76,9 +76,8 @@ def test_engines_that_can_neither_pause_nor_continue_are_named(backends):
     backends[1].pause_error = EngineDiedError("its process ended")
     backends[1].continue_error = EngineDiedError("its process ended")
     text = refused(backends, EngineDiedError)
-    assert "may still be paused where continuing it failed (engine 2 of 3: its process ended)" in (
-        text
-    )
+    expected = "may still be paused on engines that could not continue (engine 2 of 3: its process"
+    assert f"{expected} ended)" in text
     assert text.count("engine 2 of 3") == 2 and text.endswith("call continue_generation()"), text
     assert [one.paused for one in backends] == [False, True, False]
 
@@ -113,7 +112,8 @@ def test_an_engine_whose_pause_fails_continues(manager_backend, continues):
     text = str(caught.value)
     assert manager_backend.paused != continues and "load" not in manager_backend.calls
     assert ("generation continues on all engines" in text) == continues, text
-    assert ("may still be paused where continuing it failed (no connection)" in text) != continues
+    expected = "may still be paused on engines that could not continue (no connection)"
+    assert (expected in text) != continues
 
 
 @pytest.fixture
@@ -146,12 +146,12 @@ for fails in (1, 2):
     if fails == 1:
         assert texts[0].endswith("nothing was sent; generation continues on all engines"), texts[0]
     else:
-        assert "where continuing it failed (engine 1: it hangs): call" in texts[0], texts[0]
+        assert "that could not continue (engine 1: it hangs): call" in texts[0], texts[0]
     assert "load" not in backend.calls
 fails = 0
 update(engine, checkpoint(), pause="abort")
 assert holds(backend) and not paused
-# An interrupt of a pause is for its own rank.
+# An interrupt of a pause is raised only on its own rank.
 if RANK == 1:
     backend.pause_generation = lambda *given: (_ for _ in ()).throw(KeyboardInterrupt())
 with pytest.raises((KeyboardInterrupt, RankError)) as caught:

@@ -165,7 +165,7 @@ engine = RolloutEngine(backend, layout, timeout=4)
 fails = layout.dp_rank == 1
 
 def entered(kind, tags=None, **options):
-    # A block that is not entered because the sleep of engine 1 failed; return the error.
+    # Check that the block does not run if engine 1 cannot sleep; return the error's message.
     with pytest.raises(kind) as caught:
         with engine.asleep(tags, fence=True, **options):
             raise AssertionError("the block ran")
@@ -202,7 +202,7 @@ if fails and backend:
 text = entered(InvalidStateError, keep_weights=False)
 assert fails or text.endswith("tags: none; its weights were not kept: update them"), text
 
-# The wake-up fails as well: the error says both.
+# The wake-up fails as well: the error reports both failures.
 if backend:
     backend.fail = InvalidStateError("busy") if fails else None
     backend.fail_in_wake_up = None if fails else InvalidStateError("no room")
@@ -222,7 +222,7 @@ assert "it hangs" in text and engine.status is Status.AWAKE, text
 if backend:
     backend.slow = 0.0
 
-# An interrupt is for its own rank; the other engine wakes.
+# An interrupt is raised only on its own rank; the other engine wakes.
 if fails and backend:
     backend.fail = KeyboardInterrupt()
 with pytest.raises((KeyboardInterrupt, RankError)) as caught:

@@ -175,7 +175,7 @@ def of(**setting):
 
 
 def of_decided_attention(engine, patch):
-    """The arguments do not have it: SGLang keeps it with its other decisions."""
+    """Set the option as SGLang does itself: in its own state, not in the arguments."""
     engine.ps = types.SimpleNamespace(attn_dp_enabled=True)
 
 

@@ -73,7 +73,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def sender(sim, wait_until, tmp_path, request):
-    """Yield a process that has sent a tensor, and the message. The parameter is its user."""
+    """Yield a process that has sent a tensor, and the message. The parameter is its user ID."""
     script = tmp_path / "sender.py"
     script.write_text(SENDER)
     users = [request.param] if hasattr(request, "param") else []

@@ -168,7 +168,7 @@ def is_eventfd(file) -> bool:
 
 @pytest.fixture
 def kept_by_child(monkeypatch):
-    """Fork a child whenever a thread starts. Yields a list: whether each child has its socket."""
+    """Fork a child before each new thread, and list whether each child has the thread's socket."""
     start, kept = exporter.start_daemon, []
 
     def forking(name, work):
@@ -185,9 +185,7 @@ def kept_by_child(monkeypatch):
     return kept
 
 
-def test_a_child_that_is_forked_during_a_connection_keeps_none_of_it(
-    make, wait_until, kept_by_child
-):
+def test_a_child_forked_while_a_connection_opens_does_not_keep_it(make, wait_until, kept_by_child):
     """Otherwise, neither process would notice the other's end before the child's end."""
     again = pickle.loads(dumped(make(50)))
     kept_by_child.clear()
@@ -195,8 +193,8 @@ def test_a_child_that_is_forked_during_a_connection_keeps_none_of_it(
     assert kept_by_child == [False, False] and peers.is_foreign(again.data_ptr())
 
 
-def test_a_child_that_is_forked_while_a_server_starts_does_not_listen(make, kept_by_child):
-    """Otherwise, messages of the parent would be awaited from the child after the parent's end."""
+def test_a_child_forked_while_a_server_starts_does_not_listen(make, kept_by_child):
+    """Otherwise, importers would wait for the child after the parent's end."""
     exporter._Server().close()
     assert kept_by_child == [False]
 
@@ -240,10 +238,10 @@ def test_a_connection_without_a_thread_leaves_no_descriptor(make, monkeypatch, w
     assert pickle.loads(dumped(mine)).tolist() == [0, 1, 2]
 
 
-def test_the_reason_of_a_refused_connection_is_reported(
+def test_the_reason_for_a_refused_connection_is_reported(
     own_importer, make, name, monkeypatch, wait_until
 ):
-    """It may arrive before the import, during it, or with the end of the connection."""
+    """The reason may arrive before or during the import, or as the connection ends."""
     mine = make(50)
     exporter.endpoint()
 
@@ -262,7 +260,7 @@ def test_the_reason_of_a_refused_connection_is_reported(
 def test_a_descriptor_is_not_reused_while_a_request_is_sent(
     own_importer, make, monkeypatch, wait_until
 ):
-    """A request to a process that ends must not reach the next owner of its descriptor."""
+    """A request to a process that ends must not reach the next owner of the descriptor."""
     mine = make(50)
     own_importer.load("x", mine)
     server = exporter._servers[os.getpid()]

@@ -65,7 +65,7 @@ class Sender:
     def __init__(self, tensor, name):
         self.tensor, self.name = tensor, name
         self.tokens = []
-        self.is_freed = True  # whether the last message's memory was free as soon as it was taken
+        self.is_freed = True  # whether taking the last message freed its memory at once
         self.may_be_late = False  # whether the receiver of an expired message may still take it
 
     def steps(self, names):

@@ -1,4 +1,4 @@
-"""Test memory of senders that were killed: before, during and after its use."""
+"""Test the memory of senders that are killed before or during an import, or after it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_sender_killed_in_the_middle_of_an_answer(sender, monkeypatch):
 
 @pytest.mark.parametrize("call", ["cuMemUnmap", "cuMemRelease", "cuCtxPushCurrent"])
 def test_memory_of_a_killed_sender_is_released_after_a_refusal(sim, sender, wait_until, call):
-    """No request of the sender can follow."""
+    """A killed sender cannot request the release again."""
     before = sim.counts()
     process, message = sender
     mine = pickle.loads(message)
@@ -67,7 +67,7 @@ def test_memory_of_a_killed_sender_is_released_after_a_refusal(sim, sender, wait
 
 
 def test_a_sender_killed_while_the_connection_is_recorded(sender, monkeypatch, wait_until):
-    """A dead connection that stayed would delay each later message, and keep its descriptor."""
+    """A dead connection that stayed recorded would delay later messages and leak a descriptor."""
     process, message = sender
     connect = peers.Peer
 
@@ -96,7 +96,7 @@ def uncollected():
 def test_a_failed_import_leaves_nothing_to_the_garbage_collector(
     sim, sender, uncollected, wait_until
 ):
-    """Its connection has descriptors and reserved addresses."""
+    """Otherwise, descriptors and reserved addresses would be kept until the next collection."""
     process, message = sender
     with sim.fault("cuMemMap"), pytest.raises(memsaver.DriverError):
         pickle.loads(message)

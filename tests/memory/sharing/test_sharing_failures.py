@@ -146,7 +146,7 @@ def test_a_refused_unmapping_is_repeated(sim, importer, make, name, options):
     memsaver.pause(name)
 
 
-def test_memory_that_is_unmapped_in_part_is_received_again(sim, own_importer, make, name, options):
+def test_partly_unmapped_memory_can_be_received_again(sim, own_importer, make, name, options):
     """The driver refuses to unmap one of two extents: both can be used again."""
     options(slab_bytes=2 * MIB, share_bytes=2 * MIB)
     mine = [make(MIB) for _ in range(2)]

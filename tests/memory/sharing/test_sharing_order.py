@@ -76,7 +76,7 @@ def test_a_late_message_is_valid_while_the_sender_has_the_tensor(importer, make,
 def test_a_receiver_takes_no_message_that_is_sent_during_its_answer(
     importer, make, name, monkeypatch, wait_until
 ):
-    """The receiver may be told of the later message before its own answer has been recorded."""
+    """The later message may reach a receiver before the exporter has recorded its answer."""
     mine, later = [make(50)], []
     message = dumped(mine[0])
     importer.load_pickle("x", message)
