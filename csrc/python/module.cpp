@@ -75,11 +75,16 @@ PYBIND11_MODULE(_C, m) {
         if (collection_pauses > 0 && is_collection_wanted) PyGC_Enable();
         collection_pauses = 0;
       }));
-  // Returns whether a trace or profile function, such as a debugger's, is running on a thread.
-  m.def("is_in_trace_function", [](unsigned long ident) {
+  // Empties a frame's copy of its variables (`f_locals`, before Python 3.13) if no program refers
+  // to it. A trace function that is running on the frame's thread, such as a debugger's, prevents
+  // that: after its call, the variables get the values of the copy. The GIL is held throughout.
+  m.def("empty_copy_of_variables", [](unsigned long ident, py::handle frame) {
+    const py::object copy = frame.attr("f_locals");
     PyThreadState* thread = PyInterpreterState_ThreadHead(PyInterpreterState_Get());
     while (thread && thread->thread_id != ident) thread = PyThreadState_Next(thread);
-    return thread && thread->tracing > 0;
+    const bool is_tracing = thread && thread->tracing > 0;
+    constexpr Py_ssize_t kOwn = 2;  // the references from the frame and from here
+    if (!is_tracing && Py_REFCNT(copy.ptr()) == kOwn) PyDict_Clear(copy.ptr());
   });
   m.def("version", &ms_version);
   m.def("driver_info", [] {

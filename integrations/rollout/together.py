@@ -132,7 +132,12 @@ class Together:
         return self.gathered(what, lambda: None, lambda _: action(), timeout)
 
     def gather(
-        self, what: str, work: Callable[[], Given], timeout: float | None = None
+        self,
+        what: str,
+        work: Callable[[], Given],
+        timeout: float | None = None,
+        *,
+        uninterrupted: bool = False,
     ) -> list[Given]:
         """Run `work` on every rank, and return all results, in the group's order, on all ranks.
 
@@ -140,12 +145,15 @@ class Together:
             what: a description of the call, the same on all ranks.
             work: called on every rank.
             timeout: seconds to wait for the others; None means this object's timeout.
+            uninterrupted: whether signal handlers are deferred during the work.
         """
         if self._ranks is None:
-            return [interruptible(work)]
+            return [work() if uninterrupted else interruptible(work)]
         with self._one_at_a_time(what) as ranks:
             limit = self._timeout if timeout is None else timeout
-            return _values(ranks.attempt(what, work, timeout=limit, codec=PICKLES))
+            return _values(
+                ranks.attempt(what, work, timeout=limit, codec=PICKLES, uninterrupted=uninterrupted)
+            )
 
     def gathered(
         self,

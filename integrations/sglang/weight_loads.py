@@ -196,8 +196,8 @@ def plain_load(kind: str, *, has_barrier: bool) -> Callable[..., Any]:
     """Return a hook around an updater's handler that loads weights without a verification request.
 
     A failure in one stage of a pipeline fails the update in all of them. If the stages cannot work
-    at the same time (see `can_defer`), each replies independently, as in SGLang, and accepts names
-    that it does not use.
+    at the same time (see `can_defer` and `has_local_control`), each replies independently, as in
+    SGLang, and accepts names that it does not use.
 
     Args:
         kind: see `_load`.
@@ -224,6 +224,8 @@ def plain_load(kind: str, *, has_barrier: bool) -> Callable[..., Any]:
 
 def everywhere(kind: str, hook: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """Return a hook around an updater's handler that has to succeed on all stages of a pipeline.
+
+    The exception is an engine for which `has_local_control` is true: see `plain_load`.
 
     Args:
         kind: see `_load`.

@@ -10,6 +10,7 @@ import itertools
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 from memsaver._runtime.native import _C
@@ -33,9 +34,6 @@ _BUFFERS = {
 # References from memoryviews do not count, because torch may be the view's only user. A view that
 # another object refers to is found through that object.
 _VIEWS = {memoryview, type(gc.get_referents(memoryview(b""))[0])}
-# References to a frame's copy of its variables if no program refers to it: the frame's, and two in
-# `_locals_of`.
-_KEPT_BY_FRAME = 3
 
 
 def instances_of(kind: type) -> list[Any]:
@@ -141,27 +139,19 @@ def _local_values() -> Iterator[Any]:
 
     Leaves out generators and coroutines, whose variables the collector reports.
     """
-    frame: Any
+    frame: FrameType | None
     for thread, frame in sys._current_frames().items():
-        is_traced = _C.is_in_trace_function(thread)
         while frame is not None:
             flags = frame.f_code.co_flags
             if flags & inspect.CO_OPTIMIZED and not flags & _RESUMED:
-                yield from _locals_of(frame, is_traced)
+                yield from _locals_of(frame)
+                if sys.version_info < (3, 13):  # `f_locals` is a copy, which the frame keeps
+                    _C.empty_copy_of_variables(thread, frame)
             frame = frame.f_back
 
 
-def _locals_of(frame: Any, is_traced: bool) -> list[Any]:
+def _locals_of(frame: FrameType) -> list[Any]:
     code, variables = frame.f_code, frame.f_locals
     cells = set(code.co_cellvars)
     names = [name for name in code.co_varnames if name not in cells]
-    values = [variables[name] for name in names if name in variables]
-    # Before Python 3.13 `f_locals` is a copy, which the frame keeps with all its values. When a
-    # trace function returns, Python writes the copy back to the variables.
-    if (
-        sys.version_info < (3, 13)
-        and not is_traced
-        and sys.getrefcount(variables) == _KEPT_BY_FRAME
-    ):
-        variables.clear()
-    return values
+    return [variables[name] for name in names if name in variables]

@@ -27,9 +27,10 @@ def paused_generation(
 ) -> Iterator[None]:
     """Pause generation on all engines during the block, if requested. A collective.
 
-    If the pause fails on an engine, generation continues on all engines before the error is raised;
-    the error's message names the engines on which it could not continue. After an error in the
-    block, generation stays paused.
+    If the pause fails on an engine, generation continues on all engines before the error is raised,
+    even if it was paused earlier; the error's message names the engines on which it could not
+    continue. If not all ranks can be reached, generation may stay paused, as the message says.
+    After an error in the block, generation stays paused.
     """
     mode, timeout = options.pause, options.timeout
     if mode is None:

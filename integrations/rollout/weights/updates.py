@@ -92,7 +92,8 @@ def update(
         group: the group of an engine on other GPUs.
         pause: the mode in which generation is paused during the update (see
             `Backend.pause_generation`). Needed if requests may be in flight. If the update fails,
-            generation stays paused; if the pause fails on an engine, generation continues on all.
+            generation stays paused; if the pause fails on an engine, generation continues on all,
+            even if it was paused earlier.
         flush_cache: whether to flush the prefix cache, which the old weights computed. The default
             is True, except with `pause="in_place"`, because paused requests continue with the
             cache.

@@ -72,6 +72,7 @@ class _Server:
         self.requests = _C.release_requests()
         self.wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.importers: dict[int, _Importer] = {}
+        self.accepted: socket.socket | None = None  # the last connection, for _forget
         self.owes_requests = False  # an importer's socket was full
         self.has_no_deadline = True  # the thread waits, or is about to, without a limit
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -130,6 +131,7 @@ class _Server:
 
     def _accept(self) -> None:
         connection, _ = self.listener.accept()
+        self.accepted = connection
         importer = None
         try:
             pid = wire.peer_of(connection)
@@ -304,6 +306,8 @@ def _forget() -> None:
     """Close the parent's sockets in a forked child, so that importers notice the parent's end."""
     for server in _running.values():
         server.listener.close()
+        if server.accepted is not None:
+            server.accepted.close()
         for importer in server.importers.values():
             importer.connection.close()
     _running.clear()

@@ -52,9 +52,9 @@ class Sent:
     memory: _Memory
     pool: tuple[str, int]  # tag and device
     weak: Any  # torch's weak reference to the storage, whose address is therefore not reused
-    # The numbers of its messages that no receiver has claimed, in order. A message that has
-    # expired stays here until the storage's last one expires: its receiver may be late, and must
-    # not take a later message.
+    # The numbers of its messages that no receiver has claimed. A message that has expired stays
+    # here until the storage's last one expires: its receiver may be late, and must not take a later
+    # message.
     untaken: dict[int, bool] = field(default_factory=dict)
 
     @property
@@ -170,12 +170,17 @@ def forget_expired(now: float | None = None) -> float | None:
             continue
         if until > now:
             return until - now
-        untaken = list(sent.untaken)
-        if not any(other > number for other in untaken):
-            for other in untaken:
-                sent.untaken.pop(other, None)
+        _forget_expired_of(sent, number)
         _in_flight.pop(number, None)  # may free the memory
     return None
+
+
+def _forget_expired_of(sent: Sent, number: int) -> None:
+    """Forget a storage's unclaimed messages if this one, which has expired, is the last."""
+    untaken = list(sent.untaken)
+    if not any(other > number for other in untaken):
+        for other in untaken:
+            sent.untaken.pop(other, None)
 
 
 def _oldest() -> int | None:
@@ -211,7 +216,7 @@ def claim(sent: Sent) -> int | None:
     Returns:
         None if the storage has no untaken message: the receiver receives a message again.
     """
-    for number in list(sent.untaken):
+    for number in sorted(list(sent.untaken)):
         if sent.untaken.pop(number, False):
             return number
     return None
@@ -227,8 +232,8 @@ def unclaim(sent: Sent, number: int | None) -> None:
     """Undo `claim`, so that the receiver can take the message in a later attempt."""
     if number is not None:
         sent.untaken[number] = True
-        if number not in _in_flight:  # expired
-            sent.untaken.pop(number, None)
+        if number not in _in_flight:
+            _forget_expired_of(sent, number)
 
 
 def ranges_with(tag: str, device: int) -> list[tuple[int, int]]:

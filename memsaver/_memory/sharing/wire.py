@@ -14,6 +14,7 @@ The importer sends:
     {"bye": true}                       maps nothing, and closes the connection
 The exporter may send at any time:
     {"release": true}  requests the release of all extents, each as soon as no tensor uses it
+    {"error": text, "tag": ""}  refuses the connection, and then closes it
 """
 
 from __future__ import annotations

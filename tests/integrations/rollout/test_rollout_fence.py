@@ -146,7 +146,7 @@ def test_engines_of_a_mesh_wait_for_each_other(tmp_path):
 
 
 ENTRY = """
-import datetime, os
+import contextlib, datetime, os, signal, threading
 import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -236,6 +236,18 @@ engine.wake_up()
 with engine.asleep(fence=True):
     assert engine.status is Status.ASLEEP
 assert engine.status is Status.AWAKE
+
+# An interrupt of a rank that waits for its leader is raised only there, after the sleep.
+if backend:
+    backend.slow = 1.0
+if RANK == 1:
+    threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
+with pytest.raises(KeyboardInterrupt) if RANK == 1 else contextlib.nullcontext():
+    with engine.asleep(fence=True):
+        pass
+assert engine.status is Status.AWAKE
+if backend:
+    backend.slow = 0.0
 
 # An engine whose ranks do not make the call: the other one wakes at its timeout.
 fence.GRACE_SECONDS = 0

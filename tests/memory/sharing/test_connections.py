@@ -168,20 +168,32 @@ def is_eventfd(file) -> bool:
 
 @pytest.fixture
 def kept_by_child(monkeypatch):
-    """Fork a child before each new thread, and list whether each child has the thread's socket."""
+    """Fork a child before each new thread, and while a server records an importer.
+
+    Return a list: whether each child has the socket.
+    """
     start, kept = exporter.start_daemon, []
+
+    def is_open_in_child(opened):
+        child = os.fork()
+        if child == 0:
+            os._exit(opened.fileno() >= 0)
+        return bool(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    class Importer(exporter._Importer):
+        def __init__(self, connection, pid):
+            kept.append(is_open_in_child(connection))
+            super().__init__(connection, pid)
 
     def forking(name, work):
         owner = work.args[0] if isinstance(work, functools.partial) else work.__self__
         (opened,) = (each for each in vars(owner).values() if isinstance(each, socket.socket))
-        child = os.fork()
-        if child == 0:
-            os._exit(opened.fileno() >= 0)
-        kept.append(bool(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+        kept.append(is_open_in_child(opened))
         start(name, work)
 
     for module in (exporter, peers):
         monkeypatch.setattr(module, "start_daemon", forking)
+    monkeypatch.setattr(exporter, "_Importer", Importer)
     return kept
 
 
@@ -190,7 +202,7 @@ def test_a_child_forked_while_a_connection_opens_does_not_keep_it(make, wait_unt
     again = pickle.loads(dumped(make(50)))
     kept_by_child.clear()
     closed_connection(exporter.endpoint(), wait_until)
-    assert kept_by_child == [False, False] and peers.is_foreign(again.data_ptr())
+    assert kept_by_child == [False, False, False] and peers.is_foreign(again.data_ptr())
 
 
 def test_a_child_forked_while_a_server_starts_does_not_listen(make, kept_by_child):

@@ -184,6 +184,30 @@ def test_a_late_receiver_takes_no_later_message(make, name, options):
     sender.check()
 
 
+def test_a_receiver_whose_answer_failed_takes_its_own_message(make, name, options):
+    options(importer_seconds=10)
+    sender = Sender(make(50), name)
+    sender.send()
+    sender.send()
+    first = sent_storages.claim(sent := sent_storages.find(sender.tokens[0])[0])
+    sent_storages.unclaim(sent, first)
+    assert sent_storages.claim(sent) == first
+    sent_storages.unclaim(sent, first)
+    sender.check()
+
+
+def test_a_receiver_whose_answer_fails_late_takes_no_later_message(make, name, options):
+    options(importer_seconds=10)
+    sender = Sender(make(50), name)
+    sender.send_briefly()
+    late = sent_storages.claim(sent := next(iter(sent_storages._sent.values())))
+    sender.send()
+    sender.expire()
+    sent_storages.unclaim(sent, late)
+    assert sent_storages.claim(sent) == late
+    sender.check()
+
+
 def test_messages_that_expired_are_not_awaited(make, name, options):
     options(importer_seconds=10)
     sender = Sender(make(50), name)
