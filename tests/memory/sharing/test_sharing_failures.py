@@ -134,15 +134,25 @@ def test_a_refused_export_is_reported_to_the_importer(sim, importer, make, name)
     importer.load("x", mine)
 
 
-def test_a_refused_unmapping_is_repeated(sim, importer, make, name, options):
-    mine = make(4)
-    importer.load("x", mine)
-    importer.do("from memsaver import simulator; fault = simulator.fault('cuMemUnmap', 1, times=0)")
+def delete_under_fault(importer, name, options, nth):
+    """Delete an importer's `x`, whose memory cannot be unmapped from the `nth` call on.
+
+    The tag can therefore not be paused. The driver permits the calls again on return.
+    """
+    call = f"simulator.fault('cuMemUnmap', 1, nth={nth}, times=0)"
+    importer.do(f"from memsaver import simulator; fault = {call}")
     importer.do("fault.__enter__(); del x; gc.collect()")
     options(importer_seconds=0.2)
     with pytest.raises(memsaver.TagSharedError):
         memsaver.pause(name)
+    options(importer_seconds=10)
     importer.do("fault.__exit__(None, None, None)")
+
+
+def test_a_refused_unmapping_is_repeated(sim, importer, make, name, options):
+    mine = make(4)
+    importer.load("x", mine)
+    delete_under_fault(importer, name, options, nth=1)
     memsaver.pause(name)
 
 
@@ -151,13 +161,7 @@ def test_partly_unmapped_memory_can_be_received_again(sim, own_importer, make, n
     options(slab_bytes=2 * MIB, share_bytes=2 * MIB)
     mine = [make(MIB) for _ in range(2)]
     own_importer.load("x", mine)
-    own_importer.do("from memsaver import simulator; del x; gc.collect()")
-    own_importer.do("fault = simulator.fault('cuMemUnmap', 1, nth=2, times=0); fault.__enter__()")
-    options(importer_seconds=0.2)
-    with pytest.raises(memsaver.TagSharedError):
-        memsaver.pause(name)
-    options(importer_seconds=10)
-    own_importer.do("fault.__exit__(None, None, None)")
+    delete_under_fault(own_importer, name, options, nth=2)
     own_importer.load("x", mine)
     assert own_importer.ask("[t.tolist()[-1] for t in x]") == 2 * [MIB - 1]
 
