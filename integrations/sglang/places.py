@@ -9,6 +9,7 @@ stage, then by rank in the tensor-parallel group.
 from __future__ import annotations
 
 import copy
+import importlib
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ __all__ = [
     "has_local_control",
     "has_parallel_attention",
     "holds_model",
+    "in_effect",
     "parallel_of",
     "place_of",
     "ranks_in",
@@ -77,7 +79,7 @@ def place_of(updater: Any) -> Place:
     scheduler = scheduler_of(updater)
     own = Group(updater.tp_cpu_group)
     width, rank = own.size, own.rank
-    arguments = getattr(scheduler, "server_args", None)
+    arguments = in_effect(scheduler)
     stages, replicas = ranks_in(arguments, "pp_size"), replicas_in(arguments)
     parallel = parallel_of(scheduler)
     stage = int(getattr(parallel, "pp_rank", 0) or 0) if stages > 1 else 0
@@ -92,7 +94,7 @@ def group_of(updater: Any) -> Group:
     If `has_local_control`, returns only the ranks of this stage.
     """
     scheduler = scheduler_of(updater)
-    is_one_stage = ranks_in(getattr(scheduler, "server_args", None), "pp_size") == 1
+    is_one_stage = ranks_in(in_effect(scheduler), "pp_size") == 1
     if is_one_stage or has_local_control(scheduler):
         return stage_group_of(updater)
     return Group(scheduler.world_group.cpu_group)
@@ -113,7 +115,7 @@ def holds_model(updater: Any, has_all_stages: bool) -> bool:
     scheduler = scheduler_of(updater)
     if has_local_control(scheduler):  # the experts may be spread over all replicas
         return False
-    return has_all_stages or ranks_in(getattr(scheduler, "server_args", None), "pp_size") == 1
+    return has_all_stages or ranks_in(in_effect(scheduler), "pp_size") == 1
 
 
 def has_local_control(scheduler: Any) -> bool:
@@ -133,9 +135,26 @@ def has_parallel_attention(scheduler: Any) -> bool:
     return _is_set(scheduler, "enable_dp_attention") or _is_set(scheduler, "attn_dp_enabled")
 
 
+def in_effect(scheduler: Any) -> Any:
+    """Return SGLang's arguments with the values that are in effect; None without arguments.
+
+    Since 0.5.19, the arguments keep the values that the user passed, and SGLang stores its own
+    choices beside them.
+    """
+    arguments = getattr(scheduler, "server_args", None)
+    try:
+        overrides = importlib.import_module("sglang.srt.arg_groups.overrides")
+    except ImportError:  # 0.5.15 and older
+        return arguments
+    return None if arguments is None else overrides.resolved_view(arguments)
+
+
 def _is_set(scheduler: Any, option: str) -> bool:
-    # Since 0.5.18, options that SGLang sets itself do not appear in the arguments.
-    owners = (getattr(scheduler, "server_args", None), parallel_of(scheduler))
+    owners = (
+        getattr(scheduler, "server_args", None),
+        in_effect(scheduler),
+        parallel_of(scheduler),
+    )
     return any(getattr(owner, option, False) for owner in owners)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import pickle
 import re
 from array import array
 from types import SimpleNamespace
@@ -75,6 +76,23 @@ def test_settings_with_which_an_idle_engine_communicates_have_the_known_names(sc
 
     arguments = ServerArgs(model_path="none")
     assert {name: getattr(arguments, name) for name in leftovers._SILENT} == leftovers._SILENT
+
+
+def test_settings_that_sglang_chooses_itself_are_in_effect(scheduler, monkeypatch):
+    from sglang.srt.server_args import ServerArgs
+
+    arguments = ServerArgs(model_path="none")
+    here = SimpleNamespace(server_args=arguments)
+    monkeypatch.setattr(leftovers, "guard_of", lambda _: "a guard")
+    assert leftovers._is_silent_asleep(here)
+    try:
+        from sglang.srt.arg_groups.overrides import declare_resolution
+    except ImportError:  # 0.5.18 and older write such settings into the arguments
+        arguments.expert_distribution_recorder_mode = "stat"
+    else:  # as SGLang does if EPLB is enabled
+        declare_resolution(arguments, "a test", expert_distribution_recorder_mode="stat")
+    here.server_args = pickle.loads(pickle.dumps(arguments))  # the scheduler is another process
+    assert not leftovers._is_silent_asleep(here)
 
 
 def test_generations_reach_their_handlers_through_the_guard(scheduler):
