@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 from .failures import SerializedError, error_of
 from .ranks import Layout
-from .together import GRACE_SECONDS, Together
+from .together import GRACE_SECONDS, Connection, Together
 
-__all__ = ["Fence", "connections_of"]
+__all__ = ["Fence"]
 
 Value = TypeVar("Value")
 
@@ -26,6 +27,7 @@ class Fence:
         timeout: seconds to wait for the other ranks.
         refused: an earlier failure of this rank, to be raised on all ranks; or None.
         lane: see `Together`.
+        call: all connections of the call, of which the fence's are the last; see `Together`.
 
     Raises:
         GroupError: not all ranks reached the barrier in time.
@@ -41,17 +43,18 @@ class Fence:
         refused: BaseException | None = None,
         *,
         lane: str = LANE,
+        call: Sequence[Connection] = (),
     ) -> None:
         self._layout, self._timeout = layout, timeout
         self._along: list[Together] = []
-        left = connections_of(layout)
+        number = len(call) - sum(group.size() > 1 for group in layout.dp_groups)
         for group in layout.dp_groups:
-            left -= group.size() > 1
             try:
-                together = Together(group, timeout, lane, refused=refused, following=left)
-                self._along.append(together)
+                place = (number, call) if call else None
+                self._along.append(Together(group, timeout, lane, refused=refused, place=place))
             except BaseException as error:  # the ranks along the other dimensions still wait
                 refused = error
+            number += group.size() > 1
         if refused is not None:
             self.close()
             raise refused
@@ -111,11 +114,6 @@ class Fence:
             engines = ", ".join(str(engine) for engine, row in sorted(rows) if row)
             what = f"{what} (engine {engines})"
             raise error_of(what, list(each.values()), size) from error
-
-
-def connections_of(layout: Layout) -> int:
-    """Return the number of collectives that the constructor of a fence runs."""
-    return sum(group.size() > 1 for group in layout.dp_groups)
 
 
 def _failures(leader: int, error: BaseException | None) -> list[SerializedError]:

@@ -29,6 +29,9 @@ class Layout:
             that differ from this rank only along that dimension; the innermost dimension last.
         dp_rank: the number of this rank's engine, from 0.
         dp_size: the number of engines.
+        lines: for tensor parallelism and for each of `dp_groups`, in this order and only if it has
+            several ranks, the ranks of each such group in the mesh. Empty if they are unknown; a
+            rank with an invalid mesh may then leave other ranks waiting.
     """
 
     rank: int = 0
@@ -38,6 +41,7 @@ class Layout:
     dp_groups: tuple[Any, ...] = ()
     dp_rank: int = 0
     dp_size: int = 1
+    lines: tuple[tuple[tuple[int, ...], ...], ...] = ()
 
     @property
     def tp_size(self) -> int:
@@ -105,6 +109,7 @@ def layout_of(mesh: Any, *, tp: str = "tp", dp: str | Sequence[str] = "dp") -> L
         dp_rank, dp_size = dp_rank * sizes[name] + coordinate[name], dp_size * sizes[name]
     rank = dist.get_rank()
     tp_group = mesh.get_group(tp) if tp in sizes else None
+    along = [name for name in (tp, *outer) if sizes.get(name, 1) > 1]
     return Layout(
         rank=rank,
         tp_group=tp_group,
@@ -113,4 +118,11 @@ def layout_of(mesh: Any, *, tp: str = "tp", dp: str | Sequence[str] = "dp") -> L
         dp_groups=tuple(mesh.get_group(name) for name in outer),
         dp_rank=dp_rank,
         dp_size=dp_size,
+        lines=tuple(_lines(mesh.mesh, names.index(name)) for name in along),
     )
+
+
+def _lines(ranks: Any, dimension: int) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks that differ only along one dimension of a mesh's tensor of ranks."""
+    rows = ranks.movedim(dimension, -1).reshape(-1, ranks.shape[dimension])
+    return tuple(map(tuple, rows.tolist()))

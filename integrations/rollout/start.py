@@ -14,7 +14,7 @@ from ..engine.errors import EngineDiedError
 from ..engine.fields import is_whole
 from ..engine.interface import Backend
 from .arguments import check_equal
-from .fence import Fence, connections_of
+from .fence import Fence
 from .ranks import Layout, NotInMeshError
 from .restarts import Restarter, Restarts
 from .shared_sleep import SharedSleep, known_released
@@ -200,15 +200,17 @@ class EngineStart(SharedSleep):
     def _connect(self) -> None:
         """Connect this rank with the ranks of its engine and of all other engines. A collective."""
         layout, timeout, refused = self.layout, self.timeout, None
+        lanes = [_LANE] * (layout.tp_size > 1) + [Fence.LANE] * len(layout.dp_groups)
+        call = tuple(zip(lanes, layout.lines, strict=False))  # a layout may have no lines
+        place = (0, call) if call else None
         try:
-            following = connections_of(layout)
-            self.together = Together(layout.tp_group, timeout, _LANE, following=following)
+            self.together = Together(layout.tp_group, timeout, _LANE, place=place)
             self._connections.callback(self.together.close)
             self._generating = Together(layout.tp_group, timeout, "rollout/generate")
             self._connections.callback(self._generating.close)
         except BaseException as error:  # the ranks of other engines wait
             refused = error
-        self._fence = Fence(layout, timeout, refused)
+        self._fence = Fence(layout, timeout, refused, call=call)
         self._connections.callback(self._fence.close)
 
     def close(self) -> None:

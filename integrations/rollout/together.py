@@ -12,14 +12,17 @@ from memsaver._runtime.latches import Gate
 from memsaver._runtime.timeouts import check_timeout, is_timeout
 from memsaver.distributed.attempts import Outcomes, Ranks
 from memsaver.distributed.channel import Channel
-from memsaver.distributed.invalid_groups import awaited_channel, channel_of
+from memsaver.distributed.invalid_groups import AwaitedChannels, channel_of
 from memsaver.errors import InvalidStateError, MemsaverError
 
 from .failures import SerializedError, error_of
 from .pickles import PICKLES
 
-__all__ = ["GRACE_SECONDS", "Together", "refuse"]
+__all__ = ["GRACE_SECONDS", "Connection", "Together", "refuse"]
 
+# A connection that all ranks of a mesh make in a call: its lane, and the ranks of each group.
+Connection = tuple[str, Sequence[Sequence[int]]]
+Place = tuple[int, Sequence[Connection]]
 Given = TypeVar("Given")
 Result = TypeVar("Result")
 
@@ -61,9 +64,8 @@ class Together:
         timeout: seconds to wait for all ranks to make a call.
         lane: a name that separates these calls from concurrent ones; the same on all ranks.
         refused: an earlier failure of this rank, to be raised on all ranks; or None.
-        following: the number of further `Together` objects that the ranks create after this one,
-            even if the creation of this one fails. Used by ranks that do not know their group (see
-            `refuse`).
+        place: all connections that each rank makes in the same call, even if one of them fails, and
+            the number of this one. Ranks that do not know their groups need it (see `refuse`).
 
     Raises:
         GroupError: not all ranks made the call within `timeout`.
@@ -80,7 +82,7 @@ class Together:
         lane: str = "rollout",
         *,
         refused: BaseException | None = None,
-        following: int = 0,
+        place: Place | None = None,
     ) -> None:
         self._gate = Gate()
         self._ranks: Ranks | None = None
@@ -89,12 +91,11 @@ class Together:
         self._timeout = timeout if is_timeout(timeout) else _SECONDS
         invalid_group: MemsaverError | None = None
 
-        def check() -> int:
+        def check() -> None:
             for error in (refused, invalid_group):
                 if error is not None:
                     raise error
             check_timeout(timeout)
-            return following
 
         if group is None:
             check()
@@ -105,7 +106,9 @@ class Together:
             if len(channel.ranks) > 1:
                 self._channel, self._ranks = channel, Ranks(channel)
             try:
-                _values(_connected(channel, self._timeout, check))
+                _, failure = _connected(channel, self._timeout, check, place)
+                if failure is not None:
+                    raise failure
             except BaseException:
                 self.close()
                 raise
@@ -232,12 +235,13 @@ def _error_of(outcomes: Outcomes[Any]) -> MemsaverError:
 def refuse(error: Exception, timeout: float, lanes: Sequence[str]) -> NoReturn:
     """Raise this rank's argument error on all ranks that are about to create a `Together`.
 
-    Used by a rank that does not know its groups. This rank searches for the ranks that wait for it,
-    and joins as many of their collectives as they request.
+    Used by a rank that does not know its groups. This rank searches for a rank that waits for it,
+    learns from it which connections the ranks make in this call, and makes all of them. A slow rank
+    may wait on an earlier connection than a fast one.
 
     Args:
         error: the error. Raised only on this rank if torch.distributed is not initialised.
-        timeout: seconds to search for the ranks of each collective; ignored if invalid.
+        timeout: seconds to search, and to wait on each connection; ignored if invalid.
         lanes: the lanes that the other ranks may use.
 
     Raises:
@@ -248,24 +252,25 @@ def refuse(error: Exception, timeout: float, lanes: Sequence[str]) -> NoReturn:
     if dist is None or not dist.is_available() or not dist.is_initialized():
         raise error
 
-    def work() -> int:
+    def fail() -> None:
         raise error
 
-    raised: BaseException | None = None
     limit = timeout if is_timeout(timeout) else _SECONDS
-    left = 1
     with signals_deferred():
-        while left:
-            channel = awaited_channel(error, "a collective call", limit, lanes)
-            try:
-                outcomes = _connected(channel, limit, work)
-            finally:
-                channel.close()
-            try:
-                _values(outcomes)
-            except BaseException as shared:
-                raised = raised or shared
-            left = max((one.value for one in outcomes.each if one.value is not None), default=0)
+        awaited = AwaitedChannels(lanes)
+        try:
+            channel = awaited.next(error, "a collective call", limit)
+            place, raised = _connected(channel, limit, fail)
+            number, call = place or (0, ())
+            for other, (lane, groups) in enumerate(call):
+                ranks = next((ranks for ranks in groups if channel.rank in ranks), ())
+                if other == number:
+                    continue
+                found = awaited.of(ranks, lane, min(limit, GRACE_SECONDS))
+                if found is not None:
+                    _connected(found, limit, fail, (other, call))
+        finally:
+            awaited.close()
         raise raised or error
 
 
@@ -273,11 +278,45 @@ def _making(lane: str) -> str:
     return f"the ranks' connection for {lane}"
 
 
-def _connected(channel: Channel, timeout: float, work: Callable[[], int]) -> Outcomes[int]:
-    """Connect a channel's ranks and run the work on each. A collective."""
+def _connected(
+    channel: Channel, timeout: float, check: Callable[[], None], place: Place | None = None
+) -> tuple[Place | None, BaseException | None]:
+    """Connect a channel's ranks, and run `check` on each. A collective.
+
+    Args:
+        channel: the channel, which remains open.
+        timeout: seconds to wait for the other ranks.
+        check: raises if this rank cannot make the call.
+        place: see `Together`; None if it is unknown.
+
+    Returns:
+        The place, if it is known to any rank; and the error for all ranks if a check failed.
+
+    Raises:
+        GroupError: see `Together`.
+        RankError: an interrupt on another rank, or another call.
+    """
     what = _making(channel.lane)
     several = len(channel.ranks) > 1
     if several:
         channel.connect(timeout, what)
+    own: Exception | None = None
+
+    def work() -> tuple[Place | None, bytes]:
+        nonlocal own
+        try:
+            check()
+        except Exception as error:
+            own = error
+        packed = b"" if own is None else SerializedError.of(channel.rank, own).packed()
+        return place, packed
+
     ranks = Ranks(channel if several else None)
-    return ranks.attempt(what, work, timeout=timeout, codec=PICKLES)
+    rows = _values(ranks.attempt(what, work, timeout=timeout, codec=PICKLES))
+    known = next((place for place, _ in rows if place is not None), None)
+    failures = [SerializedError.parse(packed) for _, packed in rows if packed]
+    if not failures:
+        return known, None
+    shared = error_of(what, failures, len(rows))
+    shared.__cause__ = own
+    return known, shared

@@ -1,4 +1,4 @@
-"""The channel on which a rank with an invalid `group` argument reports this to the other ranks.
+"""The channels on which a rank with an invalid argument reports this to the other ranks.
 
 Such a rank does not know on which of its groups the other ranks wait for it. All ranks record in
 torch's store how many collectives of a group they have reached; the rank compares these numbers
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from memsaver.distributed.channel import Channel
@@ -17,7 +17,7 @@ from memsaver.distributed.errors import GroupError
 from memsaver.distributed.groups import modules, refusal_of
 from memsaver.errors import MemsaverError
 
-__all__ = ["awaited_channel", "channel_of"]
+__all__ = ["AwaitedChannels", "channel_of"]
 
 _LOOK_SECONDS = 0.02  # time between two reads of the store
 
@@ -30,7 +30,7 @@ def channel_of(
     Args:
         group: the group that the caller passed; None means the world.
         what: a description of the call, for the error message.
-        timeout: seconds to look for a group on which other ranks wait. See `awaited_channel`.
+        timeout: seconds to look for a group on which other ranks wait. See `AwaitedChannels`.
         lane: see `Channel`.
 
     Raises:
@@ -43,53 +43,92 @@ def channel_of(
     refused = refusal_of(group)
     if refused is None:
         return Channel(group, lane), None
-    return awaited_channel(refused, what, timeout, [lane]), refused
+    return AwaitedChannels([lane]).next(refused, what, timeout), refused
 
 
-def awaited_channel(
-    refused: Exception, what: str, timeout: float | None, lanes: Sequence[str]
-) -> Channel:
-    """Return the channel on which other ranks wait for this rank, whose own group is unknown.
+class AwaitedChannels:
+    """The channels on which other ranks may wait for this rank, whose own groups are unknown.
 
-    This is a channel that another rank has reached before this rank, or the world's channel if all
-    other ranks reached it, including ranks whose own groups are unknown.
+    One object serves one call of this rank, in which it may use several channels in turn.
 
     Args:
-        refused: the error of this rank's own group.
-        what: a description of the call, for the error message.
-        timeout: seconds to look; None means the default timeout of torch's groups, 30 minutes.
         lanes: the lanes on which the other ranks may wait.
-
-    Raises:
-        GroupError: no other rank waited on any of this rank's groups in time, or torch's store does
-            not answer.
     """
-    world, *others = _channels(lanes)
-    if not others or len(world.ranks) == 1:
-        return world
-    if timeout is None:
-        timeout = modules()[1].distributed_c10d.default_pg_timeout.total_seconds()
-    end = time.monotonic() + timeout
-    try:
-        world.announce()
-        while True:
-            if len(world.waiting()) == len(world.ranks) - 1:
-                return world
-            found = next((channel for channel in others if channel.waiting()), None)
-            if found is not None or time.monotonic() >= end:
-                break
-            time.sleep(_LOOK_SECONDS)
-        world.withdraw()
-    except RuntimeError as error:
-        raise GroupError(f"{what}: {refused}; and torch's store does not answer: {error}") from (
-            refused
-        )
-    if found is None:
-        raise GroupError(
-            f"{what}: {refused}; no other rank waited for this one on any of its groups within "
-            f"{timeout:g} s"
-        ) from refused
-    return found
+
+    def __init__(self, lanes: Sequence[str]) -> None:
+        self._world, *self._others = _channels(lanes)
+
+    def next(self, refused: Exception, what: str, timeout: float | None) -> Channel:
+        """Return a channel that another rank has reached before this rank.
+
+        This may be the world's channel, if all other ranks have reached it, including ranks whose
+        own groups are unknown.
+
+        Args:
+            refused: the error of this rank's own group.
+            what: a description of the call, for the error message.
+            timeout: seconds to look; None means the default timeout of torch's groups, 30 minutes.
+
+        Raises:
+            GroupError: no other rank waited on any of this rank's groups in time, or torch's store
+                does not answer.
+        """
+        world = self._world
+        if not self._others or len(world.ranks) == 1:
+            return world
+        if timeout is None:
+            timeout = modules()[1].distributed_c10d.default_pg_timeout.total_seconds()
+        end = time.monotonic() + timeout
+        try:
+            world.announce()
+            while True:
+                if len(world.waiting()) == len(world.ranks) - 1:
+                    return world
+                found = next((channel for channel in self._others if channel.waiting()), None)
+                if found is not None or time.monotonic() >= end:
+                    break
+                time.sleep(_LOOK_SECONDS)
+            world.withdraw()
+        except RuntimeError as error:
+            raise GroupError(
+                f"{what}: {refused}; and torch's store does not answer: {error}"
+            ) from (refused)
+        if found is None:
+            raise GroupError(
+                f"{what}: {refused}; no other rank waited for this one on any of its groups within "
+                f"{timeout:g} s"
+            ) from refused
+        return found
+
+    def of(self, ranks: Collection[int], lane: str, timeout: float) -> Channel | None:
+        """Return the channel of the group with these ranks; None if there is none.
+
+        If there are several such groups, returns one on which another rank waits. If no rank waits
+        within `timeout` seconds, for example because no rank of the group knows it, returns the
+        newest, which is the same on all ranks.
+
+        Raises:
+            GroupError: torch's store does not answer.
+        """
+        found = [
+            channel
+            for channel in (self._world, *self._others)
+            if channel.lane == lane and set(channel.ranks) == set(ranks)
+        ]
+        end = time.monotonic() + timeout
+        try:
+            while len(found) > 1 and time.monotonic() < end:
+                if waiting := [channel for channel in found if channel.waiting()]:
+                    return waiting[0]
+                time.sleep(_LOOK_SECONDS)
+        except RuntimeError as error:
+            raise GroupError(f"torch's store does not answer: {error}") from error
+        return found[-1] if found else None
+
+    def close(self) -> None:
+        """Close the channels. Idempotent."""
+        for channel in (self._world, *self._others):
+            channel.close()
 
 
 def _channels(lanes: Sequence[str]) -> list[Channel]:

@@ -366,3 +366,24 @@ def test_a_bad_argument_of_a_rank_is_an_error_on_all_ranks_of_the_mesh(run_ranks
         assert time.monotonic() - start < 35, "no wait lasted until a timeout"
         dist.barrier()
     """)
+
+
+def test_slow_and_refused_ranks_meet_the_others_in_the_same_call(run_ranks):
+    run_ranks(4)("""
+        _, target = fake_engine()
+        for names, options, cases in (
+            (("dp", "tp"), {}, (((1,), 3), ((1,), 0), ((1, 2), 0), ((1, 3), 0), ((0, 1, 3), 2))),
+            # Its groups have the same ranks as those of the first mesh.
+            (("a", "b"), {"dp": ("a", "b")}, (((1,), 3), ((2,), 3))),
+        ):
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+            for bad, slow in cases:
+                start = time.monotonic()
+                given = {"mesh": "dp" if RANK in bad else mesh, "timeout": 40, **options}
+                time.sleep(0.5 if RANK == slow else 0)
+                with pytest.raises(ConfigError, match="mesh must be a DeviceMesh"):
+                    RolloutEngine.connect(target, **given)
+                RolloutEngine.connect(target, mesh, timeout=40, **options).close()
+                assert time.monotonic() - start < 20, (names, bad, slow)
+        dist.barrier()
+    """)
