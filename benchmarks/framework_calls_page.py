@@ -23,7 +23,7 @@ CALLS = results.DEFAULT_PATH.with_name("framework_calls.json")
 BEGIN, END = "<!-- runs: begin -->", "<!-- runs: end -->"
 PEER = PEERS[DEFAULT]
 NOT_RUN = "These calls have not been run on a GPU yet."
-NOT_COMPARED = f"These calls have not been run with {PEER} on the same kind of GPU yet."
+NOT_COMPARED = f"These calls have not been run with {PEER} on this model of GPU yet."
 MOVES = ("release", "resume", "pause")  # the calls that release and map memory
 
 # The pages, and the frameworks whose calls each shows.
@@ -53,7 +53,7 @@ def _calls(name: str, ours: Row | None, theirs: Row | None) -> str:
     if theirs is not None and theirs["gpu"] != ours["gpu"]:
         theirs = None
     ran = [ours] if theirs is None else [ours, theirs]
-    lines = [f"{title}, {ours['rounds']} rounds. Run on {circumstances(ran)}."]
+    lines = [f"{title}: medians of {ours['rounds']} rounds, on {circumstances(ran)}."]
     if theirs is None:
         lines += [NOT_COMPARED, "", "| call | ms | MiB in use afterwards |", "|---|--:|--:|"]
     else:
@@ -67,7 +67,7 @@ def _calls(name: str, ours: Row | None, theirs: Row | None) -> str:
     for step in steps:
         lines.append(_line(f"`{step}`", [_seconds(row, [step]) for row in ran], ran, step))
     moves = [step for step in steps if step.side in (ENGINE, TRAINER) and step.call in MOVES]
-    words = "all releases, pauses and resumes"
+    words = "sum of all releases, pauses and resumes"
     lines.append(_line(words, [_seconds(row, moves) for row in ran], ran))
     return "\n".join(lines)
 

@@ -27,7 +27,8 @@ class Fence:
         timeout: seconds to wait for the other ranks.
         refused: an earlier failure of this rank, to be raised on all ranks; or None.
         lane: see `Together`.
-        call: all connections of the call, of which the fence's are the last; see `Together`.
+        call: all connections that each rank opens in this call, the fence's last; empty if they are
+            unknown. See `place` of `Together`.
 
     Raises:
         GroupError: not all ranks reached the barrier in time.

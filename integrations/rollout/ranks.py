@@ -29,9 +29,9 @@ class Layout:
             that differ from this rank only along that dimension; the innermost dimension last.
         dp_rank: the number of this rank's engine, from 0.
         dp_size: the number of engines.
-        lines: for tensor parallelism and for each of `dp_groups`, in this order and only if it has
-            several ranks, the ranks of each such group in the mesh. Empty if they are unknown; a
-            rank with an invalid mesh may then leave other ranks waiting.
+        mesh_groups: the ranks of all groups of the mesh, by dimension: the tensor-parallel one
+            first, then those of `dp_groups`; dimensions of one rank are omitted. If it is empty
+            because the groups are unknown, a rank with an invalid mesh may leave others waiting.
     """
 
     rank: int = 0
@@ -41,7 +41,7 @@ class Layout:
     dp_groups: tuple[Any, ...] = ()
     dp_rank: int = 0
     dp_size: int = 1
-    lines: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    mesh_groups: tuple[tuple[tuple[int, ...], ...], ...] = ()
 
     @property
     def tp_size(self) -> int:
@@ -118,11 +118,11 @@ def layout_of(mesh: Any, *, tp: str = "tp", dp: str | Sequence[str] = "dp") -> L
         dp_groups=tuple(mesh.get_group(name) for name in outer),
         dp_rank=dp_rank,
         dp_size=dp_size,
-        lines=tuple(_lines(mesh.mesh, names.index(name)) for name in along),
+        mesh_groups=tuple(_groups_along(mesh.mesh, names.index(name)) for name in along),
     )
 
 
-def _lines(ranks: Any, dimension: int) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks that differ only along one dimension of a mesh's tensor of ranks."""
+def _groups_along(ranks: Any, dimension: int) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each group along one dimension of a mesh, given its tensor of ranks."""
     rows = ranks.movedim(dimension, -1).reshape(-1, ranks.shape[dimension])
     return tuple(map(tuple, rows.tolist()))

@@ -201,7 +201,7 @@ class EngineStart(SharedSleep):
         """Connect this rank with the ranks of its engine and of all other engines. A collective."""
         layout, timeout, refused = self.layout, self.timeout, None
         lanes = [_LANE] * (layout.tp_size > 1) + [Fence.LANE] * len(layout.dp_groups)
-        call = tuple(zip(lanes, layout.lines, strict=False))  # a layout may have no lines
+        call = tuple(zip(lanes, layout.mesh_groups, strict=False))  # empty if they are unknown
         place = (0, call) if call else None
         try:
             self.together = Together(layout.tp_group, timeout, _LANE, place=place)

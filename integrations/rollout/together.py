@@ -20,8 +20,9 @@ from .pickles import PICKLES
 
 __all__ = ["GRACE_SECONDS", "Connection", "Together", "refuse"]
 
-# A connection that all ranks of a mesh make in a call: its lane, and the ranks of each group.
+# A connection that each rank of a mesh opens in a call: its lane, and the ranks of each group.
 Connection = tuple[str, Sequence[Sequence[int]]]
+# The number of a connection in its call, from 0, and all connections of the call.
 Place = tuple[int, Sequence[Connection]]
 Given = TypeVar("Given")
 Result = TypeVar("Result")
@@ -64,8 +65,9 @@ class Together:
         timeout: seconds to wait for all ranks to make a call.
         lane: a name that separates these calls from concurrent ones; the same on all ranks.
         refused: an earlier failure of this rank, to be raised on all ranks; or None.
-        place: all connections that each rank makes in the same call, even if one of them fails, and
-            the number of this one. Ranks that do not know their groups need it (see `refuse`).
+        place: the number of this connection, from 0, and all connections that each rank opens in
+            the same call, even after one of them fails. Ranks that do not know their groups receive
+            this list from the others (see `refuse`). None if it is unknown.
 
     Raises:
         GroupError: not all ranks made the call within `timeout`.
@@ -235,13 +237,14 @@ def _error_of(outcomes: Outcomes[Any]) -> MemsaverError:
 def refuse(error: Exception, timeout: float, lanes: Sequence[str]) -> NoReturn:
     """Raise this rank's argument error on all ranks that are about to create a `Together`.
 
-    Used by a rank that does not know its groups. This rank searches for a rank that waits for it,
-    learns from it which connections the ranks make in this call, and makes all of them. A slow rank
-    may wait on an earlier connection than a fast one.
+    Called on a rank that does not know its groups. This rank finds another rank that waits for it,
+    receives from it the list of the call's connections, and joins those of its own groups. It joins
+    all of them, because a slow rank may wait on an earlier connection than a fast one.
 
     Args:
         error: the error. Raised only on this rank if torch.distributed is not initialised.
-        timeout: seconds to search, and to wait on each connection; ignored if invalid.
+        timeout: seconds to search for a waiting rank, and to wait for the ranks of each connection;
+            600 if the value is invalid.
         lanes: the lanes that the other ranks may use.
 
     Raises:
@@ -259,14 +262,14 @@ def refuse(error: Exception, timeout: float, lanes: Sequence[str]) -> NoReturn:
     with signals_deferred():
         awaited = AwaitedChannels(lanes)
         try:
-            channel = awaited.next(error, "a collective call", limit)
+            channel = awaited.find_waiting(error, "a collective call", limit)
             place, raised = _connected(channel, limit, fail)
             number, call = place or (0, ())
             for other, (lane, groups) in enumerate(call):
                 ranks = next((ranks for ranks in groups if channel.rank in ranks), ())
                 if other == number:
                     continue
-                found = awaited.of(ranks, lane, min(limit, GRACE_SECONDS))
+                found = awaited.for_group(ranks, lane, min(limit, GRACE_SECONDS))
                 if found is not None:
                     _connected(found, limit, fail, (other, call))
         finally:
@@ -281,7 +284,7 @@ def _making(lane: str) -> str:
 def _connected(
     channel: Channel, timeout: float, check: Callable[[], None], place: Place | None = None
 ) -> tuple[Place | None, BaseException | None]:
-    """Connect a channel's ranks, and run `check` on each. A collective.
+    """Connect the ranks of a channel, and run `check` on each rank. A collective.
 
     Args:
         channel: the channel, which remains open.
@@ -290,11 +293,12 @@ def _connected(
         place: see `Together`; None if it is unknown.
 
     Returns:
-        The place, if it is known to any rank; and the error for all ranks if a check failed.
+        The place, or None if no rank knows it; and the error to raise on all ranks, or None if all
+        checks passed.
 
     Raises:
         GroupError: see `Together`.
-        RankError: an interrupt on another rank, or another call.
+        RankError: another rank was interrupted, or made a different call.
     """
     what = _making(channel.lane)
     several = len(channel.ranks) > 1

@@ -20,7 +20,7 @@ from ..engine.errors import EngineBusyError
 from ..engine.ranks import Group
 from ..engine.tags import WEIGHTS, check_known
 from .draft_weights import DRAFTER
-from .places import in_effect, ranks_in
+from .places import effective_arguments, ranks_in
 from .protocol import STRICT
 from .updaters import scheduler_of
 
@@ -168,7 +168,7 @@ def is_idle(updater: Any) -> bool:
     runs them.
     """
     scheduler = scheduler_of(updater)
-    is_pipeline = ranks_in(in_effect(scheduler), "pp_size") > 1
+    is_pipeline = ranks_in(effective_arguments(scheduler), "pp_size") > 1
     paused = getattr(scheduler, "_engine_paused", False) and not is_pipeline
     if "ignore_waiting" in inspect.signature(updater.is_fully_idle).parameters:
         return bool(updater.is_fully_idle(ignore_waiting=paused))

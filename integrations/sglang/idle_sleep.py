@@ -19,7 +19,7 @@ from typing import Any
 from ..engine.idle import IdleTimer
 from ..engine.tags import GRAPH, KV_CACHE, WEIGHTS
 from . import settings
-from .places import LOCAL_CONTROL, has_local_control, in_effect, parallel_of
+from .places import LOCAL_CONTROL, effective_arguments, has_local_control, parallel_of
 from .protocol import IDLE, is_health_check
 from .updaters import updater_of
 
@@ -103,7 +103,7 @@ class IdleSleep:
         self._clock = clock
         self._look_at = 0.0
         self._is_working = False  # on requests other than health checks
-        kept = getattr(in_effect(scheduler), "enable_weights_cpu_backup", False)
+        kept = getattr(effective_arguments(scheduler), "enable_weights_cpu_backup", False)
         graphs = settings.graphs_are_pausable()
         self._tags = (KV_CACHE, *([WEIGHTS] if kept else []), *([GRAPH] if graphs else []))
         self._is_first_stage = _stage_of(scheduler) == 0

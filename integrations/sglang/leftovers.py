@@ -22,7 +22,7 @@ from ..engine.ranks import Figures, Group, first_failure
 from ..engine.tags import GRAPH, RELEASE_ORDER
 from . import settings
 from .guard import guard_of
-from .places import has_parallel_attention, in_effect
+from .places import effective_arguments, has_parallel_attention
 from .updaters import scheduler_of
 
 __all__ = ["after_release", "communicators", "resume"]
@@ -102,7 +102,7 @@ def _suspender(scheduler: Any) -> Suspender:
 
 def _is_silent_asleep(scheduler: Any) -> bool:
     """Return whether a sleeping engine does not use its communicators; False if that is unknown."""
-    arguments = in_effect(scheduler)
+    arguments = effective_arguments(scheduler)
     if arguments is None or guard_of(scheduler) is None:
         return False
     if has_parallel_attention(scheduler):  # its ranks communicate even while they are idle
@@ -112,7 +112,7 @@ def _is_silent_asleep(scheduler: Any) -> bool:
 
 def _release(scheduler: Any) -> dict[str, int]:
     device = held.device()
-    without_graphs = getattr(in_effect(scheduler), "disable_cuda_graph", False)
+    without_graphs = getattr(effective_arguments(scheduler), "disable_cuda_graph", False)
     if without_graphs and not moves.are_memsavers([GRAPH]):
         held.clear_workspaces(device)
     held.release_cache()

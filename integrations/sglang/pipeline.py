@@ -21,7 +21,7 @@ from memsaver.errors import ConfigError, MemsaverError
 from ..engine.errors import EngineBusyError
 from ..engine.hooking import INSTALLED
 from .guard import guard_of
-from .places import in_effect
+from .places import effective_arguments
 
 __all__ = ["after_input", "after_send", "can_defer", "defer", "is_installed", "is_waiting"]
 
@@ -85,7 +85,7 @@ def is_waiting(scheduler: Any) -> bool:
 
 
 def _disaggregation(scheduler: Any) -> str:
-    return getattr(in_effect(scheduler), "disaggregation_mode", "") or "null"
+    return getattr(effective_arguments(scheduler), "disaggregation_mode", "") or "null"
 
 
 def is_installed(scheduler: Any) -> bool:

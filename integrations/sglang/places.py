@@ -20,11 +20,11 @@ from .updaters import scheduler_of
 __all__ = [
     "LOCAL_CONTROL",
     "Place",
+    "effective_arguments",
     "group_of",
     "has_local_control",
     "has_parallel_attention",
     "holds_model",
-    "in_effect",
     "parallel_of",
     "place_of",
     "ranks_in",
@@ -79,7 +79,7 @@ def place_of(updater: Any) -> Place:
     scheduler = scheduler_of(updater)
     own = Group(updater.tp_cpu_group)
     width, rank = own.size, own.rank
-    arguments = in_effect(scheduler)
+    arguments = effective_arguments(scheduler)
     stages, replicas = ranks_in(arguments, "pp_size"), replicas_in(arguments)
     parallel = parallel_of(scheduler)
     stage = int(getattr(parallel, "pp_rank", 0) or 0) if stages > 1 else 0
@@ -94,7 +94,7 @@ def group_of(updater: Any) -> Group:
     If `has_local_control`, returns only the ranks of this stage.
     """
     scheduler = scheduler_of(updater)
-    is_one_stage = ranks_in(in_effect(scheduler), "pp_size") == 1
+    is_one_stage = ranks_in(effective_arguments(scheduler), "pp_size") == 1
     if is_one_stage or has_local_control(scheduler):
         return stage_group_of(updater)
     return Group(scheduler.world_group.cpu_group)
@@ -115,7 +115,7 @@ def holds_model(updater: Any, has_all_stages: bool) -> bool:
     scheduler = scheduler_of(updater)
     if has_local_control(scheduler):  # the experts may be spread over all replicas
         return False
-    return has_all_stages or ranks_in(in_effect(scheduler), "pp_size") == 1
+    return has_all_stages or ranks_in(effective_arguments(scheduler), "pp_size") == 1
 
 
 def has_local_control(scheduler: Any) -> bool:
@@ -135,24 +135,25 @@ def has_parallel_attention(scheduler: Any) -> bool:
     return _is_set(scheduler, "enable_dp_attention") or _is_set(scheduler, "attn_dp_enabled")
 
 
-def in_effect(scheduler: Any) -> Any:
-    """Return SGLang's arguments with the values that are in effect; None without arguments.
+def effective_arguments(scheduler: Any) -> Any:
+    """Return the scheduler's arguments with the values that SGLang uses; None if it has none.
 
-    Since 0.5.19, the arguments keep the values that the user passed, and SGLang stores its own
-    choices beside them.
+    Since SGLang 0.5.19, `server_args` keeps the values that the user passed, and SGLang stores the
+    values that it chooses separately.
     """
     arguments = getattr(scheduler, "server_args", None)
     try:
         overrides = importlib.import_module("sglang.srt.arg_groups.overrides")
-    except ImportError:  # 0.5.15 and older
+    except ImportError:  # SGLang 0.5.14 and older
         return arguments
     return None if arguments is None else overrides.resolved_view(arguments)
 
 
 def _is_set(scheduler: Any, option: str) -> bool:
+    # The user's arguments, SGLang's own choices, or the state of its parallel groups may set it.
     owners = (
         getattr(scheduler, "server_args", None),
-        in_effect(scheduler),
+        effective_arguments(scheduler),
         parallel_of(scheduler),
     )
     return any(getattr(owner, option, False) for owner in owners)

@@ -1,4 +1,4 @@
-"""The channels on which a rank with an invalid argument reports this to the other ranks.
+"""Finds the channels on which a rank with an invalid argument reports its error to other ranks.
 
 Such a rank does not know on which of its groups the other ranks wait for it. All ranks record in
 torch's store how many collectives of a group they have reached; the rank compares these numbers
@@ -30,7 +30,8 @@ def channel_of(
     Args:
         group: the group that the caller passed; None means the world.
         what: a description of the call, for the error message.
-        timeout: seconds to look for a group on which other ranks wait. See `AwaitedChannels`.
+        timeout: seconds to look for a group on which other ranks wait; see
+            `AwaitedChannels.find_waiting`.
         lane: see `Channel`.
 
     Raises:
@@ -43,13 +44,13 @@ def channel_of(
     refused = refusal_of(group)
     if refused is None:
         return Channel(group, lane), None
-    return AwaitedChannels([lane]).next(refused, what, timeout), refused
+    return AwaitedChannels([lane]).find_waiting(refused, what, timeout), refused
 
 
 class AwaitedChannels:
-    """The channels on which other ranks may wait for this rank, whose own groups are unknown.
+    """The channels on which other ranks may wait for a rank that does not know its groups.
 
-    One object serves one call of this rank, in which it may use several channels in turn.
+    Create one object per call; a call may use several channels, one after the other.
 
     Args:
         lanes: the lanes on which the other ranks may wait.
@@ -58,14 +59,15 @@ class AwaitedChannels:
     def __init__(self, lanes: Sequence[str]) -> None:
         self._world, *self._others = _channels(lanes)
 
-    def next(self, refused: Exception, what: str, timeout: float | None) -> Channel:
-        """Return a channel that another rank has reached before this rank.
+    def find_waiting(self, refused: Exception, what: str, timeout: float | None) -> Channel:
+        """Find a channel on which another rank waits for this rank.
 
-        This may be the world's channel, if all other ranks have reached it, including ranks whose
-        own groups are unknown.
+        Returns the world's channel if all other ranks wait on it, including ranks that do not know
+        their groups, or, without searching, if this rank has no other channel.
 
         Args:
-            refused: the error of this rank's own group.
+            refused: this rank's own error, such as that of an invalid group; the cause of a
+                `GroupError`.
             what: a description of the call, for the error message.
             timeout: seconds to look; None means the default timeout of torch's groups, 30 minutes.
 
@@ -100,12 +102,17 @@ class AwaitedChannels:
             ) from refused
         return found
 
-    def of(self, ranks: Collection[int], lane: str, timeout: float) -> Channel | None:
-        """Return the channel of the group with these ranks; None if there is none.
+    def for_group(self, ranks: Collection[int], lane: str, timeout: float) -> Channel | None:
+        """Return the channel of a group of this rank, or None if there is no such group.
 
-        If there are several such groups, returns one on which another rank waits. If no rank waits
-        within `timeout` seconds, for example because no rank of the group knows it, returns the
-        newest, which is the same on all ranks.
+        If several groups have the same ranks, returns the channel on which another rank waits. If
+        none waits in time, for example because no rank knows its groups, returns the channel of the
+        newest of these groups, which is the same on all ranks.
+
+        Args:
+            ranks: the group's ranks.
+            lane: see `Channel`.
+            timeout: seconds to search; used only if several groups have these ranks.
 
         Raises:
             GroupError: torch's store does not answer.

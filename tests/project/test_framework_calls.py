@@ -113,8 +113,8 @@ def test_a_page_shows_the_medians_of_each_call_or_says_that_it_did_not_run(run, 
     _, rows, _ = run("xtuner", "--no-peer")
     text = pages.calls(rows, ("xtuner", "lightrft"))
     assert "| `engine: resume(tags=['weights'])` | 1.0 | 1,000 |" in text
-    assert "| all releases, pauses and resumes | 3.0 |  |" in text
-    assert "Run on Some GPU, 2026-11-25 (memsaver 0.2.0)." in text
+    assert "| sum of all releases, pauses and resumes | 3.0 |  |" in text
+    assert "medians of 2 rounds, on Some GPU, 2026-11-25 (memsaver 0.2.0)." in text
     assert text.count(pages.NOT_RUN) == text.count(pages.NOT_COMPARED) == 1
 
 
@@ -125,7 +125,7 @@ def test_a_page_compares_calls_only_on_the_same_kind_of_gpu(run, benchmark_modul
         step["seconds"], step["used_MiB"] = 2 * step["seconds"], 1500.0
     text = pages.calls([ours, theirs], ["xtuner"])
     assert "| `engine: resume(tags=['weights'])` | 1.0 | 2.0 | 2.00 | 1,000 | 1,500 |" in text
-    assert "| all releases, pauses and resumes | 3.0 | 6.0 | 2.00 |  |  |" in text
+    assert "| sum of all releases, pauses and resumes | 3.0 | 6.0 | 2.00 |  |  |" in text
     assert pages.NOT_COMPARED not in text
     assert pages.NOT_COMPARED in pages.calls([ours, theirs | {"gpu": "Another"}], ["xtuner"])
 

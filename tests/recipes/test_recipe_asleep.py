@@ -78,7 +78,9 @@ def test_settings_with_which_an_idle_engine_communicates_have_the_known_names(sc
     assert {name: getattr(arguments, name) for name in leftovers._SILENT} == leftovers._SILENT
 
 
-def test_settings_that_sglang_chooses_itself_are_in_effect(scheduler, monkeypatch):
+def test_communicators_are_not_suspended_if_sglang_enables_the_expert_recorder(
+    scheduler, monkeypatch
+):
     from sglang.srt.server_args import ServerArgs
 
     arguments = ServerArgs(model_path="none")
@@ -89,9 +91,9 @@ def test_settings_that_sglang_chooses_itself_are_in_effect(scheduler, monkeypatc
         from sglang.srt.arg_groups.overrides import declare_resolution
     except ImportError:  # 0.5.18 and older write such settings into the arguments
         arguments.expert_distribution_recorder_mode = "stat"
-    else:  # as SGLang does if EPLB is enabled
+    else:  # SGLang makes this call if EPLB is enabled
         declare_resolution(arguments, "a test", expert_distribution_recorder_mode="stat")
-    here.server_args = pickle.loads(pickle.dumps(arguments))  # the scheduler is another process
+    here.server_args = pickle.loads(pickle.dumps(arguments))  # as it is for the scheduler
     assert not leftovers._is_silent_asleep(here)
 
 

@@ -368,12 +368,12 @@ def test_a_bad_argument_of_a_rank_is_an_error_on_all_ranks_of_the_mesh(run_ranks
     """)
 
 
-def test_slow_and_refused_ranks_meet_the_others_in_the_same_call(run_ranks):
+def test_an_invalid_mesh_is_an_error_on_all_ranks_even_if_one_is_slow(run_ranks):
     run_ranks(4)("""
         _, target = fake_engine()
         for names, options, cases in (
             (("dp", "tp"), {}, (((1,), 3), ((1,), 0), ((1, 2), 0), ((1, 3), 0), ((0, 1, 3), 2))),
-            # Its groups have the same ranks as those of the first mesh.
+            # The groups of this mesh have the same ranks as those of the first one.
             (("a", "b"), {"dp": ("a", "b")}, (((1,), 3), ((2,), 3))),
         ):
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
