@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from memsaver._runtime.interrupts import signals_deferred
+from memsaver.distributed.invalid_groups import newer_groups
 from memsaver.errors import ConfigError, InvalidStateError
 
 from ..engine.errors import EngineDiedError
@@ -18,7 +19,7 @@ from .fence import Fence
 from .ranks import Layout, NotInMeshError
 from .restarts import Restarter, Restarts
 from .shared_sleep import SharedSleep, known_released
-from .together import GRACE_SECONDS, Together, refuse
+from .together import GRACE_SECONDS, Connection, Together, refuse
 
 __all__ = ["EngineStart", "Nodes"]
 
@@ -200,8 +201,14 @@ class EngineStart(SharedSleep):
     def _connect(self) -> None:
         """Connect this rank with the ranks of its engine and of all other engines. A collective."""
         layout, timeout, refused = self.layout, self.timeout, None
-        lanes = [_LANE] * (layout.tp_size > 1) + [Fence.LANE] * len(layout.dp_groups)
-        call = tuple(zip(lanes, layout.mesh_groups, strict=False))  # empty if they are unknown
+        call: tuple[Connection, ...] = ()
+        if layout.mesh_groups:
+            groups = [(_LANE, layout.tp_group), *((Fence.LANE, one) for one in layout.dp_groups)]
+            several = [(lane, one) for lane, one in groups if one is not None and one.size() > 1]
+            call = tuple(
+                (lane, newer_groups(one), each)
+                for (lane, one), each in zip(several, layout.mesh_groups, strict=True)
+            )
         place = (0, call) if call else None
         try:
             self.together = Together(layout.tp_group, timeout, _LANE, place=place)

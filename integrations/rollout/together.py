@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -20,8 +21,9 @@ from .pickles import PICKLES
 
 __all__ = ["GRACE_SECONDS", "Connection", "Together", "refuse"]
 
-# A connection that each rank of a mesh opens in a call: its lane, and the ranks of each group.
-Connection = tuple[str, Sequence[Sequence[int]]]
+# A connection that each rank of a mesh opens in a call: its lane, the number of newer groups with
+# the same ranks as the rank's own, and the ranks of each group along this dimension of the mesh.
+Connection = tuple[str, int, Sequence[Sequence[int]]]
 # The number of a connection in its call, from 0, and all connections of the call.
 Place = tuple[int, Sequence[Connection]]
 Given = TypeVar("Given")
@@ -66,8 +68,8 @@ class Together:
         lane: a name that separates these calls from concurrent ones; the same on all ranks.
         refused: an earlier failure of this rank, to be raised on all ranks; or None.
         place: the number of this connection, from 0, and all connections that each rank opens in
-            the same call, even after one of them fails. Ranks that do not know their groups receive
-            this list from the others (see `refuse`). None if it is unknown.
+            the same call, in this order, even after one of them fails. Ranks that do not know their
+            groups read it in torch's store (see `refuse`). None if it is unknown.
 
     Raises:
         GroupError: not all ranks made the call within `timeout`.
@@ -108,9 +110,7 @@ class Together:
             if len(channel.ranks) > 1:
                 self._channel, self._ranks = channel, Ranks(channel)
             try:
-                _, failure = _connected(channel, self._timeout, check, place)
-                if failure is not None:
-                    raise failure
+                _connect(channel, self._timeout, check, place)
             except BaseException:
                 self.close()
                 raise
@@ -238,8 +238,9 @@ def refuse(error: Exception, timeout: float, lanes: Sequence[str]) -> NoReturn:
     """Raise this rank's argument error on all ranks that are about to create a `Together`.
 
     Called on a rank that does not know its groups. This rank finds another rank that waits for it,
-    receives from it the list of the call's connections, and joins those of its own groups. It joins
-    all of them, because a slow rank may wait on an earlier connection than a fast one.
+    reads the list of the call's connections in torch's store, and joins those of its own groups. It
+    joins all of them, in the order of all ranks, because a slow rank may wait on an earlier
+    connection than a fast one.
 
     Args:
         error: the error. Raised only on this rank if torch.distributed is not initialised.
@@ -258,69 +259,69 @@ def refuse(error: Exception, timeout: float, lanes: Sequence[str]) -> NoReturn:
     def fail() -> None:
         raise error
 
+    raised: BaseException | None = None
     limit = timeout if is_timeout(timeout) else _SECONDS
     with signals_deferred():
         awaited = AwaitedChannels(lanes)
         try:
-            channel = awaited.find_waiting(error, "a collective call", limit)
-            place, raised = _connected(channel, limit, fail)
-            number, call = place or (0, ())
-            for other, (lane, groups) in enumerate(call):
-                ranks = next((ranks for ranks in groups if channel.rank in ranks), ())
-                if other == number:
-                    continue
-                found = awaited.for_group(ranks, lane, min(limit, GRACE_SECONDS))
-                if found is not None:
-                    _connected(found, limit, fail, (other, call))
+            first = awaited.find_waiting(error, "a collective call", limit)
+            for channel, place in _own_connections(awaited, first):
+                try:
+                    _connect(channel, limit, fail, place)
+                except BaseException as shared:
+                    if raised is None or not isinstance(shared, Exception):
+                        raised = shared
         finally:
             awaited.close()
         raise raised or error
+
+
+def _own_connections(
+    awaited: AwaitedChannels, first: Channel
+) -> list[tuple[Channel, Place | None]]:
+    """Return this rank's channels in a call, given one of them, on which another rank waits."""
+    with contextlib.suppress(RuntimeError):  # the store does not answer: no other rank is reached
+        if text := first.published():
+            number, call = json.loads(text)
+            found: list[tuple[Channel, Place | None]] = []
+            for other, (lane, newer, groups) in enumerate(call):
+                ranks = next((ranks for ranks in groups if first.rank in ranks), ())
+                channel = first if other == number else awaited.for_group(ranks, lane, newer)
+                if channel is not None:
+                    found.append((channel, (other, call)))
+            return found
+    return [(first, None)]
 
 
 def _making(lane: str) -> str:
     return f"the ranks' connection for {lane}"
 
 
-def _connected(
-    channel: Channel, timeout: float, check: Callable[[], None], place: Place | None = None
-) -> tuple[Place | None, BaseException | None]:
+def _connect(
+    channel: Channel, timeout: float, check: Callable[[], None], place: Place | None
+) -> None:
     """Connect the ranks of a channel, and run `check` on each rank. A collective.
 
     Args:
         channel: the channel, which remains open.
         timeout: seconds to wait for the other ranks.
         check: raises if this rank cannot make the call.
-        place: see `Together`; None if it is unknown.
-
-    Returns:
-        The place, or None if no rank knows it; and the error to raise on all ranks, or None if all
-        checks passed.
+        place: see `Together`.
 
     Raises:
-        GroupError: see `Together`.
-        RankError: another rank was interrupted, or made a different call.
+        MemsaverError: a check failed; the error is the same on all ranks. See `Together`.
+        GroupError: not all ranks made the call within `timeout`.
     """
     what = _making(channel.lane)
     several = len(channel.ranks) > 1
     if several:
+        if place is not None:
+            with contextlib.suppress(RuntimeError):  # `connect` reports it
+                channel.publish(json.dumps(place))
         channel.connect(timeout, what)
-    own: Exception | None = None
-
-    def work() -> tuple[Place | None, bytes]:
-        nonlocal own
-        try:
-            check()
-        except Exception as error:
-            own = error
-        packed = b"" if own is None else SerializedError.of(channel.rank, own).packed()
-        return place, packed
-
     ranks = Ranks(channel if several else None)
-    rows = _values(ranks.attempt(what, work, timeout=timeout, codec=PICKLES))
-    known = next((place for place, _ in rows if place is not None), None)
-    failures = [SerializedError.parse(packed) for _, packed in rows if packed]
-    if not failures:
-        return known, None
-    shared = error_of(what, failures, len(rows))
-    shared.__cause__ = own
-    return known, shared
+    outcomes = ranks.attempt(what, check, timeout=timeout, codec=PICKLES)
+    if place is not None and several and channel.rank == channel.ranks[0]:
+        with contextlib.suppress(RuntimeError):
+            channel.unpublish()
+    _values(outcomes)

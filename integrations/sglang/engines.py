@@ -23,6 +23,7 @@ from ..engine.local_calls import check_call, result_of
 from ..engine.locks import late_generation
 from ..engine.messages import Answer, SchedulerState
 from ..engine.processes import death_among
+from .places import effective_arguments
 from .protocol import FORGIVING, REWRITTEN, states_of
 from .replies import Reply, UnknownRequestError
 from .served import ServedEngine
@@ -134,7 +135,7 @@ class LocalEngine:
             from sglang.version import __version__ as version
         except ImportError:
             version = None
-        server_args = self._engine.tokenizer_manager.server_args
+        server_args = effective_arguments(self._engine.tokenizer_manager)
         names = ("tp_size", "pp_size", "dp_size", "enable_dp_attention", "skip_tokenizer_init")
         return {**{name: getattr(server_args, name, None) for name in names}, "version": version}
 

@@ -135,27 +135,26 @@ def has_parallel_attention(scheduler: Any) -> bool:
     return _is_set(scheduler, "enable_dp_attention") or _is_set(scheduler, "attn_dp_enabled")
 
 
-def effective_arguments(scheduler: Any) -> Any:
-    """Return the scheduler's arguments with the values that SGLang uses; None if it has none.
+def effective_arguments(owner: Any) -> Any:
+    """Return the arguments with the values that SGLang uses; None if there are none.
 
     Since SGLang 0.5.19, `server_args` keeps the values that the user passed, and SGLang stores the
     values that it chooses separately.
+
+    Args:
+        owner: a scheduler or a tokenizer manager.
     """
-    arguments = getattr(scheduler, "server_args", None)
+    arguments = getattr(owner, "server_args", None)
     try:
         overrides = importlib.import_module("sglang.srt.arg_groups.overrides")
     except ImportError:  # SGLang 0.5.14 and older
         return arguments
-    return None if arguments is None else overrides.resolved_view(arguments)
+    view = getattr(overrides, "resolved_view", None)
+    return arguments if view is None or arguments is None else view(arguments)
 
 
 def _is_set(scheduler: Any, option: str) -> bool:
-    # The user's arguments, SGLang's own choices, or the state of its parallel groups may set it.
-    owners = (
-        getattr(scheduler, "server_args", None),
-        effective_arguments(scheduler),
-        parallel_of(scheduler),
-    )
+    owners = (effective_arguments(scheduler), parallel_of(scheduler))
     return any(getattr(owner, option, False) for owner in owners)
 
 

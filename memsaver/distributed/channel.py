@@ -21,6 +21,7 @@ __all__ = ["Channel"]
 
 _DIAGNOSIS_SECONDS = 5.0  # limit on the time to determine the missing ranks
 _STRAGGLER_SECONDS = 0.5  # time without an arrival, after which absent ranks count as missing
+_TEXT = "text"  # the key of `Channel.publish`
 _GONE = " gave up"  # suffix of the number of a collective that a rank has abandoned
 _GRACE_SECONDS = 5.0  # for a backend that ignores an operation's own timeout
 
@@ -204,6 +205,24 @@ class Channel:
         others = [rank for rank in self.ranks if rank != self.rank]
         arrivals = _arrivals(self._stored(), others)
         return [rank for rank in others if arrivals.get(rank, 0) > self._link.collectives]
+
+    def publish(self, text: str) -> None:
+        """Store a text that other ranks can read before this channel is connected.
+
+        Raises:
+            RuntimeError: the store does not answer. `published` and `unpublish` raise the same
+                error.
+        """
+        self._stored().set(_TEXT, text)
+
+    def published(self) -> str | None:
+        """Return the text that a rank of the channel stored, or None."""
+        store = self._stored()
+        return str(store.get(_TEXT).decode()) if store.check([_TEXT]) else None
+
+    def unpublish(self) -> None:
+        """Remove the text."""
+        self._stored().delete_key(_TEXT)
 
     def _arrive(self) -> None:
         link = self._link

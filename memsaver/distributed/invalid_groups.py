@@ -17,7 +17,7 @@ from memsaver.distributed.errors import GroupError
 from memsaver.distributed.groups import modules, refusal_of
 from memsaver.errors import MemsaverError
 
-__all__ = ["AwaitedChannels", "channel_of"]
+__all__ = ["AwaitedChannels", "channel_of", "newer_groups"]
 
 _LOOK_SECONDS = 0.02  # time between two reads of the store
 
@@ -94,7 +94,7 @@ class AwaitedChannels:
         except RuntimeError as error:
             raise GroupError(
                 f"{what}: {refused}; and torch's store does not answer: {error}"
-            ) from (refused)
+            ) from refused
         if found is None:
             raise GroupError(
                 f"{what}: {refused}; no other rank waited for this one on any of its groups within "
@@ -102,40 +102,41 @@ class AwaitedChannels:
             ) from refused
         return found
 
-    def for_group(self, ranks: Collection[int], lane: str, timeout: float) -> Channel | None:
+    def for_group(self, ranks: Collection[int], lane: str, newer: int) -> Channel | None:
         """Return the channel of a group of this rank, or None if there is no such group.
 
-        If several groups have the same ranks, returns the channel on which another rank waits. If
-        none waits in time, for example because no rank knows its groups, returns the channel of the
-        newest of these groups, which is the same on all ranks.
+        If several groups have the same ranks, prefers one on which another rank waits.
 
         Args:
             ranks: the group's ranks.
             lane: see `Channel`.
-            timeout: seconds to search; used only if several groups have these ranks.
+            newer: the number of newer groups with the same ranks, see `newer_groups`; used if no
+                rank waits.
 
         Raises:
-            GroupError: torch's store does not answer.
+            RuntimeError: torch's store does not answer.
         """
         found = [
             channel
             for channel in (self._world, *self._others)
             if channel.lane == lane and set(channel.ranks) == set(ranks)
         ]
-        end = time.monotonic() + timeout
-        try:
-            while len(found) > 1 and time.monotonic() < end:
-                if waiting := [channel for channel in found if channel.waiting()]:
-                    return waiting[0]
-                time.sleep(_LOOK_SECONDS)
-        except RuntimeError as error:
-            raise GroupError(f"torch's store does not answer: {error}") from error
-        return found[-1] if found else None
+        if len(found) > 1 and (waiting := [channel for channel in found if channel.waiting()]):
+            return waiting[0]
+        return found[max(0, len(found) - 1 - newer)] if found else None
 
     def close(self) -> None:
         """Close the channels. Idempotent."""
         for channel in (self._world, *self._others):
             channel.close()
+
+
+def newer_groups(group: Any) -> int:
+    """Return the number of groups that have the same ranks as a group and were created after it."""
+    known = modules()[1].distributed_c10d._world.pg_group_ranks
+    ranks = set(known[group])
+    same = [one for one, its in known.items() if set(its) == ranks]
+    return len(same) - 1 - same.index(group)
 
 
 def _channels(lanes: Sequence[str]) -> list[Channel]:

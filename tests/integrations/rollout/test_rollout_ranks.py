@@ -3,70 +3,13 @@
 Importing torch takes seconds in each process, so a set of processes runs many scenes.
 """
 
-import textwrap
-
-import distributed_ranks
 import pytest
-
-PRELUDE = """
-import threading
-import pytest
-from torch.distributed.device_mesh import init_device_mesh
-
-import fake_sglang
-import refusals
-from memsaver.errors import *
-from memsaver.integrations.rollout import RolloutEngine
-from memsaver.integrations.sglang import EngineAsleepError, EngineBusyError, EngineError
-from memsaver.integrations.sglang import EngineTimeoutError, Status
-from tasks import Task
-
-begin("gloo")
-TWO = {"max_new_tokens": 2}
-classes = contextlib.ExitStack().enter_context(kept := fake_sglang.modules(pytest.MonkeyPatch()))
-
-def fake_engine():
-    manager = classes.Tokenizer([classes.Scheduler(classes.Updater)])
-    return manager, fake_sglang.Engine(manager)
-
-def rows(output):
-    return [row[:length].tolist() for row, length in zip(output.token_ids, output.lengths)]
-
-def refused(kind, call, *arguments, **named):
-    # The error, which must be the same on all ranks.
-    error = refusals.refused(MemsaverError, call, *arguments, **named)
-    assert type(error) is kind, repr(error)
-    same = gathered((str(error), error.failures, error.tag, error.status))
-    assert all(other == same[0] for other in same), same
-    return error
-
-def fails_on(rank, block):
-    # A block that raises on one rank; the others get an error that names it.
-    try:
-        with block:
-            if RANK == rank:
-                raise OSError("no update")
-    except OSError:
-        assert RANK == rank
-    except md.RankError as error:
-        assert RANK != rank and f"rank {rank} of {SIZE}" in str(error) and "no update" in str(error)
-    else:
-        raise AssertionError("nothing failed")
-"""
+import rollout_ranks
 
 
 @pytest.fixture
 def run_ranks(tmp_path):
-    """Run code in a process for each rank of a mesh: `run_ranks(size)(code)`."""
-
-    def on(size, statuses=None):
-        def run(code):
-            text = PRELUDE + textwrap.dedent(code)
-            distributed_ranks.run(tmp_path, text, size, statuses, timeout=110)
-
-        return run
-
-    return on
+    return rollout_ranks.runner(tmp_path)
 
 
 def test_a_group_of_two_shares_an_engine(run_ranks):
@@ -303,87 +246,4 @@ def test_two_groups_of_two_have_their_own_engines(run_ranks):
         assert rows(servers.generate([[RANK + 7]], TWO)) == [[RANK + 7, RANK + 8]]
         dist.barrier()  # rank 0 hosts the store
         os._exit(0)  # ends the servers' threads
-    """)
-
-
-def test_a_bad_argument_of_a_rank_is_an_error_on_all_ranks_of_the_mesh(run_ranks):
-    run_ranks(4)("""
-        from memsaver.integrations.rollout.weights import WeightGroup
-
-        class Odd:
-            __repr__ = __eq__ = __hash__ = __lt__ = __iter__ = lambda self, *_: 1 / 0
-
-        start = time.monotonic()
-        _, target = fake_engine()
-        for sizes, names, options in (
-            ((2, 2), ("dp", "tp"), {}),
-            ((4,), ("dp",), {}),
-            ((4,), ("tp",), {}),
-            ((2, 2, 1), ("a", "b", "tp"), {"dp": ("a", "b")}),
-        ):
-            mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-            for bad in (
-                {"mesh": "dp"},
-                {"mesh": Odd()},
-                {"tp": 5, "dp": 7},
-                {"dp": Odd()},
-                {"timeout": -1},
-                {"timeout": Odd()},
-            ):
-                given = {"mesh": mesh, **options, "timeout": 40, **(bad if RANK == 1 else {})}
-                with pytest.raises(MemsaverError) as caught:
-                    RolloutEngine.connect(target, **given)
-                assert not isinstance(caught.value, md.GroupError), caught
-                assert RANK != 1 or "rank 1" in str(caught.value), caught
-            engine = RolloutEngine.connect(target, mesh, timeout=40, **options)
-            assert rows(engine.generate([[RANK]], TWO)) == [[RANK, RANK + 1]]
-            engine.sleep(fence=True)
-            engine.wake_up(fence=True)
-            # Tags of one rank that are no tags; the engine's are those of the leader.
-            alone = engine.layout.tp_size == 1
-            if 1 in engine.layout.tp_ranks:
-                for odd in (5, [["weights"]], *(() if alone else ([Odd()], Odd()))):
-                    for call in (engine.sleep, engine.wake_up):
-                        with pytest.raises(MemsaverError) as caught:
-                            call(odd if RANK == 1 else None, timeout=5)
-                        assert caught.type is (ConfigError if alone else md.RankError), caught
-                        assert engine.refresh() is Status.AWAKE
-                for bad in ({"backend": "mpi"}, {"timeout": "soon"}, {"timeout": Odd()}):
-                    given = {"backend": "gloo", "timeout": 20, **(bad if RANK == 1 else {})}
-                    with pytest.raises(ConfigError, match="backend must be one of|positive number"):
-                        WeightGroup(engine, **given)
-            engine.close()
-        # A rank that is not in its mesh keeps nobody waiting, and does not wait.
-        from torch.distributed.device_mesh import DeviceMesh
-        part = DeviceMesh("cpu", [0, 2], mesh_dim_names=("dp",))
-        if RANK in (0, 2):
-            RolloutEngine.connect(target, part, timeout=40).close()
-        else:
-            with pytest.raises(ConfigError, match="not in the mesh"):
-                RolloutEngine.connect(target, part, timeout=40)
-        # On all ranks.
-        assert [*refused(ConfigError, RolloutEngine.connect, target, "dp").failures] == [0, 1, 2, 3]
-        assert time.monotonic() - start < 35, "no wait lasted until a timeout"
-        dist.barrier()
-    """)
-
-
-def test_an_invalid_mesh_is_an_error_on_all_ranks_even_if_one_is_slow(run_ranks):
-    run_ranks(4)("""
-        _, target = fake_engine()
-        for names, options, cases in (
-            (("dp", "tp"), {}, (((1,), 3), ((1,), 0), ((1, 2), 0), ((1, 3), 0), ((0, 1, 3), 2))),
-            # The groups of this mesh have the same ranks as those of the first one.
-            (("a", "b"), {"dp": ("a", "b")}, (((1,), 3), ((2,), 3))),
-        ):
-            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-            for bad, slow in cases:
-                start = time.monotonic()
-                given = {"mesh": "dp" if RANK in bad else mesh, "timeout": 40, **options}
-                time.sleep(0.5 if RANK == slow else 0)
-                with pytest.raises(ConfigError, match="mesh must be a DeviceMesh"):
-                    RolloutEngine.connect(target, **given)
-                RolloutEngine.connect(target, mesh, timeout=40, **options).close()
-                assert time.monotonic() - start < 20, (names, bad, slow)
-        dist.barrier()
     """)
