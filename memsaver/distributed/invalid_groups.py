@@ -132,10 +132,14 @@ class AwaitedChannels:
 
 
 def newer_groups(group: Any) -> int:
-    """Return the number of groups that have the same ranks as a group and were created after it."""
+    """Return the number of groups that have the same ranks as a group and were created after it.
+
+    Returns 0 if torch.distributed does not know the group, for example because it was destroyed.
+    """
     known = modules()[1].distributed_c10d._world.pg_group_ranks
-    ranks = set(known[group])
-    same = [one for one, its in known.items() if set(its) == ranks]
+    if group not in known:
+        return 0
+    same = [one for one, its in known.items() if set(its) == set(known[group])]
     return len(same) - 1 - same.index(group)
 
 
