@@ -29,8 +29,8 @@ class Layout:
             that differ from this rank only along that dimension; the innermost dimension last.
         dp_rank: the number of this rank's engine, from 0.
         dp_size: the number of engines.
-        mesh_groups: the ranks of all groups of the mesh, by dimension: the tensor-parallel one
-            first, then those of `dp_groups`; dimensions of one rank are omitted. If it is empty
+        mesh_groups: the ranks of all groups of the mesh, by dimension: first the tensor-parallel
+            one, without groups if the mesh has none, then those of `dp_groups`. If it is empty
             because the groups are unknown, a rank with an invalid mesh may leave others waiting.
     """
 
@@ -109,7 +109,6 @@ def layout_of(mesh: Any, *, tp: str = "tp", dp: str | Sequence[str] = "dp") -> L
         dp_rank, dp_size = dp_rank * sizes[name] + coordinate[name], dp_size * sizes[name]
     rank = dist.get_rank()
     tp_group = mesh.get_group(tp) if tp in sizes else None
-    along = [name for name in (tp, *outer) if sizes.get(name, 1) > 1]
     return Layout(
         rank=rank,
         tp_group=tp_group,
@@ -118,7 +117,10 @@ def layout_of(mesh: Any, *, tp: str = "tp", dp: str | Sequence[str] = "dp") -> L
         dp_groups=tuple(mesh.get_group(name) for name in outer),
         dp_rank=dp_rank,
         dp_size=dp_size,
-        mesh_groups=tuple(_groups_along(mesh.mesh, names.index(name)) for name in along),
+        mesh_groups=tuple(
+            _groups_along(mesh.mesh, names.index(name)) if name in names else ()
+            for name in (tp, *outer)
+        ),
     )
 
 

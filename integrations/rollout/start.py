@@ -19,7 +19,7 @@ from .fence import Fence
 from .ranks import Layout, NotInMeshError
 from .restarts import Restarter, Restarts
 from .shared_sleep import SharedSleep, known_released
-from .together import GRACE_SECONDS, Connection, Together, refuse
+from .together import GRACE_SECONDS, Together, refuse
 
 __all__ = ["EngineStart", "Nodes"]
 
@@ -201,14 +201,11 @@ class EngineStart(SharedSleep):
     def _connect(self) -> None:
         """Connect this rank with the ranks of its engine and of all other engines. A collective."""
         layout, timeout, refused = self.layout, self.timeout, None
-        call: tuple[Connection, ...] = ()
-        if layout.mesh_groups:
-            groups = [(_LANE, layout.tp_group), *((Fence.LANE, one) for one in layout.dp_groups)]
-            several = [(lane, one) for lane, one in groups if one is not None and one.size() > 1]
-            call = tuple(
-                (lane, newer_groups(one), each)
-                for (lane, one), each in zip(several, layout.mesh_groups, strict=True)
-            )
+        own = ((_LANE, layout.tp_group), *((Fence.LANE, group) for group in layout.dp_groups))
+        call = tuple(  # empty if the mesh's groups are unknown
+            (lane, newer_groups(group), groups)
+            for (lane, group), groups in zip(own, layout.mesh_groups, strict=False)
+        )
         place = (0, call) if call else None
         try:
             self.together = Together(layout.tp_group, timeout, _LANE, place=place)

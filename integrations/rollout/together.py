@@ -21,8 +21,9 @@ from .pickles import PICKLES
 
 __all__ = ["GRACE_SECONDS", "Connection", "Together", "refuse"]
 
-# A connection that each rank of a mesh opens in a call: its lane, the number of newer groups with
-# the same ranks as the rank's own, and the ranks of each group along this dimension of the mesh.
+# A connection that each rank of a mesh opens in a call, unless its group has only one rank: its
+# lane, the number of newer groups with the same ranks as the rank's own, and the ranks of each
+# group along this dimension of the mesh.
 Connection = tuple[str, int, Sequence[Sequence[int]]]
 # The number of a connection in its call, from 0, and all connections of the call.
 Place = tuple[int, Sequence[Connection]]

@@ -207,13 +207,14 @@ class Channel:
         return [rank for rank in others if arrivals.get(rank, 0) > self._link.collectives]
 
     def publish(self, text: str) -> None:
-        """Store a text that other ranks can read before this channel is connected.
+        """Store a text, the same on all ranks, to be read before this channel is connected.
 
         Raises:
             RuntimeError: the store does not answer. `published` and `unpublish` raise the same
                 error.
         """
-        self._stored().set(_TEXT, text)
+        if not self._stored().check([_TEXT]):  # all ranks store the same text
+            self._stored().set(_TEXT, text)
 
     def published(self) -> str | None:
         """Return the text that a rank of the channel stored, or None."""

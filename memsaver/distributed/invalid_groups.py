@@ -134,7 +134,7 @@ class AwaitedChannels:
 def newer_groups(group: Any) -> int:
     """Return the number of groups that have the same ranks as a group and were created after it.
 
-    Returns 0 if torch.distributed does not know the group, for example because it was destroyed.
+    Returns 0 if torch.distributed does not know the group, or if it is None.
     """
     known = modules()[1].distributed_c10d._world.pg_group_ranks
     if group not in known:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import pickle
@@ -13,7 +14,14 @@ import pytest
 from installed import needs_sglang
 
 from memsaver.integrations.engine.refusals import asleep_in, asleep_text
-from memsaver.integrations.sglang import failed_replies, guard, leftovers
+from memsaver.integrations.sglang import (
+    engines,
+    failed_replies,
+    guard,
+    leftovers,
+    places,
+    replicas,
+)
 
 pytestmark = pytest.mark.recipes
 
@@ -95,6 +103,27 @@ def test_communicators_are_not_suspended_if_sglang_enables_the_expert_recorder(
         declare_resolution(arguments, "a test", expert_distribution_recorder_mode="stat")
     here.server_args = pickle.loads(pickle.dumps(arguments))  # as it is for the scheduler
     assert not leftovers._is_silent_asleep(here)
+
+
+def test_the_engines_ranks_are_those_that_sglang_chooses(scheduler):
+    from sglang.srt.server_args import ServerArgs
+
+    try:
+        from sglang.srt.arg_groups.overrides import declare_resolution
+    except ImportError:
+        pytest.skip("this version of SGLang has no choices apart from its arguments")
+    arguments = ServerArgs(model_path="none", dp_size=2, pp_size=2)
+    declare_resolution(arguments, "a test", dp_size=1, pp_size=1)
+    manager = SimpleNamespace(server_args=arguments)
+
+    async def original(manager, request):
+        return "sent"
+
+    assert asyncio.run(replicas._to_all(None)(original, manager, None)) == "sent"
+    link = engines.LocalEngine(SimpleNamespace(tokenizer_manager=manager))
+    assert [link.arguments(1)[name] for name in ("dp_size", "pp_size")] == [1, 1]
+    place = places.place_of(SimpleNamespace(scheduler=manager, tp_cpu_group=None))
+    assert (place.size, place.stages) == (1, 1)
 
 
 def test_generations_reach_their_handlers_through_the_guard(scheduler):
