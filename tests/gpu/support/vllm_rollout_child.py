@@ -94,6 +94,7 @@ def check_sleep(engine: Any, expected: list[list[int]]) -> None:
         report = timed("sleep", engine.sleep(wait_idle=True))
         assert engine.status is Status.ASLEEP and report.bytes > GIB
         assert free() - awake > GIB, (free(), awake)
+        check_held(report.held)
         with engine.staged_wake() as reports:
             assert engine.status is Status.WEIGHTS_ONLY
         first, second = (timed("wake-up", one).changed for one in reports)
@@ -107,6 +108,27 @@ def check_sleep(engine: Any, expected: list[list[int]]) -> None:
     assert engine.status is Status.NO_WEIGHTS
     engine.wake_up()
     assert engine.status is Status.AWAKE and outputs(engine) == expected
+
+
+def check_held(held: dict[str, int]) -> None:
+    """Check the memory that an engine without pausable graphs holds while it sleeps."""
+    print(f"--- held: { {name: size >> 20 for name, size in held.items()} } MiB", flush=True)
+    assert held["tags"] == 0 and held["graphs"] > 0 and 0 < held["rest"] < 2 * GIB, held
+    assert sum(held.values()) < 4 * GIB, held
+
+
+def check_unsaved(engine: Any, old: list[list[int]]) -> None:
+    """Weights that are sent again are neither saved nor restored."""
+    engine.sleep(wait_idle=True)
+    timed("wake-up without contents", engine.wake_up("weights", keep_weights=False))
+    engine.update_weights(weights(1), bucket_bytes=BUCKET, verify="full")
+    engine.wake_up()
+    assert outputs(engine) == old
+    timed("sleep without a copy", engine.sleep(wait_idle=True, keep_weights=False))
+    engine.wake_up("weights")
+    engine.update_weights(weights(1), bucket_bytes=BUCKET, verify="full")
+    engine.wake_up()
+    assert outputs(engine) == old
 
 
 def check_updates(engine: Any, old: list[list[int]], new: list[list[int]]) -> None:
@@ -290,6 +312,7 @@ def connected(target: Any, **others: Any) -> Iterator[Any]:
         with engine.staged_wake():
             engine.update_weights(weights(1), bucket_bytes=BUCKET, verify="full")
         assert outputs(engine) == old
+        check_unsaved(engine, old)
         yield engine
 
 
