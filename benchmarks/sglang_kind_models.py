@@ -13,13 +13,19 @@ from typing import Any
 RANK = 8  # of a LoRA adapter
 BLOCK = 128  # the width of the blocks of an fp8 checkpoint
 FP8_MAX = 448.0
+RESIDUAL = 1 / 8  # factor of the layers' outputs, with which the last token decides the next one
 
 # A name that transformers 5.12 writes, and the name in published checkpoints, which SGLang reads.
 _RENAMED = {"backbone.embedding.weight": "backbone.embeddings.weight"}
 
 
-def save_model(settings: Any, folder: Path, seed: int, quantization: str = "") -> None:
-    """Save a model of transformers' configuration `settings` as a checkpoint in `folder`."""
+def save_model(
+    settings: Any, folder: Path, seed: int, quantization: str = "", predictable: bool = False
+) -> None:
+    """Save a model of transformers' configuration `settings` as a checkpoint in `folder`.
+
+    A small draft model can predict most tokens of a `predictable` model.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -30,13 +36,19 @@ def save_model(settings: Any, folder: Path, seed: int, quantization: str = "") -
     model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
-            tensor.copy_(_random(name, tensor, config.tie_word_embeddings))
+            made = _random(name, tensor, config.tie_word_embeddings)
+            tensor.copy_(made * RESIDUAL if predictable and _adds(name) else made)
     model.save_pretrained(folder)
     named = tensors(folder)
     if not named.keys().isdisjoint(_RENAMED):
         _save(folder, _config(folder), {_RENAMED.get(n, n): t for n, t in named.items()})
     if quantization:
         _quantize(folder, quantization)
+
+
+def _adds(name: str) -> bool:
+    """Return whether a matrix computes the output of attention or of an MLP."""
+    return name.endswith(("o_proj.weight", "down_proj.weight"))
 
 
 def _random(name: str, tensor: Any, tied: bool = False) -> Any:
@@ -103,7 +115,11 @@ def _quantize(folder: Path, method: str) -> None:
 
 
 def save_draft(target: Path, folder: Path, algorithm: str, seed: int) -> None:
-    """Save a random draft model of one layer for a Llama, for "eagle" or "eagle3"."""
+    """Save a draft model of one layer for a Llama, for "eagle" or "eagle3".
+
+    That for "eagle" proposes the token that the target's embedding and head make of the last token,
+    with noise, which is usually right for a `predictable` target. That for "eagle3" is random.
+    """
     import torch
 
     config = {**_config(target), "num_hidden_layers": 1}
@@ -134,7 +150,12 @@ def save_draft(target: Path, folder: Path, algorithm: str, seed: int) -> None:
     named = {}
     for name, size in sizes.items():
         start = torch.zeros(size) if "bias" in name else torch.ones(size)
-        named[name] = _random(name, start).to(torch.bfloat16)
+        made = _random(name, start)
+        if algorithm == "eagle":
+            made = made * RESIDUAL if _adds(name) or name.startswith("fc.") else made
+        named[name] = made.to(torch.bfloat16)
+    if algorithm == "eagle":  # the embedding of a token precedes the target's hidden state
+        named["fc.weight"][:, :hidden] += torch.eye(hidden)
     _save(folder, config, named)
 
 

@@ -198,7 +198,13 @@ class KindWorker(Worker):
     def _save_models(self) -> None:
         kind = self._kind
         for seed in (1, 2):
-            models.save_model(kind.model, self._model(seed), seed, kind.quantization)
+            models.save_model(
+                kind.model,
+                self._model(seed),
+                seed,
+                kind.quantization,
+                predictable=kind.draft == "eagle",
+            )
         if kind.draft.startswith("eagle"):
             models.save_draft(self._model(1), self._folder / "draft", kind.draft, DRAFT_SEED)
         if kind.adapter:

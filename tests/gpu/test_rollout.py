@@ -45,3 +45,8 @@ def test_two_engines_of_one_process_have_their_own_policies(tmp_path: Path) -> N
 @pytest.mark.two_gpus
 def test_an_engine_that_two_ranks_share(tmp_path: Path) -> None:
     go_through("two", 2, tmp_path)
+
+
+@pytest.mark.two_gpus
+def test_the_policies_of_an_engine_that_two_ranks_share(tmp_path: Path) -> None:
+    go_through("policies_two", 2, tmp_path)

@@ -99,7 +99,7 @@ def test_scenarios_on_a_server(children: Children, name: str) -> None:
     children.run("server", name)
 
 
-@each(WAIT)
+@each([*WAIT, "sglang_asleep.held_requests_keep_their_order"])
 def test_asleep_wait(children: Children, name: str) -> None:
     children.run("backup_wait", name)
 
@@ -166,6 +166,12 @@ ON_TWO_GPUS = {
     "backup_wake_tp2": WAKE,
     "backup_wake_pp2": WAKE,
     "backup_wake_dp2": WAKE,
+    "backup_dp_attention": [*CYCLES[:2], *ASLEEP[:2]],
+    "backup_wait_dp_attention": WAIT,
+    "backup_wake_dp_attention": WAKE,
+    "server_tp2": [CYCLES[1], *HTTP],
+    "server_wait_tp2": WAIT,
+    "server_wake_tp2": [*WAKE, "sglang_asleep.wakes_and_releases_at_once"],
 }
 
 

@@ -287,22 +287,31 @@ def policies(folder: Path) -> None:
         assert rows(waits.generate([PROMPTS[0]], greedy())) == expected
 
 
-def two(folder: Path) -> None:
-    """Run the checks on two ranks that share an engine, with one GPU each."""
+def joined(folder: Path) -> tuple[Any, dict[str, Any]]:
+    """Join the process group; return the mesh of all ranks, one GPU each, and engine arguments."""
     import datetime
 
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from memsaver.integrations.rollout import RolloutEngine
-
     torch.cuda.set_device(RANK)
     dist.init_process_group("nccl", timeout=datetime.timedelta(seconds=240))
     mesh = init_device_mesh("cuda", (1, SIZE), mesh_dim_names=("dp", "tp"))
-    named = arguments(folder)
+    named = {**arguments(folder), "timeout": 240}
     dist.barrier()
-    with RolloutEngine.launch(mesh, **named, timeout=240) as engine:
+    return mesh, named
+
+
+def two(folder: Path) -> None:
+    """Run the checks on two ranks that share an engine, with one GPU each."""
+    import torch
+    import torch.distributed as dist
+
+    from memsaver.integrations.rollout import RolloutEngine
+
+    mesh, named = joined(folder)
+    with RolloutEngine.launch(mesh, **named) as engine:
         assert engine.tp_size == SIZE and engine.layout.tp_rank == RANK
         # One rank's prompts at a time, compared with SGLang's output, which the leader requests.
         for turn in range(SIZE):
@@ -336,7 +345,49 @@ def two(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-SCENES = {"alone": alone, "served": served, "policies": policies, "two": two}
+def policies_two(folder: Path) -> None:
+    """An idle engine of two ranks falls asleep, and a generation wakes it; another one refuses."""
+    import torch
+    import torch.distributed as dist
+
+    from memsaver.integrations.engine.errors import EngineAsleepError
+    from memsaver.integrations.rollout import RolloutEngine
+    from memsaver.integrations.sglang import Status
+
+    mesh, named = joined(folder)
+
+    def generated(engine: Any) -> list[list[int]]:
+        flushed(engine)
+        return rows(engine.generate([PROMPTS[0]] if RANK == 0 else [], greedy()))
+
+    def free() -> int:
+        return int(torch.cuda.mem_get_info(RANK)[0])
+
+    with RolloutEngine.launch(mesh, **named, asleep="wake", sleep_after=3) as engine:
+        generated(engine)  # compiles kernels
+        expected, awake = generated(engine), free()
+        for _ in range(2):
+            end = time.monotonic() + 30
+            while free() - awake < GIB:
+                assert time.monotonic() < end, "the idle engine does not sleep"
+                time.sleep(0.1)
+            dist.barrier()
+            assert engine.refresh() is Status.ASLEEP
+            assert generated(engine) == expected
+    with RolloutEngine.launch(mesh, **named) as engine:
+        engine.sleep(wait_idle=True)
+        try:
+            generated(engine)
+        except EngineAsleepError as error:
+            assert set(error.tags) >= {"kv_cache", "weights"}, error
+        else:
+            raise AssertionError("a sleeping engine generated")
+        engine.wake_up()
+        assert generated(engine) == expected
+    dist.destroy_process_group()
+
+
+SCENES = {each.__name__: each for each in (alone, served, policies, policies_two, two)}
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 from expected_errors import raises
 from gpu_trainer import Trainer
 from sglang_checks import ROOM, check_output, sleep
-from sglang_engines import PROMPTS, Session, greedy, request
+from sglang_engines import PROMPTS, TOGETHER, Session, greedy, request
 
 from memsaver.errors import OutOfDeviceMemoryError
 from memsaver.integrations.engine.errors import EngineAsleepError
@@ -27,6 +27,7 @@ from memsaver.integrations.sglang.admissions import admission_of
 
 RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
 MOST_SECONDS = 30
+CLIENTS = 6
 
 
 def engine_requests(session: Session) -> dict[str, Callable[[], Any]]:
@@ -153,6 +154,34 @@ def requests_wait(session: Session) -> None:
         assert (status, json.loads(text)["status"]) == (200, "asleep"), (status, text)
         check_disconnection(session)
     controller.wake_up()
+    check_output(session)
+
+
+def held_requests_keep_their_order(session: Session) -> None:
+    """Held requests of several clients are answered in the order of their arrival."""
+    admission = admission_of(session.engine.tokenizer_manager)
+    assert admission is not None
+    sleep(session)
+    ended: list[int] = []
+
+    def generate(number: int) -> None:
+        session.controller.generate(input_ids=[number + 3] * 4, sampling_params=greedy(100))
+        ended.append(number)
+
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        work = []
+        for number in range(CLIENTS):
+            work.append(clients.submit(generate, number))
+            deadline = time.monotonic() + MOST_SECONDS
+            while admission.waiting <= number:
+                assert time.monotonic() < deadline, admission.waiting
+                time.sleep(0.01)
+        session.controller.wake_up()
+        for each in work:
+            each.result(MOST_SECONDS)
+    turns = [number // TOGETHER for number in ended]
+    assert len(ended) == CLIENTS and turns == sorted(turns), ended
+    session.settle()
     check_output(session)
 
 

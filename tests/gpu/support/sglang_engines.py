@@ -49,11 +49,13 @@ COMMON: dict[str, Any] = {
     "log_level": "info",
 }
 KEPT = {"enable_weights_cpu_backup": True}
+TOGETHER = 2  # requests that an engine generates for at once, where the order of requests is tested
+DP_ATTENTION = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "backup": KEPT,
     "no_backup": {},
     "server": KEPT,
-    "backup_wait": KEPT,
+    "backup_wait": {**KEPT, "max_running_requests": TOGETHER},
     "backup_wake": KEPT,
     "server_wait": KEPT,
     "server_wake": KEPT,
@@ -76,6 +78,12 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "backup_wake_tp2": {**KEPT, "tp_size": 2},
     "backup_wake_pp2": {**KEPT, "pp_size": 2},
     "backup_wake_dp2": {**KEPT, "dp_size": 2},
+    "backup_dp_attention": {**KEPT, **DP_ATTENTION},
+    "backup_wait_dp_attention": {**KEPT, **DP_ATTENTION},
+    "backup_wake_dp_attention": {**KEPT, **DP_ATTENTION},
+    "server_tp2": {**KEPT, "tp_size": 2},
+    "server_wait_tp2": {**KEPT, "tp_size": 2},
+    "server_wake_tp2": {**KEPT, "tp_size": 2},
 }
 
 _WAIT = {"MEMSAVER_SGLANG_ASLEEP": "wait", "MEMSAVER_SGLANG_ASLEEP_WAIT": "6"}
@@ -84,6 +92,7 @@ _WAKE = {
     "MEMSAVER_SGLANG_ASLEEP_WAIT": "6",
     "MEMSAVER_SGLANG_SLEEP_AFTER": "4",
 }
+_SERVER_WAKE = {**_WAKE, "MEMSAVER_SGLANG_ASLEEP_WAIT": "20"}  # releases delay it
 ENVIRONMENTS = {
     "backup_wait": _WAIT,
     "backup_wake": _WAKE,
@@ -93,9 +102,13 @@ ENVIRONMENTS = {
     "backup_wake_tp2": _WAKE,
     "backup_wake_pp2": _WAKE,
     "backup_wake_dp2": _WAKE,
+    "backup_wait_dp_attention": _WAIT,
+    "backup_wake_dp_attention": _WAKE,
     "backup_tp2": {"MEMSAVER_SGLANG_SUSPEND_NCCL": "1"},  # without effect before NCCL 2.29.7
     "server_wait": _WAIT,
-    "server_wake": {**_WAKE, "MEMSAVER_SGLANG_ASLEEP_WAIT": "20"},  # releases delay it
+    "server_wait_tp2": _WAIT,
+    "server_wake": _SERVER_WAKE,
+    "server_wake_tp2": _SERVER_WAKE,
     "server_turns": {
         **_WAKE,
         "MEMSAVER_SGLANG_ASLEEP_WAIT": "20",
@@ -237,7 +250,10 @@ def _start(group: str, folder: Path, seed: int) -> Session:
         **COMMON,
         **ARGUMENTS[group],
     }
-    gpus = math.prod(arguments.get(name, 1) for name in ("tp_size", "dp_size", "pp_size"))
+    sizes = ["tp_size", "pp_size"]
+    if not arguments.get("enable_dp_attention"):
+        sizes.append("dp_size")
+    gpus = math.prod(arguments.get(name, 1) for name in sizes)
     os.environ.update(ENVIRONMENTS.get(group, {}))
     begin = _serve if group.startswith("server") else _engine
     session = begin(arguments, folder / "log", parts)
