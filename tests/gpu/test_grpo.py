@@ -16,7 +16,7 @@ from typing import Any
 
 import program_runs
 import pytest
-from repository import ROOT
+from repository import GPU_SUPPORT, ROOT
 from test_sglang import environment
 
 EXAMPLE = ROOT / "examples" / "grpo"
@@ -71,11 +71,21 @@ def test_a_run_is_the_same_with_and_without_sleep(tmp_path: Path, ranks: int) ->
     assert peak(sleeping, "update") < peak(plain, "update") - 20 * GIB
 
 
-def test_the_ray_variant_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param([], id="one engine"),
+        pytest.param(["--ranks", "2", "--nodes", "2"], id="two nodes", marks=pytest.mark.two_gpus),
+    ],
+)
+def test_the_ray_variant_runs(tmp_path: Path, words: list[str]) -> None:
     pytest.importorskip("ray")
     pytest.importorskip("transformers")
+    program = [str(EXAMPLE / "ray_workers.py"), "--steps", "2", "--preload", *words]
+    if words:
+        program.insert(0, str(GPU_SUPPORT / "ray_nodes.py"))
     done = subprocess.run(
-        [sys.executable, str(EXAMPLE / "ray_workers.py"), "--steps", "2", "--preload"],
+        [sys.executable, *program],
         env=environment("ray"),
         cwd=tmp_path,
         capture_output=True,
