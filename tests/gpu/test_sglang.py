@@ -134,6 +134,12 @@ def test_two_servers_take_turns(children: Children, name: str) -> None:
     children.run("server_turns", name)
 
 
+@each(["sglang_cycles.two_stages", "sglang_cycles.graphs_too"])
+@pytest.mark.parametrize("place", ["pageable", "disk"])
+def test_other_places_of_backups(children: Children, place: str, name: str) -> None:
+    children.run(f"backup_{place}", name)
+
+
 @pytest.mark.two_gpus
 @each(["sglang_updates.update_from_another_gpu"])
 def test_an_update_from_another_gpu(children: Children, name: str) -> None:

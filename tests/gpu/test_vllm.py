@@ -74,6 +74,7 @@ ENVIRONMENTS = {
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "MEMSAVER_VLLM_GRAPHS": "1",
     },
+    **{place: {"MEMSAVER_VLLM_BACKUP": place} for place in ("pageable", "disk", "peer")},
     "graphs_tp2": {"MEMSAVER_VLLM_GRAPHS": "1"},
     "adapters": {
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
@@ -173,6 +174,14 @@ def test_adapters(children: Children, name: str) -> None:
 @each(WAKE)
 def test_requests_that_wake_an_engine(children: Children, name: str) -> None:
     children.run("wake", name)
+
+
+@each(["vllm_cycles.level_1", "vllm_cycles.weights_first"])
+@pytest.mark.parametrize(
+    "place", ["pageable", "disk", pytest.param("peer", marks=pytest.mark.two_gpus)]
+)
+def test_other_places_of_backups(children: Children, place: str, name: str) -> None:
+    children.run(place, name)
 
 
 @pytest.mark.two_gpus

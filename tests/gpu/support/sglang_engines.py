@@ -57,6 +57,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "server": KEPT,
     "backup_wait": {**KEPT, "max_running_requests": TOGETHER},
     "backup_wake": KEPT,
+    "backup_pageable": KEPT,
+    "backup_disk": KEPT,
     "server_wait": KEPT,
     "server_wake": KEPT,
     "backup_tp2": {**KEPT, "tp_size": 2},
@@ -96,6 +98,8 @@ _SERVER_WAKE = {**_WAKE, "MEMSAVER_SGLANG_ASLEEP_WAIT": "20"}  # releases delay 
 ENVIRONMENTS = {
     "backup_wait": _WAIT,
     "backup_wake": _WAKE,
+    "backup_pageable": {"MEMSAVER_SGLANG_BACKUP": "pageable"},
+    "backup_disk": {"MEMSAVER_SGLANG_BACKUP": "disk"},
     "backup_wait_tp2": _WAIT,
     "backup_wait_pp2": _WAIT,
     "backup_wait_dp2": _WAIT,

@@ -57,6 +57,9 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "ray": {"distributed_executor_backend": "ray"},
     "cycles": {"kv_cache_memory_bytes": 256 * MIB},
     "wake": {},
+    "pageable": {},
+    "disk": {},
+    "peer": {},
     "engine_tp2": {"tensor_parallel_size": 2},
     "graphs_tp2": {"tensor_parallel_size": 2, "disable_custom_all_reduce": True},
 }
