@@ -27,8 +27,7 @@ class Fence:
         timeout: seconds to wait for the other ranks.
         refused: an earlier failure of this rank, to be raised on all ranks; or None.
         lane: see `Together`.
-        call: all connections that each rank opens in this call: one for its engine, then one for
-            each of `layout.dp_groups`; empty if they are unknown. See `place` of `Together`.
+        call: see `Together`.
 
     Raises:
         GroupError: not all ranks reached the barrier in time.
@@ -48,10 +47,9 @@ class Fence:
     ) -> None:
         self._layout, self._timeout = layout, timeout
         self._along: list[Together] = []
-        for number, group in enumerate(layout.dp_groups, 1):
-            place = (number, call) if call else None
+        for group in layout.dp_groups:
             try:
-                self._along.append(Together(group, timeout, lane, refused=refused, place=place))
+                self._along.append(Together(group, timeout, lane, refused=refused, call=call))
             except BaseException as error:  # the ranks along the other dimensions still wait
                 refused = error
         if refused is not None:

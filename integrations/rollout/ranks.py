@@ -109,11 +109,12 @@ def layout_of(mesh: Any, *, tp: str = "tp", dp: str | Sequence[str] = "dp") -> L
         dp_rank, dp_size = dp_rank * sizes[name] + coordinate[name], dp_size * sizes[name]
     rank = dist.get_rank()
     tp_group = mesh.get_group(tp) if tp in sizes else None
+    tp_ranks = tuple(dist.get_process_group_ranks(tp_group)) if tp_group else (rank,)
     return Layout(
         rank=rank,
         tp_group=tp_group,
-        tp_ranks=tuple(dist.get_process_group_ranks(tp_group)) if tp_group else (rank,),
-        tp_rank=coordinate.get(tp, 0),
+        tp_ranks=tp_ranks,
+        tp_rank=tp_ranks.index(rank),  # torch sorts a group's ranks: not the coordinate
         dp_groups=tuple(mesh.get_group(name) for name in outer),
         dp_rank=dp_rank,
         dp_size=dp_size,

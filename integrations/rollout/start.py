@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from memsaver._runtime.interrupts import signals_deferred
-from memsaver.distributed.invalid_groups import newer_groups
 from memsaver.errors import ConfigError, InvalidStateError
 
 from ..engine.errors import EngineDiedError
@@ -201,14 +200,10 @@ class EngineStart(SharedSleep):
     def _connect(self) -> None:
         """Connect this rank with the ranks of its engine and of all other engines. A collective."""
         layout, timeout, refused = self.layout, self.timeout, None
-        own = ((_LANE, layout.tp_group), *((Fence.LANE, group) for group in layout.dp_groups))
-        call = tuple(  # empty if the mesh's groups are unknown
-            (lane, newer_groups(group), groups)
-            for (lane, group), groups in zip(own, layout.mesh_groups, strict=False)
-        )
-        place = (0, call) if call else None
+        lanes = _LANE, *(Fence.LANE for _ in layout.dp_groups)
+        call = tuple(zip(lanes, layout.mesh_groups, strict=False))  # empty if they are unknown
         try:
-            self.together = Together(layout.tp_group, timeout, _LANE, place=place)
+            self.together = Together(layout.tp_group, timeout, _LANE, call=call)
             self._connections.callback(self.together.close)
             self._generating = Together(layout.tp_group, timeout, "rollout/generate")
             self._connections.callback(self._generating.close)

@@ -22,11 +22,8 @@ from .pickles import PICKLES
 __all__ = ["GRACE_SECONDS", "Connection", "Together", "refuse"]
 
 # A connection that each rank of a mesh opens in a call, unless its group has only one rank: its
-# lane, the number of newer groups with the same ranks as the rank's own, and the ranks of each
-# group along this dimension of the mesh.
-Connection = tuple[str, int, Sequence[Sequence[int]]]
-# The number of a connection in its call, from 0, and all connections of the call.
-Place = tuple[int, Sequence[Connection]]
+# lane, and the ranks of each group along this dimension of the mesh.
+Connection = tuple[str, Sequence[Sequence[int]]]
 Given = TypeVar("Given")
 Result = TypeVar("Result")
 
@@ -68,9 +65,9 @@ class Together:
         timeout: seconds to wait for all ranks to make a call.
         lane: a name that separates these calls from concurrent ones; the same on all ranks.
         refused: an earlier failure of this rank, to be raised on all ranks; or None.
-        place: the number of this connection, from 0, and all connections that each rank opens in
-            the same call, in this order, even after one of them fails. Ranks that do not know their
-            groups read it in torch's store (see `refuse`). None if it is unknown.
+        call: all connections that each rank opens in the same call, in this order, even after one
+            of them fails. Ranks that do not know their groups read this list in torch's store (see
+            `refuse`). Empty if it is unknown.
 
     Raises:
         GroupError: not all ranks made the call within `timeout`.
@@ -87,7 +84,7 @@ class Together:
         lane: str = "rollout",
         *,
         refused: BaseException | None = None,
-        place: Place | None = None,
+        call: Sequence[Connection] = (),
     ) -> None:
         self._gate = Gate()
         self._ranks: Ranks | None = None
@@ -111,7 +108,7 @@ class Together:
             if len(channel.ranks) > 1:
                 self._channel, self._ranks = channel, Ranks(channel)
             try:
-                _connect(channel, self._timeout, check, place)
+                _connect(channel, self._timeout, check, call)
             except BaseException:
                 self.close()
                 raise
@@ -250,7 +247,8 @@ def refuse(error: Exception, timeout: float, lanes: Sequence[str]) -> NoReturn:
         lanes: the lanes that the other ranks may use.
 
     Raises:
-        MemsaverError: the error that all ranks raise because of `error`.
+        MemsaverError: the error of the first connection that failed, which the ranks of this
+            connection also raise; its text contains that of `error`.
         GroupError: no other rank waited for this one in time, or a rank died.
     """
     dist: Any = sys.modules.get("torch.distributed")
@@ -266,9 +264,10 @@ def refuse(error: Exception, timeout: float, lanes: Sequence[str]) -> NoReturn:
         awaited = AwaitedChannels(lanes)
         try:
             first = awaited.find_waiting(error, "a collective call", limit)
-            for channel, place in _own_connections(awaited, first):
+            channels, call = _own_connections(awaited, first)
+            for channel in channels:
                 try:
-                    _connect(channel, limit, fail, place)
+                    _connect(channel, limit, fail, call)
                 except BaseException as shared:
                     if raised is None or not isinstance(shared, Exception):
                         raised = shared
@@ -279,19 +278,19 @@ def refuse(error: Exception, timeout: float, lanes: Sequence[str]) -> NoReturn:
 
 def _own_connections(
     awaited: AwaitedChannels, first: Channel
-) -> list[tuple[Channel, Place | None]]:
-    """Return this rank's channels in a call, given one of them, on which another rank waits."""
-    with contextlib.suppress(RuntimeError):  # the store does not answer: no other rank is reached
+) -> tuple[list[Channel], Sequence[Connection]]:
+    """Return this rank's channels in a call, given one on which a rank waits, and the call."""
+    with contextlib.suppress(RuntimeError):  # the store does not answer: join only `first`
         if text := first.published():
-            number, call = json.loads(text)
-            found: list[tuple[Channel, Place | None]] = []
-            for other, (lane, newer, groups) in enumerate(call):
-                ranks = next((ranks for ranks in groups if first.rank in ranks), ())
-                channel = first if other == number else awaited.for_group(ranks, lane, newer)
-                if channel is not None:
-                    found.append((channel, (other, call)))
-            return found
-    return [(first, None)]
+            call: Sequence[Connection] = json.loads(text)
+            own = (
+                awaited.for_ranks(ranks, lane)
+                for lane, groups in call
+                for ranks in groups
+                if first.rank in ranks
+            )
+            return [channel for channel in own if channel is not None], call
+    return [first], ()
 
 
 def _making(lane: str) -> str:
@@ -299,7 +298,7 @@ def _making(lane: str) -> str:
 
 
 def _connect(
-    channel: Channel, timeout: float, check: Callable[[], None], place: Place | None
+    channel: Channel, timeout: float, check: Callable[[], None], call: Sequence[Connection]
 ) -> None:
     """Connect the ranks of a channel, and run `check` on each rank. A collective.
 
@@ -307,7 +306,7 @@ def _connect(
         channel: the channel, which remains open.
         timeout: seconds to wait for the other ranks.
         check: raises if this rank cannot make the call.
-        place: see `Together`.
+        call: see `Together`.
 
     Raises:
         MemsaverError: a check failed; the error is the same on all ranks. See `Together`.
@@ -315,14 +314,16 @@ def _connect(
     """
     what = _making(channel.lane)
     several = len(channel.ranks) > 1
-    if several:
-        if place is not None:
-            with contextlib.suppress(RuntimeError):  # `connect` reports it
-                channel.publish(json.dumps(place))
-        channel.connect(timeout, what)
-    ranks = Ranks(channel if several else None)
-    outcomes = ranks.attempt(what, check, timeout=timeout, codec=PICKLES)
-    if place is not None and several and channel.rank == channel.ranks[0]:
-        with contextlib.suppress(RuntimeError):
-            channel.unpublish()
+    if several and call:
+        with contextlib.suppress(RuntimeError):  # `connect` reports it
+            channel.publish(json.dumps(call))
+    try:
+        if several:
+            channel.connect(timeout, what)
+        ranks = Ranks(channel if several else None)
+        outcomes = ranks.attempt(what, check, timeout=timeout, codec=PICKLES)
+    finally:
+        if call and several and channel.rank == channel.ranks[0]:
+            with contextlib.suppress(RuntimeError):
+                channel.unpublish()
     _values(outcomes)

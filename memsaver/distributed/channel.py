@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import threading
 import time
 import weakref
@@ -22,7 +23,7 @@ __all__ = ["Channel"]
 _DIAGNOSIS_SECONDS = 5.0  # limit on the time to determine the missing ranks
 _STRAGGLER_SECONDS = 0.5  # time without an arrival, after which absent ranks count as missing
 _TEXT = "text"  # the key of `Channel.publish`
-_GONE = " gave up"  # suffix of the number of a collective that a rank has abandoned
+_GONE = " gave up"  # suffix of the number of a collective that a rank has abandoned; also a key
 _GRACE_SECONDS = 5.0  # for a backend that ignores an operation's own timeout
 
 
@@ -37,7 +38,8 @@ class Channel:
         group: the group; None means the world.
         lane: a name for calls that run concurrently with others, for example in another thread. The
             k-th channel of a lane that is connected on a rank shares its connections with the k-th
-            on the other ranks, and with no other user of the group.
+            on the other ranks, and with no other user of the group. Groups with the same ranks
+            share a lane. A number is not used again after a rank has stopped waiting there.
 
     Attributes:
         lane: the lane's name.
@@ -71,12 +73,15 @@ class Channel:
                 else "this torch lacks gloo, which the ranks need to communicate"
             )
         self.lane = lane
-        self._name = f"memsaver/{self._group.group_name}"
         if lane:
-            self._name += f"/{lane}/{_connected.get(self._group, Counter())[lane]}"
             self._link = _Link()
+            self._number = _connected.get(self._dist.group.WORLD, Counter())[self._key]
+            with contextlib.suppress(RuntimeError):  # the store does not answer
+                while self._is_abandoned():
+                    self._number += 1
         else:
             self._link = _links.setdefault(self._group, _Link())
+            self._group_name = self._group.group_name
 
     def connect(self, timeout: float | None, what: str) -> None:
         """Create the lane's connections now, instead of in its first call. A collective.
@@ -88,9 +93,13 @@ class Channel:
             timeout: seconds to wait; see `all_gather`, which raises the same errors.
             what: a description of the call. See `all_gather`.
         """
-        _connected.setdefault(self._group, Counter())[self.lane] += 1
         try:
             self._arrive()
+            if self.lane:
+                counts = _connected.setdefault(self._dist.group.WORLD, Counter())
+                counts[self._key] = self._number + 1
+                if self._is_abandoned():  # gloo would try to reach these ranks for five timeouts
+                    raise RuntimeError("a rank has stopped waiting")
             self._prepare(None if timeout is None else timedelta(seconds=timeout))
         except MemsaverError:
             raise
@@ -213,7 +222,7 @@ class Channel:
             RuntimeError: the store does not answer. `published` and `unpublish` raise the same
                 error.
         """
-        if not self._stored().check([_TEXT]):  # all ranks store the same text
+        if not self._stored().check([_TEXT]):  # saves most ranks of a large group a long message
             self._stored().set(_TEXT, text)
 
     def published(self) -> str | None:
@@ -224,6 +233,23 @@ class Channel:
     def unpublish(self) -> None:
         """Remove the text."""
         self._stored().delete_key(_TEXT)
+
+    @property
+    def _key(self) -> tuple[str, str]:
+        """The key in `_connected`."""
+        ranks = ",".join(map(str, self.ranks))
+        return hashlib.blake2s(ranks.encode(), digest_size=8).hexdigest(), self.lane
+
+    @property
+    def _name(self) -> str:
+        """The prefix of the channel's keys in torch's store."""
+        if self.lane:
+            return "/".join(("memsaver", *self._key, str(self._number)))
+        return f"memsaver/{self._group_name}"
+
+    def _is_abandoned(self) -> bool:
+        """Return whether a rank has stopped waiting on the lane's channel of this number."""
+        return bool(self._prefixed("").check([_GONE]))
 
     def _arrive(self) -> None:
         link = self._link
@@ -295,6 +321,7 @@ class Channel:
             nonlocal late
             # A late rank need not look for this rank.
             store.set(str(self.rank), f"{collectives}{_GONE}")
+            store.set(_GONE, "")
             end = time.monotonic() + _STRAGGLER_SECONDS
             while late and time.monotonic() < end:
                 still = _behind(store, self.ranks, collectives)
@@ -371,8 +398,8 @@ def _done_in_time(look: Callable[[], None]) -> bool:
 
 
 _links: weakref.WeakKeyDictionary[Any, _Link] = weakref.WeakKeyDictionary()  # by group
-# The number of connected channels of each lane, by group.
-_connected: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
+# By world, the number of the next channel of each lane to the same ranks; see `Channel._key`.
+_connected: weakref.WeakKeyDictionary[Any, Counter[tuple[str, str]]] = weakref.WeakKeyDictionary()
 
 
 def _bytes_of(tensor: Any) -> bytes:

@@ -8,18 +8,21 @@ for each of its groups, to find the group on which others wait.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from memsaver._runtime.interrupts import interruptible
 from memsaver.distributed.channel import Channel
 from memsaver.distributed.errors import GroupError
 from memsaver.distributed.groups import modules, refusal_of
 from memsaver.errors import MemsaverError
 
-__all__ = ["AwaitedChannels", "channel_of", "newer_groups"]
+__all__ = ["AwaitedChannels", "channel_of"]
 
-_LOOK_SECONDS = 0.02  # time between two reads of the store
+_LOOK_SECONDS = 0.02  # time between the first two reads of the store; it doubles with each read
+_MOST_SECONDS = 0.2  # up to this time
 
 
 def channel_of(
@@ -81,15 +84,21 @@ class AwaitedChannels:
         if timeout is None:
             timeout = modules()[1].distributed_c10d.default_pg_timeout.total_seconds()
         end = time.monotonic() + timeout
+        pause = _LOOK_SECONDS
         try:
             world.announce()
-            while True:
-                if len(world.waiting()) == len(world.ranks) - 1:
+            try:
+                while len(world.waiting()) < len(world.ranks) - 1:
+                    found = next((channel for channel in self._others if channel.waiting()), None)
+                    if found is not None or time.monotonic() >= end:
+                        break
+                    interruptible(functools.partial(time.sleep, pause))
+                    pause = min(2 * pause, _MOST_SECONDS)
+                else:
                     return world
-                found = next((channel for channel in self._others if channel.waiting()), None)
-                if found is not None or time.monotonic() >= end:
-                    break
-                time.sleep(_LOOK_SECONDS)
+            except BaseException:
+                world.withdraw()
+                raise
             world.withdraw()
         except RuntimeError as error:
             raise GroupError(
@@ -102,28 +111,12 @@ class AwaitedChannels:
             ) from refused
         return found
 
-    def for_group(self, ranks: Collection[int], lane: str, newer: int) -> Channel | None:
-        """Return the channel of a group of this rank, or None if there is no such group.
-
-        If several groups have the same ranks, prefers one on which another rank waits.
-
-        Args:
-            ranks: the group's ranks.
-            lane: see `Channel`.
-            newer: the number of newer groups with the same ranks, see `newer_groups`; used if no
-                rank waits.
-
-        Raises:
-            RuntimeError: torch's store does not answer.
-        """
-        found = [
-            channel
-            for channel in (self._world, *self._others)
-            if channel.lane == lane and set(channel.ranks) == set(ranks)
-        ]
-        if len(found) > 1 and (waiting := [channel for channel in found if channel.waiting()]):
-            return waiting[0]
-        return found[max(0, len(found) - 1 - newer)] if found else None
+    def for_ranks(self, ranks: Collection[int], lane: str) -> Channel | None:
+        """Return this rank's channel of a lane to these ranks, or None if no group has them."""
+        for channel in (self._world, *self._others):
+            if channel.lane == lane and set(channel.ranks) == set(ranks):
+                return channel
+        return None
 
     def close(self) -> None:
         """Close the channels. Idempotent."""
@@ -131,27 +124,23 @@ class AwaitedChannels:
             channel.close()
 
 
-def newer_groups(group: Any) -> int:
-    """Return the number of groups that have the same ranks as a group and were created after it.
-
-    Returns 0 if torch.distributed does not know the group, or if it is None.
-    """
-    known = modules()[1].distributed_c10d._world.pg_group_ranks
-    if group not in known:
-        return 0
-    same = [one for one, its in known.items() if set(its) == set(known[group])]
-    return len(same) - 1 - same.index(group)
-
-
 def _channels(lanes: Sequence[str]) -> list[Channel]:
-    """Return a channel for each lane of each group that this rank is in, the world first."""
+    """Return a channel for each lane of each group that this rank is in, the world first.
+
+    Groups with the same ranks share their lanes, so only one of them has channels with lanes.
+    """
     dist = modules()[1]
     world = dist.group.WORLD
-    known = dist.distributed_c10d._world.pg_group_ranks.items()
-    groups = [world, *(g for g, ranks in known if g is not world and len(ranks) > 1)]
+    known = dist.distributed_c10d._world.pg_group_ranks
     channels = [Channel(world, lanes[0])]
-    for group in groups:
-        for lane in lanes[1:] if group is world else lanes:
+    groups, seen = [(world, lanes[1:])], {frozenset(known[world])}
+    for group, ranks in known.items():
+        is_same = bool(lanes[0]) and frozenset(ranks) in seen
+        if group is not world and len(ranks) > 1 and not is_same:
+            groups.append((group, lanes))
+            seen.add(frozenset(ranks))
+    for group, its_lanes in groups:
+        for lane in its_lanes:
             with contextlib.suppress(MemsaverError):  # a group that lacks gloo
                 channels.append(Channel(group, lane))
     return channels

@@ -112,3 +112,66 @@ def test_a_rank_with_an_invalid_mesh_reports_it_to_all_even_if_a_rank_is_interru
         RolloutEngine.connect(target, mesh, timeout=40).close()
         dist.barrier()
     """)
+
+
+def test_each_rank_gets_its_samples_from_a_mesh_whose_ranks_are_in_any_order(run_ranks):
+    run_ranks(4)("""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        _, target = fake_engine()
+        for order in ([[3, 1], [2, 0]], [[1, 0], [3, 2]]):
+            mesh = DeviceMesh("cpu", order, mesh_dim_names=("dp", "tp"))
+            engine = RolloutEngine.connect(target, mesh, timeout=40)
+            layout = engine.layout
+            assert layout.tp_ranks[layout.tp_rank] == RANK
+            assert layout.is_leader == (layout.tp_ranks[0] == RANK)
+            assert rows(engine.generate([[100 * RANK]], TWO)) == [[100 * RANK, 100 * RANK + 1]]
+            engine.close()
+    """)
+
+
+def test_an_invalid_mesh_is_an_error_at_once_if_another_mesh_has_a_group_of_the_same_ranks(
+    run_ranks,
+):
+    run_ranks(4)("""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        _, target = fake_engine()
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        DeviceMesh("cpu", [0, 2], mesh_dim_names=("dp",))
+        for invalid, slow in ((0, 3), (2, 1), (3, 0)):
+            dist.barrier()
+            time.sleep(0.6 if RANK == slow else 0.2 if RANK == invalid else 0)
+            error = refusals.refused(
+                MemsaverError,
+                RolloutEngine.connect,
+                target,
+                "dp" if RANK == invalid else mesh,
+                timeout=40,
+            )
+            assert not isinstance(error, md.GroupError), error
+            RolloutEngine.connect(target, mesh, timeout=40).close()
+    """)
+
+
+def test_calls_succeed_after_ranks_have_given_up_waiting_for_one_another(run_ranks):
+    """A rank with an invalid mesh gives up before the others arrive; then a rank skips a call."""
+    run_ranks(2)("""
+        _, target = fake_engine()
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        for late, bad in ((0, 1), (1, None)):
+            dist.barrier()
+            if RANK == late:
+                time.sleep(4)
+            start = time.monotonic()
+            given = "dp" if RANK == bad else mesh
+            with pytest.raises(MemsaverError):
+                RolloutEngine.connect(target, given, timeout=1).close()
+            # The rank's own limit, the limit of a diagnosis, and the time to start threads.
+            assert time.monotonic() - start < 4, time.monotonic() - start
+            dist.barrier()
+            for _ in range(2):
+                engine = RolloutEngine.connect(target, mesh, timeout=40)
+                assert rows(engine.generate([[RANK]], TWO)) == [[RANK, RANK + 1]]
+                engine.close()
+    """)
