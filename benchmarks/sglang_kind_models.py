@@ -13,7 +13,7 @@ from typing import Any
 RANK = 8  # of a LoRA adapter
 BLOCK = 128  # the width of the blocks of an fp8 checkpoint
 FP8_MAX = 448.0
-RESIDUAL = 1 / 8  # factor of the layers' outputs, with which the last token decides the next one
+RESIDUAL = 1 / 8  # scales the layers' outputs down, so that the last token mostly decides the next
 
 # A name that transformers 5.12 writes, and the name in published checkpoints, which SGLang reads.
 _RENAMED = {"backbone.embedding.weight": "backbone.embeddings.weight"}
@@ -117,8 +117,8 @@ def _quantize(folder: Path, method: str) -> None:
 def save_draft(target: Path, folder: Path, algorithm: str, seed: int) -> None:
     """Save a draft model of one layer for a Llama, for "eagle" or "eagle3".
 
-    That for "eagle" proposes the token that the target's embedding and head make of the last token,
-    with noise, which is usually right for a `predictable` target. That for "eagle3" is random.
+    The "eagle" draft proposes the token that the target's embedding and head compute from the last
+    token, with noise; it is usually right for a `predictable` target. The "eagle3" draft is random.
     """
     import torch
 
@@ -151,10 +151,10 @@ def save_draft(target: Path, folder: Path, algorithm: str, seed: int) -> None:
     for name, size in sizes.items():
         start = torch.zeros(size) if "bias" in name else torch.ones(size)
         made = _random(name, start)
-        if algorithm == "eagle":
-            made = made * RESIDUAL if _adds(name) or name.startswith("fc.") else made
+        if algorithm == "eagle" and (_adds(name) or name.startswith("fc.")):
+            made = made * RESIDUAL
         named[name] = made.to(torch.bfloat16)
-    if algorithm == "eagle":  # the embedding of a token precedes the target's hidden state
+    if algorithm == "eagle":  # fc's input is the token's embedding, then the target's hidden state
         named["fc.weight"][:, :hidden] += torch.eye(hidden)
     _save(folder, config, named)
 

@@ -314,16 +314,14 @@ def _connect(
     """
     what = _making(channel.lane)
     several = len(channel.ranks) > 1
-    if several and call:
-        with contextlib.suppress(RuntimeError):  # `connect` reports it
-            channel.publish(json.dumps(call))
-    try:
-        if several:
-            channel.connect(timeout, what)
-        ranks = Ranks(channel if several else None)
-        outcomes = ranks.attempt(what, check, timeout=timeout, codec=PICKLES)
-    finally:
-        if call and several and channel.rank == channel.ranks[0]:
-            with contextlib.suppress(RuntimeError):
-                channel.unpublish()
+    if several:
+        if call:
+            with contextlib.suppress(RuntimeError):  # `connect` reports it
+                channel.publish(json.dumps(call))
+        channel.connect(timeout, what)
+    ranks = Ranks(channel if several else None)
+    outcomes = ranks.attempt(what, check, timeout=timeout, codec=PICKLES)
+    if call and several and channel.rank == channel.ranks[0]:
+        with contextlib.suppress(RuntimeError):
+            channel.unpublish()
     _values(outcomes)

@@ -5,25 +5,21 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
-import threading
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from memsaver._runtime.latches import Gate, Latch
+from memsaver._runtime.latches import Gate
+from memsaver.distributed.arrivals import GONE, arrivals, missing_ranks
 from memsaver.distributed.errors import GroupError, ranks_text
 from memsaver.distributed.groups import modules, refusal_of
 from memsaver.errors import InvalidStateError, MemsaverError, NotLoadedError
 
 __all__ = ["Channel"]
 
-_DIAGNOSIS_SECONDS = 5.0  # limit on the time to determine the missing ranks
-_STRAGGLER_SECONDS = 0.5  # time without an arrival, after which absent ranks count as missing
 _TEXT = "text"  # the key of `Channel.publish`
-_GONE = " gave up"  # suffix of the number of a collective that a rank has abandoned; also a key
 _GRACE_SECONDS = 5.0  # for a backend that ignores an operation's own timeout
 
 
@@ -39,7 +35,8 @@ class Channel:
         lane: a name for calls that run concurrently with others, for example in another thread. The
             k-th channel of a lane that is connected on a rank shares its connections with the k-th
             on the other ranks, and with no other user of the group. Groups with the same ranks
-            share a lane. A number is not used again after a rank has stopped waiting there.
+            share a lane. If a rank stops waiting for the k-th channel, channels created later skip
+            k.
 
     Attributes:
         lane: the lane's name.
@@ -99,7 +96,7 @@ class Channel:
                 counts = _connected.setdefault(self._dist.group.WORLD, Counter())
                 counts[self._key] = self._number + 1
                 if self._is_abandoned():  # gloo would try to reach these ranks for five timeouts
-                    raise RuntimeError("a rank has stopped waiting")
+                    raise _AbandonedError("another rank has already stopped waiting")
             self._prepare(None if timeout is None else timedelta(seconds=timeout))
         except MemsaverError:
             raise
@@ -212,8 +209,8 @@ class Channel:
     def waiting(self) -> list[int]:
         """Return the other ranks that wait in a collective for this rank."""
         others = [rank for rank in self.ranks if rank != self.rank]
-        arrivals = _arrivals(self._stored(), others)
-        return [rank for rank in others if arrivals.get(rank, 0) > self._link.collectives]
+        counts = arrivals(self._stored(), others)
+        return [rank for rank in others if counts.get(rank, 0) > self._link.collectives]
 
     def publish(self, text: str) -> None:
         """Store a text, the same on all ranks, to be read before this channel is connected.
@@ -222,7 +219,7 @@ class Channel:
             RuntimeError: the store does not answer. `published` and `unpublish` raise the same
                 error.
         """
-        if not self._stored().check([_TEXT]):  # saves most ranks of a large group a long message
+        if not self._stored().check([_TEXT]):  # most ranks of a large group need not send it
             self._stored().set(_TEXT, text)
 
     def published(self) -> str | None:
@@ -236,7 +233,7 @@ class Channel:
 
     @property
     def _key(self) -> tuple[str, str]:
-        """The key in `_connected`."""
+        """The key in `_connected`. torch sorts a group's ranks: equal sets have the same key."""
         ranks = ",".join(map(str, self.ranks))
         return hashlib.blake2s(ranks.encode(), digest_size=8).hexdigest(), self.lane
 
@@ -249,7 +246,7 @@ class Channel:
 
     def _is_abandoned(self) -> bool:
         """Return whether a rank has stopped waiting on the lane's channel of this number."""
-        return bool(self._prefixed("").check([_GONE]))
+        return bool(self._prefixed("").check([GONE]))
 
     def _arrive(self) -> None:
         link = self._link
@@ -303,34 +300,18 @@ class Channel:
         return carrier
 
     def _lost(self, error: Exception, what: str) -> GroupError:
-        missing = self._missing()
+        store, count = self._link.store, self._link.collectives
+        missing = missing_ranks(store, self.rank, self.ranks, count) if store is not None else ()
         who = f"{ranks_text(missing)} had not arrived by then; " if missing else ""
-        lost = GroupError(
-            f"the ranks could not agree on {what}: {who}torch reports: "
-            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
-        )
+        source = "" if isinstance(error, _AbandonedError) else "torch reports: "
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        lost = GroupError(f"the ranks could not agree on {what}: {who}{source}{reason}")
         lost.missing = missing
         return lost
 
-    def _missing(self) -> tuple[int, ...]:
-        """Return the ranks that did not arrive; () if the store is dead or hangs."""
-        store, collectives = self._link.store, self._link.collectives
-        late = tuple(self.ranks)
 
-        def look() -> None:
-            nonlocal late
-            # A late rank need not look for this rank.
-            store.set(str(self.rank), f"{collectives}{_GONE}")
-            store.set(_GONE, "")
-            end = time.monotonic() + _STRAGGLER_SECONDS
-            while late and time.monotonic() < end:
-                still = _behind(store, self.ranks, collectives)
-                if len(still) < len(late):
-                    end = time.monotonic() + _STRAGGLER_SECONDS
-                late = still
-                time.sleep(_STRAGGLER_SECONDS / 10)
-
-        return late if store is not None and _done_in_time(look) else ()
+class _AbandonedError(RuntimeError):
+    """A rank has stopped waiting on this channel."""
 
 
 class _Link:
@@ -359,42 +340,6 @@ def _being_made() -> InvalidStateError:
         "thread, or in this one, interrupted by a finalizer or a signal handler): repeat this call "
         "after that call has ended"
     )
-
-
-def _behind(store: Any, ranks: list[int], collectives: int) -> tuple[int, ...]:
-    """Return the ranks that have reached fewer than `collectives` collectives."""
-    arrivals = _arrivals(store, ranks, gone=True)
-    return tuple(rank for rank in ranks if arrivals.get(rank, 0) < collectives)
-
-
-def _arrivals(store: Any, ranks: list[int], gone: bool = False) -> dict[int, int]:
-    """Return each rank's number of collectives; omit ranks that stopped waiting, unless `gone`."""
-    keys = [str(rank) for rank in ranks]
-    # Two requests suffice for all ranks, if each rank arrived at least once.
-    known = keys if store.check(keys) else [key for key in keys if store.check([key])]
-    many = store.has_extended_api()
-    values = store.multi_get(known) if many else [store.get(key) for key in known]
-    texts = zip(known, (value.decode() for value in values), strict=True)
-    return {
-        int(key): int(text.removesuffix(_GONE))
-        for key, text in texts
-        if gone or not text.endswith(_GONE)
-    }
-
-
-def _done_in_time(look: Callable[[], None]) -> bool:
-    """Run `look` on a thread; return whether it finished within the time limit for a diagnosis."""
-    done = Latch()
-
-    def run() -> None:
-        with contextlib.suppress(Exception):
-            look()
-            done.open()
-
-    with contextlib.suppress(RuntimeError):  # if no thread can be started, there is no diagnosis
-        threading.Thread(target=run, name="memsaver-missing-ranks", daemon=True).start()
-        done.wait(_DIAGNOSIS_SECONDS)
-    return done.is_open()
 
 
 _links: weakref.WeakKeyDictionary[Any, _Link] = weakref.WeakKeyDictionary()  # by group

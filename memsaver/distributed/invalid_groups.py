@@ -21,8 +21,8 @@ from memsaver.errors import MemsaverError
 
 __all__ = ["AwaitedChannels", "channel_of"]
 
-_LOOK_SECONDS = 0.02  # time between the first two reads of the store; it doubles with each read
-_MOST_SECONDS = 0.2  # up to this time
+_LOOK_SECONDS = 0.02  # time between the first two reads of the store; doubles after each read
+_MOST_LOOK_SECONDS = 0.2  # the longest time between two reads
 
 
 def channel_of(
@@ -53,7 +53,9 @@ def channel_of(
 class AwaitedChannels:
     """The channels on which other ranks may wait for a rank that does not know its groups.
 
-    Create one object per call; a call may use several channels, one after the other.
+    Create one object per call; a call may use several channels, one after the other. The channels'
+    numbers are fixed when the object is created: ranks that give up and call again during a search
+    are not found.
 
     Args:
         lanes: the lanes on which the other ranks may wait.
@@ -77,6 +79,8 @@ class AwaitedChannels:
         Raises:
             GroupError: no other rank waited on any of this rank's groups in time, or torch's store
                 does not answer.
+            KeyboardInterrupt: or another exception of a signal handler, during the search. Ranks
+                that wait for this one wait until their own timeout.
         """
         world = self._world
         if not self._others or len(world.ranks) == 1:
@@ -93,11 +97,12 @@ class AwaitedChannels:
                     if found is not None or time.monotonic() >= end:
                         break
                     interruptible(functools.partial(time.sleep, pause))
-                    pause = min(2 * pause, _MOST_SECONDS)
+                    pause = min(2 * pause, _MOST_LOOK_SECONDS)
                 else:
                     return world
             except BaseException:
-                world.withdraw()
+                with contextlib.suppress(RuntimeError):  # the store does not answer
+                    world.withdraw()
                 raise
             world.withdraw()
         except RuntimeError as error:
@@ -127,7 +132,8 @@ class AwaitedChannels:
 def _channels(lanes: Sequence[str]) -> list[Channel]:
     """Return a channel for each lane of each group that this rank is in, the world first.
 
-    Groups with the same ranks share their lanes, so only one of them has channels with lanes.
+    If the lanes have names, groups with the same ranks share them, so only the first such group is
+    included.
     """
     dist = modules()[1]
     world = dist.group.WORLD

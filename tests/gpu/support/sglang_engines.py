@@ -49,7 +49,7 @@ COMMON: dict[str, Any] = {
     "log_level": "info",
 }
 KEPT = {"enable_weights_cpu_backup": True}
-TOGETHER = 2  # requests that an engine generates for at once, where the order of requests is tested
+TOGETHER = 2  # `max_running_requests` of the engine on which the order of requests is tested
 DP_ATTENTION = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "backup": KEPT,
