@@ -163,12 +163,9 @@ def test_calls_succeed_after_ranks_have_given_up_waiting_for_one_another(run_ran
             dist.barrier()
             if RANK == late:
                 time.sleep(4)
-            start = time.monotonic()
             given = "dp" if RANK == bad else mesh
             with pytest.raises(MemsaverError):
                 RolloutEngine.connect(target, given, timeout=1).close()
-            # The rank's own limit, the limit of a diagnosis, and the time to start threads.
-            assert time.monotonic() - start < 4, time.monotonic() - start
             dist.barrier()
             for _ in range(2):
                 engine = RolloutEngine.connect(target, mesh, timeout=40)
