@@ -72,6 +72,9 @@ class Channel:
         self.lane = lane
         if lane:
             self._link = _Link()
+            # torch sorts a group's ranks, so that equal sets of ranks have the same key.
+            ranks = ",".join(map(str, self.ranks)).encode()
+            self._key = (hashlib.blake2s(ranks, digest_size=8).hexdigest(), lane)
             self._number = _connected.get(self._dist.group.WORLD, Counter())[self._key]
             with contextlib.suppress(RuntimeError):  # the store does not answer
                 while self._is_abandoned():
@@ -232,12 +235,6 @@ class Channel:
         self._stored().delete_key(_TEXT)
 
     @property
-    def _key(self) -> tuple[str, str]:
-        """The key in `_connected`. torch sorts a group's ranks: equal sets have the same key."""
-        ranks = ",".join(map(str, self.ranks))
-        return hashlib.blake2s(ranks.encode(), digest_size=8).hexdigest(), self.lane
-
-    @property
     def _name(self) -> str:
         """The prefix of the channel's keys in torch's store."""
         if self.lane:
@@ -343,7 +340,7 @@ def _being_made() -> InvalidStateError:
 
 
 _links: weakref.WeakKeyDictionary[Any, _Link] = weakref.WeakKeyDictionary()  # by group
-# By world, the number of the next channel of each lane to the same ranks; see `Channel._key`.
+# By world, the number of the next channel of each lane to the same ranks.
 _connected: weakref.WeakKeyDictionary[Any, Counter[tuple[str, str]]] = weakref.WeakKeyDictionary()
 
 

@@ -87,24 +87,15 @@ class AwaitedChannels:
             return world
         if timeout is None:
             timeout = modules()[1].distributed_c10d.default_pg_timeout.total_seconds()
-        end = time.monotonic() + timeout
-        pause = _LOOK_SECONDS
+        found: Channel | None = None
         try:
             world.announce()
             try:
-                while len(world.waiting()) < len(world.ranks) - 1:
-                    found = next((channel for channel in self._others if channel.waiting()), None)
-                    if found is not None or time.monotonic() >= end:
-                        break
-                    interruptible(functools.partial(time.sleep, pause))
-                    pause = min(2 * pause, _MOST_LOOK_SECONDS)
-                else:
-                    return world
-            except BaseException:
-                with contextlib.suppress(RuntimeError):  # the store does not answer
-                    world.withdraw()
-                raise
-            world.withdraw()
+                found = self._look(time.monotonic() + timeout)
+            finally:
+                if found is not world:
+                    with contextlib.suppress(RuntimeError):  # the store does not answer
+                        world.withdraw()
         except RuntimeError as error:
             raise GroupError(
                 f"{what}: {refused}; and torch's store does not answer: {error}"
@@ -115,6 +106,17 @@ class AwaitedChannels:
                 f"{timeout:g} s"
             ) from refused
         return found
+
+    def _look(self, end: float) -> Channel | None:
+        """Look for a channel on which another rank waits, until a time of `time.monotonic`."""
+        world, pause = self._world, _LOOK_SECONDS
+        while len(world.waiting()) < len(world.ranks) - 1:
+            found = next((channel for channel in self._others if channel.waiting()), None)
+            if found is not None or time.monotonic() >= end:
+                return found
+            interruptible(functools.partial(time.sleep, pause))
+            pause = min(2 * pause, _MOST_LOOK_SECONDS)
+        return world
 
     def for_ranks(self, ranks: Collection[int], lane: str) -> Channel | None:
         """Return this rank's channel of a lane to these ranks, or None if no group has them."""

@@ -172,3 +172,25 @@ def test_calls_succeed_after_ranks_have_given_up_waiting_for_one_another(run_ran
                 assert rows(engine.generate([[RANK]], TWO)) == [[RANK, RANK + 1]]
                 engine.close()
     """)
+
+
+def test_an_interrupt_ends_the_search_of_a_rank_with_an_invalid_mesh(run_ranks):
+    """Nobody else calls. The search would last longer than the ranks' processes may run."""
+    run_ranks(2)("""
+        import os
+        import signal
+
+        _, target = fake_engine()
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        if RANK == 1:
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+            with pytest.raises(KeyboardInterrupt):
+                RolloutEngine.connect(target, "dp", timeout=300)
+        dist.barrier()
+        RolloutEngine.connect(target, mesh, timeout=40).close()
+        # The rank no longer counts as waiting: another one's search fails.
+        if RANK == 0:
+            with pytest.raises(md.GroupError, match="no other rank waited"):
+                RolloutEngine.connect(target, "dp", timeout=1)
+        dist.barrier()
+    """)
