@@ -17,6 +17,7 @@ from typing import Any
 from memsaver.errors import ConfigError, InvalidStateError
 
 from ..engine.errors import EngineBusyError
+from ..engine.host_copies import to_host
 from ..engine.ranks import Group
 from ..engine.tags import WEIGHTS, check_known
 from .draft_weights import DRAFTER
@@ -109,7 +110,12 @@ def reports_states() -> bool:
     SGLang's pull request 24123 adds `success` and `message` to the replies for this purpose, and
     raises a `RuntimeError` with the message in the main process. 0.5.23 does not contain it.
     """
-    return "success" in inspect.signature(_reply("release")).parameters
+    return _has_result(_reply("release"))
+
+
+@functools.cache
+def _has_result(reply: type) -> bool:
+    return "success" in inspect.signature(reply).parameters
 
 
 def _reply(operation: str) -> Any:
@@ -206,7 +212,7 @@ def move_stash_to_host(updater: Any) -> None:
         return
     import torch
 
-    stash["buffers"] = [(name, tensor.cpu()) for name, tensor in buffers]
+    stash["buffers"] = [(name, to_host(tensor)) for name, tensor in buffers]
     del buffers
     torch.cuda.empty_cache()
 

@@ -24,6 +24,7 @@ from typing import Any
 from memsaver._runtime.native import _C
 
 from ..engine import hooking
+from ..engine.host_copies import to_host
 from ..engine.tags import KV_CACHE, WEIGHTS
 from .allocator import RUNTIME, MemsaverAllocator
 
@@ -134,7 +135,7 @@ def saves_draft(sleep: Callable[..., None], allocator_of: AllocatorOf) -> Callab
     def call(worker: Any, level: int = 1) -> None:
         draft = _draft(worker) if level == 2 and allocator_of() is not None else None
         if draft is not None:
-            saved = {name: buffer.cpu().clone() for name, buffer in draft.named_buffers()}
+            saved = {name: to_host(buffer) for name, buffer in draft.named_buffers()}
             setattr(worker, _SAVED, saved)
         sleep(worker, level)
 

@@ -119,12 +119,12 @@ def test_the_kv_cache_is_released_while_other_contents_are_saved_again(engine, s
 def test_a_release_whose_preparation_fails_changes_nothing(engine, monkeypatch, cause):
     """SGLang's own part fails, or memsaver cannot keep the model's buffers."""
 
-    def no_memory(tensor):
+    def no_memory(tensor, source):
         raise MemoryError(cause)
 
     with monkeypatch.context() as patch:
         if cause == "no host memory":
-            patch.setattr(fake_sglang.Tensor, "cpu", no_memory)
+            patch.setattr(fake_sglang.Tensor, "copy_", no_memory)
         else:
             patch.setattr(engine.handlers, "prepare_error", RuntimeError(cause))
         answer = ask(engine, "release")
@@ -264,11 +264,14 @@ def test_model_buffers_are_restored_without_a_backup(sglang, sim, tag, make_bloc
     del scheduler.model
 
 
-def test_a_release_leaves_no_model_buffers_on_the_device(engine):
+@pytest.mark.parametrize("can_be_pinned", [True, False])
+def test_a_release_leaves_no_model_buffers_on_the_device(engine, monkeypatch, can_be_pinned):
+    monkeypatch.setattr(fake_sglang.Tensor, "can_be_pinned", can_be_pinned)
     (before,) = [tensor for _, tensor in engine.buffers()["buffers"]]
     ask(engine, "release", ["kv_cache", "weights"])
     stash = engine.handlers.stashed_model_static_state
-    assert [tensor for _, tensor in stash["buffers"]] == [before.cpu()] and before.is_cuda
+    on_host = fake_sglang.Tensor(before.data, is_cuda=False, is_pinned=can_be_pinned)
+    assert [tensor for _, tensor in stash["buffers"]] == [on_host] and before.is_cuda
     ask(engine, "resume")
     assert not hasattr(engine.handlers, "stashed_model_static_state")
     assert engine.model.is_intact()

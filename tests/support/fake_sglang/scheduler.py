@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import types
 from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
 
 from fake_sglang import messages
 from fake_sglang.messages import (
@@ -122,15 +125,32 @@ class UpdateWeightsMixin(Handlers):
         return self
 
 
-@dataclass(frozen=True)
+@dataclass
 class Tensor:
-    """Bytes in device or host memory."""
+    """Bytes in device or host memory.
+
+    Attributes:
+        can_be_pinned: whether the driver can pin host memory.
+    """
+
+    can_be_pinned: ClassVar[bool] = True
 
     data: bytes
     is_cuda: bool = True
+    is_pinned: bool = False
 
-    def cpu(self) -> Tensor:
-        return Tensor(self.data, is_cuda=False)
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None) -> Tensor:
+        assert function is torch.empty_like and kwargs["device"] == "cpu"
+        is_pinned = kwargs.get("pin_memory", False)
+        if is_pinned and not cls.can_be_pinned:
+            raise RuntimeError("CUDA error: out of memory")
+        return cls(bytes(len(args[0].data)), is_cuda=False, is_pinned=is_pinned)
+
+    def copy_(self, source: Tensor) -> Tensor:
+        assert len(source.data) == len(self.data)
+        self.data = source.data
+        return self
 
 
 class Sent:
