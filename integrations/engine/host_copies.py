@@ -1,4 +1,4 @@
-"""Copies of small tensors in host memory, for the time in which an engine's memory is released."""
+"""Copies of a model's buffers in host memory while an engine's memory is released."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ __all__ = ["to_host"]
 
 
 def to_host(tensor: Any) -> Any:
-    """Return a copy of a tensor in host memory.
+    """Copy a tensor to new host memory, and return the copy.
 
-    The memory is pinned if the tensor is on a GPU and the driver can pin it, because copies from
-    and to pageable memory take many times as long. torch keeps freed pinned memory for later
-    copies.
+    For a tensor on a GPU, the memory is pinned if the driver can pin it: copies to and from
+    pageable memory take several times as long. torch keeps freed pinned memory for later copies
+    until the process exits; memsaver's statistics do not count this memory.
+
+    Raises:
+        RuntimeError: host memory is exhausted, or the copy fails.
     """
     import torch
 
     try:
         copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-    except RuntimeError:  # the memory cannot be pinned
+    except RuntimeError:  # if the device has failed, copy_ raises again
         copy = torch.empty_like(tensor, device="cpu")
     return copy.copy_(tensor)

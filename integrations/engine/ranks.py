@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -56,7 +55,7 @@ class Group:
 
         # JSON, because unpickling the bytes of other processes could execute code.
         codec = replace(JSON, pack_error=failed, unpack_error=JSON.unpack)
-        outcomes = self._ranks.attempt(
+        outcomes = self._ranks().attempt(
             "the work of an engine's ranks",
             lambda: None if (found := work()) is None else asdict(replace(mine, **vars(found))),
             codec=codec,
@@ -91,7 +90,7 @@ class Group:
         # No local variable refers to the outcomes: the traceback of this rank's own exception keeps
         # this frame, and their cycle would keep the work's tensors.
         return _rows(
-            self._ranks.attempt(
+            self._ranks().attempt(
                 "the results of an engine's ranks",
                 lambda: dict(work()),
                 codec=codec,
@@ -109,7 +108,7 @@ class Group:
             GroupError: a rank is unreachable.
             RankError: the ranks made different calls, or the fields of a rank cannot be sent.
         """
-        outcomes = self._ranks.attempt(
+        outcomes = self._ranks().attempt(
             "the findings of an engine's ranks", lambda: dict(fields), codec=JSON
         )
         return outcomes.values(lambda bad: bad.error(""))
@@ -127,19 +126,16 @@ class Group:
     @property
     def rank(self) -> int:
         """This process's place in the group."""
-        return self._ranks.ranks.index(self._ranks.rank)
+        ranks = self._ranks()
+        return ranks.ranks.index(ranks.rank)
 
     @property
     def size(self) -> int:
         """The number of the group's ranks."""
-        return len(self._ranks.ranks)
+        return len(self._ranks().ranks)
 
-    @functools.cached_property
     def _ranks(self) -> Ranks:
-        channel = Channel(self._group) if self._group is not None else None
-        if channel is not None and len(channel.ranks) == 1:
-            channel = None
-        return Ranks(channel)
+        return Ranks(Channel(self._group) if self._group is not None else None)
 
 
 def _rows(outcomes: Outcomes[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -319,8 +319,7 @@ def _connect(
             with contextlib.suppress(RuntimeError):  # `connect` reports it
                 channel.publish(json.dumps(call))
         channel.connect(timeout, what)
-    ranks = Ranks(channel if several else None)
-    outcomes = ranks.attempt(what, check, timeout=timeout, codec=PICKLES)
+    outcomes = Ranks(channel).attempt(what, check, timeout=timeout, codec=PICKLES)
     if call and several and channel.rank == channel.ranks[0]:
         with contextlib.suppress(RuntimeError):
             channel.unpublish()

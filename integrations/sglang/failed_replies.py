@@ -6,13 +6,13 @@ import functools
 import inspect
 from typing import Any
 
-__all__ = ["failed_reply"]
+__all__ = ["failed_reply", "fields_of"]
 
 
 def failed_reply(messages: Any, kind: str, text: str) -> Any:
     """Return SGLang's reply to a failed request of this kind."""
     reply = getattr(messages, _name_of_reply(kind))
-    fields = _fields_of(reply)
+    fields = fields_of(reply)
     values: dict[str, Any] = {
         name: value
         for name, value in (("success", False), ("message", text), ("error_message", text))
@@ -29,7 +29,7 @@ def _name_of_reply(kind: str) -> str:
 
 
 @functools.cache
-def _fields_of(reply: type) -> dict[str, bool]:
+def fields_of(reply: type) -> dict[str, bool]:
     """Return the arguments of a reply's class, and whether each is required."""
     parameters = inspect.signature(reply).parameters.values()
     return {p.name: p.default is inspect.Parameter.empty for p in parameters}

@@ -21,6 +21,7 @@ from ..engine.host_copies import to_host
 from ..engine.ranks import Group
 from ..engine.tags import WEIGHTS, check_known
 from .draft_weights import DRAFTER
+from .failed_replies import fields_of
 from .places import effective_arguments, ranks_in
 from .protocol import STRICT
 from .updaters import scheduler_of
@@ -110,12 +111,7 @@ def reports_states() -> bool:
     SGLang's pull request 24123 adds `success` and `message` to the replies for this purpose, and
     raises a `RuntimeError` with the message in the main process. 0.5.23 does not contain it.
     """
-    return _has_result(_reply("release"))
-
-
-@functools.cache
-def _has_result(reply: type) -> bool:
-    return "success" in inspect.signature(reply).parameters
+    return "success" in fields_of(_reply("release"))
 
 
 def _reply(operation: str) -> Any:

@@ -108,13 +108,14 @@ class Ranks:
     at most its timeout and a few seconds.
 
     Args:
-        channel: connects the ranks; None if this process is the only rank.
+        channel: connects the ranks; None if this process is the only rank. A channel of one rank is
+            not used.
     """
 
     def __init__(self, channel: Channel | None) -> None:
-        self._channel = channel
         self.ranks: list[int] = channel.ranks if channel is not None else [0]
         self.rank: int = channel.rank if channel is not None else 0
+        self._channel = channel if len(self.ranks) > 1 else None
 
     def attempt(
         self,
@@ -154,7 +155,7 @@ class Ranks:
                 own = error
             try:
                 if self._channel is None:
-                    return _alone(what, value, own, codec)
+                    return _alone(self.rank, what, value, own, codec)
                 return _Attempt(self._channel, what, step, timeout, codec).outcomes(body, own)
             except GroupError as lost:
                 if own is None:
@@ -249,12 +250,14 @@ class _Attempt:
         return self._channel.all_gather(mine, self._timeout, self._what)
 
 
-def _alone(what: str, value: Any, own: BaseException | None, codec: Codec) -> Outcomes[Any]:
+def _alone(
+    rank: int, what: str, value: Any, own: BaseException | None, codec: Codec
+) -> Outcomes[Any]:
     if own is None:
-        return Outcomes(what, (Outcome(0, value),))
-    failure = FailureRecord.of(own, what).failure(0)
+        return Outcomes(what, (Outcome(rank, value),))
+    failure = FailureRecord.of(own, what).failure(rank)
     error = _read(codec.unpack_error, _packed_error(own, codec))
-    return Outcomes(what, (Outcome(0, None, failure, error),), own)
+    return Outcomes(what, (Outcome(rank, None, failure, error),), own)
 
 
 def _packed_error(own: BaseException, codec: Codec) -> bytes:

@@ -13,6 +13,8 @@ CODE = """
 import datetime, gc, os, signal, weakref
 import torch.distributed as dist
 from memsaver.distributed import RankError
+from memsaver.distributed.channel import Channel
+from memsaver.errors import InvalidStateError
 from memsaver.integrations.lightrft.ranks import on_every_rank
 from memsaver.integrations.engine.ranks import Figures, Group
 from rank_calls import gathered
@@ -100,6 +102,25 @@ assert [one.failure and one.failure.kind for one in reports] == [None, "ValueErr
 assert alone.failure is None and alone.pid == os.getpid()
 (alone,) = Group(None).attempt(lambda: 1 / 0)
 assert alone.failure.kind == "ZeroDivisionError"
+# A group of one rank exchanges nothing. Its errors name the rank in the world.
+single = [dist.new_group([rank]) for rank in range(3)][RANK]
+group = Group(single)
+assert group.gather({"rank": RANK}) == [{"rank": RANK}]
+assert [one.rank for one in group.attempt(Figures)] == [0]
+assert Channel(single)._link.collectives == 0
+try:
+    group.gather({"value": object()})
+except RankError as error:
+    assert list(error.failures) == [RANK] and f"rank {RANK}" in str(error), error
+else:
+    raise AssertionError
+dist.destroy_process_group(single)
+try:
+    group.gather({"rank": RANK})
+except InvalidStateError as error:
+    assert "destroyed" in str(error)
+else:
+    raise AssertionError
 assert gathered(RANK) == [0, 1, 2]
 assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 """

@@ -159,7 +159,7 @@ def requests_wait(session: Session) -> None:
 
 
 def held_requests_keep_their_order(session: Session) -> None:
-    """Held requests of several clients are answered in the order of their arrival."""
+    """Concurrent held requests are answered in the order of their arrival."""
     sleep(session)
     ended = session.engine.loop.run_until_complete(_held_requests(session.engine))
     turns = [number // TOGETHER for number in ended]
@@ -170,7 +170,7 @@ def held_requests_keep_their_order(session: Session) -> None:
 
 
 async def _held_requests(engine: Any) -> list[int]:
-    """Send requests to a sleeping engine, and wake it up; return them in the order of answers."""
+    """Wake an engine that holds requests; return their numbers in the order of their answers."""
     from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
     admission = admission_of(engine.tokenizer_manager)
@@ -183,7 +183,10 @@ async def _held_requests(engine: Any) -> list[int]:
 
     clients = [asyncio.ensure_future(generate(number)) for number in range(CLIENTS)]
     deadline = time.monotonic() + MOST_SECONDS
-    while admission.waiting < CLIENTS:
+    while admission.waiting < CLIENTS:  # the loop starts the clients in order
+        for one in clients:
+            if one.done():
+                one.result()
         assert time.monotonic() < deadline, admission.waiting
         await asyncio.sleep(0.01)
     await engine.tokenizer_manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(), None)

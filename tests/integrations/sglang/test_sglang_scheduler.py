@@ -264,13 +264,13 @@ def test_model_buffers_are_restored_without_a_backup(sglang, sim, tag, make_bloc
     del scheduler.model
 
 
-@pytest.mark.parametrize("can_be_pinned", [True, False])
-def test_a_release_leaves_no_model_buffers_on_the_device(engine, monkeypatch, can_be_pinned):
-    monkeypatch.setattr(fake_sglang.Tensor, "can_be_pinned", can_be_pinned)
+@pytest.mark.parametrize("can_pin", [True, False])
+def test_a_release_leaves_no_model_buffers_on_the_device(engine, monkeypatch, can_pin):
+    monkeypatch.setattr(fake_sglang.Tensor, "can_pin", can_pin)
     (before,) = [tensor for _, tensor in engine.buffers()["buffers"]]
     ask(engine, "release", ["kv_cache", "weights"])
     stash = engine.handlers.stashed_model_static_state
-    on_host = fake_sglang.Tensor(before.data, is_cuda=False, is_pinned=can_be_pinned)
+    on_host = fake_sglang.Tensor(before.data, is_cuda=False, is_pinned=can_pin)
     assert [tensor for _, tensor in stash["buffers"]] == [on_host] and before.is_cuda
     ask(engine, "resume")
     assert not hasattr(engine.handlers, "stashed_model_static_state")

@@ -130,10 +130,10 @@ class Tensor:
     """Bytes in device or host memory.
 
     Attributes:
-        can_be_pinned: whether the driver can pin host memory.
+        can_pin: whether the driver can pin host memory.
     """
 
-    can_be_pinned: ClassVar[bool] = True
+    can_pin: ClassVar[bool] = True
 
     data: bytes
     is_cuda: bool = True
@@ -143,7 +143,7 @@ class Tensor:
     def __torch_function__(cls, function, types, args=(), kwargs=None) -> Tensor:
         assert function is torch.empty_like and kwargs["device"] == "cpu"
         is_pinned = kwargs.get("pin_memory", False)
-        if is_pinned and not cls.can_be_pinned:
+        if is_pinned and not cls.can_pin:
             raise RuntimeError("CUDA error: out of memory")
         return cls(bytes(len(args[0].data)), is_cuda=False, is_pinned=is_pinned)
 
