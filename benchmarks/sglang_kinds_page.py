@@ -37,8 +37,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         f"{'; '.join(sorted(runs)) or 'No kind was run yet'}.",
         "",
         "| kind | resumed | updated | updated, no backup | release, ms | resume, ms "
-        "| KV, weights, graphs, MiB | |",
-        "|---|---|---|---|--:|--:|--:|---|",
+        "| KV, weights, graphs, MiB | GPU | |",
+        "|---|---|---|---|--:|--:|--:|---|---|",
     ]
     for kind in KINDS:
         row = by_name.get(kind.name, {"resumed": NOT_RUN, "why": "not recorded"})
@@ -51,6 +51,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             _number(row.get("release_ms")),
             _number(row.get("resume_ms")),
             ", ".join(f"{size:,}" for size in sizes.values()),
+            row.get("gpu", "").removeprefix("NVIDIA ").partition(" ")[0],
             _note(kind, row),
         )
         lines.append(f"| {' | '.join(cells)} |")

@@ -191,6 +191,14 @@ class WeightUpdater:
             self.get_model().load_weights(named_tensors)
         return True, "Success"
 
+    def update_weights_from_ipc(self, recv_req):
+        """Load what another process sends, as checkpoint-engine does."""
+        try:
+            self.get_model().load_weights(recv_req.tensors)
+        except Exception as error:
+            return False, str(error)
+        return True, "IPC weight update completed successfully"
+
     def load_weights_from_distributed(self, named_tensors):
         try:
             self.get_model().load_weights(named_tensors)
@@ -233,6 +241,12 @@ class SchedulerWeightUpdaterManager:
             torch.distributed.barrier(self.tp_cpu_group)
         return Output(success, message)
 
+    def update_weights_from_ipc(self, recv_req):
+        success, message = self.runner.update_weights_from_ipc(recv_req)
+        if self.tp_cpu_group is not None:
+            torch.distributed.barrier(self.tp_cpu_group)
+        return Output(success, message)
+
     def update_weights_from_distributed(self, recv_req):
         return Output(*self.runner.load_weights_from_distributed(recv_req.tensors))
 
@@ -254,6 +268,7 @@ def hooked(patch):
     messages = types.ModuleType(MESSAGES)
     messages.UpdateWeightsFromTensorReqOutput = Output
     messages.UpdateWeightsFromDistributedReqOutput = Output
+    messages.UpdateWeightsFromIPCReqOutput = Output
     for name in ("sglang", "sglang.srt", "sglang.srt.managers"):
         patch.setitem(sys.modules, name, types.ModuleType(name))
     patch.setitem(sys.modules, MESSAGES, messages)

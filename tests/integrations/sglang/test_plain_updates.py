@@ -28,14 +28,14 @@ pytestmark = pytest.mark.usefixtures("tensors_in_files")
         ({"layers.0.q.weight": torch.zeros(12, 8)}, "only a part of layers.0.q.weight"),
     ],
 )
-@pytest.mark.parametrize("load_format", ["flattened_bucket", None])
-def test_a_failed_plain_update_returns_an_error(manager, named, text, load_format):
+@pytest.mark.parametrize("sender", ["tensor", "distributed", "ipc"])
+def test_a_failed_plain_update_returns_an_error(manager, named, text, sender):
     rank = manager(Model())
-    if load_format is None:
-        request = Request(tensors=list(named.items()), flush_cache=False)
-        output = rank.update_weights_from_distributed(request)
-    else:
+    if sender == "tensor":
         output = load(rank, named, None)
+    else:
+        request = Request(tensors=list(named.items()), flush_cache=False)
+        output = getattr(rank, f"update_weights_from_{sender}")(request)
     assert output.success is False and text in output.message
     named = weights()
     assert load(rank, named, None).success and rank.runner.model.holds(checkpoint())
