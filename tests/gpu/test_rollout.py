@@ -15,6 +15,7 @@ from repository import GPU_SUPPORT
 from test_sglang import environment
 
 CHILD = GPU_SUPPORT / "rollout_child.py"
+POLICIES = GPU_SUPPORT / "rollout_policies_child.py"
 SECONDS = 420  # including the compilation of kernels
 
 pytestmark = [
@@ -39,7 +40,7 @@ def test_a_server_gives_sglangs_own_output(tmp_path: Path) -> None:
 
 
 def test_two_engines_of_one_process_have_their_own_policies(tmp_path: Path) -> None:
-    go_through("policies", 1, tmp_path)
+    go_through("one_rank", 1, tmp_path, POLICIES)
 
 
 @pytest.mark.two_gpus
@@ -48,5 +49,6 @@ def test_an_engine_that_two_ranks_share(tmp_path: Path) -> None:
 
 
 @pytest.mark.two_gpus
-def test_the_policies_of_an_engine_that_two_ranks_share(tmp_path: Path) -> None:
-    go_through("policies_two", 2, tmp_path)
+@pytest.mark.parametrize("scene", ["two_ranks", "two_stages", "two_replicas"])
+def test_the_policies_of_an_engine_that_two_ranks_share(scene: str, tmp_path: Path) -> None:
+    go_through(scene, 2, tmp_path, POLICIES)

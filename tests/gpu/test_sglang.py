@@ -1,9 +1,9 @@
 """Test memsaver in a real SGLang engine: every release and resume keeps the greedy output.
 
 For each engine, a child process (sglang_child.py) starts the engine once and runs the scenarios of
-the modules sglang_cycles, sglang_calls, sglang_asleep and sglang_updates on it, one per test. After
-a failure, a new child is started. Each test function has its own engine, so test functions can run
-concurrently on different GPUs, selected by CUDA_VISIBLE_DEVICES.
+the modules sglang_cycles, sglang_calls, sglang_asleep, sglang_held and sglang_updates on it, one
+per test. After a failure, a new child is started. Each test function has its own engine, so test
+functions can run concurrently on different GPUs, selected by CUDA_VISIBLE_DEVICES.
 
     pytest -m "gpu and sglang"                     all tests, some of which need two GPUs
     pytest -m "gpu and sglang and not two_gpus"
@@ -49,10 +49,13 @@ HTTP = [
     "sglang_calls.http_calls",
     "sglang_calls.http_resume_that_does_not_fit",
     "sglang_asleep.http_requests_are_refused",
+    "sglang_updates.disk_updates_that_fail",
 ]
+HTTP_UPDATES = ["sglang_updates.http_updates_that_fail"]
 ASLEEP = [
     "sglang_asleep.requests_are_refused",
     "sglang_asleep.the_scheduler_refuses_too",
+    "sglang_updates.disk_updates_that_fail",
     "sglang_updates.plain_updates_that_fail",
 ]
 WAKE = [
@@ -60,12 +63,17 @@ WAKE = [
     "sglang_asleep.a_wake_without_memory",
     "sglang_asleep.an_idle_engine_sleeps",
 ]
-WAIT = ["sglang_asleep.requests_wait"]
+WAIT = ["sglang_held.requests_wait"]
+AT_ONCE = ["sglang_asleep.wakes_and_releases_at_once"]
+HELD = [
+    "sglang_held.held_requests_keep_their_order",
+    "sglang_held.held_requests_are_aborted",
+    "sglang_asleep.unknown_requests_are_refused",
+]
 REPLICAS = [
     *CYCLES[:-1],
     "sglang_cycles.a_wake_that_does_not_fit_one_replica",
-    "sglang_asleep.requests_are_refused",
-    "sglang_asleep.the_scheduler_refuses_too",
+    *ASLEEP[:-1],  # SGLang does not send tensors to replicas
 ]
 
 
@@ -94,12 +102,12 @@ def test_scenarios_without_a_backup(children: Children, name: str) -> None:
     children.run("no_backup", name)
 
 
-@each(CYCLES + HTTP)
+@each(CYCLES + HTTP + HTTP_UPDATES)
 def test_scenarios_on_a_server(children: Children, name: str) -> None:
     children.run("server", name)
 
 
-@each([*WAIT, "sglang_asleep.held_requests_keep_their_order"])
+@each([*WAIT, *HELD])
 def test_asleep_wait(children: Children, name: str) -> None:
     children.run("backup_wait", name)
 
@@ -114,7 +122,7 @@ def test_asleep_wake(children: Children, name: str) -> None:
     children.run("backup_wake", name)
 
 
-@each([*WAKE, "sglang_asleep.wakes_and_releases_at_once"])
+@each([*WAKE, *AT_ONCE])
 def test_asleep_wake_server(children: Children, name: str) -> None:
     children.run("server_wake", name)
 
@@ -172,12 +180,14 @@ ON_TWO_GPUS = {
     "backup_wake_tp2": WAKE,
     "backup_wake_pp2": WAKE,
     "backup_wake_dp2": WAKE,
-    "backup_dp_attention": [*CYCLES[:2], *ASLEEP[:2]],
+    "backup_dp_attention": [*CYCLES[:2], *ASLEEP],
     "backup_wait_dp_attention": WAIT,
     "backup_wake_dp_attention": WAKE,
-    "server_tp2": [CYCLES[1], *HTTP],
-    "server_wait_tp2": WAIT,
-    "server_wake_tp2": [*WAKE, "sglang_asleep.wakes_and_releases_at_once"],
+    "server_tp2": [CYCLES[1], *HTTP, *HTTP_UPDATES],
+    "server_pp2": [CYCLES[1], *HTTP, *HTTP_UPDATES],
+    "server_dp2": [CYCLES[1], *HTTP],
+    **{f"server_wait_{kind}": WAIT for kind in ("tp2", "pp2", "dp2")},
+    **{f"server_wake_{kind}": [*WAKE, *AT_ONCE] for kind in ("tp2", "pp2", "dp2")},
 }
 
 

@@ -39,15 +39,18 @@ def test_weights_reach_a_real_engine(scene: str, size: int, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "scene",
+    ("scene", "size"),
     [
-        "one_gpu",
-        pytest.param("replicas", marks=pytest.mark.two_gpus),
-        pytest.param("stages", marks=pytest.mark.two_gpus),
-        pytest.param("nodes", marks=pytest.mark.two_gpus),
-        pytest.param("mesh", marks=pytest.mark.two_gpus),
-        pytest.param("mesh_nccl", marks=pytest.mark.three_gpus),
+        ("engine_set", 1),
+        ("one_gpu", 2),
+        pytest.param("replicas", 2, marks=pytest.mark.two_gpus),
+        pytest.param("stages", 2, marks=pytest.mark.two_gpus),
+        pytest.param("nodes", 2, marks=pytest.mark.two_gpus),
+        pytest.param("mesh", 2, marks=pytest.mark.two_gpus),
+        pytest.param("mesh_nccl", 2, marks=pytest.mark.three_gpus),
     ],
 )
-def test_weights_reach_replicas_stages_and_several_engines(scene: str, tmp_path: Path) -> None:
-    go_through(scene, 2, tmp_path, ENGINES)
+def test_weights_reach_replicas_stages_and_several_engines(
+    scene: str, size: int, tmp_path: Path
+) -> None:
+    go_through(scene, size, tmp_path, ENGINES)

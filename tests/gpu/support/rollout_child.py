@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,11 +123,13 @@ def check_sleep(engine: Any, devices: int = 1) -> None:
     assert engine.status is Status.AWAKE and outputs() == before
 
 
-def in_background(engine: Any, tokens: int) -> tuple[threading.Thread, list[Any]]:
+def in_background(
+    engine: Any, tokens: int, prompts: Sequence[list[int]] = PROMPTS[:1]
+) -> tuple[threading.Thread, list[Any]]:
     """Start a generation on another thread; return the thread and the list for its output."""
     results: list[Any] = []
     work = threading.Thread(
-        target=lambda: results.append(engine.generate([PROMPTS[0]], greedy(tokens))), daemon=True
+        target=lambda: results.append(engine.generate(prompts, greedy(tokens))), daemon=True
     )
     work.start()
     return work, results
@@ -245,48 +248,6 @@ def served(folder: Path) -> None:
         session.close()
 
 
-def policies(folder: Path) -> None:
-    """Send requests to two sleeping engines of this process, each with its launch's policy."""
-    import sglang
-    import torch
-
-    from memsaver.integrations.engine.errors import EngineAsleepError
-    from memsaver.integrations.rollout import RolloutEngine
-    from memsaver.integrations.sglang import Status
-
-    assert sglang.__version__
-    torch.cuda.set_device(0)
-    named = {**arguments(folder), "timeout": 240}
-    with (
-        RolloutEngine.launch(**named, asleep="wake", sleep_after=3) as wakes,
-        RolloutEngine.launch(**named, asleep="wait", asleep_wait=10) as waits,
-    ):
-        expected = rows(wakes.generate([PROMPTS[0]], greedy()))
-        assert rows(waits.generate([PROMPTS[0]], greedy())) == expected
-        waits.sleep(wait_idle=True)
-        end = time.monotonic() + 30
-        while wakes.refresh() is not Status.ASLEEP:
-            assert time.monotonic() < end, "the idle engine does not sleep"
-            time.sleep(0.05)
-        work, results = in_background(waits, TOKENS)
-        flushed(wakes)
-        assert rows(wakes.generate([PROMPTS[0]], greedy())) == expected
-        assert waits.refresh() is Status.ASLEEP and work.is_alive() and not results
-        waits.wake_up()
-        work.join(30)
-        assert [rows(output) for output in results] == [expected]
-        waits.sleep(wait_idle=True)
-        try:
-            waits.generate([PROMPTS[0]], greedy())
-        except EngineAsleepError as error:
-            assert "no caller woke it up within 10 s" in str(error), error
-        else:
-            raise AssertionError("a sleeping engine generated")
-        waits.wake_up()
-        flushed(waits)
-        assert rows(waits.generate([PROMPTS[0]], greedy())) == expected
-
-
 def joined(folder: Path) -> tuple[Any, dict[str, Any]]:
     """Join the process group; return the mesh of all ranks, one GPU each, and engine arguments."""
     import datetime
@@ -345,48 +306,7 @@ def two(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def policies_two(folder: Path) -> None:
-    """An idle engine of two ranks falls asleep, and a generation wakes it; another one refuses."""
-    import torch
-    import torch.distributed as dist
-
-    from memsaver.integrations.engine.errors import EngineAsleepError
-    from memsaver.integrations.rollout import RolloutEngine
-    from memsaver.integrations.sglang import Status
-
-    mesh, named = joined(folder)
-
-    def generated(engine: Any) -> list[list[int]]:
-        flushed(engine)
-        return rows(engine.generate([PROMPTS[0]] if RANK == 0 else [], greedy()))
-
-    def free() -> int:
-        return int(torch.cuda.mem_get_info(RANK)[0])
-
-    with RolloutEngine.launch(mesh, **named, asleep="wake", sleep_after=3) as engine:
-        generated(engine)  # compiles kernels
-        expected, awake = generated(engine), free()
-        for _ in range(2):
-            end = time.monotonic() + 30
-            while engine.refresh() is not Status.ASLEEP:
-                assert time.monotonic() < end, "the idle engine does not sleep"
-                time.sleep(0.1)
-            assert free() - awake > GIB
-            assert generated(engine) == expected
-    with RolloutEngine.launch(mesh, **named) as engine:
-        engine.sleep(wait_idle=True)
-        try:
-            generated(engine)
-        except EngineAsleepError as error:
-            assert set(error.tags) >= {"kv_cache", "weights"}, error
-        else:
-            raise AssertionError("a sleeping engine generated")
-        engine.wake_up()
-        assert generated(engine) == expected
-    dist.destroy_process_group()
-
-
-SCENES = {each.__name__: each for each in (alone, served, policies, policies_two, two)}
+SCENES = {each.__name__: each for each in (alone, served, two)}
 
 
 if __name__ == "__main__":

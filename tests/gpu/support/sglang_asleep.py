@@ -5,7 +5,6 @@ A scenario begins and ends with the engine awake; if it raises, the engine is re
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 import threading
@@ -18,7 +17,7 @@ from typing import Any
 from expected_errors import raises
 from gpu_trainer import Trainer
 from sglang_checks import ROOM, check_output, sleep
-from sglang_engines import PROMPTS, TOGETHER, Session, greedy, request
+from sglang_engines import PROMPTS, Session, greedy, request
 
 from memsaver.errors import OutOfDeviceMemoryError
 from memsaver.integrations.engine.errors import EngineAsleepError
@@ -28,7 +27,6 @@ from memsaver.integrations.sglang.admissions import admission_of
 
 RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
 MOST_SECONDS = 30
-CLIENTS = 6
 
 
 def engine_requests(session: Session) -> dict[str, Callable[[], Any]]:
@@ -126,84 +124,21 @@ def http_requests_are_refused(session: Session) -> None:
     assert request(url, "/health_generate")[0] == 200
 
 
-def requests_wait(session: Session) -> None:
-    """Requests are held until the engine is awake, and then answered."""
-    controller = session.controller
-    sleep(session)
-    results: list[Any] = []
-
-    def generate() -> None:
-        results.append(session.outputs())
-
-    thread = threading.Thread(target=generate, daemon=True)
-    thread.start()
-    time.sleep(1)
-    assert not results and thread.is_alive()
-    controller.wake_up("weights")
-    time.sleep(0.5)
-    assert not results
-    controller.wake_up()
-    thread.join(MOST_SECONDS)
-    assert results == [session.expected], results
-    session.settle()
-    sleep(session)
-    with raises(EngineAsleepError) as caught:
-        controller.generate(input_ids=PROMPTS[0], sampling_params=greedy(1))
-    assert "no caller woke it up" in str(caught[0]), str(caught[0])
-    if session.url:
-        status, text = request(session.url, "/health")
-        assert (status, json.loads(text)["status"]) == (200, "asleep"), (status, text)
-        check_disconnection(session)
-    controller.wake_up()
-    check_output(session)
+class DrainReqInput:
+    """A request that no known version of SGLang has."""
 
 
-def held_requests_keep_their_order(session: Session) -> None:
-    """Concurrent held requests are answered in the order of their arrival."""
-    sleep(session)
-    ended = session.engine.loop.run_until_complete(_held_requests(session.engine))
-    turns = [number // TOGETHER for number in ended]
-    assert len(ended) == CLIENTS and turns == sorted(turns), ended
-    assert session.controller.refresh() is Status.AWAKE
+def unknown_requests_are_refused(session: Session) -> None:
+    """A request of an unknown type to a sleeping engine raises, under every policy."""
+    manager = session.engine.tokenizer_manager
+    sleep(session, ["weights"])
+    for _ in range(2):
+        with raises(EngineAsleepError) as caught:
+            session.run(lambda: manager.slow_down_communicator(DrainReqInput()))
+        assert "DrainReqInput" in str(caught[0]) and caught[0].tags == ("weights",), caught[0]
+    session.controller.wake_up()
     session.settle()
     check_output(session)
-
-
-async def _held_requests(engine: Any) -> list[int]:
-    """Wake an engine that holds requests; return their numbers in the order of their answers."""
-    from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
-
-    admission = admission_of(engine.tokenizer_manager)
-    assert admission is not None
-    ended: list[int] = []
-
-    async def generate(number: int) -> None:
-        await engine.async_generate(input_ids=[number + 3] * 4, sampling_params=greedy(100))
-        ended.append(number)
-
-    clients = [asyncio.ensure_future(generate(number)) for number in range(CLIENTS)]
-    deadline = time.monotonic() + MOST_SECONDS
-    while admission.waiting < CLIENTS:  # the loop starts the clients in order
-        for one in clients:
-            if one.done():
-                one.result()
-        assert time.monotonic() < deadline, admission.waiting
-        await asyncio.sleep(0.01)
-    await engine.tokenizer_manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(), None)
-    await asyncio.wait_for(asyncio.gather(*clients), MOST_SECONDS)
-    return ended
-
-
-def check_disconnection(session: Session) -> None:
-    """Check that the server drops the held request of a client that disconnects."""
-    prompt = {"input_ids": PROMPTS[0], "sampling_params": greedy(4)}
-    before = session.log.stat().st_size
-    assert request(session.url, "/generate", prompt, seconds=1)[0] == 0  # disconnects
-    deadline = time.monotonic() + 4  # the server checks every second, and refuses after 6
-    while "disconnect" not in (said := session.log.read_bytes()[before:].decode(errors="replace")):
-        assert time.monotonic() < deadline, f"the disconnection was not noticed: {said}"
-        time.sleep(0.1)
-    assert session.controller.refresh() is Status.ASLEEP
 
 
 def requests_wake(session: Session) -> None:

@@ -50,10 +50,16 @@ COMMON: dict[str, Any] = {
 }
 KEPT = {"enable_weights_cpu_backup": True}
 TOGETHER = 2  # `max_running_requests` of the engine on which the order of requests is tested
-DP_ATTENTION = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
+ON_TWO_GPUS: dict[str, dict[str, Any]] = {
+    "tp2": {"tp_size": 2},
+    "pp2": {"pp_size": 2},
+    "dp2": {"dp_size": 2},
+    "dp_attention": {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
+}
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "backup": KEPT,
     "no_backup": {},
+    "no_backup_tp2": ON_TWO_GPUS["tp2"],
     "server": KEPT,
     "backup_wait": {**KEPT, "max_running_requests": TOGETHER},
     "backup_wake": KEPT,
@@ -61,9 +67,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "backup_disk": KEPT,
     "server_wait": KEPT,
     "server_wake": KEPT,
-    "backup_tp2": {**KEPT, "tp_size": 2},
-    "no_backup_tp2": {"tp_size": 2},
-    "backup_dp2": {**KEPT, "dp_size": 2},
+    "server_turns": {**KEPT, "mem_fraction_static": 0.6},  # of each of two servers on one GPU
     "embedding": {**KEPT, "is_embedding": True},
     "lora": {
         **KEPT,
@@ -72,52 +76,32 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "max_lora_rank": 8,
         "lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
     },
-    "server_turns": {**KEPT, "mem_fraction_static": 0.6},  # of each of two servers on one GPU
-    "backup_pp2": {**KEPT, "pp_size": 2},
-    "backup_wait_tp2": {**KEPT, "tp_size": 2},
-    "backup_wait_pp2": {**KEPT, "pp_size": 2},
-    "backup_wait_dp2": {**KEPT, "dp_size": 2},
-    "backup_wake_tp2": {**KEPT, "tp_size": 2},
-    "backup_wake_pp2": {**KEPT, "pp_size": 2},
-    "backup_wake_dp2": {**KEPT, "dp_size": 2},
-    "backup_dp_attention": {**KEPT, **DP_ATTENTION},
-    "backup_wait_dp_attention": {**KEPT, **DP_ATTENTION},
-    "backup_wake_dp_attention": {**KEPT, **DP_ATTENTION},
-    "server_tp2": {**KEPT, "tp_size": 2},
-    "server_wait_tp2": {**KEPT, "tp_size": 2},
-    "server_wake_tp2": {**KEPT, "tp_size": 2},
+    **{
+        f"{kind}_{parallel}": {**KEPT, **sizes}
+        for kind in ("backup", "backup_wait", "backup_wake", "server", "server_wait", "server_wake")
+        for parallel, sizes in ON_TWO_GPUS.items()
+    },
 }
 
-_WAIT = {"MEMSAVER_SGLANG_ASLEEP": "wait", "MEMSAVER_SGLANG_ASLEEP_WAIT": "6"}
 _WAKE = {
     "MEMSAVER_SGLANG_ASLEEP": "wake",
     "MEMSAVER_SGLANG_ASLEEP_WAIT": "6",
     "MEMSAVER_SGLANG_SLEEP_AFTER": "4",
 }
-_SERVER_WAKE = {**_WAKE, "MEMSAVER_SGLANG_ASLEEP_WAIT": "20"}  # releases delay it
+# By the first words of a group's name.
 ENVIRONMENTS = {
-    "backup_wait": _WAIT,
+    "backup_wait": {"MEMSAVER_SGLANG_ASLEEP": "wait", "MEMSAVER_SGLANG_ASLEEP_WAIT": "6"},
+    "server_wait": {"MEMSAVER_SGLANG_ASLEEP": "wait", "MEMSAVER_SGLANG_ASLEEP_WAIT": "6"},
     "backup_wake": _WAKE,
-    "backup_pageable": {"MEMSAVER_SGLANG_BACKUP": "pageable"},
-    "backup_disk": {"MEMSAVER_SGLANG_BACKUP": "disk"},
-    "backup_wait_tp2": _WAIT,
-    "backup_wait_pp2": _WAIT,
-    "backup_wait_dp2": _WAIT,
-    "backup_wake_tp2": _WAKE,
-    "backup_wake_pp2": _WAKE,
-    "backup_wake_dp2": _WAKE,
-    "backup_wait_dp_attention": _WAIT,
-    "backup_wake_dp_attention": _WAKE,
-    "backup_tp2": {"MEMSAVER_SGLANG_SUSPEND_NCCL": "1"},  # without effect before NCCL 2.29.7
-    "server_wait": _WAIT,
-    "server_wait_tp2": _WAIT,
-    "server_wake": _SERVER_WAKE,
-    "server_wake_tp2": _SERVER_WAKE,
+    "server_wake": {**_WAKE, "MEMSAVER_SGLANG_ASLEEP_WAIT": "20"},  # releases delay it
     "server_turns": {
         **_WAKE,
         "MEMSAVER_SGLANG_ASLEEP_WAIT": "20",
         "MEMSAVER_SGLANG_SLEEP_AFTER": "2",
     },
+    "backup_pageable": {"MEMSAVER_SGLANG_BACKUP": "pageable"},
+    "backup_disk": {"MEMSAVER_SGLANG_BACKUP": "disk"},
+    "backup_tp2": {"MEMSAVER_SGLANG_SUSPEND_NCCL": "1"},  # without effect before NCCL 2.29.7
 }
 
 
@@ -258,7 +242,9 @@ def _start(group: str, folder: Path, seed: int) -> Session:
     if not arguments.get("enable_dp_attention"):
         sizes.append("dp_size")
     gpus = math.prod(arguments.get(name, 1) for name in sizes)
-    os.environ.update(ENVIRONMENTS.get(group, {}))
+    for name, variables in ENVIRONMENTS.items():
+        if group.startswith(name):
+            os.environ.update(variables)
     begin = _serve if group.startswith("server") else _engine
     session = begin(arguments, folder / "log", parts)
     try:

@@ -6,20 +6,23 @@ A scenario begins and ends with the engine awake; if it raises, the engine is re
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import qwen_model
 from program_runs import free_port
 from sglang_checks import check_output, gives_back, sleep
-from sglang_engines import Session
+from sglang_engines import Session, request
 
 from memsaver.integrations.engine.reports import SleepReport
 
 GOOD = "model.layers.0.input_layernorm.weight"
 PROJECTION = "model.layers.0.self_attn.q_proj.weight"
+FAILED = "the update failed on rank {}"
 
 Named = list[tuple[str, Any]]
 Answer = tuple[bool, str]
@@ -105,20 +108,71 @@ def plain_updates_that_fail(session: Session) -> None:
     assert not done, message
     with broadcasts(session) as broadcast:
         for what, send in {**tensor_ways(session), **broadcast}.items():
-            fail = "Failed to update" if what in broadcast else "the update failed on rank {}"
-            check_failures(session, what, send, fail)
-            seconds = []
-            for weights in (qwen_model.weights(seed=2), session.weights):
-                started = time.perf_counter()
-                for part in weights:
-                    done, message = send([*part.items()])
-                    assert done, (what, message)
-                seconds.append(round(time.perf_counter() - started, 3))
-                session.settle()
-                found = session.outputs()
-                is_old = [new == old for new, old in zip(found, session.expected, strict=True)]
-                assert is_old == [weights is session.weights] * len(found), (what, found)
-            print(f"{what}: updates took {seconds} s; the first watches the loader", flush=True)
+            fail = "Failed to update" if what in broadcast else FAILED
+            check_way(session, what, send, fail)
+
+
+def http_updates_that_fail(session: Session) -> None:
+    """A server answers a bad update with an error, and survives."""
+    for what, send in tensor_ways(session).items():
+        check_way(session, what, send, FAILED)
+
+
+def disk_updates_that_fail(session: Session) -> None:
+    """A checkpoint that is missing or has a wrong shape is an error, and the engine survives."""
+    folder, other = session.log.parent, qwen_model.weights(seed=2)
+    qwen_model.save(folder / "other", other)
+    wrong = [dict(part) for part in other]
+    wrong[0][PROJECTION] = wrong[0][PROJECTION][:, 1:]
+    qwen_model.save(folder / "wrong", wrong)
+    for _ in range(2):
+        for name in ("missing", "wrong"):
+            done, message = update_from_disk(session, folder / name)
+            assert not done and "Failed" in message, (name, message)
+        for name in ("other", "model"):
+            done, message = update_from_disk(session, folder / name)
+            assert done, (name, message)
+            check_weights(session, "disk", is_old=name == "model")
+
+
+def update_from_disk(session: Session, model: Path) -> Answer:
+    """Load a checkpoint, by a request to the server or by a call of the engine."""
+    if session.url:
+        payload = {"model_path": str(model)}
+        status, text = request(session.url, "/update_weights_from_disk", payload)
+        reply = json.loads(text)
+        return status == 200 and reply["success"], reply["message"]
+    done, message, *_ = session.engine.update_weights_from_disk(str(model))
+    return done, message
+
+
+def check_way(session: Session, what: str, send: Way, fail: str) -> None:
+    """Check updates with bad tensors, then with new weights, and with the old ones.
+
+    Args:
+        session: the engine.
+        what: a description of the way.
+        send: sends an update.
+        fail: a part of the message if the model's loader raises, with {} for the rank's number.
+    """
+    check_failures(session, what, send, fail)
+    seconds = []
+    for weights in (qwen_model.weights(seed=2), session.weights):
+        started = time.perf_counter()
+        for part in weights:
+            done, message = send([*part.items()])
+            assert done, (what, message)
+        seconds.append(round(time.perf_counter() - started, 3))
+        check_weights(session, what, is_old=weights is session.weights)
+    print(f"{what}: updates took {seconds} s; the first watches the loader", flush=True)
+
+
+def check_weights(session: Session, what: str, *, is_old: bool) -> None:
+    """Check that every output is that of the engine's first weights, or that none is."""
+    session.settle()
+    found = session.outputs()
+    same = [new == old for new, old in zip(found, session.expected, strict=True)]
+    assert same == [is_old] * len(found), (what, found)
 
 
 def check_failures(session: Session, what: str, send: Way, fail: str) -> None:
@@ -155,25 +209,31 @@ def tensor_ways(session: Session) -> dict[str, Way]:
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
     def send(contents: Any, load_format: str | None = None) -> Answer:
-        request = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[
-                MultiprocessingSerializer.serialize(contents) for _ in range(session.gpus)
-            ],
-            load_format=load_format,
-        )
+        payloads = [
+            MultiprocessingSerializer.serialize(contents, output_str=bool(session.url))
+            for _ in range(session.gpus)
+        ]
+        named = {"serialized_named_tensors": payloads, "load_format": load_format}
+        if session.url:
+            status, text = request(session.url, "/update_weights_from_tensor", named)
+            reply = json.loads(text)
+            return status == 200 and reply["success"], reply["message"]
+        made = UpdateWeightsFromTensorReqInput(**named)
         update = session.engine.tokenizer_manager.update_weights_from_tensor
-        return session.run(lambda: update(request, None))  # type: ignore[no-any-return]
+        return session.run(lambda: update(made, None))  # type: ignore[no-any-return]
 
     def send_bucket(named: Named) -> Answer:
         bucket = FlattenedTensorBucket([(name, tensor.cuda()) for name, tensor in named])
         flat, metadata = bucket.get_flattened_tensor(), bucket.get_metadata()
         return send({"flattened_tensor": flat, "metadata": metadata}, "flattened_bucket")
 
-    return {
-        "host tensors": lambda named: send([(name, tensor.clone()) for name, tensor in named]),
+    ways: dict[str, Way] = {
         "GPU tensors": lambda named: send([(name, tensor.cuda()) for name, tensor in named]),
         "bucket": send_bucket,
     }
+    if not session.url:  # torch sends host tensors only to processes that share a key
+        ways["host tensors"] = lambda named: send([(name, one.clone()) for name, one in named])
+    return ways
 
 
 @contextlib.contextmanager

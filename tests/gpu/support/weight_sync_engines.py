@@ -9,7 +9,9 @@ import datetime
 import faulthandler
 import functools
 import os
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +111,88 @@ def mesh_group(folder: Path, gpus: int, backend: str = "gloo") -> None:
             check_failing_engine(engine, states[1])
             with WeightGroup(engine, backend=backend, timeout=60, whole_mesh=True) as group:
                 check_group(engine, group, first, states)
+        if gpus > 1:
+            check_fence(engine, first, dist)
+    dist.destroy_process_group()
+
+
+def check_fence(engine: Any, first: list[list[int]], dist: Any) -> None:
+    """Check that a mesh's engines sleep and wake together, and that a failure reaches all ranks."""
+    import torch
+    from gpu_trainer import GIB, Trainer
+    from sglang_checks import ROOM
+
+    from memsaver.errors import MemsaverError
+    from memsaver.integrations.engine.status import Status
+
+    def free() -> list[int]:
+        return [torch.cuda.mem_get_info(gpu)[0] for gpu in range(SIZE)]
+
+    awake = free()
+    dist.barrier()
+    engine.sleep(wait_idle=True, fence=True)
+    gained = [now - then for now, then in zip(free(), awake, strict=True)]
+    assert min(gained) > GIB, gained  # the other rank's engine is asleep, too
+    dist.barrier()
+    trainer = Trainer(RANK, ROOM, pattern=3) if RANK == SIZE - 1 else None
+    dist.barrier()
+    error = refused(MemsaverError, engine.wake_up, fence=True)
+    assert f"rank {SIZE - 1}" in str(error) and "out of memory" in str(error), error
+    if trainer is not None:
+        assert engine.refresh() is Status.ASLEEP and trainer.is_intact()
+        trainer.free()
+    dist.barrier()
+    engine.wake_up(fence=True)
+    assert engine.refresh() is Status.AWAKE and outputs(engine) == first
+    with engine.asleep(wait_idle=True, fence=True):
+        dist.barrier()
+        assert engine.status is Status.ASLEEP
+    assert outputs(engine) == first
+
+
+def engine_set(folder: Path) -> None:
+    """Send weights in one group to two engines of a process; one dies, and the other goes on."""
+    from memsaver.integrations.engine.errors import EngineError
+    from memsaver.integrations.rollout import EngineSet, RolloutEngine, WeightMismatchError
+    from memsaver.integrations.rollout.weights import WeightGroup
+
+    dist = _ranks(1)
+    named = {**arguments(folder), "timeout": 240}
+    with RolloutEngine.launch(**named) as one, RolloutEngine.launch(**named) as other:
+        first = outputs(one)
+        assert outputs(other) == first
+        engines = EngineSet([one, other])
+        assert engines.tp_size == 2
+        host = {seed: state(seed, device="cpu") for seed in (1, 2)}
+        with WeightGroup(engines, backend="gloo", timeout=60) as group:
+            for seed in (2, 1):
+                report = engines.update_weights(
+                    host[seed], group=group, pause="retract", verify="full", version=str(seed)
+                )
+                assert report.held == report.tensors == report.received, report
+                found = [outputs(each) for each in engines.engines]
+                assert found[0] == found[1] and (found[0] == first) == (seed == 1), seed
+            unknown = {**host[1], "no.such": host[1]["model.norm.weight"]}
+            error = refused(WeightMismatchError, engines.update_weights, unknown, group=group)
+            assert error.tensors == ("no.such",) and "engine" in str(error), error
+            engines.update_weights(host[1], group=group, verify="full")
+        for each in engines.engines:
+            with each.asleep(wait_idle=True):
+                pass
+            assert outputs(each) == first
+        group = WeightGroup(engines, backend="gloo", timeout=60)
+        manager = other.backend.link.engine.tokenizer_manager
+        os.kill(manager._subprocess_watchdog._processes[0].pid, signal.SIGKILL)
+        began = time.monotonic()
+        error = refused(EngineError, engines.update_weights, host[2], group=group, timeout=60)
+        assert "engine 2 of 2" in str(error) and time.monotonic() - began < 60, error
+        group.leave()
+        rest = EngineSet([one])
+        with WeightGroup(rest, backend="gloo", timeout=60) as group:
+            for seed in (2, 1):
+                rest.update_weights(host[seed], group=group, verify="full")
+                assert (outputs(one) == first) == (seed == 1), seed
+        time.sleep(3)  # SGLang's watchdog checks every second
     dist.destroy_process_group()
 
 
@@ -188,6 +272,7 @@ def nodes(folder: Path) -> None:
 
 SCENES = {
     "nodes": nodes,
+    "engine_set": engine_set,
     "replicas": functools.partial(parts, name="dp_size"),
     "stages": functools.partial(parts, name="pp_size"),
     "one_gpu": functools.partial(mesh_group, gpus=1),

@@ -1,0 +1,147 @@
+"""Run a scene of a trainer whose rollout engines sleep when they receive requests.
+
+usage: rollout_policies_child.py SCENE FOLDER, with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT set
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rollout_child import (
+    GIB,
+    PROMPTS,
+    RANK,
+    STUCK_SECONDS,
+    TOKENS,
+    arguments,
+    flushed,
+    greedy,
+    in_background,
+    joined,
+    rows,
+)
+
+
+def policies(folder: Path) -> None:
+    """Send requests to two sleeping engines of this process, each with its launch's policy."""
+    import sglang
+    import torch
+
+    from memsaver.integrations.engine.errors import EngineAsleepError
+    from memsaver.integrations.rollout import RolloutEngine
+    from memsaver.integrations.sglang import Status
+
+    assert sglang.__version__
+    torch.cuda.set_device(0)
+    named = {**arguments(folder), "timeout": 240}
+    with (
+        RolloutEngine.launch(**named, asleep="wake", sleep_after=3) as wakes,
+        RolloutEngine.launch(**named, asleep="wait", asleep_wait=10) as waits,
+    ):
+        expected = rows(wakes.generate([PROMPTS[0]], greedy()))
+        assert rows(waits.generate([PROMPTS[0]], greedy())) == expected
+        waits.sleep(wait_idle=True)
+        end = time.monotonic() + 30
+        while wakes.refresh() is not Status.ASLEEP:
+            assert time.monotonic() < end, "the idle engine does not sleep"
+            time.sleep(0.05)
+        work, results = in_background(waits, TOKENS)
+        flushed(wakes)
+        assert rows(wakes.generate([PROMPTS[0]], greedy())) == expected
+        assert waits.refresh() is Status.ASLEEP and work.is_alive() and not results
+        waits.wake_up()
+        work.join(30)
+        assert [rows(output) for output in results] == [expected]
+        waits.sleep(wait_idle=True)
+        try:
+            waits.generate([PROMPTS[0]], greedy())
+        except EngineAsleepError as error:
+            assert "no caller woke it up within 10 s" in str(error), error
+        else:
+            raise AssertionError("a sleeping engine generated")
+        waits.wake_up()
+        flushed(waits)
+        assert rows(waits.generate([PROMPTS[0]], greedy())) == expected
+
+
+def policies_of_ranks(folder: Path, **parallel: Any) -> None:
+    """Send requests to sleeping engines of two ranks, each engine with its launch's policy.
+
+    Args:
+        folder: the scene's folder.
+        parallel: the number of the engines' pipeline stages or replicas; if empty, the two ranks
+            are tensor-parallel.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from memsaver.integrations.engine.errors import EngineAsleepError
+    from memsaver.integrations.rollout import RolloutEngine
+    from memsaver.integrations.sglang import Status
+
+    mesh, named = joined(folder)
+    named.update(parallel)
+
+    def generated(engine: Any) -> list[list[int]]:
+        flushed(engine)
+        return rows(engine.generate([PROMPTS[0]] if RANK == 0 else [], greedy()))
+
+    def free() -> int:
+        return int(torch.cuda.mem_get_info(RANK)[0])
+
+    with RolloutEngine.launch(mesh, **named, asleep="wake", sleep_after=3) as engine:
+        generated(engine)  # compiles kernels
+        expected, awake = generated(engine), free()
+        for _ in range(2):
+            end = time.monotonic() + 30
+            while engine.refresh() is not Status.ASLEEP:
+                assert time.monotonic() < end, "the idle engine does not sleep"
+                time.sleep(0.1)
+            while free() - awake < GIB:  # replicas release their memory one after the other
+                assert time.monotonic() < end, (free(), awake)
+                time.sleep(0.1)
+            assert generated(engine) == expected
+    with RolloutEngine.launch(mesh, **named, asleep="wait", asleep_wait=30) as engine:
+        generated(engine)
+        engine.sleep(wait_idle=True)
+        work, results = in_background(engine, TOKENS, PROMPTS[:1] if RANK == 0 else [])
+        time.sleep(2)
+        assert work.is_alive() and not results
+        engine.wake_up()
+        work.join(30)
+        assert [rows(output) for output in results] == [expected]
+        assert engine.refresh() is Status.AWAKE
+    with RolloutEngine.launch(mesh, **named) as engine:
+        engine.sleep(wait_idle=True)
+        try:
+            generated(engine)
+        except EngineAsleepError as error:
+            assert set(error.tags) >= {"kv_cache", "weights"}, error
+        else:
+            raise AssertionError("a sleeping engine generated")
+        engine.wake_up()
+        assert generated(engine) == expected
+    dist.destroy_process_group()
+
+
+SCENES: dict[str, Callable[[Path], None]] = {
+    "one_rank": policies,
+    "two_ranks": policies_of_ranks,
+    "two_stages": functools.partial(policies_of_ranks, pp_size=2),
+    "two_replicas": functools.partial(policies_of_ranks, dp_size=2),
+}
+
+
+if __name__ == "__main__":
+    from sglang_child import check_installation
+
+    check_installation()
+    faulthandler.dump_traceback_later(STUCK_SECONDS)
+    SCENES[sys.argv[1]](Path(sys.argv[2]))
+    print("held", flush=True)
