@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 RANK = 8  # of a LoRA adapter
-BLOCK = 128  # the width of the blocks of a checkpoint that is quantised in blocks
-BLOCKS = {"fp8": 448.0, "blockwise_int8": 127.0}  # the largest quantised value, by method
+BLOCK = 128  # the width of the blocks of an fp8 checkpoint
+FP8_MAX = 448.0
 RESIDUAL = 1 / 8  # scales the layers' outputs down, so that the last token mostly decides the next
 
 # A name that transformers 5.12 writes, and the name in published checkpoints, which SGLang reads.
@@ -87,22 +87,18 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _quantize(folder: Path, method: str) -> None:
-    """Quantise the linear layers' weights in blocks, or in rows for "w8a8_int8"."""
+    """Replace the linear layers' weights by fp8 values in blocks, or by int8 values in rows."""
     import torch
 
     named: dict[str, Any] = {}
     for name, tensor in tensors(folder).items():
         if not name.endswith("_proj.weight"):
             named[name] = tensor
-        elif method in BLOCKS:
+        elif method == "fp8":
             rows, columns = (size // BLOCK for size in tensor.shape)
             blocks = tensor.float().view(rows, BLOCK, columns, BLOCK)
-            scales = blocks.abs().amax((1, 3), keepdim=True) / BLOCKS[method]
-            values = (blocks / scales).view(tensor.shape)
-            is_fp8 = method == "fp8"
-            named[name] = (
-                values.to(torch.float8_e4m3fn) if is_fp8 else values.round().to(torch.int8)
-            )
+            scales = blocks.abs().amax((1, 3), keepdim=True) / FP8_MAX
+            named[name] = (blocks / scales).view(tensor.shape).to(torch.float8_e4m3fn)
             named[f"{name}_scale_inv"] = scales.view(rows, columns)
         else:
             scales = tensor.float().abs().amax(1, keepdim=True) / 127
@@ -110,7 +106,7 @@ def _quantize(folder: Path, method: str) -> None:
             named[f"{name}_scale"] = scales
     config = _config(folder)
     config["quantization_config"] = {"quant_method": method}
-    if method in BLOCKS:
+    if method == "fp8":
         config["quantization_config"] |= {
             "activation_scheme": "dynamic",
             "weight_block_size": [BLOCK, BLOCK],

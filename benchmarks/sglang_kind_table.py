@@ -125,8 +125,8 @@ class Kind:
         model: the configuration of the model, as in transformers.
         arguments: arguments of the engine.
         update: the device whose tensors update its weights, "cpu" or "cuda"; "" if SGLang cannot.
-        quantization: the checkpoint's quantisation: "fp8" or "blockwise_int8" in blocks,
-            "w8a8_int8", or "" for bfloat16.
+        quantization: the checkpoint's quantisation: "fp8" in blocks, "w8a8_int8", or "" for
+            bfloat16.
         draft: the draft model: "eagle", "eagle3", "target" (the target's first weights), or "".
         adapter: whether a LoRA adapter is loaded.
         pauses: whether generation is paused, in each mode, before releases.
@@ -189,7 +189,6 @@ KINDS = (
         arguments={"fp8_gemm_runner_backend": "triton"},
         environment={"SGLANG_ENABLE_JIT_DEEPGEMM": "0"},
     ),
-    Kind("int8_blocks", "int8 checkpoint, in blocks", quantization="blockwise_int8"),
     Kind("fp8_kv", "KV cache in fp8", arguments={"kv_cache_dtype": "fp8_e5m2"}),
     Kind("lora", "LoRA adapter", adapter=True, arguments={"lora_backend": "triton"}),
     Kind(

@@ -24,11 +24,12 @@ from memsaver._inspection.statistics import (
 )
 from memsaver._inspection.timelines import Timeline, timeline
 from memsaver._memory.backups import Trim, backup_view, trim
+from memsaver._memory.device_processes import DeviceProcess
 from memsaver._memory.graphs import graph
 from memsaver._memory.mempools import torch_pool
 from memsaver._memory.preload import is_preloaded, preload, preload_env
 from memsaver._memory.regions import disabled, region
-from memsaver._memory.shortages import DeviceProcess, Holder
+from memsaver._memory.shortages import Holder
 from memsaver._runtime.native import _C, Backup, State
 from memsaver._runtime.settings import Options, configure, options
 from memsaver._runtime.variables import warn_of_misspelt_variables as _warn_of_misspelt_variables

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from memsaver._runtime.redaction import redacted
 
 if TYPE_CHECKING:
-    from memsaver._memory.shortages import DeviceProcess, Holder
+    from memsaver._memory.device_processes import DeviceProcess
+    from memsaver._memory.shortages import Holder
 
 __all__ = [
     "BackupError",

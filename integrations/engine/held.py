@@ -7,17 +7,20 @@
 | `tensors` | torch's tensors outside tags and private pools, including cuBLAS's workspaces |
 | `cache` | torch's cached memory without a tensor |
 | `nccl` | memory of NCCL's communicators, if NCCL reports it |
-| `rest` | all other memory in use on the device: CUDA contexts, libraries, other processes |
+| `context` | this process's other memory, if NVML reports it: its CUDA context, libraries |
+| `rest` | all other memory in use on the device, such as that of other processes |
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import memsaver
+from memsaver._memory.device_processes import device_processes
 from memsaver._runtime.native import _C
 
 from .errors import EngineError
@@ -36,7 +39,7 @@ __all__ = [
     "use_device",
 ]
 
-PARTS = ("tags", "graphs", "tensors", "cache", "nccl", "rest")
+PARTS = ("tags", "graphs", "tensors", "cache", "nccl", "context", "rest")
 
 
 def torch_with_cuda() -> Any:
@@ -59,7 +62,11 @@ def use_device(device: int) -> None:
 
 
 def measure(device: int, communicators: Iterable[Communicator] = ()) -> dict[str, int]:
-    """Return the bytes of each part; without `nccl` if NCCL cannot report its memory."""
+    """Return the bytes of each part.
+
+    `nccl` is missing if NCCL cannot report its memory; `context` is missing if NVML is not
+    available, or does not report this process, as in some containers.
+    """
     free, total = memsaver.device_memory(device)
     found = dict.fromkeys(PARTS, 0)
     found["tags"] = sum(int(row["resident_bytes"]) for row in _C.stats() if row["device"] == device)
@@ -68,6 +75,13 @@ def measure(device: int, communicators: Iterable[Communicator] = ()) -> dict[str
         found["nccl"] = sum(one.nccl.held_bytes(one.handle) for one in communicators)
     except (AttributeError, EngineError):  # an old version of NCCL
         del found["nccl"]
+    known = sum(found.values())
+    own = next((p.bytes for p in device_processes(device) if p.pid == os.getpid()), None)
+    # In a container, NVML may report the host's process ids, and another process may have this one.
+    if own is not None and known <= own <= total - free:
+        found["context"] = own - known
+    else:
+        del found["context"]
     found["rest"] = max(0, total - free - sum(found.values()))
     return found
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
 
+from memsaver._memory.device_processes import DeviceProcess, device_processes
 from memsaver._runtime.native import _C, STATES, State
 from memsaver._runtime.text import size_text
 from memsaver.errors import MemsaverError, OutOfDeviceMemoryError, completions
 
-__all__ = ["DeviceProcess", "Holder", "describe"]
+__all__ = ["Holder", "describe"]
 
 
 @dataclass(frozen=True)
@@ -36,32 +36,12 @@ class Holder:
     pausable: bool
 
 
-@dataclass(frozen=True)
-class DeviceProcess:
-    """A process that has memory on the device, as reported by NVML.
-
-    Attributes:
-        pid: its process id; in a container this may be the host's id.
-        name: the program's name, or "" if NVML does not report it.
-        bytes: device memory in use; None if NVML does not report it.
-    """
-
-    pid: int
-    name: str
-    bytes: int | None
-
-    def __str__(self) -> str:
-        """Return a text such as "4711 python3 (1.25 GiB)"."""
-        size = "" if self.bytes is None else f"({size_text(self.bytes)})"
-        return " ".join(filter(None, (str(self.pid), self.name, size)))
-
-
 def _add_holders(error: MemsaverError) -> None:
     """Fill `holders` and `processes` of an OutOfDeviceMemoryError, and add them to its message."""
     if not isinstance(error, OutOfDeviceMemoryError) or error.device < 0:
         return
     error.holders = _holders(error.device)
-    error.processes = _processes(error.device)
+    error.processes = _others(error.device)
     error.message += _advice(error.holders, error.processes)
 
 
@@ -74,7 +54,7 @@ def describe(device: int) -> str:
         free = f", {size_text(_C.device_memory(device)[0])} are free"
     except Exception:
         pass  # the driver may fail in any way after an error
-    advice = _advice(holders, _processes(device))
+    advice = _advice(holders, _others(device))
     return f"memsaver: on device {device}{free}; resident tags: {held or 'none'}{advice}"
 
 
@@ -91,39 +71,8 @@ def _holders(device: int) -> tuple[Holder, ...]:
         return ()  # the error itself is more important
 
 
-def _processes(device: int) -> tuple[DeviceProcess, ...]:
-    """Return the other processes on a device, largest first; empty if NVML is unavailable."""
-    try:
-        import pynvml
-
-        bus_id = _C.device_bus_id(device)
-        pynvml.nvmlInit()
-    except Exception:
-        return ()
-    try:
-        handle = pynvml.nvmlDeviceGetHandleByPciBusId(bus_id)
-        found = [
-            DeviceProcess(int(row.pid), _name(pynvml, row.pid), row.usedGpuMemory)
-            for row in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-            if row.pid != os.getpid()
-        ]
-    except Exception:
-        return ()
-    finally:
-        try:
-            pynvml.nvmlShutdown()
-        except Exception:
-            pass
-    return tuple(sorted(found, key=lambda process: -(process.bytes or 0)))
-
-
-def _name(pynvml: Any, pid: int) -> str:
-    try:
-        name = pynvml.nvmlSystemGetProcessName(pid)
-    except Exception:
-        return ""
-    text = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
-    return os.path.basename(text.split(" ")[0])
+def _others(device: int) -> tuple[DeviceProcess, ...]:
+    return tuple(one for one in device_processes(device) if one.pid != os.getpid())
 
 
 def _advice(holders: tuple[Holder, ...], processes: tuple[DeviceProcess, ...]) -> str:

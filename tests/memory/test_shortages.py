@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
+from fake_nvml import Nvml
 
 import memsaver
 from memsaver import simulator
@@ -110,37 +111,6 @@ def test_tags_that_another_thread_or_process_uses_are_not_pausable(tag):
         os.close(descriptor)
     importer.close()
     assert _C.tag_pausable(name)
-
-
-class Nvml:
-    """A fake of the used part of pynvml, with rows of pid, name and bytes."""
-
-    def __init__(self, rows, broken=()):
-        self.rows, self.broken, self.opened, self.asked = rows, broken, 0, []
-
-    def nvmlInit(self):
-        self._fail("nvmlInit")
-        self.opened += 1
-
-    def nvmlShutdown(self):
-        self.opened -= 1
-
-    def nvmlDeviceGetHandleByPciBusId(self, bus_id):
-        self._fail("nvmlDeviceGetHandleByPciBusId")
-        self.asked.append(bus_id)
-        return "handle"
-
-    def nvmlDeviceGetComputeRunningProcesses(self, handle):
-        self._fail("nvmlDeviceGetComputeRunningProcesses")
-        return [SimpleNamespace(pid=pid, usedGpuMemory=nbytes) for pid, _, nbytes in self.rows]
-
-    def nvmlSystemGetProcessName(self, pid):
-        self._fail("nvmlSystemGetProcessName")
-        return {row[0]: row[1] for row in self.rows}[pid]
-
-    def _fail(self, name):
-        if name in self.broken:
-            raise RuntimeError(name)
 
 
 @pytest.fixture

@@ -172,9 +172,12 @@ def engine_set(folder: Path) -> None:
                 assert report.held == report.tensors == report.received, report
                 found = [outputs(each) for each in engines.engines]
                 assert found[0] == found[1] and (found[0] == first) == (seed == 1), seed
-            unknown = {**host[1], "no.such": host[1]["model.norm.weight"]}
-            error = refused(WeightMismatchError, engines.update_weights, unknown, group=group)
-            assert error.tensors == ("no.such",) and "engine" in str(error), error
+        unknown = {**host[1], "no.such": host[1]["model.norm.weight"].clone()}
+        failed = WeightGroup(engines, backend="gloo", timeout=60)
+        error = refused(WeightMismatchError, engines.update_weights, unknown, group=failed)
+        assert error.tensors == ("no.such",) and "engine 1 of 2" in str(error), error
+        failed.leave()
+        with WeightGroup(engines, backend="gloo", timeout=60) as group:
             engines.update_weights(host[1], group=group, verify="full")
         for each in engines.engines:
             with each.asleep(wait_idle=True):

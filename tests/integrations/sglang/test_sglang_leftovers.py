@@ -1,9 +1,12 @@
 """Test what a scheduler still holds after a release, with fakes of SGLang and NCCL."""
 
+import os
+import sys
 import types
 
 import pytest
 from fake_nccl import FakeNccl
+from fake_nvml import Nvml
 from scheduler_calls import ask, states
 
 import memsaver
@@ -39,11 +42,38 @@ def test_a_release_of_everything_reports_what_is_left(engine, sim):
     assert answer.ranks[0].held == {}
     answer = ask(engine, "release")
     (rank,) = answer.ranks
-    assert set(rank.held) == set(held.PARTS)
+    assert set(rank.held) == set(held.PARTS) - {"context"}  # NVML reports no simulated device
     assert rank.held["tags"] == 0 and rank.held["rest"] == sim.physical()
     report = SleepReport((Step("release", answer.tags, 0.1, answer.ranks),), ())
     assert report.held == dict(rank.held)
     assert ask(engine, "resume").ranks[0].held == {}
+
+
+@pytest.mark.parametrize(
+    ("rows", "context"),
+    [
+        ([("other", 300), ("own", 500)], 500),
+        ([("other", 500)], None),  # a container, in which NVML reports the host's ids
+        ([("own", None)], None),
+        ([("own", 1 << 30)], None),  # more than is in use: the id is that of another process
+        ([], None),
+    ],
+)
+def test_the_context_is_memory_of_the_process_that_is_not_listed_elsewhere(
+    engine, sim, monkeypatch, rows, context
+):
+    pids = {"own": os.getpid(), "other": os.getpid() + 1}
+    found = [(pids[who], "python3", size and size * MIB) for who, size in rows]
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml(found))
+    ask(engine, "release")
+    total = memsaver.device_memory(0)[1]
+    monkeypatch.setattr(memsaver, "device_memory", lambda device: (total - 900 * MIB, total))
+    parts = held.measure(0)
+    assert parts.get("context") == (context and context * MIB)
+    assert parts["rest"] == (900 - (context or 0)) * MIB
+    ask(engine, "resume")
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml([(pids["own"], "python3", MIB)]))
+    assert "context" not in held.measure(0)  # less than the tags have
 
 
 def test_torchs_memory_is_divided_by_owner(engine):

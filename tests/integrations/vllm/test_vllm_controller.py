@@ -89,7 +89,8 @@ assert first[0] == backend.generate(requests([1, 2]), 30)[0] != first[1]
 report = control.sleep()
 assert control.status is Status.ASLEEP and report.bytes > 8 << 20
 assert report.changed == ("kv_cache", "weights", "cuda_graph")
-assert set(report.held) == set(PARTS) and report.held["tags"] == 0 < report.held["rest"]
+assert set(report.held) == set(PARTS) - {"context"}
+assert report.held["tags"] == 0 < report.held["rest"]
 assert control.sleep().steps == ()
 asleep = refused(EngineAsleepError, backend.generate, requests([1]), 10)
 assert asleep.tags == ("kv_cache", "weights", "cuda_graph")
