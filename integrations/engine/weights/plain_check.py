@@ -8,6 +8,8 @@ It is therefore done once for each name and shape; later loads only look up the 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +24,8 @@ __all__ = ["Found", "Known", "PlainCheck", "verdict"]
 
 Known = set[tuple[str, tuple[int, ...]]]
 """Names and shapes in earlier loads that succeeded on all ranks."""
+
+Part = tuple[int, int, str]
 
 # Tensors of checkpoints that loaders skip, because the model computes them.
 _COMPUTED = re.compile(
@@ -41,8 +45,8 @@ class Found:
         message: the engine's message.
         failure: the exception that the load raised, or None.
         unused: the number of elements of each tensor from which nothing was written to the model.
-        partial: for each tensor of which only some elements were written, the number of these
-            elements and of all.
+        partial: for each tensor of which only some elements were written: their number, the number
+            of all elements, and a digest of their places, by which equal parts are recognised.
     """
 
     rank: int
@@ -50,7 +54,7 @@ class Found:
     message: str = ""
     failure: Failure | None = None
     unused: Mapping[str, int] = field(default_factory=dict)
-    partial: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    partial: Mapping[str, Part] = field(default_factory=dict)
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Found:
@@ -59,15 +63,16 @@ class Found:
         Raises `EngineError` if the fields are invalid.
         """
         read = Fields(fields, "a rank's load")
-        pairs = Fields(read.optional("partial") or {}, "a rank's partial tensors")
+        parts = Fields(read.optional("partial") or {}, "a rank's partial tensors")
         names = tuple(read.optional("partial") or {})
+        each = {name: parts.each(name) for name in names}
         return cls(
             read.whole("rank"),
             read.flag("success"),
             read.text("message", ""),
             Failure.from_fields(read.optional("failure")),
             read.wholes("unused"),
-            {name: (int(pairs.each(name)[0]), int(pairs.each(name)[1])) for name in names},
+            {name: (int(part[0]), int(part[1]), str(part[2])) for name, part in each.items()},
         )
 
 
@@ -84,7 +89,7 @@ class PlainCheck:
 
     def __init__(self, known: Known, *, watches: bool = True) -> None:
         self.unused: dict[str, int] = {}
-        self.partial: dict[str, tuple[int, int]] = {}
+        self.partial: dict[str, Part] = {}
         self._known = known
         self._watches = watches
         self._seen: Known = set()
@@ -120,34 +125,45 @@ class PlainCheck:
             if name not in source.used:
                 if name not in self._used and not _is_skipped(model, name):
                     self.unused[name] = count
-            elif name not in coverage.converted and coverage.copied.get(name, 0) < count:
-                self.partial[name] = (coverage.copied[name], count)
+            elif name not in coverage.converted and coverage.copied(name) < count:
+                self.partial[name] = (coverage.copied(name), count, coverage.digest(name))
         for name in self._used:
             self.unused.pop(name, None)
         return result
 
 
 class _Coverage(Writes):
-    """Counts the elements that are copied from each tensor.
+    """Records which elements are copied from each tensor.
 
     Attributes:
-        copied: the numbers of elements, by name.
         converted: names of tensors whose data were written other than by copying a view.
     """
 
     def __init__(self, model: Any, source: Source) -> None:
         super().__init__(model, source)
-        self.copied: dict[str, int] = {}
         self.converted: set[str] = set()
+        # By name: the views' addresses, strides and sizes. A loader may copy a view several times.
+        self._views: dict[str, set[tuple[int, tuple[int, ...], tuple[int, ...]]]] = {}
+        self._begins = {name: tensor.data_ptr() for name, tensor in source.named}
 
     def write(self, operation: Operation, written: list[Any], names: list[str]) -> Any:
         """See `Writes`."""
         view = operation.args[1] if operation.is_copy else None
         if len(names) == 1 and view is not None and self.source.views(view) == names:
-            self.copied[names[0]] = self.copied.get(names[0], 0) + int(view.numel())
+            place = view.data_ptr() - self._begins[names[0]]
+            shape = tuple(view.stride()), tuple(view.size())
+            self._views.setdefault(names[0], set()).add((place, *shape))
         else:
             self.converted.update(names)
         return operation.run()
+
+    def copied(self, name: str) -> int:
+        """Return the number of elements of a tensor that were copied; views do not overlap."""
+        return sum(math.prod(size) for _, _, size in self._views.get(name, ()))
+
+    def digest(self, name: str) -> str:
+        """Return a text that is equal for ranks that copied the same elements of a tensor."""
+        return hashlib.sha256(repr(sorted(self._views[name])).encode()).hexdigest()[:16]
 
 
 def _is_skipped(model: Any, name: str) -> bool:
@@ -199,11 +215,14 @@ def _partial_names(ranks: Sequence[Found]) -> set[str]:
 
 
 def _is_cut(name: str, ranks: Sequence[Found]) -> bool:
-    """Return whether the ranks together loaded less than the whole tensor."""
+    """Return whether the ranks together loaded less than the whole tensor.
+
+    Replicas of a model, or of some of its heads, load the same part.
+    """
     if any(name not in found.partial and name not in found.unused for found in ranks):
         return False  # a rank loaded all of it, or converted it
-    parts = [found.partial[name] for found in ranks if name in found.partial]
-    return sum(read for read, _ in parts) < parts[0][1]
+    parts = {found.partial[name] for found in ranks if name in found.partial}
+    return sum(read for read, _, _ in parts) < max(count for _, count, _ in parts)
 
 
 def _listed(names: Iterable[str]) -> str:

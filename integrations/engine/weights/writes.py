@@ -142,12 +142,13 @@ class Source:
     and later write one tensor that is made of all of them.
 
     Attributes:
+        named: the names and tensors.
         used: the names of tensors from which something was written.
         blurred: whether there was a write whose source is unknown.
     """
 
     def __init__(self, named: Named) -> None:
-        self._named = named
+        self.named = named
         self._name: str | None = None
         self._places: dict[Any, list[tuple[int, int, str]]] = {}  # by device, sorted
         for name, tensor in named:
@@ -160,7 +161,7 @@ class Source:
         self.blurred = False
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
-        for name, tensor in self._named:
+        for name, tensor in self.named:
             self._name = name
             yield name, tensor
         self._name = None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import types
+from dataclasses import asdict
 
 import pytest
 
@@ -39,6 +41,39 @@ def test_a_failed_plain_update_returns_an_error(manager, named, text, sender):
     assert output.success is False and text in output.message
     named = weights()
     assert load(rank, named, None).success and rank.runner.model.holds(checkpoint())
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_cut"),
+    [
+        ([(0, 6), (6, 12)], False),
+        ([(0, 6), (6, 12), (0, 6), (6, 12)], False),  # replicas
+        ([(0, 6), (0, 6)], True),  # replicas of which none loads the rest
+        ([(0, 4), (4, 8)], True),
+        ([(0, 12), (0, 6)], False),
+    ],
+)
+def test_ranks_that_load_the_same_part_do_not_make_a_whole(rows, is_cut):
+    class Part(torch.nn.Module):
+        def __init__(self, begin, end):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(end - begin, 2))
+            self.begin, self.end = begin, end
+
+        def load_weights(self, named):
+            for _, tensor in named:
+                for _ in range(2):  # a tied layer loads it again
+                    self.weight.data.copy_(tensor[self.begin : self.end])
+
+    found = []
+    for rank, (begin, end) in enumerate(rows):
+        model, check = Part(begin, end), plain_check.PlainCheck(set())
+        with check.around_loader(model):
+            model.load_weights([("q.weight", torch.ones(12, 2))])
+        one = plain_check.Found(rank, True, "", None, check.unused, check.partial)
+        found.append(plain_check.Found.from_fields(json.loads(json.dumps(asdict(one)))))
+    verdict = plain_check.verdict(found)
+    assert ("only a part of q.weight was loaded" in verdict) == is_cut == bool(verdict)
 
 
 def test_a_plain_update_accepts_names_that_the_model_ties_or_computes(manager):
