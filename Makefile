@@ -45,7 +45,7 @@ build: $(VENV)/.installed  ## Build the libraries into memsaver/, only what chan
 	$(BIN)/python setup.py --quiet build_ext --inplace
 
 .PHONY: test
-test: $(VENV)/.installed-test build  ## Run the tests (PYTEST_ARGS to choose)
+test: $(VENV)/.installed-test build $(VENV)/.compiled  ## Run the tests (PYTEST_ARGS to choose)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 .PHONY: test-long
@@ -137,7 +137,7 @@ clean:  ## Remove what was built; the environment stays
 	rm -rf build dist *.egg-info memsaver/*.so memsaver/include \
 	  .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print | xargs rm -rf
-	rm -f $(VENV)/.installed*
+	rm -f $(VENV)/.installed* $(VENV)/.compiled
 
 .PHONY: distclean
 distclean: clean  ## Remove the environment too
@@ -164,6 +164,14 @@ $(VENV)/.installed-test: $(VENV)/.requirements $(BUILD_FILES)
 	$(call say,Building memsaver and installing what its tests need)
 	$(EDITABLE) ".[$$(cat $(VENV)/test-extra)]"
 	@touch $@ $(VENV)/.installed
+
+# The first import of a module compiles it. Processes of a test run that start together would each
+# compile all of torch's modules and all test modules, so one process imports them beforehand.
+$(VENV)/.compiled: $(VENV)/.installed-test
+	$(call say,Compiling the modules that the tests import)
+	@OMP_NUM_THREADS=1 $(TEST_PROGRAM) fork_server torch </dev/null
+	@$(BIN)/python -m pytest --quiet --collect-only >/dev/null || true
+	@touch $@
 
 # Without memsaver itself: these build it, or read its sources.
 $(VENV)/.installed-docs $(VENV)/.installed-wheel: $(VENV)/.installed-%: $(VENV)/.requirements

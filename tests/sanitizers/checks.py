@@ -162,7 +162,6 @@ def of_python(place: Place, built: Build, name: str) -> dict[str, str]:
         name,
         ASAN_OPTIONS="detect_leaks=0",  # the interpreter itself leaks
         LD_PRELOAD=built.runtimes(),
-        PYTHONDONTWRITEBYTECODE="1",
     )
 
 
@@ -196,7 +195,7 @@ def suite(place: Place, built: Build) -> Outcome:
 def units(place: Place, built: Build) -> Outcome:
     """Run the native test programs, which are sanitized; Python only starts them."""
     name = f"{built.variant.name}-units"
-    env = place.environment(name, CXX=built.compiler, PYTHONDONTWRITEBYTECODE="1")
+    env = place.environment(name, CXX=built.compiler)
     return pytest_run(place, name, UNITS, env, ROOT)
 
 
