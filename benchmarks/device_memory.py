@@ -70,7 +70,7 @@ class DeviceMemory:
 
 
 class Peaks:
-    """The peak memory use of each stage, sampled by a thread.
+    """The peak memory use of each stage, sampled by a thread during the stage.
 
     Args:
         used: returns the bytes in use; also called on the sampling thread.
@@ -80,29 +80,24 @@ class Peaks:
     def __init__(self, used: Callable[[], int], interval: float = INTERVAL) -> None:
         self._used = used
         self._interval = interval
-        self._lock = threading.Lock()
         self._highest = 0
         self.stages: dict[str, int] = {}  # bytes, for stages that have ended
-        threading.Thread(target=self._watch, name="peaks", daemon=True).start()
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Measure the block as a stage. Stages must not be nested."""
-        now = self._used()
-        with self._lock:
-            self._highest = now
+        self._highest = self._used()
+        ended = threading.Event()
+        thread = threading.Thread(target=self._watch, args=(ended,), name="peaks", daemon=True)
+        thread.start()
         try:
             yield
         finally:
-            self._see(self._used())
-            with self._lock:
-                self.stages[name] = self._highest
+            ended.set()
+            last = self._used()
+            thread.join()
+            self.stages[name] = max(self._highest, last)
 
-    def _watch(self) -> None:
-        wait = threading.Event()
-        while not wait.wait(self._interval):
-            self._see(self._used())
-
-    def _see(self, now: int) -> None:
-        with self._lock:
-            self._highest = max(self._highest, now)
+    def _watch(self, ended: threading.Event) -> None:
+        while not ended.wait(self._interval):
+            self._highest = max(self._highest, self._used())
