@@ -165,11 +165,11 @@ $(VENV)/.installed-test: $(VENV)/.requirements $(BUILD_FILES)
 	$(EDITABLE) ".[$$(cat $(VENV)/test-extra)]"
 	@touch $@ $(VENV)/.installed
 
-# The first import of a module compiles it. Processes of a test run that start together would each
-# compile all of torch's modules and all test modules, so one process imports them beforehand.
-$(VENV)/.compiled: $(VENV)/.installed-test
-	$(call say,Compiling the modules that the tests import)
-	@OMP_NUM_THREADS=1 $(TEST_PROGRAM) fork_server torch </dev/null
+# Python compiles a module at its first import. Test processes that start together would each compile
+# all of torch's and the tests' modules, so one process imports them first.
+$(VENV)/.compiled: $(VENV)/.installed-test | build
+	@echo "Compiling the modules that the tests import (once)"
+	@OMP_NUM_THREADS=1 $(TEST_PROGRAM) fork_server torch </dev/null || true
 	@$(BIN)/python -m pytest --quiet --collect-only >/dev/null || true
 	@touch $@
 

@@ -73,7 +73,8 @@ class Peaks:
     """The peak memory use of each stage, sampled by a thread during the stage.
 
     Args:
-        used: returns the bytes in use; also called on the sampling thread.
+        used: returns the bytes in use; called on this thread and on the sampling thread, possibly
+            at the same time.
         interval: seconds between two readings.
     """
 

@@ -7,20 +7,19 @@
 | `tensors` | torch's tensors outside tags and private pools, including cuBLAS's workspaces |
 | `cache` | torch's cached memory without a tensor |
 | `nccl` | memory of NCCL's communicators, if NCCL reports it |
-| `context` | this process's other memory, if NVML reports it: its CUDA context, libraries |
+| `context` | the process's remaining memory: its CUDA context, allocations of libraries |
 | `rest` | all other memory in use on the device, such as that of other processes |
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import memsaver
-from memsaver._memory.device_processes import device_processes
+from memsaver._memory.device_processes import own_bytes
 from memsaver._runtime.native import _C
 
 from .errors import EngineError
@@ -64,10 +63,11 @@ def use_device(device: int) -> None:
 def measure(device: int, communicators: Iterable[Communicator] = ()) -> dict[str, int]:
     """Return the bytes of each part.
 
-    `nccl` is missing if NCCL cannot report its memory; `context` is missing if NVML is not
-    available, or does not report this process, as in some containers.
+    `nccl` is missing if NCCL cannot report its memory. `context` is missing if NVML is not
+    available, does not report this process, as in some containers, or disagrees with the driver.
     """
     free, total = memsaver.device_memory(device)
+    own = own_bytes(device)
     found = dict.fromkeys(PARTS, 0)
     found["tags"] = sum(int(row["resident_bytes"]) for row in _C.stats() if row["device"] == device)
     found |= of_segments(_segments(device))
@@ -76,8 +76,8 @@ def measure(device: int, communicators: Iterable[Communicator] = ()) -> dict[str
     except (AttributeError, EngineError):  # an old version of NCCL
         del found["nccl"]
     known = sum(found.values())
-    own = next((p.bytes for p in device_processes(device) if p.pid == os.getpid()), None)
-    # In a container, NVML may report the host's process ids, and another process may have this one.
+    # In a container, NVML may report the host's process ids, and another process may have this id:
+    # if that process uses a plausible amount of memory, it is reported as this process's context.
     if own is not None and known <= own <= total - free:
         found["context"] = own - known
     else:

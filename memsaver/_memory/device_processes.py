@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from memsaver._runtime.native import _C
 from memsaver._runtime.text import size_text
 
-__all__ = ["DeviceProcess", "device_processes"]
+__all__ = ["DeviceProcess", "device_processes", "own_bytes"]
 
 
 @dataclass(frozen=True)
@@ -33,28 +35,45 @@ class DeviceProcess:
 
 
 def device_processes(device: int) -> tuple[DeviceProcess, ...]:
-    """Return the processes on a device, largest first; empty if NVML is unavailable."""
+    """Return the other processes on a device, largest first; empty if NVML is unavailable."""
+    with _nvml_rows(device) as (pynvml, rows):
+        found = [
+            DeviceProcess(int(row.pid), _name(pynvml, row.pid), row.usedGpuMemory)
+            for row in rows
+            if row.pid != os.getpid()
+        ]
+    return tuple(sorted(found, key=lambda process: -(process.bytes or 0)))
+
+
+def own_bytes(device: int) -> int | None:
+    """Return the bytes that NVML reports for this process; None if it does not report it."""
+    with _nvml_rows(device) as (_, rows):
+        return next((row.usedGpuMemory for row in rows if row.pid == os.getpid()), None)
+
+
+@contextlib.contextmanager
+def _nvml_rows(device: int) -> Iterator[tuple[Any, list[Any]]]:
+    """Yield pynvml and its rows of a device's processes; no rows if NVML is unavailable."""
+    nvml: Any = None
+    rows: list[Any] = []
+    is_open = False
     try:
         import pynvml
 
         bus_id = _C.device_bus_id(device)
-        pynvml.nvmlInit()
+        nvml = pynvml
+        nvml.nvmlInit()
+        is_open = True
+        handle = nvml.nvmlDeviceGetHandleByPciBusId(bus_id)
+        rows = list(nvml.nvmlDeviceGetComputeRunningProcesses(handle))
     except Exception:
-        return ()
+        pass
     try:
-        handle = pynvml.nvmlDeviceGetHandleByPciBusId(bus_id)
-        found = [
-            DeviceProcess(int(row.pid), _name(pynvml, row.pid), row.usedGpuMemory)
-            for row in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        ]
-    except Exception:
-        return ()
+        yield nvml, rows
     finally:
-        try:
-            pynvml.nvmlShutdown()
-        except Exception:
-            pass
-    return tuple(sorted(found, key=lambda process: -(process.bytes or 0)))
+        if is_open:
+            with contextlib.suppress(Exception):
+                nvml.nvmlShutdown()
 
 
 def _name(pynvml: Any, pid: int) -> str:

@@ -6,7 +6,6 @@ omitted.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 from memsaver._memory.device_processes import DeviceProcess, device_processes
@@ -41,7 +40,7 @@ def _add_holders(error: MemsaverError) -> None:
     if not isinstance(error, OutOfDeviceMemoryError) or error.device < 0:
         return
     error.holders = _holders(error.device)
-    error.processes = _others(error.device)
+    error.processes = device_processes(error.device)
     error.message += _advice(error.holders, error.processes)
 
 
@@ -54,7 +53,7 @@ def describe(device: int) -> str:
         free = f", {size_text(_C.device_memory(device)[0])} are free"
     except Exception:
         pass  # the driver may fail in any way after an error
-    advice = _advice(holders, _others(device))
+    advice = _advice(holders, device_processes(device))
     return f"memsaver: on device {device}{free}; resident tags: {held or 'none'}{advice}"
 
 
@@ -69,10 +68,6 @@ def _holders(device: int) -> tuple[Holder, ...]:
         return tuple(sorted(held, key=lambda holder: -holder.bytes))
     except Exception:
         return ()  # the error itself is more important
-
-
-def _others(device: int) -> tuple[DeviceProcess, ...]:
-    return tuple(one for one in device_processes(device) if one.pid != os.getpid())
 
 
 def _advice(holders: tuple[Holder, ...], processes: tuple[DeviceProcess, ...]) -> str:

@@ -28,6 +28,8 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=pytest.mark.two_gpus)])
-def test_a_sleeping_server_refuses_holds_or_wakes(gpus: int, tmp_path: Path) -> None:
+def test_a_sleeping_server_refuses_holds_or_wakes_up_for_requests(
+    gpus: int, tmp_path: Path
+) -> None:
     words = [str(CHILD), str(gpus), str(tmp_path)]
     assert "held" in run(words, environment("verl"), tmp_path, SECONDS).splitlines()

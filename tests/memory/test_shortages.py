@@ -132,7 +132,7 @@ def test_other_processes_are_named(short, nvml):
         memsaver.DeviceProcess(41, "python3", GIB),
     )
     assert str(error).endswith(". Other processes on the GPU: 42 vllm (12 GiB), 41 python3 (1 GiB)")
-    assert made.asked == [_C.device_bus_id(0)]
+    assert made.bus_ids == [_C.device_bus_id(0)]
     assert made.opened == 0
 
 
@@ -145,7 +145,7 @@ def test_nvml_is_queried_only_for_errors(sim, tag, make_blocks, nvml):
     del block
     with pytest.raises(memsaver.UnknownTagError):
         memsaver.pause("nobody's")
-    assert made.asked == [] and made.opened == 0
+    assert made.bus_ids == [] and made.opened == 0
 
 
 @pytest.mark.parametrize(

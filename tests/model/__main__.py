@@ -3,9 +3,9 @@
     make model ARGS="--operations 1000000"   run more operations
     make model ARGS="--only 1234"            repeat the round with this seed
 
-Runs processes, four at a time and each with its own seeds, until `--operations` operations are done.
-Without `--seed`, each run chooses and prints a new seed. Exits with 1 if the library differs from
-the model, and prints the calls that led to the difference.
+Runs processes, four at a time and each with its own seeds, until `--operations` operations are
+done. Without `--seed`, each run chooses and prints a new seed. Exits with 1 if the library differs
+from the model, and prints the calls that led to the difference.
 """
 
 from __future__ import annotations

@@ -268,15 +268,17 @@ def test_each_stage_has_its_own_peak(benchmark_module):
     now, seen = [5], threading.Event()
 
     def used():
-        if now[0] == 9:
+        value = now[0]
+        if value == 9:
             seen.set()
-        return now[0]
+        return value
 
     peaks = device_memory.Peaks(used, interval=0.001)
     with peaks.stage("first"):
         now[0] = 9  # only during the stage: the sampling thread sees it
         assert seen.wait(10)
         now[0] = 2
+    assert not any(thread.name == "peaks" for thread in threading.enumerate())
     with pytest.raises(OSError), peaks.stage("second"):
         now[0] = 3
         raise OSError

@@ -56,7 +56,7 @@ class Build:
         runtime = self.folder / "libstress_runtime.so"
         self._compile(runtime, [STRESS / "runtime.cpp"], ["-fPIC", "-shared"])
         sources = sorted(set(STRESS.glob("*.cpp")) - {STRESS / "runtime.cpp"})
-        # As one file, which takes half of the time.
+        # Compiling the sources as one file takes about half of the time.
         whole = self.folder / "stress.cpp"
         text = "".join(f'#include "{source}"\n' for source in sources)
         if not whole.exists() or whole.read_text() != text:

@@ -6,10 +6,18 @@ from types import SimpleNamespace
 
 
 class Nvml:
-    """A fake of the used part of pynvml, with rows of pid, name and bytes."""
+    """A fake of the functions of pynvml that memsaver calls.
+
+    Attributes:
+        rows: tuples of pid, name and bytes.
+        broken: the names of the functions that raise.
+        opened: how many `nvmlInit` have no `nvmlShutdown`.
+        bus_ids: the devices that were looked up.
+    """
 
     def __init__(self, rows, broken=()):
-        self.rows, self.broken, self.opened, self.asked = rows, broken, 0, []
+        self.rows, self.broken, self.opened = rows, broken, 0
+        self.bus_ids: list[str] = []
 
     def nvmlInit(self):
         self._fail("nvmlInit")
@@ -20,7 +28,7 @@ class Nvml:
 
     def nvmlDeviceGetHandleByPciBusId(self, bus_id):
         self._fail("nvmlDeviceGetHandleByPciBusId")
-        self.asked.append(bus_id)
+        self.bus_ids.append(bus_id)
         return "handle"
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle):

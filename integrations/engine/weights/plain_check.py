@@ -25,14 +25,27 @@ __all__ = ["Found", "Known", "PlainCheck", "verdict"]
 Known = set[tuple[str, tuple[int, ...]]]
 """Names and shapes in earlier loads that succeeded on all ranks."""
 
-Part = tuple[int, int, str]
-
 # Tensors of checkpoints that loaders skip, because the model computes them.
 _COMPUTED = re.compile(
     r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.attn\.(masked_)?bias$|position_ids$"
 )
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _SHOWN = 8  # names in a message
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of a tensor that a rank copied to its model.
+
+    Attributes:
+        copied: the number of bytes.
+        whole: the number of bytes of the whole tensor.
+        digest: a digest of the part's position, which is equal for equal parts.
+    """
+
+    copied: int
+    whole: int
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -45,8 +58,7 @@ class Found:
         message: the engine's message.
         failure: the exception that the load raised, or None.
         unused: the number of elements of each tensor from which nothing was written to the model.
-        partial: for each tensor of which only some elements were written: their number, the number
-            of all elements, and a digest of their places, by which equal parts are recognised.
+        partial: the parts of tensors of which only a part was written.
     """
 
     rank: int
@@ -58,21 +70,22 @@ class Found:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Found:
-        """Read a result from its `asdict`, whose tuples may have become lists.
+        """Read a result from its `asdict`.
 
         Raises `EngineError` if the fields are invalid.
         """
         read = Fields(fields, "a rank's load")
-        parts = Fields(read.optional("partial") or {}, "a rank's partial tensors")
-        names = tuple(read.optional("partial") or {})
-        each = {name: parts.each(name) for name in names}
+        partial = {}
+        for name, value in (read.optional("partial") or {}).items():
+            part = Fields(value, "a part of a tensor")
+            partial[name] = Part(part.whole("copied"), part.whole("whole"), part.text("digest"))
         return cls(
             read.whole("rank"),
             read.flag("success"),
             read.text("message", ""),
             Failure.from_fields(read.optional("failure")),
             read.wholes("unused"),
-            {name: (int(part[0]), int(part[1]), str(part[2])) for name, part in each.items()},
+            partial,
         )
 
 
@@ -125,15 +138,17 @@ class PlainCheck:
             if name not in source.used:
                 if name not in self._used and not _is_skipped(model, name):
                     self.unused[name] = count
-            elif name not in coverage.converted and coverage.copied(name) < count:
-                self.partial[name] = (coverage.copied(name), count, coverage.digest(name))
+            elif name not in coverage.converted:
+                part = coverage.part(name, int(tensor.nbytes))
+                if part.copied < part.whole:
+                    self.partial[name] = part
         for name in self._used:
             self.unused.pop(name, None)
         return result
 
 
 class _Coverage(Writes):
-    """Records which elements are copied from each tensor.
+    """Records which parts of each tensor are copied.
 
     Attributes:
         converted: names of tensors whose data were written other than by copying a view.
@@ -142,28 +157,30 @@ class _Coverage(Writes):
     def __init__(self, model: Any, source: Source) -> None:
         super().__init__(model, source)
         self.converted: set[str] = set()
-        # By name: the views' addresses, strides and sizes. A loader may copy a view several times.
-        self._views: dict[str, set[tuple[int, tuple[int, ...], tuple[int, ...]]]] = {}
+        # By name: the copied views, each with its offset in bytes, element size, strides and sizes.
+        # A set, because a loader may copy a view several times.
+        self._views: dict[str, set[tuple[int, int, tuple[int, ...], tuple[int, ...]]]] = {}
         self._begins = {name: tensor.data_ptr() for name, tensor in source.named}
 
     def write(self, operation: Operation, written: list[Any], names: list[str]) -> Any:
         """See `Writes`."""
         view = operation.args[1] if operation.is_copy else None
         if len(names) == 1 and view is not None and self.source.views(view) == names:
-            place = view.data_ptr() - self._begins[names[0]]
-            shape = tuple(view.stride()), tuple(view.size())
-            self._views.setdefault(names[0], set()).add((place, *shape))
+            offset = view.data_ptr() - self._begins[names[0]]
+            place = (offset, view.element_size(), tuple(view.stride()), tuple(view.size()))
+            self._views.setdefault(names[0], set()).add(place)
         else:
             self.converted.update(names)
         return operation.run()
 
-    def copied(self, name: str) -> int:
-        """Return the number of elements of a tensor that were copied; views do not overlap."""
-        return sum(math.prod(size) for _, _, size in self._views.get(name, ()))
+    def part(self, name: str, whole: int) -> Part:
+        """Return the part that was copied of a tensor of `whole` bytes.
 
-    def digest(self, name: str) -> str:
-        """Return a text that is equal for ranks that copied the same elements of a tensor."""
-        return hashlib.sha256(repr(sorted(self._views[name])).encode()).hexdigest()[:16]
+        Views that overlap without being equal count in full.
+        """
+        views = sorted(self._views[name])
+        copied = sum(size * math.prod(sizes) for _, size, _, sizes in views)
+        return Part(copied, whole, hashlib.sha256(repr(views).encode()).hexdigest()[:16])
 
 
 def _is_skipped(model: Any, name: str) -> bool:
@@ -217,12 +234,13 @@ def _partial_names(ranks: Sequence[Found]) -> set[str]:
 def _is_cut(name: str, ranks: Sequence[Found]) -> bool:
     """Return whether the ranks together loaded less than the whole tensor.
 
-    Replicas of a model, or of some of its heads, load the same part.
+    Ranks that hold replicas load the same part, which counts once. Parts that overlap without being
+    equal count in full, so such a tensor may be accepted.
     """
     if any(name not in found.partial and name not in found.unused for found in ranks):
         return False  # a rank loaded all of it, or converted it
     parts = {found.partial[name] for found in ranks if name in found.partial}
-    return sum(read for read, _, _ in parts) < max(count for _, count, _ in parts)
+    return sum(part.copied for part in parts) < max(part.whole for part in parts)
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -142,7 +142,7 @@ class Source:
     and later write one tensor that is made of all of them.
 
     Attributes:
-        named: the names and tensors.
+        named: the input tensors with their names, in the loader's order.
         used: the names of tensors from which something was written.
         blurred: whether there was a write whose source is unknown.
     """

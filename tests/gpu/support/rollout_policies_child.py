@@ -1,4 +1,4 @@
-"""Run a scene of a trainer whose rollout engines sleep when they receive requests.
+"""Run a scene of a trainer whose sleeping rollout engines receive requests.
 
 usage: rollout_policies_child.py SCENE FOLDER, with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT set
 """
@@ -75,8 +75,7 @@ def policies_of_ranks(folder: Path, **parallel: Any) -> None:
 
     Args:
         folder: the scene's folder.
-        parallel: the number of the engines' pipeline stages or replicas; if empty, the two ranks
-            are tensor-parallel.
+        parallel: `pp_size` or `dp_size`; without it, the ranks are tensor-parallel.
     """
     import torch
     import torch.distributed as dist

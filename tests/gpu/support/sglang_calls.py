@@ -137,7 +137,10 @@ def http_resume_that_does_not_fit(session: Session) -> None:
     assert status == 400, (status, text)
     for part in ("resume of", "kv_cache", "out of memory", "free memory"):
         assert part in text, text
-    assert max(then - now for now, then in zip(session.free(), before, strict=True)) < 256 * MIB
+    # Another replica, whose GPU has room, resumes its memory.
+    gpus = range(1 if len(session.replicas) > 1 else session.gpus)
+    after = session.free()
+    assert max(before[gpu] - after[gpu] for gpu in gpus) < 256 * MIB, (before, after)
     assert session.controller.refresh() is Status.ASLEEP
     trainer.free()
     status, text = request(session.url, resume, {})

@@ -50,7 +50,7 @@ COMMON: dict[str, Any] = {
 }
 KEPT = {"enable_weights_cpu_backup": True}
 TOGETHER = 2  # `max_running_requests` of the engine on which the order of requests is tested
-ON_TWO_GPUS: dict[str, dict[str, Any]] = {
+PARALLEL_SIZES: dict[str, dict[str, Any]] = {
     "tp2": {"tp_size": 2},
     "pp2": {"pp_size": 2},
     "dp2": {"dp_size": 2},
@@ -59,7 +59,7 @@ ON_TWO_GPUS: dict[str, dict[str, Any]] = {
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "backup": KEPT,
     "no_backup": {},
-    "no_backup_tp2": ON_TWO_GPUS["tp2"],
+    "no_backup_tp2": PARALLEL_SIZES["tp2"],
     "server": KEPT,
     "backup_wait": {**KEPT, "max_running_requests": TOGETHER},
     "backup_wake": KEPT,
@@ -67,7 +67,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "backup_disk": KEPT,
     "server_wait": KEPT,
     "server_wake": KEPT,
-    "server_turns": {**KEPT, "mem_fraction_static": 0.6},  # of each of two servers on one GPU
+    "server_turns": {**KEPT, "mem_fraction_static": 0.6},  # for each of two servers on one GPU
     "embedding": {**KEPT, "is_embedding": True},
     "lora": {
         **KEPT,
@@ -79,7 +79,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     **{
         f"{kind}_{parallel}": {**KEPT, **sizes}
         for kind in ("backup", "backup_wait", "backup_wake", "server", "server_wait", "server_wake")
-        for parallel, sizes in ON_TWO_GPUS.items()
+        for parallel, sizes in PARALLEL_SIZES.items()
     },
 }
 
@@ -93,7 +93,10 @@ ENVIRONMENTS = {
     "backup_wait": {"MEMSAVER_SGLANG_ASLEEP": "wait", "MEMSAVER_SGLANG_ASLEEP_WAIT": "6"},
     "server_wait": {"MEMSAVER_SGLANG_ASLEEP": "wait", "MEMSAVER_SGLANG_ASLEEP_WAIT": "6"},
     "backup_wake": _WAKE,
-    "server_wake": {**_WAKE, "MEMSAVER_SGLANG_ASLEEP_WAIT": "20"},  # releases delay it
+    "server_wake": {
+        **_WAKE,
+        "MEMSAVER_SGLANG_ASLEEP_WAIT": "20",
+    },  # concurrent releases delay a wake-up
     "server_turns": {
         **_WAKE,
         "MEMSAVER_SGLANG_ASLEEP_WAIT": "20",
@@ -243,7 +246,7 @@ def _start(group: str, folder: Path, seed: int) -> Session:
         sizes.append("dp_size")
     gpus = math.prod(arguments.get(name, 1) for name in sizes)
     for name, variables in ENVIRONMENTS.items():
-        if group.startswith(name):
+        if f"{group}_".startswith(f"{name}_"):
             os.environ.update(variables)
     begin = _serve if group.startswith("server") else _engine
     session = begin(arguments, folder / "log", parts)

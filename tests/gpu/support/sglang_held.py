@@ -9,6 +9,7 @@ import asyncio
 import json
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from expected_errors import raises
@@ -80,16 +81,21 @@ async def _held_requests(engine: Any) -> list[int]:
         ended.append(number)
 
     clients = [asyncio.ensure_future(generate(number)) for number in range(CLIENTS)]
+    await until_held(admission, clients)  # the loop starts the clients in order
+    await engine.tokenizer_manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(), None)
+    await asyncio.wait_for(asyncio.gather(*clients), MOST_SECONDS)
+    return ended
+
+
+async def until_held(admission: Any, clients: Sequence[asyncio.Future[Any]]) -> None:
+    """Wait until the engine holds the requests of all clients; raise a client's error."""
     deadline = time.monotonic() + MOST_SECONDS
-    while admission.waiting < CLIENTS:  # the loop starts the clients in order
+    while admission.waiting < len(clients):
         for one in clients:
             if one.done():
                 one.result()
         assert time.monotonic() < deadline, admission.waiting
         await asyncio.sleep(0.01)
-    await engine.tokenizer_manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(), None)
-    await asyncio.wait_for(asyncio.gather(*clients), MOST_SECONDS)
-    return ended
 
 
 def held_requests_are_aborted(session: Session) -> None:
@@ -107,8 +113,7 @@ def held_requests_are_aborted(session: Session) -> None:
             asyncio.ensure_future(session.engine.async_generate(rid=name, **options))
             for name in ("first", "second")
         ]
-        while admission.waiting < len(clients):
-            await asyncio.sleep(0.01)
+        await until_held(admission, clients)
         manager.abort_request(rid="first")
         ended, _ = await asyncio.wait(clients, timeout=4, return_when=asyncio.FIRST_COMPLETED)
         assert ended == {clients[0]} and admission.waiting == 1, (ended, admission.waiting)

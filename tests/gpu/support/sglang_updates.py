@@ -109,13 +109,13 @@ def plain_updates_that_fail(session: Session) -> None:
     with broadcasts(session) as broadcast:
         for what, send in {**tensor_ways(session), **broadcast}.items():
             fail = "Failed to update" if what in broadcast else FAILED
-            check_way(session, what, send, fail)
+            check_updates(session, what, send, fail)
 
 
 def http_updates_that_fail(session: Session) -> None:
     """A server answers a bad update with an error, and survives."""
     for what, send in tensor_ways(session).items():
-        check_way(session, what, send, FAILED)
+        check_updates(session, what, send, FAILED)
 
 
 def disk_updates_that_fail(session: Session) -> None:
@@ -139,19 +139,24 @@ def update_from_disk(session: Session, model: Path) -> Answer:
     """Load a checkpoint, by a request to the server or by a call of the engine."""
     if session.url:
         payload = {"model_path": str(model)}
-        status, text = request(session.url, "/update_weights_from_disk", payload)
-        reply = json.loads(text)
-        return status == 200 and reply["success"], reply["message"]
+        return answer_of(*request(session.url, "/update_weights_from_disk", payload))
     done, message, *_ = session.engine.update_weights_from_disk(str(model))
     return done, message
 
 
-def check_way(session: Session, what: str, send: Way, fail: str) -> None:
+def answer_of(status: int, text: str) -> Answer:
+    """Return the answer in a server's response to an update."""
+    assert status in (200, 400), (status, text)
+    reply = json.loads(text)
+    return status == 200 and reply["success"], reply["message"]
+
+
+def check_updates(session: Session, what: str, send: Way, fail: str) -> None:
     """Check updates with bad tensors, then with new weights, and with the old ones.
 
     Args:
         session: the engine.
-        what: a description of the way.
+        what: how the tensors are sent, for messages.
         send: sends an update.
         fail: a part of the message if the model's loader raises, with {} for the rank's number.
     """
@@ -168,7 +173,7 @@ def check_way(session: Session, what: str, send: Way, fail: str) -> None:
 
 
 def check_weights(session: Session, what: str, *, is_old: bool) -> None:
-    """Check that every output is that of the engine's first weights, or that none is."""
+    """Check that all outputs equal those of the first weights (`is_old`), or that none does."""
     session.settle()
     found = session.outputs()
     same = [new == old for new, old in zip(found, session.expected, strict=True)]
@@ -180,7 +185,7 @@ def check_failures(session: Session, what: str, send: Way, fail: str) -> None:
 
     Args:
         session: the engine.
-        what: a description of the way.
+        what: how the tensors are sent, for messages.
         send: sends an update.
         fail: a part of the message if the model's loader raises, with {} for the rank's number.
     """
@@ -215,9 +220,7 @@ def tensor_ways(session: Session) -> dict[str, Way]:
         ]
         named = {"serialized_named_tensors": payloads, "load_format": load_format}
         if session.url:
-            status, text = request(session.url, "/update_weights_from_tensor", named)
-            reply = json.loads(text)
-            return status == 200 and reply["success"], reply["message"]
+            return answer_of(*request(session.url, "/update_weights_from_tensor", named))
         made = UpdateWeightsFromTensorReqInput(**named)
         update = session.engine.tokenizer_manager.update_weights_from_tensor
         return session.run(lambda: update(made, None))  # type: ignore[no-any-return]
@@ -231,7 +234,7 @@ def tensor_ways(session: Session) -> dict[str, Way]:
         "GPU tensors": lambda named: send([(name, tensor.cuda()) for name, tensor in named]),
         "bucket": send_bucket,
     }
-    if not session.url:  # torch sends host tensors only to processes that share a key
+    if not session.url:  # torch shares host tensors only with processes that have its key
         ways["host tensors"] = lambda named: send([(name, one.clone()) for name, one in named])
     return ways
 

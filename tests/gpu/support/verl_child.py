@@ -2,8 +2,8 @@
 
 usage: verl_child.py GPUS FOLDER
 
-The server is verl's class, which its trainer runs in a Ray actor, in this process. Its calls are
-those of verl's trainer and of its agents.
+The server is an instance of verl's class in this process; verl's trainer runs it in a Ray actor.
+The calls are those of verl's trainer and of its agents.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WAIT_SECONDS = 20
 
 
 async def started(folder: Path, gpus: int) -> Any:
-    """Start verl's server, as it runs beside a trainer, with a small model."""
+    """Start verl's server with a small model, in the mode for a server that shares its GPUs."""
     import qwen_model
     from verl.workers.config import HFModelConfig, RolloutConfig
     from verl.workers.rollout.replica import RolloutMode
@@ -129,4 +129,4 @@ if __name__ == "__main__":
     faulthandler.dump_traceback_later(STUCK_SECONDS)
     asyncio.run(scene(Path(sys.argv[2]), int(sys.argv[1])))
     print("held", flush=True)
-    os._exit(0)  # verl ends its server's actor in this way; the test ends the engine's processes
+    os._exit(0)  # the server has no call that ends it; the test ends its processes

@@ -48,12 +48,13 @@ def test_a_failed_plain_update_returns_an_error(manager, named, text, sender):
     [
         ([(0, 6), (6, 12)], False),
         ([(0, 6), (6, 12), (0, 6), (6, 12)], False),  # replicas
-        ([(0, 6), (0, 6)], True),  # replicas of which none loads the rest
+        ([(0, 6), (0, 6)], True),  # no replica loads the rest
         ([(0, 4), (4, 8)], True),
         ([(0, 12), (0, 6)], False),
+        ([(0, 4), (0, 8)], False),  # unequal parts that overlap count in full
     ],
 )
-def test_ranks_that_load_the_same_part_do_not_make_a_whole(rows, is_cut):
+def test_a_part_that_several_ranks_load_counts_once(rows, is_cut):
     class Part(torch.nn.Module):
         def __init__(self, begin, end):
             super().__init__()
@@ -62,7 +63,7 @@ def test_ranks_that_load_the_same_part_do_not_make_a_whole(rows, is_cut):
 
         def load_weights(self, named):
             for _, tensor in named:
-                for _ in range(2):  # a tied layer loads it again
+                for _ in range(2):  # as for a tied layer
                     self.weight.data.copy_(tensor[self.begin : self.end])
 
     found = []

@@ -42,7 +42,7 @@ def test_a_release_of_everything_reports_what_is_left(engine, sim):
     assert answer.ranks[0].held == {}
     answer = ask(engine, "release")
     (rank,) = answer.ranks
-    assert set(rank.held) == set(held.PARTS) - {"context"}  # NVML reports no simulated device
+    assert set(rank.held) == set(held.PARTS) - {"context"}  # NVML does not list this process
     assert rank.held["tags"] == 0 and rank.held["rest"] == sim.physical()
     report = SleepReport((Step("release", answer.tags, 0.1, answer.ranks),), ())
     assert report.held == dict(rank.held)
@@ -53,13 +53,13 @@ def test_a_release_of_everything_reports_what_is_left(engine, sim):
     ("rows", "context"),
     [
         ([("other", 300), ("own", 500)], 500),
-        ([("other", 500)], None),  # a container, in which NVML reports the host's ids
+        ([("other", 500)], None),  # a container where NVML reports the host's process ids
         ([("own", None)], None),
         ([("own", 1 << 30)], None),  # more than is in use: the id is that of another process
         ([], None),
     ],
 )
-def test_the_context_is_memory_of_the_process_that_is_not_listed_elsewhere(
+def test_context_is_the_processs_memory_outside_the_other_parts(
     engine, sim, monkeypatch, rows, context
 ):
     pids = {"own": os.getpid(), "other": os.getpid() + 1}
@@ -73,7 +73,7 @@ def test_the_context_is_memory_of_the_process_that_is_not_listed_elsewhere(
     assert parts["rest"] == (900 - (context or 0)) * MIB
     ask(engine, "resume")
     monkeypatch.setitem(sys.modules, "pynvml", Nvml([(pids["own"], "python3", MIB)]))
-    assert "context" not in held.measure(0)  # less than the tags have
+    assert "context" not in held.measure(0)  # less than the tags' memory
 
 
 def test_torchs_memory_is_divided_by_owner(engine):
