@@ -30,7 +30,7 @@ LOG, METRICS, RECORD, RESPONSES = "log.txt", "metrics.jsonl", "record.jsonl", "r
 LOG_LINES = 40  # quoted if a trainer fails
 OBJECTS = 4 << 30  # bytes of Ray's object store
 MICRO = 8  # the maximum number of sequences in a forward pass of the trainer
-END_SECONDS = 30  # limit for a trainer that was asked to end
+END_SECONDS = 30  # limit for a trainer that was asked to end, and for its killed processes
 
 
 @dataclass(frozen=True)
@@ -203,9 +203,13 @@ class Trainer:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(END_SECONDS)
-        for pid in self.left():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        end = time.monotonic() + END_SECONDS
+        # Repeated, because a process that is being killed may have started another one.
+        while (left := self.left()) and time.monotonic() < end:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
         self._process.wait()
         self._log.close()
 
