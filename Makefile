@@ -165,8 +165,8 @@ $(VENV)/.installed-test: $(VENV)/.requirements $(BUILD_FILES)
 	$(EDITABLE) ".[$$(cat $(VENV)/test-extra)]"
 	@touch $@ $(VENV)/.installed
 
-# Python compiles a module at its first import. Test processes that start together would each compile
-# all of torch's and the tests' modules, so one process imports them first.
+# Python compiles a module at its first import. Test processes that start together would each
+# compile all of torch's and the tests' modules, so one process imports them first.
 $(VENV)/.compiled: $(VENV)/.installed-test | build
 	@echo "Compiling the modules that the tests import (once)"
 	@OMP_NUM_THREADS=1 $(TEST_PROGRAM) fork_server torch </dev/null || true

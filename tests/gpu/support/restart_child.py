@@ -6,7 +6,6 @@ usage: restart_child.py SCENE FOLDER
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
 import signal
 import sys
@@ -15,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rollout_child import PROMPTS, STUCK_SECONDS, arguments, greedy, in_background, rows
+from rollout_child import PROMPTS, arguments, greedy, in_background, play, rows
 from trainer_weights import outputs, state
 from weight_sync_child import refused
 
@@ -231,15 +230,10 @@ SCENES = {"deaths": deaths, "session": session, "in_place": in_place}
 
 
 if __name__ == "__main__":
-    from sglang_child import check_installation
-
-    check_installation()
     here = str(Path(__file__).with_name("failing"))
     paths = [here, *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     os.environ["MEMSAVER_TEST_FAILS"] = str(Path(sys.argv[2]) / "fails")
-    faulthandler.dump_traceback_later(STUCK_SECONDS)
     with contextlib.suppress(FileNotFoundError):
         Path(os.environ["MEMSAVER_TEST_FAILS"]).unlink()
-    SCENES[sys.argv[1]](Path(sys.argv[2]))
-    print("held", flush=True)
+    play(SCENES)

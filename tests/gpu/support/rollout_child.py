@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -306,13 +306,18 @@ def two(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-SCENES = {each.__name__: each for each in (alone, served, two)}
-
-
-if __name__ == "__main__":
+def play(scenes: Mapping[str, Callable[[Path], None]]) -> None:
+    """Run the scene that the command line names, and print "held" after it."""
     from sglang_child import check_installation
 
     check_installation()
     faulthandler.dump_traceback_later(STUCK_SECONDS)
-    SCENES[sys.argv[1]](Path(sys.argv[2]))
+    scenes[sys.argv[1]](Path(sys.argv[2]))
     print("held", flush=True)
+
+
+SCENES = {each.__name__: each for each in (alone, served, two)}
+
+
+if __name__ == "__main__":
+    play(SCENES)

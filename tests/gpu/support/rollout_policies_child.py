@@ -5,27 +5,36 @@ usage: rollout_policies_child.py SCENE FOLDER, with RANK, WORLD_SIZE, MASTER_ADD
 
 from __future__ import annotations
 
-import faulthandler
 import functools
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from expected_errors import raises
 from rollout_child import (
     GIB,
     PROMPTS,
     RANK,
-    STUCK_SECONDS,
     TOKENS,
     arguments,
     flushed,
     greedy,
     in_background,
     joined,
+    play,
     rows,
 )
+
+
+def wait_until_asleep(engine: Any) -> None:
+    """Wait until an idle engine has fallen asleep. A collective."""
+    from memsaver.integrations.sglang import Status
+
+    end = time.monotonic() + 30
+    while engine.refresh() is not Status.ASLEEP:
+        assert time.monotonic() < end, "the idle engine does not sleep"
+        time.sleep(0.1)
 
 
 def policies(folder: Path) -> None:
@@ -47,10 +56,7 @@ def policies(folder: Path) -> None:
         expected = rows(wakes.generate([PROMPTS[0]], greedy()))
         assert rows(waits.generate([PROMPTS[0]], greedy())) == expected
         waits.sleep(wait_idle=True)
-        end = time.monotonic() + 30
-        while wakes.refresh() is not Status.ASLEEP:
-            assert time.monotonic() < end, "the idle engine does not sleep"
-            time.sleep(0.05)
+        wait_until_asleep(wakes)
         work, results = in_background(waits, TOKENS)
         flushed(wakes)
         assert rows(wakes.generate([PROMPTS[0]], greedy())) == expected
@@ -59,12 +65,9 @@ def policies(folder: Path) -> None:
         work.join(30)
         assert [rows(output) for output in results] == [expected]
         waits.sleep(wait_idle=True)
-        try:
+        with raises(EngineAsleepError) as caught:
             waits.generate([PROMPTS[0]], greedy())
-        except EngineAsleepError as error:
-            assert "no caller woke it up within 10 s" in str(error), error
-        else:
-            raise AssertionError("a sleeping engine generated")
+        assert "no caller woke it up within 10 s" in str(caught[0]), caught[0]
         waits.wake_up()
         flushed(waits)
         assert rows(waits.generate([PROMPTS[0]], greedy())) == expected
@@ -98,10 +101,8 @@ def policies_of_ranks(folder: Path, **parallel: Any) -> None:
         generated(engine)  # compiles kernels
         expected, awake = generated(engine), free()
         for _ in range(2):
+            wait_until_asleep(engine)
             end = time.monotonic() + 30
-            while engine.refresh() is not Status.ASLEEP:
-                assert time.monotonic() < end, "the idle engine does not sleep"
-                time.sleep(0.1)
             while free() - awake < GIB:  # replicas release their memory one after the other
                 assert time.monotonic() < end, (free(), awake)
                 time.sleep(0.1)
@@ -118,12 +119,9 @@ def policies_of_ranks(folder: Path, **parallel: Any) -> None:
         assert engine.refresh() is Status.AWAKE
     with RolloutEngine.launch(mesh, **named) as engine:
         engine.sleep(wait_idle=True)
-        try:
+        with raises(EngineAsleepError) as caught:
             generated(engine)
-        except EngineAsleepError as error:
-            assert set(error.tags) >= {"kv_cache", "weights"}, error
-        else:
-            raise AssertionError("a sleeping engine generated")
+        assert set(caught[0].tags) >= {"kv_cache", "weights"}, caught[0]
         engine.wake_up()
         assert generated(engine) == expected
     dist.destroy_process_group()
@@ -138,9 +136,4 @@ SCENES: dict[str, Callable[[Path], None]] = {
 
 
 if __name__ == "__main__":
-    from sglang_child import check_installation
-
-    check_installation()
-    faulthandler.dump_traceback_later(STUCK_SECONDS)
-    SCENES[sys.argv[1]](Path(sys.argv[2]))
-    print("held", flush=True)
+    play(SCENES)

@@ -18,6 +18,7 @@ from expected_errors import raises
 from gpu_trainer import Trainer
 from sglang_checks import ROOM, check_output, sleep
 from sglang_engines import PROMPTS, Session, greedy, request
+from sglang_updates import update_from_disk
 
 from memsaver.errors import OutOfDeviceMemoryError
 from memsaver.integrations.engine.errors import EngineAsleepError
@@ -149,12 +150,8 @@ def requests_wake(session: Session) -> None:
         session.settle()
         assert controller.refresh() is Status.AWAKE
     sleep(session)
-    model = str(session.log.parent / "model")
-    if session.url:
-        status, message = request(session.url, "/update_weights_from_disk", {"model_path": model})
-        done = status == 200
-    elif session.sends_no_tensors:
-        done, message, *_ = session.engine.update_weights_from_disk(model)
+    if session.url or session.sends_no_tensors:
+        done, message = update_from_disk(session, session.log.parent / "model")
     else:
         name, tensor = next(iter(session.weights[0].items()))
         done, message = session.engine.update_weights_from_tensor([(name, tensor.clone())])

@@ -104,8 +104,6 @@ def plain_updates_that_fail(session: Session) -> None:
         [], load_format="a_loader.that_is_missing"
     )
     assert not done and "the update failed" in message, message
-    done, message, *_ = session.engine.update_weights_from_disk("/nowhere/at/all")
-    assert not done, message
     with broadcasts(session) as broadcast:
         for what, send in {**tensor_ways(session), **broadcast}.items():
             fail = "Failed to update" if what in broadcast else FAILED
@@ -181,14 +179,7 @@ def check_weights(session: Session, what: str, *, is_old: bool) -> None:
 
 
 def check_failures(session: Session, what: str, send: Way, fail: str) -> None:
-    """Check that updates with one bad tensor are errors.
-
-    Args:
-        session: the engine.
-        what: how the tensors are sent, for messages.
-        send: sends an update.
-        fail: a part of the message if the model's loader raises, with {} for the rank's number.
-    """
+    """Check that updates with one bad tensor are errors; see `check_updates`."""
     import torch
 
     like = session.weights[0][PROJECTION]

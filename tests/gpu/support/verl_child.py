@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from expected_errors import raises
 from rollout_child import GIB, PROMPTS, STUCK_SECONDS, TOKENS
 
 WAIT_SECONDS = 20
@@ -98,12 +99,9 @@ async def scene(folder: Path, gpus: int) -> None:
 
     await sleep()
     admission.policy = Policy("refuse")
-    try:
+    with raises(EngineAsleepError) as caught:
         await generated()
-    except EngineAsleepError as error:
-        assert set(error.tags) == {"kv_cache", "weights"}, error
-    else:
-        raise AssertionError("a sleeping server generated")
+    assert set(caught[0].tags) == {"kv_cache", "weights"}, caught[0]
     await server.wake_up()
     assert await generated() == expected
 

@@ -5,13 +5,11 @@ usage: vision_child.py SCENE FOLDER
 
 from __future__ import annotations
 
-import faulthandler
-import sys
 from pathlib import Path
 from typing import Any
 
 import vision_model
-from rollout_child import STUCK_SECONDS, flushed, greedy, rows
+from rollout_child import flushed, greedy, play, rows
 from vision_model import IMAGE, image, tokens_of
 
 ONE, TWO = image(200), image(10, (56, 112))
@@ -157,9 +155,4 @@ SCENES = {"tokens": tokens, "texts": texts}
 
 
 if __name__ == "__main__":
-    from sglang_child import check_installation
-
-    check_installation()
-    faulthandler.dump_traceback_later(STUCK_SECONDS)
-    SCENES[sys.argv[1]](Path(sys.argv[2]))
-    print("held", flush=True)
+    play(SCENES)

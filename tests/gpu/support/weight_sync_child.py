@@ -5,7 +5,6 @@ usage: weight_sync_child.py SCENE FOLDER, with RANK, WORLD_SIZE, MASTER_ADDR and
 
 from __future__ import annotations
 
-import faulthandler
 import functools
 import os
 import subprocess
@@ -21,6 +20,7 @@ from rollout_child import (
     STUCK_SECONDS,
     arguments,
     in_background,
+    play,
     wait_until_generating,
 )
 from trainer_weights import in_the_engines_layout, outputs, state
@@ -345,13 +345,8 @@ SCENES = {
 
 
 if __name__ == "__main__":
-    from sglang_child import check_installation
-
-    check_installation()
     here = str(Path(__file__).with_name("corrupting"))
     paths = [here, *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     os.environ["MEMSAVER_TEST_CORRUPTS"] = str(Path(sys.argv[2]) / "corrupts")
-    faulthandler.dump_traceback_later(STUCK_SECONDS)
-    SCENES[sys.argv[1]](Path(sys.argv[2]))
-    print("held", flush=True)
+    play(SCENES)

@@ -6,16 +6,14 @@ usage: weight_sync_engines.py SCENE FOLDER, with RANK, WORLD_SIZE, MASTER_ADDR a
 from __future__ import annotations
 
 import datetime
-import faulthandler
 import functools
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from rollout_child import RANK, SIZE, STUCK_SECONDS, arguments, check_sleep
+from rollout_child import RANK, SIZE, arguments, check_sleep, play
 from trainer_weights import outputs, state
 from weight_sync_child import BUCKET, check_updates, refused
 
@@ -286,9 +284,4 @@ SCENES = {
 
 
 if __name__ == "__main__":
-    from sglang_child import check_installation
-
-    check_installation()
-    faulthandler.dump_traceback_later(STUCK_SECONDS)
-    SCENES[sys.argv[1]](Path(sys.argv[2]))
-    print("held", flush=True)
+    play(SCENES)
