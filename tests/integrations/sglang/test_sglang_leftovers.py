@@ -11,6 +11,7 @@ from scheduler_calls import ask, states
 
 import memsaver
 from memsaver.integrations.engine import held, nccl
+from memsaver.integrations.engine.communicators import _SPARE
 from memsaver.integrations.engine.messages import error_of
 from memsaver.integrations.engine.reports import SleepReport, Step
 from memsaver.integrations.sglang import leftovers
@@ -145,16 +146,20 @@ def test_workspaces_whose_addresses_graphs_contain_are_kept(
     assert answer.ranks[0].held["cache"] == 15 * MIB
 
 
-def test_communicators_are_suspended_while_no_memory_is_mapped(engine, world):
+def test_communicators_are_suspended_while_no_memory_is_mapped(engine, world, sim):
     usable = []
     handle = memsaver.on_resume(lambda tag: usable.append(world()), "weights")
-    for _ in range(2):
+    for has_room in (False, True):
         ask(engine, "release", ["kv_cache"])
         assert world()
         answer = ask(engine, "release")
         assert not world() and answer.ranks[0].held["nccl"] == MIB
+        if not has_room:  # for the communicators and the weights at the same time
+            sim.occupy(memsaver.device_memory(0)[0] - 512 * MIB - _SPARE)
         assert ask(engine, "resume", ["weights"]).failure is None
-        assert world() and usable.pop()
+        sim.occupy(0)
+        # With room for both, a callback runs while the communicators are resumed.
+        assert world() and (usable.pop() or has_room) and not usable
         assert ask(engine, "resume").released == () and world()
     handle.remove()
     assert engine.model.is_intact()
