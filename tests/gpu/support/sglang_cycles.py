@@ -33,7 +33,7 @@ def active_in_every_process(session: Session) -> None:
     report = sleep(session)
     session.controller.wake_up()
     ranks = {rank.pid for step in report.steps for rank in step.ranks}
-    assert len(ranks) == session.gpus
+    assert len(ranks) == session.ranks
     lines = re.findall(
         r"memsaver \S+ is SGLang's memory saver in process (\d+) \((.*)\)",
         session.log.read_text(errors="replace"),
@@ -112,7 +112,7 @@ def little_stays(session: Session) -> None:
     """The report of a sleep names the owners of the memory that stays; little is torch's."""
     report = sleep(session)
     ranks = [rank for step in report.steps for rank in step.ranks]
-    assert len(ranks) == session.gpus, ranks
+    assert len(ranks) == session.ranks, ranks
     nccl, suspends = loaded(), os.environ.get("MEMSAVER_SGLANG_SUSPEND_NCCL") == "1"
     for rank in ranks:
         held = rank.held

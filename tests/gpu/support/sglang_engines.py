@@ -121,6 +121,7 @@ class Session:
         engine: the `sglang.Engine`; None for a server.
         url: the server's URL, or "".
         gpus: the number of GPUs; the engine uses those with the lowest indices.
+        ranks: the number of processes that use a GPU, one or more on each GPU.
         replicas: the data-parallel ranks, each of which receives requests; (None,) for a single
             replica.
         stages: the number of pipeline stages.
@@ -137,6 +138,7 @@ class Session:
     engine: Any = None
     url: str = ""
     gpus: int = 1
+    ranks: int = 1
     replicas: tuple[int | None, ...] = (None,)
     stages: int = 1
     embeds: bool = False
@@ -244,14 +246,14 @@ def _start(group: str, folder: Path, seed: int) -> Session:
     sizes = ["tp_size", "pp_size"]
     if not arguments.get("enable_dp_attention"):
         sizes.append("dp_size")
-    gpus = math.prod(arguments.get(name, 1) for name in sizes)
+    ranks = math.prod(arguments.get(name, 1) for name in sizes)
     for name, variables in ENVIRONMENTS.items():
         if f"{group}_".startswith(f"{name}_"):
             os.environ.update(variables)
     begin = _serve if group.startswith("server") else _engine
     session = begin(arguments, folder / "log", parts)
     try:
-        session.gpus = gpus
+        session.ranks, session.gpus = ranks, min(ranks, torch.cuda.device_count())
         session.stages = arguments.get("pp_size", 1)
         session.embeds = arguments.get("is_embedding", False)
         session.free()  # creates this process's context on each GPU

@@ -74,7 +74,7 @@ def update_from_buckets(session: Session) -> None:
         }
         return [
             MultiprocessingSerializer.serialize(contents, output_str=True)
-            for _ in range(session.gpus)
+            for _ in range(session.ranks)
         ]
 
     updates(session, bucket, load_format="flattened_bucket")
@@ -207,7 +207,7 @@ def tensor_ways(session: Session) -> dict[str, Way]:
     def send(contents: Any, load_format: str | None = None) -> Answer:
         payloads = [
             MultiprocessingSerializer.serialize(contents, output_str=bool(session.url))
-            for _ in range(session.gpus)
+            for _ in range(session.ranks)
         ]
         named = {"serialized_named_tensors": payloads, "load_format": load_format}
         if session.url:
@@ -237,7 +237,7 @@ def broadcasts(session: Session) -> Iterator[dict[str, Way]]:
     from sglang.srt.utils import init_custom_process_group
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
-    engine, name, size, port = session.engine, "plain", 1 + session.gpus, free_port()
+    engine, name, size, port = session.engine, "plain", 1 + session.ranks, free_port()
     with ThreadPoolExecutor(1) as trainer:
         joined = trainer.submit(
             init_custom_process_group,

@@ -85,7 +85,7 @@ def check_group(engine: Any, group: Any, first: list[list[int]], host: dict[int,
 def mesh_group(folder: Path, gpus: int, backend: str = "gloo") -> None:
     """Send weights in one group to the engines of two ranks, on one GPU or on two.
 
-    NCCL accepts one rank on each GPU, so it needs another GPU for the sender.
+    By default, NCCL accepts one rank on each GPU, so it needs another GPU for the sender.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
