@@ -136,7 +136,7 @@ class TrainerWorker(Worker):
         return region
 
     def _capture(self) -> None:
-        """Capture a step of training: each master weight moves, and the parameter follows."""
+        """Capture a training step, which updates each master weight and its parameter."""
         import torch
 
         self._move()  # allocates what the kernels need

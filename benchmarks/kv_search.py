@@ -1,4 +1,4 @@
-"""Search for the largest KV cache that fits, with few engines.
+"""Search for the largest KV cache that fits, starting as few engines as possible.
 
 An engine that fits reports its minimum free memory. The next engine gets a KV cache that uses that
 memory; so the second engine is near the largest, and the third confirms it.
@@ -15,7 +15,7 @@ STEP_BACK = 0.01  # share of the tokens after the first failure; doubled after e
 
 @dataclass(frozen=True)
 class Trial:
-    """The result of one engine.
+    """The result of running one engine.
 
     Attributes:
         tokens: the size of its KV cache.

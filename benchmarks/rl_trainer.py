@@ -65,7 +65,7 @@ class Saver(Protocol):
         """Begin to pause a tag, if the library can do so in the background."""
 
     def finish_pause(self) -> None:
-        """Wait for the end of that pause."""
+        """Wait for that pause to finish."""
 
 
 class Offloads:
@@ -214,7 +214,7 @@ class Trainer:
         self._saver.begin_pause(OPTIMIZER)
 
     def finish_optimizer_sleep(self) -> None:
-        """Wait for the end of that pause."""
+        """Wait for that pause to finish."""
         self._saver.finish_pause()
 
     def sleep_optimizer(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 
 class Worker:
-    """The operations of a child: methods with results that JSON supports.
+    """The operations of a child process: methods whose results can be encoded as JSON.
 
     Created at the first request, with the library's name and the settings as arguments.
     """

@@ -119,7 +119,7 @@ class EngineWorker(Worker):
         small: whether the model is the small one.
         fraction: mem_fraction_static.
         backup: whether weights have a backup.
-        wait: seconds of rest, in which the driver clears released memory.
+        wait: seconds that `rest` waits, while the driver clears released memory.
         trainer_bytes: the trainer's memory, if that is more than the weights.
         device: the trainer's torch device.
         tokens: the KV cache's maximum number of tokens; 0: as many as the fraction allows.

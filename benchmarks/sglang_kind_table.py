@@ -131,8 +131,9 @@ class Kind:
         adapter: whether a LoRA adapter is loaded.
         pauses: whether generation is paused, in each mode, before releases.
         tiers: whether the cache has a tier in host memory, whose prefixes are used after releases.
-        reloads: whether an update of an awake engine gives other outputs than a fresh engine with
-            the same weights, even without memsaver. Other updates are compared with such updates.
+        reloads: whether the outputs after an update of an awake engine differ from those of a fresh
+            engine with the same weights, even without memsaver. Other updates are compared with
+            such updates.
         gpus: the number of GPUs.
         environment: further variables.
     """

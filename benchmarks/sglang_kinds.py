@@ -110,7 +110,7 @@ def _last_error(log: Path) -> str:
 
 
 def judged(kind: Kind, backed: Steps, plain: Steps) -> dict[str, Any]:
-    """Return the row of a kind, from the steps of its two engines."""
+    """Return the row for a kind, from the steps of its two engines."""
 
     def output(steps: Steps, step: str) -> Any:
         return steps.get(step, {}).get("output")

@@ -27,7 +27,7 @@ SPARE = 6 * GIB  # for torch, cuBLAS and the driver
 
 
 def filled(nbytes: int, value: int) -> list[torch.Tensor]:
-    """Return tensors of a GiB each, with every element `value`."""
+    """Return tensors of 1 GiB each, filled with `value`."""
     count = nbytes // GIB
     return [torch.full((GIB // 4,), value, dtype=torch.int32, device="cuda") for _ in range(count)]
 

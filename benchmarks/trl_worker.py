@@ -181,7 +181,7 @@ class GrpoWorker(Worker):
         )
 
     def _settings(self) -> dict[str, Any]:
-        """Return arguments of vLLM's `LLM`, without compilation, which would take minutes."""
+        """Return arguments of vLLM's `LLM`. They turn off compilation, which would take minutes."""
         return {
             "attention_config": {"backend": self._attention},
             "compilation_config": {

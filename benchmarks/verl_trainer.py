@@ -134,7 +134,7 @@ def environment(name: str, settings: Settings, results: Path) -> dict[str, str]:
 
 
 class Trainer:
-    """A running trainer and its processes, which end with the block.
+    """A running trainer, as a context manager whose exit ends the trainer and its processes.
 
     Args:
         name: the memory saver.
@@ -223,7 +223,7 @@ class Found:
         responses: for each step, its responses with their prompts and scores, sorted.
         cycles: for each step, the seconds of its release and resumes.
         sleeping: the bytes in use after each release of a step; None if NVML is missing.
-        tokens: the tokens of the engine's KV cache.
+        tokens: the capacity of the engine's KV cache, in tokens.
     """
 
     metrics: list[dict[str, float]]

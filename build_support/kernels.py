@@ -12,8 +12,8 @@ Uses three NVIDIA programs, from CUDA_HOME or PATH, or else from PyPI in build/c
     fatbinary  combines all of it in one file, uncompressed: older drivers lack some compressions
 
 Between the first two, the PTX is declared as PTX_VERSION and PTX_TARGET, which nvcc 13 cannot
-write; ptxas checks the declaration. So every driver from 525 on compiles the PTX, for GPUs without
-machine code.
+write; ptxas checks the declaration. Therefore drivers 525 and newer can compile the PTX for GPUs
+for which the file has no machine code.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ _SANITIZED = [
     "-O1",
     "-g1",
     "-fno-omit-frame-pointer",
-    "-U_FORTIFY_SOURCE",  # sanitizers do not know its checked functions
+    "-U_FORTIFY_SOURCE",  # sanitizers do not recognise its checked functions
     "-D_GLIBCXX_ASSERTIONS",
     # The arithmetic of fingerprints, which accesses no memory but its arguments, would take 5 to 20
     # times longer, and most of the time of many tests.

@@ -86,7 +86,7 @@ MS_API ms_status ms_deferred_releases(uint64_t* objects, uint64_t* device_bytes,
 typedef enum ms_event_kind {
   MS_EVENT_BASELINE = 0, /* the state of a tag on a device before its first recorded event */
   MS_EVENT_ALLOCATE = 1, /* memory was allocated */
-  MS_EVENT_FREE = 2,     /* memory was freed; a free in a transition is recorded at its end */
+  MS_EVENT_FREE = 2,     /* memory was freed; a free during a transition is recorded at its end */
   MS_EVENT_BEGIN = 3,    /* a transition began; one event for each of its tags and devices */
   MS_EVENT_END = 4,      /* a transition ended; one event for each of its tags and devices */
   MS_EVENT_MEMORY = 5    /* a sample of the driver's free and total memory of a device */

@@ -43,8 +43,8 @@ typedef struct ms_import {
  * resume replace it. Errors: MS_UNKNOWN_TAG. */
 MS_API ms_status ms_tag_make_shareable(const char* tag, ms_error* error);
 
-/* Returns the extents under a range of a live allocation, without descriptors, in address order.
- * Does not wait. `rows` is required.
+/* Returns the extents that back a range of a live allocation, without descriptors, in address
+ * order. Does not wait. `rows` is required.
  * Errors: MS_NOT_OURS; MS_SHARING_FAILED if the tag is not mapped, the range is not in one live
  * allocation, or its memory is not exportable. */
 MS_API ms_status ms_exportable(uint64_t address, uint64_t bytes, ms_exported** rows,
@@ -57,9 +57,9 @@ typedef struct ms_importer ms_importer;
 /* Opens the record of the process `pid`, which has imported nothing yet. */
 MS_API ms_status ms_importer_open(int64_t pid, ms_importer** importer, ms_error* error);
 
-/* Exports extents under ranges of one tag on one device, and records that the process has imported
- * them; all or none. Skips extents that the process has already imported, and exports at most
- * `most`; a further call exports the rest. The caller closes the descriptors. Waits while a
+/* Exports the extents that back ranges of one tag on one device, and records that the process has
+ * imported them; all or none. Skips extents that the process has already imported, and exports at
+ * most `most`; a further call exports the rest. The caller closes the descriptors. Waits while a
  * transition of the tag is in progress. `rows` is required.
  * Errors: those of ms_exportable; MS_INVALID_ARGUMENT if there is no range, or the ranges belong
  * to several tags or devices; MS_INVALID_STATE if the wait would deadlock. */

@@ -104,7 +104,7 @@ def rows(first: Values, later: dict[str, Values]) -> Iterator[dict[str, Any]]:
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of backed_* and lora_*."""
+    """Yield the rows for backed_* and lora_*."""
     names = [OURS, *([DEFAULT] if options.peer else ())] * options.processes
     names += [RETAINED] if options.peer else []
     last = {name: at for at, name in enumerate(names)}

@@ -84,6 +84,6 @@ def rows(found: dict[str, dict[str, list[float]]]) -> Iterator[dict[str, Any]]:
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of new memory and of resumed memory."""
+    """Yield the rows for the bandwidth of new memory and of resumed memory."""
     with attempt(failures), Child("parts.bandwidth:Bandwidth", OURS) as child:
         yield from rows(child.ask("bandwidth"))

@@ -219,7 +219,7 @@ def rows(name: str, times: Times, suffix: str) -> Iterator[dict[str, Any]]:
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the selected workloads."""
+    """Yield the rows for the selected workloads."""
     names = [OURS, LIMIT, *(PEERS if options.peer else ())]
     with contextlib.ExitStack() as stack:
         children = [

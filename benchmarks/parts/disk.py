@@ -98,7 +98,7 @@ def direct_file(directory: Path, failures: list[str]) -> Iterator[DirectFile | N
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of disk_*."""
+    """Yield the rows for disk_*."""
     found: dict[str, dict[str, list[float]]] = {}
     with attempt(failures), contextlib.ExitStack() as stack:
         names = [OURS, *([DEFAULT] if options.peer else ())]

@@ -128,7 +128,7 @@ class Replay:
 
 
 def trainer_process(name: str, framework: str, options: argparse.Namespace) -> Child:
-    """Start a trainer, preloaded if the framework preloads its trainers."""
+    """Start a trainer; preload the saver's library if the framework does so for its trainers."""
     variables = inherited_without(DROPPED, os.environ)
     given = FRAMEWORKS[framework].trainer
     preload = ""
@@ -151,7 +151,7 @@ def trainer_process(name: str, framework: str, options: argparse.Namespace) -> C
 
 
 def original() -> Path:
-    """Return the folder of the importable torch_memory_saver."""
+    """Return the folder from which `torch_memory_saver` is imported."""
     found = importlib.util.find_spec("torch_memory_saver")
     if found is None or found.origin is None:
         raise Failed("torch_memory_saver is not installed")

@@ -57,7 +57,7 @@ def column(found: Found, key: str) -> list[float]:
 
 
 def rows(found: Mapping[str, Found]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of three training runs."""
+    """Yield the rows for three training runs."""
     ours, moves, resident = found[OURS], found[MOVES], found[RESIDENT]
     values = (
         ("trainer_transition_seconds", column(ours, "transitions"), MOVES, moves, "transitions"),
@@ -73,7 +73,7 @@ def rows(found: Mapping[str, Found]) -> Iterator[dict[str, Any]]:
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of trainer_*."""
+    """Yield the rows for trainer_*."""
     names = (OURS, MOVES, RESIDENT) if options.peer else (OURS,)
     found = {name: train(name, options) for name in names}
     if not options.peer:

@@ -121,7 +121,7 @@ def train(name: str, options: argparse.Namespace) -> Found:
 
 
 def rows(ours: Found, theirs: Found, differing: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of two training runs."""
+    """Yield the rows for two training runs."""
     values: Mapping[str, tuple[Sequence[float], Sequence[float]]] = {
         "trl_sleep_wake_seconds": (ours.cycles[:1], theirs.cycles[:1]),
         "trl_sleep_wake_later_seconds": (ours.cycles[1:], theirs.cycles[1:]),
@@ -142,7 +142,7 @@ def rows(ours: Found, theirs: Found, differing: Sequence[str]) -> Iterator[dict[
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of trl_*."""
+    """Yield the rows for trl_*."""
     framework_model.save(options)
     ours = train(OURS, options)
     if not options.peer:

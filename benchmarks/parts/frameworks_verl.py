@@ -176,7 +176,7 @@ def differences(one: Found, other: Found) -> list[str]:
 def steps(
     options: argparse.Namespace, folder: Path, failures: list[str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a training run of a few steps."""
+    """Yield the rows for a training run of a few steps."""
     chosen = settings(options, folder)
     ours = train(OURS, options, chosen)
     if not options.peer:
@@ -224,7 +224,7 @@ def rows(
     differing: Sequence[str],
     again: Sequence[str],
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of two training runs.
+    """Yield the rows for two training runs.
 
     Args:
         ours: the training run with memsaver.
@@ -269,7 +269,7 @@ def rows(
 def fractions(
     options: argparse.Namespace, folder: Path, failures: list[str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the row of the largest gpu_memory_utilization with which two steps succeed."""
+    """Yield the row for the largest gpu_memory_utilization with which two steps succeed."""
     largest: dict[str, tuple[float, int]] = {}
     for name in (OURS, DEFAULT) if options.peer else (OURS,):
         for fraction in sorted(options.verl_fractions):
@@ -297,7 +297,7 @@ def fractions(
 def cycles(
     options: argparse.Namespace, folder: Path, failures: list[str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the row of the change of the memory in use while the engine sleeps, in many cycles."""
+    """Yield the row for the change of the memory in use while the engine sleeps, in many cycles."""
     changes: dict[str, list[float]] = {}
     for name in (OURS, DEFAULT) if options.peer else (OURS,):
         chosen = settings(
@@ -385,7 +385,7 @@ SCENES = {"steps": steps, "fractions": fractions, "cycles": cycles, "interrupted
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of verl_*."""
+    """Yield the rows for verl_*."""
     with contextlib.ExitStack() as stack:
         folder = options.verl_folder
         if folder is None:

@@ -73,7 +73,7 @@ def in_mib(size: int) -> float:
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of host_*."""
+    """Yield the rows for host_*."""
     found: dict[str, dict[str, list[float]]] = {}
     with contextlib.ExitStack() as stack:
         names = [OURS, *(PEERS if options.peer else ())]

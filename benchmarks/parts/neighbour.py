@@ -56,7 +56,7 @@ class Neighbour(Worker):
         }
 
     def unchanged(self) -> dict[str, Any]:
-        """Pause without a change, and resume."""
+        """Pause and resume with unchanged contents."""
         return {"unchanged_pause": self._saved.pause(), "unchanged_resume": self._saved.resume()}
 
     def _copy_ms(self, source: int, target: int) -> float:
@@ -71,7 +71,7 @@ class Neighbour(Worker):
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of peer_*."""
+    """Yield the rows for peer_*."""
     found: dict[str, dict[str, list[float]]] = {}
     with attempt(failures), contextlib.ExitStack() as stack:
         children = {

@@ -92,7 +92,7 @@ def rows(
     found: Mapping[str, Sequence[float]],
     limit: Sequence[float] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the row of a metric, if both builds have values.
+    """Yield the row for a metric, if both builds have values.
 
     Its values are trimmed means; its `detail` also has their ratio's standard error, as a fraction
     of the ratio.
@@ -130,7 +130,7 @@ def relative_error(values: Sequence[float]) -> float:
 
 
 def discarded(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of pauses and resumes without a backup; the limit is bare driver calls."""
+    """Yield the rows for pauses and resumes without a backup; the limit is bare driver calls."""
     found: dict[str, Values] = {}  # by metric
     sets = min(options.processes, options.cycles)
     for at in range(sets):
@@ -158,7 +158,7 @@ def discarded(options: argparse.Namespace, failures: list[str]) -> Iterator[dict
 
 
 def backed(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of pauses and resumes with a backup; the limit is a plain pinned copy."""
+    """Yield the rows for pauses and resumes with a backup; the limit is a plain pinned copy."""
     found: dict[str, Values] = {}  # by operation
     with contextlib.ExitStack() as stack:
         pairs = [
@@ -202,7 +202,7 @@ def backed_times(children: Sequence[Child], cycles: range) -> Iterator[tuple[str
 
 
 def swap(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of swaps, with backups and without."""
+    """Yield the rows for swaps, with backups and without."""
     with attempt(failures):
         yield from backed_swaps(options)
     with attempt(failures):
@@ -224,7 +224,7 @@ def pair(worker: str, options: argparse.Namespace, **settings: Any) -> Iterator[
 
 
 def backed_swaps(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield the row of swaps with backups; the limit is plain copies in both directions at once."""
+    """Yield the row for swaps with backups; the limit is plain copies both ways at once."""
     found: Values = {name: [] for name in BUILDS}
     plain: list[float] = []
     for at in range(SWAPPING_PAIRS):
@@ -238,7 +238,7 @@ def backed_swaps(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def discarding_swaps(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield the rows of swaps without backups, immediately after one another and after waits."""
+    """Yield the rows for swaps without backups, immediately after one another and after waits."""
     with pair("parts.swap:Discarding", options, gib=options.swap_gib) as children:
         for suffix, gap in (("", 0.0), ("_spaced", options.gap)):
             found: Values = {name: [] for name in BUILDS}

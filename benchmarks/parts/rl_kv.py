@@ -176,7 +176,7 @@ def one_more(
 
 
 def rows(found: Mapping[str, Way], failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield rows of fractions of the tokens of an engine that is alone on the GPU."""
+    """Yield rows with KV cache sizes as fractions of that of an engine alone on the GPU."""
     alone = found[ALONE]
     if not alone.search.is_settled:
         failures.append(f"{METRIC}: the engine alone was not settled; increase --kv-seconds")
@@ -221,7 +221,7 @@ def peer_row(
 
 
 def measured(metric: str, ours: float, peer: str, theirs: float) -> dict[str, Any]:
-    """Return a row of two fractions."""
+    """Return a row that compares two fractions."""
     values = [round(ours, 4)], peer, [round(theirs, 4)]
     return results.measurement(metric, *values, bench=BENCH, higher_is_better=True)
 
@@ -236,7 +236,7 @@ def trials_of(way: Way) -> list[dict[str, Any]]:
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of rl_kv_tokens_*."""
+    """Yield the rows for rl_kv_tokens_*."""
     cell = kv_bytes(SMALL if options.small else BIG)
     names = [(STAGED, OURS), (ALONE, OURS), (AT_ONCE, OURS)]
     names += [(PEER_STAGED, DEFAULT)] if options.peer else []

@@ -89,7 +89,7 @@ def measure_one(name: str, options: argparse.Namespace) -> Found:
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the row of METRIC."""
+    """Yield the row for METRIC."""
     start = time.monotonic()
     if options.touch_gib:
         say(host_memory.touch_elsewhere(int(options.touch_gib * host_memory.GIB)))

@@ -107,7 +107,7 @@ def measure_one(name: str, options: argparse.Namespace, failures: list[str]) -> 
 
 
 def rows(ours: Found, theirs: Found | None) -> Iterator[dict[str, Any]]:
-    """Yield the rows of whole steps, then one for each measured stage."""
+    """Yield the rows for whole steps, then one for each measured stage."""
     if not ours.totals:
         return
     values = {
@@ -133,7 +133,7 @@ def milliseconds(found: Found | None, stage: str) -> list[float]:
 
 
 def retained_row(ours: Found, theirs: Found) -> dict[str, Any]:
-    """Return the row of whole steps, compared with the peer that retains host memory."""
+    """Return the row for whole steps, compared with the peer that retains host memory."""
     row = compared(TOTAL, ours.totals, RETAINED, theirs.totals, theirs.failed)
     row["detail"]["peer_stages"] = theirs.seconds
     return row
@@ -152,7 +152,7 @@ def compared(
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of rl_*, except those of the KV cache."""
+    """Yield the rows for rl_*, except those of the KV cache."""
     end = time.monotonic() + options.step_seconds
     if options.touch_gib:
         say(host_memory.touch_elsewhere(int(options.touch_gib * host_memory.GIB)))

@@ -116,7 +116,7 @@ def try_one(
 
 
 def rows(found: Mapping[str, Outcomes], failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the row of the largest fractions; record a failure if a way never completed."""
+    """Yield the row for the largest fractions; record a failure if a way never completed."""
     largest = {
         way: max((at for at, wrong in outcomes.items() if not wrong), default=None)
         for way, outcomes in found.items()
@@ -137,7 +137,7 @@ def rows(found: Mapping[str, Outcomes], failures: list[str]) -> Iterator[dict[st
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the row of sglang_max_mem_fraction."""
+    """Yield the row for sglang_max_mem_fraction."""
     found: dict[str, Outcomes] = {STAGED: {}, AT_ONCE: {}}
     for fraction in options.fractions:
         with attempt(failures):

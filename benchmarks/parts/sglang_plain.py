@@ -1,4 +1,4 @@
-"""Compare decoding of an awake engine with memsaver and of an engine without a memory saver.
+"""Compare the decoding speed of awake engines: one with memsaver, one without a memory saver.
 
 Both engines are on the GPU at once, with KV caches of the same size, and alternate, so that
 changes of the GPU's speed affect both. The guard against requests to a sleeping engine is installed
@@ -25,7 +25,7 @@ KV_TOKENS = 32768
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the row of METRIC against a plain engine."""
+    """Yield the row for METRIC against a plain engine."""
     wait_until_free(options.idle_mib)
     settings: dict[str, Any] = {"fraction": FRACTION, "tokens": KV_TOKENS}
     worker = f"{Cycling.__module__}:Cycling"

@@ -304,7 +304,7 @@ def nap(
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the row of METRIC."""
+    """Yield the row for METRIC."""
     wait_until_free(options.idle_mib)
     models = (options.model / "storm", options.model / "storm-other")
     for seed, model in enumerate(models, 1):

@@ -155,7 +155,7 @@ def switch(name: str, awake: Child, asleep: Child) -> tuple[float, float, str]:
 
 
 def row(ours: Found, peer: str, theirs: Found, values: str) -> dict[str, Any]:
-    """Return the row of METRIC against a peer's values of that name."""
+    """Return the row for METRIC against a peer's values of that name."""
     made = results.measurement(METRIC, ours["switch"], peer, theirs[values], bench=BENCH)
     made["detail"]["memsaver_asleep_MiB"] = ours["asleep_MiB"]
     made["detail"]["memsaver_held"] = ours["held"]
@@ -166,7 +166,7 @@ def row(ours: Found, peer: str, theirs: Found, values: str) -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of METRIC and RESIDENT."""
+    """Yield the rows for METRIC and RESIDENT."""
     if options.touch_gib:
         say(host_memory.touch_elsewhere(int(2 * options.touch_gib * host_memory.GIB)))
     ours = measure_one(OURS, options, failures)
@@ -191,7 +191,7 @@ def weights_mib(options: argparse.Namespace) -> float:
 
 
 def measure_neighbour(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the row of NEIGHBOUR; none on a machine with fewer than two GPUs."""
+    """Yield the row for NEIGHBOUR; none on a machine with fewer than two GPUs."""
     if options.device != "cpu" and count_gpus() < 2:
         say(f"{NEIGHBOUR} needs two GPUs")
         return

@@ -147,7 +147,7 @@ def rows(found: Mapping[str, Found]) -> Iterator[dict[str, Any]]:
 
 
 def decode_row(ours: Found, theirs: Found) -> Iterator[dict[str, Any]]:
-    """Yield the row of decoding, before the first release and after the last resume together."""
+    """Yield the row for decoding, before the first release and after the last resume together."""
     metric, parts = "sglang_decode_tokens_per_s", ("decode_before", "decode_after")
     values = [[value for part in parts for value in one.get(part, [])] for one in (ours, theirs)]
     if all(values):
@@ -164,7 +164,7 @@ def decode_row(ours: Found, theirs: Found) -> Iterator[dict[str, Any]]:
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of sglang_*, except the fraction's."""
+    """Yield the rows for sglang_*, except the fraction's."""
     if options.touch_gib:
         say(host_memory.touch_elsewhere(int(options.touch_gib * host_memory.GIB)))
     found: dict[str, Found] = {}

@@ -3,8 +3,8 @@
 Compares suspended NCCL communicators (MEMSAVER_SGLANG_SUSPEND_NCCL=1, which bounds NCCL's channels)
 with communicators that keep their memory and have NCCL's own channels, and the resumes of all
 memory; both again with NCCL_MAX_CTAS=8, for which NCCL allocates less memory, and with 64, which
-leaves NCCL its own choice. The memory in use is that of the GPU with more. Needs NCCL 2.29.7 or
-newer.
+leaves NCCL its own choice. The memory in use is the larger of the two GPUs' values. Needs NCCL
+2.29.7 or newer.
 """
 
 from __future__ import annotations

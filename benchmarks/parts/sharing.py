@@ -257,7 +257,7 @@ def _update(maps: bool, cycles: int) -> list[float]:
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of share_* and update_from_region_ms."""
+    """Yield the rows for share_* and update_from_region_ms."""
     for kind, metric in (("large", "share_16GB_ms"), ("decoder", "share_195_tensors_ms")):
         with attempt(failures):
             ours = _share(kind, True, options)

@@ -113,7 +113,7 @@ def check_free(before: int) -> None:
 
 
 def backed(cycles: int) -> Iterator[dict[str, Any]]:
-    """Yield the row of swaps of 16 GB with backups."""
+    """Yield the row for swaps of 16 GB with backups."""
     found: dict[str, list[float]] = {"swap": [], "calls": [], "plain": []}
     with Child("parts.swap:Backed", OURS) as child:
         child.ask("setup")
@@ -124,7 +124,7 @@ def backed(cycles: int) -> Iterator[dict[str, Any]]:
 
 
 def discarding(gib: int, cycles: int, gap: float, peer: bool) -> Iterator[dict[str, Any]]:
-    """Yield the rows of swaps without backups, one after the other and each after a wait."""
+    """Yield the rows for swaps without backups, one after the other and each after a wait."""
     at_once: dict[str, list[float]] = {}
     spaced: dict[str, list[float]] = {}
     with contextlib.ExitStack() as stack:
@@ -149,7 +149,7 @@ def discarding(gib: int, cycles: int, gap: float, peer: bool) -> Iterator[dict[s
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of swap_*."""
+    """Yield the rows for swap_*."""
     with attempt(failures):
         yield from backed(options.backed_cycles)
     with attempt(failures):

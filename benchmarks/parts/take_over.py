@@ -48,7 +48,7 @@ Step = tuple[str, Callable[[], object]]
 class Sides:
     """A trainer and an engine with memory of the same size, mapped, in equal pieces.
 
-    Needs the device's current context. Each measurement begins and ends with both sides mapped.
+    The device's context must be current. Each measurement begins and ends with both sides mapped.
     It checks that the engine's memory then contains the trainer's bytes.
     """
 
@@ -226,7 +226,7 @@ def _medians(cycles: Sequence[Times]) -> Times:
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of take_over_*."""
+    """Yield the rows for take_over_*."""
     cycles: dict[int, list[dict[str, Times]]] = {mib: [] for mib in PIECES_MIB}
     copies: list[float] = []
     total = workloads.decoder_bytes()

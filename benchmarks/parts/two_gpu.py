@@ -60,7 +60,7 @@ class Spread(Worker):
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of two_gpu_*."""
+    """Yield the rows for two_gpu_*."""
     found: dict[int, dict[str, list[float]]] = {}
     with attempt(failures), contextlib.ExitStack() as stack:
         children = {

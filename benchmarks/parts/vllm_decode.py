@@ -19,7 +19,7 @@ FRACTION = 0.4  # of the GPU's memory
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the row of decoding."""
+    """Yield the row for decoding."""
     wait_until_free(options.idle_mib)
     with (
         engine_process(OURS, options, FRACTION) as ours,

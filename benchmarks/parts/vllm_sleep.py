@@ -119,7 +119,7 @@ def rows(found: Mapping[str, Found], start: str) -> Iterator[dict[str, Any]]:
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of vllm_*, or of vllm_tp2_* for an engine on two GPUs."""
+    """Yield the rows for vllm_*, or of vllm_tp2_* for an engine on two GPUs."""
     if options.touch_gib:
         say(host_memory.touch_elsewhere(int(options.touch_gib * host_memory.GIB)))
     names = (OURS, THEIRS) if options.peer else (OURS,)

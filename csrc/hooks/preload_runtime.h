@@ -44,9 +44,9 @@ MEMSAVER_CALLED(X)
 #undef X
 // clang-format on
 
-// The functions found for the calls of one loaded object. Never freed. Entries of `real` are
-// resolved lazily. The shared objects that define the functions stay loaded. An object that is
-// loaded later at the caller's addresses inherits the entry.
+// The real functions to which the hooked calls of one loaded object resolve. Never freed. Entries
+// of `real` are resolved lazily. The shared objects that define the functions stay loaded. An
+// object that is loaded later at the caller's addresses inherits the entry.
 struct Caller {
   uintptr_t begin, bytes;
   Caller* next;

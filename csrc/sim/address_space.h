@@ -6,7 +6,7 @@
 // mappings without a reservation, accessible from the start; they lie in chunks, which blocks below
 // kGranularity share.
 //
-// Every call needs the caller's lock. A call that returns an error has no effect.
+// Every call needs the lock of state.h. A call that returns an error has no effect.
 #pragma once
 
 #include <cuda.h>

@@ -1,4 +1,4 @@
-// Records callers' errors for tests. Needs the caller's lock.
+// Records violations and illegal accesses (see sim.h) for tests. Needs the lock of state.h.
 #pragma once
 
 #include <cstdint>

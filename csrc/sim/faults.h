@@ -1,4 +1,4 @@
-// The simulated driver's calls by name: counters, and injected failures. Needs the caller's lock.
+// The simulated driver's calls by name: counters, and injected failures. Needs the lock of state.h.
 #pragma once
 
 #include <cuda.h>

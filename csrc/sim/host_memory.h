@@ -1,6 +1,6 @@
 // Host memory that the simulated device can access without staging: pinned and registered.
 //
-// Every call needs the caller's lock. A call that returns an error has no effect.
+// Every call needs the lock of state.h. A call that returns an error has no effect.
 #pragma once
 
 #include <cuda.h>

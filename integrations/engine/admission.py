@@ -78,9 +78,9 @@ class _Waiter:
 class Admission:
     """Admits requests to an engine. All calls must be made on one event loop.
 
-    The recorded tags may be out of date, because other processes may also release and resume
-    memory: a request is refused only after a query, and waiting requests repeat the query.
-    Requests that fail are logged; see `RefusalLog`.
+    The recorded set of released tags may be out of date, because other processes may also release
+    and resume memory. A request is therefore refused only after the engine has been queried again,
+    and while requests wait, the query is repeated. Requests that fail are logged; see `RefusalLog`.
 
     Args:
         policy: the policy for requests that need released memory.
@@ -193,7 +193,7 @@ class Admission:
         reads: bool = True,
         is_gone: Callable[[], Awaitable[bool]] | None = None,
     ) -> None:
-        """Return when the tags that a request needs are mapped, after earlier requests.
+        """Wait until the tags that a request needs are mapped; earlier requests go first.
 
         A request does not wait for an earlier one whose tags are still released.
 

@@ -116,7 +116,7 @@ class Call:
             self._status.set_exception(error)
 
     def wait(self, seconds: float) -> None:
-        """Wait for the end of the call.
+        """Wait for the call to finish.
 
         Raises:
             EngineError: NCCL reports an error.

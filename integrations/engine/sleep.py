@@ -120,8 +120,8 @@ class EngineController:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate with the engine's own arguments and results, if the memory for it is mapped.
 
-        A stream counts as a request from its first item to its end. An engine that holds requests
-        while it sleeps, or wakes up for them, receives every request.
+        A stream is a request in flight from the moment its first item is requested until it ends.
+        An engine that holds requests while it sleeps, or wakes up for them, receives every request.
 
         Raises:
             EngineAsleepError: memory that generation needs is released.
@@ -167,9 +167,10 @@ class EngineController:
             flush: flush the prefix cache even if only other tags are released, for example before
                 new weights. Without the plugin the cache is always flushed, because a failed flush
                 shows that the engine is busy.
-            keep_weights: False if all weights will be loaded again before they are used, so that an
-                engine that keeps weights in a sleep need not save them. With the plugin, an engine
-                with a draft model keeps them; SGLang without the plugin keeps them in any case.
+            keep_weights: False if all weights will be loaded again before they are used: an engine
+                that normally keeps its weights during a sleep then need not save them. With the
+                plugin, an engine with a draft model keeps them; SGLang without the plugin keeps
+                them in any case.
             timeout: seconds for the whole call, including the wait for another thread's call and
                 the query of the state.
 

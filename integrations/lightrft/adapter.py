@@ -189,12 +189,12 @@ def adapt(
 
     Args:
         strategy: the result of LightRFT's `get_strategy`. Its methods are replaced on this object.
-        weights: the policy for the engine's weights in a sleep. "keep", LightRFT's own: the sleep
-            releases only the KV cache and the graphs. "backup": the sleep releases the weights too,
-            and the wake-up restores them from the host; the engine must have been started with
-            `enable_weights_cpu_backup`. "resend": the sleep releases the weights without a backup,
-            and LightRFT sends them from the actor when the engine wakes, unless it was just
-            updated.
+        weights: the policy for the engine's weights during a sleep. "keep", LightRFT's own: the
+            sleep releases only the KV cache and the graphs. "backup": the sleep releases the
+            weights too, and the wake-up restores them from the host; the engine must have been
+            started with `enable_weights_cpu_backup`. "resend": the sleep releases the weights
+            without a backup, and LightRFT sends them from the actor when the engine wakes, unless
+            it was just updated.
         offload_optimizer: whether `maybe_offload_optimizer` has an effect. None follows LightRFT's
             `--adam_offload`. With DeepSpeed, that flag keeps the states on the host permanently:
             omit the flag, and pass True.

@@ -26,7 +26,7 @@ class EngineMemory:
     `_engine` of an object that exists on every rank. The other ranks only join the collectives.
 
     Attributes:
-        weights: the policy for the weights in a sleep, one of `WEIGHTS_POLICIES`.
+        weights: the policy for the weights during a sleep, one of `WEIGHTS_POLICIES`.
     """
 
     def __init__(self, strategy: Any, weights: str, timeout: float) -> None:

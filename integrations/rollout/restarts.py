@@ -28,7 +28,7 @@ _LANE = "rollout/restart"
 
 @dataclass(frozen=True)
 class Restarts:
-    """The option that restarts an engine whose processes died, for `RolloutEngine.launch`.
+    """Options for restarting an engine whose processes died; see `RolloutEngine.launch`.
 
     Attributes:
         most: the number of restarts that are allowed within `seconds`. Failed restarts count.

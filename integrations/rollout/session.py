@@ -112,7 +112,7 @@ class ColocatedSession(StageOrder):
         engine_keeps_weights: whether the engine's weights survive its sleep (SGLang's
             `enable_weights_cpu_backup`), so that they are sent only after a `training` block.
         whole_updates: whether each update rewrites all of the engine's weights. If True, the engine
-            does not save its weights in a sleep after which an update must follow, and does not
+            does not save its weights during a sleep after which an update must follow, and does not
             restore them for an update, even if it can.
         update_options: the options of `RolloutEngine.update_weights`; or a function that returns
             them for each update, such as the new version of the weights.

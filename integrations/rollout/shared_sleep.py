@@ -257,11 +257,12 @@ class SharedSleep:
         """Change the state of the leader's engine, and store the new state on all ranks.
 
         Args:
-            what: a description of the call, equal on all ranks of the engine.
+            what: a description of the call, the same on all ranks of the engine.
             action: makes the change on the leader, within the timeout passed to it.
             timeout: seconds; None means the engine's timeout.
-            fence: a description of the call, equal on all ranks of the mesh; "" for no fence.
-            undo: called on all ranks of the engine before the fence's error is raised. Its
+            fence: a description of the call, the same on all ranks of the mesh; "" for no
+                barrier.
+            undo: called on all ranks of the engine before the barrier's error is raised. Its
                 arguments are the result of the change (None if the change failed) and the error.
         """
         limit = self._limit(timeout)

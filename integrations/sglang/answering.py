@@ -28,7 +28,8 @@ class Answering:
         updater: the updater that handles the request.
         operation: "release" or "resume".
         group: see Attributes.
-        is_idle: whether nobody waits for a reply: a failure is logged instead.
+        is_idle: whether memsaver made the request itself because the engine is idle. No client then
+            waits for a reply, so a failure is logged instead.
 
     Attributes:
         group: the ranks that handle the request together.

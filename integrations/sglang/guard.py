@@ -179,12 +179,12 @@ def has_failed(scheduler: Any) -> bool:
 
 
 def when_asleep(scheduler: Any) -> WhenAsleep:
-    """Return the policy in effect; always "refuse" behind SGLang's server in Rust."""
+    """Return the policy in effect; always "refuse" behind SGLang's Rust server."""
     return "refuse" if is_rust_served(scheduler) else settings.policy_of(scheduler).when_asleep
 
 
 def is_rust_served(scheduler: Any) -> bool:
-    """Return whether this process runs SGLang's server in Rust instead of a tokenizer manager."""
+    """Return whether this process runs SGLang's Rust server instead of a tokenizer manager."""
     return getattr(scheduler, "rust_server", None) is not None
 
 
@@ -199,7 +199,7 @@ def _check_server(scheduler: Any) -> None:
     if when_asleep(scheduler) != settings.policy_of(scheduler).when_asleep:
         remove(scheduler)
         _logger.warning(
-            "SGLang's server in Rust (SGLANG_RUST_SERVER) neither holds requests nor wakes the "
+            "SGLang's Rust server (SGLANG_RUST_SERVER) neither holds requests nor wakes the "
             "engine: while memory is released, memsaver refuses requests, as with "
             "MEMSAVER_SGLANG_ASLEEP=refuse, and an idle engine keeps its memory"
         )
@@ -343,7 +343,7 @@ class Guard:
         if not is_rust_served(self._scheduler):
             self._tokenizer.send_output(message, request)
             return
-        # SGLang's server in Rust does not read the socket, and needs the request's counts.
+        # SGLang's Rust server does not read the socket, and needs the request's counts.
         tokens = getattr(request, "input_ids", None)
         begun = SimpleNamespace(
             origin_input_ids=() if tokens is None else tokens, cached_tokens=0, reasoning_tokens=0

@@ -11,7 +11,7 @@ order in which they are loaded:
 - SGLang's release, resume and weight updates have the hooks of
   `memsaver.integrations.sglang.hooks`. Failed updates do not crash the engine (`weight_loads`), and
   neither do requests that need released memory (`guard`).
-- SGLang receives tensors of shareable regions (`shared_tensors`).
+- SGLang receives tensors in shareable regions (`shared_tensors`).
 
 The effects begin when SGLang imports the modules concerned. Before the first request for a saver no
 driver is opened and torch is not imported. With `enable_memory_saver=False`, SGLang works as it

@@ -76,8 +76,8 @@ def _answered(
     """Check a release or a resume, then call `work(original, updater, request, tags, answer)`.
 
     The stages of a pipeline do this after the request was sent to the next stage; then the result
-    is None, and the reply is sent later. A resume of mapped tags needs no other stage: its answer
-    waits for no batch, only for earlier requests.
+    is None, and the reply is sent later. A resume of mapped tags does not involve the other stages:
+    its answer waits only for earlier requests, not for a batch.
     """
     if handlers.is_running(updater) or not handlers.is_as_expected(updater):
         return original(updater, request)

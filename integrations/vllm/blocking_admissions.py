@@ -74,7 +74,7 @@ def _call(engine: Any, need: Need | None, send: Callable[[], Any]) -> Any:
 
 
 def _admit(engine: Any, need: Need) -> None:
-    """Return when the memory that a request needs is mapped; see `Admission.admit`."""
+    """Wait until the memory that a request needs is mapped; see `Admission.admit`."""
     admission = admission_of(engine)
     if admission is None or not _may_be_asleep(engine, admission):
         return

@@ -314,7 +314,7 @@ def _refused(
 
 
 def _end(core: Any) -> Any:
-    """End an update in the workers, and drop outputs of encoders with the old weights."""
+    """End an update in the workers. If the core is idle, drop the old weights' encoder outputs."""
     rows = core.model_executor.collective_rpc(END)
     if _is_idle(core):
         core.reset_encoder_cache()

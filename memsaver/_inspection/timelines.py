@@ -1,4 +1,4 @@
-"""Record the memory of tags over time, and save it as a trace, a page or a picture."""
+"""Record the memory of tags over time, and save it as a trace, an HTML page or an image."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pickling, saving and sending tensors of regions.
+"""Pickling, saving and sending tensors in regions.
 
 memsaver registers functions in two of Python's registries: in `copyreg`, for pickles and
 `torch.save`, and in `multiprocessing.reduction`, for sending to other processes. The registries are
@@ -7,7 +7,7 @@ nothing in torch, except for one function if a region is shareable (see `sending
 
 - Pickling and saving read the contents, so they fail for a paused tensor.
 - Sending shares the memory itself. CUDA IPC has no handle for memory that can be paused, so
-  memsaver sends tensors of shareable regions itself (`memsaver._memory.sharing`), and sending fails
+  memsaver sends tensors in shareable regions itself (`memsaver._memory.sharing`), and sending fails
   for tensors of any other region. The simulator's tensors behave in the same way.
 
 A library that registers later has priority and may not call these functions. In this case torch
@@ -91,7 +91,7 @@ class _Pickling:
 
 
 class _Sending:
-    """Sends tensors of shareable regions, rejects those of other regions, and passes all other
+    """Sends tensors in shareable regions, rejects those of other regions, and passes all other
     tensors to the previously registered function.
     """
 

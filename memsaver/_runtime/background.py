@@ -174,7 +174,7 @@ class Job(Generic[Result]):
         return self._outcome.over.is_open()
 
     def wait(self, timeout: float | None = None) -> Result:
-        """Wait for the end of the work and return its result. May be called more than once.
+        """Wait for the work to finish, and return its result. May be called more than once.
 
         Args:
             timeout: the longest wait, in seconds.

@@ -95,7 +95,7 @@ def checked_backup(backup: object) -> Backup:
 
 
 def backup_of(code: int) -> Backup:
-    """Return the backup with a number of the C ABI."""
+    """Return the backup for a value of the C ABI's `ms_backup`."""
     return BACKUPS[code]
 
 

@@ -1,4 +1,4 @@
-"""Redact this process's secrets in the messages of errors."""
+"""Redact this process's secrets in error messages."""
 
 from __future__ import annotations
 

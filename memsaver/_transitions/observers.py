@@ -67,7 +67,7 @@ _after_resume: list[Registration] = []
 
 
 def on_pause(function: Callback, tag: str | None = None) -> Registration:
-    """Call `function(tag)` before a tag is paused, on the calling thread, while it is mapped.
+    """Call `function(tag)` on the caller's thread before a tag is paused, while it is still mapped.
 
     Args:
         function: the callback. Callbacks run in the order of registration. If one raises, nothing

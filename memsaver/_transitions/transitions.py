@@ -238,7 +238,7 @@ def paused(*tags: str, backup: Backup | None = None) -> Iterator[Report]:
 
 
 def pause_call(tags: Sequence[str], backup: Backup | None) -> Call:
-    """Check the arguments of `pause`, and return its call. Begins nothing."""
+    """Check the arguments of `pause`, and return them as a `Call`. Begins nothing."""
     code = backup_code(backup)
     names = [check_tag(tag) for tag in tags]
     _check_no_capture("paused")
@@ -249,13 +249,13 @@ def pause_call(tags: Sequence[str], backup: Backup | None) -> Call:
 
 
 def resume_call(tags: Sequence[str], restore: bool = True) -> Call:
-    """Check the arguments of `resume`, and return its call. Begins nothing."""
+    """Check the arguments of `resume`, and return them as a `Call`. Begins nothing."""
     names = [check_tag(tag) for tag in tags]
     return Call("resume", [], _selected(names), backup_code(None if restore else "none"))
 
 
 def swap_call(out: str | Sequence[str], into: str | Sequence[str], backup: Backup | None) -> Call:
-    """Check the arguments of `swap`, and return its call. Begins nothing."""
+    """Check the arguments of `swap`, and return them as a `Call`. Begins nothing."""
     code = backup_code(backup)
     going, coming = _side(out, "out"), _side(into, "into")
     both = [name for name in going if name in coming]

@@ -1,4 +1,4 @@
-"""The exchange of bytes between the ranks of a group, over the CPU."""
+"""Exchange bytes between the ranks of a group, through a CPU backend such as gloo."""
 
 from __future__ import annotations
 

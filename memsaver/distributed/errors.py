@@ -119,7 +119,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def _by_reason(failures: Iterable[RankFailure]) -> str:
-    """Return every distinct reason once, with its ranks and the host of one of them."""
+    """Return each distinct reason once, with its ranks, and the host if only one rank has it."""
     by_reason: dict[str, list[RankFailure]] = {}
     for failure in failures:
         by_reason.setdefault(failure.reason, []).append(failure)

@@ -200,7 +200,7 @@ def test_other_contents_are_an_error(sim):
             tag.pause()
             memsaver.resume()
             sim.write(tag._addresses[5], b"?")
-            with pytest.raises(MemsaverError, match="resumed with other contents"):
+            with pytest.raises(MemsaverError, match="resumed with different contents"):
                 tag.resume()  # finds the tag already mapped
         finally:
             tag.close()

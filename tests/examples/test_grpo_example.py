@@ -73,7 +73,7 @@ leave_place()
 
 
 def run_ranks(tmp_path, name, ranks, **options):
-    """Run the example on some ranks, and return the folder of their results."""
+    """Run the example on `ranks` ranks, and return the folder with their results."""
     folder = tmp_path / name
     folder.mkdir()
     code = RUN.format(example=str(EXAMPLE), options=options)

@@ -89,7 +89,7 @@ class Pause(Transitions):
 
     def rest(self) -> None:
         self.memsaver.resume(*self.going.names)
-        require(self.going.came_back(), f"{self.going.names} came back with other contents")
+        require(self.going.came_back(), f"{self.going.names} came back with different contents")
         super().rest()
 
 
@@ -125,7 +125,7 @@ class Resume(Pause):
 
     def check_done(self) -> None:
         self.check_mapped(self.going, self.going.held(), intact=False)
-        require(self.going.came_back(), f"{self.going.names} came back with other contents")
+        require(self.going.came_back(), f"{self.going.names} came back with different contents")
         self.check_paused(self.staying)
         self.check_bystander()
 
@@ -195,12 +195,12 @@ class Swap(Transitions):
     def check_done(self) -> None:
         self.check_paused(self.out)
         require(self.into.states() == {"mapped"}, "what was to come in is not mapped")
-        require(self.into.came_back(), f"{self.into.names} came back with other contents")
+        require(self.into.came_back(), f"{self.into.names} came back with different contents")
         self.check_bystander()
 
     def rest(self) -> None:
         self.memsaver.resume(*self.out.names, *self.into.names)
-        require(self.out.came_back(), f"{self.out.names} came back with other contents")
+        require(self.out.came_back(), f"{self.out.names} came back with different contents")
         # In the original state, because a transferred page may be larger.
         self.memsaver.pause(*self.out.names, *self.into.names, backup="none")
         self.memsaver.resume(*self.out.names, *self.into.names)

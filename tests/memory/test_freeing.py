@@ -1,4 +1,4 @@
-"""Test freeing memory in every state of its tag, during transitions and work in flight."""
+"""Test freeing memory in every tag state, during transitions, and while work is in flight."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Test tensors of regions that are pickled, saved, copied, or sent to another process."""
+"""Test tensors in regions that are pickled, saved, copied, or sent to another process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test signals that a process receives in a transition.
+"""Test signals that a process receives during a transition.
 
 Each case runs in its own process, whose exit status and output are checked.
 """

@@ -134,7 +134,7 @@ def arguments() -> argparse.Namespace:
 
 
 def installed(target: Path, *what: str, without: str = "") -> Path:
-    """Return the folder with packages, which pip installs if it does not exist.
+    """Return the folder of installed packages; if the folder does not exist, pip creates it.
 
     Args:
         target: the folder.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import absent_packages
 import pytest
 from installed import needs
 
@@ -15,7 +16,10 @@ pytestmark = pytest.mark.recipes
 
 @pytest.fixture(scope="module", autouse=True)
 def lightrft():
-    needs("lightrft.strategy.strategy_base", "that on PyPI, 0.1.0, has no strategies")
+    absent_packages.install()  # before transformers is imported, which looks for them once
+    with pytest.MonkeyPatch.context() as patch:  # its strategies ask for the GPU when imported
+        patch.setattr("torch.cuda.current_device", lambda: 0)
+        needs("lightrft.strategy.strategy_base", "that on PyPI, 0.1.0, has no strategies")
 
 
 @pytest.fixture

@@ -26,8 +26,8 @@ def actor(engine):
 
 @pytest.fixture
 def installed():
-    needs("slime.backends.sglang_utils.sglang_engine", NOT_ON_PYPI)
     needs_sglang()
+    needs("slime.backends.sglang_utils.sglang_engine", NOT_ON_PYPI)
 
 
 def test_an_engine_releases_memory_and_resumes_it_in_stages(installed, actor, engine, sim):
@@ -66,12 +66,12 @@ def test_its_trainers_are_preloaded_with_memsaver(request, monkeypatch):
         raise InterruptedError
 
     monkeypatch.setattr(ray, "remote", remote)
-    monkeypatch.setattr(actor_group, "_TRAIN_ACTOR_CLS", object)
     args = SimpleNamespace(
         train_env_vars={}, offload_train=True, train_backend="megatron", use_routing_replay=False
     )
+    group = actor_group.RayTrainGroup(args, 1, 1, (None, [0], [0]), actor_cls=object)
     with pytest.raises(InterruptedError):
-        actor_group.RayTrainGroup(args, 1, 1, (None, [0], [0]))
+        group.create()
     assert os.path.dirname(given["LD_PRELOAD"]) == str(dropin_site)
     wanted = ("LD_PRELOAD", "TMS_INIT_ENABLE", "TMS_INIT_ENABLE_CPU_BACKUP")
     run_dropin(

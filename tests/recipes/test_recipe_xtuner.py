@@ -23,8 +23,8 @@ def worker(engine):
 
 @pytest.fixture(scope="module", autouse=True)
 def xtuner():
+    needs_sglang()  # before transformers is imported, which looks for absent packages once
     needs("xtuner.v1.rl.rollout.sglang", "xtuner's RL part is in its repository, not on PyPI")
-    needs_sglang()
 
 
 def test_a_worker_releases_memory_and_resumes_it_in_stages(worker, engine, sim):

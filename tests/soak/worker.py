@@ -2,10 +2,10 @@
 
     python -m soak.worker gpu|sim SEED FOLDER [GIB]
 
-Each line of its input is a request: "figures" (its current use of resources), "walk" with the
-seconds and the maximum of steps, "finish" (resume and free everything; returns the counts since the
-start), or "end". It answers each request except "end" with a line, and writes one when it has
-started. FOLDER contains the locks and the backups on disk.
+Each line of its input is a request: "figures" (return its current use of resources), "walk SECONDS
+STEPS" (walk for at most this time and this number of steps), "finish" (resume and free everything;
+return the counts since the start), or "end". It answers each request except "end" with a line, and
+writes one when it has started. FOLDER contains the locks and the backups on disk.
 """
 
 from __future__ import annotations

@@ -37,12 +37,12 @@ def run_code(
 ) -> subprocess.CompletedProcess[str]:
     """Run code in a new process in that folder; raise AssertionError for another exit status.
 
-    The status None accepts any status. `timeout` is in seconds. The process is a new interpreter;
-    or, if `with_torch`, a process that has already imported torch, which saves seconds; or, if
-    `with_memsaver`, one that has imported both torch and memsaver, in an environment without
-    memsaver's variables; or, if not `fresh`, one that has already imported modules of the standard
-    library, which saves a tenth of a second. Variables for which `reads_at_start` is true require a
-    new interpreter.
+    `status=None` accepts any exit status. `timeout` is in seconds. The process is a new
+    interpreter; or, if `with_torch`, a process that has already imported torch, which saves
+    seconds; or, if `with_memsaver`, one that has imported both torch and memsaver, in an
+    environment without memsaver's variables; or, if not `fresh`, one that has already imported
+    modules of the standard library, which saves a tenth of a second. Variables for which
+    `reads_at_start` is true require a new interpreter.
     """
     __tracebackhide__ = True  # the failure is in the code, and logs must not show the environment
     code = textwrap.dedent(code)

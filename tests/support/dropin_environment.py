@@ -1,4 +1,4 @@
-"""The distribution of integrations/torch_memory_saver, built and run as a program's dependency."""
+"""Builds the wheel of integrations/torch_memory_saver, and runs code with it installed."""
 
 import fcntl
 import os

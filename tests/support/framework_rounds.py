@@ -27,7 +27,7 @@ def check_stages(engine, sim, release, resume_weights, resume_rest) -> None:
 
 
 def check_repeated(engine, *calls) -> None:
-    """Make calls of which some have nothing to do; all memory is mapped at the end."""
+    """Make calls, some of which have nothing to do; at the end, all memory must be mapped."""
     for call in calls:
         call()
     assert states() == MAPPED and engine.scheduler.weights.is_intact()

@@ -6,7 +6,7 @@ _LAYERS = "decoder.layers."
 
 
 def shards_of(whole, rank, size, *, heads, groups, multiple=1, fused_norms=True):
-    """Return a rank's tensors by Megatron's names.
+    """Return a rank's tensors, keyed by Megatron's names.
 
     Args:
         whole: the tensors by Hugging Face's names.

@@ -60,7 +60,7 @@ class Scene:
         self.sim.occupy(CAPACITY - self.sim.physical(device) - nbytes, device)
 
     def rewrite(self, index: int) -> None:
-        """Fill a block with other contents."""
+        """Fill a block with different contents."""
         self.blocks[index].fill(self._next())
 
     def check(self) -> None:

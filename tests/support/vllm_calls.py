@@ -142,7 +142,7 @@ def holds(worker, seed: int, converts: bool = False) -> bool:
 
 
 def hurt_next_bucket(worker, rank: int) -> None:
-    """Make the next bucket arrive with other contents, on one rank."""
+    """Make the next bucket arrive with different contents, on one rank."""
     from memsaver.integrations.vllm import weight_loads
 
     if worker.rank != rank:

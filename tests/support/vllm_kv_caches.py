@@ -57,7 +57,7 @@ ALL = (of_v1_runner, of_v1_runner_for_transfers, of_v2_runner)
 
 
 def exist() -> bool:
-    """Return whether vLLM has these functions: until 0.28."""
+    """Return whether vLLM has these functions, as it does up to 0.28."""
     return hasattr(importlib.import_module(V2), "_allocate_kv_cache")
 
 

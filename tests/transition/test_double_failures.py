@@ -1,4 +1,4 @@
-"""Test that no contents are lost if driver calls fail in a transition and in its rollback."""
+"""Test that no contents are lost if driver calls fail during a transition and its rollback."""
 
 import ctypes
 from itertools import chain

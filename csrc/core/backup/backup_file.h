@@ -17,8 +17,8 @@
 
 namespace memsaver {
 
-// Offsets, sizes and buffers must be multiples of this, because direct I/O requires the disk's
-// block size, which is 512 or 4096 bytes. Others throw kInternal.
+// Offsets, sizes and buffer addresses must be multiples of this, because direct I/O requires
+// alignment to the disk's block size, which is 512 or 4096 bytes. Other values throw kInternal.
 constexpr uint64_t kFileAlignment = 4096;
 
 // Movable. Any number of threads may transfer, reserve and punch disjoint ranges concurrently. Must

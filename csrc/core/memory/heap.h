@@ -4,11 +4,11 @@
 //   block   an allocation: a part of a span, a multiple of 512 bytes
 //   extent  a mapping: one piece of physical memory under some of the blocks
 //
-// Blocks are adjacent; extents cover the same addresses without gaps, but with other boundaries.
-// Therefore 10,000 small tensors can be paused as a few dozen extents (the number of extents
-// determines the cost of a pause), and a resume can choose different extents from those that the
-// pause released. Every byte of a block of a mapped heap is covered by an extent, and every extent
-// lies under a block.
+// Blocks are adjacent; extents cover the same addresses without gaps, but with different
+// boundaries. Therefore 10,000 small tensors can be paused as a few dozen extents (the number of
+// extents determines the cost of a pause), and a resume can choose different extents from those
+// that the pause released. Every byte of a block of a mapped heap is covered by an extent, and
+// every extent lies under a block.
 //
 // A Heap only computes and records addresses; it makes no driver call: plan_* functions only
 // compute, commit_* functions only record the work that the caller did between them. Not

@@ -14,8 +14,8 @@
 
 namespace memsaver {
 
-// Enters a region. Waits for the end of a transition of the tag. Without a policy an existing tag
-// keeps its policy, and a new tag gets kNone.
+// Enters a region. Waits while a transition of the tag is in progress. Without a policy an existing
+// tag keeps its policy, and a new tag gets kNone.
 // Errors: kInvalidArgument for an empty tag; kInvalidState if the tag is paused or the wait would
 // never end. Changes nothing if it fails.
 void enter_region(const std::string& tag, std::optional<Backup> policy);

@@ -38,8 +38,8 @@ class DeviceTransition {
   // Returns the bytes of new memory in the last plan.
   uint64_t new_bytes() const;
 
-  // Plans which pages are transferred (see plan_page_transfers), and reserves the memory for
-  // undoing. Throws kDriverFailed.
+  // Plans which pages are transferred (see plan_page_transfers), and reserves room in the undo
+  // journal. Throws kDriverFailed.
   void plan(bool allow_larger);
   // Removes from the pools the pages that exchange() moves. Under the registry's lock.
   void take_pages() noexcept;

@@ -95,7 +95,7 @@ class AsleepAnswers:
         return await self._held_back(scope, receive, send)
 
     async def _is_asleep(self, admission: Admission) -> bool:
-        """Return whether memory is released. Query the engine if others may have changed it."""
+        """Return whether memory is released. Query the engine if the recorded state may be old."""
         if admission.released or admission.policy.sleep_after or self._is_shared():
             await admission.refresh()
         return bool(admission.released)

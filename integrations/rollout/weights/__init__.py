@@ -6,7 +6,7 @@
 
 - **In buckets.** Tensors are gathered and sent in buckets of a given size, so that an update needs
   only the memory of one bucket in addition to the model, even if FSDP2's shards are gathered.
-- **In place.** An engine on the same GPUs reads tensors of shareable regions in place, without a
+- **In place.** An engine on the same GPUs reads tensors in shareable regions in place, without a
   bucket.
 - **Verified.** The engine's ranks compare each received tensor with the tensor that was sent, and,
   after the load, the model's contents with the received tensors in the model's own layout. The

@@ -84,7 +84,7 @@ def listed(views: Sequence[tuple[str, int, Any]], receivers: Receivers | None = 
 
 
 def mapped(named: Sequence[tuple[str, Any]], tokens: list[int]) -> str:
-    """Serialise named tensors of shareable regions, for a receiver that opens them together.
+    """Serialise named tensors in shareable regions, for a receiver that opens them together.
 
     Args:
         named: names and tensors.

@@ -9,7 +9,7 @@ __all__ = ["WeightUpdate"]
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """The report of an `update`. Equal on all ranks, except for `seconds`.
+    """The report of an `update`. The same on all ranks, except for `seconds`.
 
     Attributes:
         version: the new version of the engine's weights; None if the update did not set one.

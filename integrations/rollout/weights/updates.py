@@ -113,7 +113,7 @@ def update(
             invalid or unknown.
         InvalidStateError: the engine's weights are released, or a tag with memory of `state` is
             paused; or another thread's transition of such a tag did not end within `timeout`, and
-            nothing was sent. A pause by another thread waits for the end of the update.
+            nothing was sent. A pause by another thread waits until the update has finished.
         OutOfDeviceMemoryError: there is no room for the bucket; nothing was sent.
         SharingError: the engine cannot map a tensor of a shareable region, or the engine's loader
             would write to the tensor, or this thread paused the tensor's tag during the update.
@@ -310,10 +310,10 @@ class _Update:
         return options.group.broadcast(tensors, lambda: backend.load_weights(load), options.timeout)
 
     def _checksums(self) -> tuple[str, ...]:
-        """Return the checksums of an engine without the plugin, which must be equal on all of them.
+        """Return the checksums of an engine without the plugin; raise if such engines' differ.
 
-        They are computed in the model's own layout, so the sender cannot compute them. If any
-        engine of the mesh lacks the plugin, the ranks of all engines make the collectives.
+        The engine computes the checksums in the model's own layout, so the sender cannot. If any
+        engine of the mesh lacks the plugin, the ranks of all engines take part in the collectives.
         """
         if self._options.verify == "off":
             return ()

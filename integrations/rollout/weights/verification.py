@@ -36,7 +36,7 @@ def check_policy(verify: str) -> None:
 
 
 def verified_places(bucket: Bucket, verify: str, number: int) -> tuple[int, ...]:
-    """Return the indices of a bucket's tensors to verify; equal on all ranks.
+    """Return the indices of a bucket's tensors to verify, the same on all ranks.
 
     Args:
         bucket: the bucket.

@@ -1,4 +1,4 @@
-"""Send tensors of shareable regions to other processes, without a copy.
+"""Send tensors in shareable regions to other processes, without a copy.
 
 `sending` reduces a tensor to its place in the sender's memory, and `sent_storages` keeps the memory
 for the receiver. `exporter` is the sender's server: it sends the descriptors of the memory to

@@ -303,7 +303,7 @@ _running: dict[int, _Server] = {}  # by id; includes servers that are not in `_s
 
 
 def _forget() -> None:
-    """Close the parent's sockets in a forked child, so that importers notice the parent's end."""
+    """Close the parent's sockets in a forked child, so that importers notice the parent's exit."""
     for server in _running.values():
         server.listener.close()
         if server.accepted is not None:

@@ -385,7 +385,7 @@ _open: dict[int, Peer] = {}  # by id; includes connections that are not in `_pee
 
 
 def _forget() -> None:
-    """Close the parent's sockets in a forked child, so that exporters notice the parent's end."""
+    """Close the parent's sockets in a forked child, so that exporters notice the parent's exit."""
     for peer in list(_open.values()):
         peer.close()
     _peers.clear()

@@ -95,7 +95,7 @@ class CycledTag:
             for at in (address, address + self._block - _SAMPLE):
                 if self._driver.read(at, _SAMPLE) != expected:
                     raise MemsaverError(
-                        f"tag {self._tag!r} resumed with other contents at {at:#x}; "
+                        f"tag {self._tag!r} resumed with different contents at {at:#x}; "
                         "please report it",
                         tag=self._tag,
                     )

@@ -1,4 +1,4 @@
-"""The questions that run in a separate process each, by their printed names."""
+"""The questions that each run in a separate process, by their printed names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scenarios of sleep and wake-up on a live engine whose weights have a backup.
+"""Scenarios for sleep and wake-up on a live engine whose weights have a backup.
 
 A scenario begins and ends with the engine awake; if it raises, the engine is replaced.
 """

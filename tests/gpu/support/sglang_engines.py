@@ -184,7 +184,7 @@ class Session:
         return self.run(compute)["embedding"]  # type: ignore[no-any-return]
 
     def run(self, work: Callable[[], Any]) -> Any:
-        """Run the coroutine of `work` on the loop of this process's engine. Any thread."""
+        """Run the coroutine that `work` returns on this engine's event loop. Any thread."""
         return self.controller._engine.run("a request", work, SETTLE_SECONDS)
 
     def settle(self) -> None:

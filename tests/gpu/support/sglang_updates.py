@@ -1,4 +1,4 @@
-"""Scenarios with weights that a trainer sends: between the stages of a wake-up, or while awake.
+"""Scenarios in which a trainer sends weights between the stages of a wake-up or to an awake engine.
 
 A scenario begins and ends with the engine awake; if it raises, the engine is replaced.
 """

@@ -1,4 +1,4 @@
-"""Scenarios of requests to a sleeping vLLM engine.
+"""Scenarios for requests to a sleeping vLLM engine.
 
 A scenario begins and ends with the engine awake; if it raises, the engine is replaced.
 """

@@ -1,4 +1,4 @@
-"""Scenarios of levels and tags on a live vLLM engine.
+"""Scenarios for sleep levels and tags on a live vLLM engine.
 
 A scenario begins and ends with the engine awake; if it raises, the engine is replaced.
 """
@@ -247,7 +247,7 @@ def steps_of_a_request(session: Session) -> int:
 
 
 def adapters(session: Session) -> None:
-    """LoRA adapters keep their effect over sleeps, and others can be loaded afterwards."""
+    """LoRA adapters still work after sleeps, and other adapters can be loaded afterwards."""
     first = vllm_adapters.save(session.folder / "first", seed=1)
     with_first = session.outputs(first)
     assert with_first == session.outputs(first) != session.expected

@@ -149,7 +149,7 @@ def later_allocations_are_saved(session: Session) -> None:
 
 
 def a_second_engine(session: Session) -> None:
-    """A second engine in the process is refused as vLLM does; the first one lives."""
+    """A second engine in the same process is refused as vLLM does; the first one lives."""
     from vllm import LLM
 
     try:

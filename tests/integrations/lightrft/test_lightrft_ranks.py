@@ -60,7 +60,7 @@ with pytest.MonkeyPatch.context() as patch, engines.modules(patch) as classes:
         scheduler.end("somebody else's")
     assert strategy.gather_and_generate("b") == said("b!")
 
-    # Of engines that lose their weights in a sleep, one is busy: all get them again, once.
+    # Of engines that lose their weights during a sleep, one is busy: all get them again, once.
     memory.close()
     memory = adapt(strategy, timeout=30, weights="resend")
     strategy.broadcast_manager = sender = Sender(strategy, scheduler)

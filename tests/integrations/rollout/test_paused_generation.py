@@ -18,7 +18,7 @@ class Generating(Backend):
 
     Attributes:
         paused: whether generation is paused.
-        pause_error: raised by a pause, which may have taken effect before.
+        pause_error: raised by a pause after it has taken effect; None raises nothing.
         continue_error: raised instead of continuing.
         answers: an event; a pause returns or raises once it is set.
     """

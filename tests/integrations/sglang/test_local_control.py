@@ -1,4 +1,4 @@
-"""Test replicas of data-parallel attention that receive requests in different rounds.
+"""Test data-parallel attention replicas that receive a request in different loop iterations.
 
 SGLang's option is `enable_dp_attention_local_control_broadcast`.
 """

@@ -108,7 +108,7 @@ def test_a_refusal_reaches_a_server_without_a_tokenizer_manager(engine):
 def test_only_a_scheduler_without_a_tokenizer_manager_logs_a_failure(
     engine, sim, caplog, operation, rust_server
 ):
-    """The manager logs it, and SGLang's server in Rust has none."""
+    """The manager logs it, and SGLang's Rust server has none."""
     engine.rust_server = rust_server
     if operation == "resume":
         assert ask(engine, "release").failure is None

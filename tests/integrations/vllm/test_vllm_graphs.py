@@ -55,7 +55,7 @@ def test_without_the_allocator_graphs_stay_in_vllms_pool(platform):
 def test_graphs_that_other_ranks_read_stay_in_vllms_pool(
     platform, allocator, monkeypatch, disabled, pool
 ):
-    """CUDA exports only memory of cudaMalloc to other processes."""
+    """Custom all-reduce exports graph memory, which CUDA permits only for cudaMalloc memory."""
     has_custom_all_reduce(monkeypatch, disabled=disabled)
     assert platform.get_global_graph_pool() == pool
 

@@ -75,7 +75,7 @@ def test_a_sender_with_many_descriptors(own_importer, make, name, options):
 def test_a_receiver_without_descriptors(
     own_importer, make, name, options, monkeypatch, wait_until, most
 ):
-    """It maps nothing of the message, says so, and can receive again."""
+    """The receiver maps none of the message's memory, raises an error, and can receive again."""
     monkeypatch.setattr(wire, "MOST_FILES", most)
     options(slab_bytes=2 * MIB, share_bytes=2 * MIB)
     mine = [make(MIB // 2) for _ in range(10)]

@@ -1,4 +1,4 @@
-"""Test tensors of shareable regions in another process: contents, views, shared memory."""
+"""Test tensors in shareable regions in another process: contents, views, shared memory."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def configure_subprocess() -> Iterator[None]:
 
     Raises:
         NotLoadedError: a library is missing.
-        ConfigError: `LD_PRELOAD` cannot name a library's path.
+        ConfigError: a library's path has a space or a colon, which `LD_PRELOAD` cannot express.
     """
     # Includes memsaver's own library, so that the other library need not search for it.
     others = memsaver.preload_env()["LD_PRELOAD"].split(":")

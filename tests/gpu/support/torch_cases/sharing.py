@@ -1,4 +1,4 @@
-"""Test tensors of shareable regions in another process."""
+"""Test tensors in shareable regions in another process."""
 
 from __future__ import annotations
 
