@@ -1,9 +1,11 @@
-"""Test slime's own engine actor and trainer group with memsaver, if slime is installed."""
+"""Test slime's and miles's own engine actors and training actors with memsaver, if installed."""
 
 from __future__ import annotations
 
+import importlib
 import os
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from framework_rounds import check_repeated, check_stages
@@ -11,26 +13,27 @@ from installed import needs, needs_sglang
 
 pytestmark = pytest.mark.recipes
 
-NOT_ON_PYPI = "it is installed from its repository; slime on PyPI is another project"
+ENGINE = "backends.sglang_utils.sglang_engine"
+NOT_ON_PYPI = "it is installed from its repository; projects of this name on PyPI are others"
+
+
+@pytest.fixture(params=["slime", "miles"])
+def framework(request):
+    needs_sglang()
+    needs(f"{request.param}.{ENGINE}", NOT_ON_PYPI)
+    return request.param
 
 
 @pytest.fixture
-def actor(engine):
-    """Return slime's actor for an engine whose server is already running."""
-    from slime.backends.sglang_utils.sglang_engine import SGLangEngine
-
-    actor = object.__new__(SGLangEngine)
+def actor(framework, engine):
+    """Return the framework's actor for an engine whose server is already running."""
+    owner = importlib.import_module(f"{framework}.{ENGINE}").SGLangEngine
+    actor = object.__new__(owner)
     actor.node_rank, actor.server_host, actor.server_port = 0, engine.host, engine.port
     return actor
 
 
-@pytest.fixture
-def installed():
-    needs_sglang()
-    needs("slime.backends.sglang_utils.sglang_engine", NOT_ON_PYPI)
-
-
-def test_an_engine_releases_memory_and_resumes_it_in_stages(installed, actor, engine, sim):
+def test_an_engine_releases_memory_and_resumes_it_in_stages(actor, engine, sim):
     check_stages(
         engine,
         sim,
@@ -40,7 +43,7 @@ def test_an_engine_releases_memory_and_resumes_it_in_stages(installed, actor, en
     )
 
 
-def test_repeated_requests_are_no_error(installed, actor, engine):
+def test_repeated_requests_are_no_error(actor, engine):
     check_repeated(
         engine,
         actor.resume_memory_occupation,
@@ -51,14 +54,40 @@ def test_repeated_requests_are_no_error(installed, actor, engine):
     )
 
 
-def test_its_trainers_are_preloaded_with_memsaver(request, monkeypatch):
-    """The environment that slime sets for its training actors preloads memsaver in a child."""
-    needs("slime.ray.actor_group", NOT_ON_PYPI)
+def _slime(module, args):
+    module.RayTrainGroup(args, 1, 1, (None, [0], [0]), actor_cls=object).create()
+
+
+def _miles(module, args):
+    module.allocate_gpus_for_actor(args, 1, (None, [0], [0]), 1, "", "actor", 0)
+
+
+ARGUMENTS = {"train_env_vars": {}, "offload_train": True, "train_backend": "megatron"}
+STARTS = {"slime": ("ray.actor_group", _slime), "miles": ("ray.train.actor_factory", _miles)}
+TRAINERS = {
+    "slime": {"use_routing_replay": False},
+    "miles": {"offload_train_target": "cpu"},
+    "miles, backups on disk": {
+        "offload_train_target": "disk",
+        "offload_train_disk_chunk_mb": 64,
+    },
+}
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_its_trainers_are_preloaded_with_memsaver(name, request, tmp_path, monkeypatch):
+    """The environment that the framework sets for training actors preloads memsaver in a child."""
+    framework = name.partition(",")[0]
+    needs_sglang()
+    needs(f"{framework}.{ENGINE}", NOT_ON_PYPI)
     ray = pytest.importorskip("ray")
     dropin_site, run_dropin = map(request.getfixturevalue, ("dropin_site", "run_dropin"))
-    from slime.ray import actor_group
-
     monkeypatch.syspath_prepend(str(dropin_site))
+    place, start = STARTS[framework]
+    module = importlib.import_module(f"{framework}.{place}")
+    megatron = ModuleType("the framework's trainer, which needs Megatron")
+    megatron.MegatronTrainRayActor = object
+    monkeypatch.setitem(sys.modules, f"{framework}.backends.megatron_utils.actor", megatron)
     given = {}
 
     def remote(**options):
@@ -66,14 +95,10 @@ def test_its_trainers_are_preloaded_with_memsaver(request, monkeypatch):
         raise InterruptedError
 
     monkeypatch.setattr(ray, "remote", remote)
-    args = SimpleNamespace(
-        train_env_vars={}, offload_train=True, train_backend="megatron", use_routing_replay=False
-    )
-    group = actor_group.RayTrainGroup(args, 1, 1, (None, [0], [0]), actor_cls=object)
+    more = {"dumper_source_patcher_config_train": None, "use_fault_tolerance": False}
     with pytest.raises(InterruptedError):
-        group.create()
+        start(module, SimpleNamespace(**ARGUMENTS, **more, **TRAINERS[name]))
     assert os.path.dirname(given["LD_PRELOAD"]) == str(dropin_site)
-    wanted = ("LD_PRELOAD", "TMS_INIT_ENABLE", "TMS_INIT_ENABLE_CPU_BACKUP")
     run_dropin(
         """
         assert memsaver.is_preloaded()
@@ -84,5 +109,6 @@ def test_its_trainers_are_preloaded_with_memsaver(request, monkeypatch):
             pass
         saver.resume()
         """,
-        **{name: given[name] for name in wanted},
+        TMS_DISK_BACKUP_DIR=str(tmp_path),
+        **{key: value for key, value in given.items() if key.startswith(("LD_", "TMS_"))},
     )
