@@ -47,7 +47,19 @@ __all__ = ["Collection"]
 _STEP = "the optimizer's step"
 # Packages whose frames are between the program's step and a hook that runs after it.
 _BETWEEN = {"memsaver", "torch", "contextlib"}
-_watching: weakref.WeakSet[Collection] = weakref.WeakSet()
+# The collections that are watched, by their ids. Unlike a WeakSet, a dictionary can be read while
+# other threads and garbage collections change it.
+_watching: dict[int, weakref.ref[Collection]] = {}
+
+
+def _watched() -> list[Collection]:
+    found = [reference() for reference in list(_watching.values())]
+    return [collection for collection in found if collection is not None]
+
+
+def _before_any_step(optimizer: Any) -> None:
+    for collection in _watched():
+        collection._before_any_step(optimizer)
 
 
 class Collection:
@@ -125,13 +137,13 @@ class Collection:
         import torch
 
         mine = {id(t): t for t in self.targets if isinstance(t, torch.optim.Optimizer)}
-        for other in list(_watching):
+        for other in _watched():
             for target in other.targets:
                 if id(target) in mine and other.tag != self.tag:
                     raise ConfigError(
                         f"the states of this {type(target).__name__} already go to tag "
-                        f"{other.tag!r}: pause and resume that tag, or close its handle, which "
-                        "offload returned",
+                        f"{other.tag!r}: pause and resume that tag, or close the handle that offload "
+                        "returned; after an offload that failed, repeat it with that tag first",
                         tag=self.tag,
                     )
         with self._lock.locked():
@@ -197,14 +209,7 @@ class Collection:
                 if collection is not None:
                     collection._leave_parts()
 
-            def before_step(optimizer: Any) -> None:
-                collection = this()
-                if collection is not None:
-                    collection._before_any_step(optimizer)
-
-            steps = guard_steps(before_step)
-            weakref.finalize(self, steps.close).atexit = False
-            hooks.callback(steps.close)
+            guard_steps(_before_any_step)
             for registration in (
                 observers.on_pause(before_pause, tag=self.tag),
                 observers.on_resume(after_resume, tag=self.tag),
@@ -212,11 +217,12 @@ class Collection:
                 weakref.finalize(self, registration.remove).atexit = False
                 hooks.callback(registration.remove)
             self._hooks = hooks.pop_all()
-            _watching.add(self)
+            key = id(self)
+            _watching[key] = weakref.ref(self, lambda _: _watching.pop(key, None))
 
     def unwatch(self) -> None:
         """Stop `watch`; memory in the tag stays there. Idempotent."""
-        _watching.discard(self)
+        _watching.pop(id(self), None)
         self._hooks.close()
         self._leave_parts()
 

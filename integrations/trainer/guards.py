@@ -27,6 +27,8 @@ __all__ = [
 
 Hook: TypeAlias = Callable[[Any], object]  # called with the optimizer or the module
 
+_STEP_HOOKS: list[Hook] = []  # the functions of `guard_steps`
+
 
 def check_mapped(tag: str, what: str, memory: list[Any] | None = None) -> None:
     """Raise InvalidStateError, with advice, unless the tag is mapped.
@@ -140,26 +142,24 @@ def guard_optimizer(
         return hooks.pop_all()
 
 
-def guard_steps(before_step: Hook) -> contextlib.ExitStack:
-    """Install a hook that calls `before_step` before each step of any torch optimizer.
+def guard_steps(before_step: Hook) -> None:
+    """Call `before_step` before each step of any torch optimizer, from now on.
 
-    If it raises, the step does not happen.
-
-    Returns:
-        A stack that removes the hook when it is closed.
+    If it raises, the step does not happen. Further calls with the same function have no effect. The
+    hook is not removed, because torch allows no change of these hooks during another thread's step.
     """
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    hooks = contextlib.ExitStack()
-    hooks.callback(register_optimizer_step_pre_hook(_hooked(before_step)).remove)
-    return hooks
+    if before_step not in _STEP_HOOKS:
+        register_optimizer_step_pre_hook(_hooked(before_step))
+        _STEP_HOOKS.append(before_step)
 
 
 def guard_module(module: Any, checks: ModuleChecks) -> contextlib.ExitStack:
     """Install hooks that call `checks` before a module's forward passes, loads and saves.
 
-    Loads and saves are `load_state_dict` and `state_dict`. A submodule's `state_dict` calls them
-    too; see `guard_parts` for the submodules' other calls.
+    Loads and saves are `load_state_dict` and `state_dict`, also those of submodules; see
+    `guard_parts` for the submodules' forward passes.
 
     Returns:
         A stack that removes the hooks when it is closed.
@@ -170,23 +170,24 @@ def guard_module(module: Any, checks: ModuleChecks) -> contextlib.ExitStack:
     import torch
 
     with _registering(module) as hooks:
-        _guard(module, checks, hooks)
-        saving = Guard(checks.before_module_save)
+        _guard_forward(module, checks, hooks)
+        loading, saving = Guard(checks.before_module_load), Guard(checks.before_module_save)
         # The hooks of submodules stay too, because torch does not allow a thread to remove a hook
         # during a call.
         for part in module.modules():
-            if not isinstance(part, torch.jit.ScriptModule):
+            if part is module or not isinstance(part, torch.jit.ScriptModule):
+                hooks.callback(part.register_load_state_dict_pre_hook(loading).remove)
                 hooks.callback(part.register_state_dict_pre_hook(saving).remove)
         return hooks.pop_all()
 
 
 def guard_parts(module: Any, checks: ModuleChecks) -> contextlib.ExitStack:
-    """Guard a module's submodules and its compiled calls.
+    """Guard the forward passes of a module's submodules, and its compiled calls.
 
-    The submodules have the guards of `guard_module`, except for `state_dict`. Also calls
-    `checks.after_forward` after each forward pass of the module itself. Scripted modules accept no
-    hooks and are guarded only by the modules around them. Keep the hooks for a short time: each
-    costs a few microseconds per forward pass, and torch has fast paths for modules without hooks.
+    Also calls `checks.after_forward` after each forward pass of the module itself. Scripted modules
+    accept no hooks and are guarded only by the modules around them. Keep the hooks for a short
+    time: each costs a few microseconds per forward pass, and torch has fast paths for modules
+    without hooks.
     """
     import torch
 
@@ -195,7 +196,7 @@ def guard_parts(module: Any, checks: ModuleChecks) -> contextlib.ExitStack:
             if isinstance(part, torch.jit.ScriptModule):
                 continue
             if part is not module:
-                _guard(part, checks, hooks)
+                _guard_forward(part, checks, hooks)
             _guard_compiled(part, checks, hooks)
         if not isinstance(module, torch.jit.ScriptModule):
             hooks.callback(module.register_forward_hook(Guard(checks.after_forward)).remove)
@@ -211,30 +212,47 @@ def _hooked(function: Hook) -> Callable[..., None]:
     return torch.compiler.disable(hook)  # type: ignore[no-any-return]
 
 
-def _guard(module: Any, checks: ModuleChecks, hooks: contextlib.ExitStack) -> None:
+def _guard_forward(module: Any, checks: ModuleChecks, hooks: contextlib.ExitStack) -> None:
+    # This must run before FSDP2's hooks, which gather parameters.
     forward = Guard(checks.before_forward)
-    loading = Guard(checks.before_module_load)
-    # These must run before FSDP2's hooks, which gather parameters.
     hooks.callback(module.register_forward_pre_hook(forward, prepend=True).remove)
-    hooks.callback(module.register_load_state_dict_pre_hook(loading).remove)
+
+
+class _CompiledCall:
+    """The result of `module.compile()`, which is called after the checks of all guards.
+
+    Compiled code contains the module's hooks, so hooks cannot check.
+    """
+
+    def __init__(self, module: Any, compiled: Callable[..., Any]) -> None:
+        self._module, self._compiled = module, compiled
+        self._checks: list[ModuleChecks] = []
+        module._compiled_call_impl = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for checks in list(self._checks):
+            checks.before_forward(self._module)
+        return self._compiled(*args, **kwargs)
+
+    def add(self, checks: ModuleChecks) -> None:
+        self._checks.append(checks)
+
+    def remove(self, checks: ModuleChecks) -> None:
+        """Remove checks, and this object from the module if none is left."""
+        self._checks.remove(checks)
+        # The program may have compiled the module again.
+        if not self._checks and self._module._compiled_call_impl is self:
+            self._module._compiled_call_impl = self._compiled
 
 
 def _guard_compiled(module: Any, checks: ModuleChecks, hooks: contextlib.ExitStack) -> None:
-    """Guard the result of `module.compile()`, which runs the module's hooks in compiled code."""
-    compiled = getattr(module, "_compiled_call_impl", None)
-    if compiled is None:
+    call = getattr(module, "_compiled_call_impl", None)
+    if call is None:
         return
-
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        checks.before_forward(module)
-        return compiled(*args, **kwargs)
-
-    def restore() -> None:
-        if module._compiled_call_impl is guarded:  # the module was not compiled again
-            module._compiled_call_impl = compiled
-
-    module._compiled_call_impl = guarded
-    hooks.callback(restore)
+    if not isinstance(call, _CompiledCall):
+        call = _CompiledCall(module, call)
+    call.add(checks)
+    hooks.callback(call.remove, checks)
 
 
 @contextlib.contextmanager

@@ -43,7 +43,7 @@ def read_by_forward(module: Any) -> Iterator[Holding]:
     )
     for tensor in _all(module) if reads_all else _own(module):
         yield from parts_of(tensor, "a tensor of the module")
-        if tensor.grad is not None:
+        if tensor.is_leaf and tensor.grad is not None:
             yield from parts_of(tensor.grad, "a gradient")
 
 

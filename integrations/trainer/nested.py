@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections import UserDict, UserList, deque
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
@@ -39,6 +40,10 @@ def leaves(value: Any, what: str = "") -> Iterator[tuple[Any, str]]:
 
 def _inside(value: Any) -> list[tuple[Any, Any]] | None:
     """Return the keys and values of a container; None for any other value."""
+    torch = sys.modules.get("torch")
+    whole = () if torch is None else (torch.nn.Module, torch.optim.Optimizer, torch.Tensor)
+    if isinstance(value, whole):  # even if it is a dataclass or a mapping
+        return None
     if isinstance(value, Mapping | UserDict):
         return list(value.items())
     if isinstance(value, _SEQUENCES):

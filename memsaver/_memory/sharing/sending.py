@@ -117,7 +117,7 @@ def reduce(tensor: Any, tag: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
     Raises:
         SharingError: the tag is paused, the memory is not exportable, or the tensor has an autograd
-            history.
+            history or is a conjugated or negated view.
     """
     return importing.rebuild, _arguments(tensor, *_kept(tensor, tag))
 
@@ -132,6 +132,12 @@ def _kept(tensor: Any, tag: str) -> tuple[Place, int]:
         raise SharingError(
             f"a tensor of tag {tag!r} that has an autograd history cannot be sent to another "
             "process: send tensor.detach()",
+            tag=tag,
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        raise SharingError(
+            f"a conjugated or negated view of a tensor of tag {tag!r} cannot be sent to another "
+            "process: send tensor.resolve_conj().resolve_neg()",
             tag=tag,
         )
     storage = tensor.untyped_storage()

@@ -178,20 +178,49 @@ def test_states_made_anew_go_into_the_tag_with_the_step_that_makes_them(sim, tag
     assert lies_in(trainer.optimizer.state[first]["exp_avg"], offloaded.tag)
 
 
-def test_a_model_that_was_compiled_in_place_is_refused_too(sim, tag):
+@pytest.mark.parametrize("handles", [1, 2])
+def test_a_model_that_was_compiled_in_place_is_refused_too(sim, tag, handles):
     trainer = Trainer()
     trainer.model.compile(backend="eager")
     trainer.model[0].compile(backend="eager")
     x = torch.ones(2, 32)
     expected = trainer.model(x)
     del expected
-    offloaded = offload(trainer.model, tag=tag())
-    with offloaded.paused():
-        for work in (trainer.model, trainer.model[0]):
-            with pytest.raises(memsaver.InvalidStateError):
-                work(x)
-    trainer.model(x)
-    assert trainer.model._compiled_call_impl.__name__ != "guarded"
+    compiled = trainer.model._compiled_call_impl
+    name = tag()
+    offloaded, *_others = [offload(trainer.model, tag=name) for _ in range(handles)]
+    for _ in range(2):
+        with offloaded.paused():
+            for work in (trainer.model, trainer.model[0]):
+                with pytest.raises(memsaver.InvalidStateError):
+                    work(x)
+        trainer.model(x)
+        assert trainer.model._compiled_call_impl is compiled
+
+
+@dataclasses.dataclass(eq=False)
+class Described(torch.nn.Module):
+    width: int
+    inner: torch.nn.Module
+
+    def __new__(cls, *arguments):
+        made = super().__new__(cls)
+        torch.nn.Module.__init__(made)
+        return made
+
+    def __post_init__(self):
+        self.own = torch.nn.Parameter(torch.ones(self.width))
+
+    def forward(self, x):
+        return self.inner(x) * self.own[0]
+
+
+def test_a_module_that_is_a_dataclass_is_a_module(sim, tag):
+    model = Described(1000, torch.nn.Linear(4, 4))
+    offloaded = offload(model, tag=tag())
+    assert (offloaded.bytes, offloaded.bytes_elsewhere) == (4 * (1000 + 16 + 4), 0)
+    with offloaded.paused(), pytest.raises(memsaver.InvalidStateError):
+        model(torch.ones(1, 4))
 
 
 def test_offloaded_tensors_can_be_swapped(sim, tag):

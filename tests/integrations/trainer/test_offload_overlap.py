@@ -210,3 +210,19 @@ def test_a_step_on_its_way_when_the_program_ends_or_is_interrupted(run_python):
         """,
         with_torch=True,
     )
+
+
+def test_a_part_of_a_model_with_two_handles_loads_while_the_model_returns(sim, tag):
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    name = tag()
+    offloaded, other = offload(model, tag=name), offload(model, tag=name)
+    saved = {key: torch.full_like(value, 3) for key, value in model[0].state_dict().items()}
+    offloaded.pause()
+    with held(sim):
+        arrival = offloaded.resume(wait=False)
+        with released_soon(sim):
+            model[0].load_state_dict(saved)
+    arrival.wait()
+    assert torch.equal(model[0].weight, saved["weight"])
+    other.close()
+    offloaded.close()

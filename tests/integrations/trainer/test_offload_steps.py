@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from trainers import (
     OPTIMIZERS,
     Trainer,
@@ -237,3 +238,21 @@ def test_a_random_training_with_pauses_equals_one_without(sim, tag, optimizer, s
         assert trainer.contents() == twin.contents(), name
         assert [bytes_of(p) for p in trainer.extra] == [bytes_of(p) for p in twin.extra], name
         assert len(states_of(trainer.optimizer)) == len(states_of(twin.optimizer))
+
+
+def test_a_step_goes_on_while_other_optimizers_are_offloaded_and_released(sim, tag):
+    """As if another thread, or a garbage collection, changed what memsaver watches meanwhile."""
+    trainer, others = Trainer(), [Trainer() for _ in range(3)]
+    handles = []
+
+    def disturb(*_):
+        for one in others:
+            handles.append(offload(one.optimizer, tag=tag("others")))
+        handles.pop(0).close()
+
+    disturbing = register_optimizer_step_pre_hook(disturb)
+    offload(trainer.optimizer, tag=tag("mine"))
+    try:
+        trainer.step()
+    finally:
+        disturbing.remove()

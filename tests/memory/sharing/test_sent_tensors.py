@@ -140,6 +140,14 @@ def test_a_process_can_send_to_itself(sim, make, options, wait_until):
     del again
 
 
+@pytest.mark.parametrize("view", [torch.conj, lambda one: one.conj().imag])
+def test_conjugated_and_negated_views_are_refused(sim, name, view):
+    with memsaver.region(name, backup="host", shareable=True):
+        tensor = simulator.empty(4, dtype=torch.complex64)
+    with pytest.raises(memsaver.SharingError, match=r"send tensor\.resolve_conj"):
+        ForkingPickler.dumps(view(tensor))
+
+
 def test_plain_tensors_are_sent_by_torch(make):
     make(4)
     assert received(torch.arange(3)).tolist() == [0, 1, 2]
