@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -61,7 +61,7 @@ class EngineSet:
     """
 
     def __init__(self, engines: Sequence[RolloutEngine]) -> None:
-        self.engines = tuple(engines)
+        self.engines = tuple(engines) if isinstance(engines, Iterable) else ()
         if not self.engines or not all(isinstance(one, RolloutEngine) for one in self.engines):
             raise ConfigError("an EngineSet takes a list of one or more RolloutEngines")
         places = {(one.layout.tp_ranks, one.layout.dp_rank) for one in self.engines}

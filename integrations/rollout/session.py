@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
@@ -22,6 +23,7 @@ from .stage_order import StageOrder
 from .stages import Stage, StageReport
 from .together import Together
 from .trainer_memory import TrainerMemory
+from .weights.sources import state_of
 
 __all__ = ["ColocatedSession", "Phase"]
 
@@ -96,7 +98,7 @@ class ColocatedSession(StageOrder):
         optimizer: its optimizer, or several, whose states and gradients go into the tag
             "optimizer"; or its `Offloaded`. None if no optimizer is on the GPU.
         state: returns the weights to send, for `RolloutEngine.update_weights`; None means
-            `model.state_dict()`.
+            the tensors of `model.state_dict()`.
         tags: further tags of the trainer, such as a reference model's, which are paused and resumed
             with the optimizer; equal on all ranks. Each must exist and have a backup.
         group: a `torch.distributed` group of all ranks of the trainer; None means the world, or
@@ -133,6 +135,7 @@ class ColocatedSession(StageOrder):
         MemsaverError: see `offload` and `memsaver.distributed`; raised on all ranks.
     """
 
+    @signals_deferred()  # no handler may run between the collectives
     def __init__(
         self,
         engine: RolloutEngine,
@@ -191,7 +194,7 @@ class ColocatedSession(StageOrder):
         self._overlap = Overlap(self._trainer, bool(overlap) and self._sleeps)
         self.engine = engine
         self.stages: list[StageReport] = []
-        self._state = state if state is not None else model.state_dict
+        self._state = state if state is not None else functools.partial(state_of, model)
         self._options = update_options if update_options is not None else {}
         self._timeout = timeout
         self._block_timeout = block_timeout

@@ -11,7 +11,7 @@ import memsaver
 import memsaver.distributed
 from memsaver._runtime.native import Backup, check_tag
 from memsaver._transitions.handles import state
-from memsaver.errors import ConfigError, MemsaverError
+from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
 
 from ..engine.held import torch_with_cuda
 from ..trainer import Offloaded, offload
@@ -48,6 +48,7 @@ class TrainerMemory:
         """
         self._group = group
         self._timeout = timeout
+        self._is_closed = False
         self._handles: list[Offloaded] = []
         self._made: list[Offloaded] = []  # handles that were created here, not by the caller
         self._overlapping: list[Offloaded] = []  # the model's and the optimizer's handle
@@ -117,10 +118,12 @@ class TrainerMemory:
         """Check that the trainer's memory is still guarded, and that a pause would save it.
 
         Raises:
-            InvalidStateError: a handle was closed.
+            InvalidStateError: the session or a handle was closed.
             ConfigError: a tag has no backup.
             UnknownTagError: a tag is unknown.
         """
+        if self._is_closed:
+            raise InvalidStateError("the session is closed: create a new one")
         for handle in self._handles:
             handle.check_open(_CLOSED)
         _check_backups(self.tags)
@@ -160,6 +163,7 @@ class TrainerMemory:
             InvalidStateError: a tag is paused.
         """
         close_all(self._handles)
+        self._is_closed = True
         self._group = None  # a group keeps torch's store alive
 
 

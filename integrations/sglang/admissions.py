@@ -132,13 +132,19 @@ async def change(manager: Any, operation: str, communicator: Any, obj: Any) -> l
         async with admission.changing:
             if operation == "release" and not admission.released & _WEIGHTS:
                 admission.without_backup = _without_backup(manager, obj)
-            answers, error = await _sent(manager, communicator, obj)
+            tags = _asleep(getattr(obj, "tags", None) or EVERYTHING)
+            try:
+                answers, error = await _sent(manager, communicator, obj)
+            except BaseException:
+                # Even if the caller was cancelled, the schedulers may have received the request.
+                if operation == "release":
+                    admission.learn(admission.released | tags)
+                raise
             if any(not _WEIGHTS.isdisjoint(answer.lost) for answer in answers):
                 admission.without_backup = frozenset(_WEIGHTS)
             if answers:
                 admission.learn(_asleep(tag for answer in answers for tag in answer.released))
             else:
-                tags = _asleep(getattr(obj, "tags", None) or EVERYTHING)
                 before = admission.released
                 admission.learn(before | tags if operation == "release" else before - tags)
     if error is not None:

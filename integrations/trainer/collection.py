@@ -142,8 +142,8 @@ class Collection:
                 if id(target) in mine and other.tag != self.tag:
                     raise ConfigError(
                         f"the states of this {type(target).__name__} already go to tag "
-                        f"{other.tag!r}: pause and resume that tag, or close the handle that offload "
-                        "returned; after an offload that failed, repeat it with that tag first",
+                        f"{other.tag!r}: pause and resume that tag, or close the handle that "
+                        "offload returned; after an offload that failed, repeat it with that tag",
                         tag=self.tag,
                     )
         with self._lock.locked():

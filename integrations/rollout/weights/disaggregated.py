@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from memsaver._runtime.interrupts import signals_deferred
 from memsaver._runtime.timeouts import check_timeout, seconds_until
 from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
 
@@ -64,11 +65,13 @@ class WeightGroup:
             own group, and its own leader broadcasts.
 
     Raises:
-        EngineError: the engine cannot join in time. The group's sockets and store are closed.
+        EngineError: an engine cannot join in time. The group's sockets and store are closed, and
+            engines that have joined leave the group.
         ConfigError: the address is not this machine's, the port is taken, an argument is invalid,
-            or the ranks pass different arguments.
+            or the ranks of the mesh pass different arguments.
     """
 
+    @signals_deferred()  # no handler may run between the collectives
     def __init__(
         self,
         engine: RolloutEngine | EngineSet,
@@ -85,7 +88,8 @@ class WeightGroup:
         self._whole_mesh = whole_mesh and engine.layout.dp_size > 1
         self._sender: Sender | None = None  # set only on the rank that broadcasts
         self._failure_notice: FailureNotice | None = None  # set on the other leaders only
-        self._broken, self._has_left = "", False
+        self._broken = ""
+        self._has_engine = False  # on a leader: its engine has begun to join, and must leave
         # Random, because an engine remembers the groups of trainers that were killed.
         self.name = f"memsaver-{secrets.token_hex(16)}"
         self.joined = False
@@ -97,12 +101,8 @@ class WeightGroup:
             _check_address(address, port)
             return {"backend": repr(backend), "whole_mesh": repr(whole_mesh)}
 
-        def compare(everyones: list[dict[str, str]]) -> None:
-            check_equal(engine.layout.tp_ranks, everyones)
-
         what = "joining a group for weights"
-        with self._step(what) as own:
-            own.gathered(what, check, compare, timeout)
+        self._compare(what, check)
         try:
             self._join(what, address, port)
         except BaseException:
@@ -185,6 +185,7 @@ class WeightGroup:
             ) from sending.error
         return result
 
+    @signals_deferred()  # no handler may run between the collectives
     def leave(self) -> None:
         """Make this process and the engine leave the group. Idempotent.
 
@@ -201,7 +202,7 @@ class WeightGroup:
         what = "leaving a group for weights"
         try:
             with self._step(what) as own:
-                own.on_leader(what, self._leave, self._timeout)
+                own.on_leader(what, lambda: self._leave(self._timeout), self._timeout)
         finally:
             if self._sender is not None:
                 self._sender.close()
@@ -214,6 +215,22 @@ class WeightGroup:
             return
         with UpdateSteps(self._engine).step(what, self._timeout) as own:
             yield own
+
+    def _compare(self, what: str, check: Callable[[], dict[str, str]]) -> None:
+        """Check the arguments of all ranks of the mesh. If some differ, all ranks raise.
+
+        Args:
+            what: a description of the call, the same on all ranks.
+            check: returns this rank's arguments by name, formatted for a message; raises if one of
+                them is invalid.
+        """
+        # The ranks wait for the engine's own timeout, because the group's may be invalid.
+        steps, seconds = UpdateSteps(self._engine), self._engine.timeout
+        own = self._engine.layout.tp_ranks
+        given = steps.gather(what, check, seconds)
+        rows = steps.along(what, [*zip(own, given, strict=True)], seconds)
+        ranks, everyones = zip(*(one for row in rows for one in row), strict=True)
+        check_equal(ranks, everyones)
 
     def _join(self, what: str, address: str, port: int) -> None:
         layout, timeout = self._engine.layout, self._timeout
@@ -240,13 +257,18 @@ class WeightGroup:
         request = JoinRequest(self.name, address, port, self._backend, size, offset)
         if not sends:
             self._failure_notice = FailureNotice(self.name, address, port)
-        with self._step(what) as own:
-            own.on_leader(what, lambda: self._enter(request), timeout)
+        try:
+            with self._step(what) as own:
+                own.on_leader(what, lambda: self._enter(request), timeout)
+        except BaseException:
+            self._abandon()  # some ranks of an engine, or other engines, may have joined
+            raise
 
     def _enter(self, request: JoinRequest) -> None:
         """Make the engine join, while the sender creates the group on this side."""
         backend = self._engine.backend
         assert backend is not None
+        self._has_engine = True
         sender = self._sender
         if sender is None:
             backend.join_group(request, self._timeout)
@@ -285,12 +307,14 @@ class WeightGroup:
         The ranks of other engines may wait for its ranks, which forward the tensors that they
         receive.
         """
-        if not self._whole_mesh:
-            return
-        backend, self._has_left = self._engine.backend, True
-        assert backend is not None
-        with contextlib.suppress(MemsaverError):
-            backend.leave_group(self.name, END_SECONDS)
+        if self._whole_mesh:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """Make this leader's engine leave the group after a failure, if it has begun to join."""
+        if self._has_engine:
+            with contextlib.suppress(MemsaverError):
+                self._leave(END_SECONDS)
 
     def _watch(self, sender: Sender, sending: Aside, deadline: float) -> None:
         """End the engines' wait for a broadcast that will not complete.
@@ -320,11 +344,12 @@ class WeightGroup:
         if self._sender is not None:
             self._sender.abort()
 
-    def _leave(self) -> None:
+    def _leave(self, timeout: float) -> None:
         backend = self._engine.backend
         assert backend is not None
-        if not self._has_left:
-            backend.leave_group(self.name, self._timeout)
+        if self._has_engine:
+            self._has_engine = False
+            backend.leave_group(self.name, timeout)
 
 
 def _check_address(address: object, port: object) -> None:

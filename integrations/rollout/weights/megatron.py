@@ -60,7 +60,8 @@ def megatron_parts(
     Raises:
         ConfigError: a name is unknown, for example an expert's, or sizes are inconsistent.
     """
-    if tp_size < 1 or heads % query_groups or query_groups % tp_size:
+    counts = tp_size, heads, query_groups
+    if min(counts) < 1 or heads % query_groups or query_groups % tp_size:
         raise ConfigError(
             f"{query_groups} query groups of {heads} heads cannot be divided among {tp_size} ranks"
         )

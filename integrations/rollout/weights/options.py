@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, get_args
 from memsaver._runtime.text import did_you_mean
 from memsaver.errors import ConfigError
 
-from ...engine.fields import is_encodable
+from ...engine.fields import is_encodable, is_whole
 from ...engine.interface import Layout, PauseMode
 from .disaggregated import WeightGroup
 from .sources import Rename
@@ -55,7 +55,7 @@ class Options:
         if self.layout not in _LAYOUTS:
             layouts = " or ".join(map(repr, _LAYOUTS))
             raise ConfigError(f"layout must be {layouts}, not {self.layout!r}")
-        if not isinstance(self.bucket_bytes, int) or self.bucket_bytes <= 0:
+        if not is_whole(self.bucket_bytes) or self.bucket_bytes <= 0:
             raise ConfigError(
                 f"bucket_bytes must be a positive number of bytes, not {self.bucket_bytes!r}"
             )
@@ -67,6 +67,8 @@ class Options:
             )
         if self.group is not None and not isinstance(self.group, WeightGroup):
             raise ConfigError(f"group must be a WeightGroup or None, not {self.group!r}")
+        if not isinstance(self.flush_cache, bool | None):
+            raise ConfigError(f"flush_cache must be True, False or None, not {self.flush_cache!r}")
         if self.flush_cache and self.pause == "in_place":
             raise ConfigError(
                 "the prefix cache cannot be flushed while requests are paused in place, because "

@@ -15,7 +15,7 @@ from memsaver.errors import ConfigError, InvalidStateError, NotLoadedError
 from ...engine.fields import is_encodable
 from .parts import Box, Part
 
-__all__ = ["Rename", "Source", "Spec", "sources_of"]
+__all__ = ["Rename", "Source", "Spec", "sources_of", "state_of"]
 
 Rename = Callable[[str], "str | None"]
 
@@ -182,13 +182,24 @@ def sources_of(state: Any, *, rename: Rename | None = None) -> list[Source]:
     return sources
 
 
+def state_of(model: Any) -> Any:
+    """Return `model.state_dict()`; from a module's, only the tensors.
+
+    A module's state may have other values (`get_extra_state`).
+    """
+    import torch
+
+    state = model.state_dict()
+    if not isinstance(model, torch.nn.Module):
+        return state
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
 def _pairs(state: Any) -> Iterator[tuple[str, Any]]:
     import torch
 
     if isinstance(state, torch.nn.Module):
-        # A module's state may have values other than tensors (`get_extra_state`).
-        pairs = state.state_dict().items()
-        return ((name, t) for name, t in pairs if isinstance(t, torch.Tensor))
+        state = state_of(state)
     if isinstance(state, Mapping):
         return iter(state.items())
     if isinstance(state, Iterable) and not isinstance(state, str | torch.Tensor):

@@ -148,6 +148,30 @@ def test_an_interrupt_of_a_rank_is_an_error_on_the_others_and_never_dropped(run_
     """)
 
 
+def test_an_interrupt_of_a_rank_in_the_constructor_is_an_error_on_the_others(run_colocated):
+    run_colocated(2)("""
+        from memsaver.integrations.rollout import session as module
+
+        def interrupted(*given, check=module.check_agreed):
+            check(*given)
+            if RANK == 1:  # between two collectives
+                signal.raise_signal(signal.SIGINT)
+
+        session.close()
+        hooks = len(trainer.model._forward_pre_hooks)
+        create = lambda: ColocatedSession(engine, trainer.model, trainer.optimizer, timeout=20)
+        module.check_agreed, check = interrupted, module.check_agreed
+        error = refused(BaseException, create)
+        assert type(error) is (KeyboardInterrupt if RANK else RankError), error
+        assert RANK or "KeyboardInterrupt" in str(error), error
+        assert len(trainer.model._forward_pre_hooks) == hooks
+        module.check_agreed = check
+        session = create()
+        rollout()
+        training()
+    """)
+
+
 def test_a_failure_on_one_rank_is_raised_on_all_ranks(run_colocated):
     run_colocated(2)("""
         training()

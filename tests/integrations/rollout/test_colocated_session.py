@@ -83,6 +83,15 @@ def test_without_a_session_of_sleep_the_trainer_is_left_where_it_is(sim, tag):
         pass
     assert session.trainer_tags == ()
     assert memsaver.explain(next(trainer.model.parameters())).tag is None
+    for _ in range(2):
+        session.close()
+    updates = engine.heard.count("update_weights")
+    for block in (session.rollout, session.training):
+        with pytest.raises(InvalidStateError, match="the session is closed"), block():
+            raise AssertionError("closed")
+    with pytest.raises(InvalidStateError, match="the session is closed"):
+        session.send_weights()
+    assert engine.heard.count("update_weights") == updates
 
 
 def test_a_session_offloads_the_given_targets_to_its_default_tags(sim, tag):

@@ -97,3 +97,15 @@ def test_a_bucket_that_fails_leaves_the_trainer_intact_and_the_engine_without_a_
     backend.damage = lambda number: None
     with scene.session.rollout():
         assert backend.holds(weights)
+
+
+def test_the_extra_state_of_a_models_modules_is_not_sent(sim, backend, tensors_in_files):
+    class Recipe(torch.nn.Module):
+        def get_extra_state(self):
+            return {"recipe": "fp8"}
+
+    trainer = module_of(checkpoint(1))
+    trainer.add_module("recipe", Recipe())
+    session = ColocatedSession(RolloutEngine(backend, timeout=30), trainer, sleep=False)
+    with session.rollout():
+        assert backend.holds(checkpoint(1))

@@ -51,10 +51,10 @@ def test_a_bad_argument_of_a_rank_is_an_error_on_all_ranks_of_the_mesh(run_ranks
                             call(odd if RANK == 1 else None, timeout=5)
                         assert caught.type is (ConfigError if alone else md.RankError), caught
                         assert engine.refresh() is Status.AWAKE
-                for bad in ({"backend": "mpi"}, {"timeout": "soon"}, {"timeout": Odd()}):
-                    given = {"backend": "gloo", "timeout": 20, **(bad if RANK == 1 else {})}
-                    with pytest.raises(ConfigError, match="backend must be one of|positive number"):
-                        WeightGroup(engine, **given)
+            for bad in ({"backend": "mpi"}, {"timeout": "soon"}, {"timeout": Odd()}):
+                given = {"backend": "gloo", "timeout": 20, **(bad if RANK == 1 else {})}
+                with pytest.raises(ConfigError, match="backend must be one of|positive number"):
+                    WeightGroup(engine, **given)
             engine.close()
         # A rank that is not in its mesh keeps nobody waiting, and does not wait.
         from torch.distributed.device_mesh import DeviceMesh

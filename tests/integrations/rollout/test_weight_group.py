@@ -232,6 +232,24 @@ else:
 """)
 
 
+def test_an_interrupt_of_a_rank_that_joins_is_an_error_on_the_others(run_ranks):
+    run_ranks(2)("""
+import signal
+from memsaver.integrations.rollout.weights import disaggregated
+
+def interrupted(*given, request=disaggregated.JoinRequest):
+    if RANK == 1:  # between two collectives
+        signal.raise_signal(signal.SIGINT)
+    return request(*given)
+
+patch.setattr(disaggregated, "JoinRequest", interrupted)
+engine, backend = engine_of(2)
+error = refusals.refused(BaseException, WeightGroup, engine, backend="gloo", timeout=20)
+assert type(error) is (KeyboardInterrupt if RANK else RankError), error
+assert RANK or "KeyboardInterrupt" in str(error), error
+""")
+
+
 @pytest.mark.parametrize(("value", "told"), [(None, "not set"), ("1", "is 1"), ("0", "")])
 def test_the_error_of_nccl_names_the_required_setting(backend, group_of, monkeypatch, value, told):
     if value is None:

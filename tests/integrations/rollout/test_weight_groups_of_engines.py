@@ -9,7 +9,7 @@ from weight_engine import Backend
 
 from memsaver.errors import ConfigError
 from memsaver.integrations.engine.errors import EngineError
-from memsaver.integrations.rollout import EngineSet, RolloutEngine, engine_set
+from memsaver.integrations.rollout import EngineSet, RolloutEngine, WeightGroup, engine_set
 
 COMMON = """
 from dataclasses import replace
@@ -133,8 +133,14 @@ def test_the_engines_of_a_mesh_receive_one_broadcast(run_ranks):
     with pytest.raises(InvalidStateError, match="has left the group"):
         update(engine, shards, group=group)
     # All ranks of the mesh make the same kind of group.
-    with pytest.raises(ConfigError, match="backend must be one of"):
-        WeightGroup(engine, backend="gloo" if RANK else "nope", timeout=30, whole_mesh=True)
+    for name, values, text in (
+        ("backend", ["nope", "gloo"], "backend must be one of"),
+        ("backend", ["nccl", "gloo"], "backend must be equal on all ranks"),
+        ("timeout", ["soon", 30], "timeout must be a positive number"),
+        ("whole_mesh", [True, False], "it is True on rank 0, False on rank 1"),
+    ):
+        given = {"backend": "gloo", "timeout": 30, "whole_mesh": True, name: values[RANK]}
+        assert text in raises(ConfigError, WeightGroup, engine, **given), name
     backend.order("end")
 """)
 
@@ -171,10 +177,33 @@ end()
 
 def test_a_set_needs_different_engines_of_the_same_ranks():
     one = RolloutEngine(Backend(), timeout=5)
-    for given in ([], [one, one], [one, "http://a"]):
+    for given in ([], [one, one], [one, "http://a"], one, None):
         with pytest.raises(ConfigError, match="EngineSet"):
             EngineSet(given)
     assert repr(EngineSet([one])) == "<memsaver EngineSet: 1 engines, 1 ranks>"
+
+
+def test_an_engine_leaves_a_group_that_another_engine_cannot_join():
+    class Joining(Backend):
+        def __init__(self, joins):
+            super().__init__(size=0)
+            self.joins, self.groups = joins, set()
+
+        def join_group(self, group, timeout):
+            if not self.joins:
+                raise EngineError("cannot join")
+            self.groups.add(group.name)
+
+        def leave_group(self, name, timeout):
+            if name not in self.groups:
+                raise EngineError("not in the group")
+            self.groups.remove(name)
+
+    backends = [Joining(True), Joining(False), Joining(True)]
+    engines = EngineSet([RolloutEngine(one, timeout=20) for one in backends])
+    with pytest.raises(EngineError, match="engine 2 of 3: cannot join"):
+        WeightGroup(engines, backend="gloo", timeout=20)
+    assert not any(one.groups for one in backends)
 
 
 def backends_of(*checks):

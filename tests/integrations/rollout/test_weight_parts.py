@@ -104,8 +104,9 @@ def test_invalid_shards_of_megatron_are_rejected():
 
     with pytest.raises(ConfigError, match=r"experts\.linear_fc1"):
         parts({"decoder.layers.0.mlp.experts.linear_fc1.weight": torch.ones(2, 2)})
-    with pytest.raises(ConfigError, match="cannot be divided among 4 ranks"):
-        parts({}, tp_size=4)
+    for others in ({"tp_size": 4}, {"tp_size": 0}, {"query_groups": 0}, {"heads": 0}):
+        with pytest.raises(ConfigError, match="cannot be divided among"):
+            parts({}, **others)
     with pytest.raises(ConfigError, match="8 rows on all ranks, fewer than 10"):
         parts({"embedding.word_embeddings.weight": torch.ones(4, 2)})
     with pytest.raises(ConfigError, match="9 rows"):

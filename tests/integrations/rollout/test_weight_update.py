@@ -104,6 +104,8 @@ def test_views_and_layouts_of_any_kind(engine, backend):
         ({"a": torch.ones(2)}, {"verify": "some"}, "off, sampled, full"),
         ({"a": torch.ones(2)}, {"layout": "megatron"}, "'whole' or 'engine'"),
         ({"a": torch.ones(2)}, {"bucket_bytes": 0}, "positive number of bytes"),
+        ({"a": torch.ones(2)}, {"bucket_bytes": True}, "positive number of bytes, not True"),
+        ({"a": torch.ones(2)}, {"flush_cache": "no"}, "flush_cache must be True, False or None"),
         ({"a": torch.ones(2)}, {"version": 7}, "version must be text or None"),
         ({"a": torch.ones(2)}, {"version": "\udfff"}, r"not '\\udfff'"),
         ({"a": torch.ones(2)}, {"timeout": "soon"}, "positive number of seconds"),

@@ -175,6 +175,25 @@ async def test_a_query_without_an_answer_in_time_is_not_cancelled(monkeypatch):
     assert await outputs(manager, GenerateReqInput("d"))
 
 
+async def test_a_release_whose_caller_gives_up_is_known():
+    manager = Manager()
+    release = manager.release_memory_occupation_communicator
+
+    async def slow(obj):
+        await release(obj)
+        await asyncio.Event().wait()
+
+    manager.release_memory_occupation_communicator = slow
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(change(manager, "release"), 0.05)
+    found = admissions.admission_of(manager)
+    assert found.released == set(BOTH)
+    with pytest.raises(EngineAsleepError):
+        await outputs(manager, GenerateReqInput("a"))
+    manager.tags.clear()  # resumed by another process
+    assert await outputs(manager, GenerateReqInput("a")) and not found.released
+
+
 async def test_weights_are_read_after_a_wake_up_from_the_engines_own_release(policy, monkeypatch):
     """The scheduler's reply to a refused read is None, without a reason."""
     policy("wake")
