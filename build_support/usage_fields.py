@@ -1,4 +1,4 @@
-"""Write the figures of MS_USAGE_FIELDS into TagStats: `python build_support/usage_fields.py`.
+"""Generate the attributes of TagStats from MS_USAGE_FIELDS: `python build_support/usage_fields.py`.
 
 Run it after a change of that list in csrc/memsaver_inspection.h: it generates the attributes of
 TagStats in memsaver/_inspection/statistics.py, their types and their documentation. A test compares

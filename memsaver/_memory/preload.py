@@ -38,7 +38,7 @@ def preload_env(
     backup: Backup | None = None,
     env: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Return the variables to add to a child's environment, so that it is preloaded.
+    """Return the environment variables that preload memsaver into a child process.
 
     Args:
         tag: all memory that the child allocates outside `memsaver.disabled()` belongs to this tag,

@@ -41,7 +41,7 @@ class RankFailure:
 
 
 class RankError(MemsaverError):
-    """The call failed on some ranks and was rolled back on the others. Equal on every rank.
+    """The call failed on some ranks and was rolled back on the others. The same on every rank.
 
     Attributes:
         failures: the failures by rank; if the ranks made different calls, the call of every rank.

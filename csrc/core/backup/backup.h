@@ -34,7 +34,7 @@ enum class Backup : int32_t { kNone = 0, kHost = 1, kPageable = 2, kDisk = 3, kP
 
 const char* name_of(Backup backup);
 
-// The pieces that a save found unchanged in its store, by fingerprint.
+// Counts the pieces that a save did not copy because their fingerprints match the store's.
 struct Unchanged {
   uint64_t pieces = 0, bytes = 0;
 };

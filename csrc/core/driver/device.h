@@ -51,8 +51,8 @@ class Device : public Context {
   };
   Memory memory() const;
 
-  // Returns a device's free bytes. If its primary context is not active, starts the context for
-  // the query and ends it again, because a context uses device memory. Throws kDriverFailed.
+  // Returns a device's free bytes. Retains the device's primary context only for the query, because
+  // an active context uses device memory. Throws kDriverFailed.
   static uint64_t probe_free_bytes(int ordinal);
 
   // Locks out other threads that must leave a margin free, from a thread's check to its last

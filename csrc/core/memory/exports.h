@@ -28,9 +28,9 @@ struct ExportedExtent {
 // exportable when a resume replaces it.
 void make_shareable(Tag& tag) noexcept;
 
-// Returns the extents under a range of a live allocation, without descriptors, in address order.
-// Does not wait. Errors: kNotOurs; kSharingFailed if the tag is not mapped, the range is outside
-// live allocations, or its memory is not exportable.
+// Returns the extents that back a range of a live allocation, without descriptors, in address
+// order. Does not wait. Errors: kNotOurs; kSharingFailed if the tag is not mapped, the range is
+// outside live allocations, or its memory is not exportable.
 std::vector<ExportedExtent> exportable_extents(const Range& range);
 
 // Exports the extents under ranges of one tag on one device, except extents that the process of

@@ -28,7 +28,7 @@ constexpr uint64_t kAnyDevice = UINT64_MAX;
 // milliseconds; a flag is 1 or 0; a path is empty by default and has no bounds.
 #define MS_OPTIONS(X)                                                                           \
   X(share_bytes, kSize, "MEMSAVER_SHARE_BYTES", 512ull << 20, 2ull << 20, 1ull << 30,           \
-    "from a resume on, adjacent allocations share one piece of physical memory of up to this "  \
+    "after a resume, adjacent allocations share one piece of physical memory of up to this "    \
     "many bytes (six times as many without a backup, at most 3 GiB): fewer pieces are paused "  \
     "faster, but the memory of a deleted tensor is released only with its whole piece")         \
   X(slab_bytes, kSize, "MEMSAVER_SLAB_BYTES", 64ull << 20, 2ull << 20, 1ull << 30,              \
@@ -45,7 +45,7 @@ constexpr uint64_t kAnyDevice = UINT64_MAX;
     "for debugging: a resume fills memory that it does not restore from a backup with bytes "   \
     "0xFF, which are NaN in every float of 16, 32 and 64 bits, instead of zeros")               \
   X(disk_dir, kPath, "MEMSAVER_DISK_DIR", 0, 0, 0,                                              \
-    "the directory of the files of backup='disk'; empty: $TMPDIR, else /var/tmp, else /tmp")    \
+    "the directory for the files of backup='disk'; empty: $TMPDIR, else /var/tmp, else /tmp")   \
   X(peer, kDevice, "MEMSAVER_PEER", kAnyDevice, 0, 63,                                          \
     "the device whose memory backup='peer' uses; auto: the device with peer access that has "   \
     "the most free memory when a device's first such backup is made")                           \
