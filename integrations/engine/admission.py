@@ -105,7 +105,7 @@ class Admission:
         self._generations: dict[Any, set[str | None]] = {}
         self._ignores_aborts = False
         self._polling: asyncio.Task[frozenset[str]] | None = None
-        self._waking: asyncio.Task[None] | None = None
+        self._waking: asyncio.Task[bool] | None = None
         self._waking_tags: frozenset[str] = frozenset()
         self._log = RefusalLog()
 
@@ -257,6 +257,8 @@ class Admission:
         finally:
             self._waiters.remove(waiter)
             waiter.left.set_result(None)
+            while (one := waiter.before) and one.left.done():
+                waiter.before = one.before  # later requests may refer to this one for a long time
 
     async def _follow(
         self, waiter: _Waiter, deadline: float, is_gone: Callable[[], Awaitable[bool]] | None
@@ -306,8 +308,9 @@ class Admission:
         until = max(deadline, now() + _WAKE_SECONDS)
         pause = _FIRST_PAUSE_SECONDS
         while missing := self._released & needs:
-            if reads and (lost := missing & self.without_backup):
-                if await self.refresh() & lost:
+            if reads and missing & self.without_backup:
+                await self.refresh()
+                if lost := self._released & needs & self.without_backup:
                     raise self._error(
                         what,
                         f"{', '.join(sorted(lost))} has no backup: resume it, and load it again",
@@ -340,14 +343,15 @@ class Admission:
     ) -> bool:
         """Resume tags in one task, which all requests that need a wake-up now share.
 
-        If a request is cancelled or stops waiting, the wake-up continues. Returns False if the task
-        was already in progress for another request, and resumed only some of the tags.
+        If a request is cancelled or stops waiting, the wake-up continues. Returns False if the
+        recorded state was out of date, or if the task was already in progress for another request,
+        and resumed only some of the tags.
         """
         now = asyncio.get_running_loop().time
         begun = now()
         if self._waking is None or self._waking.done():
             self._waking_tags = tags
-            self._waking = asyncio.ensure_future(self._resume(tags))
+            self._waking = asyncio.ensure_future(self._resume(tags, self._state))
             self._waking.add_done_callback(retrieve)
         waking, has_all = self._waking, tags <= self._waking_tags
         while not waking.done():
@@ -358,14 +362,20 @@ class Admission:
                     raise EngineTimeoutError(
                         f"the engine did not answer the wake-up within {until - begun:.3g} s"
                     )
-        waking.result()
-        return has_all
+        return waking.result() and has_all
 
-    async def _resume(self, tags: frozenset[str]) -> None:
+    @property
+    def _state(self) -> tuple[frozenset[str], frozenset[str]]:
+        return self._released, self.without_backup
+
+    async def _resume(self, tags: frozenset[str], known: object) -> bool:
+        """Resume tags. Return False if the state is no longer `known`: contents may be lost."""
         async with self.changing:
-            missing = self._released & tags
-            if missing:
-                self.learn(await self._sleeper.resume([t for t in RESUME_ORDER if t in missing]))
+            await self.refresh()
+            if self._state != known:
+                return False
+            self.learn(await self._sleeper.resume([tag for tag in RESUME_ORDER if tag in tags]))
+            return True
 
     def _error(self, what: str, more: str = "") -> EngineAsleepError:
         error = asleep_in(asleep_text(self._released or EVERYTHING, what, more))

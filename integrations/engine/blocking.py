@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 from memsaver._runtime.background import start_daemon
@@ -20,20 +21,33 @@ def run(work: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
     """Run a coroutine to its end, and return its result.
 
     The calling thread runs it, unless it has a running event loop, as in a notebook: then another
-    thread runs it. Unlike `asyncio.run`, this leaves the thread's current event loop unchanged.
+    thread runs it. Unlike `asyncio.run`, this leaves the thread's current event loop unchanged. An
+    interrupt cancels the coroutine.
     """
+    loop = asyncio.new_event_loop()
     if not is_in_loop():
-        return _run(work)
+        return _run(loop, work)
     done: Future[_Result] = Future()
-    thread = start_daemon("blocking", lambda: settle(done, lambda: _run(work)))
     try:
+        start_daemon("blocking", lambda: settle(done, lambda: _run(loop, work)))
         return done.result()
     finally:
-        thread.join()  # also after an interrupt, because engines with blocking calls use one thread
+        if done.cancel():  # the thread has not begun
+            loop.close()
+        else:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(_cancel_all, loop)
+            wait([done])  # after an interrupt too: engines with blocking calls use one thread
 
 
-def _run(work: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
-    loop = asyncio.new_event_loop()
+def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+
+
+def _run(
+    loop: asyncio.AbstractEventLoop, work: Callable[[], Coroutine[Any, Any, _Result]]
+) -> _Result:
     try:
         return loop.run_until_complete(work())
     finally:

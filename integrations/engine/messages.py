@@ -209,6 +209,7 @@ class SchedulerState:
             separate tensors; 0 if unknown.
         domain: the domain of the processes whose shareable regions the scheduler's ranks can map;
             "" if unknown.
+        lost: tags whose contents were lost in a release, and which have not been resumed since.
     """
 
     scheduler: str
@@ -218,6 +219,7 @@ class SchedulerState:
     when_asleep: str = "refuse"
     update_ranks: int = 0
     domain: str = ""
+    lost: tuple[str, ...] = ()
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> SchedulerState:
@@ -232,6 +234,7 @@ class SchedulerState:
             read.text("when_asleep", "refuse"),
             read.whole("update_ranks", 0),
             read.text("domain", ""),
+            read.texts("lost", RELEASE_ORDER),
         )
 
     @property

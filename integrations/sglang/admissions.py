@@ -89,7 +89,11 @@ class _Schedulers:
 
     async def released(self) -> frozenset[str] | None:
         states = await self._query.answer()
-        return _asleep(tag for state in states for tag in state.released) if states else None
+        if not states:
+            return None
+        if (admission := admission_of(self._manager)) is not None:
+            admission.without_backup = frozenset(tag for state in states for tag in state.lost)
+        return _asleep(tag for state in states for tag in state.released)
 
     async def resume(self, tags: Collection[str]) -> frozenset[str]:
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
@@ -130,9 +134,9 @@ async def change(manager: Any, operation: str, communicator: Any, obj: Any) -> l
         answers, error = await _sent(manager, communicator, obj)
     else:
         async with admission.changing:
-            if operation == "release" and not admission.released & _WEIGHTS:
-                admission.without_backup = _without_backup(manager, obj)
             tags = _asleep(getattr(obj, "tags", None) or EVERYTHING)
+            if operation == "release" and tags - admission.released >= _WEIGHTS:
+                admission.without_backup = _without_backup(manager, obj)
             try:
                 answers, error = await _sent(manager, communicator, obj)
             except BaseException:

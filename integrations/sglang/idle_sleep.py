@@ -127,9 +127,9 @@ class IdleSleep:
 
     def _is_due(self) -> bool:
         scheduler = self._scheduler
+        if self._is_working:  # now, or until a moment ago: a call may have taken long
+            self._timer.restart()
         if getattr(scheduler, "_engine_paused", False) or not scheduler.is_fully_idle():
-            if self._is_working:
-                self._timer.restart()
             return False
         self._is_working = False
         if set(self._tags) <= set(updater_of(scheduler).offload_tags):

@@ -184,8 +184,10 @@ def plain(kind: str, *, has_barrier: bool, ends_session: bool = False) -> Callab
     """
 
     def hook(original: Callable[..., Any], updater: Any, request: Any) -> Any:
+        # SGLang refuses to begin a session within another one, which stays open.
+        stays = kind.startswith("Begin") and getattr(updater, "_session", None) is not None
         output = _load_plainly(original, updater, request, has_barrier, _message(kind))
-        if ends_session and not output.success:
+        if ends_session and not output.success and not stays:
             updater._session = None
         return output
 

@@ -22,7 +22,7 @@ import asyncio
 import contextlib
 import copy
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from memsaver.errors import MemsaverError
@@ -43,6 +43,7 @@ __all__ = [
     "Cores",
     "abort",
     "admission_of",
+    "assumed_asleep_if_interrupted",
     "control",
     "encode",
     "generate",
@@ -156,15 +157,32 @@ async def _changed(engine: Any, work: Callable[[], Awaitable[Any]], **change: An
     if admission is None:
         return await work()
     async with admission.changing:
-        try:
-            result = await _checked(engine, work())
-        except Exception:
-            if not engine.errored:
+        with assumed_asleep_if_interrupted(admission):
+            try:
+                result = await _checked(engine, work())
+            except Exception:
+                if not engine.errored:
+                    await admission.refresh()
+                raise
+            if not record_change(admission, **change):
                 await admission.refresh()
-            raise
-        if not record_change(admission, **change):
-            await admission.refresh()
     return result
+
+
+@contextlib.contextmanager
+def assumed_asleep_if_interrupted(admission: VllmAdmission) -> Iterator[None]:
+    """Record all memory as released if the block is interrupted or cancelled.
+
+    The engine core may still carry out the block's sleep or wake-up. The next query, which each
+    request makes before it is refused or wakes the engine, corrects the record.
+    """
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException:
+        admission.learn(MODEL)
+        raise
 
 
 def record_change(
@@ -181,6 +199,8 @@ def record_change(
         admission.learn(())
         return True
     if woken:
+        if not {*woken} - {"scheduling"} <= admission.released:
+            return False  # vLLM ignores a wake-up of several tags if one of them is mapped
         admission.learn(admission.released.difference(woken))
         return True
     if level is None or admission.released or not admission.is_ours:
@@ -279,8 +299,11 @@ async def abort(
     """Wrap `AsyncLLM.abort`, which aborts only requests that were sent."""
     ids = [request_id] if isinstance(request_id, str) else list(request_id)
     admission = admission_of(engine) or vars(engine)[_ATTRIBUTE]  # held requests may remain
-    if admission is not None and not internal:
-        admission.abort(ids)
+    if admission is not None:
+        # vLLM passes one internal name to abort one request, and a list of them to abort all.
+        sent = engine.output_processor.request_states
+        every = internal and not isinstance(request_id, str) and sent.keys() <= set(ids)
+        admission.abort([] if internal else ids, every)
     return await original(engine, ids, internal)
 
 
@@ -315,12 +338,14 @@ def process_outputs(
 
 async def _call(engine: Any, need: Need | None, send: Callable[[], Awaitable[Any]]) -> Any:
     admission = admission_of(engine)
-    if admission is None or need is None:
+    if admission is None:
         return await send()
+    if need is None:
+        return await alive(engine, send())
 
     async def checked() -> Any:
         try:
-            return await send()
+            return await alive(engine, send())
         except Exception as error:
             refusal = asleep_in(str(error))
             if refusal is None:

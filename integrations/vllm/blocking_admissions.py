@@ -17,7 +17,14 @@ from memsaver.errors import OutOfDeviceMemoryError
 from ..engine import blocking
 from ..engine.errors import EngineAsleepError, EngineError
 from ..engine.refusals import asleep_in, refused
-from .admissions import Cores, VllmAdmission, get_admission, record_change, record_memory
+from .admissions import (
+    Cores,
+    VllmAdmission,
+    assumed_asleep_if_interrupted,
+    get_admission,
+    record_change,
+    record_memory,
+)
 from .calls import MODEL, Need
 from .control_hooks import ControlHooks
 from .cores import error_from, memory_of
@@ -104,15 +111,16 @@ def _changed(engine: Any, work: Callable[[], Any], **change: Any) -> Any:
         return work()
 
     def whole() -> Any:
-        try:
-            result = _checked(engine, work)
-        except Exception:
-            with contextlib.suppress(Exception):  # the engine may have ended
+        with assumed_asleep_if_interrupted(admission):
+            try:
+                result = _checked(engine, work)
+            except Exception:
+                with contextlib.suppress(Exception):  # the engine may have ended
+                    blocking.run(admission.refresh)
+                raise
+            if not record_change(admission, **change):
                 blocking.run(admission.refresh)
-            raise
-        if not record_change(admission, **change):
-            blocking.run(admission.refresh)
-        return result
+            return result
 
     if not hasattr(engine.engine_core, "engine_core"):
         return whole()

@@ -8,7 +8,18 @@ from typing import Any, NamedTuple
 from memsaver.errors import ConfigError
 
 from ..engine.tags import KV_CACHE, WEIGHTS
-from .protocol import BEGIN, INFO, LOAD, RANK_STATE, RELEASE, RESUME, STATE, VERSION, WORKER_CALLS
+from .protocol import (
+    BEGIN,
+    END,
+    INFO,
+    LOAD,
+    RANK_STATE,
+    RELEASE,
+    RESUME,
+    STATE,
+    VERSION,
+    WORKER_CALLS,
+)
 
 __all__ = ["CHANGES", "MODEL", "Need", "check_level", "is_known", "is_query", "need_of"]
 
@@ -59,6 +70,7 @@ _NEEDS = {
     "execute_dummy_batch": _BATCH,
     "finish_weight_update": _UPDATE,
     BEGIN: _UPDATE,
+    END: _UPDATE,
     LOAD: _UPDATE,
     "pin_lora": _LOAD,
     "reload_weights": _UPDATE,

@@ -7,7 +7,8 @@ resume of tags, and the engine's description are answered here; other calls go t
 To release the weights and the KV cache, this module calls vLLM's own sleep, and to resume them,
 vLLM's wake-up, so that vLLM's state and other clients' calls stay valid. vLLM's sleep cannot
 release only some of the tags, so a call to the workers releases them. CUDA graphs that cannot be
-released count as released while the weights and the KV cache are.
+released count as released while the weights and the KV cache are. Other graphs are not released
+alone, because the scheduler does not stop for them.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from .protocol import (
     WAKE_REWRITTEN,
     WORKER_CALLS,
 )
+from .worker import installed_allocator
 
 __all__ = ["install"]
 
@@ -157,8 +159,13 @@ def _release(core: Any, tags: Sequence[str], level: int, keep_weights: bool = Tr
                 "memory, because a failed sleep or wake-up released it on others: wake the engine "
                 "up first"
             )
-        # If only the graphs are to be released, the workers release them.
         asleep = state.released
+        if {*tags, *asleep} == {GRAPH} and any(core.model_executor.collective_rpc(_has_graphs)):
+            raise ConfigError(
+                "the CUDA graphs can only be released together with the weights or the KV cache, "
+                "because vLLM cannot generate without them"
+            )
+        # If only the graphs are to be released, the workers release them.
         going = [tag for tag in tags if tag in _SLEEPING and tag not in asleep] or list(tags)
         if set(going) == set(_SLEEPING):
             return core.sleep(level, "keep")  # the requests that wait in a pause
@@ -172,6 +179,12 @@ def _release(core: Any, tags: Sequence[str], level: int, keep_weights: bool = Tr
         return guard.sleep(lambda: _release_part(core, part, level), level)
 
     return _answered(core, "release", tags, work)
+
+
+def _has_graphs(_: Any) -> bool:
+    """Return whether a worker's CUDA graphs are in memory that can be released."""
+    allocator = installed_allocator()
+    return allocator is not None and GRAPH in allocator.tags
 
 
 def _release_part(core: Any, tags: Sequence[str], level: int) -> Any:

@@ -17,22 +17,30 @@ from memsaver._runtime.native import _C
 from memsaver._runtime.timeouts import check_timeout, seconds_until
 from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
 
-from ..engine import held
-from ..engine.errors import EngineTimeoutError
+from ..engine import blocking, held
+from ..engine.errors import EngineAsleepError, EngineTimeoutError
 from ..engine.interface import GENERATION_SECONDS, Request, Sample
 from ..engine.local_calls import check_call, result_of
 from ..engine.locks import late_generation, locked
 from ..engine.loops import check_outside_loop, settle
 from ..engine.outputs import request_ids
+from ..engine.refusals import refused
+from .admissions import VllmAdmission
 from .async_engine import AsyncEngine
+from .blocking_admissions import admission_of
+from .calls import MODEL, Need, need_of
 from .link import Link
-from .local import ERRORS, Local
+from .local import ERRORS, Local, has_plugin
 from .samples import prompt_of, sample_of, sampling_of
 from .served import ServedEngine
 
 __all__ = ["AsyncEngine", "LocalEngine", "ServedEngine", "connect"]
 
 Result = TypeVar("Result")
+
+_ABORT_SECONDS = 5.0  # to abort a generation, after the generation's own timeout
+_GENERATION = Need(MODEL, "generate")
+_POLL_SECONDS, _QUERY_SECONDS = 0.02, 1.0  # of a wait for a wake-up
 
 
 def connect(engine: Any, api_key: str | None = None) -> Link:
@@ -65,9 +73,9 @@ class LocalEngine(Local):
     """A `vllm.LLM` in this process. Any thread.
 
     An LLM runs one call at a time, so a call waits until another thread's call ends. During a
-    generation of `samples`, other calls run between vLLM's steps, except for a pause, which waits
-    until the generation ends. If vLLM runs its engine core in this process, calls cannot be
-    interrupted, and their timeouts are checked only afterwards.
+    generation of `samples`, other calls run between vLLM's steps, and while a request waits for a
+    wake-up, except for a pause, which waits until the generation ends. If vLLM runs its engine core
+    in this process, calls cannot be interrupted, and their timeouts are checked only afterwards.
 
     Args:
         engine: the LLM.
@@ -126,22 +134,31 @@ class LocalEngine(Local):
                 "the engine cannot generate inside another call of the same thread (for example, "
                 "in a finalizer or a signal handler): generate after that call"
             )
-        with self._no_generation(timeout) as left, self._only_call("a generation", left()):
-            return self._llm.generate(*args, **kwargs)
+        with self._no_generation(timeout) as left:
+            self._wait_for_wake_up(_GENERATION, timeout, time.monotonic() + left())
+            with self._only_call("a generation", left()):
+                return self._llm.generate(*args, **kwargs)
+
+    def rpc(self, method: str, arguments: Sequence[Any], timeout: float) -> list[Any]:
+        """See `Link`."""
+        check_timeout(timeout)
+        deadline = time.monotonic() + timeout
+        self._wait_for_wake_up(need_of(method), timeout, deadline)
+        return super().rpc(method, arguments, seconds_until(deadline))
 
     def samples(self, requests: Sequence[Request], timeout: float) -> list[Sample]:
         """See `Link`."""
         deadline = time.monotonic() + timeout
         with self._no_generation(timeout):
             self._aborted = False
+            self._wait_for_wake_up(_GENERATION, timeout, deadline)
             ids = request_ids(len(requests))
             try:
                 return self._generated(requests, ids, deadline, timeout)
             except BaseException:
+                # A step that is still running owns `_busy`, and may end after the deadline.
                 with contextlib.suppress(MemsaverError):
-                    self.run(
-                        "an abort", lambda: self._engine.abort_request(ids), seconds_until(deadline)
-                    )
+                    self.run("an abort", lambda: self._engine.abort_request(ids), _ABORT_SECONDS)
                 raise
 
     def _generated(
@@ -171,6 +188,27 @@ class LocalEngine(Local):
 
     def _abort(self) -> None:
         self._engine.abort_request(self.unfinished(), internal=True)
+
+    def _wait_for_wake_up(self, need: Need | None, timeout: float, deadline: float) -> None:
+        """With the policy "wait", wait until another caller has woken the tags of a request.
+
+        vLLM's call, which applies the policy, would wait while it owns `_busy`, so that no other
+        thread could wake the engine.
+        """
+        admission = admission_of(self._engine) if need is not None and has_plugin() else None
+        if need is None or admission is None or admission.policy.when_asleep != "wait":
+            return
+        query_at, last = 0.0, time.monotonic() + admission.policy.wait_seconds
+        query = functools.partial(_query, admission, need)
+        while need.tags & admission.released:
+            now = time.monotonic()
+            if now >= deadline:
+                raise EngineTimeoutError(f"no caller woke the engine up within {timeout:.3g} s")
+            if now >= min(query_at, last):
+                self.run("a query", functools.partial(query, now >= last), seconds_until(deadline))
+                query_at = now + _QUERY_SECONDS
+            else:
+                time.sleep(_POLL_SECONDS)
 
     @contextlib.contextmanager
     def _no_generation(self, timeout: float) -> Iterator[Callable[[], float]]:
@@ -253,3 +291,17 @@ class LocalEngine(Local):
     def _is_in_process(self) -> bool:
         """Return whether the engine core is in this process, and uses the GPU from its threads."""
         return hasattr(self._engine.engine_core, "engine_core")
+
+
+def _query(admission: VllmAdmission, need: Need, is_last: bool) -> None:
+    """Query the released tags; raise `EngineAsleepError` if they end a request's last wait."""
+
+    async def work() -> None:
+        await admission.refresh()
+        if is_last:
+            await admission.admit(need.tags, need.what, deadline=0.0, reads=need.reads)
+
+    try:
+        blocking.run(work)
+    except EngineAsleepError as error:
+        raise refused(error) from error.__cause__

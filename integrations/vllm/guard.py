@@ -236,10 +236,14 @@ class Guard:
             self._held.append((request, again))
 
     def _admit_held(self) -> None:
-        """Dispatch the held requests, or refuse them."""
+        """Dispatch the held requests, or refuse them, also those whose dispatch raises."""
         held, self._held = self._held, []
         for request, dispatch in held:
-            self._admit(request, dispatch)
+            try:
+                self._admit(request, dispatch)
+            except Exception as error:
+                _logger.error("a held request failed", exc_info=error)
+                self._refuse(request, self.released or MODEL, f"it failed: {error}")
 
     def _admit(self, request: Any, dispatch: Callable[[], None]) -> None:
         if self._is_draining:

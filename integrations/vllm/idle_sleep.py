@@ -75,10 +75,12 @@ class IdleSleep:
             setattr(self._core, _QUEUE, _BoundedQueue(getattr(self._core, _QUEUE), self))
 
     def received(self, kind: str, request: Any) -> None:
-        """Record a client's request. Queries do not postpone a release."""
-        if kind == "ADD":
-            self._is_working = True
+        """Record a client's request. Queries do not postpone a release.
+
+        The period restarts when the request arrives, and again at the next wait, after its end.
+        """
         if kind == "ADD" or (kind == "UTILITY" and not is_query(request[2], request[3])):
+            self._is_working = True
             self._timer.restart()
 
     def restart(self) -> None:

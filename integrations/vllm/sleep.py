@@ -31,7 +31,8 @@ class SleepController(EngineController):
     repeated. The engine itself reports its state, even after errors and if other clients put it to
     sleep or wake it. Without the plugin, weights and KV cache sleep together, and the controller
     knows only its own calls and `released`. "cuda_graph" is released with all other tags, and
-    mapped by any wake-up.
+    mapped by any wake-up. Graphs that can be released are not released alone: such a sleep raises
+    `ConfigError`.
 
     `generate` has the arguments of `vllm.LLM.generate` or `AsyncLLM.generate`, whose last output it
     returns. For a server at a URL, it sends the fields to /v1/completions, without streams. With an

@@ -70,10 +70,12 @@ def _begin(worker: Any) -> Rows:
 
 
 def _end(worker: Any) -> Rows:
-    """End an update. Does nothing without one."""
+    """End an update. Does nothing without one. After a refusal, the call can be repeated."""
 
     def work() -> None:
         update: _Update | None = getattr(worker, _UPDATE, None)
+        if update is not None and update.is_reloading:
+            _check_awake()
         setattr(worker, _UPDATE, None)
         if update is not None:
             update.end()
@@ -170,6 +172,11 @@ class _Update:
         self._model = worker.model_runner.get_model()
         self._converted = is_converted(self._model)
         self._reload: LayerwiseReload | None = None
+
+    @property
+    def is_reloading(self) -> bool:
+        """Whether `end` writes to the weights."""
+        return self._reload is not None
 
     def load(self, check: LoadCheck, tensors: Named, coming: Coming) -> None:
         """Load a bucket that has arrived intact."""

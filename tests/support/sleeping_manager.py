@@ -18,7 +18,7 @@ from fake_sglang.messages import (
 from memsaver.integrations.engine.messages import Answer, Failure, SchedulerState
 from memsaver.integrations.engine.refusals import asleep_text
 from memsaver.integrations.sglang import admissions, hooks, tokenizer
-from memsaver.integrations.sglang.protocol import text_of
+from memsaver.integrations.sglang.protocol import REWRITTEN, text_of
 
 BOTH = ("kv_cache", "weights")
 
@@ -76,6 +76,7 @@ class Manager:
             **{"enable_memory_saver": True, "enable_weights_cpu_backup": True, **arguments}
         )
         self.tags: set[str] = set()
+        self.lost: set[str] = set()
         self.rid_to_state: dict[str, object] = {}
         self.failure: Failure | None = None
         self.between = lambda: None  # called between the admission and the scheduler
@@ -87,7 +88,7 @@ class Manager:
         pass
 
     async def get_internal_state(self):
-        state = SchedulerState("s", tuple(self.tags), True)
+        state = SchedulerState("s", tuple(self.tags), True, lost=tuple(self.lost))
         return [{"memsaver": asdict(state)}]
 
     async def _change(self, operation, obj):
@@ -95,6 +96,14 @@ class Manager:
         self.number += 1
         tags = set(obj.tags or BOTH)
         if self.failure is None:
+            kept = (
+                self.server_args.enable_weights_cpu_backup
+                and getattr(obj, "rid", None) != REWRITTEN
+            )
+            if operation == "resume":
+                self.lost -= tags
+            elif not kept:
+                self.lost |= {"weights"} & tags - self.tags
             self.tags = self.tags | tags if operation == "release" else self.tags - tags
         answer = Answer(
             "s", operation, tuple(tags), tuple(self.tags), (), (), self.failure, self.number

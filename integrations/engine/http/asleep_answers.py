@@ -90,15 +90,22 @@ class AsleepAnswers:
                 _HEALTH_STATUS[admission.policy.when_asleep],
                 {"status": "asleep", "tags": _in_order(admission.released)},
             )
-        if not admission.released and not self._is_shared():
-            return await self._app(scope, receive, send)
-        return await self._held_back(scope, receive, send)
+        if self._may_be_asleep(admission):
+            return await self._held_back(scope, receive, send)
+        return await self._app(scope, receive, send)
+
+    def _may_be_asleep(self, admission: Admission) -> bool:
+        """Return whether memory is released, or may be without a record."""
+        return bool(admission.released or admission.policy.sleep_after or self._is_shared())
 
     async def _is_asleep(self, admission: Admission) -> bool:
         """Return whether memory is released. Query the engine if the recorded state may be old."""
-        if admission.released or admission.policy.sleep_after or self._is_shared():
-            await admission.refresh()
-        return bool(admission.released)
+        if not self._may_be_asleep(admission):
+            return False
+        try:
+            return bool(await admission.refresh())
+        except Exception:  # the engine has exited, which the application's own answer reports
+            return False
 
     async def _held_back(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = Refusal()

@@ -1,6 +1,7 @@
 """Test what happens to requests that reach a sleeping engine, by policy, with a fake engine."""
 
 import asyncio
+import gc
 import random
 
 import pytest
@@ -207,6 +208,51 @@ async def test_a_wake_up_without_memory_is_repeated_until_its_bound():
     assert engine.tags == set()
 
 
+@pytest.mark.parametrize("reads", [True, False])
+async def test_a_wake_up_queries_first_what_other_processes_have_discarded(reads):
+    engine = Engine({KV_CACHE})
+    found = made("wake", engine)
+
+    async def released():
+        found.without_backup = WEIGHTS_ONLY if WEIGHTS in engine.tags else frozenset()
+        return frozenset(engine.tags)
+
+    engine.released = released
+    engine.tags.add(WEIGHTS)
+    if not reads:
+        await found.admit(EVERYTHING, "update its weights", reads=False)
+        assert engine.tags == set()
+        return
+    with pytest.raises(EngineAsleepError, match="weights has no backup"):
+        await found.admit(EVERYTHING, "generate")
+    assert engine.resumes == [] and engine.tags == {KV_CACHE, WEIGHTS}
+
+
+async def test_a_wake_up_that_waited_for_another_change_does_not_resume_discarded_contents():
+    engine = Engine()
+    found = made("wake", engine)
+    async with found.changing:
+        task = asyncio.ensure_future(found.admit(EVERYTHING, "generate"))
+        await asyncio.sleep(0.01)
+        found.without_backup = WEIGHTS_ONLY
+    with pytest.raises(EngineAsleepError, match="weights has no backup"):
+        await task
+    assert engine.resumes == []
+
+
+async def test_a_backup_that_a_query_reports_is_used():
+    engine = Engine()
+    found = made("wake", engine, without_backup=WEIGHTS_ONLY)
+
+    async def released():
+        found.without_backup = frozenset()
+        return frozenset(engine.tags)
+
+    engine.released = released
+    await found.admit(EVERYTHING, "generate")
+    assert engine.tags == set()
+
+
 async def test_a_cancelled_request_leaves_the_wake_up_in_progress():
     engine = Engine()
     found = made("wake", engine)
@@ -237,6 +283,24 @@ async def test_requests_beyond_the_limit_are_refused(when):
     await found.admit(EVERYTHING, "generate")  # the query shows that the engine is awake
     engine.full = False
     await asyncio.gather(*held)
+
+
+async def test_requests_that_have_ended_are_freed_while_others_are_held():
+    found = made("wait", Engine(), seconds=0.05)
+
+    async def request():
+        with pytest.raises(EngineAsleepError):
+            await found.admit(EVERYTHING, "generate")
+
+    requests = []
+    for _ in range(300):
+        requests.append(asyncio.ensure_future(request()))
+        await asyncio.sleep(0.001)
+    gc.collect()
+    waiting = found.waiting
+    assert 0 < waiting < 200
+    assert sum(isinstance(one, admission._Waiter) for one in gc.get_objects()) <= waiting + 1
+    await asyncio.gather(*requests)
 
 
 async def _gone():

@@ -1,6 +1,8 @@
 """Test coroutines that run for callers without an event loop."""
 
 import asyncio
+import os
+import signal
 import threading
 
 import pytest
@@ -29,6 +31,29 @@ def test_another_thread_runs_it_inside_a_running_loop():
         return blocking.run(thread)
 
     assert asyncio.run(test()) is not threading.current_thread()
+
+
+def test_an_interrupt_inside_a_running_loop_cancels_the_coroutine():
+    cancelled = []
+
+    async def work():
+        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            await asyncio.sleep(5)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    async def test():
+        with pytest.raises(KeyboardInterrupt):
+            blocking.run(work)
+
+    loop = asyncio.new_event_loop()
+    try:
+        loop.run_until_complete(test())  # `asyncio.run` handles interrupts itself
+    finally:
+        loop.close()
+    assert cancelled == [True]
 
 
 def test_tasks_that_are_left_end_with_the_call():

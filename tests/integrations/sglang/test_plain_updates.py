@@ -121,14 +121,20 @@ def test_the_loader_is_watched_once_for_each_tensor(manager, monkeypatch):
 def test_a_failed_start_of_an_update_can_be_repeated(manager):
     """SGLang 0.5.23 updates weights in sessions."""
     updater = types.SimpleNamespace(tp_cpu_group=None, scheduler=types.SimpleNamespace())
-    updater._session = "open"
+    updater._session = None
     io_struct = sys.modules["sglang.srt.managers.io_struct"]
     io_struct.BeginWeightUpdateReqOutput = weight_engine.Output
     hook = weight_loads.plain("BeginWeightUpdateReqOutput", has_barrier=True, ends_session=True)
 
     def begin(updater, request):
+        if updater._session is not None:
+            return weight_engine.Output(success=False, message="a session is already open")
+        updater._session = "open"
         raise RuntimeError("no memory for the unpacked weights")
 
     output = hook(begin, updater, Request())
     assert not output.success and "no memory for the unpacked weights" in output.message
     assert updater._session is None
+    updater._session = "another caller's"
+    output = hook(begin, updater, Request())
+    assert (output.success, updater._session) == (False, "another caller's")

@@ -236,6 +236,27 @@ async def test_weights_without_a_backup_are_not_woken_for_a_generation(policy, r
         assert await outputs(manager, GenerateReqInput("a"))
 
 
+async def test_weights_that_another_process_discarded_are_not_woken(policy):
+    """Another tokenizer worker put the engine to sleep."""
+    policy("wake")
+    manager = Manager()
+    manager.tags, manager.lost = set(BOTH), {"weights"}
+    with pytest.raises(EngineAsleepError, match="weights has no backup"):
+        await outputs(manager, GenerateReqInput("a"))
+    await change(manager, "resume")
+    assert await outputs(manager, GenerateReqInput("a"))
+
+
+async def test_weights_that_were_saved_since_they_were_discarded_are_woken(policy):
+    policy("wake")
+    manager = Manager()
+    await change(manager, "release", rid=REWRITTEN)
+    assert (await update(manager))[0] is True
+    await change(manager, "resume")
+    manager.tags = set(BOTH)  # the idle engine sleeps by itself
+    assert await outputs(manager, GenerateReqInput("a"))
+
+
 @pytest.mark.parametrize("when", ["wait", "wake"])
 async def test_a_health_check_neither_waits_nor_wakes_the_engine(policy, when):
     policy(when)

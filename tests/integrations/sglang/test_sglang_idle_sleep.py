@@ -67,6 +67,9 @@ def test_requests_and_a_pause_postpone_the_release(clock, scheduler, idle):
     assert advance(clock, idle, 30, [GENERATION]) == []
     scheduler.end("a")
     assert advance(clock, idle, 4.5) == []
+    idle.handle([GENERATION])
+    clock.now += 60  # the scheduler handles the request
+    assert advance(clock, idle, 4.5) == []
     scheduler._engine_paused = True
     assert advance(clock, idle, 30) == []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import fake_sglang
 import pytest
@@ -293,6 +294,25 @@ def test_the_state_is_part_of_the_server_information(engine):
     assert not state().idle
     engine.running.clear()
     assert ask(engine, "resume").number == 2
+
+
+def test_the_state_contains_the_tags_whose_contents_were_discarded(engine):
+    """So that every process that admits requests knows them; an open update session ends."""
+    updater = engine.handlers
+
+    def released(rid=None, kept=True):
+        engine.server_args = SimpleNamespace(enable_weights_cpu_backup=kept)
+        updater._session = "open"
+        assert ask(engine, "release", rid=rid).failure is None
+        fields = engine.handle("get_internal_state").internal_state["memsaver"]
+        found = SchedulerState.from_fields(fields).lost, updater._session
+        assert ask(engine, "resume").failure is None
+        return found
+
+    assert released() == ((), "open")
+    assert released(rid=REWRITTEN) == (("weights",), None)
+    assert released() == ((), "open")
+    assert released(kept=False) == (("weights",), None)
 
 
 def test_another_saver_is_guarded_and_does_its_own_work(sglang, monkeypatch):

@@ -94,6 +94,44 @@ llm.shutdown()
     )
 
 
+def test_a_wake_up_that_vllm_ignores_is_not_recorded(blocking):
+    """vLLM ignores a wake-up of several tags if one of them is mapped."""
+    blocking(
+        """
+llm.sleep()
+llm.wake_up(tags=["weights"])
+llm.wake_up(tags=["weights", "kv_cache"])
+assert refusal(lambda: llm.generate(PROMPTS)).tags == ("kv_cache",)
+llm.wake_up(tags=["kv_cache"])
+assert llm.generate(PROMPTS) == before
+llm.shutdown()
+"""
+    )
+
+
+def test_an_interrupted_sleep_is_known_to_later_requests(run_vllm):
+    run_vllm(
+        START
+        + """
+import signal
+from vllm_requests import blocked
+busy = threading.Thread(target=llm.collective_rpc, args=(blocked,), kwargs={"args": (1.0,)})
+busy.start()
+time.sleep(0.2)
+threading.Timer(0.2, os.kill, args=(os.getpid(), signal.SIGINT)).start()
+with raising(KeyboardInterrupt):
+    llm.sleep()
+busy.join()
+assert llm.llm_engine.is_sleeping()
+assert llm.generate(PROMPTS) == before
+llm.shutdown()
+""",
+        timeout=120,
+        VLLM_ENABLE_V1_MULTIPROCESSING="1",
+        MEMSAVER_VLLM_ASLEEP="wake",
+    )
+
+
 @pytest.mark.each_python
 def test_a_request_wakes_the_engine(blocking):
     blocking(

@@ -90,3 +90,43 @@ assert await server.call("/v1/completions", {"prompt": PROMPT}) == before
         when="wake",
         wait=1,
     )
+
+
+def test_the_first_refusal_after_an_idle_sleep_has_the_same_format(asleep):
+    asleep(
+        """
+server = Server(engine)
+await generate(engine)
+for stream in (False, True):
+    await engine.wake_up()
+    await until(engine.is_sleeping)
+    free = (await engine.collective_rpc(vllm_calls.free))[0]
+    await engine.collective_rpc(vllm_calls.occupy, args=(free - (1 << 20),))
+    assert not admission_of(engine).released
+    body = {"prompt": PROMPT, "stream": stream}
+    status, body = await server.call("/v1/completions", body)
+    assert status == 503 and json.loads(body)["error"]["tags"] == list(BOTH), (status, body)
+    await engine.collective_rpc(vllm_calls.occupy, args=(0,))
+""",
+        when="wake",
+        wait=1,
+        after=1,
+    )
+
+
+def test_the_health_of_an_engine_that_ended_while_it_was_asleep_is_vllms(asleep):
+    asleep(
+        """
+import os, signal
+server = Server(engine)
+(pid,) = await engine.collective_rpc(vllm_calls.pid)
+await engine.sleep()
+assert (await server.call("/health"))[0] == 503
+os.kill(pid, signal.SIGKILL)
+async def has_ended():
+    return engine.errored
+await until(has_ended)
+assert await server.call("/health") == await server.call("/ping")
+""",
+        engine="engine_of(distributed_executor_backend='mp')",
+    )

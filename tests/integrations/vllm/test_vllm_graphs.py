@@ -60,6 +60,48 @@ def test_graphs_that_other_ranks_read_stay_in_vllms_pool(
     assert platform.get_global_graph_pool() == pool
 
 
+@pytest.mark.parametrize("processes", [0, 1])
+def test_the_graphs_are_not_released_without_other_memory(run_vllm, processes):
+    """Their memory is used by the scheduler's next batch."""
+    run_vllm(
+        """
+from memsaver.errors import ConfigError
+from memsaver.integrations.vllm import SleepController, Status
+def add_graphs(worker):
+    import memsaver
+    from memsaver import simulator
+    from memsaver.integrations.vllm.worker import installed_allocator
+    installed_allocator()._tags.setdefault("cuda_graph")
+    with memsaver.region("cuda_graph", backup="host"):
+        memory = simulator.buffer(1 << 20).array
+    runner = worker.model_runner
+    run = runner.execute_model
+    def execute_model(prompt):
+        memory[:4] = b"step"
+        return run(prompt)
+    runner.execute_model = execute_model
+llm = LLM(enable_sleep_mode=True)
+controller = SleepController(llm)
+assert controller.sleep("cuda_graph").changed == ("cuda_graph",)  # there are none
+assert controller.refresh() is Status.AWAKE
+llm.collective_rpc(add_graphs)
+before = llm.generate(PROMPTS)
+assert "together with" in str(refused(ConfigError, controller.sleep, "cuda_graph"))
+assert controller.status is Status.AWAKE and llm.generate(PROMPTS) == before
+for other in ("kv_cache", "weights"):
+    for tags in (["cuda_graph", other], [other, "cuda_graph"]):
+        for tag in tags if tags[0] == other else [tags]:
+            controller.sleep(tag)
+        assert controller.released == {"cuda_graph", other}
+        controller.wake_up(other)  # and the graphs
+        assert controller.refresh() is Status.AWAKE and llm.generate(PROMPTS) == before
+llm.shutdown()
+        """,
+        MEMSAVER_VLLM_GRAPHS=1,
+        VLLM_ENABLE_V1_MULTIPROCESSING=processes,
+    )
+
+
 @pytest.mark.parametrize("value", ["0", "1"])
 def test_the_platform_is_hooked_only_on_request(run_vllm, value):
     run_vllm(

@@ -134,6 +134,10 @@ def test_requests_postpone_a_release_and_queries_do_not(idle):
     clock.now += 2
     made.wait_begins()  # after a query
     assert made.left == 3
+    made.received("UTILITY", (0, 1, "collective_rpc", ("update_weights",)))
+    clock.now += 30  # a long call
+    made.wait_begins()
+    assert made.left == 5
 
 
 def test_a_failed_release_is_retried_after_the_same_time(idle):

@@ -5,12 +5,16 @@ from __future__ import annotations
 import gc
 import signal
 import threading
+import time
 import types
 
 import pytest
 
 from memsaver.errors import InvalidStateError
 from memsaver.integrations.engine import held
+from memsaver.integrations.engine.errors import EngineTimeoutError
+from memsaver.integrations.engine.interface import Request
+from memsaver.integrations.vllm import engines
 from memsaver.integrations.vllm.engines import LocalEngine
 
 SECONDS = 5.0
@@ -53,6 +57,21 @@ def test_a_call_without_a_device_leaves_the_engine_usable(monkeypatch):
         with pytest.raises(RuntimeError, match="illegal memory access"):
             engine.call("sleep", {}, SECONDS)
     assert engine.call("sleep", {}, 0.5) == "asleep"
+
+
+def test_a_late_generation_is_aborted_after_its_step(monkeypatch):
+    aborted = []
+    engine = made()
+    core = engine._engine
+    core.add_request = lambda *_: None
+    core.step = lambda: time.sleep(0.3) or []
+    core.abort_request = lambda ids, internal=False: aborted.extend(ids)
+    core.output_processor = types.SimpleNamespace(has_unfinished_requests=lambda: True)
+    for name in ("prompt_of", "sampling_of"):
+        monkeypatch.setattr(engines, name, lambda request: None)
+    with pytest.raises(EngineTimeoutError):
+        engine.samples([Request([1], {}), Request([2], {})], 0.1)
+    assert len(aborted) == 2
 
 
 class InterruptedLock:

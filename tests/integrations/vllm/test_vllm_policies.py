@@ -1,5 +1,7 @@
 """Test that each vLLM engine has its own policy for requests, with the fake vLLM."""
 
+import pytest
+
 
 def test_each_engine_keeps_the_policy_of_its_start(asleep):
     asleep(
@@ -33,6 +35,55 @@ assert llm.generate(PROMPTS)
 llm.shutdown()
 """,
         MEMSAVER_VLLM_ASLEEP="wake",
+    )
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_held_request_of_an_llm_does_not_prevent_its_wake_up(run_vllm, processes):
+    """The controller makes one call of an LLM at a time."""
+    run_vllm(
+        """
+import threading, time
+from memsaver.integrations.engine.errors import EngineAsleepError, EngineTimeoutError
+from memsaver.integrations.engine.interface import Request
+from memsaver.integrations.vllm.backend import backend_of
+llm = LLM("tiny", enable_sleep_mode=True)
+backend = backend_of(llm)
+control = backend.control
+def sampled(timeout=30):
+    return backend.generate([Request([1, 2], {"max_tokens": 2})], timeout)
+calls = (
+    lambda: control.generate(PROMPTS),
+    sampled,
+    lambda: backend.begin_update(30) or backend.end_update(30),
+)
+before = [call() for call in calls]
+for call, result in zip(calls, before):
+    control.sleep()
+    ended = []
+    thread = threading.Thread(target=lambda: ended.append(call()))
+    thread.start()
+    time.sleep(0.3)
+    control.wake_up("weights", timeout=1)
+    time.sleep(0.1)
+    assert bool(ended) == (call is calls[2])
+    control.wake_up(timeout=1)
+    thread.join(20)
+    assert ended == [result]
+control.sleep()
+begun = time.monotonic()
+error = refused(EngineAsleepError, sampled)
+assert "no caller woke it up within 2 s" in str(error) and time.monotonic() - begun < 3
+assert error.status_code == 503
+error = refused(EngineTimeoutError, sampled, 0.5)
+assert "no caller woke" in str(error), error
+control.wake_up()
+assert sampled() == before[1]
+llm.shutdown()
+""",
+        MEMSAVER_VLLM_ASLEEP="wait",
+        MEMSAVER_VLLM_ASLEEP_WAIT=2,
+        VLLM_ENABLE_V1_MULTIPROCESSING=processes,
     )
 
 

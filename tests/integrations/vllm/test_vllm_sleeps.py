@@ -140,3 +140,33 @@ assert peaks[-1] - peaks[0] < 8 << 10, peaks  # KiB
         """,
         timeout=110,
     )
+
+
+def test_a_held_request_that_fails_is_refused_and_the_later_ones_continue(run_vllm):
+    run_vllm(
+        """
+import queue
+from concurrent.futures import Future
+from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType
+from memsaver.integrations.engine.refusals import asleep_in
+from memsaver.integrations.vllm.guard import guard_of
+llm = LLM(enable_sleep_mode=True)
+core = llm.llm_engine.engine_core.engine_core
+core.output_queue, guard, drained, begun = queue.Queue(), guard_of(core), Future(), []
+def dispatch(kind, request):
+    if request[0].request_id == "bad":
+        raise ValueError("an unsupported task")
+    begun.append(request[0].request_id)
+guard.sleep(lambda: drained, 1)
+for name in ("a", "bad", "b", "c"):
+    guard.handle(dispatch, EngineCoreRequestType.ADD, (EngineCoreRequest(name, [1]), 0))
+assert not begun
+drained.set_exception(RuntimeError("the sleep failed"))
+assert begun == ["a", "b", "c"]
+_, answer = core.output_queue.get_nowait()
+[output] = answer.outputs
+assert output.request_id == "bad" and answer.finished_requests == {"bad"}
+assert "an unsupported task" in str(asleep_in(output.stop_reason))
+llm.shutdown()
+        """
+    )

@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import pickle
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from memsaver.integrations.vllm import weight_loads
 from memsaver.integrations.vllm.protocol import BEGIN, END, LOAD
 
 torch = pytest.importorskip("torch")
@@ -129,6 +131,59 @@ def test_an_update_that_was_not_ended_is_abandoned(tiny):
     worker.call(END)
     worker.call(END)  # does nothing
     assert equal(contents(model), contents(loaded(tiny, 2, converts=True)))
+
+
+@pytest.mark.parametrize("converts", [False, True])
+def test_an_update_of_released_weights_is_ended_without_access_to_them(tiny, monkeypatch, converts):
+    """A reload can be ended after a wake-up."""
+    model = loaded(tiny, 1, converts=converts)
+    worker, new = Worker(model), tiny.checkpoint(2)
+    worker.call(BEGIN)
+    first = "layers.0.q.weight"
+    assert worker.load({first: new.pop(first)}).failure is None
+    with monkeypatch.context() as asleep:
+        allocator = SimpleNamespace(released=("weights",))
+        asleep.setattr(weight_loads, "installed_allocator", lambda: allocator)
+        failure = worker.call(END).failure
+    if converts:
+        assert failure.kind == "InvalidStateError" and "wake the engine up" in failure.message
+    else:
+        assert failure is None
+    assert worker.load(new).failure is None and worker.call(END).failure is None
+    assert equal(contents(model), contents(loaded(tiny, 2, converts=converts)))
+
+
+@pytest.mark.parametrize("when", ["refuse", "wake"])
+def test_an_engine_that_sleeps_during_an_update_is_not_damaged_by_its_end(run_vllm, when):
+    run_vllm(
+        f"""
+from memsaver.integrations.engine.errors import EngineAsleepError
+from memsaver.integrations.engine.interface import SharedTensors, WeightLoad
+from memsaver.integrations.vllm.protocol import BEGIN, END, LOAD, fields_of
+from weight_buckets import payload
+llm = LLM(model="tiny-converted", enable_sleep_mode=True)
+from vllm.model_executor.models.tiny import checkpoint
+def call(method, *args):
+    [[row]] = llm.collective_rpc(method, args=args)
+    return row["failure"]
+before = llm.generate(PROMPTS)
+name = "layers.0.q.weight"
+text, memory = payload({{name: checkpoint(2)[name]}})
+assert call(BEGIN) is None
+assert call(LOAD, fields_of(WeightLoad(SharedTensors((text,)), 10.0))) is None
+llm.sleep()
+if {when!r} == "refuse":
+    error = refused(EngineAsleepError, call, END)
+    assert error.tags == ("kv_cache", "weights") and "update its weights" in str(error)
+    llm.wake_up()
+assert call(END) is None
+llm.wake_up()
+assert len(llm.generate(PROMPTS)) == len(before)
+llm.shutdown()
+        """,
+        VLLM_ENABLE_V1_MULTIPROCESSING=1,
+        MEMSAVER_VLLM_ASLEEP=when,
+    )
 
 
 def test_tensors_in_the_engines_layout_are_written_unchanged(tiny):
