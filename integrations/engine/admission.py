@@ -316,15 +316,21 @@ class Admission:
                         f"{', '.join(sorted(lost))} has no backup: resume it, and load it again",
                     )
                 continue
+            is_current = True
             try:
-                if not await self._wake_once(missing, until, is_gone):
-                    continue
+                is_current = await self._wake_once(missing, until, is_gone)
             except (ClientGoneError, RequestAbortedError):
                 raise
             except MemsaverError as error:
                 more = f"it could not be woken: {error}"
                 if not isinstance(error, OutOfDeviceMemoryError) or now() + pause > deadline:
                     raise self._error(what, more) from error
+            if not is_current:
+                await _check_client(is_gone)
+                if now() >= until:
+                    more = "other callers changed its memory during each wake-up"
+                    raise self._error(what, more)
+                continue
             if not self._released & needs:
                 return
             if now() + pause > deadline:

@@ -209,7 +209,7 @@ class SchedulerState:
             separate tensors; 0 if unknown.
         domain: the domain of the processes whose shareable regions the scheduler's ranks can map;
             "" if unknown.
-        lost: tags whose contents were lost in a release, and which have not been resumed since.
+        lost: released tags whose contents are lost.
     """
 
     scheduler: str

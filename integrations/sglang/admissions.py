@@ -116,6 +116,13 @@ def _asleep(released: Any) -> frozenset[str]:
     return tags if settings.graphs_are_pausable() else tags - {GRAPH}
 
 
+def _asked(obj: Any) -> frozenset[str]:
+    """Return the known tags that a request names; all of them if it names none."""
+    tags = getattr(obj, "tags", None) or EVERYTHING
+    known = [tag for tag in EVERYTHING if isinstance(tags, Collection) and tag in tags]
+    return frozenset(known) if not isinstance(tags, str) else frozenset()
+
+
 async def _sent(
     manager: Any, communicator: Any, obj: Any
 ) -> tuple[list[Answer], MemsaverError | None]:
@@ -134,7 +141,7 @@ async def change(manager: Any, operation: str, communicator: Any, obj: Any) -> l
         answers, error = await _sent(manager, communicator, obj)
     else:
         async with admission.changing:
-            tags = _asleep(getattr(obj, "tags", None) or EVERYTHING)
+            tags = _asleep(_asked(obj))
             if operation == "release" and tags - admission.released >= _WEIGHTS:
                 admission.without_backup = _without_backup(manager, obj)
             try:

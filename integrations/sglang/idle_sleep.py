@@ -127,7 +127,7 @@ class IdleSleep:
 
     def _is_due(self) -> bool:
         scheduler = self._scheduler
-        if self._is_working:  # now, or until a moment ago: a call may have taken long
+        if self._is_working:  # The scheduler may have been busy until now, in a long call.
             self._timer.restart()
         if getattr(scheduler, "_engine_paused", False) or not scheduler.is_fully_idle():
             return False

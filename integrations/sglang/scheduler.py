@@ -43,7 +43,7 @@ from ..engine.answers import last_answer, name_of
 from ..engine.messages import RankReport, SchedulerState
 from ..engine.ranks import Figures, Group, first_failure
 from ..engine.tags import RELEASE_ORDER, RESUME_ORDER, WEIGHTS
-from . import draft_weights, guard, handlers, leftovers, pipeline
+from . import draft_weights, guard, handlers, leftovers, lost_weights, pipeline
 from .answering import Answering
 from .places import LOCAL_CONTROL, effective_arguments, group_of, has_local_control, place_of
 from .protocol import IDLE, REWRITTEN
@@ -52,7 +52,6 @@ from .updaters import resume_of, scheduler_of, updater_of
 __all__ = ["add_state", "release", "resume"]
 
 _WHEN_BUSY = "end or abort the requests first; nothing has changed"
-_LOST = "_memsaver_lost"  # an attribute of a scheduler
 _logger = logging.getLogger("memsaver.sglang")
 
 
@@ -155,7 +154,8 @@ def _release(
         _record_moved(updater, ranks)
     if not first_failure(ranks):
         changed = [tag for tag in asked if tag in tags or _is_moved(tag, ranks)]
-        _lose(updater, _discarded(updater, request).intersection(changed))
+        if _discards_weights(updater, request, changed):
+            lost_weights.lose(updater)
         ranks = leftovers.after_release(updater, group, ranks)
         return answer.done(changed, ranks, held=answer.held - set(asked))
     if not tags:
@@ -168,6 +168,8 @@ def _release(
     undone = moves.resume(group, tags)
     updater.offload_tags.update(tags)  # even if the handler failed before it added them
     if first_failure(undone):
+        if _discards_weights(updater, request, tags):
+            lost_weights.lose(updater)
         then = (
             "memory that other ranks had released could not be mapped again, so the tags count as "
             f"released: resume them; {_troubles(undone)}"
@@ -175,7 +177,8 @@ def _release(
         return answer.failed(tags, ranks, then, held=answer.held | set(tags))
     _restore(updater, request, tags)
     lost = _lost(undone)
-    _lose(updater, lost)
+    if WEIGHTS in lost:
+        lost_weights.end_update(updater)
     return answer.failed(tags, ranks, _what_is_left(lost), lost=lost)
 
 
@@ -188,32 +191,11 @@ def _rewritten(request: Any) -> tuple[str, ...]:
     return (WEIGHTS,) if is_rewritten else ()
 
 
-def _discarded(updater: Any, request: Any) -> frozenset[str]:
-    """Return the tags other than the KV cache whose contents a release discards."""
+def _discards_weights(updater: Any, request: Any, tags: Collection[str]) -> bool:
+    """Return whether a release of tags discards the contents of the weights."""
     arguments = effective_arguments(scheduler_of(updater))
     kept = getattr(arguments, "enable_weights_cpu_backup", False)
-    return frozenset(_rewritten(request) if kept else (WEIGHTS,))
-
-
-def _lost_of(scheduler: Any) -> frozenset[str]:
-    """Return the tags whose contents were lost, and which have not been resumed since."""
-    return getattr(scheduler, _LOST, frozenset())
-
-
-def _lose(updater: Any, tags: Collection[str]) -> None:
-    """Record that the contents of the weights are lost, if they are among the tags."""
-    if WEIGHTS not in tags:
-        return
-    scheduler = scheduler_of(updater)
-    setattr(scheduler, _LOST, _lost_of(scheduler) | {WEIGHTS})
-    if getattr(updater, "_session", None) is not None:
-        updater._session = None  # SGLang rejects the rest of an update that lost its first part
-
-
-def _regain(updater: Any, tags: Collection[str]) -> None:
-    """Record that tags are resumed: the caller loads the contents that were lost."""
-    scheduler = scheduler_of(updater)
-    setattr(scheduler, _LOST, _lost_of(scheduler) - set(tags))
+    return WEIGHTS in tags and (not kept or WEIGHTS in _rewritten(request))
 
 
 def _prepare_release(
@@ -245,7 +227,8 @@ def _release_by_another(
     if first_failure(ranks):
         return answer.failed(tags, ranks)
     original(updater, handlers.request_for(request, tags))
-    _lose(updater, _discarded(updater, request).intersection(tags))
+    if _discards_weights(updater, request, tags):
+        lost_weights.lose(updater)
     return answer.done(tags, ranks)
 
 
@@ -262,7 +245,8 @@ def _resume(
         return answer.done([], [])
     if not moves.are_memsavers(RESUME_ORDER):
         original(updater, handlers.request_for(request, tags))
-        _regain(updater, tags)
+        if WEIGHTS in tags:
+            lost_weights.regain(updater)
         return answer.done(tags, group.attempt(Figures))
 
     stash = handlers.stash_of(updater)
@@ -280,10 +264,12 @@ def _resume(
     if not first_failure(failed):
         failed = group.attempt(lambda: handlers.run(original, updater, request, tags))
     if not first_failure(failed):
-        _regain(updater, tags)
+        if WEIGHTS in tags:
+            lost_weights.regain(updater)
         return answer.done(tags, ranks, held=answer.held - set(tags))
     # Memory that was resumed without its contents must not be backed up.
-    _lose(updater, rewritten)
+    if rewritten:
+        lost_weights.lose(updater)
     again = moves.pause(group, tags, dict.fromkeys(rewritten, "none"))
     updater.offload_tags.update(tags)
     if WEIGHTS in tags:
@@ -318,7 +304,7 @@ def add_state(result: Any, scheduler: Any, *_: Any) -> Any:
                 guard.when_asleep(scheduler),
                 _update_ranks(updater),
                 domain(),
-                tuple(sorted(_lost_of(scheduler))),
+                (WEIGHTS,) if lost_weights.are_lost(scheduler) else (),
             )
             result.internal_state["memsaver"] = asdict(state)
     except Exception as error:

@@ -19,6 +19,7 @@ from memsaver.errors import ConfigError, MemsaverWarning
 from .arrivals import await_arrival, forget_arrival, order_after_arrival
 from .device_storages import DeviceStorages
 from .guards import (
+    StateGuards,
     check_mapped,
     check_tags_mapped,
     guard_module,
@@ -47,8 +48,8 @@ __all__ = ["Collection"]
 _STEP = "the optimizer's step"
 # Packages whose frames are between the program's step and a hook that runs after it.
 _BETWEEN = {"memsaver", "torch", "contextlib"}
-# The collections that are watched, by their ids. Unlike a WeakSet, a dictionary can be read while
-# other threads and garbage collections change it.
+# The collections that are watched, by their ids. `list` copies a dictionary's values in one step,
+# even if other threads or garbage collections change it; the iteration of a WeakSet can fail.
 _watching: dict[int, weakref.ref[Collection]] = {}
 
 
@@ -88,6 +89,7 @@ class Collection:
         self.by_layer = by_layer
         self.has_layers = False  # whether the modules can wait by layer; decided before each pause
         self._lock = Mutex()
+        self._states = StateGuards()
         # By an optimizer's id, the number of its states when they were last gathered.
         self._seen: dict[int, int] = {}
         self._hooks = contextlib.ExitStack()
@@ -179,6 +181,7 @@ class Collection:
         import torch
 
         with contextlib.ExitStack() as hooks:
+            hooks.callback(self._states.close)
             for target in self.targets:
                 if isinstance(target, torch.optim.Optimizer):
                     hooks.enter_context(
@@ -193,6 +196,7 @@ class Collection:
                     )
                 elif isinstance(target, torch.nn.Module):
                     hooks.enter_context(guard_module(target, ModuleWaits(self)))
+                    self._states.add(target, ModuleWaits(self))
             this = weakref.ref(self)
 
             def before_pause(tag: str) -> None:
@@ -233,6 +237,7 @@ class Collection:
             self._leave_parts()
             for target in self.targets:
                 if isinstance(target, torch.nn.Module):
+                    self._states.add(target, ModuleWaits(self))  # parts that are new
                     hooks.enter_context(guard_parts(target, ModuleWaits(self)))
             self._hooks_of_parts = hooks.pop_all()
             modules = [t for t in self.targets if isinstance(t, torch.nn.Module)]

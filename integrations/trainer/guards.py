@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, TypeAlias
 
@@ -17,6 +19,7 @@ from .places import tag_of
 __all__ = [
     "Guard",
     "ModuleChecks",
+    "StateGuards",
     "check_mapped",
     "check_tags_mapped",
     "guard_module",
@@ -26,8 +29,6 @@ __all__ = [
 ]
 
 Hook: TypeAlias = Callable[[Any], object]  # called with the optimizer or the module
-
-_STEP_HOOKS: list[Hook] = []  # the functions of `guard_steps`
 
 
 def check_mapped(tag: str, what: str, memory: list[Any] | None = None) -> None:
@@ -142,6 +143,7 @@ def guard_optimizer(
         return hooks.pop_all()
 
 
+@functools.cache
 def guard_steps(before_step: Hook) -> None:
     """Call `before_step` before each step of any torch optimizer, from now on.
 
@@ -150,35 +152,59 @@ def guard_steps(before_step: Hook) -> None:
     """
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    if before_step not in _STEP_HOOKS:
-        register_optimizer_step_pre_hook(_hooked(before_step))
-        _STEP_HOOKS.append(before_step)
+    register_optimizer_step_pre_hook(_hooked(before_step))
 
 
 def guard_module(module: Any, checks: ModuleChecks) -> contextlib.ExitStack:
-    """Install hooks that call `checks` before a module's forward passes, loads and saves.
-
-    Loads and saves are `load_state_dict` and `state_dict`, also those of submodules; see
-    `guard_parts` for the submodules' forward passes.
+    """Install a hook that calls `checks.before_forward` before a module's forward passes.
 
     Returns:
-        A stack that removes the hooks when it is closed.
+        A stack that removes the hook when it is closed.
 
     Raises:
         ConfigError: the module does not accept hooks. No hook stays installed.
     """
-    import torch
-
     with _registering(module) as hooks:
         _guard_forward(module, checks, hooks)
+        return hooks.pop_all()
+
+
+class StateGuards:
+    """Hooks before `load_state_dict` and `state_dict` of modules and of their parts.
+
+    The hooks of parts stay until `close`, because torch does not allow a thread to remove a hook
+    during a call.
+    """
+
+    def __init__(self) -> None:
+        self._hooks = contextlib.ExitStack()
+        self._guarded: dict[int, weakref.ref[Any]] = {}  # modules by id: they may compare equal
+
+    def add(self, module: Any, checks: ModuleChecks) -> None:
+        """Call `checks` before loads and saves of a module, and of its parts without a guard.
+
+        Raises:
+            ConfigError: a module does not accept hooks. No hook is added.
+        """
+        import torch
+
         loading, saving = Guard(checks.before_module_load), Guard(checks.before_module_save)
-        # The hooks of submodules stay too, because torch does not allow a thread to remove a hook
-        # during a call.
-        for part in module.modules():
-            if part is module or not isinstance(part, torch.jit.ScriptModule):
+        added = {}
+        with _registering(module) as hooks:
+            for part in module.modules():
+                known = self._guarded.get(id(part))
+                if isinstance(part, torch.jit.ScriptModule) or (known and known() is part):
+                    continue
                 hooks.callback(part.register_load_state_dict_pre_hook(loading).remove)
                 hooks.callback(part.register_state_dict_pre_hook(saving).remove)
-        return hooks.pop_all()
+                added[id(part)] = weakref.ref(part)
+            self._hooks.push(hooks.pop_all())
+        self._guarded.update(added)
+
+    def close(self) -> None:
+        """Remove all hooks. Idempotent."""
+        self._guarded.clear()
+        self._hooks.close()
 
 
 def guard_parts(module: Any, checks: ModuleChecks) -> contextlib.ExitStack:

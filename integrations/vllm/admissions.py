@@ -173,8 +173,9 @@ async def _changed(engine: Any, work: Callable[[], Awaitable[Any]], **change: An
 def assumed_asleep_if_interrupted(admission: VllmAdmission) -> Iterator[None]:
     """Record all memory as released if the block is interrupted or cancelled.
 
-    The engine core may still carry out the block's sleep or wake-up. The next query, which each
-    request makes before it is refused or wakes the engine, corrects the record.
+    The engine core may still carry out the block's sleep or wake-up. Each request queries the
+    engine before it is refused, wakes the engine, or has waited for more than a second; the query
+    corrects the record.
     """
     try:
         yield

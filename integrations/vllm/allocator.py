@@ -42,6 +42,7 @@ class MemsaverAllocator:
     def __init__(self) -> None:
         self._tags: dict[str, None] = {}  # memsaver's tags, in the order of their first use
         self._saved: dict[str, Backup] = {}  # by tag, the backup of its last release
+        self.losses = 0  # how many releases discarded the weights
         self._graphs: Any = None  # the pool of CUDA graphs
         self._chosen: frozenset[str] | None = None  # see `only`
         self._rewritten: frozenset[str] = frozenset()  # see `rewriting`
@@ -201,6 +202,8 @@ class MemsaverAllocator:
             lambda group: moves.pause(group, list(backups), backups),
             undo=lambda group: moves.resume(group, going),
         )
+        if WEIGHTS in going and backups[WEIGHTS] == "none":
+            self.losses += 1
         _release_free_memory()
         release_cache()
 
@@ -212,6 +215,7 @@ class MemsaverAllocator:
         for tag in rewritten:
             if any(rank.device_bytes.get(tag, 0) for rank in ranks):
                 self._saved[tag] = "none"
+                self.losses += tag == WEIGHTS
         return ranks
 
     # --- names ------------------------------------------------------------------------------------

@@ -101,8 +101,7 @@ class AsyncEngine(Local):
         return output
 
     async def _abort(self) -> None:
-        if ids := self.unfinished():
-            await self._engine.abort(ids, internal=True)
+        await self._engine.abort(self.unfinished(), internal=True)  # [] aborts held requests
 
     def run(
         self, what: str, work: Callable[[], Coroutine[Any, Any, Result]], timeout: float

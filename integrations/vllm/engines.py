@@ -40,7 +40,7 @@ Result = TypeVar("Result")
 
 _ABORT_SECONDS = 5.0  # to abort a generation, after the generation's own timeout
 _GENERATION = Need(MODEL, "generate")
-_POLL_SECONDS, _QUERY_SECONDS = 0.02, 1.0  # of a wait for a wake-up
+_POLL_SECONDS, _QUERY_SECONDS = 0.02, 1.0  # intervals in `_wait_for_wake_up`
 
 
 def connect(engine: Any, api_key: str | None = None) -> Link:
@@ -151,7 +151,9 @@ class LocalEngine(Local):
         deadline = time.monotonic() + timeout
         with self._no_generation(timeout):
             self._aborted = False
-            self._wait_for_wake_up(_GENERATION, timeout, deadline)
+            self._wait_for_wake_up(_GENERATION, timeout, deadline, may_abort=True)
+            if self._aborted:
+                return [sample_of(None) for _ in requests]
             ids = request_ids(len(requests))
             try:
                 return self._generated(requests, ids, deadline, timeout)
@@ -189,18 +191,22 @@ class LocalEngine(Local):
     def _abort(self) -> None:
         self._engine.abort_request(self.unfinished(), internal=True)
 
-    def _wait_for_wake_up(self, need: Need | None, timeout: float, deadline: float) -> None:
+    def _wait_for_wake_up(
+        self, need: Need | None, timeout: float, deadline: float, *, may_abort: bool = False
+    ) -> None:
         """With the policy "wait", wait until another caller has woken the tags of a request.
 
         vLLM's call, which applies the policy, would wait while it owns `_busy`, so that no other
         thread could wake the engine.
         """
-        admission = admission_of(self._engine) if need is not None and has_plugin() else None
-        if need is None or admission is None or admission.policy.when_asleep != "wait":
+        if need is None or not has_plugin():
+            return
+        admission = admission_of(self._engine)
+        if admission is None or admission.policy.when_asleep != "wait":
             return
         query_at, last = 0.0, time.monotonic() + admission.policy.wait_seconds
         query = functools.partial(_query, admission, need)
-        while need.tags & admission.released:
+        while need.tags & admission.released and not (may_abort and self._aborted):
             now = time.monotonic()
             if now >= deadline:
                 raise EngineTimeoutError(f"no caller woke the engine up within {timeout:.3g} s")

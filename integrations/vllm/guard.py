@@ -236,7 +236,7 @@ class Guard:
             self._held.append((request, again))
 
     def _admit_held(self) -> None:
-        """Dispatch the held requests, or refuse them, also those whose dispatch raises."""
+        """Dispatch or refuse the held requests; refuse those whose dispatch raises."""
         held, self._held = self._held, []
         for request, dispatch in held:
             try:

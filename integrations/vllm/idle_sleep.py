@@ -77,7 +77,8 @@ class IdleSleep:
     def received(self, kind: str, request: Any) -> None:
         """Record a client's request. Queries do not postpone a release.
 
-        The period restarts when the request arrives, and again at the next wait, after its end.
+        The period restarts when the request arrives, and again when the engine core next waits,
+        after it has handled the request.
         """
         if kind == "ADD" or (kind == "UTILITY" and not is_query(request[2], request[3])):
             self._is_working = True

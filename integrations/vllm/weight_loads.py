@@ -79,6 +79,7 @@ def _end(worker: Any) -> Rows:
         setattr(worker, _UPDATE, None)
         if update is not None:
             update.end()
+            update.check_kept()
 
     return _on_all_ranks(worker, work)
 
@@ -168,6 +169,7 @@ class _Update:
 
     def __init__(self, worker: Any) -> None:
         self.failed = False
+        self._losses = _losses()
         self._worker = worker
         self._model = worker.model_runner.get_model()
         self._converted = is_converted(self._model)
@@ -204,6 +206,13 @@ class _Update:
                 )
             held.data.copy_(tensor)
 
+    def check_kept(self) -> None:
+        """Raise `EngineError` if a sleep has discarded the weights since the update began."""
+        if _losses() != self._losses:
+            raise EngineError(
+                "a sleep discarded the weights during the update: send all of them again"
+            )
+
     def end(self) -> None:
         """Complete the last layers, or give them their old weights if the update failed."""
         reload, self._reload = self._reload, None
@@ -218,6 +227,12 @@ def _abandon(worker: Any) -> None:
         update.failed = True
         setattr(worker, _UPDATE, None)
         update.end()
+
+
+def _losses() -> int:
+    """Return how many releases have discarded the weights."""
+    allocator = installed_allocator()
+    return 0 if allocator is None else allocator.losses
 
 
 def _check_awake() -> None:

@@ -1,9 +1,10 @@
 """HTTP responses of a sleeping server: status 503 with the released tags, and its health.
 
-`AsleepAnswers` is a middleware of an engine's server that does nothing while all memory is mapped.
-The endpoints report errors in several formats, some of them inside a stream that begins with
-status 200. While memory is released, the middleware therefore delays the start of each response
-until the first part of its body, and replaces the response if the request was refused.
+`AsleepAnswers` is a middleware of an engine's server that does nothing while all memory is known to
+be mapped. The endpoints report errors in several formats, some of them inside a stream that begins
+with status 200. While memory is released, or may be released (the engine sleeps when it is idle, or
+other processes change its memory), the middleware therefore delays the start of each response until
+the first part of its body, and replaces the response if the request was refused.
 
 While memory is released, the server's health reports the released tags, without a generation, and
 with the status that a load balancer expects: 503 if requests are refused, and 200 if they wait or
@@ -18,7 +19,7 @@ from http import HTTPStatus
 from typing import Any
 
 from ..admission import Admission
-from ..errors import EngineAsleepError
+from ..errors import EngineAsleepError, EngineTimeoutError
 from ..policies import WhenAsleep
 from ..refusals import Refusal, refusal_here
 from ..tags import RELEASE_ORDER
@@ -95,7 +96,7 @@ class AsleepAnswers:
         return await self._app(scope, receive, send)
 
     def _may_be_asleep(self, admission: Admission) -> bool:
-        """Return whether memory is released, or may be without a record."""
+        """Return whether memory is released, or may have been released without a record."""
         return bool(admission.released or admission.policy.sleep_after or self._is_shared())
 
     async def _is_asleep(self, admission: Admission) -> bool:
@@ -104,7 +105,9 @@ class AsleepAnswers:
             return False
         try:
             return bool(await admission.refresh())
-        except Exception:  # the engine has exited, which the application's own answer reports
+        except EngineTimeoutError:
+            return bool(admission.released)
+        except Exception:  # the application's own answer reports the failure
             return False
 
     async def _held_back(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -16,7 +16,7 @@ from memsaver._memory.sharing.wire import domain
 from memsaver._runtime.native import PartName
 from memsaver.integrations.engine import moves
 from memsaver.integrations.engine.errors import EngineBusyError
-from memsaver.integrations.engine.messages import SchedulerState, error_of
+from memsaver.integrations.engine.messages import Failure, RankReport, SchedulerState, error_of
 from memsaver.integrations.sglang import handlers, hooks
 from memsaver.integrations.sglang.protocol import REWRITTEN, answers_of
 
@@ -313,6 +313,19 @@ def test_the_state_contains_the_tags_whose_contents_were_discarded(engine):
     assert released(rid=REWRITTEN) == (("weights",), None)
     assert released() == ((), "open")
     assert released(kept=False) == (("weights",), None)
+
+
+def test_discarded_weights_that_a_failed_release_leaves_released_are_lost(engine, monkeypatch):
+    """The release fails, and another rank cannot undo its part."""
+    failed = [RankReport(1, "host", 1, failure=Failure("DriverError", "no memory"))]
+    pause = moves.pause
+    with monkeypatch.context() as broken:
+        broken.setattr(moves, "pause", lambda *args: [*pause(*args), *failed])
+        broken.setattr(moves, "resume", lambda *_: failed)
+        answer = ask(engine, "release", rid=REWRITTEN)
+    assert answer.failure is not None and "weights" in answer.released
+    fields = engine.handle("get_internal_state").internal_state["memsaver"]
+    assert SchedulerState.from_fields(fields).lost == ("weights",)
 
 
 def test_another_saver_is_guarded_and_does_its_own_work(sglang, monkeypatch):

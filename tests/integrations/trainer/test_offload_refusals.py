@@ -56,6 +56,10 @@ def test_work_while_paused_is_refused_with_advice_and_changes_nothing(sim, tag):
         offloaded.pause()
     assert offloaded.state == "mapped"
     assert not trainer.model[0]._forward_pre_hooks
+    trainer.model.append(torch.nn.Linear(8, 8))  # is offloaded in the next pause
+    added = {k: v.clone() for k, v in trainer.model[-1].state_dict().items()}
+    with offloaded.paused(), pytest.raises(memsaver.InvalidStateError):
+        trainer.model[-1].load_state_dict(added)
     offloaded.close()
 
 

@@ -142,7 +142,7 @@ def test_an_update_of_released_weights_is_ended_without_access_to_them(tiny, mon
     first = "layers.0.q.weight"
     assert worker.load({first: new.pop(first)}).failure is None
     with monkeypatch.context() as asleep:
-        allocator = SimpleNamespace(released=("weights",))
+        allocator = SimpleNamespace(released=("weights",), losses=0)
         asleep.setattr(weight_loads, "installed_allocator", lambda: allocator)
         failure = worker.call(END).failure
     if converts:
@@ -151,6 +151,20 @@ def test_an_update_of_released_weights_is_ended_without_access_to_them(tiny, mon
         assert failure is None
     assert worker.load(new).failure is None and worker.call(END).failure is None
     assert equal(contents(model), contents(loaded(tiny, 2, converts=converts)))
+
+
+@pytest.mark.parametrize("converts", [False, True])
+def test_an_update_whose_weights_a_sleep_discarded_fails(tiny, monkeypatch, converts):
+    worker, new = Worker(loaded(tiny, 1, converts=converts)), tiny.checkpoint(2)
+    allocator = SimpleNamespace(released=(), losses=1)
+    monkeypatch.setattr(weight_loads, "installed_allocator", lambda: allocator)
+    worker.call(BEGIN)
+    assert worker.load(new).failure is None
+    allocator.losses += 1
+    failure = worker.call(END).failure
+    assert failure.kind == "EngineError" and "send all of them again" in failure.message
+    worker.call(BEGIN)
+    assert worker.load(new).failure is None and worker.call(END).failure is None
 
 
 @pytest.mark.parametrize("when", ["refuse", "wake"])

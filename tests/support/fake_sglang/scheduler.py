@@ -174,6 +174,7 @@ class Scheduler:
         self._make_handlers(make_updater, saver or Saver(), group)
         self.handled: list = []  # requests that reached their handlers
         self._engine_paused = False
+        self.server_args = types.SimpleNamespace(enable_weights_cpu_backup=True)
         self.ipc_channels = types.SimpleNamespace(send_to_tokenizer=Sent())
         self.init_request_dispatcher()
 
