@@ -257,8 +257,9 @@ class Admission:
         finally:
             self._waiters.remove(waiter)
             waiter.left.set_result(None)
-            while (one := waiter.before) and one.left.done():
-                waiter.before = one.before  # later requests may refer to this one for a long time
+            # Later requests may keep this one in memory for a long time.
+            while (earlier := waiter.before) and earlier.left.done():
+                waiter.before = earlier.before
 
     async def _follow(
         self, waiter: _Waiter, deadline: float, is_gone: Callable[[], Awaitable[bool]] | None

@@ -117,10 +117,13 @@ def _asleep(released: Any) -> frozenset[str]:
 
 
 def _asked(obj: Any) -> frozenset[str]:
-    """Return the known tags that a request names; all of them if it names none."""
+    """Return the known tags that a request names; all of them if it names none.
+
+    The schedulers reject a request whose tags are not a list of known tags.
+    """
     tags = getattr(obj, "tags", None) or EVERYTHING
-    known = [tag for tag in EVERYTHING if isinstance(tags, Collection) and tag in tags]
-    return frozenset(known) if not isinstance(tags, str) else frozenset()
+    is_listed = isinstance(tags, Collection) and not isinstance(tags, str)
+    return frozenset(tag for tag in EVERYTHING if is_listed and tag in tags)
 
 
 async def _sent(

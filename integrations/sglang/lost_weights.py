@@ -28,7 +28,7 @@ def regain(updater: Any) -> None:
 
 
 def end_update(updater: Any) -> None:
-    """End an update session (SGLang 0.5.21), because the weights that it loaded are lost.
+    """End an update session (SGLang 0.5.21), because it failed or what it loaded is lost.
 
     SGLang then rejects the session's further requests.
     """

@@ -29,7 +29,7 @@ from ..engine.ranks import Group
 from ..engine.weights.checks import RankCheck, is_good
 from ..engine.weights.load_check import LoadCheck
 from ..engine.weights.plain_check import Found, Known, PlainCheck, verdict
-from . import settings
+from . import lost_weights, settings
 from .pipeline import can_defer, defer
 from .places import Place, group_of, holds_model, place_of, stage_group_of
 from .protocol import text_of_checks, verification_of
@@ -188,7 +188,7 @@ def plain(kind: str, *, has_barrier: bool, ends_session: bool = False) -> Callab
         stays = kind.startswith("Begin") and getattr(updater, "_session", None) is not None
         output = _load_plainly(original, updater, request, has_barrier, _message(kind))
         if ends_session and not output.success and not stays:
-            updater._session = None
+            lost_weights.end_update(updater)
         return output
 
     return hook

@@ -240,6 +240,26 @@ async def test_a_wake_up_that_waited_for_another_change_does_not_resume_discarde
     assert engine.resumes == []
 
 
+@pytest.mark.parametrize("is_gone", [False, True])
+async def test_a_wake_up_ends_although_the_memory_changes_before_each_attempt(monkeypatch, is_gone):
+    monkeypatch.setattr(admission, "_WAKE_SECONDS", 0.1)
+    engine = Engine({KV_CACHE})
+    found = made("wake", engine, seconds=0.1)
+
+    async def released():
+        engine.tags ^= {GRAPH}  # another process wakes the graphs, or releases them
+        return frozenset(engine.tags)
+
+    async def has_gone():
+        return is_gone
+
+    engine.released = released
+    error = ClientGoneError if is_gone else EngineAsleepError
+    with pytest.raises(error, match=None if is_gone else "during each wake-up"):
+        await asyncio.wait_for(found.admit({KV_CACHE}, "generate", is_gone=has_gone), 5)
+    assert engine.resumes == []
+
+
 async def test_a_backup_that_a_query_reports_is_used():
     engine = Engine()
     found = made("wake", engine, without_backup=WEIGHTS_ONLY)

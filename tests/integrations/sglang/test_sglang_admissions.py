@@ -236,6 +236,22 @@ async def test_weights_without_a_backup_are_not_woken_for_a_generation(policy, r
         assert await outputs(manager, GenerateReqInput("a"))
 
 
+@pytest.mark.parametrize("tags", [5, "weights"])
+async def test_a_release_of_no_list_of_tags_is_not_recorded(tags):
+    """The schedulers refuse it."""
+    manager = Manager()
+    sent = []
+
+    async def refuse(obj):
+        sent.append(obj.tags)
+        raise asyncio.CancelledError
+
+    manager.release_memory_occupation_communicator = refuse
+    with pytest.raises(asyncio.CancelledError):
+        await change(manager, "release", tags)
+    assert sent == [tags] and admissions.admission_of(manager).released == set()
+
+
 async def test_weights_that_another_process_discarded_are_not_woken(policy):
     """Another tokenizer worker put the engine to sleep."""
     policy("wake")

@@ -59,9 +59,13 @@ def test_a_module_reads_its_own_tensors_and_those_of_parts_that_are_not_called(p
     assert [names[id(holding.tensor)] for holding in held] == READ[path]
 
 
+@pytest.mark.filterwarnings("error:The .grad attribute")
 def test_gradients_and_all_parts_of_a_compiled_module_are_read():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     assert not list(read_by_forward(model))
+    model[0].register_buffer("doubled", model[0].weight * 2)  # torch warns of reads of its `grad`
+    assert len(list(read_by_forward(model[0]))) == 3
+    del model[0].doubled
     model(torch.ones(4)).sum().backward()
     assert len(list(read_by_forward(model[0]))) == 4
     model.compile(backend="eager")

@@ -266,6 +266,30 @@ refused(ConfigError, backend.pause_generation, "stop", 10)
 """)
 
 
+def test_an_abort_ends_held_generations_even_if_none_was_sent(run_async):
+    run_async(
+        """
+control = SleepController(connect(backend.link.engine))
+control.sleep()
+results = []
+def generate():
+    try:
+        results.append(backend.generate(requests([1]), 30))
+    except Exception as error:
+        results.append(error)
+work = threading.Thread(target=generate)
+work.start()
+time.sleep(0.5)
+assert not results
+backend.link.abort(10)
+work.join(5)
+assert results and "abort" in str(results), results
+control.wake_up()
+""",
+        MEMSAVER_VLLM_ASLEEP="wait",
+    )
+
+
 def test_a_dead_engine_is_reported(run_async):
     run_async("""
 assert backend.death() == ""

@@ -71,6 +71,13 @@ for call, result in zip(calls, before):
     thread.join(20)
     assert ended == [result]
 control.sleep()
+ended = []
+thread = threading.Thread(target=lambda: ended.append(sampled()))
+thread.start()
+time.sleep(0.3)
+backend.link.abort(5)
+thread.join(1)
+assert [sample.finish_reason for sample in ended[0]] == ["abort"], ended
 begun = time.monotonic()
 error = refused(EngineAsleepError, sampled)
 assert "no caller woke it up within 2 s" in str(error) and time.monotonic() - begun < 3
