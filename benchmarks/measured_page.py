@@ -204,10 +204,6 @@ pinned host memory for the next pause; by default, each resume releases it. Note
   the memory. This probably explains why memsaver is 5 % slower there than retained backups.
 - The disk was the machine's virtual disk; the measurement of the direct I/O limit writes a newly
   allocated file each time, as memsaver's first pause does.
-- Answered requests: on the H200, an earlier version of the benchmark also counted 72 clients that
-  disconnected deliberately; the row of the H100 counts only clients that wait.
-- SGLang on two GPUs: the H200's rows without `NCCL_MAX_CTAS` were measured with NCCL's own number
-  of channels, those of the H100s with 12, memsaver's default.
 - SGLang's memory in use with all tags released has two values: that of an engine's first sleep,
   and half of the memory in use while two engines sleep (each for the seventh time, with
   torch_memory_saver for the third or fourth).
