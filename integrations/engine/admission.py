@@ -85,8 +85,9 @@ class Admission:
     Args:
         policy: the policy for requests that need released memory.
         sleeper: makes the calls to the engine.
-        without_backup: tags whose contents a release discards. After a wake-up, a request that
-            reads them would return wrong results, so the request is refused.
+        without_backup: tags whose contents a release discards, or that lack the new contents that
+            replace discarded ones. After a wake-up, a request that reads them would return wrong
+            results, so the request is refused.
 
     Attributes:
         changing: a lock that prevents wake-ups while its owner releases or resumes tags.
@@ -309,13 +310,14 @@ class Admission:
         until = max(deadline, now() + _WAKE_SECONDS)
         pause = _FIRST_PAUSE_SECONDS
         while missing := self._released & needs:
-            if reads and missing & self.without_backup:
+            if reads and needs & self.without_backup:
                 await self.refresh()
-                if lost := self._released & needs & self.without_backup:
-                    raise self._error(
-                        what,
-                        f"{', '.join(sorted(lost))} has no backup: resume it, and load it again",
-                    )
+                missing = self._released & needs
+                if missing and (lost := needs & self.without_backup):
+                    more = f"{', '.join(sorted(lost))} has no backup: resume it, and load it again"
+                    if not missing & lost:
+                        more = f"load all of {', '.join(sorted(lost))}, and resume the rest"
+                    raise self._error(what, more)
                 continue
             is_current = True
             try:

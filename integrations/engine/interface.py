@@ -253,8 +253,13 @@ class Backend(Protocol):
             engine cannot verify.
         """
 
-    def end_update(self, timeout: float) -> None:
-        """Convert the weights to the form for generation, even after a failed load."""
+    def end_update(self, timeout: float, complete: bool = True) -> None:
+        """Convert the weights to the form for generation, even after a failed load.
+
+        Args:
+            timeout: seconds for the call.
+            complete: whether all weights were loaded.
+        """
 
     def checksums(self, timeout: float) -> Sequence[str]:
         """Return the checksum of each rank's weights; () if the engine has none.

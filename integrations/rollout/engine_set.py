@@ -130,8 +130,8 @@ class _Backends:
     def begin_update(self, timeout: float) -> None:
         self._each(lambda backend, _: backend.begin_update(timeout), timeout)
 
-    def end_update(self, timeout: float) -> None:
-        self._each(lambda backend, _: backend.end_update(timeout), timeout)
+    def end_update(self, timeout: float, complete: bool = True) -> None:
+        self._each(lambda backend, _: backend.end_update(timeout, complete), timeout)
 
     def pause_generation(self, mode: PauseMode, timeout: float) -> None:
         self._each(

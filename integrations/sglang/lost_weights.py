@@ -1,18 +1,24 @@
-"""Whether the contents of a scheduler's released weights are lost."""
+"""Whether the contents of a scheduler's weights are lost."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from ..engine.tags import KV_CACHE, WEIGHTS
 from .updaters import scheduler_of
 
-__all__ = ["are_lost", "end_update", "lose", "regain"]
+__all__ = ["are_lost", "end_update", "loaded", "lose", "resumed"]
 
 _ATTRIBUTE = "_memsaver_lost_weights"  # of a scheduler
+_DISK = "UpdateWeightFromDiskReqInput"  # replaces all weights
 
 
 def are_lost(scheduler: Any) -> bool:
-    """Return whether the weights were released without their contents, and not resumed since."""
+    """Return whether the weights were released or resumed without their contents.
+
+    After an update of all weights or a resume of all memory, returns False: the caller that resumes
+    the last memory is responsible for the contents.
+    """
     return bool(getattr(scheduler, _ATTRIBUTE, False))
 
 
@@ -22,9 +28,27 @@ def lose(updater: Any) -> None:
     end_update(updater)
 
 
-def regain(updater: Any) -> None:
-    """Record that the weights are mapped: the caller has to load lost contents."""
-    setattr(scheduler_of(updater), _ATTRIBUTE, False)
+def resumed(updater: Any, without_contents: bool) -> None:
+    """Record a resume.
+
+    Args:
+        updater: the object with SGLang's handlers.
+        without_contents: whether the weights were mapped without their contents.
+    """
+    scheduler = scheduler_of(updater)
+    if updater.offload_tags.isdisjoint((WEIGHTS, KV_CACHE)):
+        setattr(scheduler, _ATTRIBUTE, False)
+    elif without_contents:
+        setattr(scheduler, _ATTRIBUTE, True)
+
+
+def loaded(updater: Any, request: Any) -> None:
+    """Record that a request loaded weights.
+
+    The last load of an update flushes the prefix cache, which the old weights computed.
+    """
+    if getattr(request, "flush_cache", False) or type(request).__name__ == _DISK:
+        setattr(scheduler_of(updater), _ATTRIBUTE, False)
 
 
 def end_update(updater: Any) -> None:

@@ -245,8 +245,7 @@ def _resume(
         return answer.done([], [])
     if not moves.are_memsavers(RESUME_ORDER):
         original(updater, handlers.request_for(request, tags))
-        if WEIGHTS in tags:
-            lost_weights.regain(updater)
+        lost_weights.resumed(updater, without_contents=False)
         return answer.done(tags, group.attempt(Figures))
 
     stash = handlers.stash_of(updater)
@@ -264,8 +263,7 @@ def _resume(
     if not first_failure(failed):
         failed = group.attempt(lambda: handlers.run(original, updater, request, tags))
     if not first_failure(failed):
-        if WEIGHTS in tags:
-            lost_weights.regain(updater)
+        lost_weights.resumed(updater, without_contents=WEIGHTS in rewritten)
         return answer.done(tags, ranks, held=answer.held - set(tags))
     # Memory that was resumed without its contents must not be backed up.
     if rewritten:

@@ -43,7 +43,7 @@ class WeightCalls(EngineBackend[LocalEngine | ServedEngine]):
         with self.control.request("update_weights"):
             return checks_of(self.link.ask(name, fields, load.timeout))
 
-    def end_update(self, timeout: float) -> None:
+    def end_update(self, timeout: float, complete: bool = True) -> None:
         """See `Backend`."""
         self._do_if_known("end_weight_update", timeout)
 

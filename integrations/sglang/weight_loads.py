@@ -140,6 +140,8 @@ def _load(
         else:  # on all ranks, for the same reason
             check.fail(refusal)
             checks = [check.found()]
+        if is_good(checks):
+            lost_weights.loaded(updater, request)
         return output_of(success=is_good(checks), message=text_of_checks(checks))
 
     if place.stages == 1:
@@ -323,6 +325,7 @@ def _load_plainly(
     trouble = verdict([Found.from_fields(row) for row in rows])
     if output is not None and success and not trouble:
         known |= check.seen
+        lost_weights.loaded(updater, request)
         return output
     if success:
         _logger.error("a weight update failed: %s", trouble)

@@ -21,11 +21,21 @@ from .protocol import (
     WORKER_CALLS,
 )
 
-__all__ = ["CHANGES", "MODEL", "Need", "check_level", "is_known", "is_query", "need_of"]
+__all__ = [
+    "CHANGES",
+    "MODEL",
+    "UPDATE_ENDS",
+    "Need",
+    "check_level",
+    "is_known",
+    "is_query",
+    "need_of",
+]
 
 MODEL = frozenset({KV_CACHE, WEIGHTS})
 _WEIGHTS = frozenset({WEIGHTS})
 CHANGES = (RELEASE, RESUME)  # memsaver's own calls that release or resume memory
+UPDATE_ENDS = ("finish_weight_update", "reload_weights")  # vLLM's own
 _LEVELS = (0, 1, 2)
 _RPC = "collective_rpc"
 # Calls that monitoring makes continually.

@@ -25,7 +25,8 @@ from ..engine.errors import EngineBusyError
 from ..engine.loops import settle
 from ..engine.messages import Answer, Failure, SchedulerState
 from ..engine.tags import GRAPH, KV_CACHE, RELEASE_ORDER, WEIGHTS, check_known
-from .calls import is_known
+from ..engine.weights.checks import RankCheck, is_good
+from .calls import UPDATE_ENDS, is_known
 from .guard import guard_of
 from .local import MARK, arguments_of
 from .protocol import (
@@ -71,7 +72,12 @@ def install(core: Any) -> None:
                 # would leave their responses in its queues, where its next call finds them.
                 timeout = None
             call = functools.partial(original, self, method, timeout, args, kwargs)
-            return call() if is_known(method) else guard_of(self).run_unknown(method, call)
+            if not is_known(method):
+                return guard_of(self).run_unknown(method, call)
+            result = call()
+            if method in UPDATE_ENDS:
+                guard_of(self).loaded()
+            return result
         return _then(answer(self, *args), lambda result: [result])
 
     core.collective_rpc = collective_rpc
@@ -238,6 +244,7 @@ def _wake_rewritten(core: Any, tags: Sequence[str]) -> None:
         raise
     finally:
         del executor.collective_rpc
+    guard_of(core).woken_without_contents()
 
 
 def _answered(
@@ -326,9 +333,11 @@ def _refused(
     )
 
 
-def _end(core: Any) -> Any:
+def _end(core: Any, complete: bool = False) -> Any:
     """End an update in the workers. If the core is idle, drop the old weights' encoder outputs."""
     rows = core.model_executor.collective_rpc(END)
+    if complete and is_good([RankCheck.from_fields(row) for row in rows[0]]):
+        guard_of(core).loaded()
     if _is_idle(core):
         core.reset_encoder_cache()
     return rows[0]

@@ -104,9 +104,9 @@ def memsaver_memory(core: Any, touch: bool = False, failed: bool = False) -> str
         failed: whether to include the failure of the last sleep or wake-up.
 
     Returns:
-        The object's fields are `released`, the released tags; `lost`, those of them whose contents
-        were discarded; `other`, whether another allocator released memory; and `failure`, a
-        `Failure` or null.
+        The object's fields are `released`, the released tags; `lost`, if there are any, the tags
+        without contents (see `Guard.lost`); `other`, whether another allocator released memory; and
+        `failure`, a `Failure` or null.
     """
     guard = guard_of(core)
     if touch and guard.idle is not None:
@@ -115,7 +115,7 @@ def memsaver_memory(core: Any, touch: bool = False, failed: bool = False) -> str
     return json.dumps(
         {
             "released": sorted(released),
-            "lost": sorted(guard.lost & released),
+            "lost": sorted(guard.lost if released else ()),
             "other": bool(core.model_executor.is_sleeping and not released),
             "failure": guard.failure() if failed else None,
         }
@@ -132,7 +132,8 @@ class Guard:
 
     Attributes:
         idle: releases the memory of an idle engine; None if the settings do not request it.
-        lost: the tags whose contents the last sleep discarded.
+        lost: the tags whose contents were discarded, and not loaded since. Meaningful only while
+            memory is released: the caller that wakes the last memory is responsible for them.
 
     Args:
         core: the engine core.
@@ -199,7 +200,17 @@ class Guard:
     def woken(self) -> None:
         """Record a wake-up of any tags."""
         self._logged.clear()
-        self.lost = self.lost.intersection(self._core.model_executor.sleeping_tags)
+        if not self._core.model_executor.sleeping_tags:
+            self.lost = frozenset()
+
+    def woken_without_contents(self) -> None:
+        """Record that the weights were mapped for an update, which may begin later."""
+        if self._core.model_executor.sleeping_tags:
+            self.lost |= {WEIGHTS}
+
+    def loaded(self) -> None:
+        """Record that an update has loaded all weights."""
+        self.lost -= {WEIGHTS}
 
     def wake_failed(self) -> None:
         """Record the contents that a failed wake-up lost, if it did not restore them."""

@@ -61,9 +61,9 @@ class WeightCalls(EngineBackend[Link]):
             self.weight_version = load.weight_version
         return checks
 
-    def end_update(self, timeout: float) -> None:
+    def end_update(self, timeout: float, complete: bool = True) -> None:
         """See `Backend`."""
-        self._on_all_ranks(END, [], timeout)
+        self._on_all_ranks(END, [complete], timeout)
 
     def checksums(self, timeout: float) -> Sequence[str]:
         """Return (): only engines without the plugin are compared, and they cannot load weights."""

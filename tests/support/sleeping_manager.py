@@ -100,11 +100,11 @@ class Manager:
                 self.server_args.enable_weights_cpu_backup
                 and getattr(obj, "rid", None) != REWRITTEN
             )
-            if operation == "resume":
-                self.lost -= tags
-            elif not kept:
+            if operation == "release" and not kept:
                 self.lost |= {"weights"} & tags - self.tags
             self.tags = self.tags | tags if operation == "release" else self.tags - tags
+            if not self.tags:
+                self.lost.clear()
         answer = Answer(
             "s", operation, tuple(tags), tuple(self.tags), (), (), self.failure, self.number
         )

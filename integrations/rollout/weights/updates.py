@@ -210,9 +210,9 @@ class _Update:
             assert backend is not None
             backend.begin_update(timeout)
 
-        def end(limit: float = timeout) -> None:
+        def end(limit: float = timeout, complete: bool = True) -> None:
             assert backend is not None
-            backend.end_update(limit)
+            backend.end_update(limit, complete)
 
         try:
             # A begin that failed may still have taken effect: after its timeout, or on other
@@ -222,7 +222,7 @@ class _Update:
         except BaseException:
             if backend is not None:  # allows a new update; other ranks do not wait here
                 with contextlib.suppress(MemsaverError):
-                    end(min(timeout, GRACE_SECONDS))
+                    end(min(timeout, GRACE_SECONDS), complete=False)
             raise
         self._steps.on_leader(f"{_WHAT}: its end", end, timeout)
 

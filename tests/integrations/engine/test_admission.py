@@ -260,6 +260,25 @@ async def test_a_wake_up_ends_although_the_memory_changes_before_each_attempt(mo
     assert engine.resumes == []
 
 
+async def test_weights_that_are_not_loaded_yet_are_not_read():
+    """The weights are mapped, and another caller's update of them is in progress."""
+    engine = Engine({KV_CACHE})
+    found = made("wake", engine)
+    found.learn({KV_CACHE})
+    found.without_backup = WEIGHTS_ONLY
+    with pytest.raises(EngineAsleepError, match="load all of weights, and resume the rest"):
+        await found.admit(EVERYTHING, "generate")
+    assert engine.resumes == []
+
+    async def released():
+        found.without_backup = frozenset()  # the update has ended
+        return frozenset(engine.tags)
+
+    engine.released = released
+    await found.admit(EVERYTHING, "generate")
+    assert engine.tags == set()
+
+
 async def test_a_backup_that_a_query_reports_is_used():
     engine = Engine()
     found = made("wake", engine, without_backup=WEIGHTS_ONLY)

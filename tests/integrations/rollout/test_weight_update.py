@@ -158,13 +158,13 @@ def test_a_shape_that_the_engine_does_not_have(engine, backend):
 
 
 def test_after_a_failure_a_hanging_engine_is_waited_for_briefly(engine, backend, monkeypatch):
-    limits = []
-    monkeypatch.setattr(backend, "end_update", limits.append)
+    ends = []
+    monkeypatch.setattr(backend, "end_update", lambda *arguments: ends.append(arguments))
     update(engine, checkpoint(), timeout=900)
     monkeypatch.setattr(backend, "damage", lambda number: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         update(engine, checkpoint(), timeout=900)
-    assert limits[0] == 900 and limits[1] <= GRACE_SECONDS
+    assert ends[0] == (900, True) and ends[1][0] <= GRACE_SECONDS and not ends[1][1]
 
 
 @pytest.mark.parametrize("kind", [EngineError, KeyboardInterrupt])

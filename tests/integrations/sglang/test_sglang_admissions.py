@@ -268,6 +268,8 @@ async def test_weights_that_were_saved_since_they_were_discarded_are_woken(polic
     manager = Manager()
     await change(manager, "release", rid=REWRITTEN)
     assert (await update(manager))[0] is True
+    with pytest.raises(EngineAsleepError, match="load all of weights, and resume the rest"):
+        await outputs(manager, GenerateReqInput("a"))  # the update may not be complete
     await change(manager, "resume")
     manager.tags = set(BOTH)  # the idle engine sleeps by itself
     assert await outputs(manager, GenerateReqInput("a"))

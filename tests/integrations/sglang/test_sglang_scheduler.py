@@ -17,7 +17,7 @@ from memsaver._runtime.native import PartName
 from memsaver.integrations.engine import moves
 from memsaver.integrations.engine.errors import EngineBusyError
 from memsaver.integrations.engine.messages import Failure, RankReport, SchedulerState, error_of
-from memsaver.integrations.sglang import handlers, hooks
+from memsaver.integrations.sglang import handlers, hooks, lost_weights
 from memsaver.integrations.sglang.protocol import REWRITTEN, answers_of
 
 MIB = 1 << 20
@@ -313,6 +313,34 @@ def test_the_state_contains_the_tags_whose_contents_were_discarded(engine):
     assert released(rid=REWRITTEN) == (("weights",), None)
     assert released() == ((), "open")
     assert released(kept=False) == (("weights",), None)
+
+
+@pytest.mark.parametrize("rid", [None, REWRITTEN])
+def test_weights_lack_contents_until_an_update_of_all_weights_or_a_resume_of_all_tags(engine, rid):
+    engine.server_args = SimpleNamespace(enable_weights_cpu_backup=rid is not None)
+    updater = engine.handlers
+
+    def lost():
+        fields = engine.handle("get_internal_state").internal_state["memsaver"]
+        return SchedulerState.from_fields(fields).lost == ("weights",)
+
+    def mapped():
+        """Release all tags, and map the weights without their contents."""
+        assert ask(engine, "release").failure is None
+        assert ask(engine, "resume", ["weights"], rid=rid).failure is None
+        assert lost()
+
+    mapped()
+    assert ask(engine, "resume", ["kv_cache"]).failure is None and not lost()
+    mapped()
+    lost_weights.loaded(updater, SimpleNamespace(flush_cache=False))
+    assert lost()
+    lost_weights.loaded(updater, SimpleNamespace(flush_cache=True))
+    assert not lost()
+    assert ask(engine, "resume").failure is None
+    mapped()
+    lost_weights.loaded(updater, type("UpdateWeightFromDiskReqInput", (), {})())
+    assert not lost()
 
 
 def test_discarded_weights_that_a_failed_release_leaves_released_are_lost(engine, monkeypatch):

@@ -16,6 +16,7 @@ from memsaver.integrations.engine.errors import EngineError  # noqa: E402
 from memsaver.integrations.engine.weights import load_check  # noqa: E402
 from memsaver.integrations.engine.weights.checks import RankCheck, VerificationRequest  # noqa: E402
 from memsaver.integrations.engine.weights.held import watched  # noqa: E402
+from memsaver.integrations.sglang import lost_weights  # noqa: E402
 from memsaver.integrations.sglang.protocol import (  # noqa: E402
     text_of,
     text_of_checks,
@@ -38,6 +39,19 @@ def test_an_update_without_verification_is_sglangs_own(manager):
     assert (output.success, output.message) == (True, "Success")
     assert rank.runner.model.holds(checkpoint())
     assert checks(output) == []
+
+
+@pytest.mark.parametrize("verified", [False, True])
+def test_weights_are_lost_until_the_last_load_of_an_update(manager, verified):
+    rank, named = manager(Model()), weights()
+    wanted = verification(named) if verified else None
+    lost_weights.lose(rank)
+    for fields, is_lost in (({"flush_cache": False}, True), ({"flush_cache": True}, False)):
+        assert load(rank, named, wanted, **fields).success
+        assert lost_weights.are_lost(rank.scheduler) is is_lost
+    lost_weights.lose(rank)
+    assert not load(rank, {**named, "embed.weight": torch.zeros(3, 3)}, wanted).success
+    assert lost_weights.are_lost(rank.scheduler)
 
 
 def corrupting(monkeypatch, *parameters):

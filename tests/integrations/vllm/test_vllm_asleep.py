@@ -85,6 +85,7 @@ assert admission_of(engine).waiting == 0
 def test_requests_wake_the_engine(asleep, version, ranks):
     asleep(
         """
+import operator
 before = await generate(engine)
 for _ in range(2):
     await engine.sleep()
@@ -98,6 +99,15 @@ await engine.sleep(level=2)
 error = await refusal(generate(engine))
 assert "weights has no backup" in str(error) and await engine.is_sleeping()
 await engine.update_weights(1)  # only replaces the contents, so it wakes the weights
+error = await refusal(generate(engine))
+assert error.tags == ("kv_cache",) and "load all of weights" in str(error)
+await engine.finish_weight_update()
+assert await generate(engine) == before
+await engine.sleep(level=2)
+await engine.wake_up(["weights"])
+await engine.collective_rpc(operator.methodcaller("reload_weights"))  # as a program's own method
+assert (await refusal(generate(engine))).tags == ("kv_cache",)
+await engine.wake_up(["kv_cache"])  # the program has loaded the weights
 assert await generate(engine) == before
 """,
         engine=f"engine_of({ranks})",

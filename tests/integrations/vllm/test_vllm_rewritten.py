@@ -146,8 +146,28 @@ await engine.collective_rpc(vllm_calls.break_next, args=("post_kv_cache_wake_up"
 [answer] = await engine.collective_rpc(protocol.RESUME, args=(["weights", "kv_cache"], False))
 assert answer["failure"] and list(answer["lost"]) == ["weights"]
 assert "weights" in str(await refusal(generate(engine)))
-await engine.wake_up(["weights"])
+await engine.wake_up()
 await engine.collective_rpc(vllm_calls.load, args=(1,))
+assert await generate(engine) == before
+""",
+        engine='engine_of(model="tiny")',
+        when="wake",
+    )
+
+
+def test_a_generation_does_not_wake_the_rest_before_an_update_is_complete(asleep):
+    asleep(
+        """
+from memsaver.integrations.vllm import protocol
+await engine.collective_rpc(vllm_calls.load, args=(1,))
+before = await generate(engine)
+await engine.sleep()
+[answer] = await engine.collective_rpc(protocol.RESUME, args=(["weights"], False))
+assert not answer["failure"]
+await engine.collective_rpc(vllm_calls.load, args=(1,))
+for complete in (False, True):
+    assert (await refusal(generate(engine))).tags == ("kv_cache",)
+    await engine.collective_rpc(protocol.END, args=(complete,))
 assert await generate(engine) == before
 """,
         engine='engine_of(model="tiny")',
