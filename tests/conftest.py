@@ -1,8 +1,9 @@
-"""Shared fixtures: the choice of the driver, the simulator's controls, child processes.
+"""Shared fixtures: the choice of the driver, the simulator's controls, and child processes.
 
-The library's state belongs to the process. Most tests run in this process on the simulated driver,
-with their own tags, and the fixture `sim` checks that they leave nothing behind. Tests that need a
-new process (environment, fork, exit, several devices) use a child, with `run_python`.
+The library's state belongs to the process. Most tests run in this process on the simulated driver
+with their own tags. The fixture `sim` checks that the tests leave nothing behind. Tests that need a
+new process (for its environment, fork, exit, or several devices) use a child process through
+`run_python`.
 """
 
 from __future__ import annotations
@@ -95,7 +96,9 @@ def simulator_library():
 
 @pytest.fixture
 def sim(simulator_library, tag):
-    """Yield the simulator; after the test, check for leaks and violations of the driver's rules."""
+    """Yield the simulator; after the test, check for leaks and for violations of the driver's
+    rules.
+    """
     import memsaver
     from memsaver._runtime.native import _C
 
@@ -129,13 +132,15 @@ def sim(simulator_library, tag):
 
 @pytest.fixture
 def tag(request):
-    """Create unique tag names for this test: `tag("weights")`."""
+    """Return a function that creates unique tag names for this test: `tag("weights")`."""
     return Tags(request.node.name)
 
 
 @pytest.fixture
 def make_blocks(sim):
-    """Create blocks in a tag: `make_blocks(tag, [sizes], backup="host")`."""
+    """Return a function that creates blocks in a tag: `make_blocks(tag, [sizes],
+    backup="host")`.
+    """
     import memsaver
 
     seeds = iter(range(1, 1 << 30))
@@ -157,7 +162,7 @@ def each_fault(sim, in_thread):
 
 @pytest.fixture
 def memory(sim, tag):
-    """Yield a tag's memory with known bytes: three pieces of a fingerprint, and part of a piece."""
+    """Yield a tag's memory with known bytes: three fingerprint pieces and part of a fourth."""
     from fingerprint_memory import Memory
 
     import memsaver
@@ -170,7 +175,9 @@ def memory(sim, tag):
 
 @pytest.fixture
 def registered():
-    """Collect callback registrations to remove: `registered += [memsaver.on_pause(f)]`."""
+    """Collect callback registrations that are removed after the test: `registered +=
+    [memsaver.on_pause(f)]`.
+    """
     found: list[Any] = []
     yield found
     for registration in found:
@@ -180,7 +187,7 @@ def registered():
 
 @pytest.fixture
 def make_paused(make_blocks):
-    """Create a paused tag, and return its blocks."""
+    """Create a paused tag and return its blocks."""
     import memsaver
 
     def make(
@@ -195,7 +202,7 @@ def make_paused(make_blocks):
 
 @pytest.fixture
 def slow(sim):
-    """Delay every copy, so that a pause or a resume takes at least that long."""
+    """Delay every copy, so that a pause or resume takes at least this delay."""
 
     def set_delay(seconds=0.15):
         sim.stream_delay(seconds)
@@ -206,7 +213,7 @@ def slow(sim):
 
 @pytest.fixture
 def options():
-    """Set options for the test: `options(share_bytes="2MiB")`."""
+    """Set options for the duration of the test: `options(share_bytes="2MiB")`."""
     import memsaver
     from memsaver._runtime.native import _C
 
@@ -246,7 +253,7 @@ def wait_until():
 
 @pytest.fixture
 def plain(monkeypatch):
-    """Remove the variables that the checks read from the environment; return its monkeypatch."""
+    """Remove the environment variables that the checks read; return the monkeypatch fixture."""
     prefixes = ("MEMSAVER_", "NCCL_", "PYTORCH_", "SGLANG_", "LD_", "TMPDIR", "TORCH_", "CUDA_")
     for name in list(os.environ):
         if name.startswith(prefixes) and name not in ("MEMSAVER_DRIVER", "LD_LIBRARY_PATH"):
@@ -280,7 +287,7 @@ def recorded(sim, tag, make_blocks):
 
 
 def depends_on_interpreter(request: pytest.FixtureRequest) -> bool:
-    """Return whether the test is marked each_python, and so needs new interpreters."""
+    """Return whether the test is marked each_python and therefore needs new interpreters."""
     return request.node.get_closest_marker("each_python") is not None
 
 
@@ -288,9 +295,9 @@ def depends_on_interpreter(request: pytest.FixtureRequest) -> bool:
 def run_python(tmp_path, request):
     """Run code in a new process: `run_python(code, MEMSAVER_SIM_DEVICES=2)`.
 
-    Returns a CompletedProcess. The environment is this process's without memsaver's variables, with
-    the simulated driver; a variable whose value is None is not set. For `with_torch`,
-    `with_memsaver` and `fresh`, see run_code. Tests marked each_python get a new interpreter unless
+    Returns a CompletedProcess. The environment is this process's, with the simulated driver and
+    without memsaver's variables. A variable whose value is None is not set. See `run_code` for
+    `with_torch`, `with_memsaver` and `fresh`. Tests marked each_python use a new interpreter unless
     they pass `fresh=False`.
     """
     from memsaver._runtime.native import LIBRARY_DIR
@@ -336,7 +343,9 @@ def run_python(tmp_path, request):
 
 @pytest.fixture
 def runtime(tmp_path, monkeypatch):
-    """Create the folder of this test's sockets, the only folder that `memsaver top` searches."""
+    """Create the folder of this test's sockets, which is the only folder that `memsaver top`
+    searches.
+    """
     from memsaver.cli import watched
 
     folder = tmp_path / "runtime"
@@ -364,7 +373,9 @@ def dropin_site(dropin_wheel, tmp_path_factory):
 
 @pytest.fixture
 def run_dropin(dropin_site, tmp_path, request):
-    """Run Python code after the usual import; check its status, and return its process."""
+    """Run Python code after the usual import; check the exit status and return the completed
+    process.
+    """
     each_python = depends_on_interpreter(request)
 
     def go(code, *, status=0, packages=dropin_site, **options):
@@ -378,13 +389,13 @@ def run_dropin(dropin_site, tmp_path, request):
 
 @pytest.fixture
 def benchmark_module(monkeypatch):
-    """Import a module of the benchmarks, and the fake of a peer, for this test."""
+    """Import a module of the benchmarks and the fake of a peer for this test."""
     yield from modules_in(monkeypatch, BENCHMARKS, PEER)
 
 
 @pytest.fixture
 def tensors_in_files():
-    """Let torch send tensors through named files, which more than one rank can open."""
+    """Make torch send tensors through named files, which more than one rank can open."""
     from torch import multiprocessing
 
     before = multiprocessing.get_sharing_strategy()

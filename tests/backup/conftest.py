@@ -1,4 +1,4 @@
-"""Fixtures of the tests of backups."""
+"""Fixtures for the tests of backups."""
 
 import textwrap
 
@@ -15,7 +15,7 @@ MIB = 1 << 20
 def on_disk(sim, tag, make_blocks, options, tmp_path):
     """Return a function that creates a tag and pauses it to disk.
 
-    The function returns the tag's name, its blocks and its file's descriptor.
+    The function returns the tag's name, blocks and file descriptor.
     """
 
     def make(sizes=(18 * MIB, 5000)):

@@ -1,4 +1,6 @@
-"""Test how a backup is divided into chunks: which are pinned together, and which are kept."""
+"""Tests how a backup is divided into chunks: which chunks are pinned together and which are
+kept.
+"""
 
 import pytest
 from driver_faults import Fixed
@@ -14,7 +16,7 @@ MIB = 1 << 20
 
 
 def pause_but(name, *holes):
-    """Pause a tag with holes that no tensor owns; return the bytes copied."""
+    """Pause a tag with holes that no tensor owns; return the number of bytes copied."""
     return sum(one[4] for one in _C.begin([name], [], -1, list(holes)).run())
 
 
@@ -29,7 +31,7 @@ def make_block(sim, make_blocks):
 
 
 def fill(fixed, hole):
-    """Write a hole's original contents again."""
+    """Restore a hole's original contents."""
     address, nbytes = hole
     at = address - fixed.blocks[0].address
     fixed.sim.write(address, fixed.contents[0][at : at + nbytes])

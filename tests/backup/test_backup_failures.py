@@ -1,4 +1,4 @@
-"""Test failing driver calls during copies to and from backups in pageable memory or on disk."""
+"""Tests failing driver calls during copies to and from backups in pageable memory or on disk."""
 
 import contextlib
 
@@ -18,7 +18,7 @@ TYPED = (DriverError, OutOfDeviceMemoryError, OutOfHostMemoryError)
 
 @pytest.fixture
 def staged(sim, tag, make_blocks, options):
-    """Return a function that creates two tags; the first tag's block needs two buffers."""
+    """Return a function that creates two tags. The first tag's block needs two staging buffers."""
 
     def make(kind):
         options(fingerprints=False)  # test_fingerprint_failures.py tests their faults
@@ -33,7 +33,7 @@ def staged(sim, tag, make_blocks, options):
 
 
 def clean(sim):
-    """Return whether no host memory is held or pinned after a trim()."""
+    """Return whether no host memory is retained or pinned after a trim()."""
     memsaver.trim(wait=True)
     return sim.counts().registered_bytes == memsaver.stats().host_bytes == 0
 

@@ -1,4 +1,6 @@
-"""Test the host memory and disk space that backups use, and errors if there is too little."""
+"""Tests the host memory and disk space that backups use, and errors if there is too little of
+them.
+"""
 
 import errno
 import os
@@ -26,7 +28,7 @@ def rss():
 
 
 def pages_of(name):
-    """Return the bytes of the pages that the live allocations overlap."""
+    """Return the size of the pages that overlap live allocations."""
     pages = set()
     for address, nbytes in memsaver.ranges(name):
         pages.update(range(address // PAGE, (address + nbytes - 1) // PAGE + 1))
@@ -35,7 +37,9 @@ def pages_of(name):
 
 @pytest.fixture(autouse=True)
 def nothing_kept():
-    """Release the backups that earlier tests left, so that the test's figures exclude them."""
+    """Release backups that earlier tests left, so that they do not affect the test's
+    measurements.
+    """
     memsaver.trim(wait=True)
 
 

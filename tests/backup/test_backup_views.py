@@ -1,4 +1,4 @@
-"""Test views of backups, and how trim releases backups."""
+"""Tests views of backups, and how trim releases backups."""
 
 import ctypes
 

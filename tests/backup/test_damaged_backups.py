@@ -1,4 +1,6 @@
-"""Test disk backups that are damaged while tags are paused, and the recovery from the damage."""
+"""Tests disk backups that are corrupted while tags are paused, and the recovery from the
+corruption.
+"""
 
 import errno
 import os
@@ -17,14 +19,16 @@ MIB = 1 << 20
 
 
 def saved_bytes(name):
-    """Return the bytes that a pause saves: live allocations, as the allocator rounds them."""
+    """Return the number of bytes that a pause saves: live allocations, rounded as by the
+    allocator.
+    """
     return sum(each.bytes for each in memsaver.ranges(name))
 
 
 def load_again(sim, name, blocks):
     """Follow the error's advice: free the tensors, resume, and load the same contents again.
 
-    The new blocks have the addresses of the old ones.
+    The new blocks have the same addresses as the old blocks.
     """
     known = [(block.address, block.nbytes, block.seed) for block in blocks]
     blocks.clear()
@@ -35,7 +39,7 @@ def load_again(sim, name, blocks):
 
 
 def refused(sim, name, match):
-    """Check that a resume finds the damage, gives advice, and changes nothing."""
+    """Check that a resume detects the corruption, gives advice, and changes nothing."""
     with pytest.raises(BackupError, match=match) as caught:
         memsaver.resume(name)
     assert caught.value.tag == name and "load its contents" in str(caught.value)

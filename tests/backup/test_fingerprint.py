@@ -1,4 +1,4 @@
-"""Test fingerprints of device memory: the hash, the kernel's source and its launches."""
+"""Tests fingerprints of device memory: the hash, the kernel's source, and its launches."""
 
 import ctypes
 import json

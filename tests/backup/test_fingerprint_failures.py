@@ -1,4 +1,4 @@
-"""Test fingerprints if calls fail, memory is short, or ranges exceed the address space."""
+"""Tests fingerprints when calls fail, memory is short, or ranges exceed the address space."""
 
 import pytest
 from fingerprint_memory import found
@@ -43,7 +43,7 @@ def test_every_call_fails(sim, memory, in_thread, call, code):
     expected = _C.fingerprint(ranges)
 
     def attempt():
-        """Return the error of a job on a thread without a context, or None."""
+        """Return the error of a job that runs on a thread without a context, or None."""
         try:
             assert in_thread(_C.fingerprint, ranges).result() == expected
         except MemsaverError as error:
@@ -132,7 +132,10 @@ def test_a_kernel_that_cannot_be_loaded(run_python):
 
 
 def test_ranges_that_reach_beyond_everything_are_refused(run_python):
-    """Two ranges whose sizes overflow to a small sum are rejected; the fuzzer found this."""
+    """Two ranges are rejected if the sum of their sizes overflows to a small value.
+
+    The fuzzer found this case.
+    """
     run_python(
         """
         import resource

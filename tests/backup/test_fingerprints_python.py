@@ -1,4 +1,4 @@
-"""Test that memsaver.fingerprint returns equal digests for equal bytes, at any address."""
+"""Tests that memsaver.fingerprint returns equal digests for equal bytes at any address."""
 
 import hashlib
 

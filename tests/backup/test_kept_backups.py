@@ -1,4 +1,4 @@
-"""Test kept backups: the restored contents, and unchanged memory that is not copied again."""
+"""Tests retained backups: the restored contents, and unchanged memory that is not copied again."""
 
 import random
 
@@ -19,7 +19,7 @@ ODD = [1, 511, 4097, MIB - 1, MIB + 1, 5 * MIB + 12345]
 
 
 class Memory:
-    """A block of device memory and its expected contents."""
+    """A block of device memory with its expected contents."""
 
     def __init__(self, sim, nbytes, seed):
         self.sim, self.nbytes = sim, nbytes
@@ -33,7 +33,7 @@ class Memory:
             self.write(at, part)
 
     def write(self, at, data):
-        """Write to the block, and update its expected contents."""
+        """Write to the block and update its expected contents."""
         self.expected[at : at + len(data)] = data
         self.sim.write(self.address + at, data)
 
@@ -51,19 +51,21 @@ def make(sim):
 
 
 def live_bytes(name):
-    """Return the bytes that a pause saves: live allocations, as the allocator rounds them."""
+    """Return the number of bytes that a pause saves: live allocations, rounded as by the
+    allocator.
+    """
     return sum(r.bytes for r in memsaver.ranges(name))
 
 
 def cycle(name, **options):
-    """Pause and resume a tag; return the bytes that the pause copied."""
+    """Pause and resume a tag; return the number of bytes that the pause copied."""
     copied = memsaver.pause(name, **options).copied_bytes
     memsaver.resume(name)
     return copied
 
 
 def pause_but(name, kind, unowned):
-    """Pause a tag without its unowned ranges; return the bytes copied."""
+    """Pause a tag except for its unowned ranges; return the number of bytes copied."""
     return sum(r[4] for r in _C.begin([name], [], CODE[kind], unowned).run())
 
 

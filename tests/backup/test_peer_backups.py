@@ -1,4 +1,4 @@
-"""Test backups in another device's memory: places, contents, figures, ownership."""
+"""Tests backups in another device's memory: their location, contents, statistics and ownership."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Test the choice of the device for backups in another device's memory, and failing calls."""
+"""Tests the choice of the other device for backups in device memory, and failing calls."""
 
 import pytest
 

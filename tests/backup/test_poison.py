@@ -1,4 +1,4 @@
-"""Test the option poison: memory that is not restored from a backup is NaN, other memory is not."""
+"""Tests the option poison: only memory that is not restored from a backup becomes NaN."""
 
 import pytest
 
@@ -120,7 +120,9 @@ def test_poison_is_complete_when_the_resume_returns(sim, tag, make_blocks):
 @pytest.mark.parametrize("kind", ["none", *SAVED])
 @pytest.mark.filterwarnings("ignore:cuMemHostUnregister")
 def test_poison_is_complete_for_a_stream_that_waits(sim, tag, make_blocks, options, kind, alone):
-    """Work queued after wait_stream overwrites the poison; the poison never overwrites the work."""
+    """Work queued after wait_stream overwrites the poison, and the poison never overwrites this
+    work.
+    """
     options(share_bytes="2MiB", slab_bytes="2MiB")  # each block is filled by one call of the driver
     blocks = make_blocks(name := tag(), [PAGE] * 4, backup=kind)
     saved = blocks[0].bytes()[:4096]
@@ -141,7 +143,7 @@ def test_poison_is_complete_for_a_stream_that_waits(sim, tag, make_blocks, optio
 
 @pytest.mark.parametrize("nth", [1, 2])
 def test_a_failed_fill_leaves_all_tags_paused(sim, tag, make_blocks, nth):
-    """If either of two tags cannot be filled, both stay paused and no memory stays mapped."""
+    """If either of two tags cannot be filled, both tags stay paused and no memory stays mapped."""
     first, second = tag("first"), tag("second")
     saved = make_blocks(first, [PAGE], backup="host")
     others = make_blocks(second, [3 * PAGE])
@@ -161,7 +163,9 @@ def test_a_failed_fill_leaves_all_tags_paused(sim, tag, make_blocks, nth):
 
 
 def test_an_error_after_fills_were_queued(sim, tag, make_blocks):
-    """Memory is released only after its fills are done; otherwise the simulator reports it."""
+    """Memory is released only after its fills have completed; otherwise, the simulator reports a
+    violation.
+    """
     name = tag()
     blocks = make_blocks(name, [3 * PAGE])
     memsaver.pause(name)

@@ -1,4 +1,4 @@
-"""Test that read-only views of backups reject writes, but otherwise behave like other tensors."""
+"""Tests that read-only views of backups reject writes, but otherwise behave like other tensors."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""Test resumes that restore nothing, because the contents are about to be overwritten."""
+"""Tests resumes that restore no contents, because the contents are about to be overwritten."""
 
 import pytest
 from looks import intact, row_of

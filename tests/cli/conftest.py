@@ -1,11 +1,11 @@
-"""A fixture of the tests of `memsaver doctor`."""
+"""A fixture for the tests of `memsaver doctor`."""
 
 import pytest
 
 
 @pytest.fixture
 def system(plain, tmp_path):
-    """Create a fake system root with files: `system({"/proc/meminfo": "..."})`."""
+    """Create a fake system root that contains files: `system({"/proc/meminfo": "..."})`."""
     plain.setenv("MEMSAVER_TEST_SYSTEM_ROOT", str(tmp_path))
 
     def make(files):

@@ -1,4 +1,4 @@
-"""Test `memsaver bench`: its measurements, output, checks of contents, and clean-up."""
+"""Tests `memsaver bench`: its measurements, output, content checks and clean-up."""
 
 import dataclasses
 import io
@@ -42,7 +42,7 @@ NAMES = [
 
 
 def run_bench(*arguments, **env):
-    """Run the command in its own process, on the simulated driver, with little memory."""
+    """Run the command in a separate process, on the simulated driver, with little memory."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("MEMSAVER_")}
     command = [sys.executable, "-m", "memsaver", "bench", "--size", "32MiB", "--rounds", "1"]
     environment = {**kept, "PYTHONPATH": str(LIBRARY_DIR.parent), "MEMSAVER_DRIVER": "sim", **env}
@@ -115,7 +115,7 @@ def check_look(text, columns):
 
 @pytest.fixture
 def draw(printed):
-    """Draw figures like those of an H200: `draw(columns=80)`."""
+    """Draw results like those of an H200: `draw(columns=80)`."""
     keys = [field.name for field in dataclasses.fields(Figure)]
     figures = [Figure(**{key: row[key] for key in keys}) for row in printed["figures"]]
     big = [
@@ -174,7 +174,9 @@ def test_measuring_leaks_nothing(sim):
 
 @pytest.mark.long
 def test_a_driver_that_fails_leaves_nothing(sim):
-    """A fault in the first or last call of a kind, bare or memsaver's own, leaks nothing."""
+    """A fault in the first or last call of a kind, made by the benchmark or by memsaver, leaks
+    nothing.
+    """
     calls = ["cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemHostAlloc", "cuMemHostRegister"]
     before = {call: sim.calls(call) for call in calls}
     measure_machine(LEAST, 1)

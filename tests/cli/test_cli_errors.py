@@ -1,4 +1,4 @@
-"""Test wrong, missing and contradictory arguments: one line on stderr, and the exit status."""
+"""Tests wrong, missing and contradictory arguments: one line on stderr, and the exit status."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""Test the commands' options with any version of typer."""
+"""Tests the commands' options with any version of typer."""
 
 import typing
 
@@ -12,7 +12,9 @@ COMMANDS = {found.name: found.callback for found in app.registered_commands}
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_options_are_named_where_they_are_declared(name):
-    """Every option declares its name: typer 0.27 may otherwise derive it from the metavar."""
+    """Every option declares its name, because typer 0.27 might otherwise derive the name from
+    the metavar.
+    """
     hints = typing.get_type_hints(COMMANDS[name], include_extras=True)
     unnamed = []
     for parameter, hint in hints.items():

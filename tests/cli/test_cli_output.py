@@ -1,6 +1,6 @@
-"""Test the commands' output: if it cannot be written, and on terminals of all kinds.
+"""Tests the commands' output when it cannot be written and on all kinds of terminals.
 
-If output cannot be written, one line reports it, and the exit status is 1.
+If output cannot be written, one line reports this, and the exit status is 1.
 """
 
 import os
@@ -27,7 +27,7 @@ COMMANDS += [BENCH, pytest.param("demo", marks=pytest.mark.long)]
 
 @pytest.fixture
 def run(tmp_path):
-    """Run a command; with `fresh`, in a new interpreter."""
+    """Run a command; with `fresh`, run it in a new interpreter."""
 
     def run_words(words, *, fresh=False, variables=(), **named):
         environment = environment_without("MEMSAVER_")
@@ -157,7 +157,7 @@ def test_writable_output_succeeds(run):
 
 
 def on_a_terminal(words, tmp_path, **variables):
-    """Return the command's status, and its output on a terminal."""
+    """Return the command's status and its output on a terminal."""
     ours, terminal = pty.openpty()
     try:
         shown = b""

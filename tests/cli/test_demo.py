@@ -1,4 +1,6 @@
-"""Test `memsaver demo` on the simulated driver: its output, and that its checks can fail."""
+"""Tests `memsaver demo` on the simulated driver: its output, and the ability of its checks to
+fail.
+"""
 
 import io
 import os
@@ -17,7 +19,7 @@ from memsaver.cli import demo
 
 @pytest.fixture
 def run_demo(run_python):
-    """Run the command in its own process: `run_demo(COLUMNS=80)`."""
+    """Run the command in a separate process: `run_demo(COLUMNS=80)`."""
 
     def run(*, status=0, **env):
         script = "from memsaver.cli.app import app; app(['demo'], prog_name='memsaver')"

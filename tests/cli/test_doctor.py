@@ -1,4 +1,4 @@
-"""Test the command `memsaver doctor`: its JSON, its layout, and that it has no side effects."""
+"""Tests the command `memsaver doctor`: its JSON, its layout, and the absence of side effects."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Test `memsaver doctor`'s findings about the backup directory."""
+"""Tests `memsaver doctor`'s findings about the backup directory."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Test `memsaver doctor`'s findings about the driver and its devices."""
+"""Tests `memsaver doctor`'s findings about the driver and its devices."""
 
 import re
 

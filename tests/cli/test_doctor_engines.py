@@ -1,4 +1,4 @@
-"""Test `memsaver doctor`'s findings about SGLang, vLLM and torch_memory_saver."""
+"""Tests `memsaver doctor`'s findings about SGLang, vLLM and torch_memory_saver."""
 
 import pytest
 from doctors import of
@@ -45,7 +45,7 @@ for engine in ("SGLang", "vLLM"):
 
 
 def install(plain, engine, version):
-    """Make one engine the only installed one."""
+    """Make one engine the only engine that is installed."""
     plain.setattr(
         engines, "installed_version", lambda name: version if name == engine.lower() else None
     )

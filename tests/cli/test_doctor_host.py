@@ -1,4 +1,4 @@
-"""Test `memsaver doctor`'s findings about the host's memory and limits."""
+"""Tests `memsaver doctor`'s findings about the host's memory and limits."""
 
 import re
 
@@ -39,7 +39,9 @@ def test_the_mode_of_huge_pages_is_judged(system, mode, status, level):
 
 
 def test_a_kernel_that_does_not_report_huge_pages(system):
-    """The finding states the consequence without advice, because nothing can be changed."""
+    """The finding states the consequence without advice, because the user cannot change the
+    setting.
+    """
     found = of(host.check_host(), "huge pages")
     assert (found.level, found.advice) == ("absent", "") and "half the rate" in found.text
 
@@ -109,7 +111,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_limits_are_those_that_the_library_keeps(run_python, tmp_path, layout):
-    """doctor's limit, in a plain layout, leaves as much memory as the library reports."""
+    """In a plain layout, doctor's limit leaves as much free memory as the library reports."""
     *real, least = LAYOUTS[layout]
     plain = ["0::/only\n", mount(V2), {f"{V2}/only": least} if least else {}]
     for folder, (group, mounts, limits) in (("real", real), ("plain", plain)):

@@ -1,4 +1,4 @@
-"""Test `memsaver doctor`'s findings about NCCL's variables and files."""
+"""Tests `memsaver doctor`'s findings about NCCL's variables and files."""
 
 import pytest
 from doctors import FakeDriver, of, raising

@@ -1,4 +1,4 @@
-"""Test `memsaver doctor`'s findings about memsaver's options, and that it covers all of them."""
+"""Tests `memsaver doctor`'s findings about memsaver's options, and that they cover all options."""
 
 import json
 import re

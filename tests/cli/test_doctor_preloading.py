@@ -1,4 +1,4 @@
-"""Test `memsaver doctor`'s findings about preloaded libraries and the process's own tag."""
+"""Tests `memsaver doctor`'s findings about preloaded libraries and the process's own tag."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ OURS = str(LIBRARY_DIR / "libmemsaver_preload.so")
 
 @pytest.fixture
 def libraries(tmp_path):
-    """Create fake libraries, some of another installation, with and without its core."""
+    """Create fake libraries, some of them from another installation, with and without its core."""
     for folder in ("whole", "half"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "libmemsaver_preload.so").touch()

@@ -1,4 +1,4 @@
-"""Test `memsaver doctor`'s findings about torch and its allocator."""
+"""Tests `memsaver doctor`'s findings about torch and its allocator."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Test that sizes are formatted and parsed for people."""
+"""Tests that sizes are formatted and parsed in a human-readable form."""
 
 import pytest
 

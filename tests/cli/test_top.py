@@ -1,4 +1,4 @@
-"""Test `memsaver top`: its contents, its layout, and how it ends."""
+"""Tests `memsaver top`: its contents, its layout, and how it ends."""
 
 import dataclasses
 import io

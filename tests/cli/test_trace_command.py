@@ -1,4 +1,4 @@
-"""Test the summary of a trace, tag by tag, and `memsaver trace`, which prints it."""
+"""Tests the summary of a trace for each tag, and `memsaver trace`, which prints the summary."""
 
 import dataclasses
 import json

@@ -1,4 +1,7 @@
-"""The drivers of the conformance tests, simulated and real; leftovers of a test are errors."""
+"""The drivers of the conformance tests, simulated and real.
+
+A test that leaves resources behind fails.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +98,7 @@ def mapped(drv):
 
 @pytest.fixture
 def streams(drv):
-    """Yield a function that creates streams, which are destroyed after the test."""
+    """Yield a function that creates streams; destroy the streams after the test."""
     made = []
 
     def make(flags=NON_BLOCKING):

@@ -1,4 +1,4 @@
-"""The CUDA driver through ctypes, for the conformance tests and questions: real or simulated."""
+"""The CUDA driver (real or simulated) through ctypes, for the conformance tests and questions."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def simulator_path() -> str | None:
 
 @functools.cache
 def real_driver_works() -> bool:
-    """Return whether libcuda.so.1 finds a GPU; queried in a child process."""
+    """Return whether libcuda.so.1 finds a GPU. A child process makes the query."""
     code = "import ctypes, sys; sys.exit(ctypes.CDLL('libcuda.so.1').cuInit(0) != 0)"
     try:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
@@ -64,7 +64,10 @@ def real_driver_works() -> bool:
 
 
 class Driver:
-    """A driver library. Calls are attributes: `drv.cuMemUnmap(address, size)` returns the code."""
+    """A driver library.
+
+    Calls are attributes: `drv.cuMemUnmap(address, size)` returns the result code.
+    """
 
     def __init__(self, path: str):
         self.path = path
@@ -95,7 +98,7 @@ class Driver:
             raise DriverError(name, code)
 
     def start(self, device: int = 0) -> Driver:
-        """Call cuInit, and make the device's primary context current on this thread."""
+        """Call cuInit and make the device's primary context current on this thread."""
         self.check("cuInit", 0)
         context = c_void_p()
         self.check("cuDevicePrimaryCtxRetain", byref(context), device)
@@ -147,11 +150,11 @@ class Driver:
         return self.get("cuMemExportToShareableHandle", c_int, handle, FILE_DESCRIPTOR, 0)
 
     def import_from(self, file: int) -> int:
-        """Return a handle of the memory behind a descriptor, which stays open."""
+        """Return a handle for the memory behind a descriptor. The descriptor stays open."""
         return self.get("cuMemImportFromShareableHandle", ctypes.c_uint64, file, FILE_DESCRIPTOR)
 
     def try_create(self, size: int) -> int:
-        """Return cuMemCreate's code; release the memory if it succeeds."""
+        """Return cuMemCreate's result code; release the memory if the call succeeds."""
         handle = ctypes.c_uint64()
         code = self.cuMemCreate(byref(handle), size, byref(self.properties()), 0)
         if code == SUCCESS:
@@ -226,7 +229,7 @@ class Driver:
     # memsaver's own kernel
 
     def module(self, image: bytes | None = None) -> int:
-        """Load a module from `image`, or the library's kernel."""
+        """Load a module from `image`, or load the library's kernel."""
         self._kept.append(ctypes.create_string_buffer(image or KERNEL_IMAGE.read_bytes()))
         return self.get("cuModuleLoadData", c_void_p, ctypes.addressof(self._kept[-1]))
 
@@ -234,7 +237,7 @@ class Driver:
         return self.get("cuModuleGetFunction", c_void_p, module, b"ms_fingerprint")
 
     def launch(self, kernel: int, pieces: int, digests: int, count: int, stream: int | None) -> int:
-        """Return cuLaunchKernel's code. `pieces` and `digests` are device addresses."""
+        """Return cuLaunchKernel's result code. `pieces` and `digests` are device addresses."""
         values = [ctypes.c_uint64(pieces), ctypes.c_uint64(digests), ctypes.c_uint32(count)]
         arguments = (c_void_p * 3)(*[ctypes.addressof(value) for value in values])
         blocks, threads = (count + 3) // 4, KERNEL_THREADS
@@ -261,7 +264,7 @@ class Driver:
 
 
 class Gate:
-    """Blocks a stream with a host function until opened, or until a timeout."""
+    """Blocks a stream with a host function until the gate is opened or a timeout expires."""
 
     def __init__(self, drv: Driver, stream: int | None):
         self._open, self.entered = threading.Event(), threading.Event()
@@ -283,7 +286,9 @@ class Gate:
 
 
 def in_thread(drv: Driver, function, timeout: float = 10, with_context: bool = True):
-    """Return the function's result from a new thread; raise TimeoutError if it takes longer."""
+    """Run a function on a new thread and return its result; raise TimeoutError after a time
+    limit.
+    """
     result = []
 
     def body() -> None:
@@ -306,9 +311,11 @@ def in_thread(drv: Driver, function, timeout: float = 10, with_context: bool = T
 
 
 def in_child(path: str, function, timeout: float = 30, environment: dict | None = None):
-    """Run function(Driver(path)) in a new process; return its result, or why it has none.
+    """Run function(Driver(path)) in a new process; return its result, or the reason if there is
+    none.
 
-    The result is passed as JSON. The reasons are 'signal N', 'exit N: ...' and 'timeout'.
+    The result is transferred as JSON. The possible reasons are 'signal N', 'exit N: ...' and
+    'timeout'.
     """
     body = textwrap.dedent(inspect.getsource(function))
     code = (

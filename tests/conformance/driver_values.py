@@ -1,4 +1,4 @@
-"""Constants of a CUDA driver's calls: codes, modes, structures and signatures."""
+"""Constants of the CUDA driver's calls: result codes, modes, structures and signatures."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class AccessDesc(ctypes.Structure):
 
 
 class Totals(ctypes.Structure):
-    """struct sim_totals of csrc/sim/sim.h."""
+    """The struct sim_totals of csrc/sim/sim.h."""
 
     _names = (
         "handles",

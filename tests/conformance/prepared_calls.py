@@ -1,4 +1,4 @@
-"""The asserted behaviour of the calls in questions.calls, and their preparation."""
+"""The expected behaviour of the calls in questions.calls, and the preparation of these calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NOT_ASSERTED = {"cuModuleLoadData", "cuModuleGetFunction", "cuModuleUnload"}
 
 
 def ready_call(drv, name):
-    """Prepare a call; return the call, and the function that cleans up after it."""
+    """Prepare a call; return the call and the function that cleans up after it."""
     make = CALLS[name]
     if make in NEEDS and not drv.has(NEEDS[make]):
         pytest.skip(f"the driver does not have {NEEDS[make]}")

@@ -1,4 +1,4 @@
-"""Test both drivers' answers to the questions that run in separate processes."""
+"""Tests both drivers' answers to the questions that run in separate processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test captures and graphs on both drivers."""
+"""Tests captures and graphs on both drivers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ from questions.calls import CALLS
 
 
 class Bench:
-    """A capture on a non-blocking stream, and objects for the forbidden calls, created before."""
+    """A capture on a non-blocking stream, and previously created objects for the forbidden
+    calls.
+    """
 
     def __init__(self, drv: Driver, mode: int):
         self.drv = drv
@@ -45,7 +47,7 @@ class Bench:
         drv.check("cuMemsetD8Async", self.address, 1, PAGE, self.stream)
 
     def outcome(self, call, in_other_thread=False):
-        """Return the code of the call, and the code of ending the capture."""
+        """Return the result codes of the call and of ending the capture."""
         run = (
             (lambda: call(self))
             if not in_other_thread
@@ -116,7 +118,7 @@ FORBIDDEN = {
 
 
 def mapping_calls(bench):
-    """Run all calls of a pause and a resume on addresses and handles."""
+    """Make all driver calls of a pause and a resume on addresses and handles."""
     drv = bench.drv
     handle, address = drv.create(PAGE), drv.reserve(PAGE)
     drv.map(address, PAGE, handle)
@@ -198,7 +200,7 @@ def test_calls_that_leave_a_capture_alone(drv, name, mode):
 
 
 def find_fingerprints(bench):
-    """Make the driver calls that compute fingerprints, on a thread in relaxed mode."""
+    """Make the driver calls that compute fingerprints on a thread in relaxed mode."""
     drv = bench.drv
     previous = drv.thread_mode(RELAXED)
     kernel, stream, event = Kernel(drv), drv.stream(), drv.event()

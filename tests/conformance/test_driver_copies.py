@@ -1,4 +1,4 @@
-"""Test copies and sets on both drivers."""
+"""Tests copies and memsets on both drivers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test device properties on both drivers."""
+"""Tests device properties on both drivers."""
 
 from __future__ import annotations
 

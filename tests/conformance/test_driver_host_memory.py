@@ -1,4 +1,4 @@
-"""Test pinned and registered host memory on both drivers."""
+"""Tests pinned and registered host memory on both drivers."""
 
 from __future__ import annotations
 

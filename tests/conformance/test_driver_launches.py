@@ -1,4 +1,4 @@
-"""Test modules, and launches of the library's own kernel, on both drivers."""
+"""Tests modules and launches of the library's own kernel on both drivers."""
 
 from __future__ import annotations
 

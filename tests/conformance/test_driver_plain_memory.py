@@ -1,4 +1,4 @@
-"""Test plain blocks (cuMemAlloc) and pointer attributes on both drivers."""
+"""Tests plain blocks (cuMemAlloc) and pointer attributes on both drivers."""
 
 from __future__ import annotations
 

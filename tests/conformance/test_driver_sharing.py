@@ -1,4 +1,4 @@
-"""Test memory that is exported as file descriptors and imported, on both drivers."""
+"""Tests memory that is exported as file descriptors and imported, on both drivers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from driver_values import FILE_DESCRIPTOR, PAGE, SUCCESS
 
 @pytest.fixture
 def exported(drv):
-    """Yield mapped exportable memory of two pages, and a descriptor: (address, handle, file)."""
+    """Yield mapped exportable memory of two pages with a descriptor: (address, handle, file)."""
     address, handle = drv.reserve(2 * PAGE), drv.create_exportable(2 * PAGE)
     drv.map(address, 2 * PAGE, handle)
     file = drv.export(handle)

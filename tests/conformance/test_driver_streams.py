@@ -1,4 +1,4 @@
-"""Test the order of work in streams, and events, on both drivers."""
+"""Tests the order of work in streams and events on both drivers."""
 
 from __future__ import annotations
 

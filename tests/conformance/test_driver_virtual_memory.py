@@ -1,4 +1,4 @@
-"""Test reservations, handles, mappings and access on both drivers."""
+"""Tests reservations, handles, mappings and access on both drivers."""
 
 from __future__ import annotations
 

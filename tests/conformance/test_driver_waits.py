@@ -1,4 +1,4 @@
-"""Test which calls wait for a device's work on both drivers."""
+"""Tests which calls wait for a device's work, on both drivers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test the simulated driver's control interface, and the misuse that it detects."""
+"""Tests the simulated driver's control interface, and the misuse that it detects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs code on the ranks of a group: `run_ranks(code, 3)`."""
+"""A fixture that runs code on the ranks of a group: `run_ranks(code, 3)`."""
 
 import functools
 

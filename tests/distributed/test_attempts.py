@@ -1,4 +1,4 @@
-"""Test attempts on every rank, as integrations use them, with interrupts and unusual errors."""
+"""Tests attempts on every rank, as integrations make them, with interrupts and unusual errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test that calls change all ranks or none, in groups of processes with faults in some of them."""
+"""Tests that calls change all ranks or none, in groups with faults in some of the processes."""
 
 import pytest
 

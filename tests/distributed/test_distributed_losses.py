@@ -1,4 +1,4 @@
-"""Test ranks that are interrupted, die or hang during a call."""
+"""Tests ranks that are interrupted, die or hang during a call."""
 
 import pytest
 

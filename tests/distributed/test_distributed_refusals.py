@@ -1,4 +1,4 @@
-"""Test calls that all ranks of a group reject together, before anything changes."""
+"""Tests calls that all ranks of a group reject together, before anything changes."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A fixture of the tests of examples/grpo."""
+"""A fixture for the tests of examples/grpo."""
 
 import pytest
 from folder_modules import modules_in
@@ -7,5 +7,5 @@ from repository import ROOT
 
 @pytest.fixture
 def example(monkeypatch):
-    """Import a module of examples/grpo, only for this test."""
+    """Import a module of examples/grpo for this test only."""
     yield from modules_in(monkeypatch, ROOT / "examples" / "grpo")

@@ -1,4 +1,4 @@
-"""Test examples/grpo: the task, the reward, and the parts of the algorithm."""
+"""Tests the task, the reward and the parts of the algorithm in examples/grpo."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Test complete runs of examples/grpo on the simulated driver, which must be bit-identical."""
+"""Tests complete runs of examples/grpo on the simulated driver, which must be bit-identical."""
 
 import json
 import subprocess
@@ -73,7 +73,7 @@ leave_place()
 
 
 def run_ranks(tmp_path, name, ranks, **options):
-    """Run the example on `ranks` ranks, and return the folder with their results."""
+    """Run the example on `ranks` ranks and return the folder with their results."""
     folder = tmp_path / name
     folder.mkdir()
     code = RUN.format(example=str(EXAMPLE), options=options)
@@ -115,7 +115,7 @@ def test_the_learner_has_the_policy_that_sampled(example, tmp_path):
 
 
 class Ranks:
-    """A fake `torch.distributed` of two ranks on rank 0; the test sets the other rank's values."""
+    """A fake two-rank `torch.distributed` on rank 0. The test sets the other rank's values."""
 
     def __init__(self, monkeypatch, others):
         self.others = others

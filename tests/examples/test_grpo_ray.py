@@ -1,4 +1,6 @@
-"""Test examples/grpo/ray_workers.py on a local Ray: actors, their environment and servers."""
+"""Tests examples/grpo/ray_workers.py on a local Ray: the actors, their environment and the
+servers.
+"""
 
 import os
 import signal

@@ -1,6 +1,6 @@
-"""Test examples/grpo/ray_workers.py with an engine on two machines: two nodes of a local Ray.
+"""Tests examples/grpo/ray_workers.py with an engine on two nodes of a local Ray cluster.
 
-The actors run no engine and train nothing: they record their arguments in files.
+The actors run no engine and train nothing. The actors record their arguments in files.
 """
 
 import json
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def cluster():
-    """Connect to a local Ray cluster of two nodes, each of which claims to have two GPUs."""
+    """Connect to a local Ray cluster of two nodes, each of which declares two GPUs."""
     from ray.cluster_utils import Cluster
 
     node = {"num_cpus": 4, "num_gpus": 2}
@@ -44,7 +44,10 @@ def cluster():
 
 @pytest.fixture
 def workers(cluster, tmp_path, monkeypatch):
-    """Return the example's module with fake actors; a part fails to start if `broken` exists."""
+    """Return the example's module with fake actors.
+
+    A part of the engine fails to start if `broken` exists.
+    """
     import ray_workers
 
     class Trainer(ray_workers.TrainerRank):

@@ -1,4 +1,4 @@
-"""Test the results of examples/grpo: their files, comparison, tables and picture."""
+"""Tests the results of examples/grpo: their files, comparison, tables and picture."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Test the functions of examples/grpo/ray_workers.py that need no Ray, with a fake Ray."""
+"""Tests the functions of examples/grpo/ray_workers.py that do not require Ray, with a fake Ray."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`make faults`: make every call of every scenario fail, and report violations.
+"""`make faults`: makes every call of every scenario fail and reports violations.
 
-Exits with 1 if a fault was not handled. `--only` selects faults: a scenario, scenario:call, or a
-complete scenario:call:nth:code:once|forever, as the sweep prints it.
+Exits with 1 if a fault was not handled correctly. `--only` selects faults: a scenario,
+scenario:call, or a complete scenario:call:nth:code:once|forever in the form that the sweep prints.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def is_chosen(injection: Injection, only: list[str], every: int) -> bool:
 
 
 def named(only: list[str]) -> dict[str, list[Injection] | None]:
-    """Return the scenarios to run, each with its injections, or None for all that can occur.
+    """Return the scenarios to run, each with its injections or with None for all possible faults.
 
     Raises ValueError for an invalid injection.
     """
@@ -75,7 +75,8 @@ def named(only: list[str]) -> dict[str, list[Injection] | None]:
 def sweep(place: lanes.Workplace, asked: argparse.Namespace) -> dict[str, collections.Counter[str]]:
     """Run all injections and print failures; return the number of each result, by scenario.
 
-    Raises RuntimeError if a scenario fails without a fault, ValueError for an invalid injection.
+    Raises RuntimeError if a scenario fails without a fault, and ValueError for an invalid
+    injection.
     """
 
     def chosen(injection: Injection) -> bool:

@@ -12,7 +12,7 @@ from faults.scenario import SMALL_GRANULE, Scenario, require
 
 
 class Allocate(Scenario):
-    """Allocations of several sizes; some need a span, and some or all need new memory."""
+    """Allocations of several sizes. Some need a new span, and some or all need new memory."""
 
     def __init__(self, machine: Machine, name: str, nbytes: int, new_tags: bool = False) -> None:
         super().__init__(machine, name)
@@ -53,7 +53,7 @@ class Allocate(Scenario):
 
 
 class PoolAllocate(Allocate):
-    """An allocation by the function for torch's pools, which returns null if it fails."""
+    """An allocation through the function for torch's pools, which returns null on failure."""
 
     def act(self) -> None:
         from memsaver._runtime.native import _C
@@ -76,7 +76,7 @@ class PoolAllocate(Allocate):
 
 
 class _Given:
-    """Memory at an address, which this object frees."""
+    """Memory at an address, which this object frees when it is deleted."""
 
     def __init__(self, address: int) -> None:
         self.address = address
@@ -88,7 +88,7 @@ class _Given:
 
 
 class Captured(Allocate):
-    """An allocation and a free while the program captures a graph; the capture must stay valid."""
+    """An allocation and a free while the program captures a graph. The capture must stay valid."""
 
     def __init__(self, machine: Machine, name: str) -> None:
         super().__init__(machine, name, 3 * MIB)
@@ -132,7 +132,7 @@ class Captured(Allocate):
 
 
 class Free(Scenario):
-    """Frees, which never fail for their caller, of mapped or paused memory, or during a pause."""
+    """Frees of mapped or paused memory, or during a pause, which never fail for their caller."""
 
     def __init__(self, machine: Machine, name: str, when: str) -> None:
         super().__init__(machine, name)
@@ -189,7 +189,7 @@ class Free(Scenario):
 
 
 class Ask(Scenario):
-    """Calls that change only caches: fingerprints, statistics, views, trim."""
+    """Calls that change only caches: fingerprints, statistics, views and trim."""
 
     granule = SMALL_GRANULE
 
@@ -235,7 +235,9 @@ class Ask(Scenario):
 
 
 class FirstUse(Scenario):
-    """A process's first use of a device, or its first pause, with its tags' backup or another."""
+    """A process's first use of a device or its first pause, with the tags' backup or another
+    backup.
+    """
 
     fresh = True
 

@@ -1,4 +1,4 @@
-"""Runs an act under one fault, and checks all invariants afterwards."""
+"""Runs an act under one fault and checks all invariants afterwards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WARM_UPS = 2
 
 
 def reference(scenario: Scenario) -> dict[str, Any]:
-    """Build the scenario, run the act without a fault, and return the figures at rest."""
+    """Build the scenario, run the act without a fault, and return the counters at rest."""
     machine: Machine = scenario.machine
     machine.start(scenario.devices)
     scenario.build()
@@ -38,7 +38,7 @@ def reference(scenario: Scenario) -> dict[str, Any]:
 
 
 def complete(scenario: Scenario) -> None:
-    """Run the scenario once from rest to rest, without a fault."""
+    """Run the scenario once from rest to rest without a fault."""
     scenario.prepare()
     error = act(scenario)
     require(error is None, f"without a fault: {error!r}")
@@ -46,7 +46,7 @@ def complete(scenario: Scenario) -> None:
 
 
 def count(scenario: Scenario) -> dict[str, int]:
-    """Return the number of the act's calls, by name."""
+    """Return the number of calls that the act makes, by name."""
     scenario.prepare()
     before = scenario.machine.counts()
     error = act(scenario)
@@ -57,7 +57,7 @@ def count(scenario: Scenario) -> dict[str, int]:
 
 
 def attempt(scenario: Scenario, injection: Injection, reference: dict[str, Any]) -> str:
-    """Return PASSED or UNMET. Raises an AssertionError that names a violation."""
+    """Return PASSED or UNMET. Raises an AssertionError that describes a violation."""
     machine = scenario.machine
     scenario.prepare()
     error, met = act_under(scenario, injection)
@@ -76,7 +76,9 @@ def attempt(scenario: Scenario, injection: Injection, reference: dict[str, Any])
 
 
 def act(scenario: Scenario) -> Exception | None:
-    """Run the act on its own thread, so that an unpopped context affects no other thread."""
+    """Run the act on its own thread, so that a context that it fails to pop affects no other
+    thread.
+    """
     met: list[Exception] = []
 
     def body() -> None:
@@ -136,7 +138,9 @@ def check_error(injection: Injection, error: Exception) -> None:
 
 
 def check_accounts(machine: Machine) -> None:
-    """Check rule 10: reported bytes equal the driver's, except for memory not yet released."""
+    """Check rule 10: the reported bytes equal the driver's, except for memory that is not yet
+    released.
+    """
     if not machine.idle:
         return
     stats, actual = machine.memsaver.stats(), machine.tags_bytes()

@@ -1,4 +1,4 @@
-"""Exemptions from the rules, and their reasons; the same list is in csrc/DESIGN.md."""
+"""Exemptions from the rules, with their reasons. The same list is in csrc/DESIGN.md."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from faults.injections import Injection
 
 @dataclass(frozen=True)
 class Exempt:
-    """Faults under which some figures of `Machine.totals` may exceed their earlier values."""
+    """Faults under which some counters of `Machine.totals` can exceed their earlier values."""
 
     reason: str
     calls: frozenset[str]

@@ -1,4 +1,4 @@
-"""Define the possible faults: a call's name and number, the error code, and how often it fails."""
+"""Defines the possible faults: a call's name and number, the error code, and how often it fails."""
 
 from __future__ import annotations
 
@@ -96,9 +96,9 @@ OS_TOLERATED = {
 
 @dataclass(frozen=True)
 class Injection:
-    """The `nth` call (1: the first) of a scenario's act fails with `code`.
+    """The `nth` call of a function (counted from 1) in a scenario's act fails with `code`.
 
-    With `forever`, every later call of that name also fails, until the act ends.
+    With `forever`, every later call of this function also fails until the act ends.
     """
 
     scenario: str

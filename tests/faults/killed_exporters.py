@@ -1,6 +1,7 @@
-"""Imports from processes that are killed, and the release of their memory, under faults.
+"""Imports from processes that are killed, and the release of the imported memory, under faults.
 
-The faults are injected into this process. Each attempt has new exporters, forked from a server.
+The faults are injected into this process. Each attempt uses new exporters, which are forked from a
+server.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ _SIZES = [4096, SMALL_GRANULE + 512]  # in two extents
 
 
 class _Peer(peers.Peer):
-    """A connection that records its thread, and an attempt to release memory once disconnected."""
+    """A connection that records its thread, and whether it has tried to release memory since its
+    end.
+    """
 
     threads: ClassVar[dict[str, threading.Thread]] = {}  # by endpoint: the last to use the peer
     has_tried = False
@@ -36,7 +39,7 @@ class _Peer(peers.Peer):
 
 
 class _Source:
-    """Blocks of another process, and their memory in this process after an import."""
+    """Blocks of another process and, after an import, their memory in this process."""
 
     def __init__(self, server: Server, seed: str) -> None:
         self.exporter = Exporter(server.start())
@@ -54,16 +57,19 @@ class _Source:
         return peers._peers.get(self.exporter.endpoint)
 
     def is_gone(self) -> bool:
-        """Return whether the exporter was never connected, or its connection has ended."""
+        """Return whether the exporter was never connected or its connection has ended."""
         thread = _Peer.threads.get(self.exporter.endpoint)
         return thread is None or not thread.is_alive()
 
     def wait_for_the_end(self) -> None:
-        """Wait until this process notices the exporter's end. Some memory must be in use."""
+        """Wait until this process notices the exporter's end.
+
+        Must be called while some of the exporter's memory is in use.
+        """
         wait_until(lambda: self.peer().has_tried, "the end of an exporter is not noticed")
 
     def wait_for_release(self) -> None:
-        """Wait until the exporter's memory is released, or the driver has refused to release it."""
+        """Wait until the exporter's memory is released or the driver has refused to release it."""
 
         def is_over() -> bool:
             peer = self.peer()
@@ -73,7 +79,9 @@ class _Source:
 
 
 class _FromKilled(Scenario):
-    """Base class: this process uses memory of an exporter that is killed."""
+    """The base class of scenarios in which this process uses memory of an exporter that is
+    killed.
+    """
 
     granule = SMALL_GRANULE
 
@@ -90,7 +98,7 @@ class _FromKilled(Scenario):
         return self.sources[-1]
 
     def check_contents(self, source: _Source) -> None:
-        """Check that memory in use has the exporter's contents; change the contents."""
+        """Check that memory in use has the exporter's contents, then change the contents."""
         self.check_bystander()
         for i, (memory, expected) in enumerate(zip(source.memories, source.contents, strict=True)):
             found = self.sim.read(memory.address, memory.nbytes)
@@ -99,7 +107,7 @@ class _FromKilled(Scenario):
             self.sim.write(memory.address, source.contents[i])
 
     def check_killed(self, source: _Source) -> None:
-        """Kill the exporter, whose memory this process uses."""
+        """Kill the exporter while this process uses its memory; check that the contents remain."""
         self.check_contents(source)
         source.exporter.kill()
         self.check_contents(source)
@@ -127,8 +135,8 @@ class _FromKilled(Scenario):
 class Import(_FromKilled):
     """An import from an exporter that is killed while its memory is in use.
 
-    With `answers`, an import from another exporter comes first. That exporter ends itself after
-    this number of answers.
+    With `answers`, an import from another exporter precedes this import. The other exporter exits
+    after this number of answers.
     """
 
     def __init__(self, machine: Machine, name: str, answers: int | None = None) -> None:

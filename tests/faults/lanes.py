@@ -1,4 +1,4 @@
-"""Run workers: processes with the simulated driver, os_faults preloaded, and a time limit."""
+"""Runs workers: processes with the simulated driver, os_faults preloaded, and a time limit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SYSTEM = {
 
 
 class Workplace:
-    """A folder for workers: os_faults, fake system files, and a place for backup files.
+    """A folder for workers, with os_faults, fake system files, and a folder for backup files.
 
     Attributes:
         environment: the workers' environment variables.
@@ -74,7 +74,7 @@ class Workplace:
 
 
 class Worker:
-    """A worker process of one scenario. One thread uses it."""
+    """A worker process for one scenario. Only one thread can use the worker."""
 
     def __init__(self, place: Workplace, scenario: str) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - for its life
@@ -91,7 +91,9 @@ class Worker:
         self._read = b""
 
     def ask(self, line: str) -> dict[str, Any]:
-        """Return its answer; the result is "died" or "hung" if there is none, which is final."""
+        """Send a request and return the answer; without an answer, the final result is "died" or
+        "hung".
+        """
         assert self._process.stdin and self._process.stdout
         with contextlib.suppress(OSError):
             self._process.stdin.write(f"{line}\n".encode())
@@ -113,7 +115,7 @@ class Worker:
         return found
 
     def counts(self) -> dict[str, int]:
-        """Return the calls of the scenario's act. Raises RuntimeError if the act fails."""
+        """Return the calls that the scenario's act makes. Raises RuntimeError if the act fails."""
         answer = self.ask("count")
         if "counts" not in answer:
             raise RuntimeError(
@@ -148,11 +150,11 @@ def sweep(
     injections: list[Injection] | None,
     chosen: Callable[[Injection], bool],
 ) -> tuple[str, list[tuple[Injection, str, str]]]:
-    """Run faults of one scenario: these, or the chosen ones of those that its act can meet.
+    """Run faults of one scenario: the given faults, or a selection of the possible faults.
 
-    Returns the scenario, and each injection with its result and the reason for a failure. Raises
+    Returns the scenario and, for each injection, the result and the reason for a failure. Raises
     RuntimeError if the act fails without a fault. The worker that counts the act's calls also runs
-    the faults, because to start a worker takes as long as dozens of faults.
+    the faults, because starting a worker takes as long as dozens of faults.
     """
     outcomes = []
     worker: Worker | None = Worker(place, scenario)

@@ -1,4 +1,6 @@
-"""Control a worker's simulated driver and system: count calls, make them fail, compare figures."""
+"""Controls a worker's simulated driver and system: counts calls, makes them fail, compares
+counters.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ MIB = 1 << 20
 
 
 class Machine:
-    """The machine of a process with os_faults preloaded. `start` starts its driver."""
+    """The machine of a process that has os_faults preloaded. `start` starts its driver."""
 
     def __init__(self) -> None:
         import memsaver
@@ -35,7 +37,9 @@ class Machine:
         self.idle: dict[int, int] = {}
 
     def start(self, devices: int) -> None:
-        """Start the driver, and allocate all that the library keeps for each device."""
+        """Start the driver and allocate everything that the library keeps permanently for each
+        device.
+        """
         for device in range(devices):
             self.sim.start(device)
             # This also creates the copy streams and loads the kernel.
@@ -49,7 +53,7 @@ class Machine:
     # --- faults
 
     def stand(self, call: str, code: int) -> None:
-        """Make the system reject this call permanently."""
+        """Make the operating system reject this call permanently."""
         assert self.os.os_faults_stand(call.encode(), code) == 0, call
 
     def counts(self) -> dict[str, int]:
@@ -78,7 +82,7 @@ class Machine:
     # --- figures
 
     def totals(self) -> dict[str, Any]:
-        """Return all figures of the driver and the system that a leak would change, by name."""
+        """Return, by name, all counters of the driver and the system that a leak would change."""
         totals = self.sim.counts()
         end = time.monotonic() + 1  # for work that no call waits for
         while totals.queued_operations and time.monotonic() < end:
@@ -97,7 +101,9 @@ class Machine:
         return figures
 
     def tags_bytes(self) -> int:
-        """Return device memory in use without backups and the library's own, by the driver."""
+        """Return the device memory in use by the driver's count, without backups and the
+        library's own.
+        """
         physical = self.sim.counts().physical_bytes
         used = sum(physical[device] - idle for device, idle in self.idle.items())
         # The backups of one of the two devices are on the other one.
@@ -106,7 +112,7 @@ class Machine:
 
 
 class Group:
-    """Tags that change together, their blocks, and the blocks' contents."""
+    """Tags that change together, with their blocks and the blocks' contents."""
 
     def __init__(self, machine: Machine, names: list[str], backup: str | None) -> None:
         self.machine, self.names, self.backup = machine, names, backup
@@ -155,5 +161,5 @@ class Group:
         return not any(self.machine.sim.accessible(block.address) for block, _ in self.blocks)
 
     def came_back(self) -> bool:
-        """Return whether a resume restored the contents; zeros without a backup."""
+        """Return whether a resume restored the contents, which are zeros without a backup."""
         return self.is_zero() if self.backup in (None, "none") else self.is_intact()

@@ -1,8 +1,8 @@
-"""Define the base class of scenarios: memory, an act under faults, and checks around it.
+"""Defines the base class of scenarios, which consist of memory, an act under faults, and checks.
 
-A scenario is used repeatedly in one process. `prepare` changes it from rest to the start of the
-act, after any earlier result; `check_unchanged` checks that a failed act changed nothing;
-`check_done` checks the result of the act; `rest` restores the initial state, without leaks.
+One process uses a scenario repeatedly. `prepare` changes the scenario from rest to the start of the
+act, after any earlier result. `check_unchanged` checks that a failed act changed nothing.
+`check_done` checks the result of the act. `rest` restores the initial state without leaks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SMALL_GRANULE = MIB // 8
 
 
 def require(holds: bool, what: str) -> None:
-    """Raise an AssertionError that names a violation."""
+    """Raise an AssertionError that describes a violation."""
     if not holds:
         raise AssertionError(what)
 
@@ -38,14 +38,16 @@ class Scenario:
 
     @property
     def sizes(self) -> list[int]:
-        """Return the sizes of a tag's blocks: the first two share a page, the last has two."""
+        """Return the sizes of a tag's blocks: the first two share a page, and the last has two
+        pages.
+        """
         return [4096, 100_000, self.granule + 512]
 
     def group(self, name: str, backup: str | None, tags: int = 1) -> Group:
         return Group(self.machine, [f"{name}-{i}-of-{self.name}" for i in range(tags)], backup)
 
     def build(self) -> None:
-        """Allocate the scenario's permanent memory. Called once."""
+        """Allocate the scenario's permanent memory. The method is called once."""
         self.bystander.allocate([4096])
         self.bystander.fill()
 
@@ -53,7 +55,7 @@ class Scenario:
         raise NotImplementedError
 
     def act(self) -> None:
-        """Run the act under test. Called on its own thread."""
+        """Run the act under test. The method is called on its own thread."""
         raise NotImplementedError
 
     def check_unchanged(self, error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""Define all scenarios by name."""
+"""Defines all scenarios by name."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def _view(asked: Ask) -> object:
 
 
 def _timeline(asked: Ask) -> object:
-    """Start, sample and read a recording; always stop it, so that the next one can start."""
+    """Start, sample and read a recording; always stop the recording, so that the next one can
+    start.
+    """
     from memsaver._runtime.native import _C
 
     _C.timeline_start(1000)

@@ -10,7 +10,7 @@ from faults.scenario import SMALL_GRANULE, Scenario, require
 
 
 class Share(Scenario):
-    """Exports of a tag's extents and their import, both in this process."""
+    """Exports of a tag's extents and their import in the same process."""
 
     granule = SMALL_GRANULE
 

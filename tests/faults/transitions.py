@@ -1,4 +1,6 @@
-"""Pauses, resumes and swaps under faults: every backup, partial, with graphs, in background."""
+"""Pauses, resumes and swaps under faults: with every backup, partial, with graphs, in
+background.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from faults.scenario import SMALL_GRANULE, Scenario, require
 
 
 class Transitions(Scenario):
-    """Common parts of pauses and resumes."""
+    """The common parts of pauses and resumes."""
 
     granule = SMALL_GRANULE
 
@@ -28,16 +30,17 @@ class Transitions(Scenario):
         require(group.is_gone(), f"{group.names} are paused, and their memory is there")
 
     def was_kept(self, group: Group, error: Exception) -> bool:
-        """Return whether the rollback failed too: a call was refused, or a backup was unreadable.
+        """Return whether the rollback also failed, because a call failed or a backup was
+        unreadable.
 
-        A rollback needs no host memory (csrc/DESIGN.md).
+        A rollback requires no host memory (csrc/DESIGN.md).
         """
         refused = "resume them" in str(error) and "no host memory left" not in str(error)
         return group.states() == {"paused"} and refused
 
 
 class Pause(Transitions):
-    """A pause of two of three tags, whose backup is new, or exists and is partly outdated."""
+    """A pause of two of three tags. The backup is new, or exists and is partly outdated."""
 
     def __init__(
         self,
@@ -94,7 +97,7 @@ class Pause(Transitions):
 
 
 class Resume(Pause):
-    """A resume of two of three tags; the third stays paused with its backup."""
+    """A resume of two of three tags. The third tag stays paused with its backup."""
 
     def build(self) -> None:
         super().build()
@@ -150,7 +153,7 @@ class Unrestored(Resume):
 
 
 class Swap(Transitions):
-    """A swap of two tags out and one in; only some pages have the right size to be transferred."""
+    """A swap of two tags out and one tag in. Only some pages have the right size for a transfer."""
 
     options: ClassVar[dict[str, str]] = {"share_bytes": "4MiB", "slab_bytes": "2MiB"}
 
@@ -208,7 +211,7 @@ class Swap(Transitions):
 
 
 class Graph(Pause):
-    """A pause or a resume of memory that a captured graph uses; later, the graph is replayed."""
+    """A pause or resume of memory that a captured graph uses. The graph is replayed afterwards."""
 
     def __init__(self, machine: Machine, name: str, act: str) -> None:
         super().__init__(machine, name, "host")
@@ -252,7 +255,9 @@ class Graph(Pause):
         (self.memsaver.resume if self.resuming else self.memsaver.pause)(*self.going.names)
 
     def expect_replayed(self) -> None:
-        """Check the graph's output from before the pause; replay it and restore the contents."""
+        """Check the graph's output from before the pause, then replay it and restore the
+        contents.
+        """
         replayed = self.sim.read(self.memory.address, len(self.written))
         require(replayed == self.written, "what the graph had written is lost")
         self.replay()
@@ -281,7 +286,7 @@ class Graph(Pause):
 
 
 class DiskNamed(Pause):
-    """A pause to a disk whose file system has no unnamed files."""
+    """A pause to a disk whose file system does not support unnamed files."""
 
     standing: ClassVar[dict[str, int]] = {"open_unnamed": errno.EOPNOTSUPP}
 

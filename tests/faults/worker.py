@@ -1,7 +1,8 @@
-"""Run faults of one scenario in a process, with requests on stdin and answers on stdout, as lines.
+"""Runs faults of one scenario in a process, with line-based requests on stdin and answers on
+stdout.
 
-The answer to `count` is the calls that the act makes; the answer to an injection is its result.
-After an injection that failed, the worker's state is unknown, and the caller starts another worker.
+The answer to `count` is the calls that the act makes. The answer to an injection is its result.
+After a failed injection, the worker's state is unknown, and the caller starts another worker.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def answer(scenario: Scenario, line: str, reference: dict[str, Any]) -> dict[str
 
 
 def in_child(action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the action's result in a forked process, or report the process's death."""
+    """Return the action's result from a forked process, or report the process's death."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -67,7 +68,7 @@ def in_child(action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def first_count(scenario: Scenario) -> dict[str, Any]:
-    """Return the first act's calls, and the figures after it, from a separate process."""
+    """Return the first act's calls and the resulting counters, from a separate process."""
     machine = scenario.machine
     if scenario.name != "first_device":
         machine.start(1)

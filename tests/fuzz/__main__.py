@@ -1,8 +1,8 @@
-"""`make fuzz`: fuzz the C ABI and the environment's options, guided by the core's coverage.
+"""`make fuzz`: fuzzes the C ABI and the environment's options, guided by the core's coverage.
 
-Both targets run at the same time under the address and undefined-behaviour sanitizers, for a
-limited time. They start from tests/fuzz/corpus, which includes inputs that once failed. If an input
-fails, saves it, prints the command that runs it alone, and exits with 1.
+Both targets run concurrently under the address and undefined-behaviour sanitizers, for a limited
+time. The targets start from tests/fuzz/corpus, which includes inputs that have failed in the past.
+If an input fails, the program saves it, prints the command that runs it alone, and exits with 1.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MEMORY = "64MiB"  # per device
 
 @dataclass
 class Found:
-    """The results of a target."""
+    """The results of a fuzzing target."""
 
     runs: int
     first: tuple[int, int]  # blocks covered and features, for the initial corpus
@@ -72,7 +72,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def covered(text: str, event: str) -> tuple[int, int]:
-    """Return the blocks and features in libFuzzer's last line with this event."""
+    """Return the numbers of blocks and features in libFuzzer's last line with this event."""
     found = re.findall(rf"^#\d+\s+(?:{event})\s+cov: (\d+) ft: (\d+)", text, re.MULTILINE)
     return (int(found[-1][0]), int(found[-1][1])) if found else (0, 0)
 

@@ -1,7 +1,7 @@
-"""Builds the fuzzing programs: libFuzzer, a target, and the core with coverage.
+"""Builds the fuzzing programs from libFuzzer, a target, and the core with coverage.
 
-libFuzzer is in the wheels of atheris, as a library for programs without Python; g++ reports
-coverage to it through tests/native/fuzz/coverage.cpp.
+atheris's wheels contain libFuzzer as a library for programs without Python. g++ reports coverage to
+libFuzzer through tests/native/fuzz/coverage.cpp.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TARGETS = tuple(LIBRARIES)
 
 
 def libfuzzer() -> Path:
-    """Return libFuzzer's library in the installed atheris."""
+    """Return the path of libFuzzer's library in the installed atheris."""
     try:
         files = metadata.files("atheris") or []
     except metadata.PackageNotFoundError:
@@ -46,7 +46,7 @@ def libfuzzer() -> Path:
 
 
 def core() -> Path:
-    """Build the core with coverage, and the simulator; return their folder."""
+    """Build the simulator and the core with coverage; return their folder."""
     names = {"libmemsaver", "libmemsaver_sim"}
     wanted = {artefact.name: artefact for artefact in ARTEFACTS if artefact.name in names}
     folder = build(ROOT, [wanted["libmemsaver"]], version(), FUZZ, ["--quiet"])
@@ -56,7 +56,7 @@ def core() -> Path:
 
 
 def program(folder: Path, target: str) -> Path:
-    """Build a target's program."""
+    """Build the program of a target."""
     covered = MORE_SOURCES.get(target, [])
     flags = FUZZ.cxxflags if covered else ASAN.cxxflags
     library = folder / f"libfuzz_{target}.so"

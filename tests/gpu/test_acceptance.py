@@ -1,4 +1,4 @@
-"""Run decoder_scenario.py on a real GPU in every mode, each in a separate process."""
+"""Runs decoder_scenario.py on a real GPU in every mode, each in a separate process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SEGMENTS = ["fixed", "expandable"]
 
 
 def environment(mode: str, segments: str, tag: str | None = None) -> dict[str, str]:
-    """Return a child's environment."""
+    """Return the environment of a child process."""
     env = torch_environment(expandable=segments == "expandable")
     env["HF_HUB_OFFLINE"] = "1"
     if mode == "preload":

@@ -1,8 +1,8 @@
-"""Test buckets and regions that two ranks share, without an engine.
+"""Tests buckets and regions that two ranks share, without an engine.
 
     pytest -m gpu tests/gpu/test_buckets.py
 
-The tests use the memsaver that is installed for this Python.
+The tests use the memsaver that this Python has installed.
 """
 
 from __future__ import annotations

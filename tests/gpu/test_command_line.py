@@ -1,4 +1,4 @@
-"""Test `memsaver doctor` and `memsaver bench` on a real GPU, in separate processes."""
+"""Tests `memsaver doctor` and `memsaver bench` on a real GPU, in separate processes."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Run the code in README.md, and the code in docs/ that needs a GPU, on a real GPU."""
+"""Runs the code of README.md, and the code of docs/ that needs a GPU, on a real GPU."""
 
 import json
 import os
@@ -17,7 +17,7 @@ PAGES = [
 
 
 def printed_by(*words, folder):
-    """Return what Python prints with these arguments; it must succeed."""
+    """Return the output of Python with these arguments; Python must succeed."""
     pytest.importorskip("torch")
     done = subprocess.run(
         [sys.executable, *words],

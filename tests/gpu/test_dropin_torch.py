@@ -1,6 +1,6 @@
-"""Test the distribution that provides torch_memory_saver with tensors and graphs on a real GPU.
+"""Tests the distribution that provides torch_memory_saver with tensors and graphs on a real GPU.
 
-Every test is a `case_*` function in `dropin_cases`, run in a separate child process.
+Every test runs a `case_*` function of `dropin_cases` in a separate child process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WHOLE_PROCESS = [
 
 
 def run_child(case: str, setting: str, site: Path, **variables: str) -> None:
-    """Run a case in a child with this setting; fail with its output if it fails."""
+    """Run a case in a child process with this setting; fail with the case's output if it fails."""
     program = [sys.executable, str(CHILD), f"case_{case}", setting]
     if setting == "preload":
         start = "import subprocess, sys; from torch_memory_saver import configure_subprocess\n"

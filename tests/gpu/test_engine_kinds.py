@@ -1,7 +1,7 @@
-"""Test memsaver in every kind of SGLang engine: releases, resumes and updates keep the output.
+"""Tests memsaver in every kind of SGLang engine: releases, resumes and updates keep the output.
 
-Each test runs two engines of a kind, as benchmarks/sglang_kinds.py does. Kinds whose kernels are
-not installed fail. The tests use the memsaver that is installed for this Python.
+Each test runs two engines of one kind, as benchmarks/sglang_kinds.py does. The tests of kinds whose
+kernels are not installed fail. The tests use the memsaver that this Python has installed.
 """
 
 from __future__ import annotations

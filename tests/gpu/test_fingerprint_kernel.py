@@ -1,4 +1,4 @@
-"""Test the fingerprint kernel on a real GPU, as machine code and as PTX for the driver's JIT."""
+"""Tests the fingerprint kernel on a real GPU, as machine code and as PTX for the driver's JIT."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Test that calls on two ranks with one GPU each succeed on all ranks or on none.
+"""Tests that calls on two ranks with one GPU each succeed on all ranks or on none.
 
-Covers memory, contents and a resume that does not fit. Each rank queries both GPUs: what a call
-guarantees for all ranks is true when the call returns on any rank.
+The tests cover memory, contents, and a resume that does not fit. Each rank queries both GPUs,
+because a call's guarantees hold for all ranks once the call returns on any rank.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Test examples/grpo with a real SGLang engine: bit-equal results with and without sleep.
+"""Tests examples/grpo with a real SGLang engine; results are bit-identical with and without sleep.
 
     pytest -m "gpu and sglang" tests/gpu/test_grpo.py
 
-The tests use the memsaver that is installed for this Python, with its entry points.
+The tests use the memsaver that this Python has installed, with its entry points.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ SANITIZER = "compute-sanitizer --error-exitcode 9 --report-api-errors no --show-
 
 
 def run(program: str, *under: str) -> subprocess.CompletedProcess[str]:
-    """Run a program, with the command `under` in front if given."""
+    """Run a program, prefixed with the command `under` if given."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("MEMSAVER_")}
     root = str(Path(memsaver.__file__).resolve().parent.parent)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
@@ -123,7 +123,9 @@ def test_a_paused_tensor_that_was_copied_is_explained() -> None:
 @pytest.mark.skipif(not shutil.which("compute-sanitizer"), reason="compute-sanitizer is not here")
 @pytest.mark.parametrize("touches", [True, False])
 def test_the_sanitizer_detects_accesses_to_paused_memory(touches: bool) -> None:
-    """compute-sanitizer reports accesses to unmapped memory, which the soak test relies on."""
+    """compute-sanitizer reports accesses to unmapped memory; the soak test relies on these
+    reports.
+    """
     done = run(UNDER.format(touches=touches), *SANITIZER.split())
     said = done.stdout + done.stderr
     assert done.returncode == (9 if touches else 0), said[-4000:]

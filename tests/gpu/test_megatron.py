@@ -1,8 +1,8 @@
-"""Test updates of a real SGLang engine from the shards of a Megatron trainer with two ranks.
+"""Tests updates of a real SGLang engine from the shards of a Megatron trainer with two ranks.
 
     pytest -m "gpu and sglang" tests/gpu/test_megatron.py
 
-The tests use the memsaver that is installed for this Python, with its entry points.
+The tests use the memsaver that this Python has installed, with its entry points.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Test that suspended NCCL communicators release memory, and that graphs with them replay.
+"""Tests that suspended NCCL communicators release memory and that graphs with them replay.
 
-Needs NCCL 2.29.7 or newer, which torch 2.11 does not bring.
+The tests require NCCL 2.29.7 or newer, which torch 2.11 does not include.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Test a timeline of torch tensors on a real GPU, its files and the statistics."""
+"""Tests a timeline of torch tensors on a real GPU, with its files and statistics."""
 
 import pytest
 from child_process import environment_without, run_code

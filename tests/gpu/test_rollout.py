@@ -1,8 +1,8 @@
-"""Test rollouts of a real SGLang engine: output compared with SGLang's own, sleep and failures.
+"""Tests rollouts of a real SGLang engine: output compared with SGLang's own, sleep and failures.
 
     pytest -m "gpu and sglang" tests/gpu/test_rollout.py
 
-The tests use the memsaver that is installed for this Python, with its entry points.
+The tests use the memsaver that this Python has installed, with its entry points.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Test rollouts of a real vLLM engine: sleep, verified updates and pauses.
+"""Tests rollouts of a real vLLM engine: sleep, verified updates and pauses.
 
     pytest -m "gpu and vllm" tests/gpu/test_rollout_vllm.py
 
-The tests use the memsaver that is installed for this Python, with its entry points.
+The tests use the memsaver that this Python has installed, with its entry points.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ pytestmark = [
 
 
 def run(folder: Path, *words: str) -> str:
-    """Run a program, which must succeed, and return its output."""
+    """Run a program that must succeed; return its output."""
     env = environment("rollout") | {"VLLM_SERVER_DEV_MODE": "1"}
     return program_runs.run(words, env, folder, SECONDS)
 

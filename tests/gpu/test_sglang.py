@@ -1,14 +1,15 @@
-"""Test memsaver in a real SGLang engine: every release and resume keeps the greedy output.
+"""Tests memsaver in a real SGLang engine: every release and resume keeps the greedy output.
 
-For each engine, a child process (sglang_child.py) starts the engine once and runs the scenarios of
-the modules sglang_cycles, sglang_calls, sglang_asleep, sglang_held and sglang_updates on it, one
-per test. After a failure, a new child is started. Each test function has its own engine, so test
-functions can run concurrently on different GPUs, selected by CUDA_VISIBLE_DEVICES.
+For each engine, a child process (sglang_child.py) starts the engine once and runs scenarios on it,
+one per test. The scenarios are in the modules sglang_cycles, sglang_calls, sglang_asleep,
+sglang_held and sglang_updates. After a failure, a new child process starts. Each test function has
+its own engine, so test functions can run concurrently on different GPUs, selected by
+CUDA_VISIBLE_DEVICES.
 
     pytest -m "gpu and sglang"                     all tests, some of which need two GPUs
     pytest -m "gpu and sglang and not two_gpus"
 
-The tests use the memsaver that is installed for this Python, with its entry points.
+The tests use the memsaver that this Python has installed, with its entry points.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ REPLICAS = [
 
 
 def environment(group: str) -> dict[str, str]:
-    """Return a child's environment."""
+    """Return the environment of a child process."""
     env = engine_children.environment(("TMS_", "SGLANG_PLUGINS", "SGLANG_PLATFORM"))
     env["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
     env.setdefault("SGLANG_IS_FLASHINFER_AVAILABLE", "false")

@@ -1,9 +1,10 @@
-"""Run random cycles for ten minutes in two processes that compete for a GPU's memory.
+"""Runs random cycles for ten minutes in two processes that compete for a GPU's memory.
 
     python -m pytest -m "gpu and soak" tests/gpu/test_soak.py
 
-Contents are checked by fingerprint after each step. The resources that a process uses at the end
-are compared with those at the start. The figures go into a JSON file, under "soak". Settings:
+After each step, the test checks contents by fingerprint. At the end, the test compares the
+resources that each process uses with those at the start. The results are written to a JSON file,
+under "soak". Settings:
 
     SOAK_SECONDS    the duration of the cycles, 600 by default
     SOAK_SEED       the seed of the steps, 1 by default
@@ -11,7 +12,7 @@ are compared with those at the start. The figures go into a JSON file, under "so
     SOAK_UNDER      a command to run the processes under, such as
                     "compute-sanitizer --error-exitcode 9 --report-api-errors no --show-backtrace
                     no" (its backtraces include Python's frames and were seen to keep deleted
-                    tensors alive). The tool is slow: use a short run and a small SOAK_GIB.
+                    tensors alive). The tool is slow, so use a short run and a small SOAK_GIB.
     RELIABILITY     the JSON file, build/reliability.json by default
 """
 

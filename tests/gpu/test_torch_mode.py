@@ -1,7 +1,8 @@
-"""Test torch mode on a real GPU.
+"""Tests torch mode on a real GPU.
 
-Every test is a `case_*` function in torch_cases. The tests share a child process that runs them; it
-is replaced after a failure, which may have destroyed its CUDA context. To run cases without pytest:
+Every test runs a `case_*` function of torch_cases. The tests share a child process that runs the
+cases. After a failure, which might have destroyed the CUDA context, a new child process is started.
+To run cases without pytest:
 
     export PYTHONPATH=tests/support:tests/gpu/support
     python tests/gpu/test_torch_mode.py case_backup_view [more cases]
@@ -40,7 +41,10 @@ FOLDER = GPU_SUPPORT / "torch_cases"
 
 
 def find_cases() -> dict[str, str]:
-    """Return each case's module. Parses the modules, because this process does not load torch."""
+    """Return the module of each case, by the case's name.
+
+    The function parses the modules because this process does not load torch.
+    """
     found = [
         (node.name, f"{FOLDER.name}.{path.stem}")
         for path in sorted(FOLDER.glob("*.py"))
@@ -71,7 +75,7 @@ FRESH = (  # these cases need a new process
 
 
 def run_case(name: str) -> dict[str, Any]:
-    """Run one case; return its outcome, and whether the process can run another case."""
+    """Run one case; return its outcome and whether the process can run another case."""
     case = getattr(importlib.import_module(CASES[name]), name)
     tidy = importlib.import_module(f"{FOLDER.name}.tensors").tidy
     start = time.perf_counter()
@@ -94,7 +98,7 @@ def run_case(name: str) -> dict[str, Any]:
 
 
 def serve() -> None:
-    """Run the cases named on stdin, and write a JSON line about each."""
+    """Run the cases named on stdin and write a JSON line about each case."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
@@ -106,7 +110,7 @@ def serve() -> None:
 
 
 def environment(setting: str) -> dict[str, str]:
-    """Return a child's environment."""
+    """Return the environment of a child process."""
     env = torch_environment(expandable=setting == "expandable")
     if setting == "preload":
         env.update(memsaver.preload_env(env=env))
@@ -121,7 +125,7 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, name: str) -> None:
-        """Run a case; fail with its traceback if it fails."""
+        """Run a case; if it fails, fail with its traceback."""
         if name in FRESH:
             self.close()
         if self._process is None:

@@ -1,6 +1,6 @@
-"""Test a trainer of transformers' models whose optimizer, weights and reference model sleep.
+"""Tests a trainer of transformers' models whose optimizer, weights and reference model sleep.
 
-Each case of transformers_cases runs in a process per rank.
+Each case of transformers_cases runs in one process per rank.
 
     pytest -m gpu tests/gpu/test_transformers.py
     pytest -m recipes tests/gpu/test_transformers.py    on the simulated driver
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(TIMEOUT + 30)
 
 
 def run(name: str, ranks: int = 1, **more: str) -> None:
-    """Run a case on `ranks` ranks; fail with their output."""
+    """Run a case on `ranks` ranks; if it fails, fail with their output."""
     needs("transformers", "pip install transformers")
     needs(NEEDED[name], f"pip install {NEEDED[name]}")
     with socket.socket() as listener:

@@ -1,4 +1,6 @@
-"""Verification finds every wrong byte of a model on a GPU, including fp8 and bf16 weights."""
+"""Tests that verification finds every wrong byte of a model on a GPU, including fp8 and bf16
+weights.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Test generations on verl's own SGLang server while it sleeps, under each policy.
+"""Tests generations on verl's own SGLang server while the server sleeps, under each policy.
 
     pytest -m "gpu and sglang" tests/gpu/test_verl.py
 
-The tests need verl 0.9 and Ray, and use the memsaver that is installed for this Python, with its
+The tests require verl 0.9 and Ray, and use the memsaver that this Python has installed, with its
 entry points.
 """
 

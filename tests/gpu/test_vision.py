@@ -1,8 +1,8 @@
-"""Test prompts with images on a real SGLang engine with a small vision model.
+"""Tests prompts with images on a real SGLang engine with a small vision model.
 
     pytest -m "gpu and sglang" tests/gpu/test_vision.py
 
-The tests need torchvision and Pillow, as SGLang's image processors do.
+The tests require torchvision and Pillow, as SGLang's image processors do.
 """
 
 from __future__ import annotations

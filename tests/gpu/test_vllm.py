@@ -1,13 +1,13 @@
-"""Test memsaver in a real vLLM engine: every sleep and wake-up keeps the greedy output.
+"""Tests memsaver in a real vLLM engine: every sleep and wake-up keeps the greedy output.
 
 For each engine, a child process (vllm_child.py) starts the engine once and runs the scenarios of
-the modules vllm_cycles, vllm_failures and vllm_asleep on it, one per test. After a failure, a new
-child is started.
+vllm_cycles, vllm_failures and vllm_asleep on it, one per test. After a failure, a new child process
+starts.
 
     pytest -m "gpu and vllm"                     all tests, some of which need two GPUs
     pytest -m "gpu and vllm and not two_gpus"
 
-The tests use the memsaver that is installed for this Python, with its entry points.
+The tests use the memsaver that this Python has installed, with its entry points.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ ENVIRONMENTS = {
 
 
 def environment(group: str) -> dict[str, str]:
-    """Return a child's environment."""
+    """Return the environment of a child process."""
     env = engine_children.environment(("VLLM_PLUGINS",))
     defaults = {
         "VLLM_NO_USAGE_STATS": "1",
@@ -122,7 +122,7 @@ def test_an_engine_in_its_own_process(children: Children, name: str) -> None:
     ]
 )
 def test_an_engine_in_the_process_with_the_v1_runner(children: Children, name: str) -> None:
-    """torch's expandable segments are on, and graphs are pausable."""
+    """The test uses torch's expandable segments and pausable graphs."""
     children.run("in_process", name)
 
 
@@ -138,13 +138,13 @@ def test_weights_and_kv_cache_in_fp8(children: Children, name: str) -> None:
 
 @each(CYCLES)
 def test_weights_and_kv_cache_in_fp8_with_the_v1_runner(children: Children, name: str) -> None:
-    """This runner resets the scales of the KV cache, which are in the weights' memory."""
+    """The V1 runner resets the scales of the KV cache, which are in the weights' memory."""
     children.run("quantized_v1", name)
 
 
 @each([*CYCLES, "vllm_cycles.drafts_are_accepted", REFUSED])
 def test_a_draft_model(children: Children, name: str) -> None:
-    """The draft has the target's weights, so that the engine accepts its tokens."""
+    """The draft has the target's weights, so the engine accepts the draft's tokens."""
     children.run("draft", name)
 
 
@@ -167,7 +167,7 @@ def test_a_worker_of_ray(children: Children, name: str) -> None:
     ]
 )
 def test_adapters(children: Children, name: str) -> None:
-    """torch's expandable segments are on, with the V2 runner."""
+    """The test uses torch's expandable segments and the V2 runner."""
     children.run("adapters", name)
 
 
@@ -193,5 +193,5 @@ def test_tensor_parallel(children: Children, name: str) -> None:
 @pytest.mark.two_gpus
 @each(CYCLES)
 def test_tensor_parallel_with_pausable_graphs(children: Children, name: str) -> None:
-    """vLLM's custom all-reduce is off, because it exports the graphs' memory."""
+    """vLLM's custom all-reduce is disabled because it exports the graphs' memory."""
     children.run("graphs_tp2", name)

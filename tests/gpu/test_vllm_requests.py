@@ -1,9 +1,9 @@
-"""Test requests to a sleeping `AsyncLLM`, and to the server around it.
+"""Tests requests to a sleeping `AsyncLLM` and to the server around it.
 
     pytest -m "gpu and vllm" tests/gpu/test_vllm_requests.py
 
-The tests use the memsaver that is installed for this Python, with its entry points. test_vllm
-tests requests to an `LLM`.
+The tests use the memsaver that this Python has installed, with its entry points. The module
+test_vllm tests requests to an `LLM`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Test verified weight updates of a real SGLang engine, its output afterwards, and bad updates.
+"""Tests verified weight updates of a real SGLang engine, its output afterwards, and bad updates.
 
     pytest -m "gpu and sglang" tests/gpu/test_weight_sync.py
 
-The tests use the memsaver that is installed for this Python, with its entry points.
+The tests use the memsaver that this Python has installed, with its entry points.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Test performance warnings: each is issued once per tag, and only if there is a cost."""
+"""Tests performance warnings: each is issued once per tag, and only if there is a cost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def name(tag):
 
 
 def warned(call, *args, **kwargs) -> list[str]:
-    """Return the messages of a call's warnings."""
+    """Return the messages of the warnings that a call issues."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = call(*args, **kwargs)
@@ -148,7 +148,7 @@ def test_pageable_without_memory_to_spare(sim, name, make_blocks, options):
 
 
 def cycle(name: str, blocks: list) -> list[str]:
-    """Pause, delete the tensors, resume."""
+    """Pause, delete the tensors, and resume."""
     said = warned(memsaver.pause, name)
     blocks.clear()
     return said + warned(memsaver.resume, name)

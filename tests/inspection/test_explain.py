@@ -1,4 +1,4 @@
-"""Test `explain` on the simulated driver: an address's tag, allocation and tensor."""
+"""Tests `explain` on the simulated driver: an address's tag, allocation and tensor."""
 
 import contextlib
 import ctypes
@@ -89,7 +89,7 @@ def test_memory_freed_during_a_transition(sim, tag, make_blocks):
 
 
 def segment(address, nbytes, *blocks):
-    """Return a segment as torch describes it; blocks are (offset, size, requested, state)."""
+    """Return a segment in torch's format; blocks are (offset, size, requested, state)."""
     return {
         "address": address,
         "total_size": nbytes,
@@ -102,7 +102,7 @@ def segment(address, nbytes, *blocks):
 
 @pytest.fixture
 def torch_segments(monkeypatch):
-    """Fake the segments of torch's allocator, because torch without CUDA has none."""
+    """Fake the segments of torch's allocator, because torch without CUDA has no segments."""
     from memsaver._inspection import explanations
     from memsaver._memory import torch_mode
 

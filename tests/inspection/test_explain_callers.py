@@ -1,4 +1,4 @@
-"""Test the last transition and its caller in the result of `explain`."""
+"""Tests the last transition and its caller in the result of `explain`."""
 
 import contextlib
 import inspect
@@ -17,14 +17,14 @@ PAGE = 2 * MIB
 
 @contextlib.contextmanager
 def between():
-    """Yield a list, which receives the wall-clock times before and after the block."""
+    """Yield a list that receives the wall-clock times before and after the block."""
     times = [time.time()]
     yield times
     times.append(time.time())
 
 
 def here():
-    """Return the file and line of the caller, as `explain` reports them."""
+    """Return the caller's file and line in the form that `explain` reports."""
     frame = inspect.currentframe().f_back
     return f"{__file__}:{frame.f_lineno} in "
 
@@ -101,7 +101,7 @@ def test_pausing_a_paused_tag_changes_nothing(sim, tag, make_blocks):
 
 
 def test_a_transition_in_progress_and_afterwards(sim, tag, make_blocks, wait_until):
-    """The reported caller and thread are the program's, not the background thread's."""
+    """The reported caller and thread belong to the program, not to memsaver's background thread."""
     name = tag()
     (block,) = make_blocks(name, [8 * MIB], backup="host")
     sim.copy_rate(40 * MIB)
@@ -123,7 +123,7 @@ def test_a_transition_in_progress_and_afterwards(sim, tag, make_blocks, wait_unt
 
 
 def test_a_failed_transition_keeps_the_earlier_one_in_the_report(sim, tag, make_blocks):
-    """The transition that caused the tag's state is still reported."""
+    """`explain` still reports the transition that caused the tag's state."""
     name = tag()
     (block,) = make_blocks(name, [PAGE], backup="host")
     before = memsaver.explain(block.address)
@@ -143,7 +143,7 @@ def test_a_failed_transition_keeps_the_earlier_one_in_the_report(sim, tag, make_
 
 
 def test_a_pause_that_failed_twice(sim, tag, make_blocks, options):
-    """If the rollback fails too, the tag is paused, and the report names the caller."""
+    """If the rollback also fails, the tag is paused and the report names the caller."""
     options(share_bytes="2MiB", slab_bytes="2MiB")
     name = tag()
     blocks = make_blocks(name, [PAGE, PAGE])
@@ -157,7 +157,9 @@ def test_a_pause_that_failed_twice(sim, tag, make_blocks, options):
 
 
 def test_the_caller_is_that_of_the_paused_block(sim, tag, make_blocks):
-    """The reported caller is the block's, not a frame inside the context manager."""
+    """The reported caller is the program's frame of the block, not a frame inside the context
+    manager.
+    """
     name = tag()
     (block,) = make_blocks(name, [PAGE])
     with memsaver.paused(name), contextlib.nullcontext(here()) as place:
@@ -184,7 +186,7 @@ def test_a_callback_that_pauses(sim, tag, make_blocks):
 
 
 def test_a_call_outside_of_python(sim, tag, make_blocks):
-    """If there is no Python frame outside memsaver, only the thread is reported."""
+    """If there is no Python frame outside memsaver, the report contains only the thread."""
     name = tag()
     (block,) = make_blocks(name, [PAGE])
     memsaver.pause(name)
@@ -204,7 +206,7 @@ def test_a_call_outside_of_python(sim, tag, make_blocks):
 
 
 def test_callers_may_have_names_of_any_kind(sim, tag, make_blocks):
-    """Names of files and threads may have any characters and any length."""
+    """Names of files and threads can contain any characters and have any length."""
     name = tag()
     (block,) = make_blocks(name, [PAGE])
     scope = {"memsaver": memsaver, "__name__": "odd"}
@@ -216,7 +218,9 @@ def test_callers_may_have_names_of_any_kind(sim, tag, make_blocks):
 
 @pytest.mark.long
 def test_the_caller_is_not_in_the_distributed_package(run_python, tmp_path):
-    """The reported caller is not in `memsaver.distributed`; a rolled-back pause is not reported."""
+    """The reported caller is not in `memsaver.distributed`, and a rolled-back pause is not
+    reported.
+    """
     pytest.importorskip("torch")
     done = run_python(f"""
         import memsaver

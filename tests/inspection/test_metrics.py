@@ -1,4 +1,4 @@
-"""Test metrics as Prometheus parses them, by comparison with the statistics."""
+"""Tests that metrics, as parsed by Prometheus, equal the statistics."""
 
 import dataclasses
 from typing import get_args
@@ -26,7 +26,9 @@ OTHER_NAMES = {
 
 @pytest.fixture
 def scrape(tag, monkeypatch):
-    """Scrape the metrics of this test's tags and those without a tag; values by name and labels."""
+    """Scrape the metrics of this test's tags and the metrics without a tag; return values by
+    name and labels.
+    """
 
     def stats_of_this_test():
         now = memsaver.stats()
@@ -136,7 +138,7 @@ def test_registering_and_scraping_open_no_driver(run_python):
 
 
 def test_registering_twice_is_registering_once(run_python):
-    """Runs in its own process, which contains no tags from other tests."""
+    """The test runs in a separate process, which contains no tags from other tests."""
     run_python(
         """
         import memsaver, prometheus_client

@@ -1,4 +1,4 @@
-"""Test NVTX ranges, recorded by tests/native/nvtx_injection.c in a child process."""
+"""Tests NVTX ranges, which tests/native/nvtx_injection.c records in a child process."""
 
 import pytest
 from built_sources import LIBRARY, built
@@ -27,10 +27,10 @@ def injection():
 
 @pytest.fixture
 def profile(run_python, injection, tmp_path):
-    """Run code in a child under the profiler; return its output and the ranges of each thread.
+    """Run code in a child process under the profiler; return its output and each thread's ranges.
 
-    A range is (message, payload). A range that is not ended, or is ended on another thread or out
-    of order, fails the test.
+    A range is a tuple (message, payload). The test fails if a range is not ended, or is ended on
+    another thread or out of order.
     """
 
     def run(code):

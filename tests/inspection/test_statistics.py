@@ -1,4 +1,4 @@
-"""Test the statistics other than resident bytes: totals, rates and fingerprint hits."""
+"""Tests the statistics other than resident bytes: totals, rates and fingerprint hits."""
 
 import dataclasses
 

@@ -1,4 +1,6 @@
-"""Test the statistics server: it answers clients, and the process never depends on it."""
+"""Tests that the statistics server answers clients and that the process never depends on the
+server.
+"""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Test recording: allocations, frees, transitions and the driver's memory in a timeline."""
+"""Tests recording: allocations, frees, transitions and the driver's memory in a timeline."""
 
 import os
 import threading
@@ -18,7 +18,7 @@ def of(rows, name):
 
 
 def resident(rows, name):
-    """Return a tag's resident bytes in chronological order, without repetitions."""
+    """Return a tag's resident bytes in chronological order, without repeated values."""
     line = []
     for row in of(rows, name):
         if not line or line[-1] != row.resident_bytes:

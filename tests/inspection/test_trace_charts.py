@@ -1,5 +1,6 @@
-"""Test charts of saved timelines: the line data, the HTML page and the images, compared with the
-recorded events.
+"""Tests charts of saved timelines.
+
+The line data, the HTML page and the images are compared with the recorded events.
 """
 
 import io
@@ -21,7 +22,7 @@ MIB = 1 << 20
 
 
 def new_axes():
-    """Create a plot's axes. Only the processes that run these tests import matplotlib."""
+    """Create the axes of a plot. Only the processes that run these tests import matplotlib."""
     from matplotlib.figure import Figure
 
     return Figure().subplots()
@@ -43,7 +44,7 @@ def test_thinning_loses_no_peak():
 
 
 def test_many_tags_cost_no_more_than_their_lines(tmp_path):
-    """A full timeline with many tags is saved in seconds, as a page that a browser can open."""
+    """A full timeline with many tags is saved within seconds, as a page that a browser can open."""
     random = Random(0)
     samples = [
         TagSample(i / 1000, f"tag {random.randrange(1000)}", 0, 9, random.randrange(1 << 36))
@@ -68,7 +69,9 @@ def test_many_tags_cost_no_more_than_their_lines(tmp_path):
 
 @pytest.mark.parametrize("most", [10**6, 40])
 def test_lines_show_the_last_known_values(most):
-    """Lines are right for simultaneous samples, a late tag, and driver samples in between."""
+    """Lines are correct for simultaneous samples, a late tag, and driver samples between other
+    samples.
+    """
     random = Random(1)
     samples = [
         TagSample(i // 2 / 10, random.choice("abc" if i > 50 else "ab"), 0, i, random.randrange(99))
@@ -90,7 +93,7 @@ def test_lines_show_the_last_known_values(most):
 
 
 class Page(HTMLParser):
-    """A parsed page: its elements, their attributes, and the contents of its scripts."""
+    """A parsed page with its elements, their attributes, and the contents of its scripts."""
 
     def __init__(self, text):
         super().__init__()
@@ -164,7 +167,7 @@ def test_pictures_are_written_for_any_tag(tmp_path, kind, magic):
 
 
 def test_the_pictures_pixels_are_the_tags(tmp_path):
-    """The tag's colour fills exactly the time in which it had memory."""
+    """The tag's colour fills exactly the time during which the tag had memory."""
     trace = made(samples=[TagSample(0.0, "a", 0, 100, 100), TagSample(5.0, "a", 0, 100, 0)])
     content = files.save(trace, tmp_path / "x.png").read_bytes()
     from matplotlib.image import imread
@@ -176,7 +179,7 @@ def test_the_pictures_pixels_are_the_tags(tmp_path):
 
 
 def test_a_picture_shows_a_full_device():
-    """The line of free memory falls to zero, stays there, and rises again."""
+    """The line of free memory falls to zero, stays at zero, and rises again."""
     free = [(0.0, 80), (2.0, 0), (4.0, 0), (6.0, 40)]
     memory = [DeviceSample(at, 0, nbytes, 80) for at, nbytes in free]
     axes = new_axes()

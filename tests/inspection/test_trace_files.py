@@ -1,4 +1,6 @@
-"""Test saved timelines: valid traces are read, invalid ones rejected, files replaced atomically."""
+"""Tests saved timelines: valid traces are read, invalid traces are rejected, and files are
+replaced atomically.
+"""
 
 import json
 import os
@@ -163,7 +165,7 @@ def test_a_missing_folder_is_an_os_error(tmp_path):
 
 
 def test_a_full_disk_leaves_the_file_unchanged(tmp_path):
-    """In a child, a limit on file sizes makes the write fail half-way."""
+    """In a child process, a limit on file sizes makes the write fail half-way."""
     target = tmp_path / "t.json"
     target.write_text("before")
     code = f"""

@@ -1,4 +1,4 @@
-"""Test the reports on watched processes that answer wrongly or not at all."""
+"""Tests reports on watched processes that send wrong answers or no answers."""
 
 import json
 import os
@@ -136,7 +136,9 @@ def test_unknown_keys_are_left_out(runtime):
 
 
 class served:
-    """A socket of this process among those of watched processes, with an answer from the test."""
+    """A socket of this process among the watched processes' sockets, with an answer set by the
+    test.
+    """
 
     def __init__(self, runtime, answer):
         self.folder, self.answer = runtime / "memsaver", answer

@@ -1,4 +1,4 @@
-"""Test watched processes' sockets across fork, exec and exit, and who may use them."""
+"""Tests watched processes' sockets across fork, exec and exit, and the access rights to them."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Test that files are replaced atomically, and their access rights at every moment."""
+"""Tests that files are replaced atomically, and which access rights they have at every moment."""
 
 import os
 import stat
@@ -11,7 +11,9 @@ from memsaver._runtime.whole_files import replace_file
 
 @pytest.fixture
 def rights_seen(tmp_path):
-    """Return a function that runs an action and returns all modes that its new files had."""
+    """Return a function that runs an action and returns all modes that the action's new files
+    had.
+    """
 
     def watch(action):
         there, seen = set(os.listdir(tmp_path)), set()

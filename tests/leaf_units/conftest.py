@@ -1,7 +1,7 @@
-"""Fixtures for units of the core that the C ABI uses only indirectly: workers, host memory, files.
+"""Fixtures for core units that the C ABI uses only indirectly: workers, host memory and files.
 
-tests/native is linked with the objects of the build; each test runs one of its cases in its own
-process. Files of the system are faked below MEMSAVER_TEST_SYSTEM_ROOT.
+The sources in tests/native are linked with the build's object files. Each test runs one case in a
+separate process. Fake system files are located below MEMSAVER_TEST_SYSTEM_ROOT.
 """
 
 import os
@@ -27,7 +27,7 @@ UNITS = [
 
 @pytest.fixture(scope="session")
 def program():
-    """Build the test program; return its path."""
+    """Build the test program and return its path."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if not compiler:
         pytest.skip("no C++ compiler")
@@ -53,7 +53,7 @@ def program():
 
 @pytest.fixture
 def leaf(program, tmp_path):
-    """Run a case: `leaf("workers_order", 2)` returns the lines of its output."""
+    """Run a case: `leaf("workers_order", 2)` returns the lines that the case prints."""
 
     def run(case: str, *arguments, shell: str = "", **env) -> list[str]:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("MEMSAVER_")}
@@ -72,7 +72,9 @@ def leaf(program, tmp_path):
 
 @pytest.fixture
 def system(tmp_path, leaf):
-    """Fake /proc and /sys: `system({"/proc/meminfo": ...})("available")` runs a case with them."""
+    """Fake /proc and /sys: `system({"/proc/meminfo": ...})("available")` runs a case with these
+    files.
+    """
 
     def fake(files: dict[str, str]):
         root = tmp_path / "system"

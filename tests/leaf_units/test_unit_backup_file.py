@@ -1,4 +1,4 @@
-"""Test a backup's file: writes, reads, holes and errors."""
+"""Tests a backup's file: writes, reads, holes and errors."""
 
 import errno
 import os
@@ -14,7 +14,7 @@ from memsaver.errors import BackupError, ConfigError, error_of
 
 @pytest.fixture
 def disk(tmp_path):
-    """Return a directory on a disk: in the file system of the tests' temporary directory."""
+    """Return a directory on a disk, in the file system of the tests' temporary directory."""
     folder = tmp_path / "disk"
     folder.mkdir()
     return folder

@@ -1,4 +1,4 @@
-"""Test the available host memory, and claims on it."""
+"""Tests the available host memory and the claims on it."""
 
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def v1(directory, limit, usage, inactive=0, active=0):
 
 
 def margin(total):
-    """Return the bytes that stay free, as host_budget.h specifies."""
+    """Return the number of bytes that stay free, as host_budget.h specifies."""
     return max(total // 50, 256 * MIB)
 
 

@@ -1,4 +1,4 @@
-"""Test a device's NUMA node, and memory allocated on it."""
+"""Tests a device's NUMA node and the memory allocated on it."""
 
 import pytest
 

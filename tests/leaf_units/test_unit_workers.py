@@ -1,4 +1,4 @@
-"""Test workers: their jobs, errors and number."""
+"""Tests workers: their jobs, errors and number."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Test memsaver's context managers as decorators, and under torch's modes."""
+"""Tests memsaver's context managers as decorators, and under torch's modes."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_a_region_around_a_compiled_function(sim, name, torch, fullgraph):
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 def test_a_region_inside_a_compiled_function(sim, name, torch):
-    """While torch compiles, regions run uncompiled, and are left again."""
+    """While torch compiles a function, its regions run uncompiled and are closed properly."""
     seen = []
 
     def function(x):

@@ -1,4 +1,4 @@
-"""Test silent mistakes: large contents discarded without a choice, and tags without memory."""
+"""Tests silent mistakes: large contents discarded without a choice, and tags without memory."""
 
 import warnings
 from typing import get_args

@@ -1,4 +1,4 @@
-"""Test freeing memory in every tag state, during transitions, and while work is in flight."""
+"""Tests freeing memory in every tag state, during transitions, and while device work is pending."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Test which torch pool a graph is captured into, with a fake of torch's pools."""
+"""Tests which torch pool a graph is captured into, with a fake of torch's pools."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from memsaver._memory import torch_mode
 
 
 class Allocator:
-    """A fake of torch's allocator: a pool exists while its use count is above zero."""
+    """A fake of torch's allocator, in which a pool exists while its use count is above zero."""
 
     def __init__(self) -> None:
         self.counts: dict[tuple[int, int], int] = {}
         self.numbers = itertools.count(1)
 
     def capture(self, pool: tuple[int, int]) -> None:
-        """Begin a capture: until `release`, the graph is a user of the pool, which must exist."""
+        """Begin a capture. The graph uses the pool, which must exist, until `release`."""
         assert self.counts[pool] > 0, "torch would make a pool of its own"
         self.counts[pool] += 1
 
@@ -60,7 +60,7 @@ def pools(allocator, monkeypatch):
 
 @pytest.fixture
 def capture(pools, allocator):
-    """Capture a graph, and return its pool."""
+    """Capture a graph and return its pool."""
 
     def run(pool: object, tag: str = "graphs", device: int = 0) -> tuple[int, int]:
         with pools.capture_pool(device, tag, pool) as found:

@@ -1,7 +1,8 @@
-"""Test that an allocation costs the same in tags of 100,000 and 1,000 allocations.
+"""Tests that an allocation costs the same in tags of 100,000 and 1,000 allocations.
 
-Driver calls are counted. Seconds are compared with a bound that separates a cost that grows with
-the tag (by a factor of 100) from a slow machine. `benchmarks/limits.py` measures them precisely.
+The test counts driver calls. The test compares durations with a limit that distinguishes a cost
+that grows with the tag (by a factor of 100) from a slow machine. `benchmarks/limits.py` measures
+the durations precisely.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ GROWTH = 10  # 100 would be a cost that grows with the tag; most of the rest is 
 
 
 class Costs:
-    """The driver calls and seconds per allocation of each step, the least of several runs."""
+    """The driver calls and seconds per allocation in each step, as the minimum of several runs."""
 
     def __init__(self, sim, count):
         self.sim, self.count = sim, count

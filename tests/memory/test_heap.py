@@ -1,4 +1,4 @@
-"""Test the addresses and memory of blocks with a model, and the bounds of heap.h."""
+"""Tests the addresses and memory of blocks against a model, and the bounds of heap.h."""
 
 import random
 import time
@@ -36,7 +36,7 @@ sizes = st.one_of(
 
 
 def block_bytes(nbytes):
-    """Return an allocation's bytes: units of 512 bytes; whole pages for a page or more."""
+    """Return an allocation's bytes in units of 512 bytes, or in whole pages from one page up."""
     rounded = -(-nbytes // 512) * 512
     return rounded if rounded < PAGE else -(-rounded // PAGE) * PAGE
 
@@ -46,7 +46,7 @@ def held(name):
 
 
 def pages_under(blocks):
-    """Return the bytes of all pages that contain any of the blocks."""
+    """Return the total size of all pages that contain any of the blocks."""
     pages = set()
     for address, nbytes in blocks:
         pages.update(range(address // PAGE, -(-(address + nbytes) // PAGE)))
@@ -54,7 +54,7 @@ def pages_under(blocks):
 
 
 class HeapModel(RuleBasedStateMachine):
-    """Compares a tag with a model: a dict of live blocks and the bytes written at their ends."""
+    """Compares a tag with a model, a dict of live blocks and the bytes written at their ends."""
 
     def __init__(self, sim, name, slab):
         super().__init__()
@@ -150,7 +150,7 @@ class HeapModel(RuleBasedStateMachine):
         return [(address, block_bytes(size)) for address, (size, *_) in self.live.items()]
 
     def resident(self):
-        """Return the driver's count; `check_statistics` compares it with the statistics."""
+        """Return the driver's count, which `check_statistics` compares with the statistics."""
         return self.sim.physical() - self.others
 
     def check_statistics(self):
@@ -241,7 +241,7 @@ def test_a_large_block_is_released_at_once(sim, tag, make_blocks, nbytes):
 
 
 def test_large_blocks_reuse_freed_memory_after_a_resume(sim, tag):
-    """A resume maps neighbours as one piece, which stays if only some of them are freed."""
+    """A resume maps adjacent blocks as one piece, which remains if only some of them are freed."""
     name = tag()
     with memsaver.region(name):
         blocks = [simulator.buffer(LARGE + PAGE) for _ in range(12)]
@@ -380,7 +380,7 @@ def test_a_hundred_thousand_small_blocks(sim, tag, order):
 
 
 def test_an_allocation_leaves_the_margin_free(sim, tag, options):
-    """An allocation that leaves less than the margin free fails; cached free memory can be used."""
+    """An allocation fails if it would use the margin; cached free memory can be used."""
     name = tag()
     free = memsaver.device_memory(0)[0]
     options(margin_bytes=free - 8 * MIB)

@@ -1,4 +1,4 @@
-"""Test allocations with too little device or host memory, and sizes that no device has."""
+"""Tests allocations with too little device or host memory, and sizes that exceed every device."""
 
 from itertools import chain
 

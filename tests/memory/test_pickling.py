@@ -1,4 +1,4 @@
-"""Test tensors in regions that are pickled, saved, copied, or sent to another process."""
+"""Tests tensors in regions that are pickled, saved, copied or sent to another process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def name(tag):
 
 @pytest.fixture
 def make(sim, name):
-    """Create a tensor with known contents in the tag; only the test refers to it."""
+    """Create a tensor with known contents in the tag; only the test refers to the tensor."""
 
     def made() -> torch.Tensor:
         with memsaver.region(name, backup="host"):
@@ -161,8 +161,9 @@ def test_explain_states_forbidden_operations(make, name):
 
 
 def test_what_is_registered_and_when(run_python):
-    """Reducers are registered when a region's first tensor is created, and call other libraries'
-    reducers.
+    """Reducers are registered when a region's first tensor is created.
+
+    These reducers call other libraries' reducers.
     """
     program = """
 import copyreg, pickle, torch, memsaver

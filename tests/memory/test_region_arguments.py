@@ -1,4 +1,7 @@
-"""Test the arguments of regions: policies and devices. test_tag_names.py tests their names."""
+"""Tests the arguments of regions: policies and devices.
+
+The module test_tag_names.py tests regions' names.
+"""
 
 import pytest
 from region_memory import buffer_in

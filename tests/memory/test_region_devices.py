@@ -1,4 +1,4 @@
-"""Test the device of a region on the simulated driver, without torch."""
+"""Tests the device of a region on the simulated driver, without torch."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Test regions: the tag that new memory belongs to, and the errors of a region."""
+"""Tests regions: the tag that new memory belongs to, and the errors of a region."""
 
 import threading
 

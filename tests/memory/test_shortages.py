@@ -1,4 +1,6 @@
-"""Test the details of out-of-memory errors: holders, tags that can be paused, processes."""
+"""Tests the details of out-of-memory errors: owners of memory, tags that can be paused, and
+processes.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ GIB = 1 << 30
 
 @pytest.fixture
 def short(sim, tag, make_blocks):
-    """A resume without enough memory: a paused tag of 16 MiB; another process uses the rest."""
+    """A resume without enough memory: a tag of 16 MiB is paused, and another process uses the
+    rest.
+    """
     paused, idle, busy = tag("paused"), tag("idle"), tag("busy")
     blocks = make_blocks(paused, [16 * MIB]), make_blocks(idle, [8 * MIB])
     memsaver.pause(paused)

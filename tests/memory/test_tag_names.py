@@ -1,4 +1,4 @@
-"""Test that tags of a million characters, and in any script, have the same name everywhere."""
+"""Tests that tags of a million characters, and in any script, have the same name everywhere."""
 
 import os
 import unicodedata

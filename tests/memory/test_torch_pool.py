@@ -1,4 +1,4 @@
-"""Test a tag's torch pools: their allocator functions and lifetime (with a fake torch)."""
+"""Tests a tag's torch pools: their allocator functions and lifetime (with a fake torch)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ FREE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ct
 
 @pytest.fixture
 def functions(sim):
-    """Return a function that returns a tag's malloc and free for torch as ctypes callables."""
+    """Return a function that returns a tag's malloc and free functions for torch as ctypes
+    callables.
+    """
 
     def of(tag: str, backup: int = -1):
         malloc, free = _C.torch_allocator(tag, backup)
@@ -133,7 +135,9 @@ def test_the_simulator_has_no_torch_pools(sim, tag):
 
 
 class Allocator:
-    """A fake of torch's caching allocator: counts the users of pools, and records pools in use."""
+    """A fake of torch's caching allocator, which counts the users of pools and records pools in
+    use.
+    """
 
     def __init__(self) -> None:
         self.counts: dict[tuple[int, int], int] = {}
@@ -205,7 +209,7 @@ def fake_torch(allocator, monkeypatch):
 
 @pytest.fixture
 def used(sim, tag, fake_torch):
-    """Yield a tag with memory in its own pool."""
+    """Yield a tag that has memory in its own pool."""
     name = tag()
     pools = [memsaver.torch_pool(name, backup="host")]
     address = MALLOC(pools[0].functions[0])(MIB, 0, None)

@@ -1,7 +1,8 @@
-"""The model test: random sequences of calls, on several threads and under faults, against a model.
+"""The model test compares random sequences of calls, on several threads and under faults, with a
+model.
 
-`make model` runs it. `machine` and `calls` make the calls, `expected` is the model of the state
-that must follow, `checks` compares the two, `place` is the process's simulated devices, `chances`
-chooses the calls for faults, `importers` are processes that import memory, and `worker` is a
-process that runs a number of operations.
+`make model` runs it. `machine` and `calls` make the calls. `expected` is the model of the resulting
+state. `checks` compares the library with the model. `place` represents the process's simulated
+devices. `chances` chooses the calls for faults. `importers` are processes that import memory.
+`worker` is a process that runs a given number of operations.
 """

@@ -1,11 +1,11 @@
-"""Run the model test: `make model`.
+"""Runs the model test: `make model`.
 
     make model ARGS="--operations 1000000"   run more operations
     make model ARGS="--only 1234"            repeat the round with this seed
 
-Runs processes, four at a time and each with its own seeds, until `--operations` operations are
-done. Without `--seed`, each run chooses and prints a new seed. Exits with 1 if the library differs
-from the model, and prints the calls that led to the difference.
+The program runs four processes at a time, each with its own seeds, until `--operations` operations
+are done. Without `--seed`, the program chooses and prints a new seed. If the library differs from
+the model, the program prints the calls that led to the difference and exits with 1.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def arguments() -> argparse.Namespace:
 def work(
     place: Workplace, seed: int, operations: int, sequences: int, folder: Path, shareable: str
 ) -> dict[str, object] | None:
-    """Run a process; return its figures, or print a violation and return None."""
+    """Run a process; return its counts, or print a violation and return None."""
     folder.mkdir()
     command = [sys.executable, "-m", "model.worker"]
     command += [str(seed), str(operations), str(sequences), str(folder), *shareable]

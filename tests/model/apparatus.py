@@ -1,4 +1,6 @@
-"""The base of the operations: the library, its model, and a comparison after each operation."""
+"""The base of the operations, with the library, its model, and a comparison after each
+operation.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ _HELD_SECONDS = 0.0003  # how long the program's own work continues in a call th
 
 
 class Process:
-    """The state that outlives a sequence: devices, threads, and counts of operations."""
+    """The state that outlives a sequence: devices, threads and operation counts."""
 
     def __init__(self, journal: Journal, folders: list[str]) -> None:
         self.place = Place()
@@ -62,7 +64,7 @@ class Process:
 
 
 class Apparatus(RuleBasedStateMachine):
-    """One sequence: it begins and ends with nothing allocated and nothing paused."""
+    """One sequence, which begins and ends with nothing allocated and nothing paused."""
 
     process: Process
 
@@ -92,14 +94,16 @@ class Apparatus(RuleBasedStateMachine):
     # --- doing
 
     def begin(self, what: str, *arguments: Any) -> None:
-        """Begin an operation, and record its description."""
+        """Begin an operation and record its description."""
         self.steps += 1
         self.process.done[what] += 1
         self.last[what] = self.steps
         self.process.journal.note(f"{what} {arguments}")
 
     def is_rested(self, *names: str) -> bool:
-        """Return whether none of these operations is recent, so that cheap ones do not dominate."""
+        """Return whether none of these operations is recent, so that cheap operations do not
+        dominate.
+        """
         return all(self.steps - self.last.get(name, -REST) >= REST for name in names)
 
     def call(
@@ -111,7 +115,7 @@ class Apparatus(RuleBasedStateMachine):
         may: tuple[type[MemsaverError], ...] = (),
         **named: Any,
     ) -> Outcome:
-        """Make a call on a thread, under faults; only the faults' errors and `may` are allowed."""
+        """Make a call on a thread under faults; only `may` and the faults' errors are allowed."""
         hand = self.process.hands[thread]
         if faults:
             self.land()
@@ -137,18 +141,20 @@ class Apparatus(RuleBasedStateMachine):
         return outcome
 
     def refused(self, kind: Any, function: Callable[..., Any], *a: Any, **k: Any) -> Any:
-        """Make a call that must raise such an error and change nothing; return the error."""
+        """Make a call that must raise one of these errors and change nothing; return the error."""
         error = self.call(function, *a, may=(kind,), **k).error
         require(isinstance(error, kind), f"not refused: {function} {a} {k}")
         return error
 
     def hold(self) -> None:
-        """Keep the program's own work running until a call waits for it, or the next operation."""
+        """Keep the program's own work running until a call waits for it or the next operation
+        begins.
+        """
         self.sim.hold_streams(True)
         self.held = True
 
     def work_on(self, allocation: Allocation, value: int) -> None:
-        """Submit device work that is still in progress when the next call is made."""
+        """Submit device work that is still running when the next call is made."""
         self.begin("write_on_the_device", allocation.tag.name, allocation.nbytes, value)
         self.land()
         self.hold()
@@ -180,7 +186,7 @@ class Apparatus(RuleBasedStateMachine):
         self.place.synchronize()
 
     def land(self, tags: Iterable[Tag] | None = None) -> None:
-        """Wait for the transitions in progress, of these tags or of all tags."""
+        """Wait for the pending transitions of these tags or of all tags."""
         wanted = set(self.tags if tags is None else tags)
         if self.flying:
             self.let_go()
@@ -209,11 +215,11 @@ class Apparatus(RuleBasedStateMachine):
         ]
 
     def named(self, names: tuple[str, ...]) -> list[Tag]:
-        """Return the tags that a call selects; all tags if it names none."""
+        """Return the tags that a call selects; a call without names selects all tags."""
         return [tag for tag in self.tags if tag.name in names or not names]
 
     def come_back(self, tags: Iterable[Tag]) -> None:
-        """Update the model for mapped tags, and rewrite unknown contents."""
+        """Update the model for mapped tags and rewrite unknown contents."""
         for tag in tags:
             if tag.paused:
                 tag.resume(self.fill)
@@ -231,7 +237,7 @@ class Apparatus(RuleBasedStateMachine):
     # --- comparing
 
     def compare(self) -> None:
-        """Compare, after every operation, everything that is not in progress."""
+        """After every operation, compare all state that no transition is changing."""
         wholly = self.steps % WHOLLY_EVERY == 0
         if wholly:
             self.land()
@@ -256,7 +262,7 @@ class Apparatus(RuleBasedStateMachine):
         require(not violations, f"the driver: {violations}")
 
     def teardown(self) -> None:
-        """Restore everything, check it, and free it; check that nothing is left."""
+        """Restore, check and free everything; check that nothing is left."""
         error = sys.exc_info()[1]
         if isinstance(error, Exception):
             if not isinstance(error, HypothesisException):
@@ -299,7 +305,7 @@ class Apparatus(RuleBasedStateMachine):
             tag.regions -= 1
 
     def _abandon(self) -> None:
-        """End transitions in progress and leave regions, after a failure."""
+        """After a failure, end the transitions in progress and leave all regions."""
         self.sim.hold_streams(False)
         self.process.system.clear()
         for _, handle, _ in self.flying:
@@ -311,7 +317,7 @@ class Apparatus(RuleBasedStateMachine):
                     hand.do(lambda entered=entered: entered.__exit__(None, None, None))
 
     def _collect(self) -> None:
-        """Retry releases that failed, by changing each tag."""
+        """Retry failed releases by changing each tag."""
         for name in NAMES:
             with memsaver.region(name):
                 for device in range(DEVICES):
@@ -325,7 +331,7 @@ class Apparatus(RuleBasedStateMachine):
             self.place.leave(device, None)
 
     def _recover(self) -> None:
-        """Clean up after a failed sequence, which was not torn down."""
+        """Clean up after a failed sequence that was not torn down."""
         self._reset()
         try:
             for hand in self.process.hands:

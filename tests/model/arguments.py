@@ -23,9 +23,10 @@ Choices = Sequence[Sequence[Any]]  # of which a tuple has one element each
 
 
 def _numbers(choices: Choices) -> st.SearchStrategy[int]:
-    """Return a strategy for the number of a tuple.
+    """Return a strategy for the index of a tuple.
 
-    One draw for a tuple, because a draw takes Hypothesis longer than most calls take the library.
+    Each tuple takes one draw, because a draw takes Hypothesis longer than most calls take the
+    library.
     """
     count = math.prod(map(len, choices))
     assert count <= 1 << 24, "Hypothesis would prefer small numbers"
@@ -41,14 +42,15 @@ def _numbered(choices: Choices, number: int) -> tuple[Any, ...]:
 
 
 def one_of_each(*choices: Sequence[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
-    """Return a strategy for tuples of one element of each sequence."""
+    """Return a strategy for tuples that contain one element of each sequence."""
     return _numbers(choices).map(partial(_numbered, choices))
 
 
 def lists(min_size: int, max_size: int, *parts: Choices) -> st.SearchStrategy[list[Any]]:
-    """Return a strategy for lists of tuples of `one_of_each` of each part's choices.
+    """Return a strategy for lists of tuples from `one_of_each`, one for each part's choices.
 
-    All possible elements are drawn, because `st.lists` also draws whether each is the last.
+    The strategy always draws all possible elements, because `st.lists` makes an additional draw per
+    element for the list's end.
     """
 
     def chosen(drawn: tuple[int, ...]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Makes calls to memsaver under faults of the driver and the system, for one call at a time."""
+"""Makes one call at a time to memsaver, under faults of the driver and the operating system."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _UNDOING = {
 
 
 class System:
-    """The process's simulated driver, and its system calls if os_faults is preloaded."""
+    """The process's simulated driver and, if os_faults is preloaded, its system calls."""
 
     def __init__(self, sim: Simulator) -> None:
         self.sim = sim
@@ -58,7 +58,7 @@ class System:
 
 @dataclass
 class Outcome:
-    """The outcome of a call: its result or error, the faults that it met, and how often."""
+    """A call's outcome: its result or error, the faults that occurred, and their number."""
 
     result: Any
     error: MemsaverError | None
@@ -66,22 +66,22 @@ class Outcome:
     refusals: int
 
     def may_park(self, kind: str) -> bool:
-        """Return whether a rollback may have failed, after a call of the transition failed.
+        """Return whether a rollback might have failed after a call of the transition failed.
 
-        A pause maps memory only in a rollback. A swap uses the calls of its rollback in its forward
-        direction too, so only the second refusal of a call can be in the rollback.
+        A pause maps memory only during a rollback. A swap also uses its rollback's calls in the
+        forward direction, so only the second failure of a call can be in the rollback.
         """
         undoing = any(fault.call in _UNDOING[kind] for fault in self.met)
         return undoing and (kind == "pause" or self.refusals > 1)
 
     @property
     def may_defer(self) -> bool:
-        """Return whether memory that belongs to no tag may still be allocated in the driver."""
+        """Return whether memory that belongs to no tag might still be allocated in the driver."""
         return any(fault.call in DEFERRED for fault in self.met)
 
     @property
     def exempt(self) -> set[str]:
-        """Return figures that may permanently exceed their earlier values."""
+        """Return the counters that can permanently exceed their earlier values."""
         return {
             figure
             for exempt in EXEMPT
@@ -97,7 +97,7 @@ def attempt(
     call: Callable[[], Any],
     may: tuple[type[MemsaverError], ...] = (),
 ) -> Outcome:
-    """Make a call under faults; raise AssertionError for other errors than the faults' or `may`."""
+    """Make a call under faults; raise AssertionError for errors other than the faults' or `may`."""
     faults = tuple(fault for fault in faults if fault.of_driver or system.fails_os)
     before = [system.calls(fault) for fault in faults]
     for fault in faults:
@@ -127,7 +127,7 @@ def attempt(
 
 
 def _check_reason(error: MemsaverError, met: tuple[Injection, ...]) -> None:
-    """Check that the error is due to one of the faults, or to a mapping that a fault left."""
+    """Check that one of the faults, or a mapping that a fault left behind, caused the error."""
     wrong = []
     for fault in met:
         if fault.call == "cuMemUnmap" and (error.call, error.cuda_error) == ("cuMemMap", 1):

@@ -1,7 +1,7 @@
-"""Chooses the call for a fault: a call that the operation will make according to the model.
+"""Chooses the call for a fault among the calls that, according to the model, the operation makes.
 
-A chance is a tuple of four small values, drawn before the operation is known; `injections` turns
-chances into faults for the operation.
+A chance is a tuple of four small values, which is drawn before the operation is known. `injections`
+converts chances to faults in the operation.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def of_transition(kind: str, out: Iterable[str], into: Iterable[str]) -> list[st
 
     Args:
         kind: "pause", "resume" or "swap".
-        out: the backups of the tags to pause.
-        into: the backups of the tags to resume.
+        out: the backups of the tags that are paused.
+        into: the backups of the tags that are resumed.
     """
     calls = list(_WAIT)
     if kind != "resume":
@@ -96,7 +96,7 @@ UNDOING = {
 def injections(
     chances: tuple[Chance, ...], calls: list[str], undoing: list[str] | None = None
 ) -> tuple[Injection, ...]:
-    """Return a fault per chance in one of `calls`; after the first, in one of `undoing`, if any."""
+    """Return a fault in one of `calls` per chance; later faults are in `undoing`, if not empty."""
     made: list[Injection] = []
     for pick, code, nth, often in chances:
         if often == "never":

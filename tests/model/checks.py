@@ -21,9 +21,9 @@ def require(holds: bool, what: str) -> None:
 
 
 def check_tag(place: Place, tag: Tag, *, wholly: bool) -> set[tuple[int, int]]:
-    """Check a tag's state, addresses and contents: all bytes, or the ends of its blocks.
+    """Check a tag's state, addresses, and contents (all bytes, or only the ends of its blocks).
 
-    Returns the (device, page) pairs that are accessible although the tag is paused.
+    Returns the (device, page) pairs that are still accessible in a paused tag.
     """
     state = memsaver.state(tag.name)
     require(state == ("paused" if tag.paused else "mapped"), f"{tag.name} is {state}")
@@ -49,7 +49,7 @@ def check_contents(place: Place, allocation: Allocation, *, wholly: bool) -> Non
 
 
 def check_location(allocation: Allocation, offset: int) -> None:
-    """Check that an interior address leads to its block."""
+    """Check that a lookup of an interior address returns the right block."""
     found = _C.locate(allocation.address + offset)
     tag, device = allocation.tag, allocation.device
     expected = (tag.name, device, 2 if tag.paused else 0, allocation.address, allocation.nbytes)
@@ -57,7 +57,7 @@ def check_location(allocation: Allocation, offset: int) -> None:
 
 
 def agrees(tag: Tag, device: int, row: SimpleNamespace) -> bool:
-    """Return whether a tag's figures on a device are possible."""
+    """Return whether a tag's statistics on a device are possible."""
     nbytes = tag.nbytes(device)
     if BACKUPS[row.backup] != tag.policy or (not tag.paused and row.resident_bytes < nbytes):
         return False
@@ -79,10 +79,11 @@ def agrees(tag: Tag, device: int, row: SimpleNamespace) -> bool:
 def check_statistics(
     place: Place, tags: list[Tag], deferring: set[int], reachable: set[tuple[int, int]]
 ) -> None:
-    """Check every tag's figures, and that their sums equal the driver's figures.
+    """Check every tag's statistics, and that their sums equal the driver's totals.
 
-    On the devices in `deferring`, the driver's figure may be higher by up to the deferred releases,
-    and that much paused memory may be accessible. Removes devices whose figures are equal.
+    On the devices in `deferring`, the driver's total can be higher by up to the size of the
+    deferred releases, and paused memory of at most this size can be accessible. The check removes
+    devices with equal totals from `deferring`.
     """
     physical = place.sim.counts().physical_bytes
     deferred = _C.deferred_releases()[1]

@@ -18,13 +18,18 @@ UNIT = 512
 
 
 def block_bytes(nbytes: int) -> int:
-    """Return the size rounded up to 512 bytes, or to whole pages if it is at least one page."""
+    """Return the size rounded up to 512 bytes, or to whole pages if the size is at least one
+    page.
+    """
     rounded = -(-nbytes // UNIT) * UNIT
     return rounded if rounded < PAGE else -(-rounded // PAGE) * PAGE
 
 
 class Owner:
-    """A tensor that owns a block. Deleting it frees the block when no importer uses it either."""
+    """A tensor that owns a block.
+
+    Deleting the tensor frees the block once no importer uses the block.
+    """
 
     def __init__(self, address: int, nbytes: int) -> None:
         array = (ctypes.c_char * nbytes).from_address(address)
@@ -34,13 +39,13 @@ class Owner:
         self.error: Exception | None = None
 
     def delete(self) -> None:
-        """Delete the tensor. Raises the error of the free, which may also happen later."""
+        """Delete the tensor. Raises the error of the free, which can also happen later."""
         self.tensor = None
         if self.error is not None:
             raise self.error
 
     def disown(self) -> None:
-        """Delete the tensor, which then frees nothing."""
+        """Delete the tensor without freeing any memory."""
         self._finalizer.detach()
         self.tensor = None
 
@@ -54,7 +59,7 @@ class Owner:
 
 @dataclass(eq=False)
 class Allocation:
-    """A block, and its contents when its tag is mapped."""
+    """A block with its contents while its tag is mapped."""
 
     tag: Tag
     device: int
@@ -66,7 +71,7 @@ class Allocation:
 
     @property
     def is_deleted(self) -> bool:
-        """Return whether only importers, or messages in transit, keep the block."""
+        """Return whether only importers or messages in transit keep the block alive."""
         return self.owner is not None and self.owner.tensor is None
 
     @property
@@ -74,13 +79,15 @@ class Allocation:
         return len(self.contents)
 
     def set(self, value: int) -> None:
-        """Set every byte of the contents, in place: new bytes would cost as many page faults."""
+        """Set every byte of the contents in place, because new bytes would cost as many page
+        faults.
+        """
         ctypes.memset((ctypes.c_char * 1).from_buffer(self.contents), value, self.nbytes)
 
 
 @dataclass(eq=False)
 class Tag:
-    """A tag. If `kept` is true for a paused tag, its resume restores the contents."""
+    """A tag. If `kept` is true for a paused tag, a resume restores the tag's contents."""
 
     name: str
     policy: str = "none"
@@ -111,7 +118,7 @@ class Tag:
         self.pauses += 1
 
     def resume(self, fill: int) -> None:
-        """Resume the tag; discarded contents become bytes of this value."""
+        """Resume the tag; discarded contents become bytes with this value."""
         if self.paused and not self.kept:
             self.known = None
             for allocation in self.allocations:
@@ -121,7 +128,9 @@ class Tag:
 
     @property
     def is_imported(self) -> bool:
-        """Return whether another process uses memory of the tag, so that it cannot be paused."""
+        """Return whether another process uses the tag's memory, so that the tag cannot be
+        paused.
+        """
         return any(each.users for each in self.allocations)
 
     def on(self, device: int) -> list[Allocation]:
@@ -139,7 +148,7 @@ class Tag:
 
 
 def pages_under(ranges: Iterable[tuple[int, int]]) -> int:
-    """Return the bytes of the pages that overlap any of the ranges."""
+    """Return the total size of the pages that overlap any of the ranges."""
     pages: set[int] = set()
     for address, nbytes in ranges:
         pages.update(range(address // PAGE, -(-(address + nbytes) // PAGE)))

@@ -1,4 +1,4 @@
-"""Rules by which importers also use memory of other exporters, which are killed in the meantime."""
+"""Rules in which importers also use the memory of other exporters, which are killed meanwhile."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _STEPS = [
 
 @dataclass(eq=False)
 class Block:
-    """A block of an exporter, which has sent it."""
+    """A block that an exporter has sent."""
 
     exporter: Exporter
     key: int  # under which the exporter keeps it
@@ -40,7 +40,7 @@ class Block:
 
 @dataclass(eq=False)
 class Use:
-    """A use of a block by an importer."""
+    """An importer's use of a block."""
 
     block: Block
     importer: int
@@ -62,7 +62,7 @@ class ExporterRules(SharingRules):
         )
     )
     def share_elsewhere(self, drawn):
-        """Take some steps with memory that this process does not have."""
+        """Run some steps with memory that belongs to other processes."""
         for (step, pick, importer, refused, nbytes), (seed,) in drawn:
             if step == "send_elsewhere" or not self.blocks:
                 self.send_elsewhere(pick, nbytes, seed)
@@ -108,7 +108,7 @@ class ExporterRules(SharingRules):
         self.settle_elsewhere(block.exporter)
 
     def use_elsewhere(self, step: str, use: Use, seed: int) -> None:
-        """Take a step with a block that an importer uses."""
+        """Run a step with a block that an importer uses."""
         block, owner = use.block, use.block.exporter
         self.begin(step, "elsewhere", use.importer, owner.is_dead, seed)
         self.require_contents(use)
@@ -129,7 +129,7 @@ class ExporterRules(SharingRules):
         self.require_contents(use)
 
     def kill_exporter(self, block: Block | None = None, importer: int = 0) -> None:
-        """Kill the exporter that is alive; during an importer's request, if a block is passed."""
+        """Kill the live exporter; if a block is passed, kill it during an importer's request."""
         exporter = self.process.exporters.alive()
         if not any(each.exporter is exporter for each in self.blocks):
             return
@@ -177,7 +177,7 @@ class ExporterRules(SharingRules):
         return any((use.importer, use.block) == (importer, block) for use in self.uses_elsewhere)
 
     def require_contents(self, use: Use) -> None:
-        """Check that an importer, and an exporter that is alive, see the expected contents."""
+        """Check that an importer, and the exporter if it is alive, see the expected contents."""
         expected = hashlib.blake2b(use.block.contents).digest()
         seen = self.importers[use.importer].ask("digest", use.key)
         dead = "a dead" if use.block.exporter.is_dead else "an"
@@ -187,7 +187,7 @@ class ExporterRules(SharingRules):
             require(seen == expected, "an exporter sees other contents than its importer")
 
     def settle_elsewhere(self, exporter: Exporter) -> None:
-        """Wait until exactly the blocks in use are kept: by the exporter, or by importers alone."""
+        """Wait until only blocks in use are kept, either by the exporter or by importers alone."""
         uses = [use for use in self.uses_elsewhere if use.block.exporter is exporter]
         if not exporter.is_dead:
             count = len({(use.importer, use.block) for use in uses})

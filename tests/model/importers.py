@@ -1,8 +1,8 @@
-"""Processes that import memory, write to it on request, and may be killed.
+"""Processes that import memory, write to it on request, and can be killed.
 
     python -m model.importers FD
 
-The program is their server; see `forked_processes`.
+The program is the server that forks these processes; see `forked_processes`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REFUSED = 1  # the code of a refused driver call
 
 
 class _Importer:
-    """An importer in its own process: each method handles a request."""
+    """An importer in its own process; each method handles a request."""
 
     def __init__(self) -> None:
         self._memories: dict[int, Any] = {}
@@ -37,12 +37,14 @@ class _Importer:
         peers.peer_at(endpoint, "")
 
     def has_noticed(self, endpoint: str) -> bool:
-        """Return whether this process knows that an exporter is gone, or does not know it."""
+        """Return whether this process knows that an exporter has ended, or does not know the
+        exporter.
+        """
         peer = peers._peers.get(endpoint)
         return peer is None or not peer._is_connected
 
     def receive(self, key: int, place: tuple[Any, ...], refused: str | None) -> None:
-        """Import a sent block, but create no tensor in it, which would need torch."""
+        """Import a sent block without creating a tensor in it, which would require torch."""
         with contextlib.ExitStack() as stack:
             if refused is not None:
                 stack.enter_context(simulator.fault(refused, REFUSED, times=0))
@@ -62,7 +64,7 @@ class _Importer:
 
 
 class Importers:
-    """The importing processes, which outlive a sequence unless it kills them.
+    """The importing processes, which outlive a sequence unless the sequence kills them.
 
     Attributes:
         owners: the owners of all blocks that the sequence has sent.
@@ -81,14 +83,14 @@ class Importers:
         return self._all[importer]
 
     def restart(self, importer: int) -> None:
-        """Kill an importer, and start another one when its end has been noticed."""
+        """Kill an importer; start another one after the library has noticed the importer's end."""
         self._all[importer].kill()
         self._wait_for_connections(IMPORTERS - 1)
         self._all[importer] = self._start()
         self._wait_for_connections(IMPORTERS)
 
     def _start(self) -> Forked:
-        """Return a new importer, which is connected to this process's exports."""
+        """Return a new importer that is connected to this process's exports."""
         started = self._server.start()
         started.ask("connect", self._endpoint)
         return started
@@ -98,7 +100,9 @@ class Importers:
         wait_until(lambda: len(connections) == count, f"not {count} importers: {connections}")
 
     def reset(self) -> None:
-        """Discard a failed sequence's owners, so that its blocks can be freed by address."""
+        """Discard the owners of a failed sequence, so that the sequence's blocks can be freed by
+        address.
+        """
         for owner in self.owners:
             owner.disown()
         self.owners.clear()

@@ -10,7 +10,7 @@ STUCK_SECONDS = 90  # of a sequence, which takes 1 s; then the process logs its 
 
 
 class Journal:
-    """The record of the current sequence, during which a crashed process ended."""
+    """The record of the current sequence, which shows where a crashed process ended."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -26,7 +26,7 @@ class Journal:
         os.write(self._file, f"{line}\n".encode())
 
     def keep(self, error: Exception) -> None:
-        """Print the sequence in progress, which has failed, unless an earlier one was printed."""
+        """Print the current, failed sequence unless an earlier sequence was printed."""
         if not self.has_failed:
             self.has_failed = True
             sequence = os.pread(self._file, os.fstat(self._file).st_size, 0).decode()

@@ -1,4 +1,4 @@
-"""The state machine of all operations: the calls that a program may make, in any order."""
+"""The state machine of all operations, which are the calls of a program in any order."""
 
 from __future__ import annotations
 
@@ -11,14 +11,19 @@ from model.region_rules import RegionRules
 
 
 class Machine(ExporterRules, RegionRules, OtherRules):
-    """One sequence. After each operation, the model is the state that the library must have."""
+    """One sequence of operations.
+
+    After each operation, the library's state must equal the model's.
+    """
 
     @invariant()
     def the_library_is_as_the_model_says(self):
         self.compare()
 
     def teardown(self) -> None:
-        """Tear down, and record a violation that is found only now: it may not be reproduced."""
+        """Tear down; record a violation that is found only now, because it might not be
+        reproducible.
+        """
         try:
             super().teardown()
         except HypothesisException:

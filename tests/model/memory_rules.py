@@ -29,7 +29,7 @@ class MemoryRules(Sharing):
         seed=seeds,
     )
     def populate(self, policies, drawn, seed):
-        """Allocate the initial blocks: each size in the next tag, on the next device."""
+        """Allocate the initial blocks; each size uses the next tag and the next device."""
         for tag, backup in zip(self.tags, policies, strict=True):
             with memsaver.region(tag.name, backup=backup):
                 tag.policy = backup or tag.policy
@@ -50,7 +50,7 @@ class MemoryRules(Sharing):
         chances=mostly,
     )
     def allocate(self, name, backup, device, nbytes, seed, thread, chances):
-        """Allocate in a new region, or in the thread's open region."""
+        """Allocate in a new region or in the thread's open region."""
         faults = injections(chances, ALLOCATE)
         self.begin("allocate", name, backup, device, nbytes, thread, faults)
         (tag,) = self.named((name,))
@@ -88,7 +88,9 @@ class MemoryRules(Sharing):
         self.allocated(made, tag, device, nbytes, seed)
 
     def shortage(self, device: int, nbytes: int) -> tuple[type[OutOfDeviceMemoryError], ...]:
-        """Return the errors that an allocation may raise, only if memory is scarce."""
+        """Return the errors that an allocation can raise, which are none unless memory is
+        scarce.
+        """
         free = memsaver.device_memory(device)[0] - self.margin
         enough = free >= block_bytes(nbytes) + PAGE and not self.flying
         return () if enough else (OutOfDeviceMemoryError,)
@@ -123,7 +125,9 @@ class MemoryRules(Sharing):
     @precondition(lambda self: self.allocations(mapped=True))
     @rule(pick=picks, value=st.integers(0, 255))
     def write_on_the_device(self, pick, value):
-        """Submit a write that is in progress in the next operation, which must wait to unmap."""
+        """Submit a write that still runs in the next operation, which must wait before
+        unmapping.
+        """
         self.work_on(self.pick(pick, mapped=True), value)
 
     def pick(self, pick: int, mapped: bool | None = None) -> Allocation:
@@ -133,9 +137,11 @@ class MemoryRules(Sharing):
     @precondition(lambda self: self.allocations())
     @rule(pick=picks, thread=threads, chances=mostly)
     def free(self, pick, thread, chances):
-        """Free a block in any state of its tag, even during a transition. Never fails.
+        """Free a block in any state of its tag, even during a transition.
 
-        A block that was sent is kept for its importers.
+        The operation never fails.
+
+        A block that was sent stays allocated for its importers.
         """
         faults = injections(chances, FREE)
         self.begin("free", pick, thread, faults)

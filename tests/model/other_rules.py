@@ -76,7 +76,9 @@ class OtherRules(Apparatus):
     @precondition(lambda self: self.is_rested("fingerprint"))
     @rule(name=names, thread=threads, chances=mostly)
     def fingerprint(self, name, thread, chances):
-        """Check that fingerprints are equal for equal contents, and differ for others."""
+        """Check that fingerprints are equal for equal contents and differ for different
+        contents.
+        """
         faults = injections(chances, FINGERPRINT)
         self.begin("fingerprint", name, thread, faults)
         (tag,) = self.named((name,))
@@ -132,14 +134,14 @@ class OtherRules(Apparatus):
             self.margin = 100 << 30 if value else 0
 
     def forget(self) -> None:
-        """Release kept backups."""
+        """Release retained backups."""
         for tag in self.tags:
             tag.known = None
 
     @precondition(lambda self: self.is_rested("occupy"))
     @rule(device=devices, left=st.sampled_from(SCARCE))
     def occupy(self, device, left):
-        """Make another process allocate a device's memory, or release it."""
+        """Make another process allocate a device's memory or release it."""
         self.begin("occupy", device, left)
         self.land()
         self.let_go()
@@ -149,7 +151,7 @@ class OtherRules(Apparatus):
     @precondition(lambda self: self.is_rested("do_wrong"))
     @rule(which=st.integers(0, 7), name=names, wrong=st.sampled_from(WRONG_OPTIONS))
     def do_wrong(self, which, name, wrong):
-        """Make an invalid call, which must change nothing."""
+        """Make an invalid call, which must not change anything."""
         self.begin("do_wrong", which, name, wrong)
         allocations = self.allocations()
         if which == 0:
@@ -172,7 +174,9 @@ class OtherRules(Apparatus):
     @precondition(lambda self: not self.forked)
     @rule(pick=picks)
     def fork(self, pick):
-        """Fork a child in which the library must do nothing; the parent's state must not change."""
+        """Fork a child in which the library must be inactive; the parent's state must not
+        change.
+        """
         self.begin("fork", pick)
         self.forked = True  # once in a sequence: a fork takes as long as a hundred operations
         self.synchronize()

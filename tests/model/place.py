@@ -1,4 +1,4 @@
-"""The process's simulated devices: safe access to their memory, and their figures."""
+"""The process's simulated devices, with safe access to their memory and with their counters."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
 class Place:
-    """The devices of a process; only its main thread uses this object.
+    """The devices of a process. Only the main thread can use this object.
 
-    Device memory is accessed through system calls, or after one that accessed the same page, so
-    that an unmapped address is an error, not a crash.
+    Device memory is accessed through system calls or after a system call has accessed the same
+    page. An unmapped address therefore causes an error instead of a crash.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Place:
     # --- memory
 
     def fill(self, address: int, contents: bytearray, start: int, length: int, seed: int) -> None:
-        """Write random bytes to the memory at `address` and to `contents`, at offset `start`."""
+        """Write random bytes to memory at `address` and to `contents`, at offset `start`."""
         end, at = start + length, seed * 7919 % _POOL
         while start < end:
             size = min(end - start, _POOL - at)
@@ -75,7 +75,7 @@ class Place:
         return bytes(self._random[at : at + length])
 
     def difference(self, address: int, contents: bytearray, start: int, end: int) -> str | None:
-        """Return a description of the first difference in the bytes at an address, or None."""
+        """Return a description of the first byte at an address that differs, or None."""
         expected = ctypes.addressof((ctypes.c_char * len(contents)).from_buffer(contents))
         while start < end:
             at = address + start
@@ -106,7 +106,9 @@ class Place:
     # --- amounts of memory
 
     def leave(self, device: int, nbytes: int | None) -> None:
-        """Make another process allocate all but `nbytes` of a device's memory; None: nothing."""
+        """Make another process allocate all but `nbytes` of a device's memory, or nothing if
+        None.
+        """
         self._occupied[device] = 0
         self.sim.occupy(0, device)
         if nbytes is not None:
@@ -118,11 +120,14 @@ class Place:
         return self._occupied[device] > 0
 
     def held(self, physical: Any, device: int) -> int:
-        """Return the device memory in use, excluding the library's own."""
+        """Return the device memory in use, without the library's own."""
         return int(physical[device] - self.idle[device])
 
     def figures(self) -> dict[str, int]:
-        """Return all figures that a leak would change, by name, when nothing is in progress."""
+        """Return, by name, all counters that a leak would change.
+
+        Must be called while nothing is in progress.
+        """
         totals = self.sim.counts()
         end = time.monotonic() + 1  # for work that no call had to wait for
         while totals.queued_operations and time.monotonic() < end:

@@ -47,7 +47,7 @@ class RegionRules(Apparatus):
     @precondition(lambda self: any(self.stacks) and self.is_rested("leave_wrongly"))
     @rule(thread=threads, other=threads)
     def leave_wrongly(self, thread, other):
-        """Try to leave a region that is not the innermost, or that another thread entered."""
+        """Try to leave a region that is not the innermost one or that another thread entered."""
         self.begin("leave_wrongly", thread, other)
         there = self.stacks[thread]
         for entered, _ in there if thread != other else there[:-1]:

@@ -1,4 +1,4 @@
-"""The base of the rules that share memory: importers, messages, and blocks that they keep."""
+"""The base of the rules that share memory, with importers, messages, and the blocks they use."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _IMPATIENT_SECONDS = 0.002  # the wait of a pause that must be refused
 
 @dataclass(eq=False)
 class Message:
-    """A sent block: its place, and how often its tag had been paused."""
+    """A sent block, with its location and the number of pauses of its tag so far."""
 
     allocation: Allocation
     place: tuple[Any, ...]
@@ -33,14 +33,14 @@ class Message:
 
     @property
     def is_stale(self) -> bool:
-        """Return whether its memory was freed, or may have been replaced by a resume."""
+        """Return whether the block's memory was freed or might have been replaced by a resume."""
         tag = self.allocation.tag
         return tag.pauses != self.pauses or self.allocation not in tag.allocations
 
 
 @dataclass(eq=False)
 class Import:
-    """A use of a block by an importer."""
+    """An importer's use of a block."""
 
     message: Message
     importer: int
@@ -54,7 +54,7 @@ class Import:
 class Sharing(Apparatus):
     """Shareable tags, the messages that the sequence has sent, and the importers' uses of blocks.
 
-    Everything that other processes do has ended before the next operation begins, except for the
+    All work of other processes ends before the next operation begins. The only exception is the
     release of memory that they keep mapped for later messages.
     """
 
@@ -71,7 +71,7 @@ class Sharing(Apparatus):
         return self.process.importers
 
     def refusals(self, going: Iterable[Tag]) -> tuple[type[MemsaverError], ...]:
-        """Return the errors one of which a pause of these tags must raise; none if it may begin."""
+        """Return the errors of which a pause of these tags must raise one; () if it can begin."""
         found: list[type[MemsaverError]] = []
         if any(tag.regions for tag in going):
             found.append(InvalidStateError)
@@ -80,7 +80,7 @@ class Sharing(Apparatus):
         return tuple(found)
 
     def refuse(self, going: list[Tag], call: Callable[..., Any], **named: Any) -> bool:
-        """Make a pause that must be refused, if these tags' state requires it."""
+        """Request a pause that must be refused, if these tags' state requires a refusal."""
         kinds = self.refusals(going)
         if not kinds:
             return False
@@ -108,14 +108,14 @@ class Sharing(Apparatus):
     # --- sending and importing
 
     def own(self, allocation: Allocation) -> Owner:
-        """Return the tensor that owns a block; create it when the block is first sent."""
+        """Return the tensor that owns a block; create the tensor when the block is first sent."""
         if allocation.owner is None:
             allocation.owner = Owner(allocation.address, allocation.nbytes)
             self.importers.owners.append(allocation.owner)
         return allocation.owner
 
     def reduced(self, owner: Owner) -> tuple[Any, ...]:
-        """Send a tensor, and return its place, which is all that an importer needs."""
+        """Send a tensor and return its location, which is all that an importer needs."""
 
         def otherwise(tensor: Any) -> Any:
             raise AssertionError("a tensor of a region was passed to torch")
@@ -124,7 +124,7 @@ class Sharing(Apparatus):
         return tuple(arguments[-1])
 
     def uses(self, importer: int, message: Message) -> bool:
-        """Return whether an importer has the memory, which it then uses without an exchange."""
+        """Return whether an importer has imported the memory, so that it needs no exchange."""
         return any(
             (each.importer, each.allocation, each.message.pauses)
             == (importer, message.allocation, message.pauses)
@@ -132,7 +132,7 @@ class Sharing(Apparatus):
         )
 
     def release_imports(self) -> None:
-        """Let the importers release everything."""
+        """Make the importers release all their memory."""
         while self.imports:
             self.release(self.imports[-1])
 
@@ -149,7 +149,7 @@ class Sharing(Apparatus):
         return bool(seen == hashlib.blake2b(used.allocation.contents).digest())
 
     def expire(self) -> None:
-        """Expire all messages, which then no longer keep deleted blocks."""
+        """Expire all messages, so that they no longer keep deleted blocks."""
         self.synchronize()
         for allocation in self.allocations():
             allocation.in_transit = 0
@@ -157,7 +157,7 @@ class Sharing(Apparatus):
         self.settle()
 
     def settle(self) -> None:
-        """Wait until importers' uses have ended, and with them the blocks that nobody keeps."""
+        """Wait until the importers' uses have ended and the blocks that they kept are freed."""
         held = len({(each.importer, each.allocation) for each in self.imports})
         wait_until(
             lambda: exporter.held() == held, f"{exporter.held()} blocks are held, not {held}"

@@ -1,4 +1,4 @@
-"""Rules that send blocks to other processes, which read and write them, and release them or die."""
+"""Rules that send blocks to other processes, which read, write and release the blocks or die."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ shares = rule(
 class SharingRules(MemoryRules, TransitionRules):
     @shares
     def share(self, drawn):
-        """Share memory in some steps, between which nothing else changes its tags."""
+        """Share memory in some steps, between which nothing else changes the memory's tags."""
         for i, ((step, pick, importer, refused, backup), (seed,)) in enumerate(drawn):
             if i > 0:
                 self.compare()
@@ -95,14 +95,14 @@ class SharingRules(MemoryRules, TransitionRules):
                 self.expire()
 
     def shareable(self, pick: int) -> Tag | None:
-        """Return a shareable tag, one with imports in most cases if there is one."""
+        """Return a shareable tag; if a tag has imports, return such a tag in most cases."""
         tags = [each for each in self.tags if each.shareable]
         imported = [each for each in tags if each.is_imported]
         among = imported if imported and pick % 4 else tags
         return among[pick % len(among)] if among else None
 
     def make_shareable(self, name: str) -> None:
-        """Make a tag shareable for the rest of the process's life."""
+        """Make a tag shareable until the process ends."""
         self.begin("make_shareable", name)
         (tag,) = self.named((name,))
         entered = memsaver.region(name, shareable=True)
@@ -115,7 +115,7 @@ class SharingRules(MemoryRules, TransitionRules):
         tag.shareable = True
 
     def send(self, pick: int, importer: int, refused: str | None) -> None:
-        """Send a block, and in most cases receive it at once."""
+        """Send a block; in most cases, receive it immediately."""
         self.begin("send", pick, importer, refused)
         sendable = [each for each in self.allocations(mapped=True) if each.tag.shareable]
         among = sendable if sendable and pick % 8 else self.allocations()
@@ -137,7 +137,7 @@ class SharingRules(MemoryRules, TransitionRules):
                     self.receive(self.messages[-1], importer, refused)
 
     def receive(self, message: Message, importer: int, refused: str | None) -> None:
-        """Receive a message, maybe late or again, or after its memory was freed or replaced."""
+        """Receive a message, possibly late or again, or after its memory was freed or replaced."""
         if len(self.imports) >= MOST_IMPORTS:
             return
         allocation, tag = message.allocation, message.allocation.tag
@@ -167,7 +167,7 @@ class SharingRules(MemoryRules, TransitionRules):
             require(self.sees(self.imports[-1]), f"other contents of {allocation} were received")
 
     def write_there(self, used: Import, start: int, seed: int) -> None:
-        """Let an importer read a block and write to it."""
+        """Make an importer read a block and write to it."""
         allocation: Allocation = used.allocation
         require(self.sees(used), f"an importer sees other contents of {allocation}")
         data = self.place.some_bytes(min(_MOST_WRITTEN, allocation.nbytes), seed)

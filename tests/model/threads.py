@@ -11,8 +11,8 @@ from typing import Any
 class Hand:
     """A thread that runs submitted calls.
 
-    `do` runs a call on the thread and waits for the result; `start` and `join` do this in two
-    steps. Only one thread may submit calls; `start` first joins the previous call.
+    `do` runs a call on the thread and waits for the result. `start` and `join` perform the two
+    steps separately. Only one thread can submit calls. `start` first joins the previous call.
     """
 
     def __init__(self) -> None:

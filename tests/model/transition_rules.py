@@ -1,4 +1,4 @@
-"""Rules that pause, resume and swap tags, with a wait or concurrently with other operations."""
+"""Rules that pause, resume and swap tags, either with a wait or during other operations."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ changes = rule(drawn=lists(5, 10, (TURNS, SOME, SIDES, OVERRIDE, THREAD, AT_WORK
 class TransitionRules(Sharing):
     @changes
     def change(self, drawn):
-        """Run some transitions one after the other, most of them under faults."""
+        """Run several transitions one after the other, most of them under faults."""
         for i, ((kind, some_of, over, backup, thread, value), *chances) in enumerate(drawn):
             if i > 0:
                 self.release_imports()  # only the first transition may be refused because of them
@@ -85,7 +85,7 @@ class TransitionRules(Sharing):
     @precondition(lambda self: not self.flying and self.allocations())
     @rule(name=names, backup=st.sampled_from(["host", "pageable", "disk", "peer"]), chances=mostly)
     def relapse(self, name, backup, chances):
-        """Write an earlier backup's contents again, after a pause that may have failed."""
+        """Rewrite the contents of an earlier backup, after a pause that might have failed."""
         (tag,) = self.named((name,))
         if self.refusals([tag]) or not tag.allocations:
             return
@@ -101,7 +101,9 @@ class TransitionRules(Sharing):
             self.compare()
 
     def turn(self, names):
-        """Choose a transition that is possible for some of these tags; return its kind and tags."""
+        """Choose a transition that is possible for some of these tags; return its kind and its
+        tags.
+        """
         tags = self.named(names)
         paused = tuple(tag.name for tag in tags if tag.paused)
         free = tuple(tag.name for tag in tags if not tag.paused and not tag.regions)
@@ -121,20 +123,22 @@ class TransitionRules(Sharing):
         return call, self.named(out), self.named(into)
 
     def restores(self, names, backup):
-        """Return whether a resume with this drawn backup restores contents: not with "none".
+        """Return whether a resume with this drawn backup restores contents; "none" does not.
 
-        A resume of retained pages always does, because they keep their contents in any case.
+        A resume of retained pages always restores contents because the pages keep their contents.
         """
         return backup != "none" or any(tag.retained for tag in self.named(names))
 
     def lose(self, kind, names, backup, tags):
-        """Discard the contents of these tags if a resume does not restore them."""
+        """Discard the contents of these tags if a resume will not restore them."""
         if kind == "resume" and not self.restores(names, backup):
             for tag in tags:
                 tag.saved = "none"
 
     def transition(self, kind, names, backup, thread, faults=()):
-        """Run a transition, wait for it, and check that it happened completely or not at all."""
+        """Run a transition and wait for it; check that it succeeded completely or changed
+        nothing.
+        """
         call, going, coming = self.parts(kind, names, backup)
         swap = kind == "swap"
         if self.refuse(going, call, thread=thread):
@@ -175,9 +179,9 @@ class TransitionRules(Sharing):
         return self.scarce_device or self.scarce_host
 
     def is_enough_for(self, tags: list[Tag]) -> bool | None:
-        """Return whether a resume's pages, those of live allocations, fit on the devices.
+        """Return whether a resume's pages, which are those of live allocations, fit on the devices.
 
-        None if this is unknown, because pages are retained or releases are deferred.
+        Returns None if the answer is unknown because pages are retained or releases are deferred.
         """
         if any(tag.retained for tag in tags) or self.deferring:
             return None
@@ -188,7 +192,7 @@ class TransitionRules(Sharing):
         return True
 
     def failed(self, done: Outcome, kind: str, going: list[Tag], coming: list[Tag], backup) -> None:
-        """Check that nothing has changed, unless the rollback failed as well."""
+        """Check that nothing has changed, unless the rollback also failed."""
         for tag in (*going, *coming):
             tag.known = None
         for tag in going:
@@ -204,7 +208,7 @@ class TransitionRules(Sharing):
         self.rewrite_unknown(going)
 
     def check_report(self, report: memsaver.Report, going, coming, backup) -> None:
-        """Check the report's changed tags, and the upper limit of its copied bytes."""
+        """Check the changed tags in the report and the upper limit of its copied bytes."""
         changed = {row.tag for row in report.changes if row.changed}
         expected = {tag.name for tag in going if not tag.paused}
         expected |= {tag.name for tag in coming if tag.paused}
@@ -221,7 +225,7 @@ class TransitionRules(Sharing):
     @precondition(lambda self: not self.scarce and len(self.flying) < 3)
     @rule(do=st.sampled_from(KINDS), names=some, sides=sides, backup=overrides, thread=threads)
     def fly(self, do, names, sides, backup, thread):
-        """Start a transition without waiting for it; other operations run concurrently."""
+        """Start a transition without waiting for it, so that other operations run concurrently."""
         self.begin("fly", do, names, sides, backup, thread)
         names = sides if do == "swap" else names
         call, going, coming = self.parts(do, names, backup, wait=False)
@@ -243,7 +247,9 @@ class TransitionRules(Sharing):
     @precondition(lambda self: self.flying)
     @rule(pick=picks, how=st.sampled_from(WAITS), device=devices)
     def wait(self, pick, how, device):
-        """Wait for a transition in progress, on the host or on a stream, for all or some memory."""
+        """Wait for a transition in progress, on the host or a stream, for all or part of the
+        memory.
+        """
         self.begin("wait", pick, how, device)
         at = pick % len(self.flying)
         kind, handle, tags = self.flying[at]
@@ -270,7 +276,9 @@ class TransitionRules(Sharing):
     @precondition(lambda self: not self.scarce and not self.flying)
     @rule(name=names, pick=picks, on_host=st.booleans())
     def use_before_all_has_arrived(self, name, pick, on_host):
-        """Use a block of a resume, whose copies take some milliseconds, after a wait for it."""
+        """Use a block during a resume whose copies take some milliseconds, after a wait for the
+        block.
+        """
         (tag,) = self.named((name,))
         if not tag.paused or tag.unknown or not tag.allocations:
             return

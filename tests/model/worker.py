@@ -1,10 +1,10 @@
-"""A process of the model test: runs rounds of sequences until it has done enough operations.
+"""A process of the model test, which runs rounds of sequences until it has done enough operations.
 
     python -m model.worker seed operations sequences folder [shareable tags]
 
-Records its operations in `folder/journal`, which survives a crash, and writes its figures to
-`folder/figures`. If the library differs from the model, prints the violation and the command that
-repeats it, and exits with 1.
+The process records its operations in `folder/journal`, which survives a crash, and writes its
+counts to `folder/figures`. If the library differs from the model, the process prints the violation
+and the command that repeats it, and exits with 1.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SEQUENCES = 5  # in a round, which has one seed and can be repeated alone
 def run_round(
     machine: type, seed: int, sequences: int = SEQUENCES, *, shrinks: bool = True
 ) -> None:
-    """Run one round. Raises a violation, with the (shrunken) sequence as notes."""
+    """Run one round. Raises a violation with the shrunken sequence as notes."""
 
     class Round(machine):  # type: ignore[misc]
         pass

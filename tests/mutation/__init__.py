@@ -1,1 +1,3 @@
-"""Measure how many mutants, which are changed lines of code, the tests detect (`make mutation`)."""
+"""Measures how many mutants, which are changed lines of code, the tests detect (`make
+mutation`).
+"""

@@ -1,9 +1,9 @@
-"""`make mutation`: change lines of code at random, and count the changes that the tests detect.
+"""`make mutation`: changes lines of code at random and counts the changes that the tests detect.
 
-Measures once which tests run which functions, then judges mutants until each group has `--count`. A
-mutant is detected if a test fails twice, or hangs. A mutant that does not compile, or that does not
-change the compiled core, is replaced by the next. Results are appended to files in `--out`, so that
-an interrupted run continues where it ended.
+The program measures once which tests run which functions, then judges mutants until each group has
+`--count` of them. A mutant is detected if a test fails twice or hangs. A mutant that does not
+compile, or that does not change the compiled core, is replaced by the next mutant. Results are
+appended to files in `--out`, so an interrupted run continues at the point of interruption.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def arguments() -> argparse.Namespace:
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """Read lines of JSON; an incomplete last line is skipped, and removed from the file."""
+    """Read lines of JSON; skip an incomplete last line and remove it from the file."""
     if not file.is_file():
         return []
     text = file.read_text()
@@ -83,7 +83,7 @@ class Log:
 
 
 def interval(killed: int, judged: int) -> tuple[float, float]:
-    """Return the 95 % interval of a share (Wilson's)."""
+    """Return the 95 % confidence interval of a proportion (Wilson's)."""
     z, share = 1.96, killed / judged
     middle = share + z * z / (2 * judged)
     half = z * math.sqrt(share * (1 - share) / judged + z * z / (4 * judged * judged))
@@ -111,7 +111,7 @@ def report(rows: list[dict[str, Any]]) -> str:
 
 
 class Draws:
-    """Returns mutants in the order of the draw, from each group in turn. Thread-safe."""
+    """Returns mutants from each group in turn, in the order of the draw. Thread-safe."""
 
     def __init__(self, tree: Path, groups: list[str], seed: int, count: int) -> None:
         self._lock = threading.Lock()
@@ -123,7 +123,7 @@ class Draws:
         self.known: set[tuple[str, int]] = set()
 
     def learn(self, group: str, number: int, result: str) -> None:
-        """Count a mutant that an earlier run judged."""
+        """Count a mutant that was judged in an earlier run."""
         if group in self._taken:
             self.known.add((group, number))
             self._taken[group] += result not in REFUSED
@@ -139,13 +139,13 @@ class Draws:
             return None
 
     def replace(self, group: str) -> None:
-        """Draw another mutant for one that cannot be judged."""
+        """Draw another mutant to replace a mutant that cannot be judged."""
         with self._lock:
             self._taken[group] -= 1
 
 
 def in_each_place(places: list[Place], work: Callable[[Place], bool], deadline: float) -> None:
-    """Call `work` in each place until it returns False or the deadline has passed."""
+    """Call `work` in each place until `work` returns False or the deadline has passed."""
 
     def loop(place: Place) -> None:
         try:
@@ -165,7 +165,7 @@ def in_each_place(places: list[Place], work: Callable[[Place], bool], deadline: 
 
 
 def measured(places: list[Place], log: Log, deadline: float, limits: Limits) -> list[TestFile]:
-    """Measure the test files that the log lacks; return all that are measured."""
+    """Measure the test files that are missing from the log; return all measured test files."""
     known = {row["path"] for row in log.rows}
     left: queue.SimpleQueue[str] = queue.SimpleQueue()
     for test in test_files(places[0].tree):
@@ -187,7 +187,7 @@ def measured(places: list[Place], log: Log, deadline: float, limits: Limits) -> 
 
 
 def name_of(ref: str) -> str:
-    """Return a name for a tree's results, which does not change when a branch advances."""
+    """Return a name for a tree's results that does not change when a branch advances."""
     if Path(ref).is_file():
         return Path(ref).stem
     command = ["git", "rev-parse", "--short", ref]

@@ -1,4 +1,6 @@
-"""Judge mutants: measure once which tests run which code, then run those tests on each mutant."""
+"""Judges mutants: measures once which tests run which code, then runs those tests on each
+mutant.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ REFUSED = (
 
 @dataclass(frozen=True)
 class TestFile:
-    """A test file as measured without mutants. `calls` has each file's functions."""
+    """A test file and its measurements without mutants.
+
+    `calls` contains the functions that the test file calls, by source file.
+    """
 
     __test__ = False
     path: str
@@ -42,7 +47,9 @@ class TestFile:
 
 @dataclass(frozen=True)
 class Limits:
-    """The seconds that a test may take, and all tests of a mutant, as measured without it."""
+    """The time limits, in seconds, for a test and for all tests of a mutant, measured without
+    the mutant.
+    """
 
     one_test: float = 60
     all_tests: float = 150
@@ -50,7 +57,7 @@ class Limits:
 
 
 def test_files(tree: Path) -> list[str]:
-    """Return the test files that may judge mutants."""
+    """Return the test files that can judge mutants."""
     found = [str(path.relative_to(tree)) for path in sorted(tree.glob("tests/**/test_*.py"))]
     return [path for path in found if Path(path).parts[1] not in LEFT_OUT]
 
@@ -69,7 +76,7 @@ def _failures(output: str) -> list[str]:
 
 
 def measure(place: Place, test: str, limits: Limits) -> TestFile:
-    """Run a test file without mutants; measure its failures, its duration and its calls."""
+    """Run a test file without mutants; measure its failures, duration and calls."""
     record = place.folder / "calls"
     record.write_text("")
     ended = _pytest(place, limits, [test], SECONDS_OF_A_FILE, MUTATION_CALLS=str(record))
@@ -88,7 +95,10 @@ def measure(place: Place, test: str, limits: Limits) -> TestFile:
 
 
 class Judge:
-    """Chooses the tests of each mutant and runs them; learns which tests fail most. Thread-safe."""
+    """Chooses and runs the tests of each mutant, and learns which tests fail most often.
+
+    Thread-safe.
+    """
 
     def __init__(self, tests: list[TestFile], limits: Limits) -> None:
         self.tests = {test.path: test for test in tests if test.usable}
@@ -98,12 +108,12 @@ class Judge:
         self._unchanged: dict[Path, bytes] = {}
 
     def learn(self, test: str) -> None:
-        """Count a mutant that a test file detected, here or in an earlier run."""
+        """Count a mutant that a test file detected, in this run or an earlier run."""
         with self._lock:
             self._kills[test] += 1
 
     def chosen(self, mutant: Mutant, text: str) -> list[TestFile]:
-        """Return the test files that may detect a mutant, the most promising first."""
+        """Return the test files that can detect a mutant, the most promising file first."""
         if mutant.file.endswith(".py"):
             function = function_at(text, mutant.line)
             known = [t for t in self.tests.values() if mutant.file in t.calls]
@@ -131,7 +141,7 @@ class Judge:
         return chosen
 
     def judge(self, place: Place, mutant: Mutant) -> dict[str, Any]:
-        """Return the result, the test file that caused it, and the seconds of CPU time."""
+        """Return the result, the test file that caused the result, and the CPU time in seconds."""
         text = (place.tree / mutant.file).read_text()
         native = not mutant.file.endswith(".py")
         spent = 0.0
@@ -154,7 +164,9 @@ class Judge:
         return {**result, "seconds": spent + result["seconds"]}
 
     def _prepare(self, place: Place) -> None:
-        """Build the unchanged core, and keep it to detect mutants that change nothing."""
+        """Build the unchanged core and keep it, to detect mutants that do not change the
+        compiled core.
+        """
         if place.folder in self._unchanged:
             return
         ended = place.build()

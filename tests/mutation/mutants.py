@@ -1,4 +1,4 @@
-"""Draw mutants: lines of code, each changed once by one of universalmutator's rules."""
+"""Draws mutants: lines of code, each changed once by one of universalmutator's rules."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ class Mutant:
 
 
 class _WithoutTexts(ast.NodeTransformer):
-    """Blank strings, annotations and imports, whose changes say little about the tests."""
+    """Blank strings, annotations and imports, because changes to them say little about the
+    tests.
+    """
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
         return ast.Constant("") if isinstance(node.value, str) else node
@@ -77,7 +79,9 @@ class _WithoutTexts(ast.NodeTransformer):
 
 @functools.lru_cache(maxsize=4)
 def code_of(file: str, text: str) -> object:
-    """Return the code without comments and strings, for comparison; None if it is invalid."""
+    """Return the code without comments and strings, for comparison, or None if the code is
+    invalid.
+    """
     if not file.endswith(".py"):
         return "".join(_without_cpp_texts(text).split())
     try:
@@ -120,7 +124,7 @@ def lines_of_code(file: str, text: str) -> list[int]:
 
 @functools.cache
 def _changes(file: Path) -> dict[int, list[str]]:
-    """Return the changed lines that the rules make of each line of a file."""
+    """Return, for each line of a file, the changed lines that the rules produce."""
     from universalmutator import mutator
 
     source = file.read_text().splitlines(keepends=True)
@@ -133,7 +137,7 @@ def _changes(file: Path) -> dict[int, list[str]]:
 
 
 def draw(root: Path, group: str, seed: int) -> Iterator[Mutant]:
-    """Yield mutants of a group: at most one of each line, in a random order set by `seed`."""
+    """Yield mutants of a group, at most one per line, in a random order that `seed` determines."""
     folders, suffixes = GROUPS[group]
     files = sorted(
         str(path.relative_to(root))
@@ -162,7 +166,7 @@ def draw(root: Path, group: str, seed: int) -> Iterator[Mutant]:
 
 
 def breaks_no_name(mutant: Mutant) -> bool:
-    """Return whether the change introduces no names but those of the rules."""
+    """Return whether the change introduces no names other than those of the rules."""
     before, after = (set(re.findall(r"[^\W\d]\w*", s)) for s in (mutant.before, mutant.after))
     return after <= before | KNOWN_WORDS
 

@@ -1,4 +1,6 @@
-"""A place: a copy of the tree at a commit, built, with an environment that imports only it."""
+"""A place: a built copy of the tree at a commit, with an environment that imports only this
+copy.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ SECONDS_TO_BUILD = 1800
 
 @dataclass(frozen=True)
 class Ended:
-    """A process that ended; `status` is None if it did not end in time, and was killed."""
+    """An ended process; `status` is None if the process was killed at the time limit."""
 
     status: int | None
     output: str
@@ -28,7 +30,7 @@ class Ended:
 
 
 class Place:
-    """A tree and its environment in one folder. Not for several threads at once."""
+    """A tree and its environment in one folder. Only one thread at a time can use a place."""
 
     def __init__(self, folder: Path, nice: int = 0) -> None:
         self.folder = folder
@@ -39,7 +41,7 @@ class Place:
 
     @classmethod
     def create(cls, folder: Path, ref: str, nice: int = 0) -> Place:
-        """Unpack a commit of this repository, or a tar file; build it. Raises RuntimeError."""
+        """Unpack a commit of this repository or a tar file, and build it. Raises RuntimeError."""
         place = cls(folder, nice)
         place.tree.mkdir(parents=True)
         archive = Path(ref)
@@ -64,7 +66,7 @@ class Place:
         return place
 
     def copy(self, folder: Path) -> Place:
-        """Copy the place without intermediate files of the build, which name its folder."""
+        """Copy the place without intermediate build files, which contain the name of its folder."""
         ignored = shutil.ignore_patterns("build", "t", "__pycache__", ".pytest_cache")
         shutil.copytree(self.folder, folder, symlinks=True, ignore=ignored)
         for path in (folder / "venv").rglob("*"):
@@ -74,14 +76,14 @@ class Place:
         return Place(folder, self.nice)
 
     def write(self, file: str, text: str) -> None:
-        """Replace a source file, and delete the compiled files that Python could use instead."""
+        """Replace a source file and delete the compiled files that Python could use instead."""
         path = self.tree / file
         path.write_text(text)
         for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
             compiled.unlink()
 
     def build(self) -> Ended:
-        """Build what has changed."""
+        """Build everything that has changed."""
         command = [str(self.python), "setup.py", "--quiet", "build_ext", "--inplace", "-j2"]
         return self.run(command, SECONDS_TO_BUILD)
 
@@ -90,7 +92,9 @@ class Place:
         return (self.tree / "memsaver" / "libmemsaver.so").read_bytes()
 
     def run(self, command: list[str], seconds: float, **variables: str) -> Ended:
-        """Run a command in the tree with all its children; end them after `seconds` at most."""
+        """Run a command in the tree; end the command and its children after `seconds` at the
+        latest.
+        """
         temporary = self.folder / "t"  # short: tests create sockets below it
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
@@ -132,7 +136,7 @@ class Place:
         return Ended(None if late else process.returncode, text, spent)
 
     def stop(self) -> None:
-        """End the command that another thread runs here."""
+        """End the command that another thread runs in this place."""
         running = self._running
         if running is not None:
             _kill_group(running)

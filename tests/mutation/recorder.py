@@ -1,7 +1,7 @@
-"""Record which of the measured functions a process enters.
+"""Records which of the measured functions a process enters.
 
-Loaded at the start of each Python process of a place, so that child processes are recorded too.
-Writes one line for each function into the file that MUTATION_CALLS names.
+Each Python process of a place loads this module at its start, so child processes are also recorded.
+The module writes one line for each function to the file that MUTATION_CALLS names.
 """
 
 import os

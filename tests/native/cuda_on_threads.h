@@ -1,5 +1,6 @@
-// The subset of CUDA C++ that runs a kernel's source on the CPU: one block at a time, with one CPU
-// thread for each CUDA thread. For kernels whose blocks share nothing and whose warps are complete.
+// The subset of CUDA C++ that runs a kernel's source on the CPU, one block at a time, with one CPU
+// thread for each CUDA thread. The kernel's blocks must share no data, and its warps must be
+// complete.
 #pragma once
 
 #include <algorithm>
@@ -73,7 +74,7 @@ inline Block* block = nullptr;
 
 inline void __syncthreads() { block->barrier.wait(); }
 
-// Collects the values of all threads in the warp, and returns use(values, lane) in each thread.
+// Collects the values of all threads in the warp and returns use(values, lane) in each thread.
 template <typename T, typename Use>
 auto exchange(T value, Use use) {
   Warp& warp = block->warps[threadIdx.x / 32];

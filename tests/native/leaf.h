@@ -18,7 +18,7 @@ inline uint64_t number(const std::string& text) { return std::strtoull(text.c_st
 
 inline void say(const std::string& text) { std::printf("%s\n", text.c_str()); }
 
-// Prints the error if the call throws one, and returns whether the call succeeded.
+// Prints the error if the call throws, and returns whether the call succeeded.
 template <typename Call>
 bool attempt(Call call) {
   try {

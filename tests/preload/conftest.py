@@ -1,4 +1,4 @@
-"""Fixtures for child processes with the preloaded library, fake CUDA runtimes and driver."""
+"""Fixtures for child processes with the preloaded library, and fake CUDA runtimes and drivers."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from preloading import CC, FIXTURES, LIBRARY, PACKAGE, RUNTIMES
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory):
-    """Compile the fixtures, and return their folder."""
+    """Compile the fixtures and return their folder."""
     folder = tmp_path_factory.mktemp("preload")
 
     def compile_(output, source, *options):
@@ -39,7 +39,7 @@ def built(tmp_path_factory):
 
 @pytest.fixture
 def run(built):
-    """Run a command, preloaded by default, in this environment without memsaver's variables."""
+    """Run a command (preloaded by default) in this environment without memsaver's variables."""
     assert LIBRARY.is_file(), f"{LIBRARY} is not built"
 
     def go(command, env=None, preloaded=(str(LIBRARY),), cwd=built):

@@ -1,4 +1,4 @@
-"""Test `preload_env` and `preload`: the environment of preloaded children."""
+"""Tests `preload_env` and `preload`: the environment of preloaded children."""
 
 import multiprocessing
 import os

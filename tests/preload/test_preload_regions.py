@@ -1,4 +1,4 @@
-"""Test the preloaded library's memory: regions, pauses, streams and handles."""
+"""Tests the preloaded library's memory: regions, pauses, streams and handles."""
 
 import os
 
@@ -117,7 +117,7 @@ def test_the_environment_makes_the_process_a_region(python, backup, policy):
 
 
 def test_the_tensors_of_a_whole_process_can_be_sent(python):
-    """A trainer without regions of its own, whose weights an engine maps."""
+    """A trainer without regions of its own can let an engine map its weights."""
     out = python(
         """
         import ctypes, torch

@@ -1,4 +1,4 @@
-"""Test `memsaver run`, and the modules that the command imports."""
+"""Tests `memsaver run` and the modules that the command imports."""
 
 import re
 import signal

@@ -1,7 +1,7 @@
-"""Test two installations of memsaver in one process, which share a single library.
+"""Tests two installations of memsaver in one process, which share a single library.
 
-The other installation is a copy of this one. If its version differs, the version is written into
-the copied library.
+The second installation is a copy of this installation. If the version of the copy must differ, the
+version is written into the copied library.
 """
 
 import shutil
@@ -21,7 +21,7 @@ OTHER = "9.9.9"
 
 @pytest.fixture
 def other(tmp_path):
-    """Create another installation: `other(version)` returns its package's folder."""
+    """Create a second installation: `other(version)` returns its package's folder."""
 
     def make(version=memsaver.__version__):
         folder = tmp_path / f"site-{version}" / "memsaver"

@@ -1,4 +1,4 @@
-"""Test what importing memsaver's modules loads, in new processes."""
+"""Tests which modules are loaded when memsaver's modules are imported, in new processes."""
 
 import pytest
 

@@ -1,7 +1,7 @@
-"""Test limits of the system: memory, locked memory, descriptors, holes in files, page sizes.
+"""Tests limits of the system: memory, locked memory, descriptors, holes in files, and page sizes.
 
-Each case runs in its own process. A call that fails changes nothing, and succeeds after the limit
-is lifted.
+Each case runs in a separate process. A failing call changes nothing and succeeds after the limit is
+lifted.
 """
 
 import textwrap
@@ -56,7 +56,7 @@ def code(body):
 
 @pytest.fixture(scope="module")
 def other_system():
-    """Build a library whose libc functions behave like another system's (see LIMITS_SYSTEM)."""
+    """Build a library whose libc functions imitate another system's (see LIMITS_SYSTEM)."""
     return built("system.so", [FIXTURES / "system.c"], libraries=["-ldl"])
 
 

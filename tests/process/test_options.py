@@ -1,4 +1,4 @@
-"""Test options from the environment and from `configure`: their valid and invalid values."""
+"""Tests options from the environment and from `configure`, with valid and invalid values."""
 
 import dataclasses
 import inspect

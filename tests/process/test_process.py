@@ -1,4 +1,4 @@
-"""Test the life of a process: import, fork, spawn, exit, and machines without a driver."""
+"""Tests the life of a process: import, fork, spawn, exit, and machines without a driver."""
 
 import pytest
 from process_code import code

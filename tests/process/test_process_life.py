@@ -1,6 +1,6 @@
-"""Test events in the life of a process: exec, exit, and its threads.
+"""Tests events in the life of a process: exec, exit, and its threads.
 
-Each case runs in its own process, whose exit status and output are checked.
+Each case runs in a separate process, whose exit status and output are checked.
 """
 
 import signal

@@ -1,6 +1,6 @@
-"""Test signals that a process receives during a transition.
+"""Tests signals that a process receives during a transition.
 
-Each case runs in its own process, whose exit status and output are checked.
+Each case runs in a separate process, whose exit status and output are checked.
 """
 
 import signal

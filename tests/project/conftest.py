@@ -1,4 +1,4 @@
-"""Fixtures of the tests of benchmarks."""
+"""Fixtures for the tests of benchmarks."""
 
 import os
 import subprocess
@@ -12,7 +12,9 @@ case "$*" in *"-i 1 "*) echo 1200;; *memory.used*) echo 1000;; *) echo "Some GPU
 
 @pytest.fixture
 def nvidia_smi(tmp_path, monkeypatch):
-    """Put a fake nvidia-smi on PATH: 1,000 MiB of GPU 0 are in use, 1,200 MiB of GPU 1."""
+    """Put a fake nvidia-smi on PATH, which reports 1,000 MiB in use on GPU 0 and 1,200 MiB on
+    GPU 1.
+    """
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "nvidia-smi").write_text(SMI)
@@ -22,7 +24,7 @@ def nvidia_smi(tmp_path, monkeypatch):
 
 @pytest.fixture
 def warm_children(monkeypatch):
-    """Let this process start scripts from a process that has imported torch."""
+    """Make this process start scripts as forks of a process that has already imported torch."""
     import warm_processes  # imports the package
 
     monkeypatch.setattr(subprocess, "Popen", warm_processes.WarmPopen)

@@ -1,7 +1,7 @@
-"""Test the benchmarks' helpers without a GPU.
+"""Tests the benchmarks' helpers without a GPU.
 
-They compute checksums, result rows and performance goals, and manage child processes, host memory
-and files.
+The helpers compute checksums, result rows and performance goals, and manage child processes, host
+memory and files.
 """
 
 import inspect

@@ -1,4 +1,4 @@
-"""Test the exports, dependencies and hardening of the shipped binaries from their ELF headers."""
+"""Tests the exports, dependencies and hardening of the shipped binaries from their ELF headers."""
 
 import re
 import subprocess
@@ -67,7 +67,7 @@ def dynamic(elf):
 
 
 def exports(elf):
-    """Return the names of the symbols that the file defines for others."""
+    """Return the names of the symbols that the file exports."""
     return {
         symbol.name
         for symbol in elf.get_section_by_name(".dynsym").iter_symbols()

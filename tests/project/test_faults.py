@@ -1,4 +1,4 @@
-"""Test parts of the fault sweep (`make faults`), and that it detects violations."""
+"""Tests parts of the fault sweep (`make faults`), and that the sweep detects violations."""
 
 import os
 import subprocess
@@ -77,7 +77,7 @@ def test_an_injection_is_parsed_from_its_text():
 
 
 def test_an_error_without_memory_for_its_message_has_one(tmp_path, run_python):
-    """A driver call fails, and then the allocation of memory for its error message."""
+    """A driver call fails, and the allocation of memory for the error message fails, too."""
     place = Workplace(tmp_path)
     done = run_python(
         """
@@ -115,7 +115,7 @@ def test_an_error_without_memory_for_its_message_has_one(tmp_path, run_python):
 
 
 def test_a_swap_that_cannot_be_undone_reports_so_even_without_host_memory(tmp_path, run_python):
-    """A host allocation fails, and then the driver calls of the rollback."""
+    """A host allocation fails, and the driver calls of the rollback fail, too."""
     place = Workplace(tmp_path)
     done = run_python(
         """
@@ -169,7 +169,7 @@ def test_a_swap_that_cannot_be_undone_reports_so_even_without_host_memory(tmp_pa
 
 @pytest.mark.parametrize("backup", ["host", "pageable", "disk", "peer"])
 def test_a_swap_is_undone_without_host_memory(tmp_path, run_python, backup):
-    """All allocations from the nth on fail, in the swap and in its rollback."""
+    """All allocations from the nth on fail, both in the swap and in its rollback."""
     place = Workplace(tmp_path)
     done = run_python(
         f"""

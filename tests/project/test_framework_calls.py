@@ -1,4 +1,4 @@
-"""Test the replay of frameworks' calls, and the tables of its results, with fake processes."""
+"""Tests the replay of frameworks' calls and the tables of results, with fake processes."""
 
 import json
 
@@ -9,7 +9,7 @@ STAMP = {"gpu": "Some GPU", "versions": {"memsaver": "0.2.0"}, "commit": "0", "d
 
 
 class Fake:
-    """A child that records the requests; its state follows the trainings that it received."""
+    """A fake child process that records requests; its state follows the trainings it received."""
 
     def __init__(self, log, fault=""):
         self.log, self.fault, self.trained, self.loaded = log, fault, 0, None

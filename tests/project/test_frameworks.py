@@ -1,4 +1,4 @@
-"""Test benchmarks/frameworks.py without a GPU and without the frameworks."""
+"""Tests benchmarks/frameworks.py without a GPU and without the frameworks."""
 
 import json
 

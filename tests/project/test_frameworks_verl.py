@@ -1,4 +1,4 @@
-"""Test the benchmark of verl's trainer from end to end, without a GPU, verl, Ray or SGLang."""
+"""Tests the benchmark of verl's trainer from end to end, without a GPU, verl, Ray or SGLang."""
 
 import json
 import math
@@ -97,14 +97,14 @@ def test_a_difference_counts_unless_the_peer_differs_from_itself(run, capsys, fa
     ],
 )
 def test_a_difference_must_be_as_small_as_the_peers(run, capsys, fault, message):
-    """Two runs of the peer differ from each other as well."""
+    """Two runs of the peer also differ from each other."""
     status, rows, _ = run("--verl-steps=2", fault=fault)
     assert (status, rows) == (1, {})
     assert message in capsys.readouterr().err
 
 
 def test_a_training_that_has_ended_is_not_repeated(run, benchmark_module, monkeypatch, capsys):
-    """The first run is cut off after the first of three trainings."""
+    """The first run is interrupted after the first of three trainings."""
     part = benchmark_module("parts.frameworks_verl")
     wait = part.Trainer.wait
 

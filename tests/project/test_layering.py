@@ -1,4 +1,6 @@
-"""Test dependencies: units of csrc/ use only those below them, packages only the allowed ones."""
+"""Tests dependencies: units of csrc/ use only units below them, and packages use only allowed
+packages.
+"""
 
 import ast
 import functools
@@ -56,7 +58,7 @@ def includes(path):
 
 
 def unit_of(path):
-    """Return the core unit of a path relative to csrc/, as FOLDER/NAME; or None."""
+    """Return the core unit of a path relative to csrc/, as FOLDER/NAME, or None."""
     top, _, rest = path.partition("/")
     return rest.rpartition(".")[0] if top == "core" else None
 
@@ -140,7 +142,7 @@ def test_a_file_has_fewer_than_400_lines():
 
 
 def rows_of(header):
-    """Return the cells of each row of a table of csrc/DESIGN.md."""
+    """Return the cells of each row in a table of csrc/DESIGN.md."""
     text = (CSRC / "DESIGN.md").read_text()
     table = text[text.index(f"| {header} |") :].split("\n\n")[0]
     return [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()[2:]]
@@ -211,7 +213,7 @@ def package_of(name):
 
 
 def is_for_types(node):
-    """Return whether the node is `if TYPE_CHECKING:`, which never runs."""
+    """Return whether the node is `if TYPE_CHECKING:`, whose body never runs."""
     return (
         isinstance(node, ast.If)
         and isinstance(node.test, ast.Name)
@@ -220,7 +222,7 @@ def is_for_types(node):
 
 
 def module_of(node, path):
-    """Return the absolute name of the module in an `import from`."""
+    """Return the absolute name of the module in an `import from` statement."""
     if not node.level:
         return node.module
     # In integrations/, mypy and Python use different module names, except for relative imports.
@@ -231,7 +233,7 @@ def module_of(node, path):
 
 @functools.cache
 def imports(path, for_types=True):
-    """Return the names that a module imports, and whether its own import imports them.
+    """Return the names that a module imports, and whether importing the module imports them.
 
     `for_types` includes imports that only a type checker executes.
     """
@@ -297,7 +299,7 @@ def test_a_package_imports_the_packages_of_its_row(package):
 
 
 def test_python_modules_have_no_cycle():
-    """Imports in functions count, too; those that only a type checker executes do not."""
+    """The test includes imports in functions, but not imports that only a type checker executes."""
     names = {name_of(path).removesuffix(".__init__"): path for _, path in modules()}
 
     def module_named(name):

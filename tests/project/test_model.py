@@ -1,4 +1,4 @@
-"""Test that the model test (`make model`) detects violations."""
+"""Tests that the model test (`make model`) detects violations."""
 
 import pytest
 

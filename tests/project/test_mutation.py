@@ -1,4 +1,4 @@
-"""Test the program that measures with mutants how much the tests detect (`make mutation`)."""
+"""Tests the program that uses mutants to measure how much the tests detect (`make mutation`)."""
 
 import pytest
 from mutation.judging import Judge, Limits, measure

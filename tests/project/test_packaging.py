@@ -1,4 +1,4 @@
-"""Test the published packages: a single version, sdist, wheels, linters, workflows."""
+"""Tests the published packages: a single version, the sdist, wheels, linters and workflows."""
 
 import fcntl
 import importlib
@@ -158,7 +158,7 @@ def test_the_drop_ins_wheel_has_its_licence(dropin_wheel):
 
 
 def licences_in(wheel):
-    """Return the licence files in a wheel, with the paths of its project."""
+    """Return the licence files in a wheel, by their paths in the project."""
     with zipfile.ZipFile(wheel) as archive:
         parts = [name.partition(".dist-info/licenses/") for name in archive.namelist()]
     return {path for _, found, path in parts if path and not path.endswith("/")}
@@ -199,9 +199,10 @@ def test_an_sdist_is_unpacked_by_a_python_without_filters(tmp_path, monkeypatch)
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """Build the sdist and the wheels for this Python like `make wheel`; return their folder.
+    """Build the sdist and the wheels for this Python as `make wheel` does; return their folder.
 
-    The processes of a test run share them: two builds of an sdist use the same files.
+    The processes of a test run share these files, because two builds of an sdist use the same
+    files.
     """
     needed = [pin for pin in EXTRAS["wheel"] if not _is_there(pin)]
     if needed:
@@ -254,7 +255,9 @@ def wheel(built):
 
 @pytest.fixture(scope="module")
 def installed(built, tmp_path_factory):
-    """Install the wheels and their requirements in a new environment; return its Python."""
+    """Install the wheels and their requirements in a new environment; return the environment's
+    Python.
+    """
     folder = tmp_path_factory.mktemp("clean") / "venv"
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, env=bare())
     pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet"]

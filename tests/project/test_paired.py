@@ -1,4 +1,4 @@
-"""Test the comparison of two builds (benchmarks/paired.py) with fake children."""
+"""Tests the comparison of two builds (benchmarks/paired.py) with fake child processes."""
 
 import importlib
 import json
@@ -14,7 +14,7 @@ COMMIT = "0123456789abcdef"
 
 
 class Children:
-    """A factory of fake children, whose builds differ in speed."""
+    """A factory of fake child processes, whose builds differ in speed."""
 
     def __init__(self):
         self.asked = []  # (child, request, arguments), in order
@@ -26,7 +26,7 @@ class Children:
         return FakeChild(self, worker, name, label)
 
     def turns(self, do, **wanted):
-        """Return the children that were asked for this, in order."""
+        """Return, in order, the child processes that received this request."""
         return [
             child
             for child, request, arguments in self.asked
@@ -96,7 +96,7 @@ def children(benchmark_module, monkeypatch):
 
 @pytest.fixture
 def measured(benchmark_module, children, monkeypatch, tmp_path, nvidia_smi):
-    """Run the benchmark with fake children, and return its rows by metric."""
+    """Run the benchmark with fake child processes and return its rows by metric."""
     monkeypatch.setenv("PYTHONPATH", "/inherited")
     paired, output = benchmark_module("paired"), tmp_path / "rows.json"
     monkeypatch.setattr(paired.paired, "check", lambda options: None)
@@ -133,7 +133,7 @@ def test_rows_without_a_backup_survive_processes_that_do_not_start(benchmark_mod
 
 
 def test_trimmed_means_have_a_standard_error(benchmark_module):
-    """One interrupted cycle of five decides neither the mean nor the error."""
+    """One interrupted cycle of five determines neither the mean nor the error."""
     paired = benchmark_module("parts.paired")
     options = SimpleNamespace(before_commit=COMMIT)
     times = {"before": [9.0, 15.0, 9.0, 900.0, 9.0], "after": [10.0] * 5}

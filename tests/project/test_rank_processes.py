@@ -1,4 +1,4 @@
-"""Test that processes with torch behave like new ones, and that none of them stay running."""
+"""Tests that processes with torch behave like new processes, and that none of them stay running."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Test README.md: its program runs, its figures match the result file, its names exist."""
+"""Tests README.md: its program runs, its numbers match the result file, and its names exist."""
 
 import json
 import re

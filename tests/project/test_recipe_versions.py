@@ -1,4 +1,4 @@
-"""Test how `make recipes` goes through the versions of an engine."""
+"""Tests how `make recipes` processes the versions of an engine."""
 
 from __future__ import annotations
 

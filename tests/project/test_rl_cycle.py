@@ -1,4 +1,4 @@
-"""Test benchmarks/rl_cycle.py from end to end, without a GPU and without SGLang."""
+"""Tests benchmarks/rl_cycle.py from end to end, without a GPU and without SGLang."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ TRANSITIONS = [
 
 @pytest.fixture(scope="session")
 def nvml():
-    """Build the fake NVML; return its path."""
+    """Build the fake NVML and return its path."""
     return built("libnvidia-ml.so.1", [FIXTURES / "nvml" / "nvml.c"])
 
 
@@ -219,7 +219,7 @@ def search(benchmark_module):
     kv_search = benchmark_module("kv_search")
 
     def go(most, first, hidden=0):
-        """Search; `hidden` is added to the reported spare bytes, although they are needed."""
+        """Search; `hidden` bytes are added to the reported spare bytes although they are needed."""
         cell, found = 1 << 20, kv_search.Search(1 << 20)
         tokens = first
         while tokens is not None and len(found.trials) < 20:

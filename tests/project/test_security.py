@@ -1,4 +1,4 @@
-"""Test SECURITY.md's promises: access to data, and data that is never executed."""
+"""Tests SECURITY.md's promises about access to data and data that is never executed."""
 
 import ast
 import os

@@ -1,4 +1,4 @@
-"""Test how the benchmarks of SGLang engines judge answers and make rows, without an engine."""
+"""Tests how the benchmarks of SGLang engines judge answers and make rows, without an engine."""
 
 import argparse
 import contextlib
@@ -9,9 +9,9 @@ import pytest
 
 
 class FakeServer:
-    """A server that generates the length of a prompt; a path can be given another answer.
+    """A server that generates the length of a prompt. The answer to a path can be replaced.
 
-    With other weights than the first ones, the generated number is larger by 1000.
+    With weights other than the first ones, the generated number is larger by 1000.
     """
 
     def __init__(self):
@@ -116,7 +116,7 @@ def test_a_skipped_update_is_found(benchmark_module, storm, server, kind):
 
 
 def test_a_generation_during_an_update_may_have_either_weights(storm, server):
-    """The server begins the generation before or after it loads the weights."""
+    """The server begins the generation either before or after it loads the weights."""
     ask = server.request
     for is_late in (False, True):
 

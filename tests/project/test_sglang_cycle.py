@@ -1,4 +1,4 @@
-"""Test benchmarks/sglang_cycle.py from end to end, without a GPU and without SGLang."""
+"""Tests benchmarks/sglang_cycle.py from end to end, without a GPU and without SGLang."""
 
 import json
 import shutil
@@ -13,7 +13,9 @@ pytest.importorskip("torch")
 
 @pytest.fixture
 def machine(benchmark_module, nvidia_smi, tmp_path, monkeypatch):
-    """Create a folder with a fake engine, torch_memory_saver and nvidia-smi; return it."""
+    """Create a folder with fakes of the engine, torch_memory_saver and nvidia-smi; return the
+    folder.
+    """
     shutil.copytree(TESTS / "fixtures" / "sglang_engine", tmp_path / "site")
     (tmp_path / "site" / "torch_memory_saver").mkdir()
     (tmp_path / "site" / "torch_memory_saver" / "__init__.py").touch()

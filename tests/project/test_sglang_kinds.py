@@ -1,4 +1,4 @@
-"""Test benchmarks/sglang_kinds.py and the table that is written from its rows, without a GPU."""
+"""Tests benchmarks/sglang_kinds.py and the table that is written from its rows, without a GPU."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_an_engine_that_fails_at_its_end_is_a_failure(kinds, tmp_path, monkeypat
 
 
 def test_a_failed_engine_ends_with_the_last_exception_of_its_log(kinds, tmp_path, monkeypatch):
-    """The child is started, and fails without SGLang."""
+    """The child process starts, and fails because SGLang is missing."""
     monkeypatch.setattr(kinds, "environment", lambda name: {})
     steps = kinds.run_engine(kinds.KINDS[0], True, tmp_path / "engine")
     assert set(steps) == {"error"} and steps["error"]["step"] == "start"
@@ -138,11 +138,11 @@ def test_the_table_is_the_result_file(benchmark_module):
 
 
 class FakeTieredEngine:
-    """A cache with a tier in host memory, for the greedy output of one engine.
+    """A fake cache with a tier in host memory, for one engine's greedy output.
 
     Args:
-        keeps: the released tags after which the host tier keeps its prefixes.
-        wrong: the released tags after which the output is wrong.
+        keeps: the released tags that do not make the host tier lose its prefixes.
+        wrong: the released tags that make the output wrong.
     """
 
     def __init__(self, keeps, wrong=()):

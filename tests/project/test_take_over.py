@@ -1,4 +1,4 @@
-"""Test the benchmark of page takeovers: layouts, driver calls on the simulator, rows."""
+"""Tests the benchmark of page transfers: layouts, driver calls on the simulator, and rows."""
 
 import importlib
 
@@ -47,7 +47,7 @@ def test_layouts_have_all_parameters_of_the_model(layouts, name, parameters):
 
 @pytest.mark.parametrize("trainer", ["fsdp2", "megatron", "megatron_buffer"])
 def test_engine_and_trainer_ranks_have_the_same_bytes(layouts, trainer):
-    """Compares the offsets of q, k and v, which find bytes that are left out or misplaced."""
+    """The test compares the offsets of q, k and v, which reveals missing or misplaced bytes."""
     model = layouts.MODELS["Qwen3-0.6B"]
 
     def attention_bytes(layout):
@@ -93,7 +93,7 @@ def test_pages_are_equal_only_with_the_same_bytes_at_the_same_place(page_shares,
 
 @pytest.fixture(scope="module")
 def shares():
-    """Return the computed rows, which take seconds."""
+    """Return the computed rows. The computation takes seconds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "benchmarks")
         return list(importlib.import_module("page_shares").shares())

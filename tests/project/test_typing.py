@@ -1,4 +1,4 @@
-"""Test the package's types and signatures."""
+"""Tests the package's types and signatures."""
 
 import ast
 import inspect

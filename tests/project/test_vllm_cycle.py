@@ -1,4 +1,4 @@
-"""Test benchmarks/vllm_cycle.py from end to end, without a GPU and without vLLM."""
+"""Tests benchmarks/vllm_cycle.py from end to end, without a GPU and without vLLM."""
 
 import json
 

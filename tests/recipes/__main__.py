@@ -1,9 +1,9 @@
-"""`make recipes`: run the tests of SGLang's and vLLM's own modules with several versions of each.
+"""`make recipes`: runs the tests of SGLang's and vLLM's own modules with several versions of each.
 
-Each version is installed without its dependencies into build/sglang or build/vllm, and so are the
-packages that its modules import (the engine's requirements), once. Three versions run at a time.
-A version that cannot be installed is a failure, and so is a skipped test, unless the version lacks
-the tested feature.
+Each version is installed without dependencies into build/sglang or build/vllm. The packages that
+the version's modules import (the engine's requirements) are installed once. Three versions run at a
+time. A version that cannot be installed is a failure. A skipped test is also a failure, unless the
+version lacks the tested feature.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ class Engine:
     """An engine whose versions are tested.
 
     Attributes:
-        title: its name in text.
-        package: its name as a package, which its folder and its files have as well.
-        versions: its published versions, from the first that memsaver supports.
+        title: the engine's name in text.
+        package: the engine's package name, which is also the name of its folder and files.
+        versions: the published versions, from the first version that memsaver supports.
         default: the versions that are tested unless others are requested.
         files: the test files.
-        children: test files for default versions only: they start processes that import the engine
-            anew, or concern the tests' fake of the engine, which simulates these versions.
-        without: the files of a version that are not kept, as a pattern for `Path.glob`.
-        needs: the engine whose required packages this one uses besides its own.
+        children: test files that run only with the default versions, because they start processes
+            that import the engine again, or because they test the fake engine, which simulates
+            these versions.
+        without: the files of a version to delete, as a pattern for `Path.glob`.
+        needs: another engine whose required packages this engine also uses.
     """
 
     title: str
@@ -60,7 +61,7 @@ class Engine:
 
     @property
     def absent(self) -> str:
-        """The start of a valid reason to skip a test."""
+        """The beginning of a valid reason for a skipped test."""
         return f"this version of {self.title} has no "
 
     @property
@@ -69,7 +70,7 @@ class Engine:
         return ROOT / "benchmarks" / "results" / f"{self.package}_versions.json"
 
     def packages(self) -> list[Path]:
-        """Return the folders with the required packages."""
+        """Return the folders of the required packages."""
         requirements = Path(__file__).with_name(f"requirements_{self.package}.txt")
         digest = hashlib.sha256(requirements.read_bytes()).hexdigest()[:12]
         target = ROOT / "build" / self.package / f"packages-{digest}"
@@ -77,7 +78,7 @@ class Engine:
         return [*found, *(self.needs.packages() if self.needs is not None else ())]
 
     def installed(self, version: str) -> Path:
-        """Return the folder with a version."""
+        """Return the folder of an installed version."""
         target = ROOT / "build" / self.package / version
         return installed(target, f"{self.package}=={version}", without=self.without)
 
@@ -134,12 +135,12 @@ def arguments() -> argparse.Namespace:
 
 
 def installed(target: Path, *what: str, without: str = "") -> Path:
-    """Return the folder of installed packages; if the folder does not exist, pip creates it.
+    """Return the folder of installed packages; pip creates the folder if it does not exist.
 
     Args:
         target: the folder.
-        what: what to install, for pip.
-        without: the files that are not kept, as a pattern for `Path.glob`; "" keeps all.
+        what: the packages to install, as arguments of pip.
+        without: the files to delete, as a pattern for `Path.glob`; "" deletes no files.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with INSTALLING:
@@ -158,12 +159,12 @@ def installed(target: Path, *what: str, without: str = "") -> Path:
 
 
 def folders(engine: Engine, version: str) -> list[Path]:
-    """Install a version and the packages that it imports, and return their folders."""
+    """Install a version and the packages that it imports; return their folders."""
     return [engine.installed(version), *engine.packages()]
 
 
 def run(engine: Engine, version: str) -> dict[str, object]:
-    """Run the tests with a version, print their output, and return their results."""
+    """Run the tests with a version, print the output, and return the results."""
     paths = [*map(str, folders(engine, version)), os.environ.get("PYTHONPATH", "")]
     files = (*engine.files, *(engine.children if version in engine.default else ()))
     tests = [str(Path(__file__).with_name(f"test_recipe_{name}.py")) for name in files]
@@ -191,7 +192,7 @@ def run(engine: Engine, version: str) -> dict[str, object]:
 
 
 def results(report: ElementTree.Element, absence: str) -> dict[str, object]:
-    """Return the results in pytest's report."""
+    """Return the results from pytest's report."""
     hooks: dict[str, bool] = {}
     passed, failed, absent = 0, set(), set()
     for case in report.iter("testcase"):

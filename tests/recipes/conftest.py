@@ -1,4 +1,4 @@
-"""Fixtures for the tests of frameworks, which use the installed packages of each framework."""
+"""Fixtures for the tests of frameworks, which use each framework's installed packages."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from installed import needs_sglang
 
 @pytest.fixture
 def process_group(tmp_path_factory):
-    """Initialise a torch.distributed world of this process alone, as SGLang's schedulers do.
+    """Initialise a torch.distributed world that contains only this process, as SGLang's schedulers
+    do.
 
-    It exists for one test: others in this process need an uninitialised torch.distributed.
+    The world exists for one test, because other tests in this process need an uninitialised
+    torch.distributed.
     """
     dist = pytest.importorskip("torch.distributed")
     store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
@@ -21,7 +23,7 @@ def process_group(tmp_path_factory):
 
 @pytest.fixture
 def engine(sim, tag, process_group):
-    """Yield an engine whose weights and KV cache are mapped; it must survive the test."""
+    """Yield an engine whose weights and KV cache are mapped. The engine must survive the test."""
     needs_sglang()
     from recipe_engine import Engine
 
@@ -35,7 +37,7 @@ def engine(sim, tag, process_group):
 
 @pytest.fixture
 def start_vllm(sim, tag, monkeypatch):
-    """Return a function that starts a vLLM engine; its arguments are those of `Engine`."""
+    """Return a function that starts a vLLM engine with the arguments of `Engine`."""
     pytest.importorskip("vllm.device_allocator.sleep_mode_backend", reason="vLLM is not installed")
     from vllm_recipe import Engine
 

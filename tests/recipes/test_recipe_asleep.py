@@ -1,4 +1,4 @@
-"""Test the guard against requests with the request classes of the installed SGLang."""
+"""Tests the guard against requests with the request classes of the installed SGLang."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def messages(scheduler):
 
 
 def sent(messages, message):
-    """Return the message as the tokenizer manager receives it."""
+    """Return the message in the form that the tokenizer manager receives."""
     if not hasattr(messages, "msgpack_encode"):  # older versions pickle their messages
         return message
     return messages.msgpack_decode(messages.msgpack_encode(message))
@@ -79,7 +79,7 @@ def test_an_aborted_generation_can_be_sent(scheduler, messages):
 
 
 def test_settings_with_which_an_idle_engine_communicates_have_the_known_names(scheduler):
-    """Otherwise, communicators that are in use would be suspended."""
+    """If the names differed, communicators that are in use would be suspended."""
     from sglang.srt.server_args import ServerArgs
 
     arguments = ServerArgs(model_path="none")

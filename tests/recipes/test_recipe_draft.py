@@ -1,4 +1,4 @@
-"""Test that SGLang's own model runner loads a draft model into memory that a sleep keeps."""
+"""Tests that SGLang's own model runner loads a draft model into memory that a sleep keeps."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ AROUND = (
 
 
 class Defaults:
-    """SGLang's arguments, all turned off."""
+    """SGLang's arguments with every option disabled."""
 
     def __getattr__(self, name):
         return False
 
 
 class LoadedError(Exception):
-    """Raised inside the loader, after it has allocated the weights."""
+    """An error raised inside the loader after the loader has allocated the weights."""
 
 
 def test_a_draft_models_weights_survive_a_sleep_without_a_backup(sim, tag, monkeypatch):

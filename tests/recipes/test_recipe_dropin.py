@@ -1,6 +1,7 @@
-"""Test SGLang's own saver and handlers, without plugins, with our package torch_memory_saver.
+"""Tests SGLang's own saver and handlers, without plugins, with memsaver's package
+torch_memory_saver.
 
-This is the case for SGLang before 0.5.11, or with memsaver's plugin disabled.
+This combination occurs with SGLang before 0.5.11 or with memsaver's plugin disabled.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ SEQUENCES = {
 
 
 def test_released_memory_is_free_and_resumable_and_children_are_preloaded(request):
-    """The children are started like SGLang's schedulers."""
+    """The children are started in the same way as SGLang's schedulers."""
     needs("sglang", "make recipes")
     run_dropin = request.getfixturevalue("run_dropin")
     run_dropin(

@@ -1,6 +1,6 @@
-"""Test that SGLang's own graph backend finds the pool that a pausable graph is captured into.
+"""Tests that SGLang's own graph backend finds the pool that a pausable graph is captured into.
 
-SGLang's code runs unmodified, with a fake of torch's pools and captures.
+SGLang's code runs unmodified, with fakes of torch's pools and captures.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def pools(monkeypatch):
 
 @pytest.fixture
 def backend(pools, sim, tag, monkeypatch):
-    """Yield SGLang's backend for whole graphs, with memsaver as its saver."""
+    """Yield SGLang's backend for whole graphs, with memsaver as its memory saver."""
     needs_sglang()
     try:
         from sglang.srt.model_executor.runner_backend import full_cuda_graph_backend

@@ -1,4 +1,4 @@
-"""Test that memsaver's hooks attach to the installed SGLang."""
+"""Tests that memsaver's hooks attach to the installed SGLang."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ METHODS = {
 
 
 def hooked() -> dict[str, frozenset[str]]:
-    """Return the names of the methods with hooks, by class."""
+    """Return the names of the hooked methods, by class."""
     modules = [sys.modules[name] for name in hooks.modules() if name in sys.modules]
     classes = [found for module in modules for found in vars(module).values()]
     return {
@@ -74,7 +74,7 @@ def test_the_hooks_attach(purpose):
 
 
 def test_a_reply_that_reports_states_has_the_outcome(engine, monkeypatch):
-    """The reply has SGLang's base class, and the fields of its pull request 24123."""
+    """The reply has SGLang's base class and the fields of SGLang's pull request 24123."""
     from sglang.srt.managers import io_struct
 
     assert not handlers.reports_states()
@@ -99,7 +99,7 @@ def test_the_handlers_are_as_expected(engine):
 
 @pytest.mark.parametrize("is_local", [True, False])
 def test_local_control_broadcasts_are_found(is_local):
-    """Newer versions keep options that they set themselves only in their runtime context."""
+    """Newer versions store options that they set automatically only in their runtime context."""
     needs_sglang()
     import recipe_updater
     from sglang.srt.managers.scheduler import Scheduler

@@ -1,4 +1,6 @@
-"""Test that the KV cache of models with sliding windows is released like any other, in SGLang."""
+"""Tests that the KV cache of models with sliding windows is released like other KV caches in
+SGLang.
+"""
 
 from __future__ import annotations
 

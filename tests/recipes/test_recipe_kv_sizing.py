@@ -1,4 +1,4 @@
-"""Test that SGLang itself leaves the KV cache to a memory saver."""
+"""Tests that SGLang itself leaves the KV cache to a memory saver."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ pytestmark = pytest.mark.recipes
 
 
 def test_sglang_sizes_no_cache_after_the_capture_with_a_memory_saver(monkeypatch):
-    """Otherwise, SGLang would allocate the KV cache by driver calls that no saver sees."""
+    """Otherwise, SGLang would allocate the KV cache through driver calls that no memory saver
+    observes.
+    """
     needs_sglang()
     try:
         from sglang.srt.arg_groups import overrides

@@ -1,4 +1,4 @@
-"""Test memsaver's adapter with LightRFT's own strategy classes, if LightRFT is installed."""
+"""Tests memsaver's adapter with LightRFT's own strategy classes, if LightRFT is installed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def lightrft():
 
 @pytest.fixture
 def strategy():
-    """Return a strategy without its distributed start, which needs GPUs."""
+    """Return a strategy without its distributed startup, which requires GPUs."""
     from lightrft.strategy.strategy_base import EngineStatus, StrategyBase
 
     class Strategy(StrategyBase):

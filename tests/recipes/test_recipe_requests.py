@@ -1,6 +1,7 @@
-"""Test SGLang's server with each framework's sequence of requests.
+"""Tests SGLang's server with each framework's sequence of requests.
 
-The requests are those of the frameworks' sources. The other files test the installed frameworks.
+The requests are copied from the frameworks' sources. The other test files use the installed
+frameworks.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def post(engine, path, tags):
 
 @pytest.mark.parametrize("framework", SEQUENCES)
 def test_a_round_succeeds_after_calls_in_any_order(engine, sim, framework):
-    """As after a step that raised, or that was interrupted, between two of them."""
+    """The calls imitate a step that raised or was interrupted between two calls."""
     scheduler, full, calls = engine.scheduler, sim.tag_bytes(), SEQUENCES[framework]
     orders = itertools.permutations(range(len(calls)))
     for start in sorted({order[:count] for order in orders for count in range(len(calls) + 1)}):
@@ -83,7 +84,7 @@ def test_a_controller_sees_a_frameworks_requests(engine):
 
 
 class DrainReqInput:
-    """A request that no known version of SGLang has."""
+    """A request type that no known version of SGLang defines."""
 
 
 def test_a_request_of_an_unknown_kind_is_refused_by_its_sender(engine):

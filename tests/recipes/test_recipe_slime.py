@@ -1,4 +1,4 @@
-"""Test slime's and miles's own engine actors and training actors with memsaver, if installed."""
+"""Tests slime's and miles's own engine actors and training actors with memsaver, if installed."""
 
 from __future__ import annotations
 
@@ -76,7 +76,9 @@ TRAINERS = {
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_its_trainers_are_preloaded_with_memsaver(name, request, tmp_path, monkeypatch):
-    """The environment that the framework sets for training actors preloads memsaver in a child."""
+    """The environment that the framework sets for training actors preloads memsaver in a child
+    process.
+    """
     framework = name.partition(",")[0]
     needs_sglang()
     needs(f"{framework}.{ENGINE}", NOT_ON_PYPI)

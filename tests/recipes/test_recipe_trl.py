@@ -1,7 +1,7 @@
-"""Test TRL's own GRPOTrainer with vLLM's own engine core, whose memory memsaver manages.
+"""Tests TRL's own GRPOTrainer with vLLM's own engine core, whose memory memsaver manages.
 
-The trainer, its calls of the engine and the engine's sleep mode are unmodified, and run on the
-simulated driver. The engine's model and its generation are fakes.
+The trainer, its calls to the engine and the engine's sleep mode are unmodified and run on the
+simulated driver. The engine's model and generation are fakes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ALL = {"weights", "kv_cache", "runtime"}
 
 
 class FakeModel:
-    """Accepts weights, and uses the memory of the engine's model."""
+    """Accepts weights and uses the memory of the engine's model."""
 
     def __init__(self, llm) -> None:
         self._llm = llm
@@ -35,7 +35,7 @@ class FakeModel:
 
 
 class FakeLLM:
-    """vLLM's engine core with the interface of its `LLM`. Records the calls."""
+    """vLLM's engine core with the interface of vLLM's `LLM`. The class records the calls."""
 
     made: ClassVar[list[FakeLLM]] = []
 
@@ -83,7 +83,7 @@ class FakeLLM:
 
 @pytest.fixture
 def trainer(sim, tag, monkeypatch, tmp_path):
-    """Return TRL's trainer of a model with one layer."""
+    """Return TRL's trainer with a one-layer model."""
     needs("trl.generation.vllm_generation", "pip install trl")
     pytest.importorskip("vllm.device_allocator.sleep_mode_backend", reason="vLLM is not installed")
     for name in ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY"):
@@ -144,7 +144,7 @@ def test_the_trainer_makes_the_calls_that_other_tests_replay(trainer):
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("where", ["generate", "wake_up", "compute_loss"])
 def test_a_step_that_raises_can_be_followed_by_others(trainer, monkeypatch, where, error):
-    """A KeyboardInterrupt is that of a signal."""
+    """A KeyboardInterrupt is raised by a signal."""
     (llm,) = FakeLLM.made
 
     def broken(*_, **__):

@@ -1,4 +1,4 @@
-"""Test weight updates by SGLang's own session, unpickler, selector and runners' updaters."""
+"""Tests weight updates with SGLang's own session, unpickler, selector and updaters of runners."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LAYOUTS = {"whole": "flattened_bucket", "engine": "direct"}
 
 
 def runner_of(model):
-    """Return SGLang's own updater of a model, as a part of a model runner."""
+    """Return SGLang's own updater of a model, as part of a model runner."""
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
     updater = WeightUpdater(
@@ -48,7 +48,7 @@ def runner_of(model):
 
 @pytest.fixture
 def scheduler(engine):
-    """Return the engine's scheduler, with SGLang's own parts of a weight update."""
+    """Return the engine's scheduler with SGLang's own components for weight updates."""
     from sglang.srt.managers import io_struct
     from sglang.srt.managers.tp_worker import TpModelWorker
 
@@ -67,7 +67,7 @@ def scheduler(engine):
 
 @pytest.fixture
 def draft(scheduler):
-    """Return the model of a draft worker."""
+    """Return a draft worker's model."""
     from recipe_engine import Model
 
     model = Model()
@@ -245,7 +245,9 @@ def test_a_draft_model_takes_its_weights_from_a_whole_bucket(backend, scheduler,
 
 @pytest.fixture
 def cached(engine, scheduler):
-    """Return a scheduler whose weights belong to SGLang's weight cache, another process."""
+    """Return a scheduler whose weights belong to SGLang's weight cache, which is another
+    process.
+    """
     from recipe_updater import published
 
     with published(weight_cache_mode="client"):

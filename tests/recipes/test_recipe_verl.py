@@ -1,7 +1,8 @@
-"""Test verl's own code, unmodified, with an SGLang whose memory memsaver manages.
+"""Tests verl's own code, unmodified, with an SGLang whose memory memsaver manages.
 
-verl's calls of an engine are unmodified: the client in its trainer's workers, the server's methods
-in its Ray actor, and SGLang's start arguments. The parts that need a GPU or Ray are fakes.
+verl's calls to an engine are unmodified: the client in the workers of its trainer, the server's
+methods in its Ray actor, and SGLang's start arguments. The parts that require a GPU or Ray are
+fakes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def verl():
 
 
 class Remote:
-    """A method of a fake Ray actor, whose call is awaited."""
+    """A method of a fake Ray actor, whose calls are awaited."""
 
     def __init__(self, method) -> None:
         self._method = method
@@ -63,7 +64,7 @@ def model_config():
 
 @pytest.fixture
 def rollout(engine, monkeypatch):
-    """Return verl's client of an engine, as a worker of the trainer creates it."""
+    """Return verl's client of an engine in the form that a worker of the trainer creates."""
     import ray
     from torch.distributed.device_mesh import init_device_mesh
     from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
@@ -127,9 +128,9 @@ def test_a_busy_engine_keeps_its_memory(rollout, engine):
 
 @pytest.fixture
 def worker(rollout, monkeypatch):
-    """Return verl's own colocated worker of a trainer, whose model has no tensors.
+    """Return verl's own colocated worker of a trainer whose model has no tensors.
 
-    `worker.seen` are the states when weights are sent, and when the trainer's copy is released.
+    `worker.seen` contains the states when weights are sent and when the trainer's copy is released.
     """
     from verl.workers import engine_workers
     from verl.workers.engine_workers import ActorRolloutRefWorker
@@ -184,7 +185,7 @@ def test_a_step_that_raises_can_be_followed_by_others(worker, rollout, engine, m
 
 @pytest.fixture
 def server(engine):
-    """Return verl's Ray actor, with the engine's tokenizer manager."""
+    """Return verl's Ray actor with the engine's tokenizer manager."""
     from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
 
     server = object.__new__(SGLangHttpServer)
@@ -222,7 +223,8 @@ def test_the_server_releases_only_the_cache(server, engine):
 def generating(server, engine):
     """Return verl's Ray actor, whose generations run SGLang's own code up to the scheduler.
 
-    The request is not tokenised, and the scheduler answers with the numbers of the mapped tags.
+    The request is not tokenised, and the scheduler's answer contains the numbers of the mapped
+    tags.
     """
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from verl.workers.rollout.replica import RolloutMode
@@ -291,7 +293,7 @@ def request_for(tags):
 
 @pytest.mark.parametrize("mode, backup", [("HYBRID", True), ("STANDALONE", False)])
 def test_it_starts_sglang_with_a_memory_saver(engine, server, monkeypatch, mode, backup):
-    """verl's and SGLang's own start run up to the scheduler's process."""
+    """The startup code of verl and SGLang runs unmodified up to the scheduler's process."""
     import sglang.srt.entrypoints.engine as sglang_engine
     from sglang.srt.entrypoints.http_server import Engine
     from sglang.srt.server_args import ServerArgs

@@ -1,4 +1,4 @@
-"""Test that verl accepts the settings and the tokenizer of the benchmark of its trainer."""
+"""Tests that verl accepts the settings and the tokenizer of the benchmark of verl's trainer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def verl():
 
 
 def test_verl_accepts_the_settings(benchmark_module, tmp_path):
-    """Its own check passes, and each setting exists: hydra rejects unknown names without "+"."""
+    """verl's own check passes, and each setting exists, because hydra rejects unknown names
+    without "+".
+    """
     import hydra
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config

@@ -1,4 +1,4 @@
-"""Test vLLM's own engine core, executor, worker and sleep mode backend with memsaver."""
+"""Tests vLLM's own engine core, executor, worker and sleep mode backend with memsaver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test requests to a sleeping engine in vLLM's own engine core and `AsyncLLM`."""
+"""Tests requests to a sleeping engine in vLLM's own engine core and `AsyncLLM`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def core(request):
-    """Return an engine core, whose loop `run` starts in a thread."""
+    """Return an engine core; `run` starts its loop in a thread."""
     pytest.importorskip("vllm.v1.engine.core", reason="vLLM is not installed")
     engine = request.getfixturevalue("vllm_engine")
     for name in hooks.modules():
@@ -46,7 +46,7 @@ def policy(monkeypatch):
 
 
 def run(core, test):
-    """Run a test of an `AsyncLLM` over the engine core."""
+    """Run a test of an `AsyncLLM` that uses the engine core."""
     from vllm_recipe_requests import async_llm, served
 
     async def bounded():
@@ -221,7 +221,7 @@ def application(core, monkeypatch):
 
 
 async def ask(app, path, method="POST", **query):
-    """Return the status and the body of a response."""
+    """Return a response's status and body."""
     messages = []
 
     async def receive():

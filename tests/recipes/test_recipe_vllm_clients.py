@@ -1,4 +1,4 @@
-"""Test memsaver's calls to vLLM's own clients and routes."""
+"""Tests memsaver's calls to vLLM's own clients and routes."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_parameters_of_a_sample_are_vllms():
 
 
 class Client:
-    """An engine client that records its calls."""
+    """An engine client that records the calls it receives."""
 
     def __init__(self) -> None:
         self.calls: list[tuple] = []
@@ -101,7 +101,7 @@ class Client:
 
 @pytest.fixture
 def server():
-    """Return a link to a server with vLLM's own routes, and its engine client."""
+    """Return a link to a server with vLLM's own routes, and the server's engine client."""
     pytest.importorskip("vllm.entrypoints.serve.dev.rpc.api_router", reason="vLLM")
     import uvicorn
     from fastapi import FastAPI

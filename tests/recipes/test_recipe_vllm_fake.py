@@ -1,4 +1,4 @@
-"""Compare the fake vLLM of the tests with vLLM's own modules."""
+"""Compares the tests' fake vLLM with vLLM's own modules."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EXCEPTIONS = {
 
 @pytest.fixture(scope="module")
 def sources():
-    """Return the modules of the fake, and vLLM's own."""
+    """Return the sources of the fake's modules and of vLLM's own modules."""
     found = importlib.util.find_spec("vllm")
     if found is None:
         pytest.skip("vLLM is not installed")

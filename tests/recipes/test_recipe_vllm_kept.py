@@ -1,4 +1,6 @@
-"""Test that vLLM's memory besides weights and KV cache survives sleeps, with vLLM's own modules."""
+"""Tests that vLLM's memory other than weights and KV cache survives sleeps, with vLLM's own
+modules.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ ORDERS = [("weights", "kv_cache"), ("kv_cache", "weights")]
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("order", ORDERS)
 def test_tags_wake_up_in_any_order(start_vllm, order, level):
-    """Adapters survive, and at level 2 the buffers of the model and of a draft model."""
+    """Adapters survive; at level 2, the buffers of the model and of a draft model also survive."""
     engine = start_vllm(has_lora=True, has_draft=True)
     core, models = engine.core, (engine.runner.model, engine.runner.draft)
     stack = engine.runner.lora_manager.stack.fill_(3)
@@ -76,7 +78,7 @@ def test_state_that_is_created_with_the_kv_cache_survives(start_vllm, monkeypatc
 
 
 class OnDevice(torch.nn.Parameter):
-    """A parameter whose copies to the host leave the simulated memory, as on a GPU."""
+    """A parameter that leaves the simulated memory when it is copied to the host, as on a GPU."""
 
     is_cpu = False
 

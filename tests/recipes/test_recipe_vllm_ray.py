@@ -1,4 +1,4 @@
-"""Test vLLM's own Ray executor with Ray's processes, on the simulated driver."""
+"""Tests vLLM's own Ray executor with Ray's processes, on the simulated driver."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def ray(monkeypatch):
 
 @pytest.fixture
 def core(ray, sim, monkeypatch):
-    """Yield an engine core whose workers have a model and a KV cache, in processes of Ray's."""
+    """Yield an engine core whose workers, in Ray's processes, have a model and a KV cache."""
     try:
         from vllm.v1.executor import ray_executor
     except ImportError:

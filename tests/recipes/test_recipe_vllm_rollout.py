@@ -1,4 +1,4 @@
-"""Test memsaver's calls to vLLM's own engine core, and its layerwise reload."""
+"""Tests memsaver's calls to vLLM's own engine core, and vLLM's layerwise reload."""
 
 from __future__ import annotations
 
@@ -194,7 +194,9 @@ def test_buckets_are_loaded_into_the_model(vllm_engine):
 
 
 def models():
-    """Return the class of a model whose layers vLLM's reload converts, and its checkpoint."""
+    """Return the class of a model whose layers vLLM's reload converts, and a checkpoint of the
+    model.
+    """
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
     class Doubling(QuantizeMethodBase):

@@ -1,4 +1,4 @@
-"""Test xtuner's own worker for SGLang with memsaver, if xtuner's RL part is installed."""
+"""Tests xtuner's own SGLang worker with memsaver, if xtuner's RL part is installed."""
 
 from __future__ import annotations
 

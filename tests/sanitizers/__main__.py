@@ -1,9 +1,9 @@
-"""`make sanitize`: run the core, the hooks and the simulator under sanitizers.
+"""`make sanitize`: runs the core, the hooks and the simulator under sanitizers.
 
-One build detects address errors, undefined behaviour and leaks, another data races. Both run the
-stress test of tests/native/stress and the native test programs, some at a time; the first
-also runs tests of the Python package, and scenarios of `make faults`. Exits with 1 if a sanitizer
-reports an error or a check fails.
+One build detects address errors, undefined behaviour and leaks. Another build detects data races.
+Both builds run the stress test of tests/native/stress and the native test programs, several
+programs at a time. The first build also runs tests of the Python package and scenarios of `make
+faults`. Exits with 1 if a sanitizer reports an error or a check fails.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def arguments() -> argparse.Namespace:
 
 
 def built(variant: Variant, asked: argparse.Namespace) -> Build:
-    """Build the libraries of a variant, and the program that checks will run concurrently."""
+    """Build a variant's libraries and the program that the checks will run concurrently."""
     made = Build(variant, package=variant is ASAN and asked.only in (None, "suite", "faults"))
     if variant is ASAN or asked.only in (None, "stress"):
         made.stress()
@@ -54,8 +54,8 @@ def planned(
 ) -> tuple[list[Check], list[Check]]:
     """Return the checks to run, in order.
 
-    Those of the first list run some at a time, because they also wait; those of the second use all
-    cores.
+    Several checks of the first list run at a time, because they also wait. The checks of the second
+    list use all cores.
     """
     one_core: list[Check] = []
     all_cores: list[Check] = []

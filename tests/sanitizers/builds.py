@@ -1,4 +1,6 @@
-"""Builds the sanitized libraries, programs that use them, and a package that contains them."""
+"""Builds the sanitized libraries, programs that use these libraries, and a package that contains
+them.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +29,16 @@ LIBRARIES = [artefact for artefact in ARTEFACTS if not artefact.python_module]
 
 
 def version() -> str:
-    """Return the project's version: the hooks work only with a core of the same version."""
+    """Return the project's version, because the hooks work only with a core of the same version."""
     found = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert found
     return found[1]
 
 
 class Build:
-    """The build of one variant: its libraries, its stress program and its package.
+    """One variant's build: its libraries, its stress program and its package.
 
-    Only a build with `package` contains the Python module, which `site` needs.
+    Only a build with `package` contains the Python module that `site` needs.
     """
 
     def __init__(self, variant: Variant, package: bool) -> None:
@@ -51,7 +53,7 @@ class Build:
         return f"{compiler()} {shlex.join(flags)}"
 
     def stress(self) -> Path:
-        """Build the program of tests/native/stress, and return its path."""
+        """Build the program of tests/native/stress and return its path."""
         program = self.folder / "stress"
         runtime = self.folder / "libstress_runtime.so"
         self._compile(runtime, [STRESS / "runtime.cpp"], ["-fPIC", "-shared"])
@@ -67,7 +69,9 @@ class Build:
         return program
 
     def site(self) -> Path:
-        """Create a site-packages folder with memsaver and the sanitized libraries; return it."""
+        """Create a site-packages folder with memsaver and the sanitized libraries; return the
+        folder.
+        """
         site = self.folder / "site"
         leave = shutil.ignore_patterns("*.so", "__pycache__", "include")
         shutil.copytree(ROOT / "memsaver", site / "memsaver", ignore=leave, dirs_exist_ok=True)
@@ -75,7 +79,7 @@ class Build:
         return site
 
     def runtimes(self) -> str:
-        """Return the sanitizers' libraries, for LD_PRELOAD in programs without them."""
+        """Return the sanitizers' libraries for LD_PRELOAD, for programs that are not sanitized."""
         paths = []
         for name in ("libasan.so", "libubsan.so"):
             command = [*shlex.split(compiler()), f"-print-file-name={name}"]

@@ -1,7 +1,7 @@
 """The checks that run under the sanitizers, and their outcomes.
 
-A sanitizer writes its reports to files named after the check, in every process of the check. A
-check passes if its program succeeds and no such file exists.
+In every process of a check, a sanitizer writes reports to files named after the check. A check
+passes if its program succeeds and no such file exists.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Outcome:
 
 @dataclass
 class Place:
-    """The folder in which checks run, for reports and backup files."""
+    """The folder in which checks run and that contains reports and backup files."""
 
     folder: Path
 
@@ -151,7 +151,9 @@ def stress(place: Place, built: Build, seed: int, operations: int, leaks: bool) 
 
 
 def leaks_are_found(place: Place, built: Build) -> bool:
-    """Return whether the leak sanitizer works here; it needs ptrace, which a container may deny."""
+    """Return whether the leak sanitizer works here; it requires ptrace, which a container can
+    deny.
+    """
     outcome = stress(place, built, 0, 0, leaks=True)
     return "LeakSanitizer has encountered a fatal error" not in outcome.text
 
@@ -193,7 +195,7 @@ def suite(place: Place, built: Build) -> Outcome:
 
 
 def units(place: Place, built: Build) -> Outcome:
-    """Run the native test programs, which are sanitized; Python only starts them."""
+    """Run the native test programs, which are sanitized. Python only starts them."""
     name = f"{built.variant.name}-units"
     env = place.environment(name, CXX=built.compiler)
     return pytest_run(place, name, UNITS, env, ROOT)

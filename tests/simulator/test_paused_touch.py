@@ -1,4 +1,6 @@
-"""Test an access to paused memory on the simulated driver: the process ends with an explanation."""
+"""Tests an access to paused memory on the simulated driver; the process ends with an
+explanation.
+"""
 
 import re
 import signal

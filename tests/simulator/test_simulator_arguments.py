@@ -1,4 +1,4 @@
-"""Test that invalid arguments of the simulator's functions raise errors with advice."""
+"""Tests that invalid arguments of the simulator's functions raise errors with advice."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Test the simulated driver under low process limits: the process survives without faults."""
+"""Tests the simulated driver under low process limits; the process survives without faults."""
 
 import textwrap
 

@@ -1,4 +1,4 @@
-"""Test that an error names an invalid variable of the simulated driver, and its valid values."""
+"""Tests that an error names an invalid variable of the simulated driver and its valid values."""
 
 INVALID = [
     ("MEMSAVER_SIM_MEMORY", "lots", "16GiB"),

@@ -1,6 +1,7 @@
-"""The memory of a soak: torch tensors on a GPU, or buffers of the simulated driver.
+"""The memory of a soak test: torch tensors on a GPU, or buffers of the simulated driver.
 
-Both classes have the same methods, so that a walk can use either. Only one thread uses an object.
+Both classes have the same methods, so a walk can use either class. Only one thread can use an
+object.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 class Limits:
     """The limits of a process's memory, in bytes.
 
-    `budget` limits all of its tensors, `host` all of its backups, `tag` a tag by its kind of
-    backup, and `tensor` a tensor. `leave` stays free when memory without a tag is allocated.
+    `budget` limits all tensors together, `host` all backups together, `tag` a tag by its kind of
+    backup, and `tensor` a single tensor. `leave` bytes stay free when memory without a tag is
+    allocated.
     """
 
     budget: int
@@ -55,7 +57,7 @@ def resources() -> dict[str, int]:
 
 
 class SimulatedMemory:
-    """Buffers on this process's own simulated device; the competitor is simulated, too."""
+    """Buffers on this process's own simulated device. The competing process is also simulated."""
 
     has_graphs = False
     copies_of_its_own = False  # no other process uses the device
@@ -111,7 +113,7 @@ class SimulatedMemory:
 
     @contextlib.contextmanager
     def faults(self) -> Iterator[bool]:
-        """Sometimes make a driver call in the block fail; yield whether one may fail."""
+        """Occasionally make a driver call in the block fail; yield whether a call can fail."""
         if self._random.random() > 0.25:
             yield False
             return
@@ -138,7 +140,7 @@ class SimulatedMemory:
         return self._sim.violations()
 
     def kept(self) -> str:
-        """Describe the owners of memory that the allocator above the tags knows."""
+        """Describe the owners of memory that the allocator above the tags reports."""
         return f"{self._sim.counts()}"
 
 
@@ -154,7 +156,7 @@ _FAULTS = [
 
 
 class TorchMemory:
-    """Tensors of torch on GPU 0, which other processes use as well."""
+    """torch tensors on GPU 0, which other processes also use."""
 
     has_graphs = True
 
@@ -208,7 +210,7 @@ class TorchMemory:
         tensor.view(self._torch.int64).random_(generator=self._generator)
 
     def take(self, nbytes: int) -> None:
-        """Allocate `nbytes` bytes without a tag, like another process."""
+        """Allocate `nbytes` bytes without a tag, as another process would."""
         self.let_go()
         self._taken = self.tensor(nbytes)
 
@@ -224,7 +226,7 @@ class TorchMemory:
 
     @contextlib.contextmanager
     def faults(self) -> Iterator[bool]:
-        """Do nothing: a real driver's calls are not made to fail."""
+        """Do nothing, because a real driver's calls cannot be made to fail."""
         yield False
 
     def wait_stream(self, transition: memsaver.Transition) -> None:
@@ -249,7 +251,9 @@ class TorchMemory:
         return []  # the driver would have ended the context
 
     def kept(self) -> str:
-        """Describe torch's segments in pools: the pool, MiB, and the states of their blocks."""
+        """Describe torch's segments in pools: the pool, the size in MiB, and the states of the
+        blocks.
+        """
         return str(
             [
                 (
@@ -267,7 +271,7 @@ class TorchMemory:
 
 
 class Graph:
-    """A captured computation, with temporaries and its result in a tag."""
+    """A captured computation with its temporaries and result in a tag."""
 
     def __init__(self, memory: TorchMemory, torch: Any, tag: str, backup: str, number: int) -> None:
         self._memory = memory
@@ -278,8 +282,11 @@ class Graph:
             self._result = memory.inputs * 3 + number
 
     def close(self) -> None:
-        """Release its memory. Under compute-sanitizer, deleting a graph does not release it, as
-        with torch's own graphs."""
+        """Release the graph's memory.
+
+        Under compute-sanitizer, deleting a graph does not release its memory; the same is true of
+        torch's own graphs.
+        """
         self._graph.reset()
 
     def replay(self, value: int) -> tuple[Any, Any]:

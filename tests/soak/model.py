@@ -1,4 +1,4 @@
-"""The model of a soak's memory: its tensors and their expected contents."""
+"""The model of a soak test's memory: its tensors and their expected contents."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Wrong(AssertionError):
 
 
 class Digests:
-    """Fingerprints of device memory: the device's results in a few bytes."""
+    """Fingerprints of device memory, computed on the device, with results of a few bytes."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -29,7 +29,7 @@ class Digests:
         self.bytes = 0
 
     def of(self, tensor: Any, nbytes: int) -> bytes:
-        """Return the digest. Retries while other processes leave no memory for it."""
+        """Return the digest. Retries while other processes leave no memory for the computation."""
         for attempt in range(50):
             try:
                 rows = _C.fingerprint([(self._memory.address(tensor), nbytes)])
@@ -43,7 +43,10 @@ class Digests:
         return hashlib.blake2b(rows, digest_size=16).digest()
 
     def of_zeros(self, tensor: Any, nbytes: int) -> bytes:
-        """Return the digest of `nbytes` zeros. Zeroes the tensor if the digest is not known yet."""
+        """Return the digest of `nbytes` zeros.
+
+        Zeroes the tensor if this digest is not known yet.
+        """
         if nbytes not in self._zeros:
             self._memory.zero(tensor)
             self._zeros[nbytes] = self.of(tensor, nbytes)
@@ -51,7 +54,7 @@ class Digests:
 
 
 class Piece:
-    """A tensor, and the digest of its contents while its tag is mapped."""
+    """A tensor with the digest of its contents while its tag is mapped."""
 
     def __init__(self, memory: Memory, digests: Digests, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -68,7 +71,7 @@ class Piece:
         self._digest = self._digests.of(self.tensor, self.nbytes)
 
     def check(self, contents: str) -> None:
-        """Raise Wrong if the contents or the address differ from the expected ones."""
+        """Raise Wrong if the contents or the address are not as expected."""
         if self._memory.address(self.tensor) != self.address:
             raise Wrong("a tensor has moved")
         found = self._digests.of(self.tensor, self.nbytes)
@@ -81,7 +84,7 @@ class Piece:
 
 
 class SoakedTag:
-    """A tag, its tensors, and their contents after a resume."""
+    """A tag with its tensors and their contents after a resume."""
 
     def __init__(self, name: str, backup: str, cap: int) -> None:
         self.name = name
@@ -97,7 +100,7 @@ class SoakedTag:
         return sum(piece.nbytes for piece in self.pieces)
 
     def drop_graph(self) -> None:
-        """Drop the graph, whose memory returns to torch."""
+        """Delete the graph and return its memory to torch."""
         if self.graph is not None:
             self.graph.close()
         self.graph = None
@@ -111,7 +114,7 @@ class SoakedTag:
         self.contents = ZERO if (backup or self.backup) == "none" else KEPT
 
     def check_mapped(self) -> None:
-        """Check that all contents are intact, after a resume or a failed pause."""
+        """Check that all contents are intact after a resume or a failed pause."""
         if self.state != "mapped":
             raise Wrong(f"{self.name} is {self.state}, and should be mapped")
         for piece in self.pieces:
@@ -119,7 +122,7 @@ class SoakedTag:
         self.contents = KEPT
 
     def check_explained(self, randomness: random.Random) -> None:
-        """Check that `explain` finds the tag from one of its bytes."""
+        """Check that `explain` finds the tag from the address of one of its bytes."""
         if not self.pieces:
             return
         piece = randomness.choice(self.pieces)

@@ -1,4 +1,4 @@
-"""Run two walks concurrently, from a common start to a common end, and report their figures."""
+"""Runs two walks concurrently, from a common start to a common end, and reports their results."""
 
 from __future__ import annotations
 
@@ -111,16 +111,17 @@ def run(
     under: Sequence[str] = (),
     patience: float = PATIENCE,
 ) -> dict[str, Any]:
-    """Run two walks of `seconds` seconds on one device; return their figures. Raises Failed.
+    """Run two walks of `seconds` seconds on one device; return their results. Raises Failed.
 
     Args:
         driver: "gpu" (torch's memory) or "sim" (the simulated driver's).
-        seconds: the time of walking; preparation and the final checks take longer.
+        seconds: the duration of the walks, without preparation and final checks.
         seed: the same seed tries the same steps; their results depend on timing.
-        steps: the maximum for each process, for a run with the same steps on any machine.
-        gib: device memory for each process, in GiB; None: so much that the sum does not fit.
+        steps: the maximum number of steps per process, for a run with the same steps on any
+            machine.
+        gib: device memory per process, in GiB; None for an amount whose sum does not fit.
         under: a command to run each process under, such as compute-sanitizer.
-        patience: seconds for an answer, in addition to the time of walking.
+        patience: seconds to wait for an answer, in addition to the duration of the walks.
     """
     env = {
         name: value
@@ -188,7 +189,7 @@ def _race(
 
 
 def left(found: dict[str, Any]) -> list[str]:
-    """Return the resources that the processes have at the end in addition to those at the start."""
+    """Return the resources that the processes use at the end but did not use at the start."""
     slack = SLACK[found["driver"]]
     more = []
     for number, (start, end) in enumerate(zip(found["start"], found["end"], strict=True)):
@@ -200,7 +201,7 @@ def left(found: dict[str, Any]) -> list[str]:
 
 
 def check(found: dict[str, Any]) -> None:
-    """Check the figures of a race. Raises AssertionError."""
+    """Check the results of a race. Raises AssertionError."""
     assert found["statuses"] == [0] * found["processes"], found["statuses"]
     assert found["cycles"] > 0 and found["device_bytes"] > 0 and found["copied_bytes"] > 0
     assert found["errors_met"] == found["errors_recovered"]

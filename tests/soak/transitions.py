@@ -1,4 +1,4 @@
-"""Transitions of a walk, with checks of their promises, and counts of what happened."""
+"""The transitions of a walk, with checks of their promises and counts of events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHORTAGES = (OutOfDeviceMemoryError, OutOfHostMemoryError, BackupError)
 
 
 class CheckedTransitions:
-    """Transitions that may fail under shortages and faults."""
+    """Transitions that can fail under shortages and faults."""
 
     def __init__(self, memory: Memory, rng: random.Random) -> None:
         self._memory = memory
@@ -103,7 +103,7 @@ class CheckedTransitions:
         done: Callable[[], None],
         failed: Callable[[], None],
     ) -> bool:
-        """Make the call, and check its promises; return whether it succeeded."""
+        """Make the call and check its promises; return whether it succeeded."""
         name = changing[0].name if changing else "nothing"
         with self._memory.faults() as faulty:
             try:
@@ -154,7 +154,7 @@ class CheckedTransitions:
         self._pending.setdefault(what, Counter())[kind] += 1
 
     def _succeeded(self, what: str) -> None:
-        """Count the earlier errors of a call as recovered, because it has succeeded now."""
+        """Count a call's earlier errors as recovered, because the call has now succeeded."""
         self.recovered += self._pending.pop(what, Counter())
 
     def _is_expected(self, error: Exception) -> bool:

@@ -1,4 +1,6 @@
-"""Lock between processes, exclusive or shared, with file locks, which end with their process."""
+"""A lock between processes, exclusive or shared, based on file locks, which end with their
+process.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,9 @@ from pathlib import Path
 
 
 class Turnstile:
-    """A lock between processes, shared or exclusive.
+    """An inter-process lock, which is shared or exclusive.
 
-    The exclusive process locks the door first, so that it need not wait indefinitely.
+    The exclusive process first locks the door, so that it need not wait indefinitely.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -23,7 +23,7 @@ GRAPHS = "graphs"
 
 
 class Walk(CheckedTransitions):
-    """One process's walk. `finish` frees all memory; the walk may continue afterwards."""
+    """One process's random walk. `finish` frees all memory. The walk can continue afterwards."""
 
     def __init__(self, memory: Memory, seed: int, turnstile: Turnstile) -> None:
         super().__init__(memory, random.Random(seed))
@@ -42,7 +42,7 @@ class Walk(CheckedTransitions):
         return self._digests.bytes
 
     def warm_up(self) -> None:
-        """Use every kind of backup, and run every kind of step a few times."""
+        """Use every kind of backup and run every kind of step a few times."""
         for tag in self._tags[: len(KINDS)]:
             with memsaver.region(tag.name, backup=tag.backup):
                 tag.known = True
@@ -55,7 +55,7 @@ class Walk(CheckedTransitions):
         self.finish()
 
     def run(self, seconds: float, most: int) -> None:
-        """Walk for `seconds` seconds, and at most `most` steps."""
+        """Walk for `seconds` seconds, but at most `most` steps."""
         steps = self._steps()
         choices, weights = [step for step, _ in steps], [weight for _, weight in steps]
         end = time.monotonic() + seconds
@@ -66,7 +66,7 @@ class Walk(CheckedTransitions):
         self._memory.let_go()
 
     def finish(self, patience: float = 100) -> None:
-        """Resume and check everything, then free it. Raises Wrong if that fails."""
+        """Resume, check and free everything. Raises Wrong on failure."""
         deadline = time.monotonic() + patience
         left = self._known()
         while left:
@@ -93,7 +93,7 @@ class Walk(CheckedTransitions):
     # Steps.
 
     def _steps(self) -> list[tuple[Callable[[], None], int]]:
-        """Return the possible steps, with their weights."""
+        """Return the possible steps with their weights."""
         steps = [
             (self.create, 10),
             (self.delete, 5),
@@ -124,7 +124,7 @@ class Walk(CheckedTransitions):
             raise Wrong(f"after {step.__name__}: {self._memory.violations()}")
 
     def create(self) -> None:
-        """Create tensors, which fails while their tag is paused."""
+        """Create tensors. The allocation fails while their tag is paused."""
         tag = self._any()
         try:
             with memsaver.region(tag.name, backup=tag.backup):
@@ -151,13 +151,15 @@ class Walk(CheckedTransitions):
             self._succeeded("create")
 
     def delete(self) -> None:
-        """Delete tensors, which is legal in any state."""
+        """Delete tensors, which is permitted in any state."""
         tag = self._any()
         keep = self._random.random() ** 0.25
         tag.pieces = [piece for piece in tag.pieces if self._random.random() < keep]
 
     def refill(self) -> None:
-        """Write new contents to some tensors, so that some pages have changed at the next pause."""
+        """Write new contents to some tensors, so that some pages have changed before the next
+        pause.
+        """
         tag = self._any()
         if tag.known and tag.state == "mapped":
             for piece in tag.pieces:
@@ -184,7 +186,7 @@ class Walk(CheckedTransitions):
             self._swap(both[:cut], both[cut:], self._override())
 
     def pause_for_a_block(self) -> None:
-        """Use `paused()` for a block in which another user takes the memory."""
+        """Use `paused()` for a block in which another process uses the memory."""
         tags = self._several()
         going = [tag for tag in tags if tag.state == "mapped"]
         left = False
@@ -209,7 +211,7 @@ class Walk(CheckedTransitions):
                 self._came_back(tag)
 
     def in_the_background(self) -> None:
-        """Run a transition on its own thread, while tensors of its tags are deleted."""
+        """Run a transition on another thread while tensors of its tags are deleted."""
         tag = self._random.choice(self._known() or self._tags[:1])
         if not tag.known:
             return
@@ -264,7 +266,7 @@ class Walk(CheckedTransitions):
         self._memory.tidy()
 
     def capture(self) -> None:
-        """Replace the graph by a new one. The other process is idle during the capture."""
+        """Replace the graph with a new graph. The other process is idle during the capture."""
         tag = self._tags[-1]
         if tag.known and tag.state != "mapped":
             return
@@ -286,7 +288,7 @@ class Walk(CheckedTransitions):
         self._tags[-1].drop_graph()
 
     def _make_room(self) -> None:
-        """Follow the errors' advice for device and host memory; another process may be quicker."""
+        """Follow the errors' advice for device and host memory; another process might be faster."""
         self._memory.let_go()
         self._memory.tidy()
         memsaver.trim(wait=True)
@@ -310,7 +312,7 @@ class Walk(CheckedTransitions):
         return self._random.choice(["none", "host", "pageable", "disk"])
 
     def _size(self, tag: SoakedTag) -> int:
-        """Return a size of any magnitude, more often a large one; a multiple of 8."""
+        """Return a size of any magnitude that is a multiple of 8; large sizes are more frequent."""
         most = min(self._memory.limits.tensor, tag.cap // 2)
         return max(int(512 * (most / 512) ** self._random.random() ** 0.5) & ~7, 8)
 

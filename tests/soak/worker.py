@@ -1,11 +1,12 @@
-"""One process of a soak, which walks on request and answers with lines of JSON.
+"""One process of a soak test, which walks on request and answers with lines of JSON.
 
     python -m soak.worker gpu|sim SEED FOLDER [GIB]
 
-Each line of its input is a request: "figures" (return its current use of resources), "walk SECONDS
-STEPS" (walk for at most this time and this number of steps), "finish" (resume and free everything;
-return the counts since the start), or "end". It answers each request except "end" with a line, and
-writes one when it has started. FOLDER contains the locks and the backups on disk.
+Each line of the input is a request: "figures" (return the process's current use of resources),
+"walk SECONDS STEPS" (walk for at most this time and this number of steps), "finish" (resume and
+free everything; return the counts since the start), or "end". The process writes one line when it
+has started, and one line as the answer to each request except "end". FOLDER contains the locks and
+the disk backups.
 """
 
 from __future__ import annotations

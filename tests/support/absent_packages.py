@@ -1,7 +1,8 @@
 """Fakes of packages with GPU kernels, so that SGLang's modules can be imported without them.
 
-SGLang's modules use these packages in decorators and annotations when they are imported, and call
-kernels only on a GPU. Every name of a fake exists, and its use as a decorator changes nothing.
+SGLang's modules use these packages in decorators and annotations at import time, but call their
+kernels only on a GPU. A fake has an attribute for every name. Using the attribute as a decorator
+changes nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class _Meta(type):
 
 
 class Anything(metaclass=_Meta):
-    """Any class, function, decorator or constant."""
+    """A fake class, function, decorator or constant."""
 
     def __new__(cls, *args: Any, **named: Any) -> Any:
         return super().__new__(cls)(*args, **named)
@@ -82,7 +83,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install() -> None:
-    """Fake the packages that are not installed. Idempotent."""
+    """Install fakes of the packages that are not installed. Idempotent."""
     absent = frozenset(name for name in PACKAGES if importlib.util.find_spec(name) is None)
     if absent:
         # torch chooses its own code by what it can import, so it must look before the fakes exist.

@@ -1,4 +1,4 @@
-"""Helpers that find the unnamed files of disk backups and damage them from outside."""
+"""Helpers that find the unnamed files of disk backups and corrupt their contents."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def deleted_files(folder: str | Path) -> list[int]:
 
 
 def first_data(file: int) -> int:
-    """Return the offset of a file's first data."""
+    """Return the file offset at which the first data begins."""
     return os.lseek(file, 0, os.SEEK_DATA)
 
 
 def overwrite(file: int, at: int, data: bytes) -> bytes:
-    """Replace bytes of an unnamed file, and return the old bytes."""
+    """Replace bytes of an unnamed file and return the old bytes."""
     with open(f"/proc/self/fd/{file}", "r+b", buffering=0) as again:
         before = os.pread(again.fileno(), len(data), at)
         os.pwrite(again.fileno(), data, at)
@@ -32,7 +32,7 @@ def overwrite(file: int, at: int, data: bytes) -> bytes:
 
 
 def flip(file: int, at: int) -> None:
-    """Flip a bit in a byte of an unnamed file."""
+    """Flip one bit of an unnamed file."""
     with open(f"/proc/self/fd/{file}", "rb", buffering=0) as again:
         (byte,) = os.pread(again.fileno(), 1, at)
     overwrite(file, at, bytes([byte ^ 1]))

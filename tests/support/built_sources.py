@@ -1,6 +1,7 @@
-"""Compiles the tests' C and C++ sources into build/tests, once for each state of the sources.
+"""Compiles the tests' C and C++ sources into build/tests and recompiles them if they change.
 
-Uses a folder for temporary files if LD_PRELOAD cannot express the repository's path.
+Compiles into a folder for temporary files if the repository's path contains a space or a colon,
+because LD_PRELOAD cannot contain such a path.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ def built(
     libraries: Sequence[str] = (),
     headers: Sequence[Path] = (),
 ) -> Path:
-    """Compile and link the sources; return the path of the output file, which is called `name`.
+    """Compile and link the sources; return the path of the output file `name`.
 
-    The file is kept for other tests, processes and test runs with the same command and the same
-    contents of `sources` and `headers`. Raises AssertionError if the compiler fails or warns.
+    The file is reused by other tests, processes and test runs that have the same command and the
+    same contents of `sources` and `headers`. Raises AssertionError if the compiler fails or warns.
     """
     command = [*compiler, *flags, *map(str, sources)]
     digest = hashlib.sha256(repr((command, libraries)).encode())
@@ -57,5 +58,5 @@ def built(
 
 
 def sources_of_the_core() -> list[Path]:
-    """Return the files of csrc that sources of the tests may include, or be linked with."""
+    """Return the files of csrc that test sources can include or link with."""
     return sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in {".h", ".cpp"})

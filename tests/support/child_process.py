@@ -1,4 +1,4 @@
-"""Runs Python code in a child process, and checks its exit status."""
+"""Runs Python code in a child process and checks its exit status."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def environment_without(*prefixes: str) -> dict[str, str]:
 
 
 def reads_at_start(variables: Iterable[str]) -> bool:
-    """Return whether the start of an interpreter or of its libraries reads one of the variables.
+    """Return whether an interpreter or its libraries read any of the variables at startup.
 
-    PYTHONPATH is not one of them, because a forked process adopts it.
+    PYTHONPATH is excluded because a forked process adopts its value.
     """
     read = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "LC_", "LANG", "TZ")
     return any(name.startswith(read) and name != "PYTHONPATH" for name in variables)
@@ -35,12 +35,12 @@ def run_code(
     with_memsaver: bool = False,
     fresh: bool = True,
 ) -> subprocess.CompletedProcess[str]:
-    """Run code in a new process in that folder; raise AssertionError for another exit status.
+    """Run code in a new process in a folder; raise AssertionError if the exit status differs.
 
-    `status=None` accepts any exit status. `timeout` is in seconds. The process is a new
-    interpreter; or, if `with_torch`, a process that has already imported torch, which saves
-    seconds; or, if `with_memsaver`, one that has imported both torch and memsaver, in an
-    environment without memsaver's variables; or, if not `fresh`, one that has already imported
+    `status=None` accepts any exit status. `timeout` is in seconds. By default, the process is a new
+    interpreter. With `with_torch`, the process is forked from one that has already imported torch,
+    which saves seconds. With `with_memsaver`, the parent has imported both torch and memsaver, in
+    an environment without memsaver's variables. If `fresh` is false, the parent has imported
     modules of the standard library, which saves a tenth of a second. Variables for which
     `reads_at_start` is true require a new interpreter.
     """
@@ -70,7 +70,8 @@ def run_together(
 ) -> list[str]:
     """Run the commands concurrently, each in its own environment, and return their outputs.
 
-    Raises AssertionError with all outputs if an exit status is not 0. No process outlives the call.
+    Raises AssertionError with all outputs if an exit status is not 0. All processes have ended when
+    the call returns.
     """
     processes = [
         subprocess.Popen(

@@ -1,4 +1,4 @@
-"""An engine in this process for sessions: its memory is in tags; its output shows its weights."""
+"""A fake engine in this process, with tagged memory and an output that depends on its weights."""
 
 from typing import Any
 
@@ -13,13 +13,13 @@ KV_BYTES = 8 << 20
 
 
 class TagEngine:
-    """The methods of a `RolloutEngine` that a session uses, with tags on the simulated device.
+    """A fake with those methods of `RolloutEngine` that a session calls; its memory is simulated.
 
-    Its weights have no backup: after a sleep they are zeros until they are updated.
+    The weights have no backup: after a sleep, they are zeros until the next update.
 
     Attributes:
-        heard: the names of the calls that it received, in order.
-        fail: the exception that the next call of each name raises.
+        heard: the names of the received calls, in order.
+        fail: the exception that the next call raises, by the call's name.
     """
 
     def __init__(self, model: torch.nn.Module, weights: str, kv_cache: str) -> None:

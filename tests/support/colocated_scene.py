@@ -1,4 +1,4 @@
-"""A trainer and an engine on the simulated device, and the session of both, for tests."""
+"""A trainer and an engine on the simulated device, and a session that contains both."""
 
 import torch
 from colocated_engine import TagEngine
@@ -21,7 +21,7 @@ X = torch.ones(4)
 
 
 class Scene:
-    """A trainer, an engine with the test's own tags, and a session of both."""
+    """A trainer, an engine with the test's own tags, and a session that contains both."""
 
     def __init__(self, tag, optimizer="adamw", engine=TagEngine, by_layer=False, **options) -> None:
         self.trainer = Trainer(optimizer)

@@ -1,4 +1,4 @@
-"""The script that installing memsaver creates, for processes that are forked (CommandPopen)."""
+"""The console script that an installation of memsaver creates, for forked processes."""
 
 from memsaver.cli import main
 

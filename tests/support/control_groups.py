@@ -1,4 +1,4 @@
-"""Contents of /proc files for a process in control groups of version 1 and version 2."""
+"""Contents of /proc files for a process in control groups of versions 1 and 2."""
 
 MOUNT_V2 = "35 24 0:30 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw\n"
 

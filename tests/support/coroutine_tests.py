@@ -1,4 +1,4 @@
-"""Tests that are coroutines."""
+"""Support for tests that are coroutines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SECONDS = 30
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine in an event loop of its own, with a bound on its time."""
+    """Run a coroutine test in its own event loop, with a timeout."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     names = inspect.signature(pyfuncitem.obj).parameters

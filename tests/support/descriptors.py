@@ -1,4 +1,4 @@
-"""The open descriptors of this process."""
+"""The file descriptors that are open in this process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def open_descriptors() -> dict[int, str]:
-    """Return the target of each descriptor of this process, as the system reports it."""
+    """Return the target of each open descriptor, as the operating system reports it."""
     found = {}
     for number in os.listdir("/proc/self/fd"):
         try:

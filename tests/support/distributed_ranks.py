@@ -1,7 +1,7 @@
 """Groups of processes on simulated devices, for tests of `memsaver.distributed`.
 
-One set of processes runs many scenarios. Each scenario begins and ends with everything mapped, and
-every rank checks its own state.
+The same processes run many scenarios. All memory is mapped at the start and at the end of each
+scenario, and every rank checks its own state.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ def run(
     statuses: Mapping[int, int] | None = None,
     timeout: float = 60,
 ) -> None:
-    """Run code in one process for each rank of a group.
+    """Run code in one process per rank of a group.
 
-    Every process must end with status 0, except those in `statuses`, such as `{2: 7}`.
+    Every process must end with status 0, except the ranks in `statuses`, for example `{2: 7}`.
     """
     text = PRELUDE + textwrap.dedent(code) + "\nassert sim.violations() == []\n"
     rank_processes.run(text, size, folder, statuses=statuses, timeout=timeout)

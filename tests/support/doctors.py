@@ -1,4 +1,4 @@
-"""`memsaver doctor` in its own process, a sample finding, and a fake driver for its checks."""
+"""`memsaver doctor` in a separate process, a sample finding, and a fake driver for the checks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIM = {"MEMSAVER_DRIVER": "sim"}
 
 
 def run_doctor(*arguments, command=("-m", "memsaver"), cwd=None, **env):
-    """Run the command in its own process, with additional environment variables."""
+    """Run the command in a separate process with additional environment variables."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("MEMSAVER_", "NCCL_"))}
     environment = {**kept, "PYTHONPATH": str(LIBRARY_DIR.parent), **SIM, **env}
     whole = [sys.executable, *command, "doctor", *arguments]
@@ -33,7 +33,7 @@ def raising(error):
 
 
 class FakeDriver:
-    """A fake driver that answers like the driver of a real GPU."""
+    """A fake driver that returns the same answers as a real GPU's driver."""
 
     name, simulated = "libcuda.so.1", False
 

@@ -1,4 +1,4 @@
-"""Chooses the driver of a test run, and the tests to skip."""
+"""Chooses the driver for a test run and the tests to skip."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from repository import ROOT
 
 
 def count_gpus() -> int:
-    """Return how many GPUs the real driver reports; 0 if there is none. Starts no context."""
+    """Return the number of GPUs that the real driver reports, or 0 without a driver.
+
+    The query creates no CUDA context.
+    """
     try:
         library = ctypes.CDLL("libcuda.so.1")
         count = ctypes.c_int(0)
@@ -26,7 +29,7 @@ GPUS = count_gpus()
 
 
 def asks_for_gpu_tests(expression: str) -> bool:
-    """Return whether `-m expression` selects tests marked gpu, but no ordinary tests."""
+    """Return whether `-m expression` selects tests marked gpu and no other tests."""
     if not expression:
         return False
     words = set(re.findall(r"[A-Za-z_]\w*", expression)) - {"and", "or", "not"}
@@ -42,7 +45,7 @@ def asks_for_gpu_tests(expression: str) -> bool:
 
 
 def why_not(config: pytest.Config, item: pytest.Item) -> str | None:
-    """Return the reason why a test cannot run; None if it can."""
+    """Return the reason why a test cannot run, or None if it can."""
     marked = {mark.name for mark in item.iter_markers()}
     if ("gpu" in marked or "two_gpus" in marked) and GPUS == 0:
         return "no NVIDIA GPU: libcuda.so.1 cannot be opened, or finds none"

@@ -1,4 +1,4 @@
-"""Faults of driver calls, and checks of the state afterwards."""
+"""Failing driver calls, and checks of the state after the failure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DRIVER_CALLS = re.findall(r"X\((cu\w+)\)", (ROOT / "csrc/core/driver/driver.h").
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """Makes the nth call of that name from now on fail, and `times` calls in total; 0 means all."""
+    """A fault: the nth call of a driver function fails; `times` calls fail in all (0: no limit)."""
 
     call: str
     nth: int
@@ -33,7 +33,7 @@ class Fault:
 
 
 class Fixed:
-    """Blocks whose contents are checked often: the expected bytes are computed once."""
+    """Blocks whose expected bytes are computed once, because they are checked often."""
 
     def __init__(self, sim, blocks):
         self.sim = sim
@@ -61,7 +61,7 @@ def held(names):
 
 
 def reported():
-    """Return the device memory of all tags; it equals the driver's figure if nothing leaks."""
+    """Return all tags' device memory, which equals the driver's value if nothing has leaked."""
     return memsaver.stats().resident_bytes
 
 
@@ -76,10 +76,10 @@ def states(names):
 
 
 def each_fault(sim, in_thread, before, action, code):
-    """Yield every fault that can occur in an action, after counting the action's driver calls.
+    """Yield each fault that can occur in an action, after a first run has counted the driver calls.
 
-    `before` prepares the state, for the count and again for each fault. The action runs on its own
-    thread, so that a context that could not be popped affects no other test.
+    `before` prepares the state before the first run and before each fault. The action runs on its
+    own thread, because a context that could not be popped must not affect other tests.
     """
     before()
     calls = {name: sim.calls(name) for name in DRIVER_CALLS}

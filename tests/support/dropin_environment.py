@@ -1,4 +1,4 @@
-"""Builds the wheel of integrations/torch_memory_saver, and runs code with it installed."""
+"""Builds the wheel of integrations/torch_memory_saver and runs code with the wheel installed."""
 
 import fcntl
 import os
@@ -14,7 +14,7 @@ from repository import IMPORT_PATH, ROOT, TESTS
 
 
 def wheel_in(folder: Path) -> Path:
-    """Return the distribution's wheel in a folder; the first process to ask for it builds it."""
+    """Return the distribution's wheel in a folder; the first process that calls this builds it."""
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -22,7 +22,7 @@ def wheel_in(folder: Path) -> Path:
 
 
 def _build_wheel(folder: Path) -> Path:
-    """Build the distribution's wheel in a folder, with pip."""
+    """Build the distribution's wheel in a folder with pip."""
     leftovers = shutil.ignore_patterns("build", "*.egg-info", "*.so", "__pycache__")
     source = ROOT / "integrations" / "torch_memory_saver"
     shutil.copytree(source, folder / "source", ignore=leftovers)
@@ -37,7 +37,7 @@ def _build_wheel(folder: Path) -> Path:
 
 
 def make_site(wheel: Path, folder: Path) -> Path:
-    """Make a folder a site-packages folder with memsaver and the wheel's contents; return it."""
+    """Turn a folder into a site-packages folder with memsaver and the wheel's contents."""
     from memsaver._runtime.native import LIBRARY_DIR
 
     with zipfile.ZipFile(wheel) as archive:
@@ -56,7 +56,7 @@ def run_with(
     fresh: bool = False,
     **env: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python code after the usual import, on the simulated driver, and check its status."""
+    """Run Python code after the usual import on the simulated driver and check the exit status."""
     environment = environment_without("MEMSAVER_", "TMS_")
     environment.pop("LD_PRELOAD", None)
     paths = [str(packages), str(TESTS / "fixtures" / "preload"), environment.get("PYTHONPATH", "")]

@@ -1,4 +1,4 @@
-"""Common code of the tests of processes preloaded with torch_memory_saver's library."""
+"""Code shared by the tests of processes that preload torch_memory_saver's library."""
 
 import sysconfig
 

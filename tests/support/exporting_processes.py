@@ -1,10 +1,10 @@
-"""Processes that export memory, and are killed while another process maps it.
+"""Processes that export memory and are killed while another process maps the memory.
 
     python -m exporting_processes FD
 
-The program is their server; see `forked_processes`. The program loads torch; processes that only
-import this module do not need torch. The memory of a simulated device is a file for each exportable
-piece, which exists as long as a process has it open or mapped.
+The program is the server that forks these processes; see `forked_processes`. The program loads
+torch; processes that only import this module do not need torch. Each exportable allocation of a
+simulated device is a file, which exists while a process has it open or mapped.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Exporter:
         simulator.control().sim_granularity(ctypes.c_uint64(nbytes))
 
     def send(self, key: int, device: int, data: bytes) -> tuple[Any, ...]:
-        """Create a tensor with these bytes, and return its place, as `Sharing.reduced` does."""
+        """Create a tensor with these bytes and return its location, as `Sharing.reduced` does."""
         import torch
 
         with memsaver.region(_TAG, backup="host", shareable=True):
@@ -65,12 +65,12 @@ class _Exporter:
         return exporter.held()
 
     def clear(self) -> None:
-        """Delete all tensors, also those of messages in transit."""
+        """Delete all tensors, including those of messages in transit."""
         self._tensors.clear()
         sent_storages.forget_expired(math.inf)
 
     def end_after(self, answers: int) -> None:
-        """Send one extent in each answer, and end after this number of answers."""
+        """Send one extent per answer, and exit after this number of answers."""
         send, left = wire.send, iter(range(answers))
 
         def counted(connection: Any, message: wire.Message, *rest: Any, **options: Any) -> None:
@@ -102,7 +102,7 @@ class Exporter:
     """An exporting process.
 
     Attributes:
-        is_dead: whether it was killed.
+        is_dead: whether the exporter was killed.
     """
 
     def __init__(self, process: Forked) -> None:
@@ -112,13 +112,13 @@ class Exporter:
         self._files: set[int] = set()
 
     def end_after(self, answers: int) -> None:
-        """Make the exporter end itself during an import, after `answers` answers of one extent."""
+        """Make the exporter exit during an import, after `answers` answers of one extent each."""
         self.process.ask("end_after", answers)
         self._files = files_of(self.process.pid)
         self._ends = True
 
     def kill(self) -> None:
-        """Kill the exporter, unless it has ended itself, and wait for its end."""
+        """Kill the exporter unless it has exited, and wait until it has ended."""
         pid = self.process.pid
         if not self._ends:
             self._files = files_of(pid)
@@ -127,15 +127,15 @@ class Exporter:
         self.is_dead = True
 
     def has_memory_in(self, pid: int) -> bool:
-        """Return whether another process keeps some of the memory of this dead one."""
+        """Return whether another process still uses memory of this dead exporter."""
         return not self._files.isdisjoint(files_of(pid))
 
 
 class Exporters:
-    """The exporting processes, of which one is alive between sequences.
+    """The exporting processes; exactly one process is alive between sequences.
 
     Attributes:
-        is_used: whether the sequence has sent memory of an exporter.
+        is_used: whether an exporter has sent memory in this sequence.
     """
 
     def __init__(self) -> None:
@@ -144,13 +144,13 @@ class Exporters:
         self.is_used = False
 
     def alive(self) -> Exporter:
-        """Return the exporter that is alive; start one if there is none."""
+        """Return the live exporter; start an exporter if there is none."""
         if self._last.is_dead:
             self._last = Exporter(self._server.start())
         return self._last
 
     def clear(self) -> None:
-        """Free the memory of the living exporter, at the end of a sequence."""
+        """Free the live exporter's memory at the end of a sequence."""
         ask = self.alive().process.ask
         if self.is_used:
             ask("clear")
@@ -158,7 +158,7 @@ class Exporters:
         self.is_used = False
 
     def reset(self) -> None:
-        """Replace the exporter of a failed sequence."""
+        """Replace the exporter after a failed sequence."""
         self._last.process.kill()
         self._last = Exporter(self._server.start())
         self.is_used = False

@@ -1,7 +1,7 @@
-"""A fake strategy with only those parts of LightRFT's interface that concern memory.
+"""A fake strategy with the parts of LightRFT's interface that affect memory.
 
-Names, arguments and order are those of LightRFT's `StrategyBase` and `FSDPV2Strategy` (read at
-006b2e2 and 02f6351); the methods' other effects are left out.
+Names, arguments and the order of calls match LightRFT's `StrategyBase` and `FSDPV2Strategy` at
+commits 006b2e2 and 02f6351. The fake omits the methods' other effects.
 """
 
 from enum import Enum
@@ -16,7 +16,7 @@ class EngineStatus(Enum):
 
 
 class Rollout:
-    """Every rank's object for the engine; only a group's first rank has the engine itself."""
+    """The engine's handle on every rank; only the first rank of a group has the engine itself."""
 
     def __init__(self, engine, tp_rank: int = 0) -> None:
         self._engine = engine if tp_rank == 0 else None
@@ -24,7 +24,7 @@ class Rollout:
 
 
 class Sender:
-    """Sends the trainer's weights to an engine: writes bytes into its model's memory."""
+    """Sends the trainer's weights to an engine by writing bytes into the engine's model."""
 
     def __init__(self, strategy, scheduler=None) -> None:
         self.strategy, self.scheduler = strategy, scheduler

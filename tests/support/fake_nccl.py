@@ -1,4 +1,4 @@
-"""The fake NCCL library of tests/fixtures/nccl, and communicators of it."""
+"""The fake NCCL library of tests/fixtures/nccl and its communicators."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ SOURCE = ROOT / "tests" / "fixtures" / "nccl" / "nccl.c"
 
 
 class FakeNccl:
-    """A loaded fake.
+    """A loaded fake library.
 
     Attributes:
-        nccl: memsaver's interface to it.
+        nccl: memsaver's interface to the library.
     """
 
     def __init__(self) -> None:
@@ -29,13 +29,13 @@ class FakeNccl:
         self.nccl = Nccl(self._c)
 
     def set_version(self, version: int) -> None:
-        """Set the version that the library reports. Fakes of one process share it."""
+        """Set the version that the library reports. All fakes in a process share the version."""
         self._c.fake_set_version(version)
 
     def communicator(
         self, shared: Path, name: str, ranks: tuple[int, ...], rank: int, nbytes: int
     ) -> Communicator:
-        """Return a communicator with `nbytes` that can be suspended, and 1 MiB that cannot."""
+        """Return a communicator that can suspend `nbytes` bytes and keeps 1 MiB."""
         path = str(shared / name).encode()
         handle = self._c.fake_comm(path, len(ranks), nbytes, 1 << 20)
         return Communicator(name, ranks, rank, handle, self.nccl)
@@ -45,5 +45,5 @@ class FakeNccl:
         return bool(self._c.fake_use(communicator.handle) == 0)
 
     def fail(self, communicator: Communicator, status: int) -> None:
-        """Make the communicator's next suspend return an error, before it waits for others."""
+        """Make the communicator's next suspend call return an error before it waits for others."""
         self._c.fake_fail(communicator.handle, status)

@@ -1,4 +1,4 @@
-"""A fake of the package pynvml."""
+"""A fake of the pynvml package."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 
 class Nvml:
-    """A fake of the functions of pynvml that memsaver calls.
+    """A fake with the pynvml functions that memsaver calls.
 
     Attributes:
-        rows: tuples of pid, name and bytes.
+        rows: (pid, name, bytes) tuples.
         broken: the names of the functions that raise.
-        opened: how many `nvmlInit` have no `nvmlShutdown`.
+        opened: the number of `nvmlInit` calls without an `nvmlShutdown` call.
         bus_ids: the devices that were looked up.
     """
 

@@ -1,4 +1,4 @@
-"""Fakes of packages that a module imports and a test does not need."""
+"""Fakes of packages that a module imports but a test does not need."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import types
 
 
 class _Anything:
-    """An attribute of a fake package: decorators return what they decorate, calls return it."""
+    """An attribute of a fake package.
+
+    As a decorator, the attribute returns its argument; a call returns the attribute.
+    """
 
     def __init__(self, keeps_apps: bool) -> None:
         self._keeps_apps = keeps_apps
@@ -44,7 +47,7 @@ class _Package(types.ModuleType):
 
 
 def fake_missing(work, patch):
-    """Return the result of `work`, with fakes of the packages that its imports lack."""
+    """Return the result of `work`, with fakes for packages that its imports cannot find."""
     while True:
         try:
             return work()
@@ -53,14 +56,14 @@ def fake_missing(work, patch):
 
 
 def fake(error: ModuleNotFoundError, patch) -> None:
-    """Fake the package that an import lacks; raise the error if it is a part of vLLM."""
+    """Install a fake of the missing package; re-raise the error if the package is part of vLLM."""
     if str(error.name).startswith("vllm"):
         raise error
     patch.setitem(sys.modules, error.name, _Package(error.name))
 
 
 def imported(name: str, patch):
-    """Import a module; return None if it does not exist."""
+    """Import a module and return it, or return None if it does not exist."""
     try:
         return fake_missing(lambda: importlib.import_module(name), patch)
     except ModuleNotFoundError:

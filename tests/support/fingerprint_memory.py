@@ -1,4 +1,4 @@
-"""Simulated memory with known bytes, and the library's fingerprints of it."""
+"""Simulated memory with known bytes and the library's fingerprints of this memory."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The 256-bit fingerprint in numpy, written from its definition in csrc/kernels/fingerprint_hash.h.
+"""The 256-bit fingerprint in numpy, written from the definition in csrc/kernels/fingerprint_hash.h.
 
-Shares no code with the kernel or its simulation.
+The module shares no code with the kernel or the kernel's simulation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KEY = key(PIECE // 4 + 2 * LANES)
 
 
 def digest(data: bytes) -> bytes:
-    """Return the fingerprint of a piece: four lanes of 64 bits."""
+    """Return the fingerprint of a piece as four 64-bit lanes."""
     assert len(data) <= PIECE
     words = np.frombuffer(data + bytes(-len(data) % 8), "<u4")
     lanes = []
@@ -39,5 +39,5 @@ def digest(data: bytes) -> bytes:
 
 
 def digests(data: bytes) -> bytes:
-    """Return the fingerprints of all pieces of 1 MiB, in order."""
+    """Return the fingerprints of all 1 MiB pieces, in order."""
     return b"".join(digest(data[at : at + PIECE]) for at in range(0, len(data), PIECE))

@@ -1,11 +1,11 @@
-"""Import modules of a folder that is no package, for one test."""
+"""Imports modules from a folder that is not a package, for the duration of one test."""
 
 import importlib
 import sys
 
 
 def modules_in(monkeypatch, folder, *others):
-    """Yield `import_module` with the folder on its path; remove the folder's modules later."""
+    """Yield `import_module` with the folder on the search path; unload its modules afterwards."""
     monkeypatch.syspath_prepend(folder)
     before = set(sys.modules)
     yield importlib.import_module

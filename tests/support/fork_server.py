@@ -1,9 +1,9 @@
-"""A process that has imported modules and forks child processes, which saves their imports.
+"""A process that imports modules once and forks child processes, which need not repeat the imports.
 
-`rank_processes` starts it with the name of a list in MODULES, and sends requests. It has one
-thread, has opened no driver, and has imported memsaver only if the list says so, so that its
-children are like new interpreters with loaded modules. Requests and answers are lines of JSON. The
-process ends after the last request.
+`rank_processes` starts the process with the name of a list in MODULES and sends requests. The
+process has one thread, has opened no driver, and has imported memsaver only if the list includes
+it. The children are therefore like new interpreters with loaded modules. Requests and answers are
+lines of JSON. The process ends after the last request.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ MODULES = {
 
 
 def serve() -> dict[str, Any] | None:
-    """Answer requests; return a forked process's request in that process."""
+    """Answer requests; in a forked process, return the request that the process must run."""
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         request = json.loads(line)
@@ -91,10 +91,10 @@ def serve() -> dict[str, Any] | None:
 
 
 def for_adoption(process: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
-    """Fork a process that this one is not the parent of; return it there, and its pid here.
+    """Fork a process that is not a child of this one; return `process` there and the pid here.
 
-    Its parent is the next process above this one that adopts orphans. Here this returns after the
-    process has opened its files.
+    The new process's parent is its nearest ancestor that adopts orphans. In this process, the
+    function returns after the new process has opened its files.
     """
     reading, writing = os.pipe()
     between = os.fork()
@@ -113,22 +113,22 @@ def for_adoption(process: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
 
 
 def adopts_orphans(does: bool) -> None:
-    """Set whether descendants of this process become its children when their parents end."""
+    """Set whether this process adopts descendants whose parents have ended."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(does))
 
 
 def ended(
     ranks: dict[int, int], timeout: float, linger: float
 ) -> tuple[list[int | None], list[str]]:
-    """Wait for processes, and kill those that are left.
+    """Wait for processes and kill those that do not end.
 
     Args:
-        ranks: the ranks, by pid.
+        ranks: the rank of each process, by pid.
         timeout: seconds for the ranks.
-        linger: seconds for the processes that they have started, after the end of the last rank.
+        linger: seconds for the ranks' own child processes, after the end of the last rank.
 
     Returns:
-        The ranks' statuses in their order, None for one killed at the timeout; and the pids and
+        The ranks' statuses in order (None for a rank killed at the timeout), and the pids and
         commands of other processes that were killed after all ranks had ended.
     """
     statuses: list[int | None] = [None] * len(ranks)
@@ -155,7 +155,7 @@ def ended(
 
 
 def children() -> dict[int, str]:
-    """Return the commands of this process's children, by pid; "" for one that has ended."""
+    """Return the commands of this process's children, by pid; "" for a child that has ended."""
     found = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -169,11 +169,12 @@ def children() -> dict[int, str]:
 
 
 def share_by_file_names() -> None:
-    """Start torch's helper for memory that is shared by file names, and continue in a fork.
+    """Start torch's helper for memory shared by file name, then continue in a forked process.
 
-    Without it, each process that shares memory so would start a helper of its own, which takes half
-    a second of CPU time. The helper is a child of this process, which only waits for the fork. It
-    keeps the files of killed processes until all forks have ended.
+    Without the helper, each process that shares memory by file name would start its own, which
+    takes half a second of CPU time. The helper is a child of this process, which then only waits
+    for the forked process. The helper keeps the files of killed processes until all forked
+    processes have ended.
     """
     import torch
 
@@ -188,7 +189,7 @@ def share_by_file_names() -> None:
 
 
 def become(process: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Adopt the environment, folder and output; return the code, and the globals to run it in."""
+    """Adopt the environment, folder and output files; return the code and its globals."""
     paths = os.environ["PYTHONPATH"].split(os.pathsep)
     for number, name, flags in (
         (0, process.get("input", os.devnull), os.O_RDONLY),
@@ -230,9 +231,9 @@ def become(process: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def leave() -> None:
-    """End the process, without freeing all of torch's modules, which takes a quarter of a second.
+    """End the process without unloading torch's modules, which would take a quarter of a second.
 
-    Code that runs at interpreter exit is tested in new interpreters.
+    Tests for code that runs at interpreter exit use new interpreters.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,8 +1,8 @@
-"""Processes that are forked for a test program, and answer its requests one after another.
+"""Forked child processes of a test program that answer its requests one at a time.
 
-Each kind has a program of its own, whose process is their server: it has loaded what they need
-without opening the driver, and forks a process for each socket that it receives, which is faster
-than starting a program.
+Each kind of process has its own program, whose process is the server. The server loads the required
+modules without opening the driver, and forks a process for each socket that it receives. A fork is
+faster than starting a program.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ SETTLE_SECONDS = 20.0  # the longest wait for another process
 
 
 def serve(make_worker: Callable[[], Any]) -> None:
-    """Run a server, whose socket is the program's argument, until the caller ends.
+    """Run a server until the caller ends; the program's argument is the server's socket.
 
     Args:
-        make_worker: returns the object of a forked process, whose methods answer the requests.
+        make_worker: creates a forked process's object, whose methods answer the requests.
     """
     control = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that none stays as a zombie
@@ -64,7 +64,7 @@ class Server:
     """The caller's handle to a server.
 
     Args:
-        program: the arguments of Python that run the server's program.
+        program: the Python arguments that run the server's program.
     """
 
     def __init__(self, *program: str) -> None:
@@ -74,7 +74,7 @@ class Server:
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
 
     def start(self) -> Forked:
-        """Return a new process."""
+        """Start and return a new process."""
         mine, theirs = socket.socketpair()
         with theirs:
             socket.send_fds(self._control, [b"1"], [theirs.fileno()])
@@ -89,16 +89,19 @@ class Forked:
         self.pid: int = self._receive("its start")
 
     def ask(self, *request: Any) -> Any:
-        """Make a request. Raises the process's MemsaverErrors as errors of the same type."""
+        """Make a request and return the answer.
+
+        Raises the process's MemsaverErrors as errors of the same type.
+        """
         self.begin(*request)
         return self.finish(request)
 
     def begin(self, *request: Any) -> None:
-        """Begin a request, whose answer `finish` returns."""
+        """Begin a request; `finish` returns the answer."""
         self._connection.send(request)
 
     def finish(self, request: Any) -> Any:
-        """Return the answer to a request that has begun. Raises as `ask` does."""
+        """Return the answer to a request that has begun. Raises the same errors as `ask`."""
         error, answer = self._receive(request)
         if error is not None:
             raise getattr(memsaver, error)(answer)
@@ -113,14 +116,14 @@ class Forked:
             raise AssertionError(f"a process ended instead of answering {request}") from None
 
     def kill(self) -> None:
-        """Kill the process, which may have ended."""
+        """Kill the process if it has not ended."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         self._connection.close()
 
 
 def wait_until(holds: Callable[[], bool], what: str) -> None:
-    """Wait for another process. Raises AssertionError if it takes too long."""
+    """Wait until a condition in another process is true. Raises AssertionError after a timeout."""
     end = time.monotonic() + SETTLE_SECONDS
     while not holds():
         if time.monotonic() > end:

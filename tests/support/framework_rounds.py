@@ -1,4 +1,4 @@
-"""Checks of a framework's calls of an SGLang engine, for the recipes."""
+"""Checks of the calls that a framework makes to an SGLang engine, for the recipes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def states():
 
 
 def check_stages(engine, sim, release, resume_weights, resume_rest) -> None:
-    """Make the calls of two rounds; each releases all memory, and resumes it in two stages."""
+    """Make the calls of two rounds. Each round releases all memory and resumes it in two stages."""
     full = sim.tag_bytes()
     for _ in range(2):
         engine.scheduler.kv_cache.fill(7)
@@ -27,7 +27,7 @@ def check_stages(engine, sim, release, resume_weights, resume_rest) -> None:
 
 
 def check_repeated(engine, *calls) -> None:
-    """Make calls, some of which have nothing to do; at the end, all memory must be mapped."""
+    """Make calls, including some without an effect; check that all memory is mapped at the end."""
     for call in calls:
         call()
     assert states() == MAPPED and engine.scheduler.weights.is_intact()

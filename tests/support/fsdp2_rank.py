@@ -1,4 +1,4 @@
-"""One rank of FSDP2 trainers in tags, on gloo; `rank_processes` runs `main`."""
+"""One rank of FSDP2 trainers with tags, on gloo; `rank_processes` runs `main`."""
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ def addresses_of_shards(model):
 
 
 def train(optimizer, model, accumulate, tags):
-    """Check that steps with and without pauses are bit-equal."""
+    """Check that training steps with and without pauses are bit-identical."""
     trainer = Trainer(optimizer, model, accumulate=accumulate)
     expected = Trainer(optimizer, model, accumulate=accumulate)
     offload(trainer.optimizer, tag=tags[0])

@@ -6,7 +6,10 @@ MANY_OBJECTS = 5_000  # more than a test creates, fewer than a library such as t
 
 
 def collect_garbage() -> None:
-    """Collect garbage. Objects of new libraries are permanent, so later collections skip them."""
+    """Collect garbage.
+
+    Objects of newly imported libraries become permanent, so later collections skip them.
+    """
     gc.collect()
     if len(gc.get_objects()) > MANY_OBJECTS:
         gc.freeze()

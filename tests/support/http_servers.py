@@ -1,4 +1,4 @@
-"""Servers on 127.0.0.1 that answer each connection as a test chooses, well-formed or not."""
+"""Servers on 127.0.0.1 that return any bytes a test chooses, including malformed responses."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ MIB = 1 << 20
 
 
 class RawServer:
-    """A server that reads each request's head and body, then calls `answer(connection)`.
+    """A server that reads each request's head and body and then calls `answer(connection)`.
 
-    Uses TLS if `tls` is a context.
+    The server uses TLS if `tls` is a context.
 
     Attributes:
         url: the server's address.
@@ -66,7 +66,7 @@ class RawServer:
             self._answer(connection)
 
     def drip(self, connection: socket.socket, data: bytes) -> None:
-        """Send `data` repeatedly, with pauses, until the client disconnects or the test ends."""
+        """Send `data` repeatedly with pauses until the client disconnects or the test ends."""
         while not self.ended.wait(0.02):
             connection.sendall(data)
 
@@ -85,7 +85,7 @@ def response(body: object, status: str = "200 OK", headers: str = "") -> bytes:
 
 
 def texts_of(error: BaseException, variables: bool = True) -> str:
-    """Return all texts that may be shown for an error, including causes and frames' variables."""
+    """Return all texts that an error report can show, including causes and variables of frames."""
     frames = error.__traceback__
     while frames is not None and TESTS in Path(frames.tb_frame.f_code.co_filename).parents:
         frames = frames.tb_next

@@ -1,4 +1,7 @@
-"""A process of a fake engine. It imports nothing else, because each engine starts some."""
+"""The program of a fake engine's process.
+
+The module imports only standard modules because each engine starts several such processes.
+"""
 
 import ctypes
 import signal
@@ -8,7 +11,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def idle(seconds, begun):
-    """Sleep as a process of SGLang, which ends with the thread that started it."""
+    """Sleep like a process of SGLang, which ends with the thread that started it."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     begun.set()
     time.sleep(seconds)

@@ -1,4 +1,4 @@
-"""A process that imports tensors: runs code on them, for tests of sharing."""
+"""A process that imports tensors and runs code on them, for tests of sharing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ RUN_STREAMS = "simulator.control().sim_hold_streams(0)"
 
 
 class ImportFailed(Exception):
-    """The process raised an error: its type's name and its text."""
+    """The process raised an error. Contains the name of the error's type and its text."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(f"{kind}: {text}")
@@ -45,11 +45,11 @@ class ImportFailed(Exception):
 
 
 class ImportingProcess:
-    """A process that receives tensors under names, and evaluates code with them.
+    """A process that receives named tensors and evaluates code that uses them.
 
     Args:
-        popen: starts the process, as `subprocess.Popen`.
-        environment: variables besides those of this process.
+        popen: a function that starts the process, like `subprocess.Popen`.
+        environment: variables in addition to this process's variables.
     """
 
     def __init__(self, popen: Popen = subprocess.Popen, **environment: str) -> None:
@@ -65,7 +65,7 @@ class ImportingProcess:
         self.pid = self.process.pid
 
     def load(self, name: str, value: Any) -> None:
-        """Send a value as `torch.multiprocessing` does, and bind it to a name."""
+        """Send a value with `torch.multiprocessing` and bind the value to a name in the process."""
         self.load_pickle(name, dumped(value))
 
     def load_pickle(self, name: str, data: bytes) -> None:
@@ -78,7 +78,7 @@ class ImportingProcess:
         return self._call("ask", "", expression)
 
     def begin(self, statements: str) -> None:
-        """Begin statements, without waiting for their end."""
+        """Begin running statements without waiting for them to end."""
         self.process.stdin.write(json.dumps(["do", "", statements]) + "\n")
         self.process.stdin.flush()
 
@@ -108,7 +108,7 @@ class ImportingProcess:
 def importing_process(
     popen: Popen = subprocess.Popen, **environment: str
 ) -> Iterator[ImportingProcess]:
-    """Start a process as `ImportingProcess` does, and end it with the block."""
+    """Start an `ImportingProcess` and end it at the end of the block."""
     started = ImportingProcess(popen, **environment)
     try:
         yield started
@@ -119,7 +119,7 @@ def importing_process(
 
 
 def release_shared(wait_until: Any) -> None:
-    """Wait until no process uses or maps memory of this process, nor this process of another."""
+    """Wait until no other process uses or maps this process's memory, and vice versa."""
     from memsaver._memory.sharing import peers, sending, sent_storages
 
     gc.collect()  # caught exceptions may refer to tensors
@@ -129,17 +129,17 @@ def release_shared(wait_until: Any) -> None:
 
 
 def dumped(value: Any) -> bytes:
-    """Return the message with which `torch.multiprocessing` sends a value."""
+    """Return the message that `torch.multiprocessing` sends for a value."""
     return bytes(ForkingPickler.dumps(value))
 
 
 def received(value: Any) -> Any:
-    """Return what this process receives if it sends a value to itself."""
+    """Return the object that this process receives if it sends a value to itself."""
     return pickle.loads(dumped(value))
 
 
 def allocations(tag: str) -> int:
-    """Return the number of a tag's live allocations."""
+    """Return the number of live allocations in a tag."""
     from memsaver._runtime.native import _C
 
     return _C.stats(tag)[0]["allocations"]

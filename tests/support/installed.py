@@ -1,4 +1,4 @@
-"""Checks which frameworks are installed here."""
+"""Checks which frameworks are installed on this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SGLANG = "sglang.srt.plugins"
 
 
 def is_there(module: str) -> bool:
-    """Return whether a module can be found; this imports its parents."""
+    """Return whether a module can be found; the search imports its parent packages."""
     try:
         return importlib.util.find_spec(module) is not None
     except ImportError:
@@ -26,7 +26,7 @@ def needs(module: str, why: str) -> None:
 
 
 def needs_sglang() -> None:
-    """Skip the test without an SGLang that has plugins; make it importable without a GPU."""
+    """Skip the test if SGLang has no plugins or is absent; make SGLang importable without a GPU."""
     if importlib.util.find_spec("sglang") is not None:
         absent_packages.install()
     needs(SGLANG, "it needs SGLang 0.5.11 or newer (make recipes)")

@@ -1,4 +1,4 @@
-"""Interfaces of a package's modules, read from their sources without importing them."""
+"""The interfaces of a package's modules, read from the sources without importing the modules."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Parameters:
-    """The parameters of a function.
+    """A function's parameters.
 
     Attributes:
-        positional: the names of those that can be passed by position, without `self`.
-        named: the names of the others.
-        required: the names of those without a default.
-        takes_all: whether there is a `*args` or a `**kwargs`.
+        positional: the names of the parameters that can be passed by position, except `self`.
+        named: the names of the other parameters.
+        required: the names of the parameters without a default.
+        takes_all: whether the function has `*args` or `**kwargs`.
     """
 
     positional: tuple[str, ...]
@@ -28,7 +28,7 @@ class Parameters:
         return {*self.positional, *self.named}
 
     def difference(self, real: Parameters) -> str:
-        """Return how a fake's parameters contradict those of the real function; "" if not."""
+        """Return how a fake's parameters contradict the real function's; "" if they do not."""
         unknown = self.names - real.names
         if unknown and not real.takes_all:
             return f"has no {', '.join(sorted(unknown))}"
@@ -43,7 +43,10 @@ class Parameters:
 
 @dataclass
 class Interface:
-    """A class or a function. A function has itself as its only method, with the name ""."""
+    """The interface of a class or function.
+
+    A function is its own only method, under the name "".
+    """
 
     methods: dict[str, Parameters] = field(default_factory=dict)
     fields: set[str] = field(default_factory=set)
@@ -53,8 +56,9 @@ class Sources:
     """The modules of a package in a folder.
 
     Args:
-        folder: the folder that contains the package's.
-        version: decides `if` statements with `__version__` at the top level of a module.
+        folder: the parent of the package's folder.
+        version: the version for `if` statements that use `__version__` at the top level of a
+            module.
     """
 
     def __init__(self, folder: Path, version: str) -> None:
@@ -72,7 +76,7 @@ class Sources:
         return {name: self.find(module, name) for name in names if not name.startswith("_")}
 
     def find(self, module: str, name: str) -> Interface | None:
-        """Return the class or function of the package that a name means in a module, or None."""
+        """Return the class or function that a name in a module refers to; None if there is none."""
         for statement in self._body(module):
             if isinstance(statement, ast.ClassDef) and statement.name == name:
                 return self._class(module, statement)

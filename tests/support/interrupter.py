@@ -1,4 +1,4 @@
-"""Raises SIGINT at each place in a call at which the interpreter handles signals, one by one."""
+"""Raises SIGINT in turn at each place in a call where the interpreter handles signals."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ SOURCE = TESTS / "fixtures" / "interrupts" / "at_event.c"
 
 
 class Interrupter:
-    """Interrupts calls on the main thread. Sets the signal's handler.
+    """Interrupts calls on the main thread. Installs a signal handler.
 
     Attributes:
-        where: the name of the function in which the last interrupt was raised.
+        where: the name of the function that the last interrupt was raised in.
 
     Args:
         number: the signal's number.
@@ -55,11 +55,11 @@ class Interrupter:
         every: int = 1,
         raised: Callable[[], object] = lambda: None,
     ) -> Iterator[int]:
-        """Make the call repeatedly, each time interrupted `every` places later; yield each place.
+        """Repeat the call, interrupt each call `every` places after the last one; yield each place.
 
-        The first call, at place 0, is not interrupted. Ends after a call that returned before its
-        interrupt, at a place beyond those of the first call. Raises as `interrupted` does. Calls
-        `raised` while an interrupt propagates to the caller.
+        The first call, at place 0, is not interrupted. The iteration ends after a call that returns
+        before its interrupt, at a place beyond all places of the first call. Raises the same errors
+        as `interrupted`. Calls `raised` while an interrupt propagates to the caller.
         """
         self.interrupted(0, call)
         whole = self._seen.value
@@ -71,7 +71,10 @@ class Interrupter:
             yield place
 
     def start(self, place: int) -> None:
-        """Interrupt at the `place`-th place after this call, which interrupted code may make."""
+        """Interrupt at the `place`-th place after this call.
+
+        Interrupted code can make this call.
+        """
         self._seen.value, self._at.value = 0, place
 
     def interrupted(
@@ -80,13 +83,13 @@ class Interrupter:
         call: Callable[[], object],
         raised: Callable[[], object] = lambda: None,
     ) -> bool:
-        """Make the call; return whether it reached that place and was interrupted there.
+        """Make the call; return whether the call was interrupted at that place.
 
         With place 0, the call itself sets the place with `start`. An interrupt in one of Python's
-        own finalizers (for `threading`'s list of threads) counts, but does not propagate.
+        own finalizers (for `threading`'s list of threads) is counted but does not propagate.
 
-        Raises the call's exceptions, except for the handler's error; AssertionError if an interrupt
-        was lost.
+        Raises the call's exceptions except for the handler's error, and AssertionError if an
+        interrupt was lost.
         """
         self.start(place)
         self._swallowed = False

@@ -15,7 +15,7 @@ from idle_process import idle
 
 
 class SGLang:
-    """A fake of `sglang.Engine`'s start: processes, signals, environment, a loop."""
+    """A fake of `sglang.Engine`'s startup: its processes, signals, environment and loop."""
 
     def __init__(self, classes) -> None:
         self.classes = classes
@@ -74,7 +74,7 @@ class SGLang:
 
 @contextlib.contextmanager
 def launchable(patch):
-    """Make the fake importable as `sglang` in the block; no process may be left at its end."""
+    """Make the fake importable as `sglang` in the block; all its processes must end with it."""
     with fake_sglang.modules(patch) as classes:
         made = SGLang(classes)
         patch.setattr(sys.modules["sglang"], "Engine", made, raising=False)

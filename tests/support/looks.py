@@ -1,4 +1,4 @@
-"""Short queries for the state of a test's tags and blocks."""
+"""Short queries for the state of a test's tags and blocks, and holds that delay copies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import memsaver
 
 
 def row_of(name, device=0):
-    """Return a tag's row of the statistics on one device."""
+    """Return a tag's row in the statistics of one device."""
     return next(row for row in memsaver.stats()[name] if row.device == device)
 
 
@@ -22,7 +22,7 @@ def intact(blocks):
 
 
 def paused_tags():
-    """Return the names of the process's paused tags."""
+    """Return the names of this process's paused tags."""
     return {row.tag for row in memsaver.stats().tags if row.state == "paused"}
 
 
@@ -31,9 +31,9 @@ HOLD_SECONDS = 60.0
 
 @contextlib.contextmanager
 def _until_the_end(release):
-    """Call `release` at the end of the block, or after HOLD_SECONDS, which is a failure.
+    """Call `release` at the end of the block. Fail after HOLD_SECONDS.
 
-    A wait for held copies cannot be interrupted, so it would outlast a test's timeout.
+    A wait for delayed copies cannot be interrupted, so the wait would outlast a test's timeout.
     """
     is_late = threading.Event()
 
@@ -54,7 +54,10 @@ def _until_the_end(release):
 
 @contextlib.contextmanager
 def held(sim):
-    """Prevent copies from starting in the block. Ends before a failing test frees its blocks."""
+    """Prevent copies from starting within the block.
+
+    The hold ends before a failing test frees its blocks.
+    """
     sim.hold_streams(True)
     with _until_the_end(lambda: sim.hold_streams(False)):
         yield
@@ -62,7 +65,7 @@ def held(sim):
 
 @contextlib.contextmanager
 def held_memory(sim, address, nbytes):
-    """Prevent copies of this memory, and those queued after them, from starting in the block."""
+    """Prevent copies of this memory, and copies queued after them, from starting in the block."""
     sim.hold_memory(address, nbytes)
     with _until_the_end(lambda: sim.hold_memory(0, 0)):
         yield
@@ -70,9 +73,9 @@ def held_memory(sim, address, nbytes):
 
 @contextlib.contextmanager
 def released_soon(sim):
-    """Release all holds 0.2 s after the start of the block, from another thread.
+    """Release all holds from another thread, 0.2 s after the start of the block.
 
-    Yield an event that is set before the release.
+    Yields an event that is set before the release.
     """
     released = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Handwritten traces."""
+"""Handwritten traces for tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ HOSTILE = "</script><!--<script>alert('x')</script> & \"$a$ ä\u2028"
 
 
 def transition(**changes):
-    """Return a row, by default a pause of one second."""
+    """Return a row of a trace; by default, a pause of one second."""
     row = dict(
         number=1,
         kind="pause",

@@ -1,4 +1,4 @@
-"""Weights of a checkpoint as the shards of a Megatron trainer's ranks."""
+"""A checkpoint's weights, divided into the shards of a Megatron trainer's ranks."""
 
 import torch
 
@@ -9,13 +9,13 @@ def shards_of(whole, rank, size, *, heads, groups, multiple=1, fused_norms=True)
     """Return a rank's tensors, keyed by Megatron's names.
 
     Args:
-        whole: the tensors by Hugging Face's names.
+        whole: the tensors, by their Hugging Face names.
         rank: the tensor-parallel rank.
         size: the number of ranks.
-        heads: the attention heads.
-        groups: the key-value heads.
+        heads: the number of attention heads.
+        groups: the number of key-value heads.
         multiple: the vocabulary is padded to a multiple of this number times `size`.
-        fused_norms: whether the norms belong to the linear layers behind them.
+        fused_norms: whether each norm is part of the linear layer that follows.
     """
     shards = {}
     for name, tensor in whole.items():

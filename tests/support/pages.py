@@ -1,13 +1,13 @@
-"""Runs the code blocks of Markdown pages, and compares their output.
+"""Runs the code blocks of Markdown pages and compares their output with the pages.
 
-A ```python block runs on the simulated driver, after the page's earlier blocks and in the same
-module; the ```text block that follows it is its expected output. A comment before the block changes
+A ```python block runs on the simulated driver after the page's earlier blocks, in the same module.
+The ```text block that follows contains its expected output. A comment before the block changes
 this:
 
     <!-- gpu -->            the block needs a GPU and torch, and runs with the GPU tests
     <!-- not run: why -->   the block is only compiled
 
-A comment anywhere on the page sets variables for the process:
+A comment anywhere on the page sets environment variables for the process:
 
     <!-- environment: NAME=value ... -->
 """
@@ -35,10 +35,9 @@ _ENVIRONMENT = re.compile(r"<!-- environment: (.*?) -->")
 
 @dataclass(frozen=True)
 class Block:
-    """A block of Python.
+    """A block of Python code.
 
-    Attributes:
-        where: "sim", "gpu", or "" for a block that does not run.
+    "sim", "gpu", or "" for a block that does not run.
         line: the line of the page at which its code begins, from 1.
         code: its text.
         output: its expected output, or None if the page has none.
@@ -74,7 +73,7 @@ def environment_of(path: Path) -> dict[str, str]:
 
 
 def run(path: Path, where: str) -> list[str]:
-    """Run a page's blocks for that driver, and return their output. Once in a process."""
+    """Run a page's blocks for a driver and return their output. Each page runs once per process."""
     namespace = {"__name__": "page"}
     printed = []
     for block in blocks_of(path):
@@ -90,8 +89,8 @@ def run(path: Path, where: str) -> list[str]:
 def main(where: str, *paths: str) -> None:
     """Run pages, each in its own forked child; print a line of JSON for each page.
 
-    The parent imports slow modules once, and does not use the driver. Output that libraries write
-    directly to the file descriptor of stdout, as torch 2.8's gloo does, goes to stderr.
+    The parent process imports slow modules once and does not use the driver. Output that libraries
+    write directly to the file descriptor of stdout, as gloo does in torch 2.8, goes to stderr.
     """
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

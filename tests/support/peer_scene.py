@@ -1,4 +1,4 @@
-"""A tag on simulated device 0 whose backup is on another device, for a test's child process."""
+"""A tag on simulated device 0 with a backup on another device, for a test's child process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CAPACITY = 80 * GIB
 
 
 def fails(kind: type[Exception], call: Callable[[], object] = lambda: memsaver.pause("t")):
-    """Return the error of a call that must fail, by default a pause."""
+    """Return the error of a call that must fail; by default, the call is a pause."""
     try:
         call()
     except kind as error:
@@ -31,7 +31,7 @@ def fails(kind: type[Exception], call: Callable[[], object] = lambda: memsaver.p
 
 
 class Scene:
-    """Blocks in tag "t" on device 0, and their backup; `margin` stays free on the neighbour."""
+    """Blocks in tag "t" on device 0 and their backup; `margin` bytes stay free on device 1."""
 
     def __init__(self, sizes: list[int], devices: int = 2, margin: int = 0) -> None:
         self.sim = Simulator()
@@ -52,11 +52,11 @@ class Scene:
         return row
 
     def on_neighbour(self, device: int = 1) -> int:
-        """Return the memory of device 1 that holds the backup, by the driver's count."""
+        """Return the memory on device 1 that contains the backup, as the driver counts it."""
         return self.sim.tag_bytes(device)
 
     def leave_free(self, nbytes: int, device: int = 1) -> None:
-        """Let another process use all but `nbytes` of a device's memory."""
+        """Make another process allocate all memory of a device except `nbytes`."""
         self.sim.occupy(CAPACITY - self.sim.physical(device) - nbytes, device)
 
     def rewrite(self, index: int) -> None:
@@ -64,14 +64,14 @@ class Scene:
         self.blocks[index].fill(self._next())
 
     def check(self) -> None:
-        """Check the contents, the statistics against the driver, and the driver's rules."""
+        """Check the contents, the driver's rules, and that the statistics agree with the driver."""
         assert memsaver.state("t") == "mapped" and all(b.is_intact() for b in self.blocks)
         assert self.row.peer_bytes == memsaver.stats().peer_bytes == self.on_neighbour()
         assert self.sim.tag_bytes(0) == self.row.resident_bytes
         assert self.sim.violations() == []
 
     def check_freed(self) -> None:
-        """Free the blocks and the backup, and check that no memory is left on either device."""
+        """Free the blocks and the backup, and check that no memory remains on either device."""
         self.blocks.clear()
         memsaver.trim(wait=True)
         row = self.row

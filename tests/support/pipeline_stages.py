@@ -1,4 +1,4 @@
-"""The loop of SGLang's schedulers in a pipeline of two stages, the ranks of a torch group."""
+"""The loop of SGLang's schedulers in a two-stage pipeline; the stages form a torch group."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ LOOP = ("process_input_requests", "_pp_send_pyobj_to_next_stage")
 
 
 class StageLoop:
-    """A stage receives requests, handles them, sends them to the next stage, and runs a batch.
+    """A pipeline stage, which receives requests, handles them, sends them on, and runs a batch.
 
-    A subclass has `process_input_requests`. Without `hook`, the loop has no hooks of memsaver's.
+    A subclass defines `process_input_requests`. Without `hook`, the loop runs without memsaver's
+    hooks.
     """
 
     def start_loop(self) -> None:
@@ -29,7 +30,7 @@ class StageLoop:
 
     @classmethod
     def hook(cls) -> None:
-        """Install the hooks in this class."""
+        """Install memsaver's hooks in this class."""
         for target, (kind, hook) in hooks._hooks_of_requests().items():
             name = target.rsplit(".", 1)[1]
             if name in LOOP:
@@ -54,7 +55,10 @@ class StageLoop:
         return pickle.loads(text.numpy().tobytes())
 
     def step(self, requests, batch=None) -> None:
-        """Run one round: the first stage received the requests, and a batch begins, or None."""
+        """Run one round.
+
+        The first stage has received the requests; `batch` begins unless it is None.
+        """
         self.process_input_requests(requests if self.stage == 0 else self.receive())
         if self.stage == 0:
             self.end_sends()

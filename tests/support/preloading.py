@@ -1,4 +1,4 @@
-"""The preloaded library's path, and the expected output of the program that preloads it."""
+"""The preloaded library's path and the expected output of the program that preloads it."""
 
 import sysconfig
 from importlib.util import find_spec
@@ -23,7 +23,7 @@ RUNTIMES = {
 
 
 def program_lines(whose):
-    """Return the lines that the built `program` prints if its memory is "ours" or "theirs"."""
+    """Return the output of `program`; `whose` names its memory's owner, "ours" or "theirs"."""
     pair = f"0 {whose} 0"
     return [
         f"constructor {pair}",

@@ -1,4 +1,4 @@
-"""Common code for child processes of tests about fork and exit."""
+"""Code shared by child processes of tests for fork and exit."""
 
 from __future__ import annotations
 
@@ -43,5 +43,5 @@ def enter(name):
 
 
 def code(body: str) -> str:
-    """Return a child's code: the common code, followed by `body`."""
+    """Return a child's code: the shared code, followed by `body`."""
     return PRELUDE + textwrap.dedent(body)

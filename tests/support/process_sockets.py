@@ -1,4 +1,4 @@
-"""The listening sockets and the threads of this process, from /proc/self."""
+"""The listening sockets and threads of this process, read from /proc/self."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def threads() -> set[str]:
 
 
 def listening() -> list[str]:
-    """Return the addresses at which sockets of this process listen."""
+    """Return the addresses at which this process's sockets listen."""
     own = {text[len("socket:[") : -1] for text in open_descriptors().values() if "socket" in text}
     return sorted(address for address, inode in _listeners() if inode in own)
 
 
 def eventually(what: Callable[[], object], like: object, seconds: float = 30.0) -> None:
-    """Wait until `what()` equals `like`, because a thread that must end may need a moment."""
+    """Wait until `what()` equals `like`, because an ending thread may need a moment."""
     deadline = time.monotonic() + seconds
     while (found := what()) != like:
         assert time.monotonic() < deadline, (found, like)

@@ -1,4 +1,7 @@
-"""Calls that all ranks of a test make, and their shared setup. Loads no torch."""
+"""Calls that all ranks of a test make, and the ranks' shared setup.
+
+The module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from memsaver.distributed import GroupError
 
 
 def gathered(value, group=None):
-    """Return the values of all ranks."""
+    """Return the values from all ranks."""
     import torch.distributed as dist
 
     everyones = [None] * dist.get_world_size(group)
@@ -17,7 +20,7 @@ def gathered(value, group=None):
 
 
 def lost(call, *arguments, **named):
-    """Return a call's `GroupError`, with its duration as `took`."""
+    """Return the `GroupError` that a call raises, with the call's duration in `took`."""
     start = time.monotonic()
     try:
         call(*arguments, **named)

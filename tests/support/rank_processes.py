@@ -1,4 +1,4 @@
-"""Runs Python code in forks of a process with loaded modules: one, or the ranks of a group."""
+"""Runs Python code in processes forked from one with loaded modules, for example as ranks."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def run(
     timeout: float = 60,
     fresh: bool = False,
 ) -> list[str]:
-    """Run `code` as ranks 0 to `size` - 1, on the simulated driver; return the output of each.
+    """Run `code` as ranks 0 to `size` - 1 on the simulated driver; return each rank's output.
 
-    Every process must end with status 0, except those in `statuses`. `timeout` is in seconds, for
-    all processes. The processes have imported torch and memsaver; with `fresh` they are new
-    interpreters, which takes seconds more for each.
+    Every process must end with status 0, except the ranks in `statuses`. `timeout` is the limit for
+    all processes together, in seconds. The processes have imported torch and memsaver. With
+    `fresh`, the processes are new interpreters, each of which takes seconds longer.
     """
     environment = _environment()
     with socket.socket() as free:
@@ -83,9 +83,9 @@ def run_forked(
 ) -> subprocess.CompletedProcess[str]:
     """Run code in a process that has imported `fork_server.MODULES[modules]`.
 
-    `environment` must have PYTHONPATH; the process ignores the other variables that an interpreter
-    reads when it starts. With the modules "plain", the code runs as that of `python -c`: no file
-    appears in `folder`, and spawned processes do not run the code again. Raises AssertionError if
+    `environment` must contain PYTHONPATH. The process ignores the other variables that an
+    interpreter reads at startup. With the modules "plain", the code runs as with `python -c`: no
+    file appears in `folder`, and spawned processes do not rerun the code. Raises AssertionError if
     the process runs longer than `timeout` seconds.
     """
     with tempfile.TemporaryDirectory(prefix="memsaver-forked-") as elsewhere:
@@ -119,7 +119,7 @@ def _environment() -> dict[str, str]:
 
 
 def _started(processes: Sequence[Process], timeout: float) -> list[int | None]:
-    """Return the exit statuses of new interpreters; None for one that did not end in time."""
+    """Return the exit statuses of new interpreters, with None for an interpreter that timed out."""
     deadline = time.monotonic() + timeout
     started: list[subprocess.Popen[bytes]] = []
     ended: list[int | None] = []
@@ -149,9 +149,10 @@ def _started(processes: Sequence[Process], timeout: float) -> list[int | None]:
 def _forked(
     processes: Sequence[Process], timeout: float, modules: str = "torch"
 ) -> list[int | None]:
-    """Return the exit statuses of `fork_server`'s children; None for one that ran too long.
+    """Return the exit statuses of `fork_server`'s children, with None for a child that timed out.
 
-    Raises AssertionError if processes that they have started still run LINGER_SECONDS after them.
+    Raises AssertionError if the children's own processes still run LINGER_SECONDS after the
+    children have ended.
     """
     request = {"processes": processes, "timeout": timeout, "linger": LINGER_SECONDS}
     statuses: list[int | None]
@@ -161,11 +162,11 @@ def _forked(
 
 
 def adopted(process: Process, modules: str = "torch") -> int:
-    """Start a process that has imported `fork_server.MODULES[modules]` as a child of this one.
+    """Start a process that has imported `fork_server.MODULES[modules]` as a child of this process.
 
-    Returns its pid. Besides the items for a rank, `process` may have "input", the file to read
-    from, "arguments" for the script, "session", whether the process leads a session, and
-    "encoding", with which it opens its output and errors anew, or None for the usual one.
+    Returns the process's pid. Besides a rank's items, `process` can contain "input" (the input
+    file), "arguments" (for the script), "session" (whether the process leads a session), and
+    "encoding" (for stdout and stderr, which are then reopened; None for the default encoding).
     """
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans below this process become its children
     try:
@@ -176,7 +177,7 @@ def adopted(process: Process, modules: str = "torch") -> int:
 
 
 def _answer(request: dict[str, Any], environment: Mapping[str, str], modules: str = "torch") -> Any:
-    """Send a request for processes in this environment to `fork_server`; return its answer."""
+    """Ask the `fork_server` for this environment to start processes; return its answer."""
     libraries = environment.get("LD_LIBRARY_PATH")
     key = modules, libraries
     if key not in _servers:  # runs until this process ends, which closes its pipe

@@ -1,9 +1,9 @@
 """The part of an SGLang engine that releases and resumes memory, on the simulated driver.
 
-It uses SGLang's own code: its HTTP server, its tokenizer manager's control calls, its messages, its
-scheduler's handlers, and its plugin system, which finds memsaver. The parts that need a GPU are
-missing: the weights and the KV cache are blocks of simulated memory, the model that receives new
-weights is on the CPU, and nothing is generated.
+The engine uses SGLang's own HTTP server, control calls of the tokenizer manager, messages, handlers
+of the scheduler, and plugin system, through which SGLang finds memsaver. Parts that need a GPU are
+missing. The weights and the KV cache are blocks of simulated memory, the model that receives new
+weights is on the CPU, and the engine generates nothing.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ MIB = 1 << 20
 
 
 def encode(message) -> bytes:
-    """Return a message as SGLang sends it to another process."""
+    """Encode a message as SGLang encodes messages to other processes."""
     with_msgpack = getattr(io_struct, "msgpack_encode", None)
     return pickle.dumps(message) if with_msgpack is None else bytes(with_msgpack(message))
 
 
 def decode(data: bytes):
-    """Return the message that another process sent."""
+    """Decode a message from another process."""
     with_msgpack = getattr(io_struct, "msgpack_decode", None)
     return pickle.loads(data) if with_msgpack is None else with_msgpack(data)
 
 
 class Model(torch.nn.Module):
-    """A model with a weight and a buffer, and SGLang's interface of a loader."""
+    """A model with a weight, a buffer, and the interface of SGLang's weight loader."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ HANDLERS = {
 
 
 class Tokenizer(TokenizerControlMixin):
-    """SGLang's control calls, whose messages go to the scheduler's thread."""
+    """SGLang's control calls, which send their messages to the scheduler's thread."""
 
     def __init__(self, server_args: ServerArgs, scheduler: Scheduler) -> None:
         self.server_args = server_args
@@ -174,7 +174,7 @@ class Tokenizer(TokenizerControlMixin):
 
 
 class Engine:
-    """A scheduler, a tokenizer manager, and SGLang's server for them at `url`."""
+    """A scheduler, a tokenizer manager, and SGLang's server at `url`."""
 
     def __init__(self, sim) -> None:
         load_plugins()
@@ -200,7 +200,7 @@ class Engine:
         self.url = f"http://{self.host}:{self.port}"
 
     def run(self, coroutine):
-        """Run a coroutine on the server's event loop, and return its result."""
+        """Run a coroutine on the server's event loop and return the result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(30)
 
     def close(self) -> None:

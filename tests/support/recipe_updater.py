@@ -1,4 +1,4 @@
-"""SGLang's own weight updater, which has the handlers for release and resume, in any version."""
+"""SGLang's own weight updater with its release and resume handlers, in any version of SGLang."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["Mixin", "published", "updater_of", "weight_updater"]
 
 @contextlib.contextmanager
 def published(**arguments):
-    """Publish SGLang's arguments and a group of one rank for the block, as newer versions need."""
+    """Publish SGLang's arguments and a one-rank group in the block, as newer versions require."""
     context = runtime_context and runtime_context.get_context()
     if not hasattr(context, "override_server_args"):
         assert not arguments
@@ -42,7 +42,7 @@ def published(**arguments):
 
 
 def updater_of(**parts):
-    """Return SGLang's weight updater for a group of one rank. Newer versions need `published`."""
+    """Return SGLang's weight updater for a one-rank group. Newer versions require `published`."""
     kind = weight_updater.SchedulerWeightUpdaterManager
     known = inspect.signature(kind).parameters.keys()
     parts["tp_cpu_group"] = None

@@ -1,4 +1,4 @@
-"""Calls that must raise, in the code of a child process."""
+"""Checks for calls that must raise, in the code of a child process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import types
 
 @contextlib.contextmanager
 def raising(kind):
-    """Check that the block raises an error of that class, which is the yielded object's `error`."""
+    """Check that the block raises an error of a class; yield an object with the error as
+    `error`.
+    """
     caught = types.SimpleNamespace(error=None)
     try:
         yield caught
@@ -19,12 +21,12 @@ def raising(kind):
 
 
 def refused(kind, call, *arguments, **named):
-    """Make the call, which must raise an error of that class; return the error."""
+    """Make a call that must raise an error of a class; return the error."""
     with raising(kind) as caught:
         call(*arguments, **named)
     return caught.error
 
 
 def raises(kind, call, *arguments, **named) -> str:
-    """Make the call, which must raise an error of that class; return the error's text."""
+    """Make a call that must raise an error of a class; return the error's text."""
     return str(refused(kind, call, *arguments, **named))

@@ -1,4 +1,4 @@
-"""Writes benchmarks/results/reliability.json: results of the long-running checks."""
+"""Writes benchmarks/results/reliability.json, the results of the long-running checks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "reliability.json"
 
 
 def record(key: str, figures: Mapping[str, object], path: Path = RESULTS) -> None:
-    """Add a check's figures, with their date, commit and machine, to the file."""
+    """Add a check's results to the file, with the date, commit and machine."""
     path.parent.mkdir(parents=True, exist_ok=True)
     held = json.loads(path.read_text()) if path.exists() else {}
     held[key] = {

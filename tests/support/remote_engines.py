@@ -1,6 +1,6 @@
-"""Engines in processes of their own, which join process groups for weights as SGLang's engines do.
+"""Engines in separate processes, which join weight process groups as SGLang's engines do.
 
-The trainer's leader sends requests to them through torch's store.
+The trainer's leader sends requests to the engines through torch's store.
 """
 
 import os
@@ -18,7 +18,7 @@ __all__ = ["Remote", "serve"]
 
 
 def joined(address, port, rank, size, name, kind):
-    """Join a group like SGLang's `init_custom_process_group`."""
+    """Join a process group like SGLang's `init_custom_process_group`."""
     url = f"tcp://{address}:{port}"
     made, rank, size = next(c10d.rendezvous(url, rank, size, timeout=c10d.default_pg_timeout))
     made.set_timeout(c10d.default_pg_timeout)
@@ -36,13 +36,13 @@ def joined(address, port, rank, size, name, kind):
 
 
 def serve(engine, make_manager, rank=0, size=1, group=None):
-    """Handle the requests to an engine as one of its ranks, until they end.
+    """Handle an engine's requests as one of its ranks until the requests end.
 
     Args:
         engine: the engine's name in the store.
-        make_manager: makes a rank's weight updater from its model and group.
+        make_manager: a function that makes a rank's weight updater from its model and group.
         rank: this process's rank in the engine.
-        size: the number of the engine's ranks.
+        size: the number of ranks of the engine.
         group: the engine's process group.
     """
     store, groups, number = c10d._get_default_store(), {}, 0
@@ -84,11 +84,11 @@ def _load(manager, groups, names, dtypes, shapes, name, text):
 
 
 class Remote(weight_engine.Backend):
-    """The trainer's end of such an engine.
+    """The trainer's handle to such an engine.
 
     Attributes:
         refuses: whether loads fail before the engine receives them.
-        dies: whether the engine's processes end in the next load.
+        dies: whether the engine's processes end during the next load.
     """
 
     def __init__(self, engine, make_manager, size=1):
@@ -97,7 +97,7 @@ class Remote(weight_engine.Backend):
         self.refuses, self.dies = False, False
 
     def order(self, *todo):
-        """Make a request; return the answer of the engine's first rank."""
+        """Send a request; return the answer of the engine's first rank."""
         self.number += 1
         store = c10d._get_default_store()
         store.set(f"{self.engine}/todo{self.number}", repr(todo))

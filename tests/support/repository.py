@@ -1,4 +1,4 @@
-"""The paths of the repository and of the folders that its tests import from."""
+"""The paths of the repository and of the folders that its tests import modules from."""
 
 from __future__ import annotations
 

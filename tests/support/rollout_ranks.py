@@ -1,4 +1,4 @@
-"""Runs code on the ranks of a mesh, whose engines are those of the fake SGLang."""
+"""Runs code on the ranks of a mesh whose engines are fake SGLang engines."""
 
 import textwrap
 
@@ -52,7 +52,10 @@ def fails_on(rank, block):
 
 
 def runner(folder):
-    """Return a function that runs code in a process for each rank: `runner(folder)(size)(code)`."""
+    """Return a function that runs code in one process per rank, to be called as
+
+    `runner(folder)(size)(code)`.
+    """
 
     def on(size, statuses=None):
         def run(code):

@@ -1,4 +1,4 @@
-"""Calls to a scheduler of the fake SGLang, and checks of its tags."""
+"""Calls to a fake SGLang scheduler, and checks of its tags."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ MIB = 1 << 20
 
 
 def hold(scheduler, make_blocks, backup="host"):
-    """Allocate weights with that backup, graphs with one, and a KV cache without a backup."""
+    """Allocate weights with a backup, graphs with a host backup, and a KV cache without backup."""
     scheduler.model = make_blocks("weights", [4 * MIB], backup=backup)[0]
     scheduler.kv = make_blocks("kv_cache", [8 * MIB], backup="none")[0]
     scheduler.graph = make_blocks("cuda_graph", [2 * MIB], backup="host")[0]
 
 
 def let_go(scheduler):
-    """Check that the scheduler is alive and can resume its memory, and free it."""
+    """Check that the scheduler is alive and can resume its memory, then free the memory."""
     assert scheduler.death is None
     assert ask(scheduler, "resume").failure is None
     del scheduler.model, scheduler.kv, scheduler.graph
 
 
 def ask(scheduler, operation, tags=None, rid=None):
-    """Send one message, and return the answer that the tokenizer manager receives."""
+    """Send one message and return the answer that the tokenizer manager receives."""
     kind = {
         "release": fake_sglang.ReleaseMemoryOccupationReqInput,
         "resume": fake_sglang.ResumeMemoryOccupationReqInput,

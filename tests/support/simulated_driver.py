@@ -1,4 +1,4 @@
-"""The simulated driver: its controls, its state, and memory with known contents."""
+"""The simulated driver with its controls and its state, and memory with known contents."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def _period(seed: int, nbytes: int) -> bytes:
 
 
 def known_parts(seed: int, nbytes: int) -> Iterator[tuple[int, bytes]]:
-    """Yield `known_bytes` in parts, each with its offset, without a copy of all of them."""
+    """Yield parts of `known_bytes` with their offsets, without copying all bytes."""
     period = _period(seed, min(nbytes, PERIOD))
     for at in range(0, nbytes, PERIOD):
         yield at, period[: nbytes - at]
 
 
 def known_bytes(seed: int, nbytes: int) -> bytes:
-    """Return `nbytes` bytes that depend on the seed, and are the same in each call."""
+    """Return `nbytes` bytes that depend only on the seed."""
     return b"".join(part for _, part in known_parts(seed, nbytes))
 
 
@@ -36,7 +36,7 @@ _NEW_BYTES.restype, _NEW_BYTES.argtypes = ctypes.py_object, [ctypes.c_char_p, ct
 
 
 class Totals(ctypes.Structure):
-    """struct sim_totals of csrc/sim/sim.h."""
+    """The struct sim_totals of csrc/sim/sim.h."""
 
     _order = (
         "handles mappings reservations reserved_bytes allocations pinned_bytes registered_bytes "
@@ -50,7 +50,7 @@ class Totals(ctypes.Structure):
 
 
 class Simulator:
-    """The simulated driver: its controls, its state, and safe access to its memory."""
+    """The simulated driver with its controls, its state, and safe access to its memory."""
 
     OUT_OF_MEMORY = 2
     INVALID_VALUE = 1
@@ -92,7 +92,7 @@ class Simulator:
     # Its behaviour.
 
     def fail(self, call: str, code: int, nth: int = 1, times: int = 1) -> None:
-        """Make the nth call of that name from now on fail, and `times` in total; 0 means all."""
+        """Make the nth following call of a function fail, and `times` calls in total (0: all)."""
         assert self.opened.sim_fail(call.encode(), nth, code, times) == 0, f"no call {call}"
 
     def clear_faults(self) -> None:
@@ -114,29 +114,29 @@ class Simulator:
         assert self.opened.sim_occupy(device, nbytes) == 0
 
     def granularity(self, nbytes: int) -> None:
-        """Set the granularity of device memory, before the driver starts."""
+        """Set the granularity of device memory before the driver starts."""
         assert self.opened.sim_granularity(nbytes) == 0, f"{nbytes} bytes, or it has started"
 
     def peer_access(self, possible: bool) -> None:
-        """Let all devices access each other's memory, or none."""
+        """Let all devices access each other's memory, or let none do so."""
         self.opened.sim_peer_access(int(possible))
 
     def host_limit(self, nbytes: int = (1 << 64) - 1) -> None:
         self.opened.sim_host_limit(nbytes)
 
     def stream_delay(self, seconds: float) -> None:
-        """Make every copy and set wait this long before it starts."""
+        """Delay the start of every copy and memset by this duration."""
         self.opened.sim_stream_delay(int(seconds * 1e6))
 
     def copy_rate(self, bytes_per_second: int) -> None:
         self.opened.sim_copy_rate(bytes_per_second)
 
     def hold_streams(self, held: bool) -> None:
-        """Stop all streams from starting operations, or let them continue."""
+        """Prevent all streams from starting operations, or let them continue."""
         self.opened.sim_hold_streams(int(held))
 
     def hold_memory(self, address: int, nbytes: int) -> None:
-        """Stop operations on this memory, and later ones of their streams; 0 bytes: none."""
+        """Stop operations on this memory and later operations of their streams; 0 bytes: none."""
         self.opened.sim_hold_memory(address, nbytes)
 
     def deinitialize(self, gone: bool) -> None:
@@ -166,11 +166,13 @@ class Simulator:
         return self.counts().physical_bytes[device]
 
     def tag_bytes(self, device: int = 0) -> int:
-        """Return device memory without the library's own: the tags' memory, if nothing leaks."""
+        """Return the device memory without the library's own: the tags' memory, if nothing
+        leaks.
+        """
         return self.physical(device) - self.idle[device]
 
     def start(self, device: int = 0) -> int:
-        """Start a device in a child, so that the library's own memory on it can be excluded."""
+        """Start a device in a child process, to measure the library's own memory on the device."""
         import memsaver
 
         memsaver.device_memory(device)
@@ -178,7 +180,7 @@ class Simulator:
         return self.idle[device]
 
     def violations(self) -> list[str]:
-        """Return violations: memory unmapped under work in flight, accesses to unmapped memory."""
+        """Return violations: memory unmapped during pending work or accessed while unmapped."""
         found, buffer = [], ctypes.create_string_buffer(500)
         while self.opened.sim_violation(len(found), buffer, 500) >= 0:
             found.append(buffer.value.decode())
@@ -191,18 +193,18 @@ class Simulator:
     # number of threads may read at once, even if the process has no free descriptor.
 
     def read(self, address: int, nbytes: int) -> bytes:
-        """Return the bytes at an address. Raises AssertionError if they are not accessible."""
+        """Return the bytes at an address. Raises AssertionError if the memory is not accessible."""
         contents: bytes = _NEW_BYTES(None, nbytes)
         assert self.opened.sim_read(address, contents, nbytes) == 0, _no_memory(address, nbytes)
         return contents
 
     def write(self, address: int, data: bytes) -> None:
-        """Write bytes at an address. Raises AssertionError if they are not accessible."""
+        """Write bytes at an address. Raises AssertionError if the memory is not accessible."""
         done = self.opened.sim_write(address, data, len(data))
         assert done == 0, _no_memory(address, len(data))
 
     def contains(self, address: int, data: bytes) -> bool:
-        """Return whether these bytes lie at an address, without a copy of all of them."""
+        """Return whether memory at an address contains these bytes, without copying all of them."""
         parts = ((at, data[at : at + PERIOD]) for at in range(0, len(data), PERIOD))
         return all(self.read(address + at, len(part)) == part for at, part in parts)
 
@@ -217,7 +219,7 @@ class Simulator:
 
     @contextlib.contextmanager
     def stream(self, device: int = 0):
-        """Create a stream of the program, with its context current on this thread."""
+        """Create a stream for the program, with its context current on this thread."""
         library, context, stream = self.opened, ctypes.c_void_p(), ctypes.c_void_p()
         assert library.cuInit(0) == 0
         assert library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) == 0
@@ -236,11 +238,11 @@ class Simulator:
         assert self.opened.cuMemsetD8Async(address, value, nbytes, stream) == 0
 
     def to_device(self, address: int, host: int, nbytes: int, stream) -> int:
-        """Queue a copy from host memory; return the driver's code."""
+        """Queue a copy from host memory; return the driver's result code."""
         return self.opened.cuMemcpyHtoDAsync_v2(address, host, nbytes, stream)
 
     def to_host(self, host: int, address: int, nbytes: int, stream) -> int:
-        """Queue a copy to host memory; return the driver's code."""
+        """Queue a copy to host memory; return the driver's result code."""
         return self.opened.cuMemcpyDtoHAsync_v2(host, address, nbytes, stream)
 
 

@@ -1,4 +1,4 @@
-"""Fake engines, their actual state, and sleep controllers for them."""
+"""Fake engines, their actual state, and their sleep controllers."""
 
 import contextlib
 
@@ -13,10 +13,10 @@ ALL = frozenset(fake_sglang.TAGS)
 
 
 def started(cleanup, monkeypatch, kind, schedulers=1, *, hooked=False):
-    """Start a fake engine; return its manager, and the engine or the URL of its server.
+    """Start a fake engine; return its manager and the engine or its server's URL.
 
     Args:
-        cleanup: an `ExitStack`, which shuts the engine down.
+        cleanup: an `ExitStack` that shuts the engine down.
         monkeypatch: pytest's fixture.
         kind: "local" or "server".
         schedulers: the number of data-parallel schedulers.
@@ -33,7 +33,7 @@ def started(cleanup, monkeypatch, kind, schedulers=1, *, hooked=False):
 
 
 class World:
-    """An engine, its actual state, and a controller for it."""
+    """An engine, its actual state, and its controller."""
 
     def __init__(self, manager, target, guarded: bool, sim=None) -> None:
         self.manager, self.target, self.guarded, self.sim = manager, target, guarded, sim
@@ -58,7 +58,7 @@ class World:
 
     @contextlib.contextmanager
     def full(self):
-        """Make a resume in the block run out of memory."""
+        """Make a resume within the block run out of memory."""
         if self.guarded:
             self.sim.occupy((80 << 30) - self.sim.physical())
             try:

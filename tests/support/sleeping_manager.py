@@ -1,4 +1,4 @@
-"""A fake of SGLang's tokenizer manager; its scheduler refuses requests while tags are released."""
+"""A fake of SGLang's tokenizer manager; its scheduler rejects requests while tags are released."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BOTH = ("kv_cache", "weights")
 
 
 class HTTPException(Exception):
-    """FastAPI's class, whose arguments differ from memsaver's errors."""
+    """FastAPI's exception class, whose arguments differ from those of memsaver's errors."""
 
     def __init__(self, status_code, detail=None, headers=None):
         self.status_code, self.detail, self.headers = status_code, detail, headers
@@ -44,7 +44,7 @@ class EmbeddingReqInput(GenerateReqInput):
 
 @contextlib.contextmanager
 def modules():
-    """Install fake modules of FastAPI and SGLang for the block."""
+    """Install fake FastAPI and SGLang modules for the block."""
     fastapi = types.ModuleType("fastapi")
     fastapi.HTTPException = HTTPException
     messages = types.ModuleType("sglang.srt.managers.io_struct")
@@ -63,13 +63,13 @@ def modules():
 
 
 def choose(monkeypatch, when, seconds=5):
-    """Set the policy for requests to a sleeping engine."""
+    """Set the policy for requests that arrive while the engine sleeps."""
     monkeypatch.setenv("MEMSAVER_SGLANG_ASLEEP", when)
     monkeypatch.setenv("MEMSAVER_SGLANG_ASLEEP_WAIT", str(seconds))
 
 
 class Manager:
-    """A tokenizer manager with one scheduler, which refuses requests while tags are released."""
+    """A tokenizer manager with one scheduler, which rejects requests while tags are released."""
 
     def __init__(self, **arguments) -> None:
         self.server_args = types.SimpleNamespace(
@@ -120,7 +120,7 @@ class Manager:
         self.aborted.append(rid)
 
     async def generate_request(self, obj, request=None):
-        """SGLang's own method, with a scheduler that has the guard."""
+        """SGLang's method, with a scheduler that has memsaver's guard."""
         obj.rid = f"{obj.rid}'"  # SGLang changes the request's id
         self.rid_to_state[obj.rid] = object()
         await asyncio.sleep(0)
@@ -146,7 +146,7 @@ class Manager:
 
 
 def hooked():
-    """Return a class of managers with the plugin's hooks."""
+    """Return a manager class with the plugin's hooks."""
     module = types.ModuleType("sglang.srt.managers.tokenizer_manager")
     module.TokenizerManager = type("TokenizerManager", (Manager,), {})
     hooks.install_in(module)

@@ -1,10 +1,10 @@
-"""A test's own tags: unique names, and a check for leftovers at its end."""
+"""A test's own tags: unique names, and a check for leftovers when the test ends."""
 
 from __future__ import annotations
 
 
 class Tags:
-    """Makes names that no other test uses."""
+    """Creates names that no other test uses."""
 
     _made = 0
 
@@ -19,7 +19,7 @@ class Tags:
 
 
 def leftovers(names: list[str]) -> list[str]:
-    """Resume the tags, release their host memory, and describe the memory that they still have."""
+    """Resume the tags, release their host memory, and describe any memory that they still have."""
     import memsaver
     from memsaver._runtime.native import _C, STATES
 

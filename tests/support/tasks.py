@@ -22,7 +22,7 @@ class Task(threading.Thread):
             self._error = error
 
     def result(self, timeout: float = 60):
-        """Return the call's result, or raise its exception."""
+        """Return the call's result or raise its exception."""
         self.join(timeout)
         assert not self.is_alive(), "the thread is stuck"
         if self._error is not None:

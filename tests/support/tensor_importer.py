@@ -1,6 +1,6 @@
-"""A process that imports tensors: runs commands from stdin, and answers on stdout.
+"""A process that imports tensors; it reads commands from stdin and writes answers to stdout.
 
-`importing_process` starts it. Commands and answers are lines of JSON.
+`importing_process` starts this process. Commands and answers are lines of JSON.
 """
 
 import base64

@@ -1,4 +1,4 @@
-"""A fake of torch's graph captures and of the pools that their memory comes from."""
+"""A fake of torch's graph captures and of the memory pools that they use."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Pools:
     """A fake of torch's allocator.
 
     Attributes:
-        capturing: the ids of the pools that receive the capture's memory.
+        capturing: the ids of the pools that currently receive memory, innermost last.
         captured: the pool of each capture.
-        left: the pools that a capture left for a while.
+        left: the pools that were suspended during a capture.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Pools:
 
 
 def install(monkeypatch) -> Pools:
-    """Make memsaver capture with the fake, and return the fake."""
+    """Make memsaver use the fake for captures and return the fake."""
     made = Pools()
     monkeypatch.setattr(torch_mode, "_closed_pools", {})
     monkeypatch.setattr(torch_mode, "_shared_pools", {})

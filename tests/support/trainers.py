@@ -1,4 +1,4 @@
-"""Small trainers whose steps depend only on the step's number, so that two can be compared."""
+"""Small trainers whose steps depend only on the step number, so their results can be compared."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Trainer:
         self.done = 0
 
     def backward(self, to: int = 0) -> torch.Tensor:
-        """Add a gradient for inputs that depend on the step and `to`."""
+        """Accumulate a gradient for inputs that depend on the step and `to`."""
         generator = torch.Generator().manual_seed(100 * self.done + to)
         x = torch.randn(4, 32, generator=generator).to(self.device)
         loss = self.model(x).square().mean()
@@ -52,7 +52,7 @@ class Trainer:
         return loss
 
     def step(self, between: Callable[[], object] = lambda: None) -> None:
-        """Run a step; call `between` while there are gradients."""
+        """Run a step; call `between` while gradients exist."""
         if not self.accumulate or self.done % 2 == 0:
             self.optimizer.zero_grad(set_to_none=self.done % 3 > 0)
         if isinstance(self.optimizer, torch.optim.LBFGS):
@@ -68,7 +68,7 @@ class Trainer:
         self.done += 1
 
     def contents(self) -> list[bytes]:
-        """Return the bytes of the parameters, gradients and states."""
+        """Return the bytes of the parameters, gradients and optimizer states."""
         tensors = list(self.model.state_dict().values())
         tensors += [p.grad for p in self.model.parameters() if p.grad is not None]
         return [bytes_of(tensor) for tensor in [*tensors, *states_of(self.optimizer)]]
@@ -96,7 +96,7 @@ def pause_and_resume(offloaded: Offloaded) -> None:
 
 
 def assert_same_steps(trainer: Any, expected: Any, offloaded: Offloaded, steps: int = 6) -> None:
-    """Check that steps with pauses in between equal another trainer's steps."""
+    """Check that a trainer's steps, with pauses between them, equal another trainer's steps."""
     for number in range(steps):
         step_all(trainer, expected)
         pause_and_resume(offloaded)
@@ -104,7 +104,7 @@ def assert_same_steps(trainer: Any, expected: Any, offloaded: Offloaded, steps: 
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return all tensors of an optimizer's states, including step counters."""
+    """Return all tensors in an optimizer's states, including step counters."""
 
     def walk(value: Any) -> Iterator[torch.Tensor]:
         if isinstance(value, torch.Tensor):
@@ -120,12 +120,12 @@ def states_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def addresses_of(trainer: Trainer) -> list[int]:
-    """Return the addresses of the parameters and states."""
+    """Return the addresses of the parameters and optimizer states."""
     return [t.data_ptr() for t in [*trainer.model.parameters(), *states_of(trainer.optimizer)]]
 
 
 def lies_in(tensor: torch.Tensor, tag: str) -> bool:
-    """Return whether a tensor's memory belongs to the tag, in any state of the tag."""
+    """Return whether a tensor's memory belongs to the tag, regardless of the tag's state."""
     found = memsaver.explain(getattr(tensor.detach(), "_local_tensor", tensor))
     return found is not None and found.tag == tag
 

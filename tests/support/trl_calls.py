@@ -1,4 +1,4 @@
-"""TRL's calls of a colocated vLLM in sleep mode, as TRL 1.16 makes them.
+"""The calls that TRL 1.16 makes to a colocated vLLM in sleep mode.
 
 tests/recipes/test_recipe_trl.py checks that TRL's own trainer makes these calls in this order.
 """
@@ -13,12 +13,12 @@ STEP += ["sleep 2"]
 
 
 def start(llm) -> None:
-    """Make the calls of the trainer's constructor."""
+    """Make the calls that the trainer's constructor makes."""
     llm.sleep(level=2)
 
 
 def sync_weights(llm, weights: dict[str, Any]) -> None:
-    """Wake the weights, and load them past the engine, tensor by tensor."""
+    """Wake the weights and load new weights directly into the model, tensor by tensor."""
     llm.wake_up(tags=["weights"])
     for named in weights.items():
         model_of(llm).load_weights([named])
@@ -34,16 +34,16 @@ def generate(llm, prompts: list[Any]) -> Any:
 
 
 def step(llm, weights: dict[str, Any], prompts: list[Any]) -> Any:
-    """Make the calls of a training step, and return the outputs."""
+    """Make the calls of a training step and return the outputs."""
     sync_weights(llm, weights)
     return generate(llm, prompts)
 
 
 def model_of(llm) -> Any:
-    """Return the model of the engine in this process."""
+    """Return the model of this process's engine."""
     return llm.llm_engine.model_executor.driver_worker.model_runner.model
 
 
 def worker_of(llm) -> Any:
-    """Return the engine's worker in this process."""
+    """Return the worker of this process's engine."""
     return llm.llm_engine.model_executor.driver_worker.worker

@@ -1,4 +1,4 @@
-"""Imports typer with the modules that it imports only when a command runs."""
+"""Imports typer and the modules that typer itself imports only when a command runs."""
 
 import typer
 from typer.testing import CliRunner
@@ -8,7 +8,7 @@ _app = typer.Typer()
 
 @_app.command()
 def _command(number: int = 0, path: str = "") -> None:
-    """Use options of two kinds."""
+    """Parse options of two kinds."""
 
 
 assert CliRunner().invoke(_app, ["--number", "1"]).exit_code == 0

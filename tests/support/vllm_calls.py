@@ -1,4 +1,4 @@
-"""Functions that tests call in a fake vLLM's workers through collective_rpc."""
+"""Functions that tests run in a fake vLLM's workers through collective_rpc."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PROMPTS = [[1, 2, 3], [4, 5]]
 
 
 def connect(worker) -> None:
-    """Register the KV cache with a connector to other engines."""
+    """Register the KV cache with a connector for transfers to other engines."""
     from vllm.distributed import kv_transfer
 
     kv_transfer._AGENT = kv_transfer.Connector()
@@ -24,7 +24,7 @@ def is_registered(worker) -> bool:
 
 
 def occupy(worker, nbytes: int, rank: int = 0) -> None:
-    """Allocate the device's memory as another process, on one rank."""
+    """Allocate the device's memory as another process would, on one rank."""
     from memsaver import simulator
 
     if worker.rank == rank:
@@ -44,7 +44,7 @@ def pid(worker) -> int:
 
 
 def limit_host(worker, nbytes: int, rank: int = 0) -> None:
-    """Limit the host memory for backups, on one rank."""
+    """Limit one rank's host memory for backups."""
     from memsaver import simulator
 
     if worker.rank == rank:
@@ -52,9 +52,9 @@ def limit_host(worker, nbytes: int, rank: int = 0) -> None:
 
 
 def break_next(worker, name: str, rank: int = 0) -> None:
-    """Make the next call of a method raise, on one rank.
+    """Make the next call of a method raise on one rank.
 
-    The method is the sleep mode backend's, the model runner's or the model's.
+    The method belongs to the sleep mode backend, the model runner or the model.
     """
     if worker.rank != rank:
         return
@@ -69,7 +69,7 @@ def break_next(worker, name: str, rank: int = 0) -> None:
 
 
 def constants(worker) -> bytes:
-    """Return the contents that the model runner wrote once, at its start."""
+    """Return the contents that the model runner wrote once at startup."""
     return bytes(worker.model_runner.positions)
 
 
@@ -81,7 +81,7 @@ def resident(worker) -> dict[str, int]:
 
 
 def used(worker) -> int:
-    """Return the bytes in use on the rank's device."""
+    """Return the number of bytes in use on the rank's device."""
     import memsaver
 
     free, total = memsaver.device_memory(0)
@@ -89,7 +89,7 @@ def used(worker) -> int:
 
 
 def fail_after_sleep(worker, rank: int) -> None:
-    """Let another process allocate all memory that the next sleep releases, on one rank."""
+    """On one rank, let another process allocate all memory that the next sleep releases."""
     import memsaver
     from memsaver import simulator
 
@@ -108,14 +108,14 @@ def fail_after_sleep(worker, rank: int) -> None:
 
 
 def restored(worker) -> int:
-    """Return the bytes that wake-ups have copied to the weights so far."""
+    """Return the number of bytes that wake-ups have copied to the weights so far."""
     import memsaver
 
     return sum(row.restored_bytes for row in memsaver.stats().tags if row.tag == "weights")
 
 
 def add_draft(worker) -> None:
-    """Add a draft model without weights of its own."""
+    """Add a draft model that has no weights of its own."""
     worker.worker.get_draft_model = lambda: SimpleNamespace(named_buffers=list)
 
 
@@ -127,7 +127,7 @@ def load(worker, seed: int) -> None:
 
 
 def holds(worker, seed: int, converts: bool = False) -> bool:
-    """Return whether a rank's tiny model has its part of a checkpoint's weights."""
+    """Return whether a rank's tiny model contains the rank's part of a checkpoint's weights."""
     import torch
     from vllm.model_executor.models.tiny import Tiny, checkpoint
 
@@ -142,7 +142,7 @@ def holds(worker, seed: int, converts: bool = False) -> bool:
 
 
 def hurt_next_bucket(worker, rank: int) -> None:
-    """Make the next bucket arrive with different contents, on one rank."""
+    """Corrupt the next bucket on one rank."""
     from memsaver.integrations.vllm import weight_loads
 
     if worker.rank != rank:
@@ -158,7 +158,7 @@ def hurt_next_bucket(worker, rank: int) -> None:
 
 
 def join_world(store: str, rank: int, results) -> None:
-    """Join a world of four ranks, and report what the second executor's ranks exchange."""
+    """Join a world of four ranks and report what the second executor's ranks exchange."""
     import torch.distributed as dist
     from vllm.distributed import parallel_state
 
@@ -177,7 +177,10 @@ def join_world(store: str, rank: int, results) -> None:
 
 
 def generate_without_memory(store: str, rank: int, results, both_failed) -> None:
-    """Run a rank of an `LLM` with a process per rank; the second one lacks memory, and is late."""
+    """Run a rank of an `LLM` with one process per rank.
+
+    The second rank is late and out of memory.
+    """
     from vllm import LLM
 
     from memsaver.integrations.engine.errors import EngineAsleepError

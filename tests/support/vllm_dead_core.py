@@ -1,7 +1,7 @@
-"""A call to an engine core that ends instead of answering, by vLLM's blocking client or the fake's.
+"""A call to an engine core that ends instead of answering, through vLLM's or the fake's client.
 
-The core notices that its workers have ended, says so to its client and ends; vLLM's client then
-does not shut itself down.
+The client is the blocking one. The core notices that its workers have ended, notifies its client
+and ends. vLLM's client does not shut itself down in this case.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SECONDS = 30
 
 
 def error_of_a_call(core_client: ModuleType) -> BaseException:
-    """Return the error that the call raises. Fails if the call returns, or does not end."""
+    """Return the error that the call raises. Fails if the call returns or does not end."""
     resources = core_client.BackgroundResources(None)
     dead = core_client.EngineCoreProc.ENGINE_CORE_DEAD
 

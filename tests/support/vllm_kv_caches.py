@@ -1,4 +1,4 @@
-"""vLLM's own functions that allocate the tensors of the KV cache, on the simulated driver."""
+"""vLLM's own functions that allocate the KV cache's tensors, on the simulated driver."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def config():
 
 
 def of_v1_runner(config) -> torch.Tensor:
-    """Allocate as the V1 model runner does."""
+    """Allocate the tensors as the V1 model runner does."""
     runner = importlib.import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
     this = SimpleNamespace(device=CPU, runner_only_attn_layers=())
     return runner._allocate_kv_cache_tensors(this, config)[LAYER]
 
 
 def of_v1_runner_for_transfers(config) -> torch.Tensor:
-    """Allocate as the V1 model runner does for a connector that prefers one tensor."""
+    """Allocate the tensors as the V1 model runner does for a connector that prefers one tensor."""
     mixin = importlib.import_module("vllm.v1.worker.kv_connector_model_runner_mixin")
     specs = importlib.import_module("vllm.v1.kv_cache_interface")
     spec = specs.FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.half)
@@ -49,7 +49,7 @@ def of_v1_runner_for_transfers(config) -> torch.Tensor:
 
 
 def of_v2_runner(config) -> torch.Tensor:
-    """Allocate as the V2 model runner does."""
+    """Allocate the tensors as the V2 model runner does."""
     return importlib.import_module(V2)._allocate_kv_cache(config, {}, CPU)[LAYER]
 
 
@@ -57,12 +57,12 @@ ALL = (of_v1_runner, of_v1_runner_for_transfers, of_v2_runner)
 
 
 def exist() -> bool:
-    """Return whether vLLM has these functions, as it does up to 0.28."""
+    """Return whether vLLM has these functions. vLLM has them up to version 0.28."""
     return hasattr(importlib.import_module(V2), "_allocate_kv_cache")
 
 
 def allocate(function: Callable, config) -> torch.Tensor:
-    """Allocate the KV cache in the open pools, by a function if vLLM has it."""
+    """Allocate the KV cache in the open pools, with `function` if vLLM has it."""
 
     def zeros(size, dtype, device):
         return simulator.empty(size, dtype).zero_()

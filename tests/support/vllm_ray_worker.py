@@ -15,7 +15,7 @@ from memsaver import simulator
 
 
 class Wrapper(RayWorkerWrapper):
-    """vLLM's wrapper, which creates the worker of the recipes."""
+    """vLLM's worker wrapper, which creates the recipes' worker."""
 
     def __init__(self, rpc_rank: int) -> None:
         super().__init__(rpc_rank=rpc_rank)

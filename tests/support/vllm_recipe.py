@@ -1,8 +1,8 @@
 """The part of a vLLM engine that sleeps and wakes up, on the simulated driver.
 
-It uses vLLM's own code: its plugin system, which finds memsaver, its engine core, its executor, its
-worker, its sleep mode backend and its graph pool. The parts that need a GPU are missing: the model
-and the KV cache are CPU tensors in simulated memory, and nothing is generated.
+The engine uses vLLM's own plugin system (through which vLLM finds memsaver), engine core, executor,
+worker, sleep mode backend and graph pool. Parts that need a GPU are missing. The model and the KV
+cache are CPU tensors in simulated memory, and the engine generates nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SAVED = ("_sleep_saved_buffers", "_sleep_saved_parameters", "_sleep_saved_draft_
 
 
 class SimulatedCuda(Platform):
-    """The simulated driver as vLLM's platform."""
+    """The simulated driver in the form of a vLLM platform."""
 
     _enum = PlatformEnum.CUDA
     device_type = "cpu"
@@ -48,7 +48,7 @@ class SimulatedCuda(Platform):
 
 
 class Model(torch.nn.Module):
-    """A model with a weight and a buffer in the open pool."""
+    """A model with a weight and a buffer, allocated in the open pool."""
 
     embedding_modules: ClassVar = {}  # for LoRA
 
@@ -62,7 +62,7 @@ class Model(torch.nn.Module):
 
 
 class Adapters:
-    """The manager of LoRA adapters: their stack, whose memory is not a buffer of the model."""
+    """The manager of LoRA adapters, whose stacked tensors are not buffers of the model."""
 
     def __init__(self, *_) -> None:
         pass
@@ -113,7 +113,7 @@ class Runner(lora_model_runner_mixin.LoRAModelRunnerMixin):
 
 
 def simulate(patch) -> None:
-    """Let vLLM's modules use the simulated driver, until the patch is undone."""
+    """Make vLLM's modules use the simulated driver until the patch is undone."""
     patch.setattr(vllm.platforms, "_current_platform", SimulatedCuda())
     for module in (vllm.platforms, gpu_worker, lora_model_runner_mixin, *device_modules()):
         patch.setattr(module, "current_platform", SimulatedCuda(), raising=False)
@@ -133,7 +133,7 @@ def simulate(patch) -> None:
 
 
 def core_with(executor) -> EngineCore:
-    """Return vLLM's engine core around an executor whose workers have a model."""
+    """Return vLLM's engine core with an executor whose workers have a model."""
     executor.sleeping_tags = set()
     if not isinstance(getattr(type(executor), "is_sleeping", None), property):
         executor.is_sleeping = False  # 0.26
@@ -227,7 +227,7 @@ def worker(has_lora: bool = False, has_draft: bool = False):
 
 
 def device_modules() -> list:
-    """Return the modules that have imported the platform by name."""
+    """Return the modules that have imported the platform object by name."""
     import vllm.device_allocator
     from vllm.device_allocator import cumem
 

@@ -1,7 +1,7 @@
-"""Requests to the part of a vLLM engine of `vllm_recipe`, through vLLM's own loop and `AsyncLLM`.
+"""Requests to the engine of `vllm_recipe`, through vLLM's own loop and `AsyncLLM`.
 
-The scheduler and the input processor are missing: a request ends after one token, and every message
-between the engine core and its client is encoded and decoded as vLLM does it.
+The scheduler and the input processor are missing, and a request ends after one token. vLLM's own
+code encodes and decodes every message between the engine core and its client.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Scheduler(vllm_recipe.Scheduler):
 
 @contextlib.contextmanager
 def served(core):
-    """Run the loop of a recipe's engine core in a thread during the block."""
+    """Run the loop of a recipe's engine core in a thread for the duration of the block."""
     core.__class__ = EngineCoreProc
     vars(core).update(
         vllm_config=core.model_executor.driver_worker.worker.vllm_config,
@@ -177,7 +177,7 @@ class Client:
 
 
 class Processor(InputProcessor):
-    """An input processor for requests that are made already."""
+    """An input processor for requests that need no processing."""
 
     def __init__(self) -> None:
         pass
@@ -194,7 +194,7 @@ async def _nothing() -> None:
 
 
 def async_llm(core) -> AsyncLLM:
-    """Return vLLM's `AsyncLLM`, over an engine core that `serve` runs."""
+    """Return vLLM's `AsyncLLM` with an engine core that `serve` runs."""
     engine = AsyncLLM.__new__(AsyncLLM)
     renderer = SimpleNamespace(
         clear_mm_cache_async=_nothing,
@@ -239,7 +239,7 @@ def request(name: str, **params) -> EngineCoreRequest:
 
 
 async def generate(engine, name: str = "a", **params) -> list[int]:
-    """Return the tokens of a generation."""
+    """Return the tokens of one generation."""
     made, tokens = request(name, **params), []
     async for output in engine.generate(made, made.sampling_params, name):
         tokens += output.outputs[0].token_ids

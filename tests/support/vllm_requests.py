@@ -1,4 +1,4 @@
-"""Requests to a fake vLLM's `AsyncLLM` and its server, for tests in a process of their own."""
+"""Requests to a fake vLLM's `AsyncLLM` and its server, for tests in separate processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def config(model="", **parallel):
 
 @contextlib.asynccontextmanager
 async def engine_of(client_count=1, **parallel):
-    """Start an `AsyncLLM` for the block."""
+    """Start an `AsyncLLM` for the duration of the block."""
     vllm_config = config(**parallel)
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -37,12 +37,12 @@ async def engine_of(client_count=1, **parallel):
 
 
 def run(work, seconds=90):
-    """Run a test of an engine, with a bound."""
+    """Run an engine's test with a timeout."""
     asyncio.run(asyncio.wait_for(work, seconds))
 
 
 async def generate(engine, name="a", max_tokens=1, prompt=PROMPT):
-    """Return the tokens of a generation, and its finish reason."""
+    """Return the tokens and the finish reason of a generation."""
     tokens, reason = [], None
     async for output in engine.generate(prompt, SamplingParams(max_tokens), name):
         tokens += output.outputs[0].token_ids
@@ -51,7 +51,7 @@ async def generate(engine, name="a", max_tokens=1, prompt=PROMPT):
 
 
 def blocked(worker, seconds):
-    """Keep a worker, and so the engine core's loop, from other work."""
+    """Block a worker, and thereby the engine core's loop."""
     time.sleep(seconds)
 
 
@@ -60,7 +60,7 @@ async def embed(engine, name="e"):
 
 
 async def refusal(work):
-    """Return the error with which a request is refused."""
+    """Return the error that rejects a request."""
     from memsaver.integrations.engine.errors import EngineAsleepError
 
     with raising(EngineAsleepError) as caught:
@@ -69,7 +69,7 @@ async def refusal(work):
 
 
 async def until(condition, seconds=30):
-    """Wait until an awaitable condition holds."""
+    """Wait until an awaitable condition is true."""
     end = time.monotonic() + seconds
     while not await condition():
         assert time.monotonic() < end, "the condition did not become true"
@@ -77,7 +77,7 @@ async def until(condition, seconds=30):
 
 
 class Server:
-    """The fake server's application, called as a server calls it."""
+    """The fake server's application, called in the way that a server calls it."""
 
     def __init__(self, engine):
         from vllm.entrypoints.openai import api_server
@@ -86,7 +86,7 @@ class Server:
         self.app.state.engine_client = engine
 
     async def call(self, path, body=None, leave=None):
-        """Return the status and the body; the client disconnects when `leave` is set."""
+        """Return the response's status and body; the client disconnects if `leave` is set."""
         messages = []
         receive = asyncio.Queue()
         receive.put_nowait({"type": "http.request", "body": json.dumps(body or {}).encode()})

@@ -1,4 +1,4 @@
-"""A server with the routes of a vLLM server in its development mode, over a fake `LLM`."""
+"""A fake of a vLLM server in development mode, which serves a fake `LLM`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memsaver.integrations.vllm.local import has_plugin
 
 
 class Server:
-    """Serves a fake `vllm.LLM` in this process.
+    """Serves a fake `vllm.LLM` that runs in this process.
 
     Attributes:
         url: the server's address.
@@ -56,7 +56,7 @@ class Server:
         self._server.shutdown()
 
     def answer(self, path: str, body):
-        """Return the status and the JSON of an answer."""
+        """Return an answer's status and JSON."""
         parts = urlsplit(path)
         query = parse_qs(parts.query)
         if parts.path == "/version":

@@ -1,4 +1,4 @@
-"""The command-line arguments that vLLM's server reads when it builds its application."""
+"""The command-line arguments that vLLM's server reads when it creates its application."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that have imported modules, in place of new interpreters that run a script."""
+"""Replacements for `Popen` that fork a process with loaded modules instead of starting Python."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ _usual = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 class WarmPopen(subprocess.Popen[Any]):
     """A `Popen` that runs Python scripts in forks of a process that has imported torch.
 
-    It saves the seconds that an import of torch takes. Other commands run as usual, and so do
-    scripts with preloaded libraries, which a process gets only at its start.
+    A fork saves the seconds that an import of torch takes. Other commands run as usual. Scripts
+    with preloaded libraries also run as usual, because libraries can be preloaded only when a
+    process starts.
     """
 
     modules = "torch"
 
     def described(self, command: list[str], environment: dict[str, str]) -> dict[str, Any] | None:
-        """Return the script and its arguments; None for a command that runs as usual."""
+        """Return the script and its arguments, or None for a command that runs as usual."""
         is_script = command[:1] == [sys.executable] and command[1].endswith(".py")
         if not is_script or "LD_PRELOAD" in environment:
             return None
@@ -64,13 +65,14 @@ class WarmPopen(subprocess.Popen[Any]):
 class CommandPopen(WarmPopen):
     """A `Popen` that runs `python -m memsaver` in forks of a process that has imported typer.
 
-    Not for output to a pipe that nobody reads, whose end cannot be opened again.
+    The class does not support output to a pipe that nobody reads, because the pipe cannot be
+    reopened.
     """
 
     modules = "command line"
 
     def described(self, command: list[str], environment: dict[str, str]) -> dict[str, Any] | None:
-        """Return the command line's script; None for a command that runs as usual."""
+        """Return the command line's script, or None for a command that runs as usual."""
         if command[:3] != [sys.executable, "-m", "memsaver"]:
             return None
         encoding = environment.pop("PYTHONIOENCODING", None)

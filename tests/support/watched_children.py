@@ -1,4 +1,4 @@
-"""Child processes for tests of `memsaver top`: they run code from stdin and answer on stdout."""
+"""Child processes for tests of `memsaver top`, which run code from stdin and answer on stdout."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ for line in sys.stdin:
 
 
 def top_command(runtime: Path, *arguments: str) -> list[str]:
-    """Return a command that runs `memsaver top`, which searches only that folder."""
+    """Return a command that runs `memsaver top` and searches only one folder."""
     code = (
         "import sys; from memsaver.cli import main, watched; "
         "watched.FALLBACK = sys.argv.pop(1); main()"
@@ -98,7 +98,10 @@ def top_command(runtime: Path, *arguments: str) -> list[str]:
 
 
 class Child:
-    """A child on the simulated driver, which runs code: `child("make('t', 1000)")`."""
+    """A child process on the simulated driver, which runs code, such as
+
+    `child("make('t', 1000)")`.
+    """
 
     def __init__(self, runtime: Path | None, *, program: list[str] | None = None, **env) -> None:
         kept = environment_without("MEMSAVER_", "XDG_RUNTIME_DIR")
@@ -134,7 +137,7 @@ class Child:
         return value
 
     def end(self, code: str = "", status: int | None = 0) -> None:
-        """End the child: run `code`, if any, close its stdin, and check its exit status."""
+        """End the child: run `code` if given, close stdin, and check the exit status."""
         if code:
             self.begin(code)
         self.process.stdin.close()
@@ -157,13 +160,13 @@ class Child:
 
 
 def names_in(runtime: Path) -> list[str]:
-    """Return the files in the folder of sockets; [] if there is no folder."""
+    """Return the names of the files in the socket folder; [] if there is no folder."""
     folder = runtime / "memsaver"
     return sorted(os.listdir(folder)) if folder.exists() else []
 
 
 def connect(path: Path, timeout: float = 10) -> socket.socket:
-    """Connect to a socket, whose path may be long."""
+    """Connect to a socket, whose path can be too long for an address."""
     client = socket.socket(socket.AF_UNIX)
     client.settimeout(timeout)
     folder = os.open(path.parent, os.O_PATH)
@@ -178,7 +181,7 @@ def connect(path: Path, timeout: float = 10) -> socket.socket:
 
 
 def ask(path: Path, timeout: float = 10) -> bytes:
-    """Return the complete answer from the socket."""
+    """Return the complete answer that the socket sends."""
     with connect(path, timeout) as client:
         return b"".join(iter(lambda: client.recv(1 << 16), b""))
 
@@ -191,7 +194,7 @@ def wait_until(condition, timeout: float = 10) -> None:
 
 
 def socket_of(runtime: Path, pid: int) -> Path:
-    """Return the socket of a process in the folder."""
+    """Return the path of a process's socket in the folder."""
     (name,) = [name for name in names_in(runtime) if name.startswith(f"{pid}-")]
     return runtime / "memsaver" / name
 
@@ -203,7 +206,7 @@ def watched(pid: int) -> Process:
 
 
 def check_lives_on(child: Child) -> None:
-    """Check that the child still works."""
+    """Check that the child still runs code."""
     child("make('lives on', 1000, 'host')")
     child("memsaver.pause('lives on')")
     assert child("str(memsaver.state('lives on'))") == "paused"

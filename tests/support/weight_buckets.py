@@ -8,11 +8,11 @@ from memsaver.integrations.rollout.weights.payloads import flattened, listed
 
 
 def payload(named, as_list=False):
-    """Return the text of a bucket, and its memory, which must exist while the text is opened.
+    """Return a bucket's text, and its memory, which must exist while the text is being opened.
 
     Args:
         named: the tensors, by name.
-        as_list: whether the text is a list of tensors, instead of a flattened bucket.
+        as_list: whether the text is a list of tensors instead of a flattened bucket.
     """
     memory = torch.zeros(sum(512 + t.nbytes for t in named.values()), dtype=torch.uint8)
     _share(memory)
@@ -27,9 +27,9 @@ def payload(named, as_list=False):
 
 
 def _share(memory, tries=10):
-    """Move host memory to shared memory, for which torch's manager process must answer within 1 s.
+    """Move host memory to shared memory; retry if torch's manager process does not answer in 1 s.
 
-    On a loaded machine it may answer later.
+    On a loaded machine, the answer can take longer.
     """
     for left in reversed(range(tries)):
         try:

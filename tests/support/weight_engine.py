@@ -1,8 +1,8 @@
-"""A fake engine that loads weights like SGLang, on the CPU, for tests of weight updates.
+"""A fake engine that loads weights as SGLang does, on the CPU, for tests of weight updates.
 
-It has a model with fused, sharded, transposed, padded, cast and tied weights; ranks with the
-classes that update weights in SGLang 0.5.16 and 0.5.23, with memsaver's hooks; and a backend over
-ranks in this process. As in SGLang, an exception in a loader ends a rank without the hooks.
+The engine has a model with fused, sharded, transposed, padded, cast and tied weights. The ranks
+have the classes that update weights in SGLang 0.5.16 and 0.5.23, with memsaver's hooks. The backend
+calls ranks in this process. Without the hooks, an exception in a loader ends a rank, as in SGLang.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MESSAGES = "sglang.srt.managers.io_struct"
 
 
 def checkpoint(seed: int = 0, dtype=torch.float32) -> dict[str, torch.Tensor]:
-    """Return a trainer's whole weights, by their names in a checkpoint."""
+    """Return a trainer's unsharded weights, by their names in the checkpoint."""
     torch.manual_seed(seed)
 
     def made(*shape):
@@ -56,7 +56,7 @@ def checkpoint(seed: int = 0, dtype=torch.float32) -> dict[str, torch.Tensor]:
 
 
 def module_of(weights: dict[str, torch.Tensor]) -> torch.nn.Module:
-    """Return a trainer's module with these tensors as parameters, by their names."""
+    """Return a trainer's module whose parameters are these tensors."""
     module = torch.nn.Module()
     for name, tensor in weights.items():
         owner = module
@@ -74,7 +74,7 @@ def parameter(*shape, dtype=torch.bfloat16):
 
 
 class Model(torch.nn.Module):
-    """A rank's part of a model, and its loader."""
+    """A rank's part of a model, with a weight loader."""
 
     def __init__(self, rank: int = 0, size: int = 1, pool: bool = False):
         super().__init__()
@@ -149,7 +149,7 @@ class Output:
 
 
 class _Unpickler(pickle.Unpickler):
-    """An unpickler as strict as SGLang 0.5.23's."""
+    """An unpickler with the same restrictions as SGLang 0.5.23's."""
 
     ALLOWED = (
         ("torch.multiprocessing.reductions", "rebuild_tensor"),
@@ -169,7 +169,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class WeightUpdater:
-    """A fake of SGLang's class for a runner: loads named tensors into the model."""
+    """A fake of SGLang's class for a model runner, which loads named tensors into the model."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -192,7 +192,7 @@ class WeightUpdater:
         return True, "Success"
 
     def update_weights_from_ipc(self, recv_req):
-        """Load what another process sends, as checkpoint-engine does."""
+        """Load tensors that another process sends, as checkpoint-engine does."""
         try:
             self.get_model().load_weights(recv_req.tensors)
         except Exception as error:
@@ -215,7 +215,7 @@ def _model_load_weights_direct(model, named_tensors) -> None:
 
 
 class SchedulerWeightUpdaterManager:
-    """A fake of SGLang's class for a rank."""
+    """A fake of SGLang's per-rank updater class."""
 
     def __init__(self, model: Model, group=None) -> None:
         self.runner, self.tp_cpu_group, self.rank = WeightUpdater(model), group, model.rank
@@ -253,7 +253,7 @@ class SchedulerWeightUpdaterManager:
 
 @contextlib.contextmanager
 def hooked(patch):
-    """Install the two classes as SGLang's, with memsaver's hooks, for the block."""
+    """Install the two classes as SGLang's, with memsaver's hooks, within the block."""
     classes = {}
     for module, kind in (
         (MANAGER, SchedulerWeightUpdaterManager),
@@ -286,7 +286,7 @@ def hooked(patch):
 
 
 def _for_rank(request: Request, rank: int) -> Request:
-    """Return the request with its verification for one rank: each rank is its own group here."""
+    """Return one rank's request with its verification; here, each rank is its own group."""
     wanted = verification_of(request.rid)
     if wanted is None or len(wanted.sent) < 2:
         return request
@@ -294,7 +294,7 @@ def _for_rank(request: Request, rank: int) -> Request:
 
 
 class Control:
-    """A fake of an engine's sleep: its memory is a set of released tags."""
+    """A fake of an engine's sleep; the memory is a set of released tags."""
 
     def __init__(self) -> None:
         self.released: frozenset[str] = frozenset()
@@ -331,7 +331,7 @@ class Control:
 
 
 class Backend(WeightCalls):
-    """An `engine.interface.Backend` over ranks in this process, which receive SGLang's requests."""
+    """An `engine.interface.Backend` for ranks in this process, which receive SGLang's requests."""
 
     other_ranks = ""
 

@@ -1,4 +1,4 @@
-"""Code that runs as ranks of a trainer with a fake engine, on the CPU."""
+"""Code that runs as the ranks of a trainer with a fake engine, on the CPU."""
 
 # Common code of the ranks: an engine for each group of `tp` ranks, and CPU tensors.
 PRELUDE = """

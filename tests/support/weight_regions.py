@@ -1,11 +1,11 @@
-"""A trainer's weights in regions, for tests of engines that map them."""
+"""A trainer's weights in regions, for tests of engines that map these weights."""
 
 import memsaver
 from memsaver import simulator
 
 
 def in_region(name, weights, **options):
-    """Return copies of tensors in a region; tied tensors stay tied."""
+    """Return copies of tensors, allocated in a region; tied tensors stay tied."""
     copies = {}
     with memsaver.region(name, backup="host", **options):
         for tensor in weights.values():

@@ -1,4 +1,4 @@
-"""Requests that load weights into the fake engine of `weight_engine`."""
+"""Weight-update requests to the fake engine of `weight_engine`."""
 
 from __future__ import annotations
 

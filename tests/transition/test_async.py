@@ -1,4 +1,4 @@
-"""Test transitions in the background: handles, errors, streams, trim and waiting."""
+"""Tests transitions in the background: handles, errors, streams, trim and waiting."""
 
 import gc
 import threading

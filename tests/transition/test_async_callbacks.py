@@ -1,4 +1,4 @@
-"""Test callbacks of background transitions: their threads, and the calls that they wait for."""
+"""Tests callbacks of background transitions: their threads, and the calls that they wait for."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Test background transitions when the process exits, is interrupted, or forks."""
+"""Tests background transitions when the process exits, is interrupted, or forks."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Test the progress that transitions report to progress callbacks and through handles."""
+"""Tests the progress that transitions report to callbacks and through handles."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Test callbacks of pauses and resumes: their time, arguments, thread and failures."""
+"""Tests callbacks of pauses and resumes: when they run, their arguments, thread and failures."""
 
 import gc
 import threading
@@ -23,7 +23,7 @@ PAGE = 2 * MIB
 
 @pytest.fixture
 def events():
-    """Yield a list for callbacks' events, with methods that register callbacks for the test."""
+    """Yield a list of callbacks' events, with methods that register callbacks for the test."""
 
     class Events(list):
         registered: ClassVar[list] = []

@@ -1,4 +1,4 @@
-"""Test threads that concurrently allocate, pause and resume the same tags and different tags."""
+"""Tests threads that concurrently allocate, pause and resume the same tags and different tags."""
 
 import pytest
 from looks import held

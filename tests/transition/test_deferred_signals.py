@@ -1,4 +1,4 @@
-"""Test blocks that defer Python's signal handlers, nested in every combination and order."""
+"""Tests blocks that defer Python's signal handlers, nested in every combination and order."""
 
 from __future__ import annotations
 

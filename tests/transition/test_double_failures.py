@@ -1,4 +1,4 @@
-"""Test that no contents are lost if driver calls fail during a transition and its rollback."""
+"""Tests that no contents are lost if driver calls fail during a transition and its rollback."""
 
 import ctypes
 from itertools import chain
@@ -31,7 +31,10 @@ SIZES = [4096, 100_000, PAGE + 512]
 
 @pytest.fixture
 def attempt(sim, in_thread):
-    """Run an action under faults; return its error, or None. Fails if the error is not typed."""
+    """Run an action under faults; return its error, or None.
+
+    Fails if the error is not one of memsaver's types.
+    """
 
     def act(action, *faults):
         for fault in faults:
@@ -51,7 +54,7 @@ def attempt(sim, in_thread):
 
 @pytest.fixture
 def keep_pages(sim, attempt):
-    """Return a function that pauses tags such that an unmapping and the rollback fail.
+    """Return a function that pauses tags so that an unmapping and the rollback fail.
 
     Afterwards, the tags are paused and their pages are retained.
     """

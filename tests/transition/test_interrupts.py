@@ -1,4 +1,4 @@
-"""Test that callbacks and states stay consistent if signal handlers raise during a call."""
+"""Tests that callbacks and states stay consistent if signal handlers raise during a call."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ pytestmark = [
 
 @pytest.fixture
 def run_python(run_python):
-    """Fork the processes: how an interpreter starts has no influence on these tests."""
+    """Fork the processes, because an interpreter's startup does not affect these tests."""
     return partial(run_python, fresh=False)
 
 
@@ -146,7 +146,7 @@ SIGNALS = {
 
 
 def with_signals(cases, *interrupted):
-    """Return each case with SIGALRM, and some with SIGINT."""
+    """Return each case with SIGALRM, and some cases with SIGINT."""
     return [(case, "SIGALRM") for case in cases] + [(case, "SIGINT") for case in interrupted]
 
 

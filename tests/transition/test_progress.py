@@ -1,4 +1,4 @@
-"""Test the progress bar on a recorded console, and the values of `progress=` arguments."""
+"""Tests the progress bar on a recorded console, and the values of `progress=` arguments."""
 
 import io
 import re

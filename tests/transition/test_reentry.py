@@ -1,4 +1,4 @@
-"""Test calls that the same thread makes again within them, as finalizers and signal handlers do."""
+"""Tests nested calls from the same thread, like those of finalizers and signal handlers."""
 
 from __future__ import annotations
 

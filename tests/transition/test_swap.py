@@ -1,4 +1,4 @@
-"""Test swaps on the simulated driver, down to each page that they transfer."""
+"""Tests swaps on the simulated driver, down to each page that they transfer."""
 
 import itertools
 

@@ -1,4 +1,6 @@
-"""Test calls that swap tags: reports, backups, callbacks, errors and the C transition functions."""
+"""Tests calls that swap tags: reports, backups, callbacks, errors and the C transition
+functions.
+"""
 
 import ctypes
 
@@ -107,7 +109,7 @@ def test_invalid_swaps_are_rejected(sim, tag, make_blocks, registered):
 def transit():
     """Return a function `transit(out, into)` that runs a transition with the C functions.
 
-    The function returns their status.
+    The function returns their status code.
     """
     library = ctypes.CDLL(str(LIBRARY_DIR / "libmemsaver.so"))
     selection = [ctypes.POINTER(ctypes.c_char_p), ctypes.c_size_t]

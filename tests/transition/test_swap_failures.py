@@ -1,4 +1,4 @@
-"""Test that tags keep their states and contents if swaps fail; `make faults` fails each call."""
+"""Tests that tags keep their states and contents if swaps fail. `make faults` fails each call."""
 
 import contextlib
 
@@ -17,7 +17,7 @@ OUT = [4096, PAGE + 512, 100_000]
 def test_a_swap_without_host_memory_for_its_copies_changes_nothing(
     sim, tag, make_blocks, options, tmp_path, kind
 ):
-    """Copies of the resumed tag and the rollback both need a buffer in host memory."""
+    """The copies of the resumed tag and the rollback both need a buffer in host memory."""
     options(disk_dir=str(tmp_path))
     going, coming = tag("out"), tag("into")
     out = Fixed(sim, make_blocks(going, OUT, backup=kind))

@@ -1,7 +1,7 @@
-"""Test threads that memsaver starts in a callback, while a finalizer waits for the tag.
+"""Tests threads that memsaver starts in a callback while a finalizer waits for the tag.
 
-The starting thread waits until the new thread runs. If the garbage collector runs the finalizer on
-the new thread before that, both wait forever.
+The starting thread waits until the new thread runs. If the garbage collector ran the finalizer on
+the new thread before that, both threads would wait forever.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Test the reports of pauses and resumes, and the statistics about them."""
+"""Tests the reports of pauses and resumes, and the related statistics."""
 
 from looks import row_of
 

@@ -1,4 +1,4 @@
-"""Test pauses and resumes: contents, addresses, selected tags, `paused()` and two devices."""
+"""Tests pauses and resumes: contents, addresses, selected tags, `paused()` and two devices."""
 
 import contextlib
 

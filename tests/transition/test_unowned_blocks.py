@@ -1,6 +1,7 @@
-"""Test that memory that no tensor owns is neither saved nor restored.
+"""Tests that memory that no tensor owns is neither saved nor restored.
 
-If allocations have changed since its ranges were computed, the memory is saved and restored.
+If allocations have changed since the unowned ranges were computed, the memory is saved and
+restored.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Test waits for a part of the memory that a resume in the background brings back."""
+"""Tests waits for a part of the memory that a background resume restores."""
 
 import pytest
 from looks import held, held_memory, intact, released_soon
@@ -13,7 +13,7 @@ SHORT = [64 * MIB, 2 * MIB]
 
 @pytest.fixture
 def slow(sim):
-    """Let each block take half a second to copy from now on."""
+    """Yield a function that slows copies, so that the copy of each block takes half a second."""
     yield lambda: sim.copy_rate(2 * SIZES[0])
     sim.copy_rate(0)
 

@@ -1,4 +1,4 @@
-"""Test that waits for a tag always end, and never block the thread that would end them."""
+"""Tests that waits for a tag always end and never block the thread that would end them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Test which calls wait for work on the devices, and that calls do not invalidate captures."""
+"""Tests which calls wait for work on the devices, and that calls do not invalidate captures."""
 
 import ctypes
 
@@ -54,7 +54,7 @@ def test_memory_of_a_device_that_cannot_be_queried_is_not_unmapped(sim, tag, mak
 
 
 def test_a_resume_fails_if_peer_access_is_unknown(run_python):
-    """A resume fails if peer access is unknown; otherwise, a peer could fault much later."""
+    """A resume fails if peer access is unknown. Otherwise, a peer could fault much later."""
     run_python(
         """
         import memsaver

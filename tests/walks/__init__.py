@@ -1,1 +1,1 @@
-"""Random walks through states that single tests do not reach. See `__main__`."""
+"""Random walks through states that individual tests do not reach. See `__main__`."""

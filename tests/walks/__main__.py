@@ -1,12 +1,13 @@
-"""The random walks as a command: `make walks`.
+"""Runs the random walks: `make walks`.
 
     make walks ARGS="--seconds 600"               each of them for ten minutes
     make walks ARGS="--only disk --seed 1234"     one of them, from a seed
 
-Each walk is a module of this folder with `walk(seed, seconds)`, which runs for about `seconds`
-seconds, raises an AssertionError if memsaver breaks a promise, and returns its figures. A walk runs
-in its own process. If it hangs, the process prints the stacks of all threads and ends. Without
-`--seed` each run chooses new seeds; it prints them. Exits with 1 if a walk fails.
+Each walk is a module of this folder with `walk(seed, seconds)`. This function runs for about
+`seconds` seconds, raises an AssertionError if memsaver breaks a promise, and returns its counts.
+Each walk runs in a separate process. If a walk hangs, its process prints the stacks of all threads
+and ends. Without `--seed`, each run chooses and prints new seeds. The program exits with 1 if a
+walk fails.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def arguments() -> argparse.Namespace:
 
 
 def run(name: str, seed: int, seconds: float, folder: Path) -> bool:
-    """Run one walk in its own process and print its figures; return whether it passed."""
+    """Run one walk in a separate process and print its counts; return whether it passed."""
     limit = seconds + GRACE_SECONDS
     command = [sys.executable, "-c", CHILD, name, str(seed), str(seconds), str(limit)]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MEMSAVER_")}

@@ -1,4 +1,4 @@
-"""Forked children, in which memsaver is inert."""
+"""Forked children, in which memsaver is inactive."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ SECONDS = 20.0
 
 
 def forked(hard: bool, interrupted: type[BaseException]) -> str | None:
-    """Fork a child that uses the inert memsaver and exits; describe what went wrong.
+    """Fork a child that uses the inactive memsaver and exits; describe any failure.
 
     Args:
-        hard: whether the child exits without a collection, which runs finalizers.
-        interrupted: raised by a signal's handler during the wait, which goes on.
+        hard: whether the child exits without a garbage collection, which would run finalizers.
+        interrupted: the error that a signal handler raises during the wait, which continues.
     """
     child = os.fork()
     if child == 0:

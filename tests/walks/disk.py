@@ -1,15 +1,16 @@
-"""A random walk over disk backups whose files are damaged, truncated, emptied or cannot grow.
+"""A random walk with disk backups whose files are corrupted, truncated, emptied or cannot grow.
 
 The walk writes to tags on two devices, pauses them with every policy, resumes, swaps and frees
-them, and loads them again with the same or other contents. Meanwhile it changes the files of their
-backups from outside, and lowers and raises the limit on file sizes. A model has the bytes of each
-block. The walk checks:
+them, and loads the same or other contents again. At the same time, the walk changes the backup
+files from outside, and lowers and raises the limit on file sizes. A model contains the expected
+bytes of each block. The walk checks:
 
-- after a resume or a swap every byte is the model's: stale bytes are never returned;
-- the resume of a tag whose file was not changed succeeds;
-- a failed pause leaves its tag mapped with its bytes, and a failed resume leaves it paused;
-- after a `BackupError` of a resume, the error's advice restores the tag: free its blocks, resume
-  it, load its contents again; its next pause saves them, and the next resume restores them.
+- every byte equals the model's after a resume or a swap, so no stale bytes are returned;
+- a tag whose file was not changed can be resumed;
+- a failed pause leaves its tag mapped with its bytes, and a failed resume leaves its tag paused;
+- after a resume raises `BackupError`, the error's advice (free the tag's blocks, resume the tag,
+  load its contents again) restores the tag; the next pause saves the contents, and the next resume
+  restores them.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def noise() -> bytes:
 
 @dataclass
 class Block:
-    """Memory on a device, and its expected bytes."""
+    """Memory on a device with its expected bytes."""
 
     device: int
     buffer: simulator.Buffer
@@ -61,7 +62,7 @@ class Block:
 
 @dataclass
 class Tag:
-    """A tag's blocks, and whether a file of its backup may have been changed."""
+    """A tag's blocks, and whether a file of its backup might have been changed."""
 
     name: str
     blocks: list[Block] = field(default_factory=list)
@@ -92,7 +93,7 @@ class Walk:
 
     @contextlib.contextmanager
     def adopting(self, tag: Tag):
-        """Record the files that the block creates as this tag's."""
+        """Record the files created within the block as belonging to this tag."""
         try:
             yield
         finally:
@@ -102,7 +103,7 @@ class Walk:
     # Contents.
 
     def contents(self) -> list[tuple[int, bytes]]:
-        """Choose a tag's blocks: the device and the bytes of each."""
+        """Choose a tag's blocks, with the device and the bytes of each block."""
         made = []
         for _ in range(self.dice.randint(1, 4)):
             size, at = self.dice.choice(SIZES), self.dice.randrange(2 * MIB)
@@ -246,7 +247,7 @@ class Walk:
 
     @contextlib.contextmanager
     def little_room(self):
-        """Limit file sizes to a few MiB, for the block."""
+        """Limit file sizes to a few MiB within the block."""
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         limit = self.dice.choice((0, 1, 5, 20)) * MIB
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
@@ -285,7 +286,7 @@ class Walk:
 
 
 def walk(seed: int, seconds: float) -> dict[str, object]:
-    """Walk for about `seconds`; return how often each event happened."""
+    """Walk for about `seconds` seconds; return how often each event happened."""
     warnings.simplefilter("ignore", memsaver.MemsaverWarning)
     sim = Simulator()
     world = Walk(seed)

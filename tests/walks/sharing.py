@@ -1,4 +1,4 @@
-"""Tensors of shareable blocks that a walk's process sends, and receives itself."""
+"""Tensors of shareable blocks that a walk's process both sends and receives."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from memsaver.errors import SharingError
 
 
 class Shares:
-    """A process's shareable tensors, which it sends and receives itself.
+    """A process's shareable tensors, which the process both sends and receives.
 
-    Any thread may use it, even in signal handlers and finalizers, except for `receive`.
+    Any thread can use this object, even in signal handlers and finalizers, except for `receive`.
     """
 
     def __init__(self, blocks: Iterable[Block]) -> None:
@@ -27,7 +27,7 @@ class Shares:
         ]
 
     def send(self, rng: random.Random) -> tuple[Block, bytes] | None:
-        """Return a block and a message with its tensor; None if its tag is paused."""
+        """Return a block and a message with its tensor, or None if its tag is paused."""
         block, tensor = rng.choice(self._sendable)
         try:
             return block, bytes(ForkingPickler.dumps(tensor))
@@ -35,9 +35,10 @@ class Shares:
             return None
 
     def receive(self, rng: random.Random) -> tuple[torch.Tensor | None, str | None]:
-        """Send a tensor and receive it; return it, and a description of what is wrong, if anything.
+        """Send a tensor and receive it; return the received tensor and a description of any error.
 
-        A finalizer must not call this: the transition that it interrupts may have to end first.
+        A finalizer must not call this method, because the interrupted transition might have to end
+        first.
         """
         sent = self.send(rng)
         if sent is None:

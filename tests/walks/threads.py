@@ -1,15 +1,17 @@
-"""Pause and resume in every way on several threads, with finalizers, signals, forks and exits.
+"""A random walk that pauses and resumes on several threads, with finalizers, signals, forks and
+exits.
 
-Two of the tags are shareable: threads send their tensors, which the process receives itself.
+Two of the tags are shareable. Threads send their tensors, and the process itself receives them.
 
 Eight threads and the main thread make random calls on a few tags: transitions with and without
-waiting, regions, frees, callbacks that begin transitions. Objects in reference cycles make the same
-calls when the garbage collector finalizes them, and so do handlers of signals, which arrive at any
-time on the main thread; other handlers raise. Meanwhile, children are forked and exit.
+waiting, regions, frees, and callbacks that begin transitions. Objects in reference cycles make the
+same calls when the garbage collector finalizes them. Signal handlers also make these calls, at any
+time on the main thread; other signal handlers raise. At the same time, children are forked and
+exit.
 
-The walk checks that no call waits forever, every error is an `InvalidStateError` or was raised by
-a handler, contents are intact, callbacks agree with the tags' states, nothing stays reserved, and
-memsaver's figures equal the driver's.
+The walk checks that no call waits forever, that every error is an `InvalidStateError` or was raised
+by a handler, and that contents are intact. The walk also checks that callbacks agree with the tags'
+states, that no tag stays reserved, and that memsaver's numbers equal the driver's.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ MOST_CYCLES = 16  # cycles that wait for the garbage collector
 
 
 class Alarm(BaseException):
-    """Raised by a signal's handler, anywhere in the main thread."""
+    """Raised by a signal handler, anywhere on the main thread."""
 
 
 def walk(seed: int, seconds: float) -> dict[str, object]:
@@ -55,12 +57,12 @@ def walk(seed: int, seconds: float) -> dict[str, object]:
 
 
 class Walk:
-    """One walk of a process.
+    """A process's random walk.
 
     Attributes:
         counts: how often each event happened.
         wrong: descriptions of broken promises.
-        cycles: one item for each `Cycle` that was not finalized.
+        cycles: one item for each `Cycle` that has not been finalized.
     """
 
     def __init__(self, seed: int) -> None:
@@ -132,7 +134,10 @@ class Walk:
         assert resident == self._sim.tag_bytes(), (resident, self._sim.tag_bytes())
 
     def _collect(self) -> None:
-        """Call all finalizers. While another thread collects, gc.collect() returns at once."""
+        """Call all finalizers.
+
+        While another thread collects garbage, gc.collect() returns immediately.
+        """
         gc.disable()
         last = Garbage()
         reference = weakref.ref(last)
@@ -274,7 +279,7 @@ class Walk:
                 self.wrong.append(why)
 
     def _damage(self, tag: str) -> str | None:
-        """Describe wrong contents of the tag; None if they are intact."""
+        """Return a description of the tag's wrong contents, or None if they are intact."""
         for block in self._blocks[tag]:
             try:
                 found, expected = block.bytes(), block.expected()
@@ -312,7 +317,9 @@ class Walk:
             self._depth -= 1
 
     def from_outside(self, rng: random.Random) -> None:
-        """Make a random call as a handler or a finalizer, on any thread, during any other call."""
+        """Make a random call as a signal handler or finalizer does: on any thread, during any
+        other call.
+        """
         tags = self._some(rng)
         calls: list[Callable[[], object]] = [
             lambda: memsaver.pause(*tags),

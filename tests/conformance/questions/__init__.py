@@ -1,1 +1,3 @@
-"""Questions about a CUDA driver that its documentation does not answer: `python -m questions`."""
+"""Questions about a CUDA driver that the driver's documentation does not answer: `python -m
+questions`.
+"""

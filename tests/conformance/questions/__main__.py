@@ -4,8 +4,8 @@
     python -m questions sim              the simulated driver
     python -m questions /path/to/lib.so  another driver
 
-Run it in tests/conformance. It never fails. Questions that could break a context or the process run
-in separate processes.
+Run the program in tests/conformance. The program never fails. Each question that could break a
+context or the process runs in a separate process.
 """
 
 from __future__ import annotations

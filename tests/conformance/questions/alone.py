@@ -1,4 +1,4 @@
-"""The questions that each run in a separate process, by their printed names."""
+"""The questions that each run in a separate process, by the names that are printed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Questions about plain blocks (cuMemAlloc) and pointer attributes.
 
-Each runs in a separate process, from its source alone, with driver_api imported.
+Each question runs in a separate process, which receives only its source and imports driver_api.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Individual driver calls, each with its own setup and cleanup.
 
-Each function is a generator: it sets up its call, yields the call, and cleans up afterwards. The
-call may be repeated after it failed.
+Each function is a generator that sets up a call, yields the call, and cleans up afterwards. A call
+can be repeated after it has failed.
 """
 
 from __future__ import annotations

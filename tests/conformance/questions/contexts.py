@@ -1,6 +1,6 @@
-"""Questions about calls without a context, and contexts that are destroyed.
+"""Questions about calls without a context and about destroyed contexts.
 
-Each runs in a separate process, from its source alone, with driver_api imported.
+Each question runs in a separate process, which receives only its source and imports driver_api.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Effects of a call on work in flight and on captures: whether it waits or breaks them."""
+"""The effects of a call on pending work and captures: whether the call waits or breaks a
+capture.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def name_of(drv, code):
 
 
 def make_busy(drv, stream, address):
-    """Queue a host function that takes BUSY_SECONDS and does not run Python, and a set after it."""
+    """Queue a host function that takes BUSY_SECONDS without running Python, followed by a
+    memset.
+    """
     sleep = ctypes.cast(ctypes.CDLL(None).usleep, HostFunction)
     drv.check("cuLaunchHostFunc", stream, sleep, c_void_p(int(BUSY_SECONDS * 1e6)))
     drv.check("cuMemsetD8Async", address, 1, PAGE, stream)

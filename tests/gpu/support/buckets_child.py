@@ -1,9 +1,9 @@
-"""Send tensors between two ranks without an engine; exit with status 0 on success.
+"""Sends tensors between two ranks without an engine; exits with status 0 on success.
 
 usage: buckets_child.py SCENE, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set
 
-In the scene "region", rank 0 updates an engine that consists of rank 1, which maps its tensors. In
-the others, the ranks write parts of tensors into each other's buckets.
+In the scene "region", rank 0 updates an engine that consists of rank 1. The engine maps rank 0's
+tensors. In the other scenes, the ranks write parts of tensors into each other's buckets.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def into_buckets(scene: str) -> None:
 
 
 def tensors(seed: int) -> dict[str, Any]:
-    """Return whole tensors on the host, equal on both ranks."""
+    """Return unsharded tensors on the host, which are equal on both ranks."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -84,7 +84,7 @@ def tensors(seed: int) -> dict[str, Any]:
 
 
 def parts(whole: dict[str, Any], device: Any) -> dict[str, Any]:
-    """Return this rank's parts, of which one is on the host, and one in a tag."""
+    """Return this rank's parts; one part is on the host, and one is in a tag."""
     import memsaver
     from memsaver.integrations.rollout.weights import Part
 
@@ -126,7 +126,7 @@ def from_a_region() -> None:
 
 
 def asked(question: Any) -> Any:
-    """Ask rank 1, and return its answer."""
+    """Send a request to rank 1 and return its answer."""
     import torch.distributed as dist
 
     dist.broadcast_object_list([question], 0)
@@ -136,7 +136,7 @@ def asked(question: Any) -> Any:
 
 
 class OtherRank:
-    """The calls of a `Backend` to rank 1."""
+    """The calls that a `Backend` makes, sent to rank 1."""
 
     tp_size = 1
     control = SimpleNamespace(check=lambda operation: None, status="awake", released=())
@@ -165,7 +165,7 @@ class OtherRank:
 
 
 def be_an_engine() -> None:
-    """Load tensors into a float32 model until rank 0 sends no more requests."""
+    """Load tensors into a float32 model until rank 0 ends its requests."""
     import torch
     import torch.distributed as dist
 

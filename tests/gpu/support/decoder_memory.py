@@ -1,4 +1,4 @@
-"""Helpers for the decoder scenario that compare, measure and fill device memory."""
+"""Functions that compare, measure and fill device memory, for the decoder scenario."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ HEADROOM = (
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor as bytes, for bitwise comparison."""
+    """Return the tensor's bytes, for bitwise comparison."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Return whether two tensors are bitwise equal."""
+    """Return whether two tensors are bitwise identical."""
     return torch.equal(bits(left), bits(right))
 
 
@@ -33,13 +33,13 @@ def nbytes(tensors: list[torch.Tensor]) -> int:
 
 
 def lies_in(tensor: torch.Tensor, ranges: tuple[memsaver.Range, ...]) -> bool:
-    """Return whether a tensor's memory is in one of the ranges."""
+    """Return whether a tensor's memory is inside one of the ranges."""
     start = tensor.data_ptr()
     return any(r.address <= start and start + tensor.nbytes <= r.address + r.bytes for r in ranges)
 
 
 def tidy(devices: list[int]) -> None:
-    """Release torch's unused cached memory."""
+    """Release torch's cached memory that is not in use."""
     gc.collect()
     for device in devices:
         torch.cuda.synchronize(device)
@@ -47,18 +47,20 @@ def tidy(devices: list[int]) -> None:
 
 
 def free(device: int) -> int:
-    """Return the free bytes that the driver reports."""
+    """Return the number of free bytes that the driver reports."""
     return torch.cuda.mem_get_info(device)[0]
 
 
 def resident(device: int, tags: tuple[str, ...] = TAGS) -> int:
-    """Return the tags' resident bytes that memsaver reports."""
+    """Return the tags' resident bytes as memsaver reports them."""
     rows = memsaver.stats().tags
     return sum(row.resident_bytes for row in rows if row.device == device and row.tag in tags)
 
 
 def use_of(device: int, bytes_to_fill: int) -> int:
-    """Use memory like a trainer: allocate, compute in and free `bytes_to_fill` bytes."""
+    """Use memory as a trainer does: allocate `bytes_to_fill` bytes, compute in them, and free
+    them.
+    """
     chunk = 256 * MIB
     side = 4096
     with torch.cuda.device(device):
@@ -77,7 +79,9 @@ def use_of(device: int, bytes_to_fill: int) -> int:
 
 @contextlib.contextmanager
 def filled(devices: list[int]) -> Iterator[None]:
-    """Fill all memory except HEADROOM, so that a trainer depends on memory released by a pause."""
+    """Fill all memory except HEADROOM, so that a trainer depends on memory that a pause
+    releases.
+    """
     tidy(devices)
     ballast = []
     for device in devices:

@@ -1,4 +1,4 @@
-"""Decoders with static KV caches and captured decode steps, built in the tags' regions."""
+"""Decoders with static KV caches and captured decode steps, built in regions of tags."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Size:
     prompt: int = 16
 
     def config(self) -> LlamaConfig:
-        """Return the configuration for transformers."""
+        """Return the configuration for the transformers library."""
         config = LlamaConfig(
             vocab_size=self.vocab,
             hidden_size=self.hidden,
@@ -51,7 +51,7 @@ SMALL = Size(layers=3, vocab=8000, batch=2)  # for additional threads
 
 
 class Decoder:
-    """A model, its cache, and its decode step in a CUDA graph."""
+    """A model with its cache and its decode step, which is captured in a CUDA graph."""
 
     def __init__(self, size: Size, device: str, kv_backup: str | None) -> None:
         self.size = size
@@ -62,7 +62,7 @@ class Decoder:
         self.cache: Any
 
     def build(self, scopes: Callable[[str, str | None], Any]) -> None:
-        """Create the weights and the cache in their tags' regions, everything else outside."""
+        """Create the weights and the cache in their tags' regions, and everything else outside."""
         size, device = self.size, self.device
         config = size.config()
         with scopes("weights", "host"):
@@ -81,7 +81,7 @@ class Decoder:
         self.slots = torch.arange(size.length, device=device)
 
     def forward(self, tokens: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """Return the logits after the last token; the first token is at `position`."""
+        """Return the logits after the last token; `position` is the first token's position."""
         size, count = self.size, tokens.shape[1]
         for layer in self.cache.layers:
             layer.cumulative_length.copy_(position)  # the layer advances it; reset for replays
@@ -121,7 +121,7 @@ class Decoder:
             self.logits = self.forward(self.token, self.position)
 
     def decode(self) -> torch.Tensor:
-        """Return the logits of STEPS tokens after the prompt, by replaying the graph."""
+        """Return the logits of STEPS tokens after the prompt, computed by graph replays."""
         found = []
         with torch.cuda.device(self.device):
             self.token.copy_(self.first_token)
@@ -149,7 +149,7 @@ class Decoder:
 
 
 def build_all(decoders: list[Decoder], in_threads: bool) -> None:
-    """Build the decoders in sequence, or on one thread each with regions open concurrently."""
+    """Build the decoders in sequence, or concurrently on one thread each with an open region."""
     ready = threading.Barrier(len(decoders))
     capturing = threading.Lock()
     failures: list[BaseException] = []

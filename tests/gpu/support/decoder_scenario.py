@@ -1,10 +1,11 @@
-"""Test memsaver end to end: decoders with static KV caches and captured decode steps share a GPU
+"""Tests memsaver end to end: decoders with static KV caches and captured decode steps share a GPU
 with a trainer.
 
     python decoder_scenario.py [--devices 0,1] [--threads 3] [--kv-backup none] [--whole-process]
 
-test_acceptance.py runs it in a separate process. Prints a JSON line, or fails with an assertion.
-Nothing here accesses paused memory, because that would destroy the process's CUDA context.
+test_acceptance.py runs it in a separate process. The program prints a JSON line, or fails with an
+assertion. Nothing in this program accesses paused memory, because such an access would destroy the
+process's CUDA context.
 """
 
 from __future__ import annotations
@@ -41,21 +42,23 @@ NOISE = 4 * MIB  # the driver's own allocations between two readings
 
 
 class Phases:
-    """The durations of the phases."""
+    """The durations of the scenario's phases."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._last = time.perf_counter()
 
     def done(self, name: str) -> None:
-        """Add the time since the previous phase's end to this phase."""
+        """Add the time since the end of the previous phase to this phase."""
         now = time.perf_counter()
         self.seconds[name] = round(self.seconds.get(name, 0.0) + now - self._last, 3)
         self._last = now
 
 
 def pause_tags(cycle: int) -> int:
-    """Pause all tags, with different calls in each cycle; return the bytes in the reports."""
+    """Pause all tags, with different calls in each cycle; return the bytes that the reports
+    state.
+    """
     if cycle % 3 == 0:
         return memsaver.pause(*TAGS).bytes
     if cycle % 3 == 1:
@@ -76,7 +79,7 @@ def resume_rest(cycle: int) -> None:
 
 
 def run(options: argparse.Namespace, decoders: list[Decoder]) -> dict[str, Any]:
-    """Run the scenario with regions, and return its figures."""
+    """Run the scenario with regions and return its results."""
     devices: list[int] = options.devices
     phases = Phases()
     for device in devices:  # cuBLAS allocates its workspace here, before any region is open
@@ -197,7 +200,9 @@ def run(options: argparse.Namespace, decoders: list[Decoder]) -> dict[str, Any]:
 
 
 def run_whole_process(options: argparse.Namespace, decoder: Decoder) -> dict[str, Any]:
-    """Run without regions: the environment puts all of the process's allocations in one tag."""
+    """Run the scenario without regions; the environment puts all of the process's memory in one
+    tag.
+    """
     tag = "everything"
     (device,) = options.devices
     phases = Phases()
@@ -236,7 +241,7 @@ def run_whole_process(options: argparse.Namespace, decoder: Decoder) -> dict[str
 
 
 def main() -> None:
-    """Parse the command line, run the scenario and print its result."""
+    """Parse the command line, run the scenario and print the result."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--devices", default="0", help="indices, separated by commas")
     parser.add_argument("--threads", type=int, default=1, help="for each device")

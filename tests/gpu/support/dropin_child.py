@@ -1,4 +1,4 @@
-"""Run one case of `dropin_cases`: `python dropin_child.py case_cycles SETTING`."""
+"""Runs one case of `dropin_cases`: `python dropin_child.py case_cycles SETTING`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Processes with one engine each, in which a test runs its scenarios."""
+"""Processes with one engine each, in which tests run scenarios."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ TEST_SECONDS = START_SECONDS + SCENARIO_SECONDS + 2 * END_SECONDS  # the limit o
 
 
 def environment(dropped: tuple[str, ...]) -> dict[str, str]:
-    """Return this environment without settings for memsaver, torch's allocator, and `dropped`.
+    """Return this environment without variables for memsaver and torch's allocator, and `dropped`.
 
     Args:
-        dropped: prefixes of further variables.
+        dropped: prefixes of further variables to remove.
     """
     env = {
         name: value
@@ -44,13 +44,13 @@ def environment(dropped: tuple[str, ...]) -> dict[str, str]:
 
 
 class Child:
-    """A process group with one engine in it.
+    """A process group that contains one engine.
 
     Args:
-        script: the program, with the arguments GROUP and FOLDER; see `engine_serving`.
+        script: the program, whose arguments are GROUP and FOLDER; see `engine_serving`.
         group: the name of the engine's configuration.
         folder: a new folder for the engine's files and log.
-        env: the environment.
+        env: the environment variables.
     """
 
     def __init__(self, script: Path, group: str, folder: Path, env: Mapping[str, str]) -> None:
@@ -70,7 +70,7 @@ class Child:
         self.start_error = self._reply("the start", START_SECONDS)
 
     def run(self, scenario: str, seconds: float) -> str:
-        """Run a scenario; return the reason if it failed or took longer, otherwise ""."""
+        """Run a scenario. Return "" on success, or the reason if it failed or took too long."""
         stdin = self._process.stdin
         assert stdin
         with contextlib.suppress(BrokenPipeError):
@@ -120,12 +120,12 @@ class Child:
 
 
 class Children:
-    """Keeps one child at a time, for the most recent group.
+    """Keeps one child at a time, for the group that was used last.
 
     Args:
         script: the children's program; see `Child`.
-        folder: a folder for the children's folders.
-        env: returns a child's environment for its group.
+        folder: the parent of the children's folders.
+        env: a function that returns a child's environment for its group.
     """
 
     def __init__(self, script: Path, folder: Path, env: Callable[[str], Mapping[str, str]]) -> None:
@@ -136,7 +136,7 @@ class Children:
         self._started = 0
 
     def run(self, group: str, scenario: str, seconds: float = SCENARIO_SECONDS) -> None:
-        """Run a scenario on an engine of the group; fail with its reason if it fails."""
+        """Run a scenario on an engine of the group; if the scenario fails, fail with its reason."""
         if group in self._broken:
             pytest.fail("the engine did not start, as its first test says", pytrace=False)
         if self._child is None or group != self._group:
@@ -162,5 +162,7 @@ class Children:
 
 
 def each(scenarios: list[str]) -> Any:
-    """Run a test for each scenario, a "module.function", as its argument `name`."""
+    """Run a test for each scenario, with the scenario's "module.function" as the argument
+    `name`.
+    """
     return pytest.mark.parametrize("name", scenarios, ids=lambda name: name.partition(".")[2])

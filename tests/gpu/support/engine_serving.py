@@ -1,8 +1,9 @@
-"""The program of a child that runs scenarios on one engine, by name, one after the other.
+"""The program of a child process that runs named scenarios on one engine, one after the other.
 
-It prints a line of JSON for the start, and one for each "module.function" that it reads from stdin.
-All other output goes to stderr, which the caller sends to a log. An engine's processes may import
-the program again, so it imports only modules that every process needs.
+The program prints a line of JSON for the start, and a line for each "module.function" that it reads
+from stdin. All other output goes to stderr, which the caller redirects to a log. An engine's
+processes might import the program again, so the program imports only modules that every process
+needs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ STUCK_SECONDS = 80  # after which every thread's stack is logged
 
 
 def check_plugins(engine: str, groups: tuple[str, ...]) -> None:
-    """Raise if an engine would not find memsaver's plugins in its groups of entry points."""
+    """Raise if an engine would not find memsaver's plugins in its entry point groups."""
     missing = [
         group for group in groups if "memsaver" not in {e.name for e in entry_points(group=group)}
     ]
@@ -38,7 +39,7 @@ def check_plugins(engine: str, groups: tuple[str, ...]) -> None:
 
 
 def attempt(work: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
-    """Run `work`; return its result and the reply about it."""
+    """Run `work`; return its result and the reply that describes the outcome."""
     started = time.perf_counter()
     reply: dict[str, Any] = {"ok": True, "trace": ""}
     result = None
@@ -51,17 +52,20 @@ def attempt(work: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def end_with_parent(parent: int) -> None:
-    """Kill this process group, with the engine's processes, if the caller's process ends first."""
+    """Kill this process group, including the engine's processes, if the caller's process ends
+    first.
+    """
     while os.getppid() == parent:
         time.sleep(1)
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def serve(start: Callable[[], Any]) -> None:
-    """Start an engine, and run the scenarios named on stdin until one fails.
+    """Start an engine and run the scenarios named on stdin until one fails.
 
     Args:
-        start: starts the engine; returns a session, the argument of the scenarios, with `close`.
+        start: a function that starts the engine and returns a session, which is the scenarios'
+            argument and has a method `close`.
     """
     threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
     replies = os.fdopen(os.dup(1), "w")

@@ -1,4 +1,4 @@
-"""A check that a block raises an error, for programs that run without pytest."""
+"""A check that a block raises an error, for programs that do not use pytest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def raises(kind: type[BaseException]) -> Iterator[list[Any]]:
-    """Require that the block raises this error; append the error to the list."""
+    """Check that the block raises this error; append the error to the list."""
     caught: list[Any] = []
     try:
         yield caught

@@ -1,4 +1,4 @@
-"""Memory of another program on the GPU."""
+"""Memory that another program uses on the GPU."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ GIB = 1 << 30
 
 
 class Trainer:
-    """Allocations in this process that fill a GPU except for a margin, with a checkable pattern.
+    """Allocations of this process that fill a GPU, except for a margin, with a checkable pattern.
 
-    `bytes` is the size of its blocks of 1 GiB; `free` releases them to the driver.
+    `bytes` is the total size of its 1 GiB blocks. `free` releases them to the driver.
     """
 
     def __init__(self, gpu: int, margin: int, pattern: int) -> None:

@@ -1,4 +1,4 @@
-"""Check updates from shareable tags, whose tensors the engine maps."""
+"""Checks updates from shareable tags, whose tensors the engine maps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MIB = 1 << 20
 
 
 def check_mapped(engine: Any, first: list[list[int]]) -> None:
-    """Check updates from a shareable tag, whose tensors the engine maps."""
+    """Check updates from a shareable tag whose tensors the engine maps."""
     import torch
 
     import memsaver
@@ -43,7 +43,7 @@ def check_mapped(engine: Any, first: list[list[int]]) -> None:
 
 
 def check_offloaded(engine: Any, first: list[list[int]]) -> None:
-    """Check updates from an offloaded model in a shareable tag, before and after its sleep."""
+    """Check updates from an offloaded model in a shareable tag, before and after the tag sleeps."""
     import torch
 
     import memsaver

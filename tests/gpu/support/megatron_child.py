@@ -1,4 +1,4 @@
-"""Run one rank of a trainer with Megatron's shards; exit with status 0 on success.
+"""Runs one rank of a trainer with Megatron's shards; exits with status 0 on success.
 
 usage: megatron_child.py SCENE FOLDER, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set
 
@@ -23,7 +23,7 @@ VOCABULARY, MULTIPLE, GROUPS = 16301, 128, 4
 
 
 def whole(seed: int) -> dict[str, Any]:
-    """Return the tensors of a checkpoint, on the CPU."""
+    """Return a checkpoint's tensors, on the CPU."""
     import qwen_model
 
     weights = {n: t for part in qwen_model.weights(seed) for n, t in part.items()}
@@ -36,7 +36,7 @@ def whole(seed: int) -> dict[str, Any]:
 
 
 def save(folder: Path) -> None:
-    """Save the checkpoint from which the engine starts."""
+    """Save the checkpoint that the engine loads at its start."""
     import qwen_model
     from safetensors.torch import save_file
 
@@ -52,7 +52,7 @@ def save(folder: Path) -> None:
 
 
 def shards(seed: int, device: Any = "cuda") -> dict[str, Any]:
-    """Return this rank's tensors by Megatron's names."""
+    """Return this rank's tensors, keyed by Megatron's names."""
     import qwen_model
     from megatron_shards import shards_of
 
@@ -71,7 +71,7 @@ def parts(own: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def outputs(engine: Any) -> list[list[int]]:
-    """Return greedy tokens for the prompts of rank 0, on all ranks."""
+    """Return, on all ranks, the greedy tokens for rank 0's prompts."""
     import torch.distributed as dist
 
     found = []
@@ -84,7 +84,9 @@ def outputs(engine: Any) -> list[list[int]]:
 
 
 def check(engine: Any) -> None:
-    """Check updates from shards against whole tensors, their memory, and that shards are kept."""
+    """Compare updates from shards with whole tensors; check memory use and that shards are
+    unchanged.
+    """
     import torch
     import torch.distributed as dist
 
@@ -138,12 +140,12 @@ def check(engine: Any) -> None:
 
 
 def one_gpu(folder: Path) -> None:
-    """Send from two ranks on one GPU to an engine with one rank; the ranks use gloo."""
+    """Send from two ranks on one GPU to a one-rank engine; the ranks use gloo."""
     run(folder, 0, "gloo", {"tp_size": 1})
 
 
 def two_gpus(folder: Path) -> None:
-    """Send from two ranks on two GPUs to an engine with two ranks, then to one with one rank."""
+    """Send from two ranks on two GPUs to a two-rank engine, then to a one-rank engine."""
     run(folder, RANK, "nccl", {}, {"tp_size": 1})
 
 

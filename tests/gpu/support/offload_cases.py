@@ -1,4 +1,4 @@
-"""Test `offload` on real GPUs. Each case runs in a separate process:
+"""Tests `offload` on real GPUs. Each case runs in a separate process:
 
 python tests/gpu/support/offload_cases.py case_peak_of_the_move
 """
@@ -39,7 +39,7 @@ def free() -> int:
 
 
 def wide_model() -> torch.nn.Module:
-    """Return a model with 64 MiB of weights in each of two layers."""
+    """Return a model with two layers of 64 MiB of weights each."""
     return torch.nn.Sequential(
         torch.nn.Linear(32, 4096), torch.nn.Linear(4096, 4096), torch.nn.Linear(4096, 4096)
     )
@@ -53,7 +53,7 @@ def compare(
     steps: int = 20,
     accumulate: bool = False,
 ) -> Trainer:
-    """Check that steps with and without pauses are bit-equal; return the trainer that paused."""
+    """Check that steps with and without pauses are bit-identical; return the paused trainer."""
     trainer = Trainer(optimizer, model, "cuda", accumulate=accumulate)
     expected = Trainer(optimizer, model, "cuda", accumulate=accumulate)
     offload(trainer.optimizer, tag=tags[0])
@@ -317,7 +317,10 @@ def case_on_the_second_gpu() -> None:
 
 
 def case_fsdp2() -> None:
-    """Pauses do not change FSDP2's steps. Each rank of the process group runs this."""
+    """Pauses do not change the results of FSDP2's steps.
+
+    Every rank of the process group runs this case.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

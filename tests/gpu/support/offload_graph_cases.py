@@ -1,4 +1,4 @@
-"""Test `offload` with captured steps on a real GPU. Each case runs in a separate process:
+"""Tests `offload` with captured steps on a real GPU. Each case runs in a separate process:
 
 python tests/gpu/support/offload_graph_cases.py case_a_captured_step_with_gradients_of_the_graph
 """
@@ -26,8 +26,8 @@ def captured(
 ) -> tuple[Trainer, torch.Tensor, torch.cuda.CUDAGraph]:
     """Capture forward, backward and step; return the trainer, the graph's input and the graph.
 
-    With a tag, the optimizer is offloaded before the capture. With `set_to_none`, the gradients are
-    the graph's own; otherwise they are those that torch allocated before the capture.
+    With a tag, the optimizer is offloaded before the capture. With `set_to_none`, the gradients
+    belong to the graph. Otherwise, torch allocated them before the capture.
     """
     trainer = Trainer("adamw_capturable", None, "cuda")
     x = torch.ones(4, 32, device="cuda")
@@ -57,7 +57,7 @@ def captured(
 
 
 def replay(set_to_none: bool) -> None:
-    """Check that replays between pauses equal those of a trainer that never paused."""
+    """Check that replays with pauses between them equal replays of a trainer that never paused."""
     trainer, x, graph = captured("optimizer", set_to_none)
     expected, other_x, other = captured(None, set_to_none)
     assert all(lies_in(state, "optimizer") for state in states_of(trainer.optimizer))

@@ -1,4 +1,6 @@
-"""Test optimizer states that move during other work, on a real GPU. Each case is a process:
+"""Tests optimizer states that move while other work runs, on a real GPU.
+
+Each case runs in a separate process:
 
 python tests/gpu/support/overlap_cases.py case_copies_hide_behind_work
 """
@@ -27,14 +29,16 @@ GIB = 1 << 30
 
 
 def wide_model() -> torch.nn.Module:
-    """Return a model with 1 GiB of weights, whose states in Adam have 2 GiB."""
+    """Return a model with 1 GiB of weights and 2 GiB of Adam states."""
     return torch.nn.Sequential(
         torch.nn.Linear(32, 16384), torch.nn.Linear(16384, 16384), torch.nn.Linear(16384, 8)
     )
 
 
 def make() -> tuple[Trainer, Trainer, Offloaded]:
-    """Return a trainer with states, an equal one that never pauses, and the first one's handle."""
+    """Return a trainer with states, an equal trainer that never pauses, and the first one's
+    handle.
+    """
     trainer = Trainer("adamw_fused", wide_model, "cuda")
     expected = Trainer("adamw_fused", wide_model, "cuda")
     offloaded = offload(trainer.optimizer, tag="optimizer")
@@ -45,7 +49,7 @@ def make() -> tuple[Trainer, Trainer, Offloaded]:
 
 
 def same(trainer: Trainer, expected: Trainer) -> bool:
-    """Run a step of both, and return whether they have the same contents."""
+    """Run one step of both trainers; return whether they have the same contents."""
     for one in (trainer, expected):
         one.step()
         one.optimizer.zero_grad()
@@ -53,13 +57,13 @@ def same(trainer: Trainer, expected: Trainer) -> bool:
 
 
 def multiply(matrix: torch.Tensor, times: int) -> None:
-    """Queue work that uses neither the bus nor the host."""
+    """Queue GPU work that uses neither the bus nor the host."""
     for _ in range(times):
         matrix @ matrix
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """Return the duration of a call, with an idle device before and after."""
+    """Return a call's duration; the device is idle before and after the call."""
     torch.cuda.synchronize()
     begin = time.perf_counter()
     call()
@@ -198,7 +202,9 @@ def case_the_first_layer_runs_before_the_last_has_arrived() -> None:
 
 
 class CudaEngine:
-    """The methods of a `RolloutEngine` that a session uses, with memory of this process."""
+    """A fake with those methods of `RolloutEngine` that a session calls; its memory is in this
+    process.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         with memsaver.region("weights", backup="none"):

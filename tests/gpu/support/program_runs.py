@@ -1,4 +1,4 @@
-"""Python programs that a test runs to their end, each in a process group of its own."""
+"""Runs Python programs to their end, each in its own process group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def free_port() -> int:
-    """Return a TCP port that is free now."""
+    """Return a TCP port that is currently free."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
@@ -21,19 +21,19 @@ def free_port() -> int:
 
 
 def launcher(ranks: int) -> list[str]:
-    """Return the words before a program with which torch starts it as several ranks."""
+    """Return the command-line prefix with which torch starts a program as several ranks."""
     words = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
     return [*words, f"--master-port={free_port()}"]
 
 
 def run(words: Sequence[str], env: Mapping[str, str], folder: Path, seconds: float) -> str:
-    """Run a program, which must succeed; return its output.
+    """Run a program that must succeed; return its output.
 
     Args:
         words: the program and its arguments.
-        env: the environment.
-        folder: the working directory, which also gets the logs.
-        seconds: the time after which the program is ended and the test fails.
+        env: the environment variables.
+        folder: the working directory, in which the logs are also written.
+        seconds: the time limit, after which the program is ended and the test fails.
     """
     return _run(words, [env], folder, seconds)[0]
 
@@ -41,9 +41,9 @@ def run(words: Sequence[str], env: Mapping[str, str], folder: Path, seconds: flo
 def run_ranks(
     words: Sequence[str], env: Mapping[str, str], folder: Path, seconds: float, size: int
 ) -> list[str]:
-    """Run a program as `size` ranks, which must all succeed; return the output of each.
+    """Run a program as `size` ranks, all of which must succeed; return each rank's output.
 
-    The other arguments are those of `run`.
+    The other arguments are the same as for `run`.
     """
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
     envs = [{**env, **world, "RANK": str(rank)} for rank in range(size)]

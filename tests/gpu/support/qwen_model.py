@@ -1,7 +1,7 @@
-"""A small Qwen3 model with random weights, for an engine to load.
+"""A small Qwen3 model with random weights that an engine can load.
 
-Its weights are as large as trained weights, so that the generated tokens depend on every layer and
-on the KV cache. With an engine's dummy weights, which are much smaller, they would not.
+The weights are as large as trained weights, so the generated tokens depend on every layer and on
+the KV cache. An engine's dummy weights are much smaller, and the tokens would not depend on them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CONFIG = {
 
 
 def shapes() -> list[dict[str, tuple[int, ...]]]:
-    """Return the shapes of the model's tensors by their checkpoint names, in parts.
+    """Return the shapes of the model's tensors, by checkpoint name, in parts.
 
     Each layer is a part, and no part is larger than 40 MB.
     """
@@ -67,7 +67,7 @@ def shapes() -> list[dict[str, tuple[int, ...]]]:
 
 
 def weights(seed: int) -> list[dict[str, Any]]:
-    """Return tensors on the CPU, in the parts of `shapes`; they depend only on the seed."""
+    """Return tensors on the CPU, in the parts of `shapes`. The tensors depend only on the seed."""
     import torch
 
     random = torch.Generator().manual_seed(seed)

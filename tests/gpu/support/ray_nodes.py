@@ -1,4 +1,4 @@
-"""Run a program with the address of a local Ray cluster of two nodes with one GPU each.
+"""Runs a program with the address of a local Ray cluster of two nodes with one GPU each.
 
 usage: ray_nodes.py PROGRAM [ARGUMENT...]; the option --address is added
 """

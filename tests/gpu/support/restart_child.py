@@ -1,4 +1,4 @@
-"""Run a scene of an engine that dies and is started again; exit with status 0 on success.
+"""Runs a scene in which an engine dies and restarts; exits with status 0 on success.
 
 usage: restart_child.py SCENE FOLDER
 """
@@ -25,7 +25,7 @@ SLACK = 96 * MIB  # driver's own memory, and torch's cached segments
 
 
 def options(folder: Path) -> dict[str, Any]:
-    """Return the engine's arguments, with which its memory does not depend on free memory."""
+    """Return engine arguments that make the engine's memory independent of the free memory."""
     given = {**arguments(folder), "max_total_tokens": 16384, "disable_cuda_graph": True}
     given.pop("cuda_graph_bs_decode")
     return given
@@ -36,7 +36,7 @@ def processes(engine: Any) -> list[Any]:
 
 
 def scheduler(engine: Any) -> int:
-    """Return the id of the process that has the model."""
+    """Return the id of the process that contains the model."""
     return int(processes(engine)[0].pid)
 
 
@@ -47,7 +47,7 @@ def free() -> int:
 
 
 def settled_free(at_least: int) -> int:
-    """Return the free memory, once it is at least `at_least`, or after some seconds."""
+    """Return the free memory once it is at least `at_least` bytes, or after some seconds."""
     deadline = time.monotonic() + 10
     while free() < at_least and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -59,7 +59,7 @@ def report_seconds(what: str, began: float) -> None:
 
 
 def deaths(folder: Path) -> None:
-    """Kill the engine and make it fail in several ways; each time the lost batch is answered."""
+    """Kill the engine and make it fail in several ways; each time, the lost batch is answered."""
     import torch
 
     from memsaver.integrations.rollout import RestartLimitError, Restarts, RolloutEngine
@@ -157,7 +157,7 @@ def deaths(folder: Path) -> None:
 
 
 def session(folder: Path) -> None:
-    """Kill the engine in a rollout of a session: it receives the trainer's weights again."""
+    """Kill the engine in a session's rollout; the new engine receives the trainer's weights."""
     import torch
 
     from memsaver.integrations.rollout import ColocatedSession, Restarts, RolloutEngine
@@ -190,7 +190,7 @@ def session(folder: Path) -> None:
 
 
 def in_place(folder: Path) -> None:
-    """Kill the engine while it maps the trainer's weights: their tag can be paused and resumed."""
+    """Kill the engine while it maps the trainer's weights; their tag can be paused and resumed."""
     import torch
 
     import memsaver

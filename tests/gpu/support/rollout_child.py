@@ -1,8 +1,9 @@
-"""Run a scene as one rank of a trainer with a rollout engine; exit with status 0 if it succeeds.
+"""Runs a scene as one rank of a trainer with a rollout engine; exits with status 0 on success.
 
 usage: rollout_child.py SCENE FOLDER, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set
 
-SGLang's processes import this file again, so it imports only modules that every process needs.
+SGLang's processes import this file again, so the file imports only modules that every process
+needs.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def greedy(tokens: int = TOKENS, **others: Any) -> dict[str, Any]:
 
 
 def arguments(folder: Path) -> dict[str, Any]:
-    """Return the engine's arguments; the leader saves the model first."""
+    """Return the engine's arguments, after the leader has saved the model."""
     import qwen_model
     import sglang_engines
 
@@ -52,7 +53,7 @@ def flushed(engine: Any) -> None:
 
 
 def directly(engine: Any, prompt: list[int], params: dict[str, Any]) -> tuple[Any, ...]:
-    """Return SGLang's own output for a prompt: tokens, log-probabilities and finish reason."""
+    """Return SGLang's own output for a prompt: tokens, log-probabilities and the finish reason."""
     made = engine.backend.control._engine.generate(
         input_ids=prompt, sampling_params=params, return_logprob=True
     )
@@ -62,7 +63,9 @@ def directly(engine: Any, prompt: list[int], params: dict[str, Any]) -> tuple[An
 
 
 def check_against_sglang(engine: Any) -> None:
-    """Check the output against SGLang's, one prompt at a time: batching changes the arithmetic."""
+    """Compare the output with SGLang's, one prompt at a time, because batches change the
+    arithmetic.
+    """
     import torch
 
     long = directly(engine, PROMPTS[0], greedy())[0]
@@ -126,7 +129,7 @@ def check_sleep(engine: Any, devices: int = 1) -> None:
 def in_background(
     engine: Any, tokens: int, prompts: Sequence[list[int]] = PROMPTS[:1]
 ) -> tuple[threading.Thread, list[Any]]:
-    """Start a generation on another thread; return the thread and the list for its output."""
+    """Start a generation on another thread; return the thread and the list for the output."""
     results: list[Any] = []
     work = threading.Thread(
         target=lambda: results.append(engine.generate(prompts, greedy(tokens))), daemon=True
@@ -136,7 +139,7 @@ def in_background(
 
 
 def wait_until_generating(engine: Any, work: threading.Thread) -> None:
-    """Wait until this process's own engine has generated tokens for the request of `work`.
+    """Wait until this process's engine has generated tokens for the request of `work`.
 
     SGLang's scheduler reports every 50 tokens, even if nothing is streamed.
     """
@@ -150,9 +153,10 @@ def wait_until_generating(engine: Any, work: threading.Thread) -> None:
 
 
 def check_pause(engine: Any, *, is_seen: bool) -> None:
-    """Check that a pause aborts another thread's generation, which returns its partial output.
+    """Check that a pause aborts another thread's generation, which returns the partial output.
 
-    `is_seen`: the engine is this process's own, so that this process sees the generated tokens.
+    `is_seen` states that the engine belongs to this process, which therefore sees the generated
+    tokens.
     """
     work, results = in_background(engine, 4000)
     if is_seen:
@@ -184,7 +188,7 @@ def check_timeout(engine: Any) -> None:
 
 
 def check_death(engine: Any) -> None:
-    """Check that the death of an engine process is an error and does not end this process."""
+    """Check that the death of an engine process raises an error and does not end this process."""
     from memsaver.integrations.sglang import EngineError
 
     if engine.layout.is_leader:
@@ -230,7 +234,7 @@ def alone(folder: Path) -> None:
 
 
 def served(folder: Path) -> None:
-    """Run the checks on a server, which continues to work afterwards."""
+    """Run the checks against a server, which must work afterwards."""
     import sglang_engines
 
     from memsaver.integrations.rollout import RolloutEngine
@@ -249,7 +253,9 @@ def served(folder: Path) -> None:
 
 
 def joined(folder: Path) -> tuple[Any, dict[str, Any]]:
-    """Join the process group; return the mesh of all ranks, one GPU each, and engine arguments."""
+    """Join the process group; return the mesh of all ranks (one GPU each) and the engine
+    arguments.
+    """
     import datetime
 
     import torch
@@ -265,7 +271,7 @@ def joined(folder: Path) -> tuple[Any, dict[str, Any]]:
 
 
 def two(folder: Path) -> None:
-    """Run the checks on two ranks that share an engine, with one GPU each."""
+    """Run the checks on two ranks, with one GPU each, that share an engine."""
     import torch
     import torch.distributed as dist
 
@@ -307,7 +313,7 @@ def two(folder: Path) -> None:
 
 
 def play(scenes: Mapping[str, Callable[[Path], None]]) -> None:
-    """Run the scene that the command line names, and print "held" after it."""
+    """Run the scene named on the command line, then print "held"."""
     from sglang_child import check_installation
 
     check_installation()

@@ -1,4 +1,4 @@
-"""Run a scene of a trainer whose sleeping rollout engines receive requests.
+"""Runs a scene with a trainer whose sleeping rollout engines receive requests.
 
 usage: rollout_policies_child.py SCENE FOLDER, with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT set
 """
@@ -28,7 +28,7 @@ from rollout_child import (
 
 
 def wait_until_asleep(engine: Any) -> None:
-    """Wait until an idle engine has fallen asleep. A collective."""
+    """Wait until an idle engine has put itself to sleep. A collective call."""
     from memsaver.integrations.sglang import Status
 
     end = time.monotonic() + 30
@@ -38,7 +38,7 @@ def wait_until_asleep(engine: Any) -> None:
 
 
 def policies(folder: Path) -> None:
-    """Send requests to two sleeping engines of this process, each with its launch's policy."""
+    """Send requests to two sleeping engines of this process, each with its own policy."""
     import sglang
     import torch
 
@@ -74,7 +74,7 @@ def policies(folder: Path) -> None:
 
 
 def policies_of_ranks(folder: Path, **parallel: Any) -> None:
-    """Send requests to sleeping engines of two ranks, each engine with its launch's policy.
+    """Send requests to the sleeping engines of two ranks, each with its own policy.
 
     Args:
         folder: the scene's folder.

@@ -1,6 +1,7 @@
-"""Scenarios with requests to a sleeping engine, which refuses them, holds them or wakes up.
+"""Scenarios in which requests reach a sleeping engine, which refuses or holds them, or wakes up.
 
-A scenario begins and ends with the engine awake; if it raises, the engine is replaced.
+The engine is awake at the start and end of each scenario; if a scenario raises, the engine is
+replaced.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ MOST_SECONDS = 30
 
 
 def engine_requests(session: Session) -> dict[str, Callable[[], Any]]:
-    """Return calls of the engine that need released memory, by description."""
+    """Return calls of the engine that require released memory, by description."""
     engine, options = session.engine, {"sampling_params": greedy(4)}
     name, tensor = next(iter(session.weights[0].items()))
     calls = {
@@ -49,7 +50,7 @@ def engine_requests(session: Session) -> dict[str, Callable[[], Any]]:
 
 
 def requests_are_refused(session: Session) -> None:
-    """Each request that needs released memory raises a typed error; a flush succeeds."""
+    """Each request that requires released memory raises a typed error; a flush succeeds."""
     for tags in (["weights"], None):
         sleep(session, tags)
         released = session.controller.released
@@ -67,7 +68,7 @@ def requests_are_refused(session: Session) -> None:
 
 
 def the_scheduler_refuses_too(session: Session) -> None:
-    """A request that reaches the scheduler, because a release overtook it, is refused there."""
+    """The scheduler refuses a request that arrives there because a release overtook the request."""
     admission = admission_of(session.engine.tokenizer_manager)
     assert admission is not None
     for tags in (["kv_cache"], ["weights"], ["cuda_graph"], None):
@@ -90,7 +91,7 @@ def the_scheduler_refuses_too(session: Session) -> None:
 
 
 def http_requests_are_refused(session: Session) -> None:
-    """The server answers with status 503 and the tags, and reports its health."""
+    """The server answers with status 503 and the tags, and still reports its health."""
     url, prompt = session.url, {"input_ids": PROMPTS[0], "sampling_params": greedy(4)}
     session.settle()
     assert request(url, "/health")[0] == 200
@@ -142,7 +143,9 @@ def unknown_requests_are_refused(session: Session) -> None:
 
 
 def requests_wake(session: Session) -> None:
-    """A request wakes the engine and returns the same output as before; an update wakes weights."""
+    """A request wakes the engine and returns the same output as before; an update wakes the
+    weights.
+    """
     controller = session.controller
     for _ in range(2):
         sleep(session)
@@ -161,7 +164,7 @@ def requests_wake(session: Session) -> None:
 
 
 def a_wake_without_memory(session: Session) -> None:
-    """If a trainer occupies the memory, the request raises, and the engine stays asleep."""
+    """If a trainer occupies the memory, the request raises and the engine stays asleep."""
     sleep(session)
     trainer = Trainer(session.gpus - 1, ROOM, pattern=5)
     with raises(EngineAsleepError) as caught:
@@ -175,7 +178,7 @@ def a_wake_without_memory(session: Session) -> None:
 
 
 def an_idle_engine_sleeps(session: Session) -> None:
-    """The engine releases its memory after a time without requests, and a request wakes it."""
+    """The engine releases its memory after a time without requests; a later request wakes it."""
     session.settle()  # with data-parallel attention, cached prefixes change the output
     check_output(session)
     session.wait_until_asleep()
@@ -186,7 +189,9 @@ def an_idle_engine_sleeps(session: Session) -> None:
 
 
 def embeddings_while_asleep(session: Session) -> None:
-    """Depending on the policy, an embedding is refused, is held, or wakes the engine."""
+    """The sleeping engine refuses or holds an embedding request, or wakes up, according to the
+    policy.
+    """
 
     def is_right() -> bool:
         return session.embedding(PROMPTS[2]) == session.expected[2]
@@ -195,7 +200,9 @@ def embeddings_while_asleep(session: Session) -> None:
 
 
 def adapters_while_asleep(session: Session) -> None:
-    """A load of a LoRA adapter is refused, held, or wakes the weights; then it is in use."""
+    """Loading a LoRA adapter is refused or held, or wakes the weights; the adapter is used
+    afterwards.
+    """
     sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
     import sglang_kind_models
 
@@ -226,10 +233,10 @@ def under_each_policy(
     """Send a request to the sleeping engine under each policy.
 
     Args:
-        session: an `sglang.Engine`, whose policy is replaced.
-        is_right: sends the request, and judges the answer.
-        needs: the tag that the request needs; None: all.
-        woken: the status after the request has woken the engine.
+        session: a session with an `sglang.Engine`, whose policy is replaced.
+        is_right: sends the request and returns whether the answer is right.
+        needs: the tag that the request requires; None for all tags.
+        woken: the engine's status after the request has woken it.
     """
     admission = admission_of(session.engine.tokenizer_manager)
     assert admission is not None
@@ -256,7 +263,9 @@ def under_each_policy(
 
 
 def two_models_take_turns(session: Session) -> None:
-    """Two servers that do not fit on the GPU together answer requests without explicit sleeps."""
+    """Two servers that do not fit on the GPU together answer requests without explicit sleep
+    calls.
+    """
     other = session.other
     assert other is not None and other.expected != session.expected
     servers = (session, other)

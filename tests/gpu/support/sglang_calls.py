@@ -1,6 +1,7 @@
-"""Scenarios with calls and requests at awkward times, with and without the controller.
+"""Scenarios with calls and requests at inconvenient times, with and without the controller.
 
-A scenario begins and ends with the engine awake; if it raises, the engine is replaced.
+The engine is awake at the start and end of each scenario; if a scenario raises, the engine is
+replaced.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
 
 
 def stream_of(session: Session) -> Iterator[Any]:
-    """Start a request that bypasses the controller and takes seconds."""
+    """Start a request that bypasses the controller and runs for seconds."""
     stream = session.engine.generate(
         input_ids=PROMPTS[0], sampling_params=greedy(LONG), stream=True
     )
@@ -57,7 +58,7 @@ def calls_past_the_controller(session: Session) -> None:
 
 
 def a_release_under_a_request(session: Session) -> None:
-    """A release during a request is rejected, and the request continues."""
+    """A release is rejected while a request runs, and the request continues."""
     session.settle()
     stream = stream_of(session)
     with raises(EngineBusyError):
@@ -72,7 +73,7 @@ def a_release_under_a_request(session: Session) -> None:
 
 
 def a_sleep_that_aborts(session: Session) -> None:
-    """A sleep with `abort=True` ends the request early."""
+    """A sleep with `abort=True` ends the running request early."""
     session.settle()
     stream = stream_of(session)
     report = session.controller.sleep(abort=True)
@@ -85,7 +86,7 @@ def a_sleep_that_aborts(session: Session) -> None:
 
 
 def a_sleep_that_waits(session: Session) -> None:
-    """A sleep with `wait_idle=True` lets another thread's request finish."""
+    """A sleep with `wait_idle=True` waits until another thread's request has finished."""
     controller, results = session.controller, []
 
     def generate() -> None:
@@ -108,7 +109,7 @@ def a_sleep_that_waits(session: Session) -> None:
 
 
 def http_calls(session: Session) -> None:
-    """SGLang's own endpoints accept repeated requests, and reject unknown tags."""
+    """SGLang's own endpoints accept repeated requests and reject unknown tags."""
     release, resume = "/release_memory_occupation", "/resume_memory_occupation"
     url, controller = session.url, session.controller
     session.settle()
@@ -128,7 +129,7 @@ def http_calls(session: Session) -> None:
 
 
 def http_resume_that_does_not_fit(session: Session) -> None:
-    """A resume that does not fit returns status 400 and the reason, and can be requested again."""
+    """A resume that does not fit returns status 400 and the reason, and can be repeated."""
     resume = "/resume_memory_occupation"
     sleep(session)
     trainer = Trainer(0, ROOM, pattern=9)

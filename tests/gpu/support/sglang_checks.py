@@ -1,4 +1,4 @@
-"""Requests and checks shared by the SGLang engine scenarios."""
+"""Requests and checks shared by the scenarios for SGLang engines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ ROOM = 2 * GIB  # for the weights and the graphs, and never for the KV cache
 
 @contextlib.contextmanager
 def gives_back(session: Session, reports: list[SleepReport]) -> Iterator[None]:
-    """Check that the block returns as many bytes to the driver as the reports in the list state."""
+    """Check that the block releases as many bytes to the driver as the reports in the list
+    state.
+    """
     before = session.free()
     yield
     gained = [now - then for now, then in zip(session.free(), before, strict=True)]
@@ -42,7 +44,9 @@ def sleep(session: Session, tags: Any = None) -> SleepReport:
 
 
 def check_refusal(session: Session, error: Any, before: list[int], gpu: int) -> None:
-    """Check that the error states its cause, rank and remedy, and that no rank's memory grew."""
+    """Check that the error states its cause, rank and remedy, and that no rank's memory has
+    grown.
+    """
     for part in ("kv_cache", "out of memory", f"rank {gpu} of {session.ranks}", "free memory"):
         assert part in str(error), str(error)
     assert error.needed > error.free > 0, (error.needed, error.free)

@@ -1,4 +1,4 @@
-"""Start one SGLang engine and run scenarios on it; see `engine_serving`.
+"""Starts one SGLang engine and runs scenarios on it; see `engine_serving`.
 
 usage: sglang_child.py GROUP FOLDER
 """

@@ -1,6 +1,7 @@
-"""Scenarios for sleep and wake-up on a live engine whose weights have a backup.
+"""Scenarios that put a live engine to sleep and wake it; the engine's weights have a backup.
 
-A scenario begins and ends with the engine awake; if it raises, the engine is replaced.
+The engine is awake at the start and end of each scenario; if a scenario raises, the engine is
+replaced.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from memsaver.integrations.engine.status import Status
 
 
 def active_in_every_process(session: Session) -> None:
-    """Each SGLang process that uses a GPU loads memsaver, and logs this once."""
+    """Each SGLang process that uses a GPU loads memsaver and logs this once."""
     assert session.controller.guarded and session.controller.status is Status.AWAKE
     report = sleep(session)
     session.controller.wake_up()
@@ -46,7 +47,7 @@ def active_in_every_process(session: Session) -> None:
 
 
 def two_stages(session: Session) -> None:
-    """The KV cache and the weights can be released and resumed separately, the weights first."""
+    """The KV cache and the weights are released and resumed separately; the weights come first."""
     controller, reports = session.controller, []
     with gives_back(session, reports):
         reports.append(sleep(session, "kv_cache"))
@@ -68,7 +69,7 @@ def two_stages(session: Session) -> None:
 
 
 def weights_alone(session: Session) -> None:
-    """A sleep of the weights alone keeps the KV cache and its prefixes."""
+    """A sleep of the weights alone keeps the KV cache and its cached prefixes."""
     controller, reports = session.controller, []
 
     def generate() -> tuple[int, list[int]]:
@@ -109,7 +110,9 @@ def graphs_too(session: Session) -> None:
 
 
 def little_stays(session: Session) -> None:
-    """The report of a sleep names the owners of the memory that stays; little is torch's."""
+    """The sleep report names the owners of the remaining memory, little of which belongs to
+    torch.
+    """
     report = sleep(session)
     ranks = [rank for step in report.steps for rank in step.ranks]
     assert len(ranks) == session.ranks, ranks
@@ -129,7 +132,9 @@ def little_stays(session: Session) -> None:
 
 
 def five_cycles_with_a_trainer(session: Session) -> None:
-    """A trainer can overwrite the released memory in each cycle; outputs stay equal, no leaks."""
+    """In each cycle, a trainer overwrites the released memory; outputs stay equal and nothing
+    leaks.
+    """
     after: list[list[int]] = []
     for cycle in range(5):
         reports: list[SleepReport] = []
@@ -153,7 +158,7 @@ def five_cycles_with_a_trainer(session: Session) -> None:
 
 
 def a_wake_that_does_not_fit(session: Session) -> None:
-    """If a trainer occupies the last GPU's memory, a wake-up raises and no rank resumes alone."""
+    """If a trainer occupies the last GPU's memory, a wake-up raises and no other rank resumes."""
     controller = session.controller
     sleep(session)
     last = session.gpus - 1
@@ -184,7 +189,7 @@ def a_wake_that_does_not_fit(session: Session) -> None:
 
 
 def a_wake_that_does_not_fit_one_replica(session: Session) -> None:
-    """Replicas resume independently; if one fails, the call raises, and a second call wakes it."""
+    """Replicas resume independently. If one fails, the call raises, and a second call wakes it."""
     controller = session.controller
     sleep(session)
     trainer = Trainer(session.gpus - 1, ROOM, pattern=7)

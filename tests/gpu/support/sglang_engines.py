@@ -1,7 +1,7 @@
-"""Engines for the scenarios: starts them, and provides the operations that the scenarios need.
+"""Starts engines for the scenarios and provides the operations that the scenarios need.
 
-An SGLang engine or server runs in its own processes; this process is its client, and acts as the
-trainer that uses the memory that the engine releases. Needs torch, SGLang and memsaver installed.
+An SGLang engine or server runs in its own processes. This process is the engine's client and also
+plays the trainer that uses the released memory. Requires torch, SGLang and memsaver.
 """
 
 from __future__ import annotations
@@ -110,23 +110,23 @@ ENVIRONMENTS = {
 
 @dataclass
 class Session:
-    """One engine, its configuration and its expected output.
+    """An engine with its configuration and its expected output.
 
     Attributes:
-        controller: puts the engine to sleep and wakes it.
-        flush: empties the prefix cache; returns False if the engine is busy.
-        close: shuts the engine down.
+        controller: an object that puts the engine to sleep and wakes it.
+        flush: a function that empties the prefix cache, or returns False if the engine is busy.
+        close: a function that shuts the engine down.
         log: the file with the output of all processes.
         weights: the initial weights; see `qwen_model.weights`.
         engine: the `sglang.Engine`; None for a server.
         url: the server's URL, or "".
-        gpus: the number of GPUs; the engine uses those with the lowest indices.
+        gpus: the number of GPUs; the engine uses the GPUs with the lowest indices.
         ranks: the number of processes that use a GPU, one or more on each GPU.
         replicas: the data-parallel ranks, each of which receives requests; (None,) for a single
             replica.
         stages: the number of pipeline stages.
-        embeds: whether the engine computes embeddings, and does not generate.
-        expected: the tokens that the engine generates after its start, or its embeddings.
+        embeds: whether the engine computes embeddings instead of generating tokens.
+        expected: the tokens or embeddings that the engine returns after its start.
         other: a second server with other weights on the same GPU, or None.
     """
 
@@ -149,16 +149,16 @@ class Session:
     def sends_no_tensors(self) -> bool:
         """Whether `Engine.update_weights_from_tensor` does not reach all ranks.
 
-        SGLang does not send tensors to replicas, and pipeline stages share a payload, from which
-        only one process can receive tensors in host memory.
+        SGLang does not send tensors to replicas. Pipeline stages share a payload, and only one
+        process can receive a payload's tensors in host memory.
         """
         return len(self.replicas) > 1 or self.stages > 1
 
     def outputs(self, **more: Any) -> list[list[Any]]:
-        """Return greedy tokens, one prompt at a time, because batching changes the arithmetic.
+        """Return greedy tokens for one prompt at a time, because batches change the arithmetic.
 
         Args:
-            more: further arguments of each generation.
+            more: further arguments for each generation.
         """
         if self.embeds:
             return [self.embedding(prompt) for prompt in PROMPTS]
@@ -172,7 +172,7 @@ class Session:
         ]
 
     def embedding(self, prompt: list[int]) -> list[float]:
-        """Return the embedding of a prompt, for which `sglang.Engine.encode` accepts only text."""
+        """Return a prompt's embedding. `sglang.Engine.encode` accepts the prompt only as text."""
         from sglang.srt.managers.io_struct import EmbeddingReqInput
 
         manager = self.engine.tokenizer_manager
@@ -184,11 +184,14 @@ class Session:
         return self.run(compute)["embedding"]  # type: ignore[no-any-return]
 
     def run(self, work: Callable[[], Any]) -> Any:
-        """Run the coroutine that `work` returns on this engine's event loop. Any thread."""
+        """Run the coroutine that `work` returns on this engine's event loop.
+
+        Any thread can call this method.
+        """
         return self.controller._engine.run("a request", work, SETTLE_SECONDS)
 
     def settle(self) -> None:
-        """Wait until the engine has nothing to do, and empty its prefix cache."""
+        """Wait until the engine is idle, then empty its prefix cache."""
         deadline = time.monotonic() + SETTLE_SECONDS
         time.sleep(0.2)  # another replica may still run its last batch
         while not self.flush():
@@ -196,7 +199,7 @@ class Session:
             time.sleep(0.05)
 
     def wait_until_asleep(self) -> None:
-        """Wait until the engine has released its memory by itself, on all GPUs."""
+        """Wait until the engine has released its memory on all GPUs without a request."""
         awake, gained = self.free(), [0] * self.gpus
         deadline = time.monotonic() + SETTLE_SECONDS
         # Replicas release their memory one after the other.
@@ -206,7 +209,7 @@ class Session:
             gained = [now - then for now, then in zip(self.free(), awake, strict=True)]
 
     def free(self) -> list[int]:
-        """Return the free bytes that the driver reports for each GPU."""
+        """Return the number of free bytes that the driver reports for each GPU."""
         readings = []
         for gpu in range(self.gpus):
             torch.cuda.synchronize(gpu)
@@ -219,7 +222,7 @@ def greedy(tokens: int) -> dict[str, Any]:
 
 
 def start(group: str, folder: Path) -> Session:
-    """Start the engine for a group of scenarios, and record its expected output."""
+    """Start the engine for a group of scenarios and record its expected output."""
     session = _start(group, folder, seed=1)
     if group == "server_turns":
         close = session.close
@@ -267,7 +270,7 @@ def _start(group: str, folder: Path, seed: int) -> Session:
 
 
 def _learn(session: Session) -> None:
-    """Record the expected output; require that it is deterministic and not degenerate."""
+    """Record the expected output; check that it is deterministic and not degenerate."""
     readings = []
     for _ in range(3):  # the first reading compiles kernels
         session.settle()
@@ -330,7 +333,7 @@ def _serve(arguments: dict[str, Any], log: Path, parts: list[dict[str, Any]]) ->
 
 
 def _flags(arguments: dict[str, Any]) -> list[str]:
-    """Return engine arguments as flags for the server's command line."""
+    """Convert engine arguments to flags for the server's command line."""
     flags: list[str] = []
     for name, value in arguments.items():
         values = value if isinstance(value, list) else [] if value is True else [value]
@@ -339,7 +342,7 @@ def _flags(arguments: dict[str, Any]) -> list[str]:
 
 
 def request(url: str, path: str, payload: Any = None, seconds: float = 60) -> tuple[int, str]:
-    """Send a request, a POST if it has a payload; return the response's status and body.
+    """Send a request (a POST if it has a payload); return the response's status and body.
 
     The status is 0 if the server cannot be reached.
     """

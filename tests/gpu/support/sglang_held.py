@@ -1,6 +1,7 @@
-"""Scenarios with requests that a sleeping engine holds until it is awake.
+"""Scenarios in which a sleeping engine holds requests until it wakes up.
 
-A scenario begins and ends with the engine awake; if it raises, the engine is replaced.
+The engine is awake at the start and end of each scenario; if a scenario raises, the engine is
+replaced.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ CLIENTS = 6
 
 
 def requests_wait(session: Session) -> None:
-    """Requests are held until the engine is awake, and then answered."""
+    """The engine holds requests until it wakes up, and then answers them."""
     controller = session.controller
     sleep(session)
     results: list[Any] = []
@@ -69,7 +70,9 @@ def held_requests_keep_their_order(session: Session) -> None:
 
 
 async def _held_requests(engine: Any) -> list[int]:
-    """Wake an engine that holds requests; return their numbers in the order of their answers."""
+    """Wake an engine that holds requests; return the requests' numbers in the order of the
+    answers.
+    """
     from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
     admission = admission_of(engine.tokenizer_manager)
@@ -88,7 +91,7 @@ async def _held_requests(engine: Any) -> list[int]:
 
 
 async def until_held(admission: Any, clients: Sequence[asyncio.Future[Any]]) -> None:
-    """Wait until the engine holds the requests of all clients; raise a client's error."""
+    """Wait until the engine holds the requests of all clients; raise a client's error, if any."""
     deadline = time.monotonic() + MOST_SECONDS
     while admission.waiting < len(clients):
         for one in clients:
@@ -99,7 +102,7 @@ async def until_held(admission: Any, clients: Sequence[asyncio.Future[Any]]) -> 
 
 
 def held_requests_are_aborted(session: Session) -> None:
-    """An abort ends the held request that it names; the other one is answered after the wake-up."""
+    """An abort ends the named held request; the other request is answered after the wake-up."""
     manager = session.engine.tokenizer_manager
     admission = admission_of(manager)
     assert admission is not None

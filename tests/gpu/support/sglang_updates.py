@@ -1,6 +1,7 @@
-"""Scenarios in which a trainer sends weights between the stages of a wake-up or to an awake engine.
+"""Scenarios in which a trainer sends weights to an engine during a wake-up or while it is awake.
 
-A scenario begins and ends with the engine awake; if it raises, the engine is replaced.
+The engine is awake at the start and end of each scenario; if a scenario raises, the engine is
+replaced.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def update_from_host_tensors(session: Session) -> None:
 
 
 def update_from_buckets(session: Session) -> None:
-    """A trainer can send many small tensors in a flattened bucket."""
+    """A trainer can send many small tensors in one flattened bucket."""
     from sglang.srt.utils import MultiprocessingSerializer
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
@@ -81,7 +82,9 @@ def update_from_buckets(session: Session) -> None:
 
 
 def updates(session: Session, sent: Callable[[dict[str, Any]], Any], **options: Any) -> None:
-    """Send new weights between a wake-up's stages, then restore the old weights in the same way."""
+    """Send new weights between the stages of a wake-up, then restore the old weights the same
+    way.
+    """
     other = qwen_model.weights(seed=2)
     for weights in (other, session.weights):
         sleep(session)
@@ -99,7 +102,7 @@ def updates(session: Session, sent: Callable[[dict[str, Any]], Any], **options: 
 
 
 def plain_updates_that_fail(session: Session) -> None:
-    """An update with a bad name, shape or loader returns an error, and the engine survives."""
+    """An update with a bad name, shape or loader returns an error, and the engine still works."""
     done, message = session.engine.update_weights_from_tensor(
         [], load_format="a_loader.that_is_missing"
     )
@@ -111,13 +114,15 @@ def plain_updates_that_fail(session: Session) -> None:
 
 
 def http_updates_that_fail(session: Session) -> None:
-    """A server answers a bad update with an error, and survives."""
+    """A server answers a bad update with an error and still works."""
     for what, send in tensor_ways(session).items():
         check_updates(session, what, send, FAILED)
 
 
 def disk_updates_that_fail(session: Session) -> None:
-    """A checkpoint that is missing or has a wrong shape is an error, and the engine survives."""
+    """A checkpoint that is missing or has a wrong shape causes an error, and the engine still
+    works.
+    """
     folder, other = session.log.parent, qwen_model.weights(seed=2)
     qwen_model.save(folder / "other", other)
     wrong = [dict(part) for part in other]
@@ -134,7 +139,7 @@ def disk_updates_that_fail(session: Session) -> None:
 
 
 def update_from_disk(session: Session, model: Path) -> Answer:
-    """Load a checkpoint, by a request to the server or by a call of the engine."""
+    """Load a checkpoint through a request to the server or a call of the engine."""
     if session.url:
         payload = {"model_path": str(model)}
         return answer_of(*request(session.url, "/update_weights_from_disk", payload))
@@ -143,20 +148,20 @@ def update_from_disk(session: Session, model: Path) -> Answer:
 
 
 def answer_of(status: int, text: str) -> Answer:
-    """Return the answer in a server's response to an update."""
+    """Return the answer contained in a server's response to an update."""
     assert status in (200, 400), (status, text)
     reply = json.loads(text)
     return status == 200 and reply["success"], reply["message"]
 
 
 def check_updates(session: Session, what: str, send: Way, fail: str) -> None:
-    """Check updates with bad tensors, then with new weights, and with the old ones.
+    """Check updates with bad tensors, then with new weights, then with the old weights.
 
     Args:
         session: the engine.
         what: how the tensors are sent, for messages.
         send: sends an update.
-        fail: a part of the message if the model's loader raises, with {} for the rank's number.
+        fail: a part of the message if the model's loader raises; {} stands for the rank number.
     """
     check_failures(session, what, send, fail)
     seconds = []
@@ -171,7 +176,9 @@ def check_updates(session: Session, what: str, send: Way, fail: str) -> None:
 
 
 def check_weights(session: Session, what: str, *, is_old: bool) -> None:
-    """Check that all outputs equal those of the first weights (`is_old`), or that none does."""
+    """Check that all outputs equal those of the first weights (`is_old`), or that none of them
+    do.
+    """
     session.settle()
     found = session.outputs()
     same = [new == old for new, old in zip(found, session.expected, strict=True)]
@@ -179,7 +186,7 @@ def check_weights(session: Session, what: str, *, is_old: bool) -> None:
 
 
 def check_failures(session: Session, what: str, send: Way, fail: str) -> None:
-    """Check that updates with one bad tensor are errors; see `check_updates`."""
+    """Check that updates with one bad tensor return errors; see `check_updates`."""
     import torch
 
     like = session.weights[0][PROJECTION]
@@ -199,7 +206,7 @@ def check_failures(session: Session, what: str, send: Way, fail: str) -> None:
 
 
 def tensor_ways(session: Session) -> dict[str, Way]:
-    """Return the ways to send tensors in a request, with a payload for each rank."""
+    """Return the ways to send tensors in a request with a payload for each rank."""
     from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
     from sglang.srt.utils import MultiprocessingSerializer
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
@@ -232,7 +239,9 @@ def tensor_ways(session: Session) -> dict[str, Way]:
 
 @contextlib.contextmanager
 def broadcasts(session: Session) -> Iterator[dict[str, Way]]:
-    """Join a gloo group with the engine's ranks; yield the ways to broadcast tensors in it."""
+    """Join a gloo group with the engine's ranks; yield the ways to broadcast tensors in this
+    group.
+    """
     import torch.distributed as dist
     from sglang.srt.utils import init_custom_process_group
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket

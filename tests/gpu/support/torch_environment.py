@@ -14,10 +14,10 @@ import memsaver
 
 
 def torch_environment(expandable: bool) -> dict[str, str]:
-    """Return this environment without settings for torch's allocator and memsaver.
+    """Return this environment without variables for torch's allocator and memsaver.
 
-    With it, Python finds memsaver and the tests' helper modules. With `expandable`, torch uses
-    expandable segments.
+    In this environment, Python finds memsaver and the tests' helper modules. With `expandable`,
+    torch uses expandable segments.
     """
     env = {
         name: value
@@ -37,7 +37,7 @@ def torch_environment(expandable: bool) -> dict[str, str]:
 def run_on_ranks(
     command: Sequence[str], ranks: int, expandable: bool = False, **variables: str
 ) -> list[str]:
-    """Run a program, which must succeed, once for each rank; return the output of each."""
+    """Run a program once for each rank; every run must succeed. Return each rank's output."""
     env = torch_environment(expandable) | variables
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     each = [(command, {**env, "RANK": str(rank)}) for rank in range(ranks)]

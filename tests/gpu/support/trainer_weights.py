@@ -1,4 +1,4 @@
-"""A trainer's weights for the engines of the tests of weight updates, and the engines' output."""
+"""A trainer's weights and the engines' output, for tests of weight updates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rollout_child import PROMPTS, flushed, greedy, rows
 
 
 def state(seed: int, **to: Any) -> dict[str, Any]:
-    """Return a trainer's weights, by default on its GPU."""
+    """Return a trainer's weights; by default, they are on the trainer's GPU."""
     import qwen_model
 
     to = to or {"device": "cuda"}
@@ -16,7 +16,7 @@ def state(seed: int, **to: Any) -> dict[str, Any]:
 
 
 def in_the_engines_layout(seed: int) -> dict[str, Any]:
-    """Return the weights of a one-rank engine, by its parameters' names."""
+    """Return a one-rank engine's weights, by parameter name."""
     import torch
 
     whole = state(seed)

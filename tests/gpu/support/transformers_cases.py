@@ -1,8 +1,9 @@
-"""Test `offload` with transformers, FSDP2 and DeepSpeed. Each case runs in a process per rank:
+"""Tests `offload` with transformers, FSDP2 and DeepSpeed. Each case runs in one process per rank:
 
 python tests/gpu/support/transformers_cases.py trainer
 
-On a GPU, or on the simulated driver with MEMSAVER_DRIVER=sim, where CPU tensors represent CUDA's.
+The cases run on a GPU or, with MEMSAVER_DRIVER=sim, on the simulated driver, where CPU tensors
+replace CUDA tensors.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ DEVICE = "cpu" if simulator.active() else f"cuda:{os.environ.get('RANK', 0)}"
 
 
 def models() -> tuple[Any, Any]:
-    """Return a model and its frozen reference, always the same."""
+    """Return a model and its frozen reference model; every call returns the same weights."""
     torch.manual_seed(3)
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY}
@@ -52,12 +53,12 @@ def divergence(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 
 def resident(*tags: str) -> int:
-    """Return the mapped bytes of tags."""
+    """Return the tags' mapped bytes."""
     return sum(row.resident_bytes for row in memsaver.stats().tags if row.tag in tags)
 
 
 class Awake:
-    """Everything stays mapped."""
+    """A policy that keeps everything mapped."""
 
     def begin(self, model: Any, optimizer: Any, reference: Any) -> None:
         pass
@@ -73,7 +74,9 @@ class Awake:
 
 
 class Asleep(Awake):
-    """The reference sleeps except for its forward pass, and the trainer sleeps after each step."""
+    """A policy in which the reference sleeps except in its forward pass, and the trainer after
+    each step.
+    """
 
     reference: Any = None
 
@@ -103,12 +106,12 @@ class Asleep(Awake):
 
 
 def trained(memory: Awake, where: str = "", error: type[BaseException] = ValueError) -> list[float]:
-    """Return the losses and the norms of gradients of transformers' Trainer.
+    """Return the losses and gradient norms of transformers' Trainer.
 
     Args:
-        memory: what sleeps.
-        where: the model whose third forward pass raises, after which the training begins again.
-        error: the error; a KeyboardInterrupt is that of a signal.
+        memory: which memory sleeps.
+        where: the model whose third forward pass raises; the training then restarts.
+        error: the error; a KeyboardInterrupt is raised by a signal.
     """
     model, reference = models()
     found: list[float] = []
@@ -156,7 +159,7 @@ def trained(memory: Awake, where: str = "", error: type[BaseException] = ValueEr
 
 
 def fail_at(module: torch.nn.Module, count: int, error: type[BaseException]) -> None:
-    """Let one forward pass of a module fail."""
+    """Make one forward pass of a module fail."""
     passes = itertools.count(1)
 
     def fail(*_: Any) -> None:
@@ -173,14 +176,14 @@ def case_trainer() -> None:
 
 
 def case_trainer_again() -> None:
-    """After a step that raises, or that Ctrl-C interrupts, another training works."""
+    """After a step that raises or is interrupted by Ctrl-C, another training works."""
     for error in (ValueError, KeyboardInterrupt):
         for where in ("reference", "model"):
             assert trained(Asleep(), where, error) == trained(Awake(), where, error)
 
 
 def looped(memory: Awake) -> list[float]:
-    """Return the losses of a loop with FSDP2, whose reference is sharded too."""
+    """Return the losses of an FSDP2 training loop whose reference model is also sharded."""
     model, reference = models()
     mesh = init_device_mesh(DEVICE.split(":")[0], (dist.get_world_size(),))
     for one in (model, reference):

@@ -1,9 +1,9 @@
-"""Generate on verl's sleeping SGLang server under each policy; exit with status 0 on success.
+"""Generates on verl's sleeping SGLang server under each policy; exits with status 0 on success.
 
 usage: verl_child.py GPUS FOLDER
 
-The server is an instance of verl's class in this process; verl's trainer runs it in a Ray actor.
-The calls are those of verl's trainer and of its agents.
+The server is an instance of verl's class in this process. In verl, the trainer runs the server in a
+Ray actor. The calls are the same as those of verl's trainer and agents.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ async def started(folder: Path, gpus: int) -> Any:
 
 
 async def scene(folder: Path, gpus: int) -> None:
-    """Refuse, hold and answer generations while the server sleeps."""
+    """Check that generations are refused, held and answered while the server sleeps."""
     import torch
 
     from memsaver.integrations.engine.errors import EngineAsleepError

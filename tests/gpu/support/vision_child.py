@@ -1,4 +1,4 @@
-"""Run a scene of an engine with a vision model; exit with status 0 on success.
+"""Runs a scene of an engine with a vision model; exits with status 0 on success.
 
 usage: vision_child.py SCENE FOLDER
 """
@@ -34,7 +34,7 @@ TOKENS = 8
 
 
 def reference(folder: Path, prompt: str, images: list[str], made: list[int]) -> Any:
-    """Return the log-probabilities of generated tokens in transformers' own model."""
+    """Return the log-probabilities of generated tokens from transformers' own model."""
     import base64
     import io
 
@@ -64,7 +64,7 @@ def close_to(found: Any, expected: Any) -> float:
 
 
 def check_images(engine: Any, prompts: Any, folder: Path) -> list[list[int]]:
-    """Check the output for prompts with two images, none and one; return its tokens."""
+    """Check the output for prompts with two images, no image and one image; return its tokens."""
     from memsaver.integrations.rollout import RolloutOutput
 
     def generated(prompts: Any, images: Any, **options: Any) -> RolloutOutput:
@@ -98,7 +98,9 @@ def check_images(engine: Any, prompts: Any, folder: Path) -> list[list[int]]:
 
 
 def tokens(folder: Path) -> None:
-    """Send prompts as token ids to an engine without a tokenizer; then new weights, and back."""
+    """Send prompts as token ids to an engine without a tokenizer, before and after weight
+    updates.
+    """
     import torch
     from safetensors.torch import load_file
 
@@ -135,7 +137,7 @@ def tokens(folder: Path) -> None:
 
 
 def texts(folder: Path) -> None:
-    """Send prompts as texts, and as token ids, to an engine with a tokenizer."""
+    """Send prompts as text and as token ids to an engine with a tokenizer."""
     import torch
 
     from memsaver.integrations.rollout import RolloutEngine

@@ -1,4 +1,5 @@
-"""A small Qwen2.5-VL model with random weights, a tokenizer and an image processor, made offline.
+"""A small Qwen2.5-VL model with random weights, a tokenizer and an image processor, created
+offline.
 
 The tokenizer has a token for each byte and Qwen's special tokens.
 """
@@ -36,7 +37,7 @@ def token_id(special: str) -> int:
 
 
 def tokens_of(text: str) -> list[int]:
-    """Return a text's tokens; must agree with the saved tokenizer."""
+    """Return a text's tokens, which must agree with the saved tokenizer's."""
     tokens: list[int] = []
     while text:
         special = next((name for name in SPECIAL if text.startswith(name)), None)
@@ -127,7 +128,7 @@ def processor() -> Any:
 
 
 def _letters() -> list[str]:
-    """Return the letter with which a byte-level vocabulary writes each byte."""
+    """Return the character that represents each byte in a byte-level vocabulary."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(byte if byte in plain else next(others)) for byte in range(BYTES)]
@@ -140,7 +141,7 @@ def save(folder: Path, seed: int) -> None:
 
 
 def image(red: int, size: tuple[int, int] = (84, 56)) -> str:
-    """Return a picture as a base64 PNG in a data URL, which a server accepts too."""
+    """Return a picture as a base64 PNG in a data URL, which servers also accept."""
     from PIL import Image
 
     picture = Image.new("RGB", size, (red, 255 - red, 40))

@@ -13,7 +13,7 @@ OUTPUTS = {"q_proj": HEADS * HEAD, "v_proj": HEADS * HEAD}
 
 
 def save(folder: Path, seed: int) -> Any:
-    """Save an adapter whose weights depend on the seed; return vLLM's request for it."""
+    """Save an adapter whose weights depend on the seed; return vLLM's request for the adapter."""
     import torch
     from safetensors.torch import save_file
     from vllm.lora.request import LoRARequest

@@ -1,6 +1,7 @@
 """Scenarios for requests to a sleeping vLLM engine.
 
-A scenario begins and ends with the engine awake; if it raises, the engine is replaced.
+The engine is awake at the start and end of each scenario; if a scenario raises, the engine is
+replaced.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ SLEEPS_WITHIN = 20  # seconds, of an idle engine
 
 
 def refused(call: Callable[[], Any], *tags: str) -> EngineAsleepError:
-    """Check that a call is refused because of these tags; return the error."""
+    """Check that a call is refused because these tags are released; return the error."""
     try:
         call()
     except EngineAsleepError as error:
@@ -30,7 +31,9 @@ def refused(call: Callable[[], Any], *tags: str) -> EngineAsleepError:
 
 
 def requests_are_refused(session: Session) -> None:
-    """Requests that need released memory are refused; the engine stays asleep, and lives."""
+    """Requests that require released memory are refused; the engine stays asleep and still
+    works.
+    """
     session.llm.sleep(level=1)
     refused(session.outputs, "kv_cache", "weights")
     refused(lambda: session.in_workers("reload_weights"), "kv_cache", "weights")
@@ -44,7 +47,7 @@ def requests_are_refused(session: Session) -> None:
 
 
 def requests_wake(session: Session) -> None:
-    """A generation wakes the engine, whose output is the same."""
+    """A generation wakes the engine, whose output is unchanged."""
     for _ in range(2):
         session.llm.sleep(level=1)
         check_output(session)
@@ -66,7 +69,7 @@ def requests_never_wake_lost_weights(session: Session) -> None:
 
 
 def requests_that_cannot_wake(session: Session) -> None:
-    """Without memory, a request is refused with the reason, and the engine stays asleep."""
+    """Without free memory, a request is refused with the reason, and the engine stays asleep."""
     session.llm.sleep(level=1)
     trainer = Trainer(0, GIB, pattern=3)
     try:

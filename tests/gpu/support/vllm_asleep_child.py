@@ -1,9 +1,10 @@
-"""Send requests to a sleeping vLLM engine; exit with status 0 if they are answered.
+"""Sends requests to a sleeping vLLM engine; exits with status 0 if they are answered.
 
 usage: vllm_asleep_child.py SCENE FOLDER [RANKS]
 
-The engine is an `AsyncLLM`, behind the application of vLLM's own server, which is called without a
-network. vLLM's processes import this file again, so it imports only modules that all of them need.
+The engine is an `AsyncLLM` behind the application of vLLM's own server, which is called without a
+network. vLLM's processes import this file again, so the file imports only modules that all of them
+need.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ MODEL = "model"
 
 
 class Setting:
-    """An engine, its server's application and its expected output."""
+    """An engine, the application of its server, and its expected output."""
 
     def __init__(self, engine: Any, app: Any) -> None:
         self.engine = engine
@@ -46,7 +47,7 @@ class Setting:
         return found
 
     async def outputs(self) -> list[list[int]]:
-        """Return greedy tokens, one prompt at a time, because batching changes the arithmetic."""
+        """Return greedy tokens for one prompt at a time, because batches change the arithmetic."""
         return [await self.tokens(number) for number in range(len(PROMPTS))]
 
     async def check(self) -> None:
@@ -61,7 +62,7 @@ class Setting:
     async def ask(
         self, path: str, method: str = "POST", body: Any = None, **query: Any
     ) -> tuple[int, Any]:
-        """Return the status of a response, and its body, parsed if it is JSON."""
+        """Return a response's status and its body, parsed if the body is JSON."""
         messages: list[dict[str, Any]] = []
         sent = [{"type": "http.request", "body": json.dumps(body).encode() if body else b""}]
 
@@ -115,7 +116,7 @@ def free(gpu: int = 0) -> int:
 
 
 async def refuse(one: Setting) -> None:
-    """Requests are refused, by the engine in this process and by the engine core."""
+    """The engine in this process and the engine core refuse requests."""
     from memsaver.errors import ConfigError
     from memsaver.integrations.vllm.admissions import admission_of
 
@@ -153,7 +154,7 @@ async def refuse(one: Setting) -> None:
 
 
 async def abort(one: Setting) -> None:
-    """A request that is in flight at a sleep is aborted, as vLLM's default mode does."""
+    """A sleep aborts a request in progress, as in vLLM's default mode."""
     import vllm_engines
 
     prompt = {"prompt_token_ids": PROMPTS[1]}
@@ -170,7 +171,7 @@ async def abort(one: Setting) -> None:
 
 
 async def wait(one: Setting) -> None:
-    """Requests are held until the engine is awake, and end with an abort or a bound."""
+    """Requests are held until the engine is awake; held requests end on an abort or a timeout."""
     await one.engine.sleep(level=1)
     assert (await one.ask("/health", "GET"))[0] == 200
     waiting = [asyncio.ensure_future(one.tokens(0, str(number))) for number in range(3)]
@@ -192,7 +193,7 @@ async def wait(one: Setting) -> None:
 
 
 async def wake(one: Setting) -> None:
-    """Requests wake the engine if there is memory, and an idle engine falls asleep."""
+    """Requests wake the engine if memory is available, and an idle engine falls asleep."""
     import torch
 
     from memsaver.errors import OutOfDeviceMemoryError
@@ -221,7 +222,7 @@ async def wake(one: Setting) -> None:
 
 
 async def openai(one: Setting) -> None:
-    """vLLM's own endpoint for completions, with and without a stream."""
+    """vLLM's own completions endpoint works, with and without streaming."""
     before = {}
     for stream in (False, True):
         body = {
@@ -272,7 +273,7 @@ SCENES: dict[str, Callable[[Setting], Awaitable[None]]] = {
 
 
 async def application(scene: str, engine: Any, path: str) -> Any:
-    """Return the application of vLLM's server, without the packages that the tests do not need."""
+    """Return the application of vLLM's server, without packages that the tests do not need."""
     import fake_packages
     import pytest
     from vllm_server_arguments import server_arguments

@@ -1,4 +1,4 @@
-"""Start one vLLM engine and run scenarios on it; see `engine_serving`.
+"""Starts one vLLM engine and runs scenarios on it; see `engine_serving`.
 
 usage: vllm_child.py GROUP FOLDER
 """

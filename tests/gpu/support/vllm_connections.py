@@ -1,4 +1,4 @@
-"""Engines of vLLM to which a rollout engine connects: an `AsyncLLM`, and a server at a URL."""
+"""vLLM engines to which a rollout engine connects: an `AsyncLLM`, and a server at a URL."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ END_SECONDS = 20
 
 @contextmanager
 def running_loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """Run an event loop in a thread during the block."""
+    """Run an event loop in a thread for the duration of the block."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -30,10 +30,10 @@ def running_loop() -> Iterator[asyncio.AbstractEventLoop]:
 def async_llm(
     arguments: Mapping[str, Any], loop: asyncio.AbstractEventLoop | None = None
 ) -> Iterator[Any]:
-    """Yield an `AsyncLLM` in a thread's event loop, by default one of its own; end it afterwards.
+    """Yield an `AsyncLLM` in a thread's event loop (by default, a new one); end it afterwards.
 
     Args:
-        arguments: of `AsyncEngineArgs`.
+        arguments: the arguments of `AsyncEngineArgs`.
         loop: an event loop that another thread runs.
     """
     if loop is None:
@@ -57,9 +57,9 @@ def async_llm(
 
 @contextmanager
 def server(arguments: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the URL of vLLM's own server around an `AsyncLLM`; end both afterwards.
+    """Yield the URL of vLLM's own server for an `AsyncLLM`; end both afterwards.
 
-    Needs uvicorn and VLLM_SERVER_DEV_MODE=1.
+    Requires uvicorn and VLLM_SERVER_DEV_MODE=1.
     """
     import uvicorn
     from program_runs import free_port

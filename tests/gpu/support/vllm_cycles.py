@@ -1,6 +1,7 @@
-"""Scenarios for sleep levels and tags on a live vLLM engine.
+"""Scenarios for sleep levels and tags on a running vLLM engine.
 
-A scenario begins and ends with the engine awake; if it raises, the engine is replaced.
+The engine is awake at the start and end of each scenario; if a scenario raises, the engine is
+replaced.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def check_output(session: Session) -> None:
 
 @contextlib.contextmanager
 def releases(session: Session) -> Iterator[None]:
-    """Check that the block releases all of the engine's tags to the driver."""
+    """Check that the block releases the memory of all of the engine's tags to the driver."""
     tags, before = session.in_workers("check_tags"), session.free()
     yield
     for rank, now in enumerate(session.in_workers("check_tags")):
@@ -46,7 +47,7 @@ def releases(session: Session) -> Iterator[None]:
 
 
 def memsaver_is_active(session: Session) -> None:
-    """Each worker's weights and KV cache are in memsaver's tags; the settings have an effect."""
+    """Each worker's weights and KV cache are in memsaver's tags, and the settings take effect."""
     setting = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     asked = {
         "uses_v2": session.group != "draft" and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "0",
@@ -65,7 +66,7 @@ def memsaver_is_active(session: Session) -> None:
 
 
 def level_1(session: Session) -> None:
-    """A sleep at level 1 releases everything, and the wake-up restores the output."""
+    """A sleep at level 1 releases all memory, and the wake-up restores the output."""
     with releases(session):
         session.llm.sleep(level=1)
     assert session.is_asleep()
@@ -79,7 +80,10 @@ def level_1(session: Session) -> None:
 
 
 def runtime_state(session: Session) -> None:
-    """A sleep keeps the state that vLLM creates with the KV cache. The wake-up replaces a part."""
+    """A sleep preserves the state that vLLM creates with the KV cache.
+
+    The wake-up replaces part of this state.
+    """
     before = session.in_workers("check_runtime_state")
     session.llm.sleep(level=1)
     session.llm.wake_up()
@@ -90,12 +94,12 @@ def runtime_state(session: Session) -> None:
 
 
 def weights_first(session: Session) -> None:
-    """The weights wake alone; the engine stays asleep until the KV cache is mapped too."""
+    """The weights wake first; the engine stays asleep until the KV cache is also mapped."""
     in_stages(session, ("weights", "kv_cache"))
 
 
 def kv_cache_first(session: Session) -> None:
-    """The KV cache wakes alone; the engine stays asleep until the weights are mapped too."""
+    """The KV cache wakes first; the engine stays asleep until the weights are also mapped."""
     in_stages(session, ("kv_cache", "weights"))
 
 
@@ -111,7 +115,7 @@ def in_stages(session: Session, tags: tuple[str, str]) -> None:
 
 
 def repeated_calls(session: Session) -> None:
-    """Sleeps of a sleeping engine and wake-ups of an awake one change nothing."""
+    """A sleep of a sleeping engine and a wake-up of an awake engine have no effect."""
     session.llm.wake_up()
     check_output(session)
     session.llm.sleep(level=1)
@@ -126,7 +130,7 @@ def repeated_calls(session: Session) -> None:
 
 
 def unknown_tags_and_levels(session: Session) -> None:
-    """An unknown tag changes nothing, an unknown level is refused; the engine keeps its state."""
+    """An unknown tag has no effect and an unknown level is refused; the engine keeps its state."""
     session.llm.wake_up(tags=["no such tag"])
     check_output(session)
     session.llm.sleep(level=1)
@@ -143,23 +147,25 @@ def unknown_tags_and_levels(session: Session) -> None:
 
 
 def level_2(session: Session) -> None:
-    """After a sleep at level 2, a reload of the weights restores the output; buffers are kept."""
+    """After a sleep at level 2, reloading the weights restores the output; buffers are
+    preserved.
+    """
     for _ in range(2):
         lose_and_reload(session, ("weights", "kv_cache"))
     level_1(session)
 
 
 def level_2_kv_cache_first(session: Session) -> None:
-    """After a sleep at level 2, a reload restores the output, even if the KV cache wakes first."""
+    """After a sleep at level 2, a reload restores the output even if the KV cache wakes first."""
     for _ in range(2):
         lose_and_reload(session, ("kv_cache", "weights"))
     level_1(session)
 
 
 def lose_and_reload(session: Session, tags: tuple[str, str]) -> None:
-    """Sleep at level 2, wake the tags in this order, and reload the weights when they are mapped.
+    """Sleep at level 2, wake the tags in this order, and reload the weights once they are mapped.
 
-    Checks the output.
+    Check the output.
     """
     with releases(session):
         session.llm.sleep(level=2)
@@ -179,7 +185,7 @@ def reload(session: Session) -> None:
 
 
 def level_0(session: Session) -> None:
-    """Level 0 pauses the scheduler and releases nothing."""
+    """A sleep at level 0 pauses the scheduler and releases no memory."""
     before = session.in_workers("check_tags")
     session.llm.sleep(level=0)
     assert session.is_asleep() and session.in_workers("check_tags") == before
@@ -189,19 +195,19 @@ def level_0(session: Session) -> None:
 
 
 def fifty_cycles(session: Session) -> None:
-    """The memory of the GPUs and the processes does not grow over 50 cycles."""
+    """The memory use of the GPUs and the processes does not grow over 50 cycles."""
     check_growth(session, 50, 4 * MIB, 16 * MIB)
 
 
 def thousand_cycles(session: Session) -> None:
-    """The memory of the GPUs and the processes hardly grows over 1,000 cycles."""
+    """The memory use of the GPUs and the processes hardly grows over 1,000 cycles."""
     check_growth(session, 1000, 32 * MIB, 64 * MIB)
 
 
 def check_growth(session: Session, cycles: int, gpu_bytes: int, host_bytes: int) -> None:
-    """Check that the memory in use grows by at most these bytes after the first 10 cycles.
+    """Check that memory use grows by at most this number of bytes after the first 10 cycles.
 
-    Measures each GPU, each worker's process, and this process.
+    The check measures each GPU, each worker's process, and this process.
     """
     readings, begin = [], time.monotonic()
     step = max(10, cycles // 10)
@@ -228,7 +234,9 @@ def check_growth(session: Session, cycles: int, gpu_bytes: int, host_bytes: int)
 
 
 def drafts_are_accepted(session: Session) -> None:
-    """After each kind of sleep, the engine accepts the same drafts: it needs as many steps."""
+    """After each kind of sleep, the engine accepts the same drafts and needs the same number of
+    steps.
+    """
     steps = steps_of_a_request(session)
     assert steps <= TOKENS / 2, f"{steps} steps for {TOKENS} tokens: drafts are not accepted"
     for sleep in (level_1, kv_cache_first, level_2, level_2_kv_cache_first):
@@ -247,7 +255,7 @@ def steps_of_a_request(session: Session) -> int:
 
 
 def adapters(session: Session) -> None:
-    """LoRA adapters still work after sleeps, and other adapters can be loaded afterwards."""
+    """LoRA adapters still work after sleeps, and further adapters can be loaded afterwards."""
     first = vllm_adapters.save(session.folder / "first", seed=1)
     with_first = session.outputs(first)
     assert with_first == session.outputs(first) != session.expected

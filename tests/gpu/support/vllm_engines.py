@@ -1,7 +1,7 @@
-"""Engines of vLLM for the scenarios: starts them, and provides the operations that these need.
+"""Starts vLLM engines for the scenarios and provides the operations that the scenarios need.
 
-The engine is in a process of its own, or in this process. This process also acts as the trainer
-that uses the memory that the engine releases. Needs torch, vLLM and memsaver installed.
+The engine runs in a separate process or in this process. This process also plays the trainer that
+uses the memory that the engine releases. Requires torch, vLLM and memsaver.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Session:
-    """One engine, its configuration and its expected output.
+    """An engine with its configuration and its expected output.
 
     Attributes:
         group: the name of the configuration.
         llm: the `vllm.LLM`.
-        folder: for files.
+        folder: a folder for files.
         gpus: the number of GPUs.
-        before: the free bytes of each GPU before the engine's start.
+        before: each GPU's free bytes before the engine's start.
         expected: the tokens that the engine generates after its start.
     """
 
@@ -86,7 +86,7 @@ class Session:
     expected: list[list[int]] = field(default_factory=list)
 
     def outputs(self, adapter: Any = None) -> list[list[int]]:
-        """Return greedy tokens, one prompt at a time, because batching changes the arithmetic."""
+        """Return greedy tokens for one prompt at a time, because batches change the arithmetic."""
         found = []
         for prompt in PROMPTS:
             inputs = [{"prompt_token_ids": prompt}]
@@ -95,7 +95,7 @@ class Session:
         return found
 
     def free(self) -> list[int]:
-        """Return the free bytes that the driver reports for each GPU."""
+        """Return the number of free bytes that the driver reports for each GPU."""
         return free(self.gpus)
 
     def in_workers(self, method: str, *arguments: Any) -> list[Any]:
@@ -136,7 +136,7 @@ def arguments_of(group: str, folder: Path) -> dict[str, Any]:
 
 
 def start(group: str, folder: Path) -> Session:
-    """Start the engine for a group of scenarios, and record its expected output."""
+    """Start the engine for a group of scenarios and record its expected output."""
     qwen_model.save(folder / "model", qwen_model.weights(seed=1))
     arguments = arguments_of(group, folder)
     gpus = arguments.get("tensor_parallel_size", 1)
@@ -159,7 +159,7 @@ def start(group: str, folder: Path) -> Session:
 
 
 def _learn(session: Session) -> None:
-    """Record the expected output; require that it is deterministic and not degenerate."""
+    """Record the expected output; check that it is deterministic and not degenerate."""
     readings = [session.outputs() for _ in range(3)]  # the first compiles kernels
     assert readings[1] == readings[2], f"the engine is not deterministic: {readings[1:]}"
     session.expected = readings[2]

@@ -1,6 +1,7 @@
-"""Scenarios with too little memory, requests during a sleep, and killed workers on a vLLM engine.
+"""Scenarios with memory shortages, requests during a sleep, and killed workers on a vLLM engine.
 
-A scenario begins and ends with the engine awake; if it raises, the engine is replaced.
+The engine is awake at the start and end of each scenario; if a scenario raises, the engine is
+replaced.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ END_SECONDS = 30
 
 
 def a_wake_without_memory(session: Session) -> None:
-    """A wake-up without memory fails with the cause; the engine stays asleep and can wake later."""
+    """A wake-up without free memory fails with the cause; the engine stays asleep and can wake
+    later.
+    """
     session.llm.sleep(level=1)
     trainer = Trainer(0, ROOM - GIB, pattern=1)
     try:
@@ -42,7 +45,7 @@ def a_wake_without_memory(session: Session) -> None:
 
 
 def refused(session: Session, tags: list[str] | None) -> None:
-    """Check that a wake-up fails with its cause, and that it allocates nothing."""
+    """Check that a wake-up fails with its cause and allocates no memory."""
     before, held = session.free(), session.in_workers("check_tags")
     try:
         session.llm.wake_up(tags=tags)
@@ -57,7 +60,7 @@ def refused(session: Session, tags: list[str] | None) -> None:
 
 
 def requests_are_aborted(session: Session) -> None:
-    """A sleep with the mode "abort" ends the requests in progress; the engine works afterwards."""
+    """A sleep in the mode "abort" ends the requests in progress; the engine works afterwards."""
     add_requests(session)
     session.llm.sleep(level=1, mode="abort")
     session.llm.wake_up()
@@ -67,7 +70,7 @@ def requests_are_aborted(session: Session) -> None:
 
 
 def requests_end_first(session: Session) -> None:
-    """A sleep with the mode "wait" begins when the requests in progress have ended."""
+    """A sleep in the mode "wait" begins after the requests in progress have ended."""
     add_requests(session)
     session.llm.sleep(level=1, mode="wait")
     assert not any(sum(held.values()) for held in session.in_workers("check_tags"))
@@ -77,7 +80,7 @@ def requests_end_first(session: Session) -> None:
 
 
 def requests_continue(session: Session) -> None:
-    """After a sleep with the mode "keep", the requests in progress continue to their end."""
+    """After a sleep in the mode "keep", the requests in progress continue to their end."""
     add_requests(session)
     session.llm.sleep(level=1, mode="keep")
     assert not any(sum(held.values()) for held in session.in_workers("check_tags"))
@@ -88,7 +91,7 @@ def requests_continue(session: Session) -> None:
 
 
 def add_requests(session: Session) -> None:
-    """Add two requests, and wait until the engine works on them."""
+    """Add two requests and wait until the engine processes them."""
     for number, prompt in enumerate(PROMPTS[:2]):
         inputs: Any = {"prompt_token_ids": prompt}
         session.llm.llm_engine.add_request(f"long-{number}", inputs, greedy(LONG))
@@ -97,7 +100,7 @@ def add_requests(session: Session) -> None:
 
 
 def drain(session: Session) -> list[Any]:
-    """Return the outputs of the requests, in their order, when all have ended."""
+    """Return the outputs of the requests in their order, after all requests have ended."""
     ended: dict[str, Any] = {}
     while session.llm.llm_engine.has_unfinished_requests():
         for one in session.llm.llm_engine.step():
@@ -107,7 +110,7 @@ def drain(session: Session) -> list[Any]:
 
 
 def out_of_memory_in_the_pool(session: Session) -> None:
-    """Allocations that fail leave no error behind: later ones and the engine work."""
+    """Failed allocations leave no error state: later allocations succeed and the engine works."""
     session.in_workers("check_out_of_memory")
     check_output(session)
     session.llm.sleep(level=1)
@@ -116,7 +119,7 @@ def out_of_memory_in_the_pool(session: Session) -> None:
 
 
 def exceptions_in_the_pool(session: Session) -> None:
-    """An exception in a pool's block ends the block."""
+    """An exception within a pool's block ends the block."""
     session.in_workers("check_exception_in_the_pool")
     session.llm.sleep(level=1)
     session.llm.wake_up()
@@ -124,7 +127,7 @@ def exceptions_in_the_pool(session: Session) -> None:
 
 
 def freed_while_asleep(session: Session) -> None:
-    """Memory that is freed while it is released does not come back; other contents do."""
+    """Memory freed during a sleep is not mapped again; all other contents are restored."""
     for tag in ("kv_cache", "weights"):
         before = session.free()
         session.in_workers("check_hold", tag, 256 * MIB)
@@ -137,7 +140,7 @@ def freed_while_asleep(session: Session) -> None:
 
 
 def later_allocations_are_saved(session: Session) -> None:
-    """A tensor that is put into the weights after the start keeps its contents."""
+    """A tensor added to the weights after the start keeps its contents."""
     session.in_workers("check_hold", "weights", 64 * MIB)
     expected = session.in_workers("check_sum")
     for _ in range(2):
@@ -149,7 +152,7 @@ def later_allocations_are_saved(session: Session) -> None:
 
 
 def a_second_engine(session: Session) -> None:
-    """A second engine in the same process is refused as vLLM does; the first one lives."""
+    """A second engine in the same process is refused as in vLLM; the first engine still works."""
     from vllm import LLM
 
     try:
@@ -165,9 +168,11 @@ def a_second_engine(session: Session) -> None:
 
 
 def a_killed_worker(session: Session) -> None:
-    """Workers that are killed while they sleep leave no GPU memory allocated. Ends the engine.
+    """Workers that are killed during a sleep leave no GPU memory allocated.
 
-    Later calls raise errors in a bounded time, and finally the error of a dead engine.
+    This scenario ends the engine.
+
+    Later calls raise errors within a bounded time, and finally the error of a dead engine.
     """
     pids = session.in_workers("check_pid")
     assert os.getpid() not in pids
@@ -192,7 +197,7 @@ def is_death(error: BaseException) -> bool:
 
 
 def raised_by(call: Callable[[], Any]) -> BaseException:
-    """Return the error that a call raises; fail if the call returns, or does not end in time."""
+    """Return the error that a call raises; fail if the call returns or does not end in time."""
     found: list[BaseException | None] = []
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Checks that run in vLLM's workers; vLLM adds them to its worker class."""
+"""Checks that run in vLLM's workers, because vLLM adds them to its worker class."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Checks:
     """Methods for `worker_extension_cls`, which `collective_rpc` calls by name."""
 
     def check_pid(self) -> int:
-        """Return the pid of the worker."""
+        """Return the worker's pid."""
         return os.getpid()
 
     def check_tags(self) -> dict[str, int]:
-        """Return the resident bytes of each of memsaver's tags."""
+        """Return the resident bytes of each memsaver tag."""
         import memsaver
 
         return {one.tag: one.resident_bytes for one in memsaver.stats().tags}
@@ -39,11 +39,13 @@ class Checks:
         }
 
     def check_host_bytes(self) -> int:
-        """Return the resident host memory of the worker's process."""
+        """Return the resident host memory of the worker process."""
         return host_bytes()
 
     def check_settings(self) -> dict[str, bool]:
-        """Return whether the V2 model runner is used, and whether torch's segments expand."""
+        """Return whether the V2 model runner is in use, and whether torch uses expandable
+        segments.
+        """
         import torch
 
         worker: Any = self
@@ -68,7 +70,9 @@ class Checks:
         draft.load_weights(loader.get_all_weights(config, draft))
 
     def check_reload_adapted(self) -> None:
-        """Load the weights of a model whose layers LoRA wraps, which vLLM's own reload rejects."""
+        """Load the weights of a model whose layers are wrapped for LoRA, which vLLM's own reload
+        rejects.
+        """
         from vllm.model_executor.model_loader import get_model_loader
 
         from memsaver.integrations.engine.weights.adapters import without_adapters
@@ -80,7 +84,9 @@ class Checks:
             model.load_weights(loader.get_all_weights(worker.model_config, model))
 
     def check_out_of_memory(self) -> None:
-        """An allocation in a pool that fails raises; later ones, in and out of it, succeed."""
+        """A failed allocation in a pool raises; later allocations, in the pool and outside,
+        succeed.
+        """
         import torch
 
         total = torch.cuda.mem_get_info()[1]
@@ -98,7 +104,7 @@ class Checks:
         torch.cuda.synchronize()
 
     def check_exception_in_the_pool(self) -> None:
-        """An exception ends the pool's block; later tensors are not in the tag."""
+        """An exception ends the pool's block, and later tensors are not in the tag."""
         import torch
         from vllm.device_allocator import get_mem_allocator_instance
 
@@ -110,16 +116,16 @@ class Checks:
         assert _is_in("kv_cache", inside) and not _is_in("kv_cache", outside)
 
     def check_hold(self, tag: str, nbytes: int) -> None:
-        """Allocate a tensor in a tag, and hold it."""
+        """Allocate a tensor in a tag and keep a reference to it."""
         self._check_held = _allocate(tag, nbytes).fill_(9)
 
     def check_drop(self) -> None:
-        """Free the held tensor."""
+        """Free the tensor of `check_hold`."""
         del self._check_held
         gc.collect()
 
     def check_sum(self) -> int:
-        """Return a checksum of the held tensor."""
+        """Return a checksum of the tensor of `check_hold`."""
         return int(self._check_held.sum(dtype=self._check_held.long().dtype))
 
 

@@ -1,9 +1,9 @@
-"""Run a scene with a rollout engine of vLLM; exit with status 0 if it succeeds.
+"""Runs a scene with a vLLM rollout engine; exits with status 0 on success.
 
 usage: vllm_rollout_child.py SCENE FOLDER; the scene "two" needs RANK, WORLD_SIZE, MASTER_ADDR and
 MASTER_PORT
 
-vLLM's processes import this file again, so it imports only modules that every process needs.
+vLLM's processes import this file again, so the file imports only modules that every process needs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def greedy(tokens: int = TOKENS, **others: Any) -> dict[str, Any]:
 
 
 def arguments(folder: Path, seed: int = 1, **others: Any) -> dict[str, Any]:
-    """Return the engine's arguments, after saving the model with the weights of a seed."""
+    """Return the engine's arguments, after saving the model with weights that depend on a seed."""
     import qwen_model
     import vllm_engines
 
@@ -62,7 +62,7 @@ def launched(folder: Path, seed: int = 1, **others: Any) -> Iterator[Any]:
 
 
 def outputs(engine: Any) -> list[list[int]]:
-    """Return greedy tokens, one prompt at a time, because batching changes the arithmetic."""
+    """Return greedy tokens for one prompt at a time, because batches change the arithmetic."""
     found = []
     for prompt in PROMPTS:
         assert engine.backend.link.flush(10)
@@ -86,7 +86,7 @@ def timed(name: str, report: Any) -> Any:
 
 
 def check_sleep(engine: Any, expected: list[list[int]]) -> None:
-    """Sleep, wake up in stages, and sleep by tags; the output stays the same."""
+    """Put the engine to sleep, wake it in stages, and let tags sleep; the output stays the same."""
     from memsaver.integrations.engine.status import Status
 
     awake = free()
@@ -111,14 +111,14 @@ def check_sleep(engine: Any, expected: list[list[int]]) -> None:
 
 
 def check_held(held: dict[str, int]) -> None:
-    """Check the memory that an engine without pausable graphs holds while it sleeps."""
+    """Check the memory that a sleeping engine without pausable graphs still uses."""
     print(f"--- held: { {name: size >> 20 for name, size in held.items()} } MiB", flush=True)
     assert held["tags"] == 0 and held["graphs"] > 0 and 0 < held["rest"] < 2 * GIB, held
     assert sum(held.values()) < 4 * GIB, held
 
 
 def check_unsaved(engine: Any, old: list[list[int]]) -> None:
-    """Weights that are sent again are neither saved nor restored."""
+    """Weights that will be sent again are neither saved nor restored."""
     engine.sleep(wait_idle=True)
     timed("wake-up without contents", engine.wake_up("weights", keep_weights=False))
     engine.update_weights(weights(1), bucket_bytes=BUCKET, verify="full")
@@ -132,7 +132,7 @@ def check_unsaved(engine: Any, old: list[list[int]]) -> None:
 
 
 def check_updates(engine: Any, old: list[list[int]], new: list[list[int]]) -> None:
-    """Load new weights, verified; a bucket that arrives damaged is loaded on no rank."""
+    """Load and verify new weights; no rank loads a bucket that arrives corrupted."""
 
     report = engine.update_weights(
         weights(2), version="2", bucket_bytes=BUCKET, verify="full", flush_cache=True
@@ -151,7 +151,7 @@ def check_updates(engine: Any, old: list[list[int]], new: list[list[int]]) -> No
 
 
 def check_mapped(engine: Any, old: list[list[int]], new: list[list[int]]) -> None:
-    """Update from a shareable region, whose tensors the engine's process maps."""
+    """Update from a shareable region whose tensors the engine's process maps."""
     import memsaver
 
     with memsaver.region("shared", backup="host", shareable=True):
@@ -168,7 +168,7 @@ def check_mapped(engine: Any, old: list[list[int]], new: list[list[int]]) -> Non
 
 
 def check_damaged(engine: Any, state: dict[str, Any], ranks: int = 1) -> None:
-    """Check that an update fails if its buckets are damaged for the last of the engine's ranks."""
+    """Check that an update fails if its buckets arrive corrupted on the engine's last rank."""
     with damaged(engine.backend, ranks):
         check_mismatch(engine, state)
 
@@ -187,7 +187,8 @@ def check_mismatch(engine: Any, state: dict[str, Any]) -> None:
 
 @contextmanager
 def damaged(backend: Any, ranks: int = 1) -> Iterator[None]:
-    """Change a digest of each bucket for the last rank, as if its tensor had changed on the way.
+    """Change a digest in each bucket for the last rank, as if the tensor had been corrupted in
+    transit.
 
     Args:
         backend: None on the trainer's ranks that have none.
@@ -214,7 +215,7 @@ def damaged(backend: Any, ranks: int = 1) -> Iterator[None]:
 
 
 def check_pauses(engine: Any) -> None:
-    """Pause a generation in each mode: aborted, kept, recomputed."""
+    """Pause a generation in each mode: abort, keep and recompute."""
     for mode in ("abort", "in_place", "retract"):
         results: list[Any] = []
         work = threading.Thread(
@@ -237,7 +238,7 @@ def check_pauses(engine: Any) -> None:
 
 
 def launched_scene(folder: Path) -> None:
-    """An engine that RolloutEngine starts, and a fresh engine with the new weights."""
+    """Test an engine that RolloutEngine starts, and a fresh engine with the new weights."""
     import torch
 
     torch.cuda.init()
@@ -263,7 +264,7 @@ def launched_scene(folder: Path) -> None:
 
 
 def quantized_scene(folder: Path) -> None:
-    """FP8 weights that vLLM quantises while it loads them."""
+    """Test FP8 weights that vLLM quantises during loading."""
     with launched(folder, seed=2, quantization="fp8") as engine:
         outputs(engine)
         new = outputs(engine)
@@ -281,7 +282,7 @@ def quantized_scene(folder: Path) -> None:
 
 
 def group_scene(folder: Path) -> None:
-    """Weights through a process group, as for an engine on other GPUs."""
+    """Send weights through a process group, as for an engine on other GPUs."""
     from memsaver.integrations.rollout.weights import WeightGroup
 
     with launched(folder) as engine:
@@ -296,7 +297,7 @@ def group_scene(folder: Path) -> None:
 
 @contextmanager
 def connected(target: Any, **others: Any) -> Iterator[Any]:
-    """Connect to an engine, check its sleep and its updates, and yield the rollout engine."""
+    """Connect to an engine, check its sleep and updates, and yield the rollout engine."""
     from memsaver.integrations.rollout import RolloutEngine
 
     with RolloutEngine.connect(target, timeout=60, **others) as engine:
@@ -317,7 +318,7 @@ def connected(target: Any, **others: Any) -> Iterator[Any]:
 
 
 def llm_scene(folder: Path, **others: Any) -> None:
-    """A `vllm.LLM` in this process."""
+    """Test a `vllm.LLM` in this process."""
     from vllm import LLM
 
     llm = LLM(**arguments(folder, logprobs_mode="processed_logprobs", **others))
@@ -327,12 +328,12 @@ def llm_scene(folder: Path, **others: Any) -> None:
 
 
 def adapters_scene(folder: Path) -> None:
-    """A `vllm.LLM` whose layers are wrapped for LoRA adapters."""
+    """Test a `vllm.LLM` whose layers are wrapped for LoRA adapters."""
     llm_scene(folder, enable_lora=True, max_lora_rank=8, max_loras=1)
 
 
 def async_scene(folder: Path) -> None:
-    """An `AsyncLLM` in this process."""
+    """Test an `AsyncLLM` in this process."""
     import vllm_connections
 
     with vllm_connections.async_llm(arguments(folder, logprobs_mode="processed_logprobs")) as llm:
@@ -342,7 +343,7 @@ def async_scene(folder: Path) -> None:
 
 
 def url_scene(folder: Path) -> None:
-    """A server at a URL, whose /health shows that it sleeps."""
+    """Test a server at a URL, whose /health reports that the engine sleeps."""
     import httpx
     import vllm_connections
 
@@ -355,7 +356,7 @@ def url_scene(folder: Path) -> None:
 
 
 def two_scene(folder: Path) -> None:
-    """An engine with TP=2 that two ranks of a trainer share, each with its own GPU."""
+    """Test a TP=2 engine that two trainer ranks share, each with its own GPU."""
     import qwen_model
     import torch
     import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Run a scene of a trainer that sends weights to a real engine; exit with status 0 on success.
+"""Runs a scene in which a trainer sends weights to a real engine; exits with status 0 on success.
 
 usage: weight_sync_child.py SCENE FOLDER, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set
 """
@@ -30,7 +30,7 @@ BUCKET = 24 * MIB
 
 
 def check_updates(engine: Any, first: list[list[int]], sent: Any, **options: Any) -> None:
-    """Check updates with new weights and back, during wake-ups: the old output returns exactly."""
+    """Check updates to new weights and back during wake-ups; the old output returns exactly."""
     other = None
     for seed in (2, 1):
         engine.sleep(wait_idle=True)
@@ -54,7 +54,7 @@ def refused(kind: Any, call: Any, *args: Any, **named: Any) -> Any:
 
 
 def check_memory(engine: Any) -> None:
-    """Check that an update needs only a bucket of additional memory, and releases it."""
+    """Check that an update needs only one bucket of additional memory, and releases the bucket."""
     import torch
 
     weights = state(1)
@@ -69,7 +69,10 @@ def check_memory(engine: Any) -> None:
 
 
 def check_regions(engine: Any, first: list[list[int]]) -> None:
-    """Check updates from weights in a tag, which are copied: pausable memory cannot be shared."""
+    """Check updates from weights in a tag.
+
+    The weights are copied, because pausable memory cannot be shared.
+    """
     import memsaver
 
     with memsaver.region("trainer", backup="host"):
@@ -87,7 +90,9 @@ def check_regions(engine: Any, first: list[list[int]]) -> None:
 
 
 def check_bad(engine: Any, first: list[list[int]], folder: Path) -> None:
-    """Check that a mismatched tensor is an error that names the tensor, and the engine survives."""
+    """Check that a mismatched tensor raises an error with its name, and that the engine still
+    works.
+    """
     import torch
 
     from memsaver.integrations.rollout import WeightMismatchError
@@ -159,9 +164,10 @@ def alone(folder: Path) -> None:
 
 
 def session(folder: Path) -> None:
-    """Run the steps of a session, also with updates that rewrite all weights, and with overlap.
+    """Run the steps of a session, including updates that rewrite all weights and steps with
+    overlap.
 
-    An engine whose weights are rewritten neither saves nor restores them.
+    An engine whose weights are rewritten neither saves nor restores the weights.
     """
     import torch
 
@@ -206,7 +212,7 @@ def session(folder: Path) -> None:
 
 
 def check_leaving(engine: Any, backend: str, weights: dict[str, Any]) -> None:
-    """Check that left groups keep no threads and no listeners; with gloo, no descriptors."""
+    """Check that closed groups leave no threads or listeners and, with gloo, no descriptors."""
     from memsaver.integrations.rollout.weights import WeightGroup
 
     sys.path.append(str(Path(__file__).parents[2] / "support"))
@@ -275,7 +281,7 @@ def group(folder: Path, backend: str = "gloo") -> None:
 
 
 def two(folder: Path) -> None:
-    """Send weights from two ranks with FSDP2 to an engine with two ranks on their GPUs."""
+    """Send weights from two FSDP2 ranks to a two-rank engine on the same GPUs."""
     import datetime
 
     import torch
@@ -315,7 +321,7 @@ def two(folder: Path) -> None:
 
 
 def whole_process(folder: Path) -> None:
-    """Update a server from a preloaded trainer, which has all of its memory in a region."""
+    """Update a server from a preloaded trainer, all of whose memory is in a region."""
     import sglang_engines
 
     import memsaver

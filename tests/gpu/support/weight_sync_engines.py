@@ -1,4 +1,4 @@
-"""Run a scene of weight updates of engines with replicas or stages, or of several engines.
+"""Runs a scene of weight updates to several engines, or to one with replicas or stages.
 
 usage: weight_sync_engines.py SCENE FOLDER, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set
 """
@@ -19,7 +19,7 @@ from weight_sync_child import BUCKET, check_updates, refused
 
 
 def _ranks(gpus: int) -> Any:
-    """Initialise the trainer's ranks, each on its GPU; return torch.distributed."""
+    """Initialise the trainer's ranks with one GPU each; return torch.distributed."""
     import torch
     import torch.distributed as dist
 
@@ -29,7 +29,7 @@ def _ranks(gpus: int) -> Any:
 
 
 def parts(folder: Path, name: str) -> None:
-    """Send weights to an engine whose two ranks are replicas or stages, on the ranks' GPUs.
+    """Send weights to an engine whose two ranks are replicas or stages on the trainer ranks' GPUs.
 
     Args:
         folder: the scene's folder.
@@ -60,7 +60,7 @@ def parts(folder: Path, name: str) -> None:
 
 
 def check_refusal_and_group(engine: Any, first: list[list[int]]) -> None:
-    """Check that an unknown name is refused on all ranks, then updates through a gloo group."""
+    """Check that all ranks refuse an unknown name, then check updates through a gloo group."""
     from memsaver.integrations.rollout import WeightMismatchError
     from memsaver.integrations.rollout.weights import WeightGroup
 
@@ -75,7 +75,7 @@ def check_refusal_and_group(engine: Any, first: list[list[int]]) -> None:
 
 
 def check_group(engine: Any, group: Any, first: list[list[int]], host: dict[int, Any]) -> None:
-    """Check updates through a group, with new weights and back."""
+    """Check updates to new weights and back through a group."""
     for seed in (2, 1):
         report = engine.update_weights(host[seed], group=group, pause="abort", verify="full")
         assert report.held == report.tensors == report.received, report
@@ -83,9 +83,9 @@ def check_group(engine: Any, group: Any, first: list[list[int]], host: dict[int,
 
 
 def mesh_group(folder: Path, gpus: int, backend: str = "gloo") -> None:
-    """Send weights in one group to the engines of two ranks, on one GPU or on two.
+    """Send weights in one group to the engines of two ranks, on one GPU or two.
 
-    By default, NCCL accepts one rank on each GPU, so it needs another GPU for the sender.
+    By default, NCCL accepts one rank per GPU, so NCCL needs another GPU for the sender.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -115,7 +115,9 @@ def mesh_group(folder: Path, gpus: int, backend: str = "gloo") -> None:
 
 
 def check_fence(engine: Any, first: list[list[int]], dist: Any) -> None:
-    """Check that engines sleep and wake together, and that one rank's failure raises on all."""
+    """Check that engines sleep and wake together, and that a failure on one rank raises on all
+    ranks.
+    """
     import torch
     from gpu_trainer import GIB, Trainer
     from sglang_checks import ROOM
@@ -150,7 +152,9 @@ def check_fence(engine: Any, first: list[list[int]], dist: Any) -> None:
 
 
 def engine_set(folder: Path) -> None:
-    """Send weights in one group to two engines of a process; kill one, and update the other."""
+    """Send weights in one group to two engines of a process, kill one engine, and update the
+    other.
+    """
     from memsaver.integrations.engine.errors import EngineError
     from memsaver.integrations.rollout import EngineSet, RolloutEngine, WeightMismatchError
     from memsaver.integrations.rollout.weights import WeightGroup
@@ -199,7 +203,7 @@ def engine_set(folder: Path) -> None:
 
 
 def check_failing_engine(engine: Any, weights: dict[str, Any]) -> None:
-    """Check that an engine that fails ends the update of all engines in the group."""
+    """Check that a failing engine ends the update of all engines in the group."""
     from memsaver.integrations.engine.errors import EngineError
     from memsaver.integrations.rollout.weights import WeightGroup
 
@@ -217,7 +221,9 @@ def check_failing_engine(engine: Any, weights: dict[str, Any]) -> None:
 
 
 def check_wake_without_memory(engine: Any, first: list[list[int]], dist: Any) -> None:
-    """Check that a wake-up raises on all nodes and maps nothing if the last node lacks memory."""
+    """Check that a wake-up raises on all nodes and maps nothing if the last node has too little
+    memory.
+    """
     import torch
     from gpu_trainer import MIB, Trainer
     from sglang_checks import ROOM
@@ -244,9 +250,9 @@ def check_wake_without_memory(engine: Any, first: list[list[int]], dist: Any) ->
 
 
 def nodes(folder: Path) -> None:
-    """Use an engine on two nodes: the ranks have a GPU and an address each, and share no memory.
+    """Use an engine on two nodes; each rank has its own GPU and address, and no memory is shared.
 
-    NCCL takes the ranks for different hosts, so their GPUs communicate through sockets.
+    NCCL treats the ranks as different hosts, so their GPUs communicate through sockets.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[RANK]
     os.environ.update(CUDA_VISIBLE_DEVICES=visible, NCCL_HOSTID=f"node{RANK}")

@@ -1,4 +1,4 @@
-"""Update an engine's server, without buckets, from a trainer whose whole process is in a region.
+"""Updates an engine's server, without buckets, from a trainer whose whole process is a region.
 
 usage: whole_process_child.py URL, with the variables of `memsaver.preload_env`
 """

@@ -1,4 +1,4 @@
-"""Fixtures of processes that are preloaded with torch_memory_saver's library."""
+"""Fixtures for processes that preload torch_memory_saver's library."""
 
 import subprocess
 import textwrap
@@ -9,9 +9,10 @@ from dropin_preload import CC, CHILD, FIXTURES, LIBRARIES
 
 @pytest.fixture(scope="session")
 def runtime(tmp_path_factory):
-    """Build a fake CUDA runtime, and a library that calls it; return their folder.
+    """Build a fake CUDA runtime and a library that calls it; return their folder.
 
-    The runtime's name differs from that of torch's own, which the dynamic linker would use instead.
+    The runtime's name differs from the name of torch's runtime. Otherwise, the dynamic linker would
+    use torch's.
     """
     folder = tmp_path_factory.mktemp("runtime")
     name = "libcudart-faf08d9a.so.13"
@@ -26,7 +27,7 @@ def runtime(tmp_path_factory):
 
 @pytest.fixture
 def preloaded(run_dropin, dropin_site, runtime):
-    """Run code in a child with `LD_PRELOAD` set as a framework sets it itself."""
+    """Run code in a child process with `LD_PRELOAD` set in the same way as a framework sets it."""
 
     def go(code, library=LIBRARIES[0], **options):
         options = {"LD_PRELOAD": str(dropin_site / library), "FIXTURES": str(runtime), **options}

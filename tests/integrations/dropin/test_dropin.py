@@ -1,4 +1,4 @@
-"""Test the distribution that provides torch_memory_saver with memsaver, as installed by users."""
+"""Tests the distribution that provides torch_memory_saver, with memsaver, as users install it."""
 
 import re
 import zipfile
@@ -94,7 +94,7 @@ def test_importing_it_is_light(run_dropin):
 
 
 def test_tags_are_paused_and_resumed_one_by_one(run_dropin):
-    """Every object means the same tags."""
+    """All objects refer to the same tags."""
     run_dropin("""
         with saver.region(tag="weights", enable_cpu_backup=True):
             weights = block(1)
@@ -119,7 +119,7 @@ def test_tags_are_paused_and_resumed_one_by_one(run_dropin):
 
 
 def test_regions_of_a_tag_keep_their_own_policies(run_dropin):
-    """In a tag with all four policies, each buffer keeps its own region's policy."""
+    """In a tag with all four policies, each buffer keeps the policy of its region."""
     run_dropin("""
         import itertools
         asked = {
@@ -150,7 +150,7 @@ def test_regions_of_a_tag_keep_their_own_policies(run_dropin):
 
 
 def test_parts_of_a_tag_take_no_tag_of_the_program(run_dropin):
-    """The names of a tag's parts never collide with the program's tags."""
+    """The names of a tag's parts never collide with the names of the program's tags."""
     run_dropin("""
         makers = {"memsaver": memsaver.region, "saver": saver.region}
         for maker, region in makers.items():
@@ -178,9 +178,9 @@ def test_parts_of_a_tag_take_no_tag_of_the_program(run_dropin):
 
 
 def test_a_tag_of_the_program_keeps_its_backup(run_dropin):
-    """A region with another backup becomes a part, even of a tag that memsaver.region created.
+    """A region with a different backup becomes a part, even of a tag that memsaver.region created.
 
-    A program cannot enter a part.
+    A program cannot open a region of a part.
     """
     run_dropin("""
         with memsaver.region("w", backup="disk"):
@@ -332,7 +332,7 @@ def test_graphs_without_a_gpu_are_an_error_with_advice(run_dropin):
 
 
 def test_allocations_can_be_switched_off_underneath(run_dropin):
-    """Frameworks disable regions around a library that allocates its own buffers."""
+    """Frameworks disable regions around calls to a library that allocates its own buffers."""
     run_dropin("""
         assert saver._impl is None
         with saver.region("a", enable_cpu_backup=True, cpu_backup_backend="mmap"):

@@ -1,6 +1,6 @@
-"""Replay the calls of frameworks' trainers, in their sources' order, in preloaded processes.
+"""Replays the calls of frameworks' trainers, in the order of their sources, in preloaded processes.
 
-The lists are those of benchmarks/framework_steps.py, which a benchmark replays on a GPU.
+The calls are listed in benchmarks/framework_steps.py, and a benchmark replays them on a GPU.
 """
 
 import pytest

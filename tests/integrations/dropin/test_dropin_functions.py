@@ -1,4 +1,4 @@
-"""Test the preloaded library's functions that programs call through ctypes or dlsym."""
+"""Tests the preloaded library's functions that programs call through ctypes or dlsym."""
 
 import subprocess
 import sys
@@ -28,12 +28,12 @@ ours = lambda array: ctypes.addressof(array) >> 56 == 0
 
 @pytest.fixture
 def by_ctypes(preloaded):
-    """Run code with the functions as `tms` in a preloaded child."""
+    """Run code in a preloaded child process, with the library's functions as `tms`."""
     return lambda code, **options: preloaded(FUNCTIONS + textwrap.dedent(code), **options)
 
 
 def test_a_whole_process_is_paused_and_resumed_by_ctypes(by_ctypes):
-    """Allocations have odd sizes, and some are freed while they are paused."""
+    """Allocations have odd sizes, and some allocations are freed while they are paused."""
     by_ctypes(
         """
         pointers = [caller.malloc(6912) for _ in range(3)]
@@ -56,7 +56,7 @@ def test_a_whole_process_is_paused_and_resumed_by_ctypes(by_ctypes):
 
 
 def test_regions_by_ctypes(by_ctypes):
-    """A region may surround a single allocation, as in a C++ engine for its cache."""
+    """A region can surround a single allocation, as in a C++ engine's cache."""
     by_ctypes("""
         assert (tms.tms_get_interesting_region(), tms.tms_get_current_tag()) == (False, b"default")
         def begin(tag, cpu):

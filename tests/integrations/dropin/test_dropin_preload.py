@@ -1,4 +1,4 @@
-"""Test processes preloaded with torch_memory_saver's library: trainers and children."""
+"""Tests trainers and child processes that preload torch_memory_saver's library."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from memsaver._runtime.native import LIBRARY_DIR
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_whole_process_is_a_region(preloaded, library):
-    """slime and miles start their trainers in this way."""
+    """slime and miles start their trainers as whole-process regions."""
     preloaded(
         """
         assert memsaver.is_preloaded()
@@ -48,7 +48,7 @@ def test_a_whole_process_is_a_region(preloaded, library):
 
 
 def test_the_memory_of_a_whole_process_can_be_shareable(preloaded):
-    """A trainer of slime that lets an engine read its weights in place."""
+    """A trainer in slime can let an engine read the trainer's weights in place."""
     preloaded(
         """
         import ctypes
@@ -107,7 +107,9 @@ def test_a_process_is_a_region_with_a_backup_only_if_configured(preloaded, backu
 
 
 def test_a_child_of_a_whole_process_can_be_an_ordinary_one(preloaded):
-    """In a child without TMS_INIT_ENABLE, the variables that its parent received are removed."""
+    """In a child process without TMS_INIT_ENABLE, the variables that the parent received are
+    removed.
+    """
     preloaded(
         """
         assert os.environ["MEMSAVER_TAG"] == "default"
@@ -147,7 +149,9 @@ def test_a_whole_process_has_no_expandable_segments(preloaded, variable):
 
 @pytest.mark.preloads
 def test_configure_subprocess(run_dropin, runtime):
-    """Children are preloaded, with or without a process tag, and the environment is restored."""
+    """Child processes are preloaded, with or without a process tag, and the environment is
+    restored.
+    """
     run_dropin(
         """
         child = '''
@@ -185,7 +189,9 @@ def test_configure_subprocess(run_dropin, runtime):
 def test_the_library_finds_memsaver_or_harms_nothing(
     run_dropin, dropin_wheel, dropin_site, tmp_path
 ):
-    """Without memsaver the library does nothing; Python's error advises to set LD_LIBRARY_PATH."""
+    """Without memsaver, the library has no effect; Python's error advises setting
+    LD_LIBRARY_PATH.
+    """
     alone = tmp_path / "alone"
     with zipfile.ZipFile(dropin_wheel) as archive:
         archive.extractall(alone)

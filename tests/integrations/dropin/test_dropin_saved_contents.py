@@ -1,4 +1,4 @@
-"""Test how programs read saved contents through torch_memory_saver's interface."""
+"""Tests how programs read saved contents through torch_memory_saver's interface."""
 
 import pytest
 
@@ -41,7 +41,7 @@ def test_get_cpu_backup_returns_saved_contents(run_dropin):
 
 @pytest.mark.parametrize("backend", ["pinned", "mmap"])
 def test_a_retained_backup_is_readable_while_the_tensor_is_mapped(run_dropin, backend):
-    """It keeps its address across pauses, until a resume without retention."""
+    """A retained backup keeps its address across pauses, until a resume without retention."""
     pytest.importorskip("torch")
     run_dropin(
         f"""

@@ -1,4 +1,4 @@
-"""Test the settings of torch_memory_saver with memsaver: properties and TMS_* variables."""
+"""Tests the settings of torch_memory_saver with memsaver: properties and TMS_* variables."""
 
 import pytest
 
@@ -46,7 +46,9 @@ def test_the_margin_stays_free(run_dropin):
     ],
 )
 def test_host_memory_after_a_resume(run_dropin, how, backend):
-    """A resume releases the backup's host memory: for "mmap", unless it is retained."""
+    """A resume releases the backup's host memory; with "mmap", retained backups are an
+    exception.
+    """
     env = {"TMS_RETAIN_CPU_BACKUP": "no"} if how == "environment" else {}
     kept = how == "true" or (how == "default" and backend == "pinned")
     run_dropin(
@@ -79,7 +81,7 @@ def test_host_memory_after_a_resume(run_dropin, how, backend):
 
 @pytest.mark.parametrize("backend", ["pinned", "mmap"])
 def test_a_finalizer_resumes_while_the_interpreter_ends(run_dropin, backend):
-    """No thread can start during interpreter exit, so the resume must not wait for one."""
+    """No thread can start during interpreter exit, so the resume must not wait for a new thread."""
     done = run_dropin(f"""
         saver.retain_cpu_backup = False
         with saver.region("a", enable_cpu_backup=True, cpu_backup_backend={backend!r}):

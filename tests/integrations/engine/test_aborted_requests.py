@@ -1,4 +1,4 @@
-"""Test requests that end while they wait for an engine, or that the engine refuses."""
+"""Tests requests that end while they wait for an engine or that the engine refuses."""
 
 import asyncio
 import contextlib
@@ -81,7 +81,7 @@ async def test_a_refused_request_can_be_aborted_before_it_is_sent_again(place):
 
 
 class Batch(Refused):
-    """A streamed batch, of whose prompts the engine refuses "b" and "c" after the first output."""
+    """A streamed batch. The engine refuses its prompts "b" and "c" after the first output."""
 
     ids = ("a", "b", "c")
 
@@ -135,7 +135,7 @@ async def test_a_part_that_is_aborted_before_its_refusal_arrives_is_not_sent_aga
 
 
 class Hanging(Awake):
-    """An engine that sleeps, and does not answer a wake-up."""
+    """A sleeping engine that does not answer a wake-up."""
 
     tags = EVERYTHING
 

@@ -1,4 +1,4 @@
-"""Test the names of a model's weights while its layers are wrapped for LoRA adapters."""
+"""Tests the names of a model's weights while its layers are wrapped for LoRA adapters."""
 
 import pytest
 
@@ -23,7 +23,9 @@ def names(model) -> list[str]:
 
 @pytest.fixture
 def model():
-    """Return a model with a wrapped layer of two names, wrapped experts, and a plain layer."""
+    """Return a model with a wrapped layer that has two names, wrapped experts, and a plain
+    layer.
+    """
     model = torch.nn.Module()
     model.head = model.embed = Linear(torch.nn.Linear(2, 2, bias=False))
     model.blocks = torch.nn.ModuleList([BaseLayerWithLoRA(torch.nn.Linear(2, 2, bias=False))])

@@ -1,4 +1,4 @@
-"""Test what happens to requests that reach a sleeping engine, by policy, with a fake engine."""
+"""Tests how each policy handles requests that reach a sleeping engine, with a fake engine."""
 
 import asyncio
 import gc
@@ -22,7 +22,7 @@ def quick_polls(monkeypatch):
 
 
 class Engine:
-    """A fake engine. A resume takes a moment, and fails while `full`."""
+    """A fake engine. A resume takes a moment and fails while `full` is true."""
 
     def __init__(self, released=EVERYTHING) -> None:
         self.tags = set(released)
@@ -65,7 +65,7 @@ async def test_a_request_whose_tags_are_mapped_is_admitted_without_a_query(when,
 
 
 async def test_a_refusal_is_checked_with_the_engine():
-    """Another process may have resumed the memory."""
+    """Another process might have resumed the memory, so the refusal is checked with the engine."""
     engine = Engine()
     found = made("refuse", engine)
     engine.tags.clear()
@@ -104,7 +104,9 @@ async def test_a_query_in_progress_does_not_delay_the_first_request():
     ("when", "most_held"), [("wait", 5000), ("wait", 1000), ("wake", 5000), ("wake", 1000)]
 )
 async def test_requests_that_arrive_after_a_wake_up_do_not_overtake_held_ones(when, most_held):
-    """Not even if an earlier request is checking its client, or if the queue is full."""
+    """A later request does not overtake held ones, even if an earlier one is checking its client
+    or the queue is full.
+    """
     engine, order, checking = Engine(), [], asyncio.Event()
     found = made(when, engine, most_held=most_held)
 
@@ -192,7 +194,7 @@ async def test_a_wake_up_of_a_part_does_not_use_up_the_time_of_a_request_that_ne
 
 
 async def test_a_wake_up_without_memory_is_repeated_until_its_bound():
-    """Another engine may release memory in the meantime."""
+    """Another engine might release memory in the meantime, so the wake-up is repeated."""
     engine = Engine()
     engine.full = True
     found = made("wake", engine, seconds=0.2)
@@ -405,7 +407,7 @@ async def test_other_failures_of_a_wake_up_are_not_repeated_and_logged_with_a_bo
 @pytest.mark.parametrize("when", ["wait", "wake"])
 @pytest.mark.parametrize("seed", range(3))
 async def test_a_storm_of_releases_and_requests(when, seed):
-    """No request runs without memory, none is lost, and the queue is empty at the end."""
+    """No request runs without memory, no request is lost, and the queue is empty at the end."""
     chance = random.Random(seed)
     engine = Engine(released=())
     found = made(when, engine, seconds=20)

@@ -1,4 +1,4 @@
-"""Test coroutines that run for callers without an event loop."""
+"""Tests coroutines that run for callers without an event loop."""
 
 import asyncio
 import os

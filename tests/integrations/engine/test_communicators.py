@@ -1,4 +1,4 @@
-"""Test the suspension of NCCL's communicators, with a fake NCCL library."""
+"""Tests the suspension of NCCL communicators, with a fake NCCL library."""
 
 import threading
 import types
@@ -17,12 +17,12 @@ MIB = 1 << 20
 
 
 def suspend(suspender):
-    """Return the report of the rank if it fails."""
+    """Suspend communicators; return the rank's report on failure."""
     return first_failure(suspender.suspend(Group(None)))
 
 
 def resume(suspender):
-    """Resume without other work; return the report of the rank if it fails."""
+    """Resume communicators without other work; return the rank's report on failure."""
     return first_failure(suspender.resume(Group(None), lambda: 0, list)[0])
 
 
@@ -35,7 +35,7 @@ def fake():
 
 @pytest.fixture
 def one(fake, tmp_path, sim):
-    """Return a communicator of one rank."""
+    """Return a one-rank communicator."""
     return fake.communicator(tmp_path, "world", (0,), 0, 512 * MIB)
 
 
@@ -83,7 +83,7 @@ def test_a_resume_without_memory_leaves_it_suspended(fake, one, suspender, sim):
 
 
 class Waiting:
-    """A library whose resume ends only after `go` is set."""
+    """A fake library whose resume ends only after `go` is set."""
 
     def __init__(self, library):
         self._library, self.go = library, threading.Event()
@@ -133,7 +133,7 @@ def test_an_error_of_the_library_is_reported(fake, one, suspender):
 
 
 class TorchOnDevice(threading.local):
-    """Torch's device functions: each thread begins on device 0."""
+    """torch's device functions; the current device of each new thread is 0."""
 
     def __init__(self):
         self.current = 0

@@ -1,4 +1,6 @@
-"""Test comparisons of a model's weights with the loaded ones, for loaders that transform them."""
+"""Tests comparisons of a model's weights with loaded weights, for loaders that transform
+weights.
+"""
 
 import concurrent.futures
 
@@ -70,7 +72,9 @@ def test_one_wrong_element_is_found_in_every_layout(parameter, place, names, poo
     ("given_as", "held_as"), [(torch.float32, torch.bfloat16), (torch.float16, torch.float32)]
 )
 def test_the_payload_of_a_nan_that_is_cast_is_that_of_the_load(given_as, held_as):
-    """On the CPU, it depends on the vectorisation of the cast, and so on strides and lengths."""
+    """On the CPU, the payload depends on the vectorisation of the cast, and so on strides and
+    lengths.
+    """
 
     class Strided(torch.nn.Module):
         def __init__(self):
@@ -136,7 +140,7 @@ def test_only_some_of_the_tensors_can_be_compared():
 
 
 class Eager(Model):
-    """A loader that reads all weights before it writes the first."""
+    """A loader that reads all weights before it writes the first one."""
 
     def load_weights(self, weights):
         super().load_weights(sorted(weights, reverse=True))
@@ -156,7 +160,7 @@ def test_a_loader_that_takes_all_first():
 
 @pytest.mark.parametrize("copies", [False, True])
 def test_a_loader_that_writes_one_tensor_made_of_two(copies):
-    """As loaders of DeepSeek models do: they keep one until the other has come."""
+    """Loaders of DeepSeek models keep one tensor until the other tensor has arrived."""
 
     class Fusing(torch.nn.Module):
         def __init__(self):

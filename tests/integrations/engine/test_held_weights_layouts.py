@@ -1,4 +1,4 @@
-"""Test that verification finds every wrong byte, for any views, types and overlaps of writes."""
+"""Tests that verification finds every wrong byte, for any views, types and overlapping writes."""
 
 import math
 
@@ -20,7 +20,7 @@ WAYS = ("copy", "index", "foreach", "fill", "half of it twice", "conjugated", "n
 
 
 class Write:
-    """One write of a loader, from its own tensor into a view of a parameter."""
+    """A loader's write from its own tensor into a view of a parameter."""
 
     def __init__(self, name, parameter, dtype, size, stride, offset, way, source):
         self.name, self.parameter, self.way, self.source = name, parameter, way, source
@@ -32,7 +32,7 @@ class Write:
         return whole.as_strided(size, stride, offset)
 
     def covered(self):
-        """Return the bytes of the parameter that this writes to."""
+        """Return the parameter's bytes that this write covers."""
         dtype, size, stride, offset = self.view
         wide = max(1 + offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True)), 1)
         numbers = torch.arange(wide).as_strided(size, stride, offset).reshape(-1)
@@ -62,7 +62,9 @@ class Write:
 
 
 class Model(torch.nn.Module):
-    """Parameters of raw bytes, whose loader writes through the views of `writes`."""
+    """A model whose parameters are raw bytes, and whose loader writes through the views of
+    `writes`.
+    """
 
     def __init__(self, sizes, writes):
         super().__init__()
@@ -121,9 +123,9 @@ def models(draw):
 
 
 def check_bytes(model, bit):
-    """Change each third byte of the parameters in turn, and check that its writes are named.
+    """Change every third byte of the parameters in turn, and check that errors name the writes.
 
-    `bit` is the changed bit, and chooses the bytes.
+    `bit` is the bit to change, and determines which bytes are changed.
     """
     named = model.named()
     assert watched(model, named, model.load_weights)[1] == ()

@@ -1,4 +1,4 @@
-"""Test hooks around single functions of an engine's classes and modules."""
+"""Tests hooks around individual functions of an engine's classes and modules."""
 
 from memsaver.integrations.engine import hooking
 

@@ -1,4 +1,4 @@
-"""Test copies of a model's buffers in host memory."""
+"""Tests copies of a model's buffers in host memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test the limits of waits for another thread's generation by an engine in this process."""
+"""Tests the time limits of waits for another thread's generation on an engine in this process."""
 
 import asyncio
 import threading
@@ -18,7 +18,7 @@ SECONDS = 20.0
 
 
 def sglang_engine(generate):
-    """Return the controller's engine of a fake `sglang.Engine`."""
+    """Return the controller's engine for a fake `sglang.Engine`."""
     loop = asyncio.new_event_loop()
 
     async def answer():
@@ -34,7 +34,7 @@ def sglang_engine(generate):
 
 
 def vllm_engine(generate):
-    """Return the controller's engine of a fake `vllm.LLM`."""
+    """Return the controller's engine for a fake `vllm.LLM`."""
     core = types.SimpleNamespace(engine_core=types.SimpleNamespace())
     return vllm.LocalEngine(types.SimpleNamespace(llm_engine=core, generate=generate))
 
@@ -43,7 +43,7 @@ def vllm_engine(generate):
 def test_a_callback_does_not_wait_without_end_for_a_generation_that_waits_for_its_tag(
     sim, tag, make_blocks, in_thread, made
 ):
-    """During the generation, a finalizer of its thread waits for the callback's tag."""
+    """During the generation, a finalizer on the generating thread waits for the callback's tag."""
     name, generating, called = tag(), threading.Event(), threading.Event()
     (block,) = make_blocks(name, [4096], "host")
 

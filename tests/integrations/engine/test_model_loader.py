@@ -1,4 +1,4 @@
-"""Test that a GPU that the tensors of a load bring into use may write the model's memory."""
+"""Tests that a GPU that a load first uses for its tensors can write the model's memory."""
 
 import pytest
 from process_code import code

@@ -1,4 +1,6 @@
-"""Test the pauses of an engine's tags on one rank, which discard the KV cache during the saves."""
+"""Tests pauses of an engine's tags on one rank, which discard the KV cache while other tags are
+saved.
+"""
 
 import time
 
@@ -19,7 +21,7 @@ KV, SAVED = {"kv_cache"}, {"weights", "cuda_graph"}
 
 @pytest.fixture
 def blocks(tag, make_blocks):
-    """Allocate an engine's memory whose contents have outdated backups."""
+    """Allocate an engine's memory, whose backups are out of date."""
     tag.names.extend(RELEASE_ORDER)
     made = {
         name: make_blocks(name, [4 * MIB], backup="none" if name in KV else "host")

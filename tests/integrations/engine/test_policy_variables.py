@@ -1,4 +1,4 @@
-"""Test the arguments of a launch that define an engine's policy for requests."""
+"""Tests the launch arguments that define an engine's policy for requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test how a controller merges the reports of an engine's ranks."""
+"""Tests how a controller merges the reports of an engine's ranks."""
 
 from memsaver.integrations.engine.messages import Answer, RankReport
 from memsaver.integrations.engine.reports import rank_reports

@@ -1,4 +1,4 @@
-"""Test the member of a process group that receives new weights."""
+"""Tests the process group member that receives new weights."""
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta

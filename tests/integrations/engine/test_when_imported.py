@@ -1,4 +1,4 @@
-"""Test calls that wait for the import of a module."""
+"""Tests calls that wait for the import of a module."""
 
 import importlib
 import sys
@@ -10,7 +10,7 @@ from memsaver.integrations.engine.imports import when_imported
 
 @pytest.fixture
 def make_module(tmp_path, monkeypatch):
-    """Write a module that can be imported, and return its name."""
+    """Write an importable module and return its name."""
     monkeypatch.syspath_prepend(str(tmp_path))
     before = list(sys.meta_path)
 
@@ -58,7 +58,7 @@ def test_when_a_module_fails_at_first(make_module):
 
 @pytest.mark.each_python
 def test_when_a_module_is_being_imported(make_module):
-    """The module is ignored, because the end of its import cannot be observed."""
+    """The module is ignored because the end of its import cannot be observed."""
     when, seen = "memsaver.integrations.engine.imports", []
     name = make_module(
         "half_module",

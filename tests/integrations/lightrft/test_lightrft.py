@@ -1,4 +1,4 @@
-"""Test LightRFT's strategy interface with memsaver, around a fake strategy and engine."""
+"""Tests LightRFT's strategy interface with memsaver, using a fake strategy and engine."""
 
 import copy
 from types import SimpleNamespace
@@ -23,7 +23,9 @@ MIB = 1 << 20
 
 @pytest.fixture
 def make_strategy(monkeypatch, sim, tag, make_blocks):
-    """Create a strategy and its engine: `make_strategy(backup="host", weights="keep")`."""
+    """Return a function that creates a strategy and its engine: `make_strategy(backup="host",
+    weights="keep")`.
+    """
     tag.names.extend(engines.TAGS)
     made = []
     with engines.modules(monkeypatch) as classes:
@@ -202,7 +204,7 @@ def test_other_engines_are_left_to_lightrft(make_strategy):
 
 @pytest.fixture
 def adapted(sim, tag):
-    """Return an adapted strategy, and the tag of its first optimizer."""
+    """Return an adapted strategy and the tag of its first optimizer."""
     strategy, name = Strategy(), tag("optimizer")
     adapt(strategy, tag=name)
     return strategy, name
@@ -241,7 +243,9 @@ def test_two_optimizers_have_tags_of_their_own(tag, adapted):
 
 
 def test_a_wrapper_with_master_weights(adapted):
-    """LightRFT's mixed-precision wrapper is an Optimizer subclass around the real optimizer."""
+    """LightRFT's mixed-precision wrapper is an Optimizer subclass that contains the real
+    optimizer.
+    """
 
     class Wrapper(torch.optim.Optimizer):
         def __init__(self, optim) -> None:

@@ -1,4 +1,4 @@
-"""Test LightRFT's strategy interface with memsaver on four ranks, two of which have an engine."""
+"""Tests LightRFT's strategy interface with memsaver on four ranks, two of which have an engine."""
 
 import distributed_ranks
 import pytest

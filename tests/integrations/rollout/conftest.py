@@ -1,6 +1,6 @@
-"""Fixtures of the tests of rollouts: a colocated session, and code that runs on ranks.
+"""Fixtures for the rollout tests: a colocated session, and functions that run code on ranks.
 
-Ignores these tests without torch.
+Without torch, pytest ignores these tests.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ if importlib.util.find_spec("torch") is None:
 
 @pytest.fixture
 def scene(sim, tag):
-    """Yield a colocated session with a trainer and a fake engine, on one simulated device."""
+    """Yield a colocated session with a trainer and a fake engine on one simulated device."""
     from colocated_scene import Scene  # imports torch
 
     made = Scene(tag)
@@ -28,7 +28,7 @@ def scene(sim, tag):
 
 @pytest.fixture
 def backend(monkeypatch):
-    """Yield a fake engine that loads weights like SGLang, with memsaver's hooks."""
+    """Yield a fake engine that loads weights as SGLang does, with memsaver's hooks."""
     import weight_engine  # imports torch
 
     with weight_engine.hooked(monkeypatch) as kind:
@@ -44,9 +44,10 @@ def engine(backend):
 
 @pytest.fixture
 def run_ranks(tmp_path):
-    """Run code on the ranks of a trainer with a fake engine: `run_ranks(size)(code)`.
+    """Return a function that runs code on the ranks of a trainer with a fake engine:
+    `run_ranks(size)(code)`.
 
-    Further arguments are code that runs before it.
+    Further arguments contain code that runs before `code`.
     """
 
     def on(size, *beginnings):
@@ -62,9 +63,10 @@ def run_ranks(tmp_path):
 
 @pytest.fixture
 def run_colocated(tmp_path):
-    """Run code on the ranks of a colocated session: `run_colocated(size)(code)`.
+    """Return a function that runs code on the ranks of a colocated session:
+    `run_colocated(size)(code)`.
 
-    Each rank must end with status 0, or with its own in `statuses`.
+    Each rank must end with status 0, or with the rank's status in `statuses`.
     """
 
     def on(size, statuses=None):

@@ -1,4 +1,4 @@
-"""Test a trainer and an engine on one device: the state after errors and interrupts."""
+"""Tests the state of a trainer and an engine on one device after errors and interrupts."""
 
 import pytest
 import torch
@@ -125,7 +125,7 @@ FAULTED = (
 @pytest.mark.filterwarnings("ignore::memsaver.MemsaverWarning")
 @pytest.mark.parametrize("overlap", [False, True])
 def test_no_driver_call_that_fails_loses_anything(sim, tag, overlap):
-    """Each cycle trains, so that a stale copy of any tensor changes the contents that follow."""
+    """Each cycle trains, so a stale copy of any tensor would change the later contents."""
     scene, expected = Scene(tag, overlap=overlap), Trainer()
     session, trainer = scene.session, scene.trainer
     expected.step()

@@ -1,4 +1,4 @@
-"""Test a colocated session whose optimizer states move while other stages run."""
+"""Tests a colocated session whose optimizer states move while other stages run."""
 
 import pytest
 from colocated_engine import stages_of
@@ -21,7 +21,7 @@ OVERLAPPED = [
 
 @pytest.fixture
 def known(sim, tag):
-    """Yield a scene after a first step, which has shown how much memory an update needs."""
+    """Yield a scene after a first step, which has measured the memory that an update needs."""
     scene = Scene(tag, overlap=True)
     for _ in range(2):  # the first update finds the engine awake
         with scene.session.rollout():

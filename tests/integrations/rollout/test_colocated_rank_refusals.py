@@ -1,4 +1,6 @@
-"""Test that several ranks of a colocated session refuse arguments and calls that differ."""
+"""Tests that the ranks of a colocated session refuse arguments and calls that differ between
+them.
+"""
 
 
 def test_arguments_of_a_session_that_differ_between_ranks_are_an_error_on_all(run_colocated):

@@ -1,4 +1,4 @@
-"""Test a colocated session on several ranks: FSDP2 trainers, and faults on some of the ranks."""
+"""Tests colocated sessions on several ranks, with FSDP2 trainers and faults on some ranks."""
 
 import pytest
 

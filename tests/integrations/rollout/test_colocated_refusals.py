@@ -1,4 +1,4 @@
-"""Test calls and arguments that a colocated session rejects."""
+"""Tests calls and arguments that a colocated session rejects."""
 
 import types
 

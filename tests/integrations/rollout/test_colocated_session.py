@@ -1,4 +1,4 @@
-"""Test a trainer and an engine on one device: the order of their steps."""
+"""Tests the order of the steps of a trainer and an engine on one device."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Test a session with a RolloutEngine whose model loads weights like SGLang's, end to end."""
+"""Tests a session end to end, with a RolloutEngine whose model loads weights as SGLang's does."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ class Control(weight_engine.Control):
 
 
 class Scene:
-    """A session with a fake engine, and its trainer, whose copies have the versions 1, 2 and 3."""
+    """A session with a fake engine and a trainer, whose weight copies have versions 1, 2 and 3."""
 
     def __init__(self, backend, tag) -> None:
         backend.control = Control(backend.models)
@@ -50,7 +50,7 @@ class Scene:
         return {name: tensor.clone() for name, tensor in self.trainer.state_dict().items()}
 
     def train(self):
-        """Run a step; return the weights after it."""
+        """Run a step; return the resulting weights."""
         with self.session.training():
             sum(parameter.square().sum() for parameter in self.trainer.parameters()).backward()
             self.optimizer.step()

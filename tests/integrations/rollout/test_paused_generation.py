@@ -1,4 +1,4 @@
-"""Test that generation does not stay paused on some engines if it could not be paused on all."""
+"""Tests that generation resumes on all engines if it could not be paused on some of them."""
 
 import threading
 
@@ -18,8 +18,8 @@ class Generating(Backend):
 
     Attributes:
         paused: whether generation is paused.
-        pause_error: raised by a pause after it has taken effect; None raises nothing.
-        continue_error: raised instead of continuing.
+        pause_error: the error that a pause raises after it has taken effect, or None.
+        continue_error: the error that is raised instead of continuing.
         answers: an event; a pause returns or raises once it is set.
     """
 
@@ -54,7 +54,7 @@ def pausing(backends):
 
 
 def refused(backends, kind=EngineError):
-    """Check that a set of engines cannot be paused, and return the error's message."""
+    """Check that a set of engines cannot be paused; return the error's message."""
     with pytest.raises(kind) as caught, pausing(backends):
         raise AssertionError("the block ran")
     return str(caught.value)
@@ -103,7 +103,7 @@ def test_engines_that_do_not_continue_after_an_update_are_named(backends):
 
 @pytest.mark.parametrize("continues", [True, False])
 def test_an_engine_whose_pause_fails_continues(manager_backend, continues):
-    """The pause may have taken effect, for example before its timeout."""
+    """The pause might have taken effect, for example before its timeout."""
     engine = RolloutEngine(manager_backend, timeout=20)
     manager_backend.pause_error = EngineError("no answer")
     manager_backend.continue_error = None if continues else RuntimeError("no connection")

@@ -1,6 +1,6 @@
-"""Test `RolloutEngine` calls on a sleeping SGLang with each policy for requests.
+"""Tests `RolloutEngine` calls on a sleeping SGLang under each policy for requests.
 
-The fake SGLang has memsaver's hooks, and its memory is on the simulated driver.
+The fake SGLang has memsaver's hooks and uses memory on the simulated driver.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("tensors_in_files")
 
 @pytest.fixture
 def make_engine(monkeypatch, sim, tag, make_blocks):
-    """Create a rollout engine, a second client of it, and the fake's tokenizer manager."""
+    """Create a rollout engine, a second client for it, and the fake's tokenizer manager."""
     with contextlib.ExitStack() as cleanup:
 
         def make(kind: str):

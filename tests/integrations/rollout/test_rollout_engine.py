@@ -1,4 +1,4 @@
-"""Test `RolloutEngine` in one process with the fake SGLang."""
+"""Tests `RolloutEngine` in one process with the fake SGLang."""
 
 import contextlib
 from types import SimpleNamespace
@@ -19,7 +19,9 @@ TWO = {"max_new_tokens": 2}
 
 @pytest.fixture
 def make_engine(monkeypatch):
-    """Create a rollout engine, and its fake's manager: `make_engine("local" | "server")`."""
+    """Return a function that creates a rollout engine and its fake's manager:
+    `make_engine("local" | "server")`.
+    """
     with contextlib.ExitStack() as cleanup:
 
         def make(kind: str = "local", **options):

@@ -1,4 +1,4 @@
-"""Test sleep and wake-up of all engines of a mesh: the barrier's waits and errors."""
+"""Tests the sleep and wake-up of all engines of a mesh: the barrier's waits and errors."""
 
 import time
 from pathlib import Path
@@ -16,7 +16,7 @@ TAGS = frozenset(RELEASE_ORDER)
 
 
 class Engine(Control):
-    """A backend that can only sleep. The next transition raises `fail`, after `slow` seconds.
+    """A backend that only supports sleep. The next transition raises `fail` after `slow` seconds.
 
     The next wake-up raises `fail_in_wake_up`.
     """

@@ -1,4 +1,4 @@
-"""Test invalid arguments of some ranks of a mesh: all ranks of the mesh raise, in the same call."""
+"""Tests that all ranks of a mesh raise in the same call if some ranks' arguments are invalid."""
 
 import pytest
 import rollout_ranks
@@ -155,7 +155,7 @@ def test_an_invalid_mesh_is_an_error_at_once_if_another_mesh_has_a_group_of_the_
 
 
 def test_calls_succeed_after_ranks_have_given_up_waiting_for_one_another(run_ranks):
-    """A rank with an invalid mesh gives up before the others arrive; then a rank skips a call."""
+    """A rank with an invalid mesh gives up before the others arrive; later, a rank skips a call."""
     run_ranks(2)("""
         _, target = fake_engine()
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
@@ -175,7 +175,10 @@ def test_calls_succeed_after_ranks_have_given_up_waiting_for_one_another(run_ran
 
 
 def test_an_interrupt_ends_the_search_of_a_rank_with_an_invalid_mesh(run_ranks):
-    """Nobody else calls. The search would last longer than the ranks' processes may run."""
+    """No other rank calls.
+
+    Without the interrupt, the search would outlast the time limit of the ranks' processes.
+    """
     run_ranks(2)("""
         import os
         import signal

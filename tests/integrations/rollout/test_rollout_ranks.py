@@ -1,6 +1,6 @@
-"""Test `RolloutEngine` on the ranks of a group with the fake SGLang.
+"""Tests `RolloutEngine` on the ranks of a group with the fake SGLang.
 
-Importing torch takes seconds in each process, so a set of processes runs many scenes.
+Importing torch takes seconds in each process, so the same processes run many scenes.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Test restarts of an engine that died: the lost batch, the weights, and the limit."""
+"""Tests restarts of an engine that died: the lost batch, the weights, and the restart limit."""
 
 import threading
 
@@ -20,7 +20,7 @@ def sglang(monkeypatch):
 
 
 def kill(sglang, number=-1):
-    """Kill the first process of an engine, and wait for its end."""
+    """Kill the first process of an engine and wait until it has ended."""
     process = sglang.seen[number].processes[0]
     process.kill()
     process.join(10)

@@ -1,4 +1,6 @@
-"""Test collective calls of a group: results and errors that ranks exchange, or cannot pickle."""
+"""Tests collective calls of a group: ranks exchange results and errors, some of which cannot be
+pickled.
+"""
 
 import textwrap
 

@@ -1,4 +1,4 @@
-"""Test `WeightGroup`, which broadcasts weights to an engine in other processes."""
+"""Tests `WeightGroup`, which broadcasts weights to an engine in other processes."""
 
 import socket
 import threading
@@ -18,7 +18,7 @@ from memsaver.integrations.rollout.weights import disaggregated, sender
 
 
 class Nobody(Backend):
-    """An engine without ranks, so that only the trainer's leader is in its groups."""
+    """An engine without ranks, whose groups contain only the trainer's leader."""
 
     def __init__(self):
         super().__init__(size=0)
@@ -40,7 +40,7 @@ def backend():
 
 @pytest.fixture
 def group_of(backend):
-    """Yield a function that creates a group; at the end, check that no resources are left open."""
+    """Yield a function that creates a group; check at the end that no resources remain open."""
 
     def make(**options):
         return WeightGroup(RolloutEngine(backend, timeout=20), backend="gloo", **options)
@@ -102,7 +102,7 @@ def test_a_fixed_port_can_be_used_again(group_of):
 
 
 def test_names_do_not_repeat_in_another_process_with_the_same_pid(run_python):
-    """Names must differ, because an engine remembers the groups of killed trainers."""
+    """Names must differ because an engine remembers the groups of killed trainers."""
     code = """
 import os
 os.getpid = lambda: 4711
@@ -191,7 +191,10 @@ def test_a_broadcast_takes_its_time_once(group_of, monkeypatch):
 
 
 def test_a_group_with_an_engine_elsewhere(run_ranks):
-    """Ranks 0 and 1 are a trainer; ranks 2 and 3 are its engine, which joins groups like SGLang."""
+    """Ranks 0 and 1 are a trainer.
+
+    Ranks 2 and 3 are its engine, which joins groups as SGLang does.
+    """
     run_ranks(4)("""
 from remote_engines import Remote, serve
 own = dist.new_group([0, 1])

@@ -1,4 +1,4 @@
-"""Test one process group through which several engines receive weights: all of them or none."""
+"""Tests a process group through which all or none of several engines receive weights."""
 
 import threading
 import time
@@ -78,7 +78,7 @@ def test_a_bucket_is_broadcast_once_to_the_engines_of_a_set(run_ranks):
 
 
 def test_an_engine_of_a_set_that_fails_ends_the_update_of_all(run_ranks):
-    """The others would wait in the broadcast for its ranks."""
+    """The other engines would wait in the broadcast for the failed engine's ranks."""
     run_ranks(4, SET)("""
     for kind, expected in (("refuses", EngineError), ("dies", EngineDiedError)):
         group = WeightGroup(engines, backend="gloo", timeout=30)
@@ -207,7 +207,7 @@ def test_an_engine_leaves_a_group_that_another_engine_cannot_join():
 
 
 def backends_of(*checks):
-    """Return the backend of a set whose engines run these checks."""
+    """Return the backend of a set of engines that run these checks."""
     engines = [
         SimpleNamespace(
             tp_size=1, timeout=60, _engine=SimpleNamespace(control=SimpleNamespace(check=check))

@@ -1,4 +1,4 @@
-"""Test updates from parts of tensors, and from the shards of a Megatron trainer."""
+"""Tests updates from parts of tensors and from the shards of a Megatron trainer."""
 
 import base64
 import pickle
@@ -45,7 +45,7 @@ def checkpoint(heads, groups, vocabulary, hidden=8, head=4, mlp=12, biases=False
 
 
 def test_megatrons_shards_of_one_rank_are_whole_tensors_except_for_the_projections_of_attention():
-    """Such tensors are read in place in a shareable region."""
+    """Tensors in a shareable region are read in place."""
     whole = checkpoint(heads=4, groups=2, vocabulary=10)
     shards = shards_of(whole, 0, 1, heads=4, groups=2, multiple=8, fused_norms=False)
     named = megatron_parts(shards, tp_rank=0, tp_size=1, heads=4, query_groups=2, vocabulary=10)
@@ -200,7 +200,7 @@ for size in (1, 2):
 
 
 def test_parts_of_three_ranks_use_a_text_for_each_receiver(run_ranks):
-    """A text may be opened once: torch counts one receiver for it."""
+    """A text can be opened once, because torch counts one receiver for it."""
     run_ranks(3)("""
 from memsaver.integrations.rollout.weights import Part, colocated
 made, opened = [], []
@@ -230,7 +230,7 @@ assert len(made) == len(opened) == 2 * 2, (made, opened)
 
 
 def rebuild(can_map, *arguments):
-    """Return the number of the GPU for which CUDA maps the memory."""
+    """Return the number of the GPU that CUDA maps the memory for."""
     if not can_map:
         raise RuntimeError("CUDA error: peer access is not supported between these two devices")
     return arguments[5]
@@ -265,7 +265,9 @@ def test_memory_of_another_gpu_is_mapped_for_the_gpu_that_writes_it(
 
 
 def test_parts_are_read_once_and_copied_from_the_ranks_own_bucket():
-    """The GPU of a rank's bucket copies into other buckets, so a part may be on another device."""
+    """The GPU with the rank's bucket copies into other buckets, so a part can be on another
+    device.
+    """
 
     class Read(torch.Tensor):
         count = 0

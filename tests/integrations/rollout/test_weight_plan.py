@@ -1,4 +1,4 @@
-"""Test what an update sends: the buckets, and the tensors that are tied to another one."""
+"""Tests the contents of an update: the buckets, and the tensors that are tied to another tensor."""
 
 import pytest
 import torch

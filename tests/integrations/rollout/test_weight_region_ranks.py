@@ -1,4 +1,4 @@
-"""Test updates from the shareable regions of several ranks, which the engine maps."""
+"""Tests updates from several ranks' shareable regions, which the engine maps."""
 
 REGIONS = """
 import memsaver

@@ -1,4 +1,4 @@
-"""Test updates with tensors in shareable regions, which the engine maps, in a single process."""
+"""Tests updates in a single process with tensors in shareable regions, which the engine maps."""
 
 import logging
 import threading
@@ -110,7 +110,7 @@ def test_tensors_that_cannot_be_mapped_are_sent_in_a_bucket(engine, backend, nam
 
 
 def test_parts_are_mapped_if_they_are_whole_and_contiguous(engine, backend, name):
-    """As Megatron's trainer has them without tensor parallelism."""
+    """Without tensor parallelism, Megatron's trainer has whole, contiguous parts."""
     expected = checkpoint(2)
     weights = shareable(name, expected)
     q = [expected[f"layers.{layer}.q.weight"] for layer in (0, 1)]

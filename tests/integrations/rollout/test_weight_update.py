@@ -1,4 +1,6 @@
-"""Test `update`, which sends a trainer's weights to an engine in verified buckets. One process."""
+"""Tests `update`, which sends a trainer's weights to an engine in verified buckets, in one
+process.
+"""
 
 import pytest
 import torch
@@ -284,9 +286,9 @@ def test_conjugated_and_negated_views_bring_their_own_values(monkeypatch):
 
 @pytest.mark.parametrize(("fails", "frees"), [("before", True), ("after", False)])
 def test_memory_whose_text_was_not_sent_is_freed(engine, backend, monkeypatch, fails, frees):
-    """Nobody closes such memory, and torch keeps it until each receiver has closed it.
+    """No receiver closes such memory, and torch keeps the memory until each receiver has closed it.
 
-    A receiver of a text that was sent may still use the memory, and closes it.
+    The receiver of a text that was sent might still use the memory, and closes it.
     """
     from memsaver.integrations.rollout.weights import colocated, updates
 

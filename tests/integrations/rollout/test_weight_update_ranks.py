@@ -1,4 +1,4 @@
-"""Test `update` on several ranks: sharded trainers, several engines, and failures on one rank."""
+"""Tests `update` on several ranks: sharded trainers, several engines, and failures on one rank."""
 
 import pytest
 
@@ -270,7 +270,7 @@ for seed in (2, 3):
 
 
 def test_two_engines_of_two_ranks(run_ranks):
-    """A trainer is sharded over all ranks; a failure of one engine ends both updates."""
+    """A trainer is sharded over all ranks; if one engine fails, both updates end."""
     run_ranks(4)("""
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 flat = init_device_mesh("cpu", (4,))
@@ -333,7 +333,9 @@ assert "different engines do not send the same" in str(error), error
 
 
 def test_an_engine_with_replicas_that_each_share_a_gpu_with_a_rank(run_ranks):
-    """Replicas receive their own rank's payload, and a failure of one fails the update of both."""
+    """Each replica receives its own rank's payload, and a failure of one replica fails both
+    updates.
+    """
     run_ranks(2)("""
 engine, backend = engine_of(2, replicas=2, timeout=30)
 for seed in (1, 2):

@@ -1,4 +1,4 @@
-"""Fixtures for the tests of SGLang's plugin: fake modules of SGLang, and a scheduler's memory."""
+"""Fixtures for the tests of SGLang's plugin: fake SGLang modules and a scheduler's memory."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from memsaver.integrations.sglang import hooks
 
 @pytest.fixture
 def version():
-    """Return the version of the fake SGLang; a module may override this with several versions."""
+    """Return the version of the fake SGLang; a module can override this fixture with several
+    versions.
+    """
     return "0.5.23"
 
 
 @pytest.fixture
 def sglang(monkeypatch, version):
-    """Yield the classes of fake modules of SGLang with memsaver's hooks."""
+    """Yield the classes of fake SGLang modules with memsaver's hooks."""
     with fake_sglang.modules(monkeypatch, version) as classes:
         for _ in range(2):  # the second call does nothing
             hooks.install()
@@ -45,7 +47,7 @@ def policy(monkeypatch):
 
 @pytest.fixture
 def waking(policy):
-    """Let requests wake the engines that are made afterwards."""
+    """Make engines that are created afterwards wake up for requests."""
     policy("wake")
 
 
@@ -58,7 +60,7 @@ def manager_modules():
 
 @pytest.fixture
 def manager(monkeypatch):
-    """Yield the class of a rank that updates the weights of a fake model, with the hooks."""
+    """Yield a fake rank's class that updates a fake model's weights, with memsaver's hooks."""
     import weight_engine
 
     with weight_engine.hooked(monkeypatch) as kind:

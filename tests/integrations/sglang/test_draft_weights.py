@@ -1,4 +1,4 @@
-"""Test that a draft model keeps its weights during a sleep, and that no other copy remains."""
+"""Tests that a draft model keeps its weights during a sleep and that no other copy remains."""
 
 from __future__ import annotations
 

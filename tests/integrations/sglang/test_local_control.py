@@ -1,6 +1,6 @@
-"""Test data-parallel attention replicas that receive a request in different loop iterations.
+"""Tests data-parallel attention replicas that receive a request in different loop iterations.
 
-SGLang's option is `enable_dp_attention_local_control_broadcast`.
+SGLang's option for this is `enable_dp_attention_local_control_broadcast`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def as_arguments(engine, patch):
 
 
 def as_sglangs_own_decision(engine, patch):
-    """SGLang 0.5.23 sets the options itself, for example for elastic expert parallelism."""
+    """SGLang 0.5.23 sets the options automatically, for example for elastic expert parallelism."""
     engine.server_args = SimpleNamespace(enable_dp_attention=False, pp_size=1)
     decided = SimpleNamespace(attn_dp_enabled=True, **{LOCAL_CONTROL: True})
     module = sys.modules[type(engine).__module__]

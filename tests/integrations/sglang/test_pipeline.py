@@ -1,4 +1,6 @@
-"""Test weight updates of an engine with pipeline stages: all load before the first replies."""
+"""Tests weight updates of an engine with pipeline stages; all stages load before the first
+replies.
+"""
 
 from __future__ import annotations
 
@@ -193,7 +195,7 @@ def test_stages_handle_requests_about_weights_together(tmp_path):
 
 @pytest.mark.parametrize("mode", ["prefill", "null"])
 def test_stages_with_other_loops_refuse(mode):
-    """Without disaggregation, a version of SGLang may lack the hooked methods."""
+    """Without disaggregation, a version of SGLang might lack the hooked methods."""
     scheduler = SimpleNamespace(server_args=SimpleNamespace(disaggregation_mode=mode))
     error = pipeline.defer(scheduler, object(), lambda refusal: refusal, "try again")
     assert isinstance(error, ConfigError) and f"disaggregation_mode={mode}" in str(error)

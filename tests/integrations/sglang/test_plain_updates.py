@@ -1,4 +1,4 @@
-"""Test that failed weight updates without verification return errors, and no rank ends."""
+"""Tests that failed weight updates without verification return errors and that no rank ends."""
 
 from __future__ import annotations
 

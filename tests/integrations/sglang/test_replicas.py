@@ -1,4 +1,4 @@
-"""Test weight updates of an engine with data-parallel replicas: each has its own payloads."""
+"""Tests weight updates of an engine with data-parallel replicas, each with its own payloads."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_replicas_of_attention_have_no_ranks_of_their_own(ranks, attention):
 
 
 class Manager:
-    """A manager of SGLang, which rejects updates of several replicas in its own methods."""
+    """A fake SGLang manager, whose own methods reject updates of several replicas."""
 
     def __init__(self, count, *answers):
         self.server_args = SimpleNamespace(dp_size=count)

@@ -1,4 +1,4 @@
-"""Test the backend's contract with an engine object and with a server of the fake SGLang."""
+"""Tests the backend's contract with an engine object and a server of the fake SGLang."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ FOUR = {"max_new_tokens": 4}
 
 @pytest.fixture
 def make_world(monkeypatch):
-    """Create an engine: `make_world("local" | "server")` returns its manager and its address."""
+    """Return a function that creates an engine: `make_world("local" | "server")` returns its
+    manager and its address.
+    """
     with contextlib.ExitStack() as cleanup:
         yield functools.partial(started, cleanup, monkeypatch)
 

@@ -1,4 +1,4 @@
-"""Test starting an engine: its GPUs and ports, and that this process's state stays unchanged."""
+"""Tests starting an engine: its GPUs and ports, and the unchanged state of this process."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_an_engine_gets_the_gpus_of_its_ranks(ranks, base, step, visible):
 
 
 def test_the_gpus_of_pipeline_stages_are_adjacent():
-    """SGLang ignores the step between the stages of a pipeline."""
+    """SGLang ignores the step between the GPUs of a pipeline's stages."""
     assert place(gpus(2, 3), 0, Sizes(1, stages=2)).arguments["base_gpu_id"] == 2
     placement = place(gpus(0, 2), 0, Sizes(1, stages=2))
     assert placement.arguments["gpu_id_step"] == 1 and placement.visible == "0,2"
@@ -67,7 +67,7 @@ def test_the_gpus_of_pipeline_stages_are_adjacent():
 
 @pytest.mark.parametrize("ranks", [gpus(0, 1), [None, None]])
 def test_sglang_chooses_a_port_for_each_replica(ranks):
-    """All replicas would bind a given port."""
+    """With a given port, all replicas would bind the same port."""
     assert "nccl_port" in place(ranks, 0, Sizes(2)).arguments
     assert "nccl_port" not in place(ranks, 0, Sizes(1, replicas=2)).arguments
 
@@ -146,7 +146,9 @@ def sglang(monkeypatch):
 
 @pytest.fixture
 def surroundings():
-    """Yield a function that returns the process state that must not change; restore the state."""
+    """Yield a function that returns process state that must not change; restore the state
+    afterwards.
+    """
 
     def now():
         handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGQUIT)}
@@ -227,7 +229,7 @@ def test_an_engine_that_does_not_start(sglang, surroundings, monkeypatch):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_processes_of_other_threads_outlive_an_engine_that_they_were_started_with(sglang, fails):
-    """For example workers of a DataLoader, which another thread starts at the same time."""
+    """For example, another thread might start the workers of a DataLoader at the same time."""
     others = []
     context = multiprocessing.get_context("spawn")
     ended = threading.Event()
@@ -293,7 +295,7 @@ def test_each_engine_has_the_policy_of_its_launch(sglang, surroundings, monkeypa
 
 @pytest.mark.parametrize("is_dead", [False, True])
 def test_the_descendants_of_an_engines_processes_are_ended(tmp_path, is_dead):
-    """Processes that SGLang's schedulers start are ended too, even after a scheduler was killed."""
+    """Processes that SGLang's schedulers start are also ended, even if a scheduler was killed."""
     context = multiprocessing.get_context("spawn")
     file = tmp_path / "pid"
     process = context.Process(target=starts_another, args=(file,))

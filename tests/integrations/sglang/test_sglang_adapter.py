@@ -1,4 +1,4 @@
-"""Test SGLang's interface of a memory saver: its regions, tags and graphs with memsaver."""
+"""Tests SGLang's memory saver interface with memsaver: its regions, tags and graphs."""
 
 import os
 from contextlib import contextmanager
@@ -78,7 +78,7 @@ def test_backups_may_be_on_another_gpu(run_python):
 
 
 def test_a_tag_that_was_never_used_is_passed_over(sim, tag):
-    """SGLang releases `cuda_graph` even if no graph was captured with it."""
+    """SGLang releases `cuda_graph` even if no graph was captured in this tag."""
     saver, name = MemsaverAdapter(), tag("cuda_graph")
     assert saver.pause(name) is None
     assert saver.resume(name) is None
@@ -102,7 +102,7 @@ def test_doing_it_twice_is_harmless(sim, tag):
 
 @pytest.mark.parametrize("kept_first", [True, False])
 def test_two_policies_in_one_tag(sim, tag, kept_first):
-    """A draft model's weights are backed up; the main model's in the same tag are not."""
+    """A draft model's weights are backed up; the main model's weights in the same tag are not."""
     saver, name = MemsaverAdapter(), tag("weights")
     blocks = {}
     for keep in (kept_first, not kept_first, kept_first):
@@ -164,7 +164,7 @@ def test_disable_keeps_memory_out_of_the_tag(sim, tag):
 
 @pytest.mark.parametrize("more", [{}, {"enable_cpu_backup": True}], ids=["0.5.16", "0.5.23"])
 def test_graphs_are_captured_in_the_given_tag(sim, tag, monkeypatch, more):
-    """The fake capture receives all arguments, and allocates in the given tag."""
+    """The fake capture receives all arguments and allocates in the given tag."""
     name, pool, stream, graph = tag("cuda_graph"), (0, 7), object(), object()
     seen = []
 

@@ -1,4 +1,4 @@
-"""Test requests to a sleeping engine in the tokenizer manager, with a fake manager."""
+"""Tests how the tokenizer manager handles requests to a sleeping engine, with a fake manager."""
 
 from __future__ import annotations
 
@@ -126,7 +126,9 @@ async def test_a_disconnected_client_ends_only_a_foreground_request(
 async def test_an_abort_ends_a_request_that_is_held(
     policy, monkeypatch, when, rid, abort_all, poll
 ):
-    """Also if the memory is resumed before the request looks whether it was aborted."""
+    """The abort ends the request even if the memory is resumed before the request checks for an
+    abort.
+    """
     policy(when)
     monkeypatch.setattr(admission, "_POLL_SECONDS", poll)
     manager = await asleep()
@@ -147,7 +149,9 @@ async def test_an_abort_ends_a_request_that_is_held(
 
 
 async def test_a_query_without_an_answer_in_time_is_not_cancelled(monkeypatch):
-    """SGLang 0.5.12 would wait forever for the answer in each later query."""
+    """If a query were cancelled, SGLang 0.5.12 would wait forever for its answer in each later
+    query.
+    """
     monkeypatch.setattr(shared_query, "QUERY_SECONDS", 0.01)
     manager = await asleep()
     query, answer = manager.get_internal_state, asyncio.Event()
@@ -195,7 +199,7 @@ async def test_a_release_whose_caller_gives_up_is_known():
 
 
 async def test_weights_are_read_after_a_wake_up_from_the_engines_own_release(policy, monkeypatch):
-    """The scheduler's reply to a refused read is None, without a reason."""
+    """The scheduler's reply to a refused read is None without a reason."""
     policy("wake")
     monkeypatch.setenv("MEMSAVER_SGLANG_SLEEP_AFTER", "5")
     manager = Manager()
@@ -222,7 +226,7 @@ async def test_a_wake_up_without_memory_is_the_requests_error(policy):
 
 @pytest.mark.parametrize("rid", [None, REWRITTEN])
 async def test_weights_without_a_backup_are_not_woken_for_a_generation(policy, rid):
-    """The engine has no backup, or the weights were to be rewritten."""
+    """The engine has no backup, or the weights were about to be rewritten."""
     policy("wake")
     manager = Manager(enable_weights_cpu_backup=rid is not None)
     await change(manager, "release", rid=rid)
@@ -238,7 +242,7 @@ async def test_weights_without_a_backup_are_not_woken_for_a_generation(policy, r
 
 @pytest.mark.parametrize("tags", [5, "weights"])
 async def test_a_release_of_no_list_of_tags_is_not_recorded(tags):
-    """The schedulers refuse it."""
+    """The schedulers refuse a release whose tags are not a list."""
     manager = Manager()
     sent = []
 
@@ -253,7 +257,7 @@ async def test_a_release_of_no_list_of_tags_is_not_recorded(tags):
 
 
 async def test_weights_that_another_process_discarded_are_not_woken(policy):
-    """Another tokenizer worker put the engine to sleep."""
+    """Another tokenizer worker has put the engine to sleep."""
     policy("wake")
     manager = Manager()
     manager.tags, manager.lost = set(BOTH), {"weights"}
@@ -285,7 +289,7 @@ async def test_a_health_check_neither_waits_nor_wakes_the_engine(policy, when):
 
 
 async def test_requests_are_refused_even_if_the_scheduler_has_no_guard():
-    """Such a scheduler reports no state, but answers releases and resumes."""
+    """A scheduler without the guard reports no state but answers releases and resumes."""
     manager = Manager()
 
     async def states():
@@ -323,11 +327,13 @@ async def test_other_failures_of_an_update_are_returned():
 
 
 class DrainReqInput:
-    """A request that no known version of SGLang has."""
+    """A request type that no known version of SGLang defines."""
 
 
 class Communicator:
-    """SGLang's class with memsaver's hooks: sends one request at a time, and awaits its reply."""
+    """SGLang's class with memsaver's hooks, which sends one request at a time and awaits its
+    reply.
+    """
 
     def __init__(self, is_older, deliver):
         self._is_older, self._deliver = is_older, deliver

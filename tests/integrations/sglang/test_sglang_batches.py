@@ -1,4 +1,4 @@
-"""Test batches of requests to a sleeping engine in the tokenizer manager, with a fake manager."""
+"""Tests batches of requests to a sleeping engine in the tokenizer manager, with a fake manager."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ pytestmark = pytest.mark.usefixtures("manager_modules")
 
 
 class Batches(Manager):
-    """A manager of two schedulers, of which one sleeps and refuses a part of the first batch.
+    """A manager of two schedulers, one of which sleeps and refuses a part of the first batch.
 
     Args:
-        aborts: whether it aborts the parts of a request that fails, as SGLang 0.5.23 does.
+        aborts: whether the manager aborts the parts of a failed request, as SGLang 0.5.23 does.
     """
 
     def __init__(self, aborts: bool = False) -> None:
@@ -102,7 +102,9 @@ async def test_accepted_parts_of_a_refused_batch_end_before_it_is_sent_again(
 async def test_a_batch_that_is_aborted_while_its_accepted_parts_end_is_not_sent_again(
     policy, stream, rid, seconds
 ):
-    """The client aborts it after the refusal, before the schedulers have ended these parts."""
+    """The client aborts the batch after the refusal, before the schedulers have ended its
+    accepted parts.
+    """
     policy("wake")
     manager = Batches()
     manager.tags = {"kv_cache"}
@@ -121,14 +123,14 @@ async def test_a_batch_that_is_aborted_while_its_accepted_parts_end_is_not_sent_
 
 
 class Part(GenerateReqInput):
-    """A batch whose prompts can be sent alone, as in SGLang."""
+    """A batch whose prompts can be sent separately, as in SGLang."""
 
     def __getitem__(self, at):
         return Part(self.rid[at], self.stream)
 
 
 class Streams(Manager):
-    """A manager whose second scheduler is released after the first output of a streamed batch."""
+    """A manager whose second scheduler is released after a streamed batch's first output."""
 
     async def generate_request(self, obj, request=None):
         self.sent.append(obj.rid)
@@ -152,7 +154,7 @@ class Streams(Manager):
 @pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("when", ["wait", "wake", "refuse"])
 async def test_a_prompt_of_a_streamed_batch_that_is_refused_is_sent_again(policy, when, samples):
-    """The batch's other prompts have had outputs, so it cannot be sent again as a whole."""
+    """The batch's other prompts already have outputs, so the whole batch cannot be sent again."""
     policy(when)
     manager = Streams()
     manager.refuses = False

@@ -1,4 +1,4 @@
-"""Test that SGLang learns which pool a pausable graph is captured into."""
+"""Tests that SGLang is notified of the pool that a pausable graph is captured into."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def announced(monkeypatch):
 
 @pytest.fixture
 def shared(monkeypatch):
-    """Return the fake of SGLang's module for the pool that its graphs share."""
+    """Return the fake of SGLang's module for the pool that all graphs share."""
     module = SimpleNamespace(pool=HANDLE, borrows=True)
     module.graph_pool_borrow_enabled = lambda: module.borrows
     module.set_global_graph_memory_pool = lambda pool: setattr(module, "pool", pool)

@@ -1,4 +1,4 @@
-"""Test that a scheduler with released memory refuses requests and survives."""
+"""Tests that a scheduler with released memory refuses requests and survives."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def version(request):
 
 
 def send(engine, *requests):
-    """Send requests in one batch; return the scheduler's messages, and check that it survives."""
+    """Send requests in one batch; check that the scheduler survives, and return its messages."""
     before = len(engine.sent)
     engine.process_input_requests(requests)
     assert engine.death is None
@@ -38,7 +38,7 @@ def state_of(engine):
 
 
 def refusal_in(message):
-    """Return the error that a message carries."""
+    """Return the error contained in a message."""
     text = {
         "AbortReq": lambda: message.finished_reason["message"],
         "LoRAUpdateOutput": lambda: message.error_message,
@@ -90,7 +90,7 @@ def test_each_generation_of_a_batch_is_refused(engine):
 
 
 def test_a_refusal_reaches_a_server_without_a_tokenizer_manager(engine):
-    """SGLang 0.5.23's server in Rust does not read the socket to the tokenizer manager."""
+    """SGLang 0.5.23's Rust server does not read the socket to the tokenizer manager."""
     frames = []
     engine.rust_server = object()
     engine.send_abort_output = lambda abort, of: frames.append((abort, of))
@@ -108,7 +108,7 @@ def test_a_refusal_reaches_a_server_without_a_tokenizer_manager(engine):
 def test_only_a_scheduler_without_a_tokenizer_manager_logs_a_failure(
     engine, sim, caplog, operation, rust_server
 ):
-    """The manager logs it, and SGLang's Rust server has none."""
+    """Otherwise, the manager logs the failure. SGLang's Rust server has no tokenizer manager."""
     engine.rust_server = rust_server
     if operation == "resume":
         assert ask(engine, "release").failure is None
@@ -121,7 +121,7 @@ def test_only_a_scheduler_without_a_tokenizer_manager_logs_a_failure(
 
 @pytest.mark.parametrize("version", ["0.5.23"])
 def test_a_request_whose_image_cannot_be_read_is_refused(engine):
-    """SGLang calls the handlers of such requests without its dispatcher."""
+    """SGLang calls the handlers of such requests without using its dispatcher."""
     request = messages.TokenizedGenerateReqInput("a")
     ask(engine, "release")
     engine._dispatch_tokenized_mm_requests(request, ["cannot be read"])
@@ -133,7 +133,7 @@ def test_a_request_whose_image_cannot_be_read_is_refused(engine):
 
 
 def test_a_refused_request_frees_its_images(engine):
-    """They are in memory of the tokenizer manager, which has room for a limited number."""
+    """The images are in memory of the tokenizer manager, whose capacity is limited."""
     freed = []
     image = types.SimpleNamespace(release_transport_proxies=lambda: freed.append(True))
     request = messages.TokenizedGenerateReqInput("a")
@@ -198,7 +198,7 @@ def test_requests_that_need_no_device_memory_pass(engine):
 
 @dataclasses.dataclass
 class DrainReqInput:
-    """A request that no known version of SGLang has."""
+    """A request type that no known version of SGLang defines."""
 
 
 @dataclasses.dataclass
@@ -291,7 +291,7 @@ def test_a_refusal_is_logged_once_per_kind_and_release(engine, caplog):
 
 @pytest.fixture
 def without_graphs(engine, monkeypatch):
-    """Let no graph be captured with memsaver; a release of all tags names the graphs anyway."""
+    """Capture no graphs with memsaver. A release of all tags names the graphs nevertheless."""
     engine.graph = None
     with monkeypatch.context() as patch:
         patch.setattr(moves, "are_memsavers", lambda tags: list(tags) != ["cuda_graph"])

@@ -1,4 +1,4 @@
-"""Test the HTTP responses of a server whose engine sleeps, with fake endpoints."""
+"""Tests the HTTP responses of a server whose engine sleeps, with fake endpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("manager_modules")
 
 
 class Server:
-    """An application with endpoints in several formats, behind the middleware."""
+    """An application with endpoints in several formats, wrapped in the middleware."""
 
     def __init__(self, manager) -> None:
         self.manager = manager
@@ -110,7 +110,9 @@ async def test_a_request_that_is_sent_again_is_answered_as_usual(policy, path):
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_refusal_of_another_part_of_a_batch_leaves_the_repeated_request(policy, stream):
-    """The parts of a batch are refused one by one, some after the request was sent again."""
+    """The parts of a batch are refused one by one, some of them after the request was sent
+    again.
+    """
     policy("wake")
     server = Server(Manager())
     await change(server.manager, "release")

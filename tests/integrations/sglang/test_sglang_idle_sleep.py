@@ -1,4 +1,4 @@
-"""Test that an idle scheduler releases its memory after some time, with a fake clock."""
+"""Tests that an idle scheduler releases its memory after a given time, with a fake clock."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ def idle(scheduler, clock):
 
 
 def advance(clock, idle, seconds, received=()):
-    """Advance the clock in steps; the first step receives the requests. Return the releases."""
+    """Advance the clock in steps; the first step receives the requests.
+
+    Return the resulting releases.
+    """
     found = []
     for number in range(round(seconds / 0.25)):
         clock.now += 0.25
@@ -109,7 +112,7 @@ def test_only_the_rank_that_receives_requests_measures_the_time(clock, scheduler
 def test_ranks_that_receive_control_requests_by_themselves_do_not_sleep(
     scheduler, monkeypatch, caplog, is_local, kind
 ):
-    """All data-parallel ranks release together, and the others would not take part."""
+    """All data-parallel ranks must release together, but the other ranks would not take part."""
     monkeypatch.setenv("MEMSAVER_SGLANG_ASLEEP", "wake")
     monkeypatch.setenv("MEMSAVER_SGLANG_SLEEP_AFTER", "5")
     scheduler.server_args.enable_dp_attention = True
@@ -128,7 +131,7 @@ def test_sglangs_own_input_blocker_comes_first(clock, scheduler):
 
 @pytest.fixture
 def sleeper(sglang, clock):
-    """Return a scheduler with an `IdleSleep`, before it has a dispatcher of requests."""
+    """Return a scheduler with an `IdleSleep` that has no request dispatcher yet."""
     scheduler = sglang.Scheduler(sglang.Updater)
     scheduler.server_args = types.SimpleNamespace(enable_weights_cpu_backup=True)
     inner = types.SimpleNamespace(handle=lambda requests: requests)
@@ -138,7 +141,7 @@ def sleeper(sglang, clock):
 
 
 def test_an_engine_without_a_guard_does_not_sleep(sleeper, monkeypatch, clock):
-    """The first request after the release would end it."""
+    """Without a guard, the first request after the release would end the engine."""
     monkeypatch.delattr("sglang.srt.managers.io_struct.AbortReq")
     sleeper.init_request_dispatcher()
     assert isinstance(sleeper._request_dispatcher, Dispatcher)
@@ -161,7 +164,7 @@ def test_an_engine_without_the_guards_place_does_not_sleep(
 
 @pytest.mark.usefixtures("waking")
 def test_an_engine_whose_server_cannot_wake_it_does_not_sleep(sleeper, clock, caplog):
-    """SGLang 0.5.23's server in Rust has no tokenizer manager."""
+    """SGLang 0.5.23's Rust server has no tokenizer manager."""
     sleeper.rust_server = object()
     sleeper.init_request_dispatcher()
     assert isinstance(sleeper._request_dispatcher, Guard)
@@ -169,7 +172,7 @@ def test_an_engine_whose_server_cannot_wake_it_does_not_sleep(sleeper, clock, ca
 
 
 class Dispatcher:
-    """A fake of SGLang's dispatcher, which chooses handlers by a request's type."""
+    """A fake of SGLang's dispatcher, which selects handlers by the request's type."""
 
     def __init__(self, pairs) -> None:
         self.handlers = dict(pairs)

@@ -1,4 +1,4 @@
-"""Test what a scheduler still holds after a release, with fakes of SGLang and NCCL."""
+"""Tests which memory a scheduler still uses after a release, with fakes of SGLang and NCCL."""
 
 import os
 import sys
@@ -29,7 +29,7 @@ def engine(engine):
 
 @pytest.fixture
 def world(engine, monkeypatch, tmp_path):
-    """Yield a function that says whether the scheduler's communicator can be used."""
+    """Yield a function that reports whether the scheduler's communicator is usable."""
     fake = FakeNccl()
     one = fake.communicator(tmp_path, "world", (0,), 0, 512 * MIB)
     monkeypatch.setenv("MEMSAVER_SGLANG_SUSPEND_NCCL", "1")
@@ -97,7 +97,7 @@ def test_torchs_memory_is_divided_by_owner(engine):
 
 
 class FakeTorch:
-    """Torch with segments outside tags, which records what is released."""
+    """A fake torch with segments outside tags, which records released memory."""
 
     def __init__(self, *pools):
         self.released = []
@@ -210,7 +210,7 @@ def of(**setting):
 
 
 def of_decided_attention(engine, patch):
-    """Set the option as SGLang does itself: in its own state, not in the arguments."""
+    """Set the option as SGLang does automatically: in SGLang's own state, not in the arguments."""
     engine.ps = types.SimpleNamespace(attn_dp_enabled=True)
 
 
@@ -231,7 +231,9 @@ REASONS = {
 
 @pytest.mark.parametrize("reason", REASONS)
 def test_communicators_that_may_be_used_stay(engine, world, monkeypatch, reason):
-    """Ranks of an idle engine communicate with some settings; others keep theirs for all."""
+    """With some settings, an idle engine's ranks communicate, so other ranks also keep their
+    communicators.
+    """
     REASONS[reason](engine, monkeypatch)
     assert ask(engine, "release").failure is None
     assert world()

@@ -1,7 +1,7 @@
-"""Test the SGLang plugin: the memory saver that it installs, in every process of SGLang.
+"""Tests the SGLang plugin and the memory saver that it installs in every process of SGLang.
 
-tests/fixtures/sglang_plugins is a fake SGLang, whose processes find the plugin through the entry
-points of the installed memsaver.
+tests/fixtures/sglang_plugins is a fake SGLang. The fake's processes find the plugin through the
+entry points of the installed memsaver.
 """
 
 import json
@@ -23,7 +23,7 @@ IMPORTS = os.pathsep.join([str(TESTS / "fixtures" / "sglang_plugins"), IMPORT_PA
 
 @pytest.mark.each_python
 def test_the_controller_is_imported_on_first_use(run_python):
-    """SGLang's processes load only the plugin."""
+    """Until its first use, SGLang's processes load only the plugin."""
     run_python(
         """
 import sys
@@ -68,7 +68,7 @@ UNSET_VARIABLES = (
 
 @pytest.fixture
 def run_sglang(run_python, tmp_path):
-    """Run lines in a process with `engine`; return the scheduler's results, and stderr."""
+    """Run lines in a process with `engine`; return the scheduler's results and stderr."""
     path = tmp_path / "seen.json"
 
     def run(lines: str, status: int = 0, **env):
@@ -158,7 +158,7 @@ assert "libmemsaver_sim" not in open("/proc/self/maps").read()
 @pytest.mark.each_python
 @pytest.mark.parametrize("route", ["sglang.srt.plugins", "sglang.srt.platforms"])
 def test_no_module_of_sglang_is_imported_for_the_hooks(run_python, route):
-    """A detokenizer process loads the plugins too, but needs no scheduler modules."""
+    """A detokenizer process also loads the plugins but needs no scheduler modules."""
     run_python(
         f"""
 import sys
@@ -338,7 +338,7 @@ def test_variables_reach_every_process(run_sglang, scenario, env, values, warnin
     [(None, None, ["1", "12"], "1", "0.5.40", 2), ("0", "4", ["0", "4"], "0", "0.5.23", 0)],
 )
 def test_settings_of_every_process(run_sglang, vmm, ctas, used, poison, version, warnings):
-    """Each process warns once; NCCL's memory can be released unless the user disabled that."""
+    """Each process warns once. NCCL's memory can be released unless the user has disabled this."""
     env = {"MEMSAVER_SGLANG_SUSPEND_NCCL": "1", "NCCL_CUMEM_ENABLE": vmm, "NCCL_MAX_CTAS": ctas}
     env |= {"MEMSAVER_POISON": poison, "STAND_IN_VERSION": version}
     seen, log = run_sglang(SCENARIOS["scheduler"], **env)

@@ -1,4 +1,4 @@
-"""Test the messages between schedulers and callers, with any contents."""
+"""Tests messages with any contents between schedulers and callers."""
 
 from __future__ import annotations
 

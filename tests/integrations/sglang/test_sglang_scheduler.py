@@ -1,4 +1,4 @@
-"""Test release and resume in the scheduler, on the simulated driver, with a fake's handlers."""
+"""Tests release and resume in the scheduler, on the simulated driver, with a fake's handlers."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_the_kv_cache_is_released_while_other_contents_are_saved_again(engine, s
 
 @pytest.mark.parametrize("cause", ["a weight cache is active", "no host memory"])
 def test_a_release_whose_preparation_fails_changes_nothing(engine, monkeypatch, cause):
-    """SGLang's own part fails, or memsaver cannot keep the model's buffers."""
+    """Either SGLang's own preparation fails, or memsaver cannot save the model's buffers."""
 
     def no_memory(tensor, source):
         raise MemoryError(cause)
@@ -297,7 +297,7 @@ def test_the_state_is_part_of_the_server_information(engine):
 
 
 def test_the_state_contains_the_tags_whose_contents_were_discarded(engine):
-    """So that every process that admits requests knows them; an open update session ends."""
+    """The state tells every process that admits requests. An open update session ends."""
     updater = engine.handlers
 
     def released(rid=None, kept=True):
@@ -344,7 +344,7 @@ def test_weights_lack_contents_until_an_update_of_all_weights_or_a_resume_of_all
 
 
 def test_discarded_weights_that_a_failed_release_leaves_released_are_lost(engine, monkeypatch):
-    """The release fails, and another rank cannot undo its part."""
+    """The release fails on this rank, and another rank cannot undo its part."""
     failed = [RankReport(1, "host", 1, failure=Failure("DriverError", "no memory"))]
     pause = moves.pause
     with monkeypatch.context() as broken:

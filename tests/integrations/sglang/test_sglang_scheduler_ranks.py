@@ -1,4 +1,4 @@
-"""Test that two ranks or two pipeline stages release and resume together, or not at all."""
+"""Tests that two ranks or two pipeline stages release and resume together or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test tensors of a shareable region that SGLang receives, through a fake of its serializer."""
+"""Tests tensors of a shareable region that SGLang receives through a fake of its serializer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 
 
 class SafeUnpickler(pickle.Unpickler):
-    """Like SGLang's: knows modules by prefix."""
+    """An unpickler like SGLang's, which allows modules by prefix."""
 
     def find_class(self, module, name):
         if not f"{module}.".startswith(("torch.", "builtins.", "collections.")):
@@ -30,7 +30,7 @@ class SafeUnpickler(pickle.Unpickler):
 
 @pytest.fixture
 def unpickler():
-    """Return SGLang's unpickler with the plugin's extension, installed twice."""
+    """Return SGLang's unpickler, with the plugin's extension installed twice."""
     fresh = type("SafeUnpickler", (SafeUnpickler,), {"find_class": SafeUnpickler.find_class})
     module = types.SimpleNamespace(SafeUnpickler=fresh)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Test releases of released tags and resumes of others, if SGLang reports them as errors."""
+"""Tests releases of released tags and resumes of mapped tags, if SGLang reports them as errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from memsaver.integrations.sglang.protocol import FORGIVING, IDLE, STRICT, answe
 
 @dataclass
 class Reply:
-    """The reply to a release or a resume in SGLang's pull request 24123."""
+    """The reply to a release or resume in SGLang's pull request 24123."""
 
     rid: str | None = None
     http_worker_ipc: str | None = None
@@ -28,7 +28,7 @@ class Reply:
 
 @pytest.fixture
 def reports(sglang, monkeypatch):
-    """Install replies that report the outcome."""
+    """Install reply classes that report the outcome."""
     from sglang.srt.managers import io_struct
 
     for operation in ("Release", "Resume"):
@@ -43,7 +43,7 @@ def main_process(sglang, engine):
 
 
 def call(main_process, operation, tags=None, rid=None):
-    """Make a call of the main_process's own interface, as SGLang's `Engine` does."""
+    """Call main_process's own interface, as SGLang's `Engine` does."""
     kind = {
         "release": fake_sglang.ReleaseMemoryOccupationReqInput,
         "resume": fake_sglang.ResumeMemoryOccupationReqInput,
@@ -138,7 +138,7 @@ def test_other_versions_accept_repeated_releases_and_resumes(main_process, engin
 
 
 def test_a_call_that_fails_is_in_the_log(main_process, engine, sim, caplog):
-    """The program that logs may be another one than the caller, who gets the error."""
+    """The caller receives the error, but another program might be the one that logs it."""
     call(main_process, "release")
     sim.occupy(memsaver.device_memory(0)[0])
     for operation, tags, text in (("resume", None, "out of memory"), ("release", ["x"], "tag 'x'")):

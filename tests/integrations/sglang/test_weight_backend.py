@@ -1,4 +1,6 @@
-"""Test new weights through SGLang's calls: requests, answers, and calls that old versions lack."""
+"""Tests updates to new weights through SGLang: requests, answers, and calls that old versions
+lack.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def world(request, monkeypatch):
 
 
 def answering(world, done, message):
-    """Set the engine's answer to all updates; return the list that receives their requests."""
+    """Set the engine's answer to all updates; return the list that collects the requests."""
     requests = []
 
     async def update(obj, request=None):

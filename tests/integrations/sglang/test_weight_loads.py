@@ -1,4 +1,6 @@
-"""Test weight updates in an engine's ranks: they are verified and answered, and no rank ends."""
+"""Tests weight updates in an engine's ranks: updates are verified and answered, and no rank
+ends.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("tensors_in_files")
 
 
 def checks(output):
-    """Return the checks in a rank's output, as the sender receives them."""
+    """Return the checks in a rank's output in the form that the sender receives."""
     return checks_of(Reply(output.success, output.message))
 
 
@@ -55,7 +57,7 @@ def test_weights_are_lost_until_the_last_load_of_an_update(manager, verified):
 
 
 def corrupting(monkeypatch, *parameters):
-    """Change the model's memory after each load."""
+    """Corrupt the model's memory after each load."""
 
     def loaded(model, named, load):
         result = watched(model, named, load)

@@ -1,4 +1,4 @@
-"""Ignores these tests without torch."""
+"""Excludes these tests from collection if torch is not installed."""
 
 import importlib.util
 

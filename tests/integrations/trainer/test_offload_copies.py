@@ -1,4 +1,4 @@
-"""Test copies of offloaded objects, their lifetimes, and how often their memory moves."""
+"""Tests copies of offloaded objects, their lifetimes, and how often their memory is transferred."""
 
 import copy
 import gc

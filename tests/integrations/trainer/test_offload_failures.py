@@ -1,4 +1,4 @@
-"""Test failures from a lack of memory or from the driver, and the state after them."""
+"""Tests failures caused by memory shortages or the driver, and the state after these failures."""
 
 import copy
 import warnings
@@ -24,13 +24,13 @@ MIB = 1 << 20
 
 
 def wide_model():
-    """Return a model whose first weight has 4 MiB."""
+    """Return a model with a first weight of 4 MiB."""
     return torch.nn.Sequential(torch.nn.Linear(32, 32 << 10), torch.nn.Linear(32 << 10, 8))
 
 
 @pytest.fixture
 def leave_free(sim):
-    """Set the device's free bytes: `leave_free(nbytes)`."""
+    """Return a function that sets the device's free bytes: `leave_free(nbytes)`."""
 
     def leave(nbytes):
         sim.occupy(0)

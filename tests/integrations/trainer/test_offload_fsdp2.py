@@ -1,4 +1,4 @@
-"""Test FSDP2 trainers in tags, on one rank and on two ranks that communicate only through gloo."""
+"""Tests FSDP2 trainers in tags, on one rank and on two ranks that communicate only through gloo."""
 
 import pytest
 import rank_processes

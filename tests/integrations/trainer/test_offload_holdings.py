@@ -1,4 +1,6 @@
-"""Test tensors and optimizers inside optimizers, and a step's memory in addition to its states."""
+"""Tests tensors and optimizers inside optimizers, and memory that a step needs besides its
+states.
+"""
 
 import array
 import ctypes
@@ -21,7 +23,7 @@ pytestmark = pytest.mark.each_python
 
 
 class Container(torch.optim.Optimizer):
-    """Optimizers that step together, as in trainers with several model parts."""
+    """A container of optimizers that step together, as in trainers with several model parts."""
 
     def __init__(self, optimizers, parts):
         self.parts = parts

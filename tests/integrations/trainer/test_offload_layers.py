@@ -1,4 +1,4 @@
-"""Test forward passes that begin before all parameters of a model have returned."""
+"""Tests forward passes that begin before all parameters of a model have been mapped again."""
 
 import copy
 
@@ -17,11 +17,13 @@ LAYER_BYTES = 64 * MIB  # the bytes between two events of a resume
 
 
 class Heads(nn.MultiheadAttention):
-    """A class whose forward pass is torch's."""
+    """A class that inherits torch's forward pass."""
 
 
 class Attention(nn.Module):
-    """A module with parts, a shared parameter, and parameters in parts that cannot be called."""
+    """A module with submodules, a shared parameter, and parameters in submodules that cannot be
+    called.
+    """
 
     def __init__(self):
         super().__init__()
@@ -98,7 +100,7 @@ def test_models_whose_layers_can_be_told_apart(model):
 
 @pytest.fixture
 def make_large(sim, tag):
-    """Create a model of two layers, its handle, an input and the output."""
+    """Create a two-layer model, its handle, an input and the output."""
 
     def layer():
         made = nn.utils.skip_init(nn.Linear, 4096, 4096, bias=False)

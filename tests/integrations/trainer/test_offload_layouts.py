@@ -1,4 +1,4 @@
-"""Test the layouts of trainers' memory: shared storages, views, wrappers."""
+"""Tests the layouts of trainers' memory: shared storages, views and wrappers."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ class Tied(torch.nn.Module):
 
 
 class Flat(torch.nn.Module):
-    """All parameters are views of one buffer, as in flattened trainers."""
+    """A model whose parameters are all views of one buffer, as in flattened trainers."""
 
     def __init__(self):
         super().__init__()
@@ -45,7 +45,9 @@ class Flat(torch.nn.Module):
 
 
 class Odd(torch.nn.Module):
-    """A model with parameters that are strided, empty, scalar or of other types, and buffers."""
+    """A model with buffers and with parameters that are strided, empty, scalar or of other
+    types.
+    """
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,6 @@
-"""Test all kinds of optimizers: master weights, groups, several, loaded states, nested ones."""
+"""Tests optimizers with master weights, groups, loaded states and nesting, and several
+optimizers.
+"""
 
 import io
 
@@ -196,7 +198,7 @@ def test_an_optimizer_inside_another_is_offloaded(sim, tag, wrapper):
 
 
 class Lookahead(torch.optim.Optimizer):
-    """An optimizer with slow weights around another optimizer's steps."""
+    """An optimizer that keeps slow weights around another optimizer's steps."""
 
     def __init__(self, optimizer, name):
         super().__init__(optimizer.param_groups, {})

@@ -1,4 +1,4 @@
-"""Test steps whose optimizer states are resumed and paused in the background."""
+"""Tests steps whose optimizer states are resumed and paused in the background."""
 
 import copy
 import gc
@@ -15,7 +15,9 @@ from memsaver.integrations.trainer import offload
 
 @pytest.fixture
 def make(tag):
-    """Create a trainer with states, an equal one that never pauses, and the first one's handle."""
+    """Create a trainer with states, an equal trainer that never pauses, and the first one's
+    handle.
+    """
 
     def made(optimizer="adamw", **options):
         trainer, expected = Trainer(optimizer), Trainer(optimizer)

@@ -1,4 +1,4 @@
-"""Test rejected calls: work or `close` while the tag is paused, and invalid offloads."""
+"""Tests rejected calls: work or `close` while the tag is paused, and invalid offloads."""
 
 import asyncio
 import copy

@@ -1,4 +1,4 @@
-"""Test an offloaded model in a shareable tag: its weights are sent without a copy."""
+"""Tests an offloaded model in a shareable tag, whose weights are sent without a copy."""
 
 import pytest
 import torch

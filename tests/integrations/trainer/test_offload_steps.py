@@ -1,4 +1,4 @@
-"""Test that an offloaded trainer computes the same steps as a trainer that never pauses."""
+"""Tests that an offloaded trainer computes the same steps as a trainer that never pauses."""
 
 import random
 
@@ -241,7 +241,9 @@ def test_a_random_training_with_pauses_equals_one_without(sim, tag, optimizer, s
 
 
 def test_a_step_goes_on_while_other_optimizers_are_offloaded_and_released(sim, tag):
-    """As if another thread, or a garbage collection, changed what memsaver watches meanwhile."""
+    """The test imitates another thread or a garbage collection that changes what memsaver
+    watches.
+    """
     trainer, others = Trainer(), [Trainer() for _ in range(3)]
     handles = []
 

@@ -12,11 +12,11 @@ FAKE = TESTS / "fixtures" / "vllm_engine"
 
 @pytest.fixture
 def run_vllm(run_python):
-    """Run lines in a process with the fake vLLM, which finds the plugin through its entry point.
+    """Run lines in a process with a fake vLLM, which finds the plugin through its entry point.
 
-    The engine core runs in the process itself unless VLLM_ENABLE_V1_MULTIPROCESSING=1 is passed.
-    The process has imported torch and memsaver unless `fresh=True` is passed, which takes seconds
-    more.
+    The engine core runs in this process unless VLLM_ENABLE_V1_MULTIPROCESSING=1 is passed. The
+    process has already imported torch and memsaver unless `fresh=True` is passed, which takes
+    seconds longer.
     """
 
     def run(lines: str, *, fresh=False, **env):
@@ -36,10 +36,10 @@ def run_vllm(run_python):
 
 @pytest.fixture
 def asleep(run_vllm):
-    """Run the body of a coroutine with a running `AsyncLLM`, in a process of its own.
+    """Run the body of a coroutine with a running `AsyncLLM`, in a separate process.
 
-    The policy for requests to a sleeping engine is `when`, with `wait` seconds; an idle engine
-    sleeps after `after` seconds.
+    The policy for requests to a sleeping engine is `when`, with a limit of `wait` seconds. An idle
+    engine sleeps after `after` seconds.
     """
 
     def run(body, engine="engine_of()", when="refuse", wait=20, after=0, **env):

@@ -1,4 +1,4 @@
-"""Test memsaver's allocator for vLLM: its pools, its sleep, and its wake-up."""
+"""Tests memsaver's allocator for vLLM: its pools, sleep and wake-up."""
 
 import sys
 from collections import namedtuple
@@ -16,13 +16,13 @@ MIB = 1 << 20
 
 @pytest.fixture
 def allocator(sim, tag):
-    """Create an allocator, whose tags belong to this test."""
+    """Create an allocator with tags that belong to this test."""
     tag.names.extend(("weights", "kv_cache", "runtime", "default", "adapters", "cuda_graph"))
     return MemsaverAllocator()
 
 
 def pool(allocator, sim, tag, nbytes=4 * MIB, seed=1):
-    """Allocate a block in a pool of the allocator."""
+    """Allocate a block in one of the allocator's pools."""
     with allocator.use_memory_pool(tag):
         return Block(sim, nbytes, seed)
 

@@ -1,4 +1,4 @@
-"""Test requests to a sleeping `AsyncLLM`, whose engine core is the fake vLLM's."""
+"""Tests requests to a sleeping `AsyncLLM` whose engine core is the fake vLLM's."""
 
 import pytest
 
@@ -118,7 +118,9 @@ assert await generate(engine) == before
 
 @pytest.mark.parametrize("when", ["refuse", "wait", "wake"])
 def test_sleep_under_load(asleep, when):
-    """Requests in flight end as vLLM's mode defines, and requests that arrive then are new."""
+    """Requests in progress end as vLLM's mode defines; requests that arrive during the sleep are
+    new.
+    """
     asleep(
         f"""
 when = {when!r}
@@ -153,7 +155,7 @@ for mode in ("abort", "keep", "wait"):
 
 @pytest.mark.parametrize("when", ["refuse", "wake"])
 def test_a_sleep_that_waits_does_not_keep_requests_that_have_not_begun(asleep, when):
-    """The engine core receives the request and the sleep together."""
+    """The engine core receives the request and the sleep at the same time."""
     asleep(
         f"""
 before = await generate(engine)
@@ -217,7 +219,7 @@ assert await generate(engine) == before
 
 
 def test_vllms_own_pauses_are_unchanged(asleep):
-    """Requests to an engine that is paused, or sleeps at level 0, wait in vLLM's scheduler."""
+    """Requests to an engine that is paused or sleeps at level 0 wait in vLLM's scheduler."""
     asleep(
         """
 before = await generate(engine)
@@ -237,7 +239,7 @@ for pause, resume in (
 
 @pytest.mark.parametrize("when", ["refuse", "wake"])
 def test_without_memsaver_requests_wait_in_vllms_scheduler(asleep, when):
-    """The memory is that of vLLM's own allocator."""
+    """vLLM's own allocator manages the memory."""
     asleep(
         """
 await generate(engine)
@@ -301,7 +303,10 @@ else:
 
 @pytest.mark.parametrize("when", ["wait", "wake"])
 def test_held_requests_can_be_aborted_after_memsaver_stops_managing_the_memory(asleep, when):
-    """A query has found another allocator. They can be aborted before vLLM has received them."""
+    """A query has found another allocator.
+
+    Held requests can be aborted before vLLM has received them.
+    """
     asleep(
         """
 from memsaver.integrations.vllm import admissions, cores
@@ -384,7 +389,9 @@ async with engine_of() as other:
 
 @pytest.mark.parametrize("when", ["refuse", "wake"])
 def test_a_controller_and_requests_share_one_state(asleep, when):
-    """Memory that memsaver's own calls release or resume is known to the requests."""
+    """The admission of requests considers memory that memsaver's own calls have released or
+    resumed.
+    """
     asleep(
         f"""
 from memsaver.integrations.vllm.protocol import RELEASE, RESUME

@@ -1,8 +1,10 @@
-"""Test that calls of a sleeping `AsyncLLM` end if they are aborted, or if its engine core exits."""
+"""Tests that calls of a sleeping `AsyncLLM` end if they are aborted or if the engine core exits."""
 
 
 def test_an_abort_of_all_requests_ends_held_ones(asleep):
-    """As vLLM's route /abort_requests makes it; a client's disconnect aborts one request only."""
+    """vLLM's route /abort_requests aborts all requests; a client's disconnection aborts only
+    one.
+    """
     asleep(
         """
 from memsaver.integrations.engine.admission import RequestAbortedError

@@ -1,4 +1,4 @@
-"""Test requests to a sleeping `LLM`, whose calls block, with the fake vLLM."""
+"""Tests requests to a sleeping `LLM`, whose calls block, with the fake vLLM."""
 
 import pytest
 
@@ -59,7 +59,7 @@ llm.shutdown()
 
 
 def test_a_generation_that_the_engine_core_refuses_leaves_no_request_behind(run_vllm):
-    """The engine core was put to sleep by another client."""
+    """Another client has put the engine core to sleep."""
     run_vllm(
         START
         + """
@@ -180,7 +180,7 @@ llm.shutdown()
 
 
 def test_ranks_with_an_engine_each_end_a_wake_up_without_memory_together(run_vllm):
-    """A rank that repeated the wake-up alone would wait for the others."""
+    """A rank that repeated the wake-up alone would wait for the other ranks."""
     run_vllm(
         """
 import multiprocessing, os, tempfile

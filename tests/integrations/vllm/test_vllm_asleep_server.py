@@ -1,4 +1,4 @@
-"""Test the HTTP responses of a sleeping vLLM server, with the fake vLLM's application."""
+"""Tests the HTTP responses of a sleeping vLLM server, with the fake vLLM's application."""
 
 import pytest
 

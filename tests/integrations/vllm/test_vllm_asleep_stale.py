@@ -1,4 +1,4 @@
-"""Test requests if the recorded state of a sleeping vLLM engine's memory is out of date."""
+"""Tests requests while the recorded state of a sleeping vLLM engine's memory is out of date."""
 
 import pytest
 

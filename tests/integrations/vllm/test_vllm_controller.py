@@ -1,4 +1,4 @@
-"""Test the controller and the backend over fake engines of vLLM: an LLM and an AsyncLLM."""
+"""Tests the controller and the backend for two kinds of fake vLLM engines, LLM and AsyncLLM."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LLM_END = "\nllm.shutdown()\n"
 
 @pytest.fixture
 def run_async(run_vllm):
-    """Run lines with a `backend` over an AsyncLLM."""
+    """Run lines with a `backend` for an AsyncLLM."""
 
     def run(lines, more="", **env):
         code = START + ASYNC.format(more=more and f", {more}") + lines + END
@@ -66,7 +66,7 @@ def run_core(run_vllm):
 
 @pytest.fixture(params=["LLM", "LLM in this process", "AsyncLLM"])
 def run(run_vllm, run_async, request):
-    """Run lines with a `backend` over an engine of each kind."""
+    """Run lines with a `backend` for an engine of each kind."""
     if request.param == "AsyncLLM":
         return run_async
 
@@ -379,7 +379,7 @@ assert not core.is_sleeping()
 
 
 def test_a_replica_of_a_mixture_of_experts_is_not_released(run_core):
-    """Its pause would end only after that of all other replicas, which may be busy."""
+    """The pause would end only after the pauses of all other replicas, which might be busy."""
     run_core("""
 first = llm.generate(PROMPTS)
 core.dp_group = object()

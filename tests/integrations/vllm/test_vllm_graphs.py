@@ -1,4 +1,4 @@
-"""Test the pool into which vLLM captures its CUDA graphs."""
+"""Tests the pool that vLLM captures its CUDA graphs into."""
 
 import sys
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ VLLMS, OURS = (0, 1), (0, 7)
 
 @pytest.fixture
 def platform():
-    """Create a platform of vLLM's with the hook."""
+    """Create a vLLM platform with the hook."""
 
     class Platform:
         def get_global_graph_pool(self):
@@ -26,7 +26,7 @@ def platform():
 
 @pytest.fixture
 def allocator(monkeypatch):
-    """Make memsaver the allocator of this process, with a pool that needs no GPU."""
+    """Make memsaver the allocator of this process, with a pool that requires no GPU."""
     found = MemsaverAllocator()
     found._graphs = SimpleNamespace(id=OURS)
     owner = SimpleNamespace(CuMemAllocator=SimpleNamespace(instance=found))
@@ -35,7 +35,7 @@ def allocator(monkeypatch):
 
 
 def has_custom_all_reduce(monkeypatch, *, disabled):
-    """Give the worker's tensor-parallel group vLLM's custom all-reduce."""
+    """Add vLLM's custom all-reduce to the worker's tensor-parallel group."""
     communicator = SimpleNamespace(ca_comm=SimpleNamespace(disabled=disabled))
     state = SimpleNamespace(_TP=SimpleNamespace(device_communicator=communicator))
     monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", state)
@@ -62,7 +62,7 @@ def test_graphs_that_other_ranks_read_stay_in_vllms_pool(
 
 @pytest.mark.parametrize("processes", [0, 1])
 def test_the_graphs_are_not_released_without_other_memory(run_vllm, processes):
-    """Their memory is used by the scheduler's next batch."""
+    """The scheduler's next batch uses the graphs' memory."""
     run_vllm(
         """
 from memsaver.errors import ConfigError

@@ -1,4 +1,4 @@
-"""Test that an idle vLLM engine releases its memory after some time."""
+"""Tests that an idle vLLM engine releases its memory after a given time."""
 
 import queue
 from types import SimpleNamespace
@@ -70,7 +70,7 @@ llm.shutdown()
 
 
 class Core:
-    """An idle engine core, without a loop."""
+    """An idle engine core without a loop."""
 
     def __init__(self):
         self.input_queue = queue.Queue()

@@ -1,4 +1,4 @@
-"""Test that no call of a `vllm.LLM` leaves its locks or its record of callers behind."""
+"""Tests that no call of a `vllm.LLM` leaves locks held or callers recorded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECONDS = 5.0
 
 
 def made(**calls) -> LocalEngine:
-    """Return the controller's engine of a fake LLM, whose engine core is in another process."""
+    """Return the controller's engine for a fake LLM with its engine core in another process."""
     core = types.SimpleNamespace(engine_core=types.SimpleNamespace())
     llm = types.SimpleNamespace(llm_engine=core, generate=lambda: "text", **calls)
     return LocalEngine(llm)
@@ -101,7 +101,7 @@ def test_an_interrupt_does_not_leave_a_lock_of_its_call(name):
 
 
 class Interrupted(list):
-    """A list that a signal interrupts after each addition or before each removal."""
+    """A list that a signal interrupts after each insertion or before each removal."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -1,7 +1,7 @@
-"""Test vLLM's plugin: the allocator that it installs, in every process of an engine.
+"""Tests vLLM's plugin and the allocator that it installs in every process of an engine.
 
-tests/fixtures/vllm_engine is a fake vLLM, whose processes find the plugin through the entry point
-of the installed memsaver.
+tests/fixtures/vllm_engine is a fake vLLM. The fake's processes find the plugin through the entry
+point of the installed memsaver.
 """
 
 import pytest

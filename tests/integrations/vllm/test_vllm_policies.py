@@ -1,4 +1,4 @@
-"""Test that each vLLM engine has its own policy for requests, with the fake vLLM."""
+"""Tests that each vLLM engine has its own policy for requests, with the fake vLLM."""
 
 import pytest
 
@@ -22,7 +22,7 @@ async with engine_of() as second:
 
 
 def test_an_llm_keeps_the_policy_of_its_start(run_vllm):
-    """Also its worker, which is in the same process."""
+    """The worker, which is in the same process, also keeps the policy."""
     run_vllm(
         """
 import os
@@ -40,7 +40,7 @@ llm.shutdown()
 
 @pytest.mark.parametrize("processes", [0, 1])
 def test_a_held_request_of_an_llm_does_not_prevent_its_wake_up(run_vllm, processes):
-    """The controller makes one call of an LLM at a time."""
+    """The controller makes one call to an LLM at a time."""
     run_vllm(
         """
 import threading, time

@@ -1,4 +1,4 @@
-"""Test sleep and wake-up of a fake vLLM on several ranks: all ranks change, or none."""
+"""Tests sleep and wake-up of a fake vLLM on several ranks: all ranks change or none does."""
 
 import pytest
 
@@ -23,7 +23,7 @@ llm.shutdown()
 
 @pytest.fixture
 def run_ranks(run_vllm):
-    """Run lines with an engine of two ranks, whose calls match their responses at the end."""
+    """Run lines with a two-rank engine; at the end, its calls must match its responses."""
 
     def run(lines: str, **env):
         return run_vllm(START + lines + END, **env)
@@ -96,7 +96,7 @@ llm.collective_rpc(vllm_calls.limit_host, args=((1 << 64) - 1, 0))
 
 
 def test_a_failure_after_the_wake_up_on_one_rank_wakes_none(run_ranks):
-    """At level 2 the worker's copies of the model's buffers serve the next wake-up."""
+    """At level 2, the next wake-up uses the worker's copies of the model's buffers."""
     run_ranks(
         """
 for level, rank in ((1, 0), (1, 1), (2, 0), (2, 1)):
@@ -125,7 +125,7 @@ for rank in (0, 1):
 
 
 def test_a_sleep_that_cannot_be_undone_counts_as_done(run_ranks):
-    """Otherwise the engine would use memory that a rank lacks."""
+    """Otherwise, the engine would use memory that a rank lacks."""
     run_ranks(
         """
 llm.collective_rpc(vllm_calls.fail_after_sleep, args=(0,))
@@ -161,7 +161,7 @@ for rank in (0, 1):
 
 
 def test_a_call_of_the_workers_outlasts_its_timeout(run_ranks):
-    """vLLM's executor would leave the late responses in its queues."""
+    """Otherwise, vLLM's executor would leave the late responses in its queues."""
     run_ranks(
         """
 fields = dict(name="g", address="127.0.0.1", port=1, backend="gloo", world_size=3, rank_offset=1)
@@ -174,7 +174,9 @@ assert llm.generate(PROMPTS) == first
 
 @pytest.mark.each_python
 def test_an_executor_in_a_larger_world_has_a_group_of_its_own_ranks(run_vllm):
-    """The world is that of two data-parallel engines with two ranks each; only one sleeps."""
+    """The world consists of two data-parallel engines with two ranks each; only one engine
+    sleeps.
+    """
     run_vllm(
         """
 import multiprocessing, os, tempfile

@@ -1,4 +1,4 @@
-"""Test an `AsyncLLM` of the fake vLLM with several data-parallel engine cores."""
+"""Tests an `AsyncLLM` of the fake vLLM with several data-parallel engine cores."""
 
 
 def test_data_parallel_engine_cores_sleep_and_wake_each_by_itself(asleep):

@@ -1,4 +1,4 @@
-"""Test sleeps and wake-ups of a fake vLLM's weights that are about to be loaded again."""
+"""Tests sleeps and wake-ups of a fake vLLM's weights that are about to be reloaded."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def ranks(request):
 
 @pytest.fixture
 def run(run_vllm, ranks):
-    """Run lines with an `llm` and its `control`, whose weights are those of `checkpoint(1)`."""
+    """Run lines with an `llm`, which has the weights of `checkpoint(1)`, and its `control`."""
 
     def call(lines, **env):
         env.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

@@ -1,4 +1,4 @@
-"""Test `RolloutEngine` and `ColocatedSession` with fake engines of vLLM."""
+"""Tests `RolloutEngine` and `ColocatedSession` with fake vLLM engines."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ engine = RolloutEngine.launch(
 
 @pytest.fixture
 def run(run_vllm):
-    """Run lines with a rollout engine of one rank, which the process has forked.
+    """Run lines with a one-rank rollout engine whose process is forked from this one.
 
-    `test_two_ranks_share_an_engine` spawns its engine, which takes seconds more.
+    `test_two_ranks_share_an_engine` spawns its engine instead, which takes seconds longer.
     """
 
     def run(lines, model="tiny"):
@@ -99,9 +99,9 @@ def test_weights_that_vllm_converts_are_loaded_in_buckets(run):
 
 @pytest.mark.parametrize("model", ["tiny", "tiny-converted"])
 def test_the_engines_process_maps_the_trainers_region(run, model):
-    """The trainer may pause its tag, and change or free its tensors, at once.
+    """The trainer can immediately pause its tag, and change or free its tensors.
 
-    A model whose weights vLLM converts receives buckets, because its loads may write to them.
+    A model whose weights vLLM converts receives buckets because its loads might write to them.
     """
     run(
         """
@@ -227,7 +227,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def run_ranks(monkeypatch, tmp_path):
-    """Run lines on two ranks of a trainer that share an engine of two ranks."""
+    """Run lines on two trainer ranks that share a two-rank engine."""
 
     def run(lines, model="tiny"):
         fake = str(TESTS / "fixtures" / "vllm_engine")

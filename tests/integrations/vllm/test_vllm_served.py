@@ -1,4 +1,4 @@
-"""Test the controller and the backend over a vLLM server, with and without the plugin."""
+"""Tests the controller and the backend for a vLLM server, with and without the plugin."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ server = Server(llm)
 
 @pytest.fixture
 def run(run_vllm):
-    """Run lines with a `server` of an engine in the same process."""
+    """Run lines with the `server` of an engine in the same process."""
     pytest.importorskip("httpx")
 
     def run(lines, **env):
@@ -131,7 +131,7 @@ def requests_with_own_seeds(count):
 
 @pytest.fixture
 def serve(monkeypatch):
-    """Return a function that starts a server, and returns it with an engine at its URL."""
+    """Return a function that starts a server and returns it with an engine at the server's URL."""
     pytest.importorskip("httpx")
     servers = []
 
@@ -162,7 +162,7 @@ def test_a_failed_request_ends_those_in_progress_and_sends_no_others(serve):
 
 
 def test_all_requests_of_a_call_share_its_timeout(serve):
-    """Two answers take at least the timeout, so the third request is never sent."""
+    """Two answers take at least the whole timeout, so the third request is never sent."""
     slow = threading.Event()
     choice = {"index": 0, "token_ids": [1], "finish_reason": "length"}
     choice["logprobs"] = {"token_logprobs": [-0.5]}
@@ -180,7 +180,7 @@ def test_all_requests_of_a_call_share_its_timeout(serve):
 def test_a_callback_does_not_wait_without_end_for_requests_that_wait_for_its_tag(
     sim, tag, make_blocks, monkeypatch
 ):
-    """On the requests' threads, finalizers wait for the callback's tag."""
+    """On the requests' threads, finalizers wait for the tag of the callback."""
     pytest.importorskip("httpx")
     name = tag()
     (block,) = make_blocks(name, [4096], "host")

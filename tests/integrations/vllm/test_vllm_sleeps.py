@@ -1,4 +1,4 @@
-"""Test sleeps of an engine of the fake vLLM that fail, are repeated, or release one tag."""
+"""Tests sleeps of a fake vLLM engine that fail, are repeated, or release one tag."""
 
 import pytest
 

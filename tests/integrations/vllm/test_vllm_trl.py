@@ -1,4 +1,4 @@
-"""Test TRL's order of calls of a colocated engine, with the fake vLLM."""
+"""Tests TRL's sequence of calls to a colocated engine, with the fake vLLM."""
 
 import pytest
 
@@ -92,7 +92,9 @@ for name, (calls, error) in {WRONG}.items():
 
 @pytest.mark.parametrize("signal", ["", "signal.SIGALRM, TimeoutError"], ids=["SIGINT", "SIGALRM"])
 def test_steps_go_on_after_an_interrupt_of_a_sleep_or_a_wake_up(run_vllm, signal):
-    """An interrupt of vLLM's own `generate` may leave a request behind, with any allocator."""
+    """An interrupt of vLLM's own `generate` can leave a request behind, regardless of the
+    allocator.
+    """
     run_vllm(
         f"""
 {START}

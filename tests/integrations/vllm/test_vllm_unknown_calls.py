@@ -1,4 +1,4 @@
-"""Test calls of workers' methods that memsaver does not know, in a fake vLLM that is asleep."""
+"""Tests calls of worker methods that memsaver does not know, in a sleeping fake vLLM."""
 
 import pytest
 

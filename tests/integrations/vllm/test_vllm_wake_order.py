@@ -1,4 +1,4 @@
-"""Test wake-ups of a vLLM engine by tags, in any order."""
+"""Tests wake-ups of a vLLM engine by tag, in any order."""
 
 import pytest
 
@@ -10,7 +10,9 @@ first = llm.generate(PROMPTS)
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.33.0"])
 def test_tags_wake_up_in_any_order(run_vllm, version):
-    """Restored buffers wait for the weights, and calibrated scales of the KV cache survive."""
+    """Restored buffers wait for the weights, and calibrated scales of the KV cache are
+    preserved.
+    """
     run_vllm(
         f"""
 {START}

@@ -1,4 +1,4 @@
-"""Test loads of weights in vLLM's workers: verified, in buckets, plain and converted."""
+"""Tests weight loads in vLLM's workers: verified, in buckets, plain and converted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weight_buckets import payload  # noqa: E402
 
 @pytest.fixture
 def tiny(monkeypatch):
-    """Return the fake vLLM's module with a small model, for this test."""
+    """Return the fake vLLM's module with a small model for this test."""
     monkeypatch.syspath_prepend(str(TESTS / "fixtures" / "vllm_engine"))
     from vllm.model_executor.models import tiny
 
@@ -32,7 +32,7 @@ def tiny(monkeypatch):
 
 
 def loaded(tiny, seed, **model):
-    """Return the contents of a model that has loaded a checkpoint as vLLM does at its start."""
+    """Return the contents of a model that has loaded a checkpoint as vLLM does at startup."""
     made = tiny.Tiny(**model)
     made.load_weights(tiny.checkpoint(seed).items())
     if model.get("converts"):
@@ -43,7 +43,7 @@ def loaded(tiny, seed, **model):
 
 
 class BaseLayerWithLoRA(torch.nn.Module):
-    """A wrapper of a layer, as an engine with LoRA has them."""
+    """A wrapper of a layer, like those in an engine with LoRA."""
 
     def __init__(self, base_layer) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ def test_an_update_that_was_not_ended_is_abandoned(tiny):
 
 @pytest.mark.parametrize("converts", [False, True])
 def test_an_update_of_released_weights_is_ended_without_access_to_them(tiny, monkeypatch, converts):
-    """A reload can be ended after a wake-up."""
+    """The reload can be ended after a wake-up."""
     model = loaded(tiny, 1, converts=converts)
     worker, new = Worker(model), tiny.checkpoint(2)
     worker.call(BEGIN)

@@ -24,7 +24,7 @@ def _process():
 
 @pytest.fixture
 def importer(make, _process, options):
-    """Yield a process that imports tensors; afterwards it has none."""
+    """Yield a process that imports tensors; the process must have released them by the end."""
     options(importer_seconds=10)
     yield _process
     _process.forget()
@@ -32,7 +32,7 @@ def importer(make, _process, options):
 
 @pytest.fixture
 def own_importer(make, options):
-    """Yield a process for one test, which may end it."""
+    """Yield a process for one test, which can end the process."""
     options(importer_seconds=10)
     with importing_process(WarmPopen) as process:
         yield process
@@ -45,7 +45,9 @@ def name(tag):
 
 @pytest.fixture
 def make(sim, name, wait_until):
-    """Create a tensor with contents 0, 1, 2... in the shareable tag; only the test refers to it."""
+    """Create a tensor with contents 0, 1, 2... in the shareable tag; only the test refers to the
+    tensor.
+    """
 
     def made(*shape, dtype=None, device=None) -> torch.Tensor:
         with memsaver.region(name, backup="host", shareable=True):
@@ -73,7 +75,10 @@ sys.stdin.read()
 
 @pytest.fixture
 def sender(sim, wait_until, tmp_path, request):
-    """Yield a process that has sent a tensor, and the message. The parameter is its user ID."""
+    """Yield a process that has sent a tensor, and the message that it sent.
+
+    The fixture's parameter is the process's user ID.
+    """
     script = tmp_path / "sender.py"
     script.write_text(SENDER)
     users = [request.param] if hasattr(request, "param") else []

@@ -1,4 +1,4 @@
-"""Test connections between processes: descriptors, stalled and ended processes, threads."""
+"""Tests connections between processes: descriptors, stalled and ended processes, threads."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_receiver_with_many_descriptors(own_importer, make, name, wait_until):
 
 
 def test_a_sender_with_many_descriptors(own_importer, make, name, options):
-    """It notices the end of a process, and not before."""
+    """The sender notices the end of a process, and not earlier."""
     mine = make(50)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.ExitStack() as stack:
@@ -75,7 +75,7 @@ def test_a_sender_with_many_descriptors(own_importer, make, name, options):
 def test_a_receiver_without_descriptors(
     own_importer, make, name, options, monkeypatch, wait_until, most
 ):
-    """The receiver maps none of the message's memory, raises an error, and can receive again."""
+    """The receiver maps no memory of the message, raises an error, and can receive again."""
     monkeypatch.setattr(wire, "MOST_FILES", most)
     options(slab_bytes=2 * MIB, share_bytes=2 * MIB)
     mine = [make(MIB // 2) for _ in range(10)]
@@ -111,7 +111,9 @@ def test_descriptors_that_cannot_be_sent(importer, make, name, monkeypatch):
 
 
 def _are_stopped(pid):
-    """Return whether all threads of a process are stopped; each reacts to the signal by itself."""
+    """Return whether all threads of a process are stopped, because each thread reacts separately
+    to the signal.
+    """
     stats = (task / "stat" for task in Path(f"/proc/{pid}/task").iterdir())
     return all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in stats)
 
@@ -141,7 +143,7 @@ def test_an_importer_that_does_not_read_delays_no_other(
 
 
 def test_a_second_connection_leaves_the_first(make, wait_until):
-    """Of two threads that connect at once, one closes its connection again."""
+    """If two threads connect at the same time, one of them closes its connection again."""
     mine = make(50)
     again = pickle.loads(dumped(mine))
     endpoint = exporter.endpoint()
@@ -168,9 +170,9 @@ def is_eventfd(file) -> bool:
 
 @pytest.fixture
 def kept_by_child(monkeypatch):
-    """Fork a child before each new thread, and while a server records an importer.
+    """Fork a child before each new thread and while a server records an importer.
 
-    Return a list: whether each child has the socket.
+    Return a list that states whether each child has the socket.
     """
     start, kept = exporter.start_daemon, []
 
@@ -198,7 +200,7 @@ def kept_by_child(monkeypatch):
 
 
 def test_a_child_forked_while_a_connection_opens_does_not_keep_it(make, wait_until, kept_by_child):
-    """Otherwise, neither process would notice the other's end before the child's end."""
+    """Otherwise, neither process would notice the other's end until the child ended."""
     again = pickle.loads(dumped(make(50)))
     kept_by_child.clear()
     closed_connection(exporter.endpoint(), wait_until)
@@ -206,7 +208,7 @@ def test_a_child_forked_while_a_connection_opens_does_not_keep_it(make, wait_unt
 
 
 def test_a_child_forked_while_a_server_starts_does_not_listen(make, kept_by_child):
-    """Otherwise, importers would wait for the child after the parent's end."""
+    """Otherwise, importers would wait for the child after the parent has ended."""
     exporter._Server().close()
     assert kept_by_child == [False]
 
@@ -253,7 +255,7 @@ def test_a_connection_without_a_thread_leaves_no_descriptor(make, monkeypatch, w
 def test_the_reason_for_a_refused_connection_is_reported(
     own_importer, make, name, monkeypatch, wait_until
 ):
-    """The reason may arrive before or during the import, or as the connection ends."""
+    """The reason can arrive before or during the import, or when the connection ends."""
     mine = make(50)
     exporter.endpoint()
 
@@ -272,7 +274,7 @@ def test_the_reason_for_a_refused_connection_is_reported(
 def test_a_descriptor_is_not_reused_while_a_request_is_sent(
     own_importer, make, monkeypatch, wait_until
 ):
-    """A request to a process that ends must not reach the next owner of the descriptor."""
+    """A request to a process that is ending must not reach the next owner of the descriptor."""
     mine = make(50)
     own_importer.load("x", mine)
     server = exporter._servers[os.getpid()]

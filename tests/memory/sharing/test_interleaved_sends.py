@@ -1,7 +1,8 @@
-"""Test calls that run between any two lines of a send, a receipt, or an expiry.
+"""Tests calls that run between any two lines of a send, a receipt, or an expiry.
 
-Another thread makes them, or a finalizer of the same thread. No call may wait for the interrupted
-call: a finalizer that interrupted it may wait for the tag of the thread that makes the other call.
+Another thread, or a finalizer on the same thread, makes these calls. No call must wait for the
+interrupted call. A finalizer that interrupts it might wait for the tag of the thread that makes the
+other call.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ def made_elsewhere(call):
 
 
 def interrupted_at(place, call, other):
-    """Call `call`, and call `other` before the line number `place` that it executes.
+    """Call `call`; before `call` executes its line number `place`, call `other`.
 
-    Return whether `call` executed that many lines.
+    Return whether `call` executed at least `place` lines.
     """
     seen = 0
 
@@ -60,7 +61,7 @@ def interrupted_at(place, call, other):
 
 
 class Sender:
-    """A tensor, which only this object keeps, and the tokens of its messages in transit."""
+    """A tensor to which only this object refers, with the tokens of its messages in transit."""
 
     def __init__(self, tensor, name):
         self.tensor, self.name = tensor, name
@@ -79,7 +80,7 @@ class Sender:
         del self.tokens[-1:]
 
     def take_last(self):
-        """Take the only message of a deleted tensor."""
+        """Receive the only message of a deleted tensor."""
         self.tensor = None
         self.take()
         self.is_freed = allocations(self.name) == 0
@@ -91,7 +92,7 @@ class Sender:
         sending.kept()
 
     def fail(self):
-        """Begin to answer the receiver, and fail."""
+        """Begin to answer the receiver, then fail."""
         sent, _ = sent_storages.find(self.tokens[-1])
         sent_storages.unclaim(sent, sent_storages.claim(sent))
 
@@ -116,7 +117,7 @@ class Sender:
         sent_storages._forget_received()
 
     def check(self):
-        """Check that the memory is kept for each message in transit, and not longer."""
+        """Check that the memory is kept exactly as long as messages are in transit."""
         self.tensor = None
         self.expire()
         for token in self.tokens:

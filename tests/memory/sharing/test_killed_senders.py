@@ -1,4 +1,4 @@
-"""Test the memory of senders that are killed before or during an import, or after it."""
+"""Tests the memory of senders that are killed before, during or after an import."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ def test_memory_of_a_killed_sender_is_released_after_a_refusal(sim, sender, wait
 
 
 def test_a_sender_killed_while_the_connection_is_recorded(sender, monkeypatch, wait_until):
-    """A dead connection that stayed recorded would delay later messages and leak a descriptor."""
+    """If the dead connection stayed recorded, it would delay later messages and leak a
+    descriptor.
+    """
     process, message = sender
     connect = peers.Peer
 

@@ -1,4 +1,4 @@
-"""Test named tensors in shareable regions that are sent together, in one list."""
+"""Tests named tensors in shareable regions that are sent together, in one list."""
 
 from __future__ import annotations
 

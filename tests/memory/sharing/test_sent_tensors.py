@@ -1,4 +1,4 @@
-"""Test tensors in shareable regions in another process: contents, views, shared memory."""
+"""Tests tensors in shareable regions in another process: contents, views and shared memory."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_storage_is_sent_once_for_all_its_views(importer, make):
 
 
 def test_many_pieces_arrive_in_one_message(importer, name, options):
-    """More pieces than a message has room for, in several spans of addresses."""
+    """The message contains more pieces than fit, in several address spans."""
     options(slab_bytes=2 * MIB, share_bytes=2 * MIB)
     with memsaver.region(name, shareable=True):
         tensors = [simulator.empty(MIB // 2, dtype=torch.int32) for _ in range(300)]
@@ -166,7 +166,9 @@ def test_other_tags_stay_unexportable(sim, tag, make):
 
 
 def test_a_second_library_that_replaces_torchs_reduction(importer, make):
-    """SGLang's patch calls torch's function, changes item 6 of the result, and registers itself."""
+    """SGLang's patch calls torch's function, replaces item 6 of the result, and registers
+    itself.
+    """
     from torch.multiprocessing import reductions
 
     mine = make(9)
@@ -188,7 +190,9 @@ def test_a_second_library_that_replaces_torchs_reduction(importer, make):
 
 
 def test_a_swap_keeps_exportable_pages_apart(importer, make, name, tag):
-    """Pages of a shareable tag are never mapped for another tag, nor the other way round."""
+    """Pages of a shareable tag are never mapped for other tags, and pages of other tags never
+    for it.
+    """
     mine = make(3 * MIB)
     other = tag("other")
     with memsaver.region(other, backup="host"):
@@ -230,7 +234,9 @@ def test_a_receiver_for_which_an_exit_waits_gets_its_tensor(run_python):
 
 
 def test_an_exit_drops_torchs_weak_references(run_python):
-    """Their finalizers would print tracebacks once torch's modules are gone."""
+    """Otherwise, their finalizers would print tracebacks after torch's modules have been
+    unloaded.
+    """
     code = """
     import atexit, gc
     from multiprocessing.reduction import ForkingPickler

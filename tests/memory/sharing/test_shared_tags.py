@@ -1,4 +1,4 @@
-"""Test pauses of tags whose tensors other processes use."""
+"""Tests pauses of tags whose tensors other processes use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def shared(importer, make, name, options):
-    """Send a tensor of 8 MiB; return it and the process, which uses it as `x`."""
+    """Send a tensor of 8 MiB; return the tensor and the process, which uses it as `x`."""
     mine = make(2 * MIB)
     importer.load("x", mine)
     options(importer_seconds=0.2)
@@ -68,7 +68,7 @@ def test_a_pause_waits_for_the_release(shared, name, options, in_thread, wait_un
 
 
 def test_a_pause_waits_for_work_that_uses_the_tensor(shared, name, options, in_thread):
-    """The other process unmaps only after its device has finished."""
+    """The other process unmaps the memory only after its device has finished."""
     mine, importer = shared
     options(importer_seconds=30)
     importer.do(FILL_LATER + "del x; gc.collect()")

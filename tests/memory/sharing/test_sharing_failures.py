@@ -1,4 +1,4 @@
-"""Test sharing that fails: paused tags, freed memory, ended senders, refused calls."""
+"""Tests sharing that fails: paused tags, freed memory, ended senders and refused calls."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become 
 
 
 def test_an_import_that_is_interrupted_at_its_beginning_can_be_repeated(make, monkeypatch):
-    """A signal handler may raise anywhere, even before there is a use that could be ended."""
+    """A signal handler can raise anywhere, even before a use exists that could be ended."""
     message = dumped(make(4))
     unraisable = []
     monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
@@ -137,7 +137,8 @@ def test_a_refused_export_is_reported_to_the_importer(sim, importer, make, name)
 def delete_under_fault(importer, name, options, nth):
     """Delete an importer's `x`, whose memory cannot be unmapped from the `nth` call on.
 
-    The tag can therefore not be paused. The driver permits the calls again on return.
+    As a result, the tag cannot be paused. When the context ends, the driver permits the calls
+    again.
     """
     call = f"simulator.fault('cuMemUnmap', 1, nth={nth}, times=0)"
     importer.do(f"from memsaver import simulator; fault = {call}")
@@ -157,7 +158,7 @@ def test_a_refused_unmapping_is_repeated(sim, importer, make, name, options):
 
 
 def test_partly_unmapped_memory_can_be_received_again(sim, own_importer, make, name, options):
-    """The driver refuses to unmap one of two extents: both can be used again."""
+    """The driver refuses to unmap one of two extents; both extents can be used again."""
     options(slab_bytes=2 * MIB, share_bytes=2 * MIB)
     mine = [make(MIB) for _ in range(2)]
     own_importer.load("x", mine)
@@ -168,7 +169,7 @@ def test_partly_unmapped_memory_can_be_received_again(sim, own_importer, make, n
 
 @pytest.fixture
 def stranger(monkeypatch):
-    """Make every process at the other end of a socket belong to another user."""
+    """Make the process at the other end of every socket appear to belong to another user."""
     monkeypatch.setattr(os, "geteuid", lambda: 54321)
 
 

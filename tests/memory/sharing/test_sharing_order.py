@@ -1,4 +1,4 @@
-"""Test the order of uses: memory is kept for every receiver, until its work is done."""
+"""Tests that memory is kept for every receiver until the receiver's work is done."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ torch = pytest.importorskip("torch")
 
 
 def test_memory_is_kept_for_work_that_uses_a_deleted_tensor(own_importer, make, name, wait_until):
-    """The next bucket must not get memory that work in the other process still reads or writes."""
+    """The next bucket must not use memory that pending work in the other process reads or
+    writes.
+    """
     own_importer.load_pickle("x", dumped(make(50)))
     own_importer.do(FILL_LATER + "del x; gc.collect()")
     time.sleep(0.3)
@@ -44,7 +46,9 @@ def test_two_receivers_of_one_storage(importer, own_importer, make, name, wait_u
 
 
 def test_a_late_message_never_maps_newer_memory(importer, make, name, wait_until):
-    """The receiver still maps the extent, whose memory the sender has given to another tensor."""
+    """The receiver still maps the extent, but the sender has reused its memory for another
+    tensor.
+    """
     kept, mine = make(50), make(50)
     importer.load("x", [kept, mine])
     late, address = dumped(mine), mine.data_ptr()
@@ -76,7 +80,9 @@ def test_a_late_message_is_valid_while_the_sender_has_the_tensor(importer, make,
 def test_a_receiver_takes_no_message_that_is_sent_during_its_answer(
     importer, make, name, monkeypatch, wait_until
 ):
-    """The later message may reach a receiver before the exporter has recorded its answer."""
+    """The later message can reach a receiver before the exporter has recorded the receiver's
+    answer.
+    """
     mine, later = [make(50)], []
     message = dumped(mine[0])
     importer.load_pickle("x", message)
@@ -107,7 +113,7 @@ def test_tokens_of_freed_tensors_are_forgotten(make, monkeypatch):
 
 
 def test_each_use_of_a_storage_ends_alone(make, name, wait_until):
-    """Two threads that receive the same storage at once may each begin a use."""
+    """Two threads that receive the same storage at the same time can each begin a use."""
     mine = make(50)
     message = dumped(mine)
     first = pickle.loads(message)
@@ -140,7 +146,7 @@ def test_an_interrupted_use_ends(make, name, monkeypatch, wait_until):
 
 
 def test_a_release_during_an_import_spares_what_it_needs(make, name, monkeypatch, wait_until):
-    """A pause may ask for mapped memory that the import has just found."""
+    """A pause can request the release of mapped memory that the import has just found."""
     mine = make(50)
     again = pickle.loads(dumped(mine))
     address = again.data_ptr()
@@ -162,7 +168,9 @@ def test_a_release_during_an_import_spares_what_it_needs(make, name, monkeypatch
 
 
 def test_a_storage_is_not_reused_while_its_last_reference_is_deleted(make, monkeypatch, wait_until):
-    """Another thread may receive the same storage while the last reference to it is deleted."""
+    """Another thread can receive the same storage while the last reference to it is being
+    deleted.
+    """
     mine = make(50)
     message = dumped(mine)
     end, found = peers.Peer.end, []

@@ -1,4 +1,4 @@
-"""Test shareable tensors in the real queues and pipes of torch.multiprocessing."""
+"""Tests shareable tensors in the real queues and pipes of torch.multiprocessing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def add_ten(queue, simple, pipe):
 
 
 def test_queues_and_pipes_send_tensors_without_a_copy(run_python, tmp_path):
-    """The thread of a `Queue` pickles; a `SimpleQueue` and a `Pipe` pickle on the caller's."""
+    """A `Queue` pickles on its own thread; a `SimpleQueue` and a `Pipe` pickle on the caller's
+    thread.
+    """
     (tmp_path / "work_of_child.py").write_text(WORK)
     (tmp_path / "main.py").write_text(
         code(

@@ -1,4 +1,4 @@
-// input: reads a fuzzer's bytes as values. All values after the end of the bytes are zero.
+// input: decodes a fuzzer's bytes into values. Values read beyond the end of the bytes are zero.
 #pragma once
 
 #include <cstddef>
@@ -44,7 +44,7 @@ class Input {
   size_t left_;
 };
 
-// Checks an invariant for every input: a violation ends the process, which the fuzzer reports.
+// Checks an invariant for every input. A violation ends the process, and the fuzzer reports this.
 inline void require(bool holds, const char* what) {
   if (holds) return;
   std::fprintf(stderr, "does not hold: %s\n", what);

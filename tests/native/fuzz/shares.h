@@ -1,4 +1,4 @@
-// shares: memory that the fuzzed process exports and imports, both by itself.
+// shares: memory that the fuzzed process both exports and imports.
 #pragma once
 
 #include <unistd.h>
@@ -14,7 +14,7 @@ namespace fuzz {
 
 class Shares {
  public:
-  // Makes one call of those about shared memory, and returns its status.
+  // Makes one of the calls for shared memory and returns its status.
   ms_status act(Input& in, const char* tag, const std::vector<ms_range>& ranges, int device,
                 uint64_t bytes, ms_error* error) {
     switch (in.below(7)) {
@@ -90,7 +90,7 @@ class Shares {
     return status;
   }
 
-  // If `in` is set, releases some of the importer's extents; otherwise releases the span and closes
+  // Releases some of the importer's extents if `in` is set. Otherwise, releases the span and closes
   // the importer.
   void release(Input* in) {
     if (in && importer_ && !extents_.empty()) {

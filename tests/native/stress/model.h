@@ -1,8 +1,8 @@
-// model: the stress test's model of its tags and blocks: their expected contents, and their locks.
+// model: the stress test's model of its tags and blocks, with their expected contents and locks.
 //
-// A tag's `contents` lock is taken shared by threads that access its blocks, and exclusively by
-// threads that pause or resume it. Allocations, frees and queries take no lock. A block belongs to
-// one thread, which is the only one to write, check and free it.
+// Threads that access a tag's blocks acquire the tag's `contents` lock in shared mode. Threads that
+// pause or resume the tag acquire this lock exclusively. Allocations, frees and queries acquire no
+// lock. Each block belongs to one thread, and only this thread writes, checks and frees the block.
 #pragma once
 
 #include <algorithm>
@@ -21,10 +21,10 @@ struct Tag {
   int policy;
   std::shared_mutex contents;
 
-  // Under `contents`.
+  // Guarded by `contents`.
   bool paused = false;
-  uint64_t losses = 0;  // pauses without a backup, and failures that may have lost contents
-  uint64_t doubts = 0;  // `losses` at the last failure that may have lost contents
+  uint64_t losses = 0;  // pauses without a backup, and failures that might have lost contents
+  uint64_t doubts = 0;  // `losses` at the last failure that might have lost contents
 };
 
 enum class Filling { kUnknown, kPattern, kByte };
@@ -45,8 +45,8 @@ __attribute__((no_sanitize("address", "undefined", "thread"))) inline uint64_t m
   return x;
 }
 
-// The byte of a pattern at an offset is that of its word, which depends on the seed and its offset.
-// A part of it is made in a buffer, without checks by a sanitizer, which would check each word.
+// A part of a pattern, whose words depend on the seed and on their offsets. A part is generated in
+// a buffer without sanitizer checks, because a sanitizer would check each word.
 struct Part {
   uint64_t words[512];
   uint64_t bytes;
@@ -65,8 +65,8 @@ inline void write_pattern(void* at, uint64_t bytes, uint64_t seed) {
   }
 }
 
-// Returns the offset at which memory first differs from the pattern, or from the byte; `bytes` if
-// it does not differ.
+// Returns the first offset at which memory differs from the pattern or the byte, or `bytes` if the
+// memory does not differ.
 inline uint64_t unlike_pattern(const void* at, uint64_t bytes, uint64_t seed) {
   const auto* from = static_cast<const unsigned char*>(at);
   for (uint64_t offset = 0; offset < bytes; offset += sizeof(Part::words)) {
@@ -87,7 +87,8 @@ inline uint64_t unlike_byte(const void* at, uint64_t bytes, unsigned char byte) 
 }
 
 // Returns a description of the first error in memory or a backup that should contain a block's
-// contents; "" if there is none. `lost` is the byte in discarded memory: 0, or 0xFF with `poison`.
+// contents, or "" without an error. `lost` is the byte in discarded memory: 0, or 0xFF with
+// `poison`.
 inline std::string fault_in(const Tag& tag, const Block& block, const void* at,
                             unsigned char lost) {
   if (block.filling == Filling::kUnknown || block.losses < tag.doubts) return "";

@@ -1,5 +1,5 @@
 // The functions of the CUDA runtime that the stress test calls through the hooks of
-// libmemsaver_preload.so. All return a cudaError_t, 0 for success.
+// libmemsaver_preload.so. Each function returns a cudaError_t, which is 0 on success.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// thread: one thread of the stress test, and the state that all threads share.
+// thread: a thread of the stress test, and the state that all threads share.
 #pragma once
 
 #include <atomic>
@@ -19,7 +19,8 @@ namespace stress {
 
 constexpr int kDevices = 2;
 
-// Whether a tag of World::tags, by its index, is shareable: one of the two of each policy.
+// Returns whether the tag with this index in World::tags is shareable. For each policy, one of two
+// tags is shareable.
 constexpr bool is_shareable(size_t tag) { return tag >= 5; }
 
 // State shared by all threads. A block in `given` belongs to the thread that removes it.
@@ -39,8 +40,8 @@ struct World {
   void fail(const std::string& what);
 };
 
-// Runs its operations on the thread that calls run(). Afterwards, leave() checks and frees its
-// remaining blocks, tag by tag, and close() destroys its streams.
+// A thread's operations, which run on the thread that calls run(). Afterwards, leave() checks and
+// frees the remaining blocks, tag by tag, and close() destroys the streams.
 class Thread {
  public:
   Thread(World& world, uint64_t seed) : world_(world), random_(seed) {}
@@ -56,7 +57,7 @@ class Thread {
   bool one_in(uint64_t n) { return below(n) == 0; }
   Tag& tag_of(const Block& block) { return *world_.tags[static_cast<size_t>(block.tag)]; }
   Block* any_block();
-  // Returns any block, with a lock that keeps its tag's state; null if that state is not `paused`.
+  // Returns any block with a lock on its tag's state; null if the state does not match `paused`.
   std::pair<Block*, std::shared_lock<std::shared_mutex>> held_block(bool paused);
 
   // Returns whether a call succeeded; fails the test if its status is not MS_OK or in `allowed`.
@@ -108,8 +109,8 @@ class Thread {
   std::mt19937_64 random_;
   std::vector<Block> blocks_;
   void* streams_[kDevices] = {};
-  bool working_ = false;  // whether its own work is in flight
-  // Its record as an importer, and the memory that it has imported, if any.
+  bool working_ = false;  // whether this thread's own work is pending
+  // This thread's record as an importer, and the memory that it has imported, if any.
   struct Import {
     Tag* tag = nullptr;
     ms_foreign_span* span = nullptr;

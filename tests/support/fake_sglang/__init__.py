@@ -1,9 +1,10 @@
-"""A fake engine with SGLang's interface; errors that end SGLang's scheduler end it too.
+"""A fake engine with SGLang's interface; errors that end SGLang's scheduler also end the fake's.
 
-The parts have the names, fields and message types of SGLang 0.5.16 and 0.5.23 that memsaver's
-integration uses (and of 0.5.12, on request): a scheduler with its weight updater, a tokenizer
-manager that queries the schedulers and waits for all of them, an `Engine` with an event loop, and a
-server. A dead scheduler sends no answers, so a caller that waits for one waits forever.
+The fake has the names, fields and message types of SGLang 0.5.16 and 0.5.23 (and, on request,
+0.5.12) that memsaver's integration uses. The fake consists of a scheduler with a weight updater, a
+tokenizer manager, an `Engine` with an event loop, and a server. The tokenizer manager queries the
+schedulers and waits for all of them. A dead scheduler sends no answers, so a caller that waits for
+an answer waits forever.
 """
 
 from fake_sglang.main_process import Engine, dies_in_a_release, generated

@@ -1,4 +1,4 @@
-"""The main process: a tokenizer manager that sends requests to schedulers, and an `Engine`."""
+"""The main process: an `Engine` and a tokenizer manager that sends requests to schedulers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fake_sglang.messages import (
 
 
 class TokenizerManager:
-    """Sends requests to all schedulers, and continues when all have answered."""
+    """Sends requests to all schedulers and continues when all have answered."""
 
     def __init__(self, schedulers) -> None:
         self.schedulers = schedulers
@@ -80,7 +80,10 @@ class TokenizerManager:
         self.aborted_rids |= {rid} - {""}
 
     async def generate_request(self, obj: GenerateReqInput, request=None):
-        """Generate for a batch of token ids, like SGLang. An output depends only on its prompt."""
+        """Generate outputs for a batch of token ids, as SGLang does.
+
+        Each output depends only on its own prompt.
+        """
         assert obj.text is None or not self.server_args.skip_tokenizer_init
         tokens = obj.input_ids or [list(text.encode()) for text in obj.text]
         lists = (obj.rid, tokens, obj.sampling_params)
@@ -112,7 +115,7 @@ class TokenizerManager:
         return {"output_ids": made, "meta_info": meta}
 
     async def _run(self, rid: str) -> bool:
-        """Let the schedulers work for a request until its end; return whether it was aborted."""
+        """Let the schedulers process a request until it ends; return whether it was aborted."""
         for scheduler in self.schedulers:
             scheduler.begin(rid)
         if any(scheduler.death for scheduler in self.schedulers):
@@ -172,13 +175,13 @@ class TokenizerManager:
 
 
 def generated(tokens: list[int], params: dict, images: list = ()) -> list[int]:
-    """Return the engine's output: tokens that depend on the prompt and the weights."""
+    """Return the engine's output tokens, which depend on the prompt and the weights."""
     first = sum(tokens) + 7 * params.get("sampling_seed", 0) + 100 * len(images)
     return [first + number for number in range(params.get("max_new_tokens", 128))]
 
 
 def dies_in_a_release(manager: TokenizerManager) -> None:
-    """Make the first scheduler end during the next release of weights."""
+    """Make the first scheduler exit during the next release of weights."""
     manager.schedulers[0].weight_updater.prepare_error = RuntimeError("killed")
 
 

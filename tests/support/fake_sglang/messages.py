@@ -1,4 +1,4 @@
-"""Messages between SGLang's processes: those that memsaver's integration uses."""
+"""The messages between SGLang's processes that memsaver's integration uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The scheduler's process: its weight updater and its saver. Its first exception ends it."""
+"""The scheduler process with its weight updater and its memory saver.
+
+The first exception ends the process.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ TAGS = ("kv_cache", "weights", "cuda_graph")
 
 
 class Saver:
-    """A saver other than memsaver's. A resume fails without memory, or if the tag is not paused."""
+    """A memory saver other than memsaver's.
+
+    A resume fails if memory is exhausted or the tag is not paused.
+    """
 
     def __init__(self) -> None:
         self.paused: set[str] = set()
@@ -40,7 +46,7 @@ class Saver:
 
 
 class Handlers:
-    """SGLang's handlers for release and resume, with as few checks as SGLang's.
+    """SGLang's release and resume handlers, with as few checks as in SGLang.
 
     Attributes:
         owner: the scheduler.
@@ -102,7 +108,7 @@ class Handlers:
 
 
 class UnownedUpdater(Handlers):
-    """The updater of SGLang 0.5.13, which has its scheduler's methods but not the scheduler."""
+    """The updater of SGLang 0.5.13, which has the scheduler's methods but no reference to it."""
 
     def __init__(self, scheduler, saver, group=None) -> None:
         self.owner, self.is_fully_idle = scheduler, scheduler.is_fully_idle
@@ -118,7 +124,7 @@ class Updater(UnownedUpdater):
 
 
 class UpdateWeightsMixin(Handlers):
-    """The handlers of SGLang 0.5.12, which are the scheduler's own methods."""
+    """SGLang 0.5.12's handlers, which are methods of the scheduler."""
 
     @property
     def owner(self):
@@ -164,7 +170,7 @@ class Sent:
 
 
 class Scheduler:
-    """A scheduler process: it handles one message at a time, and dies with the first exception."""
+    """A scheduler process, which handles one message at a time. The first exception ends it."""
 
     def __init__(self, make_updater=Updater, saver=None, group=None) -> None:
         self.running: set[str] = set()
@@ -180,7 +186,7 @@ class Scheduler:
 
     @property
     def sent(self) -> list:
-        """The messages to the tokenizer manager."""
+        """The messages sent to the tokenizer manager."""
         return self.ipc_channels.send_to_tokenizer.messages
 
     def init_request_dispatcher(self) -> None:
@@ -193,12 +199,15 @@ class Scheduler:
                 self.ipc_channels.send_to_tokenizer.send_output(output, request)
 
     def _dispatch_tokenized_mm_requests(self, request, errors) -> None:
-        """Handle requests with images of which some could not be read (0.5.23)."""
+        """Handle requests with images, some of which could not be read (0.5.23)."""
         for _ in errors:
             self._dispatch(request)
 
     def _dispatch(self, request):
-        """Handle a request. Requests without a case here need all tags mapped."""
+        """Handle a request.
+
+        Requests without a case in this method require that all tags are mapped.
+        """
         self.handled.append(request)
         kind = type(request).__name__
         if kind in ("ReleaseMemoryOccupationReqInput", "ResumeMemoryOccupationReqInput"):
@@ -224,7 +233,7 @@ class Scheduler:
         self.weight_updater = self.handlers = make_updater(self, saver, group)
 
     def handle(self, name: str, message=None):
-        """Return the answer to a message; None from a dead scheduler."""
+        """Return the answer to a message, or None if the scheduler is dead."""
         if self.death is not None:
             return None
         try:
@@ -267,7 +276,7 @@ class Scheduler:
 
 
 class OlderScheduler(Scheduler):
-    """A scheduler that contains the handlers itself, through the mixin in its subclass."""
+    """A scheduler that inherits the handlers through the mixin in its subclass."""
 
     def _make_handlers(self, make_updater, saver, group) -> None:
         self.handlers = self

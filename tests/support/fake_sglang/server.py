@@ -1,4 +1,4 @@
-"""A fake of SGLang's HTTP server for a tokenizer manager."""
+"""A fake of SGLang's HTTP server in front of a tokenizer manager."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fake modules of SGLang with the fake classes."""
+"""Fake SGLang modules that contain the fake classes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ HANDLERS = {"0.5.23": Updater, "0.5.13": UnownedUpdater, "0.5.12": UpdateWeights
 
 @contextmanager
 def modules(monkeypatch, version: str = "0.5.23"):
-    """Install fake SGLang modules for the block; yield their classes, which the caller may change.
+    """Install fake SGLang modules within the block; yield their classes, which can be changed.
 
-    The place of the handlers is that of a version of SGLang in `HANDLERS`.
+    The handlers are located as in the version of SGLang that `HANDLERS` names.
     """
     older = HANDLERS[version] is UpdateWeightsMixin
     classes = types.SimpleNamespace(

@@ -1,10 +1,9 @@
-"""A random walk over collective calls with interrupts, killed ranks and different arguments.
+"""A random walk with collective calls, interrupts, killed ranks and different arguments.
 
-Each round is a group of two to four processes on gloo over the loopback interface, which make the
-same random calls. After each call the ranks compare their outcomes (see `process`): no rank waited
-longer than the documented bound, the errors are typed and equal on all ranks, the tags are all
-paused or all mapped, and the contents are intact. In about a third of the rounds one rank is
-killed.
+Each round is a group of two to four processes that use gloo on the loopback interface and make the
+same random calls. After each call, the ranks compare their outcomes (see `process`). No rank waited
+longer than the documented limit. The errors are typed and equal on all ranks. The tags are all
+paused or all mapped. The contents are intact. In about a third of the rounds, one rank is killed.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ MILLISECONDS = 40.0  # the latest signal after a call's begin: about the duratio
 
 
 def walk(seed: int, seconds: float) -> dict[str, object]:
-    """Play rounds for about `seconds` seconds; return how often each event happened."""
+    """Run rounds for about `seconds` seconds; return how often each event happened."""
     dice = random.Random(seed)
     figures: Counter[str] = Counter()
     end = time.monotonic() + seconds
@@ -44,7 +43,7 @@ def walk(seed: int, seconds: float) -> dict[str, object]:
 
 
 def step(dice: random.Random, size: int) -> dict[str, Any]:
-    """Choose a call of all ranks, with bad arguments and events by rank."""
+    """Choose a call for all ranks, with each rank's invalid arguments and events."""
     call = dice.choice(CALLS)
     tags = dice.sample(TAGS, dice.randint(1, len(TAGS)))
     chosen: dict[str, Any] = {"call": call, "tags": tags, "odd": {}, "events": {}}
@@ -60,7 +59,7 @@ def step(dice: random.Random, size: int) -> dict[str, Any]:
 
 
 def played(plan: dict[str, Any], size: int) -> Counter[str]:
-    """Play a round; return the ranks' counts of events."""
+    """Run a round; return the ranks' counts of events."""
     victim = plan["victim"]
     code = f"from walks.ranks.process import play\nplay({plan!r})\n"
     with tempfile.TemporaryDirectory(prefix="memsaver-ranks-") as folder:

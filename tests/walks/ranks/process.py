@@ -1,4 +1,4 @@
-"""One rank of a round, which makes the plan's calls and compares its outcomes with the others'."""
+"""One rank of a round, which makes the plan's calls and compares its outcomes with other ranks'."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ class Fragile:
 
 
 class Interrupts:
-    """Raises KeyboardInterrupt at some time in a block; a signal after the block has no effect."""
+    """Raises KeyboardInterrupt at a random time in a block; a signal after the block has no
+    effect.
+    """
 
     def __init__(self) -> None:
         self._armed = False
@@ -99,7 +101,7 @@ class Rank:
         self.connect()
 
     def connect(self) -> None:
-        """Make new connections for the calls. A collective."""
+        """Create new connections for the calls. A collective call."""
         self.group = dist.new_group(timeout=datetime.timedelta(seconds=TIMEOUT))
         # A longer timeout, because connecting is slow on a loaded machine.
         self.together = Together(self.group, CONTROL_SECONDS, "walk")
@@ -120,7 +122,7 @@ class Rank:
         return found
 
     def outcome(self, step: Step) -> tuple[str, Any]:
-        """Make the call within its time bound; return its outcome."""
+        """Make the call within its time limit; return its outcome."""
         odd = step["odd"].get(str(self.rank), "")
         event, delay = step["events"].get(str(self.rank), ("", 0.0))
         call = self.call_of(step, odd)
@@ -208,7 +210,7 @@ class Rank:
             raise error
 
     def compare(self, step: Step, before: dict[str, str], found: tuple[str, Any]) -> None:
-        """Compare the outcome with the other ranks'. A collective."""
+        """Compare the outcome with the other ranks' outcomes. A collective call."""
         if found[0] == "lost" and step["call"] != "paused":  # its resume may have been lost
             assert self.states() == before, (step, before, self.states())
         self.check_contents()
@@ -243,7 +245,7 @@ def in_block(manager: Any) -> None:
 
 
 def play(plan: dict[str, Any]) -> None:
-    """Make the plan's calls; print counts of events."""
+    """Make the plan's calls and print counts of events."""
     rank = Rank()
     for step in plan["steps"]:
         before = rank.states()
@@ -259,7 +261,7 @@ def play(plan: dict[str, Any]) -> None:
 
 
 def survive(rank: Rank, plan: dict[str, Any]) -> None:
-    """Kill one rank in a pause or a resume, and check that the others raise `GroupError`."""
+    """Kill one rank in a pause or resume and check that the other ranks raise `GroupError`."""
     dist.barrier(rank.control)
     if rank.rank == plan["victim"]:
         threading.Timer(plan["at"], os.kill, (os.getpid(), signal.SIGKILL)).start()

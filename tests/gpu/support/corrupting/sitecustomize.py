@@ -1,8 +1,8 @@
-"""Corrupt a model's parameter after each load; PYTHONPATH of the engine's processes includes this.
+"""Corrupts a model's parameter after each load, if the engine's PYTHONPATH includes this folder.
 
 While the file that MEMSAVER_TEST_CORRUPTS names exists, each load is followed by a change to the
-parameter that the file names: to its last element, or, if a number follows the name, to one bit of
-the byte with that index.
+parameter that the file names. The change affects the parameter's last element or, if a number
+follows the name, one bit of the byte with that index.
 """
 
 import os

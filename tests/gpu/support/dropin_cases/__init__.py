@@ -1,1 +1,1 @@
-"""Test cases for the distribution that provides torch_memory_saver; see `dropin_child.py`."""
+"""Tests cases for the distribution that provides torch_memory_saver; see `dropin_child.py`."""

@@ -1,4 +1,4 @@
-"""Helpers for the cases that measure and fill device memory."""
+"""Functions that measure and fill device memory, for the cases."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
 def free(device: int = 0) -> int:
-    """Return the free bytes that the driver reports."""
+    """Return the number of free bytes that the driver reports."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -18,10 +18,10 @@ def free(device: int = 0) -> int:
 
 
 def numbers(count: int, offset: int = 0, device: str = "cuda") -> torch.Tensor:
-    """Return `count` MiB with a unique pattern."""
+    """Return `count` MiB that contain a unique pattern."""
     return torch.arange(offset, offset + count * MIB // 4, dtype=torch.int32, device=device)
 
 
 def sum_of(tensor: torch.Tensor) -> int:
-    """Return the sum of all elements; call outside of any region."""
+    """Return the sum of all elements. Must be called outside all regions."""
     return int(tensor.sum(dtype=torch.int64).item())

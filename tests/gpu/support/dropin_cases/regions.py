@@ -1,4 +1,4 @@
-"""Test regions, graphs and backups in each hook mode, on one or two devices."""
+"""Tests regions, graphs and backups in each hook mode, on one or two devices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dropin_cases.memory import GIB, KIB, MIB, free, numbers, sum_of
 
 
 def case_cycles() -> None:
-    """Weights with a backup and a cache without one can be paused and resumed separately."""
+    """Weights with a backup and a cache without a backup can be paused and resumed separately."""
     with saver.region(tag="weights", enable_cpu_backup=True):
         weights = [numbers(64, n) for n in range(8)]
     with saver.region(tag="kv_cache"):
@@ -57,7 +57,7 @@ def case_regions_of_one_tag() -> None:
 
 
 def case_graphs_of_one_pool() -> None:
-    """Several graphs can share one pool, one stream and one tag, as in an engine."""
+    """Several graphs can share one pool, one stream and one tag, as they do in an engine."""
     source = torch.ones(16 * MIB, device="cuda")
     pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
     graphs, results = [], []
@@ -84,7 +84,7 @@ def case_graphs_of_one_pool() -> None:
 
 
 def case_a_graph_with_a_backup() -> None:
-    """A resume restores a graph's memory without a replay."""
+    """A resume restores a graph's memory, so no replay is necessary."""
     source = torch.arange(MIB, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with saver.cuda_graph(graph, tag="g", enable_cpu_backup=True, capture_error_mode="relaxed"):
@@ -97,7 +97,9 @@ def case_a_graph_with_a_backup() -> None:
 
 
 def case_get_cpu_backup() -> None:
-    """`get_cpu_backup` returns a paused tensor's contents on the CPU, and None while mapped."""
+    """`get_cpu_backup` returns a copy of a paused tensor on the CPU, and None for a mapped
+    tensor.
+    """
     with saver.region(tag="weights", enable_cpu_backup=True):
         tensor = torch.randn(1000, 300, dtype=torch.float32, device="cuda")
         half = torch.randn(333, dtype=torch.bfloat16, device="cuda")
@@ -114,7 +116,7 @@ def case_get_cpu_backup() -> None:
 
 
 def case_disable() -> None:
-    """Memory created under disable() is not paused, and can be sent to another process."""
+    """Memory created under disable() is not paused and can be sent to another process."""
     with saver.region("a"):
         inside = numbers(32)
         with saver.disable():
@@ -129,7 +131,7 @@ def case_disable() -> None:
 
 
 def case_margin() -> None:
-    """An allocation in a region leaves the margin free."""
+    """An allocation in a region leaves the margin unallocated."""
     torch.zeros(1, device="cuda")
     saver.memory_margin_bytes = free() - 256 * MIB
     with saver.region("a"):
@@ -146,7 +148,9 @@ def case_margin() -> None:
 
 
 def case_two_devices() -> None:
-    """A preloaded region applies to every GPU in use; in the other mode, to the current GPU."""
+    """A preloaded region applies to every GPU in use; otherwise, a region applies to the current
+    GPU.
+    """
     for device in (0, 1):
         torch.zeros(1, device=f"cuda:{device}")
     with saver.region("a", enable_cpu_backup=True):
@@ -161,7 +165,7 @@ def case_two_devices() -> None:
 
 
 def case_retained_backups() -> None:
-    """A retained backup keeps its address, until a resume that does not retain it."""
+    """A retained backup keeps its address until a resume discards the backup."""
     for backend in ("pinned", "mmap"):
         with saver.region(backend, enable_cpu_backup=True, cpu_backup_backend=backend):
             tensor = numbers(2, 5)
@@ -186,7 +190,7 @@ def case_retained_backups() -> None:
 
 
 def case_mmap_backups_leave_the_host() -> None:
-    """A pause increases host memory by the tensor's size, and the resume releases it again."""
+    """A pause increases host memory by the tensor's size, and the resume releases this memory."""
 
     def resident() -> int:
         with open("/proc/self/status") as status:

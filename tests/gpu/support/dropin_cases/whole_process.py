@@ -1,4 +1,6 @@
-"""Test whole-process regions: a trainer, and the checks in torch_memory_saver's examples."""
+"""Tests whole-process regions with a trainer and with the checks of torch_memory_saver's
+examples.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +15,23 @@ from dropin_cases.memory import GIB, KIB, MIB, free
 
 
 def used() -> int:
-    """Return the bytes in use that the driver reports, without emptying caches."""
+    """Return the bytes in use that the driver reports, without emptying any cache."""
     torch.cuda.synchronize()
     available, total = torch.cuda.mem_get_info(0)
     return total - available
 
 
 def forward(weights: list[torch.Tensor]) -> float:
-    """Run a pass whose activations are larger than the weights; return the weights' mean."""
+    """Run a forward pass whose activations are larger than the weights; return the weights'
+    mean.
+    """
     ones = torch.ones(GIB, dtype=torch.float32, device="cuda")
     mean = torch.stack([weight.float().mean() for weight in weights]).mean()
     return float((ones * mean).mean().item())
 
 
 def case_a_training_engine() -> None:
-    """A pause releases the memory, a disabled block leaves nothing, and a resume restores all."""
+    """A pause releases the memory, a disabled block leaves no memory, and a resume restores all."""
     first = torch.full((1_000_000,), 42, dtype=torch.uint8, device="cuda")
     at_first = used()
     weights = [torch.full((n,), 42, dtype=torch.uint8, device="cuda") for n in (GIB, MIB, KIB, 42)]
@@ -60,7 +64,7 @@ def case_a_training_engine() -> None:
 
 
 def case_disabled_blocks() -> None:
-    """Disabled blocks nest with regions, and their live tensors survive a pause."""
+    """Disabled blocks nest with regions, and their live tensors remain usable during a pause."""
     forward([torch.ones(MIB, device="cuda")])
     before = used()
     for is_warm in (False, True, True):  # the first round uses 64 MiB more on an H200
@@ -86,7 +90,9 @@ def case_disabled_blocks() -> None:
 
 
 def case_nested_regions() -> None:
-    """A region can omit the backup that the process has; leaving it restores the state."""
+    """A region can omit the process's default backup; the end of the region restores the
+    default.
+    """
     cdll = None
     weight = torch.full((10 * MIB,), 42.0, device="cuda")
     with saver.region(tag="grad_buffer", enable_cpu_backup=False):
@@ -110,7 +116,9 @@ def case_nested_regions() -> None:
 
 
 def case_memory_by_ctypes() -> None:
-    """A program that calls the library through ctypes can free odd-sized memory while paused."""
+    """A program that calls the library through ctypes can free memory of odd size while it is
+    paused.
+    """
     import ctypes
 
     library = ctypes.CDLL(None)
@@ -139,7 +147,7 @@ def case_memory_by_ctypes() -> None:
 
 
 def case_a_whole_trainer() -> None:
-    """A trainer in a process that is one region continues with equal results after pauses."""
+    """A trainer whose whole process is one region computes the same results after pauses."""
     assert memsaver.is_preloaded()
     data = torch.randn(64, 2048, device="cuda")
 

@@ -1,8 +1,8 @@
-"""Make a scheduler fail; PYTHONPATH of the engine's processes includes this.
+"""Makes a scheduler fail, if the PYTHONPATH of the engine's processes includes this folder.
 
-The file that MEMSAVER_TEST_FAILS names contains the kind of the failure: in the next batch,
-"exception", or "cuda" for a kernel that fails; in the next update, "killed" for a SIGKILL after the
-load, while the tensors that arrived exist. The scheduler removes the file first.
+The file that MEMSAVER_TEST_FAILS names contains the kind of failure. "exception" raises in the next
+batch. "cuda" runs a failing kernel in the next batch. "killed" sends SIGKILL in the next update,
+after the load, while the received tensors exist. The scheduler removes the file first.
 """
 
 import os
@@ -18,7 +18,9 @@ if FLAG:
     given, watched = hooks._hooks_of_requests, load_check.watched
 
     def removed(*kinds):
-        """Return the failure's kind, and remove the file, if it contains one of these."""
+        """If the file contains one of these kinds of failure, remove the file and return the
+        kind.
+        """
         kind = Path(FLAG).read_text() if Path(FLAG).exists() else ""
         if kind not in kinds:
             return ""

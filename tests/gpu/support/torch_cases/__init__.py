@@ -1,4 +1,7 @@
-"""The cases of test_torch_mode.py by subject: `case_*` functions, each with a tag of its own.
+"""The cases of test_torch_mode.py, by subject
 
-They run in a child process whose CUDA context a failure may destroy; nothing else imports them.
+The cases are `case_*` functions, each of which has its own tag.
+
+The cases run in a child process, whose CUDA context a failure can destroy. No other module imports
+them.
 """

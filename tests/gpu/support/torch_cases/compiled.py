@@ -1,4 +1,4 @@
-"""Test torch.inference_mode, torch.compile and graphed callables with tensors in regions."""
+"""Tests torch.inference_mode, torch.compile and graphed callables with tensors in regions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def compiled(function: Any, graphs: bool = False) -> Any:
 
 
 def case_inference_mode(tag: str) -> None:
-    """Regions, pauses and backup views work in inference mode, and on its tensors outside."""
+    """Regions, pauses and backup views work in inference mode and, outside it, on inference
+    tensors.
+    """
     with torch.inference_mode():
         with memsaver.region(tag, backup="host"):
             tensor = numbered(8)
@@ -77,7 +79,7 @@ def case_compiled_model(tag: str) -> None:
 
 
 def case_region_inside_a_compiled_function(tag: str) -> None:
-    """A compiled function enters and leaves its region; torch runs that part uncompiled."""
+    """A compiled function opens and closes its region; torch runs this part uncompiled."""
 
     def function(x: Any) -> Any:
         y = x + 1
@@ -96,7 +98,7 @@ def case_region_inside_a_compiled_function(tag: str) -> None:
 
 
 def case_compiled_with_graphs(tag: str) -> None:
-    """The compiler's CUDA graphs still work after a resume, which keeps the weights' addresses."""
+    """The compiler's CUDA graphs work after a resume, because the weights keep their addresses."""
     with memsaver.region(tag, backup="host"):
         model = layers()
     batch = torch.randn(32, 256, device="cuda")
@@ -112,7 +114,7 @@ def case_compiled_with_graphs(tag: str) -> None:
 
 
 def case_graphed_callables(tag: str) -> None:
-    """Graphs from make_graphed_callables can have all their memory in a tag."""
+    """All memory of graphs from make_graphed_callables can be in a tag."""
     graphs = tag + ".graphs"
     with memsaver.region(tag, backup="host"):
         model = layers()

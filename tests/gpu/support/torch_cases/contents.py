@@ -1,4 +1,4 @@
-"""Test the contents of tensors after a pause: a backup's bytes, zeros or NaNs."""
+"""Tests the contents of tensors after a pause: the backup's bytes, zeros or NaNs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def case_backup_view(tag: str) -> None:
 
 
 def case_poison(tag: str) -> None:
-    """Poison fills memory without a backup with NaN, and no other memory, even in a swap."""
+    """Poison fills memory that has no backup with NaNs, and no other memory, even in a swap."""
     kinds = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
     kept_tag = f"{tag} kept"
     with memsaver.region(kept_tag, backup="host"):
@@ -91,7 +91,7 @@ def case_poison(tag: str) -> None:
 
 
 def case_damaged_disk_backup(tag: str) -> None:
-    """Contents that are loaded again after damage to their backup file are saved again."""
+    """After damage to a backup file, the next pause saves the reloaded contents again."""
     with tempfile.TemporaryDirectory() as folder:
         before = _C.option("disk_dir")
         memsaver.configure(disk_dir=folder)
@@ -120,7 +120,7 @@ def case_damaged_disk_backup(tag: str) -> None:
 
 
 def case_work_in_flight_is_awaited(tag: str) -> None:
-    """A pause waits for work submitted before it, on every stream."""
+    """A pause waits for work that was submitted earlier, on every stream."""
     with memsaver.region(tag, backup="host"):
         target = torch.zeros(64 * MIB, dtype=torch.int32, device="cuda")
         other = torch.zeros(64 * MIB, dtype=torch.int32, device="cuda")
@@ -155,7 +155,9 @@ def case_work_in_flight_is_awaited(tag: str) -> None:
 
 
 def case_discarded_memory_reads_as_zero(tag: str) -> None:
-    """After a pause without a backup, all of the tag reads as zero at unchanged addresses."""
+    """After a pause without a backup, the tag's whole memory reads as zero at unchanged
+    addresses.
+    """
     with memsaver.region(tag, backup="none"):
         tensors = [numbered(count, 3) for count in (1, 2, 3, 64, 1100)]
         tensors += [torch.ones(100, device="cuda") for _ in range(50)]

@@ -1,4 +1,4 @@
-"""Test tensors deleted before a pause, while their tag is paused, and by other threads."""
+"""Tests tensors that are deleted before a pause, during a pause, or by other threads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from torch_cases.tensors import (
 
 
 def case_deleted_tensors_go_back(tag: str) -> None:
-    """empty_cache() releases deleted tensors' memory before and after a pause; the tag remains."""
+    """empty_cache() releases deleted tensors' memory before and after a pause; the tag still
+    exists.
+    """
     # Tensors larger than share_bytes do not share pieces after a resume.
     with memsaver.region(tag, backup="host"):
         tensors = [numbered(768, number) for number in range(4)]
@@ -57,7 +59,7 @@ def case_deleted_tensors_go_back(tag: str) -> None:
 
 
 def case_small_tensors_go_back(tag: str) -> None:
-    """Deleted small tensors are released after a resume if share_bytes excludes them."""
+    """Deleted small tensors are released after a resume, if share_bytes excludes small tensors."""
     memsaver.configure(share_bytes="2MiB")
     try:
         with memsaver.region(tag, backup="host"):
@@ -75,7 +77,7 @@ def case_small_tensors_go_back(tag: str) -> None:
 
 
 def case_dead_blocks_are_not_copied(tag: str) -> None:
-    """Temporary memory from loading, and tensors that were deleted, are not saved or restored."""
+    """Temporary memory from loading and deleted tensors are neither saved nor restored."""
     with memsaver.region(tag, backup="host"):
         peak = torch.empty(512 * MIB, dtype=torch.uint8, device="cuda")
         tensors: list[Any] = [numbered(2, number) for number in range(40)]
@@ -115,7 +117,7 @@ def case_freed_on_another_thread(tag: str) -> None:
 
 
 def case_freed_inside_another_region(tag: str) -> None:
-    """Deleting a tensor in another tag's region or in disabled() frees it from its own tag."""
+    """Deleting a tensor within another tag's region or disabled() frees it from its own tag."""
     other = tag + ".other"
     with memsaver.region(tag):
         tensors = [numbered(64, number) for number in range(3)]
@@ -153,7 +155,7 @@ def case_freed_while_paused(tag: str) -> None:
 
 
 def case_everything_freed_while_paused(tag: str) -> None:
-    """A tag can be used again after all its tensors were deleted while it was paused."""
+    """A tag is usable after all its tensors were deleted while it was paused."""
     with memsaver.region(tag, backup="host"):
         tensor = numbered(64)
     memsaver.pause(tag)
@@ -167,7 +169,7 @@ def case_everything_freed_while_paused(tag: str) -> None:
 
 
 def case_mostly_dead_blocks(tag: str) -> None:
-    """A pause of mostly dead blocks warns once."""
+    """A pause of blocks that are mostly free warns once."""
     with memsaver.region(tag, backup="host"):
         peak = torch.empty(512 * MIB, dtype=torch.uint8, device="cuda")
         tensor = numbered(64)

@@ -1,4 +1,4 @@
-"""Test CUDA graphs with memory in tags, and pauses during captures."""
+"""Tests CUDA graphs with memory in tags, and pauses during captures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch_cases.tensors import MIB, allocated, free, held, inside, is_numbered,
 
 
 def case_pause_inside_a_capture(tag: str) -> None:
-    """A pause during a capture raises, and the graph can still be completed and replayed."""
+    """A pause during a capture raises; the graph can still be completed and replayed."""
     with memsaver.region(tag, backup="host"):
         weight = numbered(4)
     source = torch.ones(1024, device="cuda")
@@ -41,7 +41,9 @@ def case_pause_inside_a_capture(tag: str) -> None:
 
 
 def case_graph_is_paused_and_replayed(tag: str) -> None:
-    """A graph's memory is in its tag, can be paused and resumed, and is freed with the graph."""
+    """A graph's memory is in the graph's tag, can be paused and resumed, and is freed with the
+    graph.
+    """
     source = torch.ones(16 * MIB, device="cuda")
     (source * 2 + 1).sum()
     graph = torch.cuda.CUDAGraph()
@@ -73,7 +75,9 @@ def case_graph_is_paused_and_replayed(tag: str) -> None:
 
 
 def case_graphs_share_a_pool_that_the_caller_made(tag: str) -> None:
-    """Graphs captured with the same handle from torch share memory in the tag while they live."""
+    """Graphs captured with the same torch pool handle share memory in the tag during their
+    lifetime.
+    """
     source = torch.ones(16 * MIB, device="cuda")
     for _ in range(2):  # before the second round, the first round's graphs are destroyed
         handle, graphs, results, bytes_after = torch.cuda.graph_pool_handle(), [], [], []
@@ -150,7 +154,9 @@ def case_backward_inside_a_graph(tag: str) -> None:
 
 
 def case_two_graphs_in_two_tags(tag: str) -> None:
-    """A graph can be replayed while another graph's tag is paused: they share no workspace."""
+    """A graph can be replayed while another graph's tag is paused, because they share no
+    workspace.
+    """
     torch._C._cuda_clearCublasWorkspaces()
     left, right = torch.randn(64, 16384, device="cuda"), torch.randn(16384, 64, device="cuda")
     torch.mm(left, right)

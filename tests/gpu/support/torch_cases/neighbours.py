@@ -1,4 +1,4 @@
-"""Test backups in another GPU's memory."""
+"""Tests backups in another GPU's memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _figures(tag: str) -> tuple[int, int]:
 
 
 def case_two_gpus_peer_backup(tag: str) -> None:
-    """A backup is in the other GPU's memory, is restored, and is copied again only if changed."""
+    """A backup in the other GPU's memory is restored, and is copied again only after a change."""
     memsaver.device_memory(1)  # starts the device
     with memsaver.region(tag, backup="peer"):
         tensors = [numbered(count, n, "cuda:0") for n, count in enumerate((600, 64, 32))]
@@ -55,7 +55,9 @@ def case_two_gpus_peer_backup(tag: str) -> None:
 
 
 def case_two_gpus_peer_backup_without_room(tag: str) -> None:
-    """Contents for which the other GPU has no room are saved on the host, and all are restored."""
+    """Contents that do not fit on the other GPU are saved on the host, and all contents are
+    restored.
+    """
     torch.zeros(1, device="cuda:1")
     with memsaver.region(tag, backup="peer"):
         tensors = [numbered(count, n, "cuda:0") for n, count in enumerate((600, 64))]
@@ -69,7 +71,7 @@ def case_two_gpus_peer_backup_without_room(tag: str) -> None:
 
 
 def case_two_gpus_peer_backup_of_its_own_device(tag: str) -> None:
-    """The tensors' own device as the neighbour is rejected, and nothing changes."""
+    """A backup on the tensors' own device is rejected, and the settings do not change."""
     with memsaver.region(tag, backup="peer"):
         tensor = numbered(64, 3, "cuda:0")
     with _options(peer=0), pytest.raises(memsaver.ConfigError, match="memory to save is on it"):

@@ -1,4 +1,4 @@
-"""Test pickling, saving and sending tensors in regions."""
+"""Tests pickling, saving and sending tensors in regions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from torch_cases.tensors import inside, numbered
 
 
 def case_pickled_and_sent(tag: str) -> None:
-    """Saving works only while mapped, sending never; errors give advice, and CUDA still works."""
+    """Tensors can be saved only while mapped and can never be sent.
+
+    Errors give advice, and CUDA still works.
+    """
     with memsaver.region(tag, backup="host"):
         tensor = numbered(2)
         parameter = torch.nn.Parameter(numbered(1, 3).float())

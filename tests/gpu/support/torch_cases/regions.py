@@ -1,4 +1,6 @@
-"""Test which tensors a region captures, on which threads, and what an open region prevents."""
+"""Tests which tensors and threads a region affects, and which operations an open region
+prevents.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ def case_nesting_and_disabled(tag: str) -> None:
 
 
 def case_regions_on_several_threads(tag: str) -> None:
-    """Four threads can have regions open concurrently, for one tag and for different tags."""
+    """Four threads can have open regions concurrently, for one tag and for different tags."""
     count = 4
     together = threading.Barrier(count)
     tensors: dict[int, list[Any]] = {}
@@ -90,7 +92,7 @@ def case_regions_on_several_threads(tag: str) -> None:
 
 
 def case_pause_under_an_open_region(tag: str) -> None:
-    """A tag cannot be paused while any thread has one of its regions open."""
+    """A tag cannot be paused while any thread has an open region of the tag."""
     entered, leave = threading.Event(), threading.Event()
     kept: list[Any] = []
 
@@ -120,7 +122,7 @@ def case_pause_under_an_open_region(tag: str) -> None:
 
 
 def case_paused(tag: str) -> None:
-    """paused() resumes only the tags that it paused, even after an exception."""
+    """paused() resumes only the tags that it has paused, even after an exception."""
     first, second = tag + ".first", tag + ".second"
     with memsaver.region(first, backup="host"):
         one = numbered(64)
@@ -151,7 +153,7 @@ def case_paused(tag: str) -> None:
 
 
 def case_explain(tag: str) -> None:
-    """`explain` distinguishes torch's tensors within an allocation, including dead tensors."""
+    """`explain` distinguishes torch's tensors within an allocation, including deleted tensors."""
     with memsaver.region(tag):
         first, second = numbered(1), numbered(2)
     places = {"first": first.data_ptr(), "second": second.data_ptr()}
@@ -171,7 +173,7 @@ def case_explain(tag: str) -> None:
 
 
 def case_a_region_of_sglang_does_not_start_cublas(tag: str) -> None:
-    """SGLang sizes its KV cache from the memory that is free after loading the weights."""
+    """SGLang derives the size of its KV cache from the free memory after loading the weights."""
     from memsaver.integrations.sglang.adapter import MemsaverAdapter
 
     torch.zeros(1, device="cuda")
@@ -186,7 +188,9 @@ def case_a_region_of_sglang_does_not_start_cublas(tag: str) -> None:
 
 
 def case_matrix_product_inside_a_region(tag: str) -> None:
-    """cuBLAS's workspace must not be in the tag of the region that used cuBLAS first."""
+    """cuBLAS's workspace must not belong to the tag of the region in which cuBLAS was first
+    used.
+    """
     torch._C._cuda_clearCublasWorkspaces()
     left, right = torch.randn(64, 16384, device="cuda"), torch.randn(16384, 64, device="cuda")
     with memsaver.region(tag):

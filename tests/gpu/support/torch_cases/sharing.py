@@ -1,4 +1,4 @@
-"""Test tensors in shareable regions in another process."""
+"""Tests tensors in shareable regions that another process maps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _importer() -> Iterator[ImportingProcess]:
 
 
 def case_shared_contents_and_views(tag: str) -> None:
-    """Views arrive with strides and offsets; both processes see writes; no memory is copied."""
+    """Views arrive with strides and offsets, both processes see writes, and no memory is copied."""
     with memsaver.region(tag, backup="host", shareable=True):
         large, small = numbered(256, 1), torch.arange(64, device="cuda").reshape(8, 8)
         parameter = torch.nn.Parameter(torch.ones(3, 5, device="cuda"))
@@ -71,7 +71,9 @@ def _add_ten(queue: Any, simple: Any, pipe: Any) -> None:
 
 
 def case_shared_through_queues_and_pipes(tag: str) -> None:
-    """torch.multiprocessing sends views without a copy; the tag can be paused after each."""
+    """torch.multiprocessing sends views without a copy; the tag can be paused after each
+    transfer.
+    """
     with memsaver.region(tag, backup="host", shareable=True):
         mine = torch.arange(12, device="cuda").reshape(3, 4)
     expected = mine.clone()
@@ -92,7 +94,10 @@ def case_shared_through_queues_and_pipes(tag: str) -> None:
 
 
 def case_shared_tag_is_not_paused(tag: str) -> None:
-    """A pause waits for importers, then names them; memory is released by both."""
+    """A pause waits for importers, then names them.
+
+    The memory is released once both processes release it.
+    """
     with memsaver.region(tag, backup="host", shareable=True):
         tensor = numbered(512, 3)
     with _importer() as other:
@@ -123,7 +128,7 @@ def case_shared_tag_is_not_paused(tag: str) -> None:
 
 
 def _stable_free() -> int:
-    """Return the free bytes, after the release of earlier processes' memory."""
+    """Return the number of free bytes, after the memory of earlier processes has been released."""
     before = free()
     while True:
         time.sleep(0.3)
@@ -134,9 +139,9 @@ def _stable_free() -> int:
 
 
 def _settled(at_least: int) -> int:
-    """Return the free bytes, once they are at least `at_least`, or after 10 s.
+    """Return the number of free bytes once it is at least `at_least`, or after 10 s.
 
-    The driver may still be releasing the memory of a process that has ended.
+    The driver might still be releasing the memory of a process that has ended.
     """
     deadline = time.monotonic() + 10
     while free() < at_least and time.monotonic() < deadline:
@@ -145,7 +150,7 @@ def _settled(at_least: int) -> int:
 
 
 def case_shared_importer_is_killed(tag: str) -> None:
-    """The importer's death, with a kernel in flight, frees its claim, and the memory is intact."""
+    """If an importer is killed while a kernel runs, its claim ends and the memory is intact."""
     with memsaver.region(tag, backup="host", shareable=True):
         tensor = numbered(256, 2)
     with memsaver.paused(tag):  # the first pause may allocate the driver's own memory
@@ -175,7 +180,7 @@ torch.cuda.synchronize()
 
 
 def case_shared_exporter_is_killed(tag: str) -> None:
-    """Contents outlive the killed exporter, with a kernel in flight; their deletion frees them."""
+    """Contents outlive an exporter that was killed while a kernel ran, until they are deleted."""
     assert is_numbered(numbered(256, 2), 2)  # the first kernels may allocate memory
     before = _stable_free()
     with _importer() as other:  # exports here
@@ -193,7 +198,7 @@ def case_shared_exporter_is_killed(tag: str) -> None:
 
 
 def case_shared_by_many_small_tensors(tag: str) -> None:
-    """Hundreds of tensors travel in one message, before and after a pause."""
+    """One message sends hundreds of tensors, before and after a pause."""
     with memsaver.region(tag, backup="host", shareable=True):
         tensors = [torch.full((MIB,), n, device="cuda", dtype=torch.int32) for n in range(300)]
     with _importer() as other:
@@ -206,7 +211,7 @@ def case_shared_by_many_small_tensors(tag: str) -> None:
 
 
 def case_shared_memory_of_a_deleted_tensor(tag: str) -> None:
-    """The receiver keeps the memory of a tensor that its sender has deleted."""
+    """The receiver keeps the memory of a tensor that the sender has deleted."""
     with memsaver.region(tag, backup="host", shareable=True):
         tensor = numbered(128, 5)
     with _importer() as other:
@@ -220,7 +225,9 @@ def case_shared_memory_of_a_deleted_tensor(tag: str) -> None:
 
 
 def case_two_gpus_shared(tag: str) -> None:
-    """Tensors of two GPUs arrive on these GPUs, even if the receiver numbers them differently."""
+    """Tensors from two GPUs arrive on the same GPUs, even if the receiver numbers the GPUs
+    differently.
+    """
     with memsaver.region(tag, backup="host", device=[0, 1], shareable=True):
         here, there = numbered(64, 1, "cuda:0"), numbered(64, 2, "cuda:1")
     with importing_process(CUDA_VISIBLE_DEVICES="1,0") as other:

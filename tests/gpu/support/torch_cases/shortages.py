@@ -1,4 +1,4 @@
-"""Test resumes and allocations on a device without enough memory."""
+"""Tests resumes and allocations on a device without enough memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch_cases.tensors import (
 
 
 def case_resume_without_enough_memory(tag: str) -> None:
-    """A resume that does not fit reports needed and free bytes, and can be retried."""
+    """A resume that does not fit reports the required and the free bytes, and can be retried."""
     size = 4 * GIB
     with memsaver.region(tag, backup="host"):
         first, second = numbered(2048, 1), numbered(2048, 2)
@@ -51,7 +51,7 @@ def case_resume_without_enough_memory(tag: str) -> None:
 
 
 def case_allocation_without_enough_memory(tag: str) -> None:
-    """After torch's own out-of-memory error, the region continues to work."""
+    """After torch's own out-of-memory error, the region remains usable."""
     with memsaver.region(tag):
         with raises(torch.OutOfMemoryError):
             torch.empty(1 << 40, dtype=torch.uint8, device="cuda")
@@ -64,7 +64,7 @@ def case_allocation_without_enough_memory(tag: str) -> None:
 
 
 def case_shortage_says_who_holds_memory(tag: str) -> None:
-    """The error names the owners of the memory, and the tags that could be paused."""
+    """The error names the owners of the memory and the tags that could be paused."""
     other = tag + ".other"
     with memsaver.region(tag, backup="none"):
         tensor = torch.ones(GIB, dtype=torch.uint8, device="cuda")

@@ -1,4 +1,4 @@
-"""Helpers shared by the cases: tensors with a pattern, the tags' memory, and free memory."""
+"""Functions shared by the cases: tensors with a pattern, the tags' memory, and free memory."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ NOISE = 4 * MIB  # the driver's own allocations between two readings
 
 
 def tidy() -> None:
-    """Release torch's unused cached memory."""
+    """Release torch's cached memory that is not in use."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
 
 
 def free(device: int = 0) -> int:
-    """Return the free bytes that the driver reports."""
+    """Return the number of free bytes that the driver reports."""
     tidy()
     return torch.cuda.mem_get_info(device)[0]
 
 
 def held(tag: str) -> int:
-    """Return the tag's resident device memory that memsaver reports."""
+    """Return the tag's resident device memory as memsaver reports it."""
     return sum(row.resident_bytes for row in memsaver.stats()[tag])
 
 
 def allocated(tag: str) -> int:
-    """Return the bytes of a tag's live allocations."""
+    """Return the number of bytes in a tag's live allocations."""
     return sum(row.allocated_bytes for row in memsaver.stats()[tag])
 
 

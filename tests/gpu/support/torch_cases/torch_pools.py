@@ -1,4 +1,4 @@
-"""Test torch memory pools whose memory belongs to a tag."""
+"""Tests torch memory pools whose memory belongs to a tag."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch_cases.tensors import (
 
 
 def case_torch_pool(tag: str) -> None:
-    """A pool's tensors belong to its tag on every thread; in a region, to one of the two tags."""
+    """A pool's tensors belong to the pool's tag on every thread; in a region, to either tag."""
     pool = memsaver.torch_pool(tag, backup="host")
     assert isinstance(pool, torch.cuda.MemPool)
     made: list[Any] = []
@@ -59,7 +59,9 @@ def case_torch_pool(tag: str) -> None:
 
 
 def case_torch_pool_is_closed_with_its_last_reference(tag: str) -> None:
-    """torch keeps deleted tensors' memory until the pool is closed; live tensors outlive it."""
+    """torch keeps deleted tensors' memory until the pool is closed; live tensors outlive the
+    pool.
+    """
     pool = memsaver.torch_pool(tag, backup="host")
     with torch.cuda.use_mem_pool(pool):
         kept, deleted = numbered(64, 1), numbered(64, 2)
@@ -80,7 +82,10 @@ def case_torch_pool_is_closed_with_its_last_reference(tag: str) -> None:
 
 
 def case_torch_pool_in_use(tag: str) -> None:
-    """A pause fails while a thread uses the pool; graphs that keep the pool do not prevent it."""
+    """A pause fails while a thread uses the pool.
+
+    Graphs that keep the pool do not prevent a pause.
+    """
     pool = memsaver.torch_pool(tag)
     source = torch.ones(16 * MIB, device="cuda")
     graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""Test tensors on two devices in one process."""
+"""Tests tensors on two devices in one process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def case_two_gpus_region_names_both(tag: str) -> None:
 
 
 def _copies_between(source: torch.Tensor, target: torch.Tensor, number: int) -> None:
-    """Check contiguous and strided copies: a memory copy, and a kernel on the source's device."""
+    """Check contiguous copies (a memory copy) and strided copies (a kernel on the source's
+    device).
+    """
     target.zero_()
     torch.cuda.synchronize(target.device)
     target.copy_(source)
@@ -47,7 +49,7 @@ def _copies_between(source: torch.Tensor, target: torch.Tensor, number: int) -> 
 
 
 def case_two_gpus_copies(tag: str) -> None:
-    """Copies between region and ordinary memory on two devices work before and after a resume."""
+    """Copies between a region and ordinary memory on two devices work before and after a resume."""
     tensors: dict[tuple[str, str], Any] = {}
     for device in ("cuda:0", "cuda:1"):
         # In the first iteration, the other device has no context in this process yet.

@@ -1,4 +1,4 @@
-"""Fixtures for the tests of HTTP calls: servers with the answers that a test chooses."""
+"""Fixtures for the tests of HTTP calls: servers whose answers a test chooses."""
 
 import contextlib
 
@@ -8,7 +8,10 @@ from http_servers import RawServer
 
 @pytest.fixture
 def serve():
-    """Return `serve(answer)`, which starts a server. `answer` takes the connection, or is bytes."""
+    """Return `serve(answer)`, which starts a server.
+
+    `answer` is bytes or a function of the connection.
+    """
     with contextlib.ExitStack() as cleanup:
 
         def start(answer):

@@ -1,4 +1,4 @@
-"""Test HTTP calls to servers whose answers are broken or not SGLang's."""
+"""Tests HTTP calls to servers whose answers are malformed or not SGLang's."""
 
 import pickle
 

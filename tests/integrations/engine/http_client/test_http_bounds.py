@@ -1,4 +1,4 @@
-"""Test that HTTP calls keep their bounds on time and size with any server, and leak nothing."""
+"""Tests that HTTP calls respect their limits on time and size with any server, without leaks."""
 
 import contextlib
 import shutil

@@ -1,4 +1,4 @@
-"""Test redirects, API keys and addresses: no secret reaches another host or an error message."""
+"""Tests redirects, API keys and addresses; no secret reaches another host or an error message."""
 
 import pytest
 from http_servers import KEY, response, scheduler_state, texts_of

@@ -1,7 +1,8 @@
-"""Fixtures for the tests of a sleep controller: worlds with an engine object or a server.
+"""Fixtures for the tests of a sleep controller, with an engine object or a server.
 
-With the plugin, the fake's schedulers use memsaver on the simulated driver; without it, they use
-another saver. In both cases they end after a call that would end SGLang, which fails the test.
+With the plugin, the fake's schedulers use memsaver on the simulated driver. Without the plugin,
+they use another memory saver. In both cases, a call that would end SGLang ends the schedulers,
+which fails the test.
 """
 
 import contextlib
@@ -14,7 +15,9 @@ from sleep_worlds import World, started
 
 @pytest.fixture
 def make_world(monkeypatch, sim, tag, make_blocks):
-    """Create worlds: `make_world("local" | "server", guarded=True)`."""
+    """Return a function that creates fake engines with their controllers: `make_world("local" |
+    "server", guarded=True)`.
+    """
 
     with contextlib.ExitStack() as cleanup:
 

@@ -1,4 +1,4 @@
-"""Test failures of a sleep controller: memory, engines, answers, timeouts, invalid engines."""
+"""Tests failures of a sleep controller: memory shortages, errors, timeouts, and invalid engines."""
 
 import contextlib
 import gc

@@ -1,4 +1,4 @@
-"""Test a sleep controller with other callers, threads, replicas, and calls in any order."""
+"""Tests a sleep controller with other callers, threads, replicas, and calls in any order."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Test that a controller discards its knowledge of a server that is replaced."""
+"""Tests that a controller discards its knowledge of a server that is replaced."""
 
 import contextlib
 import json
@@ -18,11 +18,11 @@ class Replaceable:
     """A server with one scheduler, whose behaviour a test sets.
 
     Attributes:
-        guarded: whether it has memsaver's plugin.
-        idle: whether it has no request in flight.
-        released: its released tags.
-        forgets: whether it accepts releases and resumes without doing them.
-        posts: the paths of the POSTs that it received.
+        guarded: whether the server has memsaver's plugin.
+        idle: whether the server has no request in progress.
+        released: the released tags.
+        forgets: whether the server accepts releases and resumes without performing them.
+        posts: the paths of the received POST requests.
     """
 
     def __init__(self) -> None:

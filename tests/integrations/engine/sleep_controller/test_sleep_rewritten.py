@@ -1,4 +1,4 @@
-"""Test sleeps and wake-ups of weights that are about to be loaded again."""
+"""Tests sleeps and wake-ups of weights that are about to be reloaded."""
 
 import pytest
 from sleep_worlds import ALL
@@ -15,13 +15,13 @@ def world(kind, make_world):
 
 
 def totals(tag="weights"):
-    """Return the bytes of the tag that were saved and restored so far."""
+    """Return the number of bytes of the tag that have been saved and restored so far."""
     (row,) = memsaver.stats()[tag]
     return row.saved_bytes, row.restored_bytes
 
 
 def are_lost(model):
-    """Return whether all contents are zeros, except those of the model's buffers, at its start."""
+    """Return whether all contents are zeros except the model's buffers, which come first."""
     contents = model.bytes()
     return contents[:BUFFER] == model.expected()[:BUFFER] and not any(contents[BUFFER:])
 

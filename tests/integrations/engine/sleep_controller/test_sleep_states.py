@@ -1,4 +1,4 @@
-"""Test a sleep controller's contract: states, requests in flight, context managers."""
+"""Tests a sleep controller's contract: states, requests in progress, and context managers."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
