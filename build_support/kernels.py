@@ -1,19 +1,21 @@
 """Compile the device code: `python build_support/kernels.py`, or `make kernels`.
 
-Needed only after a change of csrc/kernels/*: the result, fingerprint.fatbin, is in the repository,
-and every build embeds it in libmemsaver.so. Beside it is fingerprint.fatbin.json with the hashes of
-its sources, which a test checks.
+Run this program only after a change in csrc/kernels/. Its result, fingerprint.fatbin, is in the
+repository, and every build embeds this file in libmemsaver.so. The file fingerprint.fatbin.json
+contains the hashes of the sources, which a test checks.
 
-Uses three NVIDIA programs, from CUDA_HOME or PATH, or else from PyPI in build/cuda:
+The program uses three NVIDIA programs from CUDA_HOME or PATH, or else from PyPI in build/cuda:
 
-    nvcc       C++ to PTX, for the lowest architecture that this nvcc knows
-    ptxas      PTX to machine code, of CUDA 12.8 or 12.9: the drivers of CUDA 12 before 12.8 cannot
-               read the output of ptxas 13 (ELF ABI 8), on any GPU
-    fatbinary  combines all of it in one file, uncompressed: older drivers lack some compressions
+    nvcc       compiles C++ to PTX, for the lowest architecture that this nvcc supports
+    ptxas      compiles PTX to machine code; must be of CUDA 12.8 or 12.9, because drivers of CUDA
+               12 before 12.8 cannot read the output of ptxas 13 (ELF ABI 8)
+    fatbinary  combines the results in one uncompressed file, because older drivers do not support
+               all compressions
 
-Between the first two, the PTX is declared as PTX_VERSION and PTX_TARGET, which nvcc 13 cannot
-write; ptxas checks the declaration. Therefore drivers 525 and newer can compile the PTX for GPUs
-for which the file has no machine code.
+Between the first two steps, the program changes the version and the target in the PTX to
+PTX_VERSION and PTX_TARGET, which nvcc 13 cannot generate. ptxas checks that the PTX is valid for
+them. Therefore drivers 525 and newer can compile the PTX for GPUs for which the file has no machine
+code.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ ASSEMBLER_VERSIONS = ("12.8", "12.9")
 
 
 def described() -> dict[str, object]:
-    """Return the current inputs of the result: the hashes of the sources, and the options."""
+    """Return the current inputs of the result, which are the sources' hashes and the options."""
     return {
         "sources": {name: _sha256(FOLDER / name) for name in SOURCES},
         "options": {
@@ -109,7 +111,7 @@ def _toolkit() -> Path | None:
 
 
 def _install(packages: list[str], program: str) -> Path:
-    """Install PyPI packages in build/cuda if missing; return the folder that contains `program`."""
+    """Install PyPI packages in build/cuda if necessary, and return the folder of `program`."""
     name = re.sub(r"[^\w.]+", "-", packages[0]).strip("-.")
     target = ROOT / "build" / "cuda" / name
     if not list(target.glob(f"nvidia/*/bin/{program}")):
@@ -124,7 +126,7 @@ def _install(packages: list[str], program: str) -> Path:
 
 
 def compile_kernels(output: Path) -> dict[str, str]:
-    """Write the fatbin; return the versions of the programs."""
+    """Write the fatbin, and return the versions of the programs."""
     tools = _toolkit() or _install(PYPI_COMPILER, "nvcc")
     assembler = tools / "ptxas"
     if not _version(assembler).startswith(ASSEMBLER_VERSIONS):
@@ -158,7 +160,7 @@ def compile_kernels(output: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    """Compile, and record the inputs."""
+    """Compile the device code, and record the inputs."""
     output = FOLDER / FATBIN
     before = described()
     programs = compile_kernels(output)

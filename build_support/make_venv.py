@@ -1,8 +1,9 @@
 """Create the development environment: `python build_support/make_venv.py .venv`.
 
-If this interpreter already has torch, the environment and the tests use it (it may be the only
-build for the machine's GPU); otherwise the tests install the pinned version. The file `test-extra`
-in the environment contains the extra to install, `test-base` or `test`.
+If torch is installed for this interpreter, the environment and the tests use this torch, because it
+may be the only build for the machine's GPU. Otherwise the tests install the pinned version. The
+file `test-extra` in the environment contains the name of the extra to install, `test-base` or
+`test`.
 """
 
 import site
@@ -15,8 +16,9 @@ from pathlib import Path
 def is_foreign(target: Path) -> bool:
     """Return whether replacing this folder would destroy files that this program did not create.
 
-    An environment that this program creates contains only pip until it is complete, and then the
-    file `test-extra`. Through a link, the environment of another tree would be replaced.
+    An environment that this program creates contains only pip until it is complete, and then also
+    the file `test-extra`. If the folder is a link, replacing it would destroy the environment of
+    another tree.
     """
     if target.is_symlink():
         return True
@@ -29,7 +31,7 @@ def is_foreign(target: Path) -> bool:
 
 
 def main() -> None:
-    """Create the environment; replace one that this program created earlier."""
+    """Create the environment, and replace an environment that this program created earlier."""
     target = Path(sys.argv[1])
     if is_foreign(target):
         sys.exit(

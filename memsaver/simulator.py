@@ -1,10 +1,12 @@
-"""The simulated CUDA driver (MEMSAVER_DRIVER=sim): run rollout code on a laptop, inject faults.
+"""The simulated CUDA driver (MEMSAVER_DRIVER=sim), which runs rollout code without a GPU, and
+injects faults.
 
-Simulated device memory is host memory at the simulated addresses, so CPU code can read and write it
-directly; accesses to paused memory fault, as on a GPU. torch cannot allocate simulated memory by
-itself: `empty` creates a CPU tensor in memory of the open region. Without a device argument,
-`empty` and `buffer` use the region's device if it has one, otherwise the first device. Not
-simulated: kernels other than memsaver's own, torch's allocator, and speed.
+Simulated device memory is host memory at the simulated addresses, so CPU code can read and write
+this memory directly. As on a GPU, an access to paused memory is a fault. torch itself cannot
+allocate simulated memory, so `empty` creates a CPU tensor in memory of the open region. Without a
+device argument, `empty` and `buffer` use the region's device or, if the region names no device, the
+first device. The simulator does not simulate torch's allocator, speed, or kernels other than
+memsaver's own.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ def active() -> bool:
 
 
 def control() -> ctypes.CDLL:
-    """Return the simulator's control functions, with the types of csrc/sim/sim.h."""
+    """Return the simulator's control functions, which csrc/sim/sim.h declares."""
     library = ctypes.CDLL(str(LIBRARY_DIR / "libmemsaver_sim.so"))
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
@@ -63,10 +65,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 def fault(call: str, code: int, *, nth: int = 1, times: int = 1) -> Iterator[None]:
     """Make the `nth` call of a driver function and the next `times - 1` calls fail with `code`.
 
-    `times=0` means all calls until the block ends. A failing call has no effect.
+    If `times` is 0, all calls fail until the block ends. A call that fails has no effect.
 
     Raises:
-        ConfigError: the simulator has no such call.
+        ConfigError: the simulator has no such function.
     """
     library = control()
     if library.sim_fail(call.encode(), nth, code, times) != 0:
@@ -78,7 +80,7 @@ def fault(call: str, code: int, *, nth: int = 1, times: int = 1) -> Iterator[Non
 
 
 class Buffer:
-    """Device memory of the open region as a writable buffer; freed with the last reference."""
+    """A writable buffer in device memory of the open region. The last reference frees it."""
 
     def __init__(self, nbytes: int, device: Device = None) -> None:
         nbytes = _count(nbytes, "a size in bytes")
@@ -116,11 +118,11 @@ def _device(device: Device) -> int:
 
 
 def buffer(nbytes: int, device: Device = None) -> Buffer:
-    """Allocate simulated device memory in the tag of the open region, uninitialised.
+    """Allocate uninitialised simulated device memory in the tag of the open region.
 
     Raises:
         ConfigError: the size or the device is invalid.
-        InvalidStateError: no region is open for that device, or the driver is not simulated.
+        InvalidStateError: no region is open for this device, or the driver is not simulated.
         OutOfDeviceMemoryError: the simulated device is full.
     """
     return Buffer(nbytes, device)
@@ -129,11 +131,12 @@ def buffer(nbytes: int, device: Device = None) -> Buffer:
 def empty(shape: Sequence[int] | int, dtype: Any = None, device: Device = None) -> torch.Tensor:
     """Create an uninitialised CPU torch tensor in simulated memory of the open region.
 
-    The memory is freed with the last tensor that uses it. A `dtype` of None is torch's default.
+    The memory is freed when the last tensor in it is deleted. If `dtype` is None, the tensor has
+    torch's default dtype.
 
     Raises:
         ConfigError: the shape, the dtype or the device is invalid.
-        InvalidStateError: no region is open for that device, or the driver is not simulated.
+        InvalidStateError: no region is open for this device, or the driver is not simulated.
         NotLoadedError: torch is not installed.
         OutOfDeviceMemoryError: the simulated device is full.
     """

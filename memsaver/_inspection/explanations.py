@@ -1,4 +1,4 @@
-"""Explain an address: its tag, tensor and state. Helps to debug illegal accesses."""
+"""Explain an address, to debug illegal accesses."""
 
 from __future__ import annotations
 
@@ -19,26 +19,28 @@ __all__ = ["Explanation", "explain"]
 
 @dataclass(frozen=True)
 class Explanation:
-    """The description of an address; `str()` returns it as text.
+    """The description of an address. `str()` returns the description as text.
 
     Attributes:
         address: the address.
-        tag: the tag of the memory. None if the memory is not memsaver's: the attributes that
-            describe its tag are then unset.
+        tag: the tag of the memory, or None for memory that memsaver did not allocate. In this case,
+            the attributes that describe the tag are not set.
         device: the device's index.
         state: the tag's state.
         allocation: the live allocation that contains the address, or None.
         in_segment: whether the allocation is a torch segment, which torch divides into blocks for
             tensors.
-        tensor: the block of the live tensor that contains the address, if torch knows it.
-        since: the time when the tag entered its state, as `time.time()` returns it: for example,
-            the time when it was paused.
+        tensor: the memory block of the live tensor that contains the address, or None if torch
+            reports no such tensor.
+        since: the time when the tag entered its state (for example, when it was paused), in the
+            format of `time.time()`.
         seconds: the time from `since` to the creation of this object.
-        thread: the system's id of the thread whose call changed the state
-            (`threading.get_native_id()`), or that created the tag if it was never paused.
-        caller: the place of that call in the program, and its thread's name; "" for a call from
+        thread: the system's id (`threading.get_native_id()`) of the thread whose call changed the
+            tag's state. If the tag was never paused, the thread that created the tag.
+        caller: the place of this call in the program, and the thread's name; "" for a call from
             outside Python.
-        in_host_memory: whether the argument was a CPU tensor whose memory is not memsaver's.
+        in_host_memory: whether the argument was a CPU tensor whose memory memsaver did not
+            allocate.
     """
 
     address: int
@@ -56,7 +58,9 @@ class Explanation:
 
     @property
     def offset(self) -> int:
-        """The offset in the tensor or, without a tensor, in the allocation, in bytes; or 0."""
+        """The address's offset in the tensor or, without a tensor, in the allocation, in bytes, or
+        0.
+        """
         around = self.tensor or self.allocation
         return self.address - around.address if around is not None else 0
 
@@ -114,17 +118,17 @@ _STANDING = {
 
 
 def explain(address_or_tensor: Any) -> Explanation:
-    """Describe an address: its tag, tensor and state, and when and by which call it was paused.
+    """Describe an address: its tag, its tensor, its state, and the call that paused the tag.
 
-    Makes no driver call, so it also works after an illegal access, when the CUDA context is lost.
-    `compute-sanitizer` and `cuda-gdb` report the address of such an access.
+    The function makes no driver call, so it also works after an illegal access, when the CUDA
+    context is lost. `compute-sanitizer` and `cuda-gdb` report the address of an illegal access.
 
     Args:
         address_or_tensor: a device address, or an object with a `data_ptr()`, such as a tensor.
 
     Raises:
         ConfigError: the argument is neither an address nor a tensor.
-        InvalidStateError: the process is a forked child, which does not have the memory.
+        InvalidStateError: the process is a forked child, which cannot use the parent's memory.
     """
     address = _address_of(address_or_tensor)
     found = _C.locate(address)

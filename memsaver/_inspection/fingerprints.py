@@ -1,4 +1,4 @@
-"""Fingerprints: compare contents between processes, or before and after a pause."""
+"""Fingerprints, which compare contents between processes, or before and after a pause."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ _DIGEST = 32  # bytes of a digest
 
 
 def fingerprint(*tags_or_tensors: Any) -> str:
-    """Return a hex digest of the bytes of tags and tensors, computed on the device, in order.
+    """Return a hex digest of the contents of tags and tensors, computed on the device.
 
-    Experimental: may change in any version.
+    Experimental: this API can change in any version.
 
     Equal bytes have equal digests in every process and at every address. Different contents have
-    different digests, except with a probability of 2^-128 or if they were constructed to collide.
+    different digests, except with a probability of 2^-128, or if they were constructed to collide.
 
     Args:
-        tags_or_tensors: tags, whose live tensors are hashed in address order; and CUDA tensors (on
-            the simulated driver: tensors in its memory), whether or not memsaver allocated them. A
-            non-contiguous tensor is copied first.
+        tags_or_tensors: tags or CUDA tensors, which are hashed in the order of the arguments. The
+            live tensors of a tag are hashed in address order. Any CUDA tensor is valid, even if
+            memsaver did not allocate it. On the simulated driver, pass tensors in simulated memory.
+            Non-contiguous tensors are copied first.
 
-    Waits for work submitted earlier to the device. A tag's fingerprint is that of its tensors, if
-    they are passed in address order.
+    The call waits for work that was submitted to the device earlier. The fingerprint of a tag
+    equals the fingerprint of its tensors in address order.
 
     Raises:
-        UnknownTagError: no region has ever named the tag.
+        UnknownTagError: no region has ever named one of the tags.
         ConfigError: a tensor is not on a GPU, or an argument is neither a tag nor a tensor.
-        InvalidStateError: a tag, or a tensor's tag, is paused.
+        InvalidStateError: one of the tags, or the tag of one of the tensors, is paused.
         DriverError: a driver call failed.
     """
     if not tags_or_tensors:
@@ -56,7 +57,7 @@ def fingerprint(*tags_or_tensors: Any) -> str:
 
 
 def _add(digest: Any, ranges: list[tuple[int, int]]) -> None:
-    """Add each range to the digest: its length, then its native digests."""
+    """Add each range to the digest, as its length followed by its native digests."""
     filled = [r for r in ranges if r[1]]
     pieces = memoryview(_C.fingerprint(filled) if filled else b"")
     at = 0
@@ -81,7 +82,7 @@ def _ranges_of_tag(tag: str) -> list[tuple[int, int]]:
 
 @contextlib.contextmanager
 def _contiguous(tensor: Any) -> Iterator[Any]:
-    """Yield the tensor, or a contiguous copy of it on its device."""
+    """Yield the tensor, or a contiguous copy on the same device."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(tensor, torch.Tensor):
         raise ConfigError(f"fingerprint takes tags and torch tensors, not {type(tensor).__name__}")

@@ -1,4 +1,4 @@
-"""Statistics of tags, and their address ranges."""
+"""Statistics and address ranges of tags."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class TagStats:
         unchanged_pieces: unchanged pieces of all pauses.
         unchanged_bytes: bytes of the unchanged pieces of all pauses.
 
-    Counters, durations and states are per tag, and equal in the tag's rows for all devices; byte
-    counts are per device. A failed transition changes only `failures`.
+    Counters, durations and states are values of the whole tag, and are equal in the tag's rows for
+    all devices. Byte counts are values of one device. A failed transition changes only `failures`.
     """
 
     tag: str
@@ -116,52 +116,54 @@ class TagStats:
 
     @property
     def paused_now_bytes(self) -> int:
-        """Device memory of live allocations that is not resident: a resume will map it."""
+        """Device memory of live allocations that is not resident, which a resume will map."""
         if self.state == "mapped":
             return 0
         return max(0, self.allocated_bytes - self.resident_bytes)
 
     @property
     def last_pause_rate(self) -> float:
-        """The rate at which the last pause released device memory, in bytes per second; 0 before
-        the first.
+        """The rate at which the last pause released device memory, in bytes per second, or 0 before
+        the first pause.
 
-        The duration is that of the whole call, so this is less than the bus's or the driver's rate
-        if the call also paused other tags.
+        The rate is computed from the duration of the whole call. If the call also paused other
+        tags, the rate is lower than the rate of the bus or the driver.
         """
         return _rate(self.last_paused_bytes, self.last_pause_seconds)
 
     @property
     def last_resume_rate(self) -> float:
-        """The rate at which the last resume mapped device memory, in bytes per second; 0 before
-        the first.
+        """The rate at which the last resume mapped device memory, in bytes per second, or 0 before
+        the first resume.
         """
         return _rate(self.last_resumed_bytes, self.last_resume_seconds)
 
     @property
     def last_save_rate(self) -> float:
-        """The rate at which the last pause saved to the backup, in bytes per second; 0 before the
-        first.
+        """The rate at which the last pause copied contents to the backup, in bytes per second, or 0
+        before the first pause.
         """
         return _rate(self.last_saved_bytes, self.last_pause_seconds)
 
     @property
     def last_restore_rate(self) -> float:
-        """The rate at which the last resume restored from the backup, in bytes per second; 0 before
-        the first.
+        """The rate at which the last resume copied contents from the backup, in bytes per second,
+        or 0 before the first resume.
         """
         return _rate(self.last_restored_bytes, self.last_resume_seconds)
 
 
 class Deferred(NamedTuple):
-    """Driver objects that could not be released; every transition, allocation and `trim` retries.
+    """Driver objects that the driver refused to release.
 
-    Experimental: may change in any version.
+    Experimental: this API can change in any version.
 
     Attributes:
-        objects: the number of driver objects.
-        device_bytes: an upper bound of their device memory, which no tag counts.
-        host_bytes: their pinned host memory, which `Stats.host_bytes` includes.
+        objects: the number of driver objects. Every transition, allocation and `trim` retries their
+            release.
+        device_bytes: an upper bound of the objects' device memory, which no tag's statistics
+            include.
+        host_bytes: the objects' pinned host memory, which `Stats.host_bytes` includes.
     """
 
     objects: int = 0
@@ -171,15 +173,16 @@ class Deferred(NamedTuple):
 
 @dataclass(frozen=True)
 class Stats:
-    """The statistics of all tags on all devices, at one moment.
+    """The statistics of all tags on all devices, at one point in time.
 
     Attributes:
         tags: one row for each tag and device.
-        host_bytes: host memory in use for backups in total, including temporary copy buffers.
+        host_bytes: the total host memory in use for backups, including temporary copy buffers.
         host_available_bytes: additional host memory that backups may use now, within the option
-            `host_bytes` and the system's available memory. Comparisons ignore it, because it
-            changes without calls to memsaver.
-        deferred: the memory that the driver refused to release; not reported for another process.
+            `host_bytes` and the system's available memory. Comparisons ignore this value, because
+            it also changes without calls to memsaver.
+        deferred: the memory that the driver refused to release. The statistics of another process
+            do not contain it.
     """
 
     tags: tuple[TagStats, ...]
@@ -189,30 +192,30 @@ class Stats:
 
     @property
     def resident_bytes(self) -> int:
-        """Device memory in use by all tags."""
+        """The device memory in use by all tags."""
         return sum(row.resident_bytes for row in self.tags)
 
     @property
     def paused_now_bytes(self) -> int:
-        """Device memory that a resume of all tags will map."""
+        """The device memory that a resume of all tags will map."""
         return sum(row.paused_now_bytes for row in self.tags)
 
     @property
     def disk_bytes(self) -> int:
-        """File space in use for all backups."""
+        """The file space in use for all backups."""
         return sum(row.disk_bytes for row in self.tags)
 
     @property
     def peer_bytes(self) -> int:
-        """Memory of other devices in use for all backups; `Stats.devices` counts it as used."""
+        """The memory of other devices in use for all backups."""
         return sum(row.peer_bytes for row in self.tags)
 
     def __str__(self) -> str:
-        """Return one line for each tag and device; `repr` has all fields."""
+        """Return one line for each tag and device. `repr` returns all fields."""
         return "\n".join(str(row) for row in self.tags) or "no tags"
 
     def __getitem__(self, tag: str) -> tuple[TagStats, ...]:
-        """Return the rows of one tag, one for each device. Raises KeyError for an unknown tag."""
+        """Return a tag's rows, one row for each device. Raises KeyError for an unknown tag."""
         rows = tuple(row for row in self.tags if row.tag == tag)
         if not rows:
             raise KeyError(tag)
@@ -224,7 +227,7 @@ def _rate(nbytes: int, seconds: float) -> float:
 
 
 def _tag_stats(row: dict[str, Any]) -> TagStats:
-    """Return a row of the native statistics as an object."""
+    """Return a row of the native statistics as a `TagStats`."""
     row["state"] = STATES[row["state"]]
     row["backup"] = backup_of(row["backup"])
     # The constructor of a frozen dataclass is 15 times slower: it sets each field with a call.
@@ -234,13 +237,15 @@ def _tag_stats(row: dict[str, Any]) -> TagStats:
 
 
 def stats() -> Stats:
-    """Return the statistics of every tag on every device, at one moment."""
+    """Return the statistics of every tag on every device, at one point in time."""
     tags = tuple(map(_tag_stats, _C.stats()))
     return Stats(tags, *_C.host_memory(), Deferred(*_C.deferred_releases()))
 
 
 def ranges(tag: str, device: int | None = None) -> tuple[Range, ...]:
-    """Return the live allocations of a tag in address order, in any state; on one device or all.
+    """Return a tag's live allocations on one device or on all devices, in address order.
+
+    The tag can be in any state.
 
     Raises:
         UnknownTagError: no region has ever named the tag.
@@ -250,5 +255,5 @@ def ranges(tag: str, device: int | None = None) -> tuple[Range, ...]:
 
 
 def device_memory(device: int = 0) -> tuple[int, int]:
-    """Return the free and the total bytes of a device, as reported by the driver."""
+    """Return the free bytes and the total bytes of a device, as reported by the driver."""
     return _C.device_memory(device)

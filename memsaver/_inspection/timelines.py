@@ -1,4 +1,4 @@
-"""Record the memory of tags over time, and save it as a trace, an HTML page or an image."""
+"""Record the memory of tags over time, and save the recording as a trace, a page or an image."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _MOST_EVENTS = 1 << 24  # the core's limit
 
 
 class Timeline:
-    """A recording of this process, created by `timeline()`: a context manager. Any thread.
+    """A recording of this process, which `timeline()` creates. A context manager. Thread-safe.
 
-    Experimental: may change in any version.
-    The recording can be read and saved while it runs and afterwards.
+    Experimental: this API can change in any version. The recording can be read and saved during its
+    run and afterwards.
     """
 
     def __init__(self, events: int, interval: float | None) -> None:
@@ -68,13 +68,14 @@ class Timeline:
         return f"<memsaver.Timeline: {state}>"
 
     def start(self) -> None:
-        """Start recording, as `with` does. Discards the result of an earlier recording.
+        """Start recording, like the start of a `with` block. Discards the result of an earlier
+        recording.
 
         Raises:
-            InvalidStateError: this process is already recording a timeline; only one can be
-                recorded at a time.
-            OutOfHostMemoryError: there is no memory for the events, or no thread can be started for
-                the interval. Nothing is recorded.
+            InvalidStateError: this process is already recording a timeline. It can record only one
+                at a time.
+            OutOfHostMemoryError: there is not enough memory for the events, or the thread for
+                `interval` cannot be started. Nothing is recorded.
         """
         _C.uninterrupted(self._start)
 
@@ -100,13 +101,13 @@ class Timeline:
         atexit.register(self._end_sampling)  # makes no driver call during process exit
 
     def stop(self) -> None:
-        """Stop recording, as the end of the `with` block does.
+        """Stop recording, like the end of a `with` block.
 
-        Does nothing if the recording has stopped.
+        If the recording has already stopped, the call has no effect.
 
         Raises:
-            OutOfHostMemoryError: not enough host memory for the result. The recording continues;
-                call `stop` again.
+            OutOfHostMemoryError: there is not enough host memory for the result. The recording
+                continues, and `stop` can be called again.
         """
         _C.uninterrupted(self._stop, True)
 
@@ -137,7 +138,7 @@ class Timeline:
 
     @property
     def trace(self) -> Trace:
-        """The data recorded so far; after the end, the whole recording.
+        """The data recorded so far or, after the end, the whole recording.
 
         Raises:
             InvalidStateError: the recording has not begun.
@@ -155,38 +156,41 @@ class Timeline:
 
     @property
     def transitions(self) -> tuple[TagTransition, ...]:
-        """Pauses, resumes and swaps: one row for each tag and device, in order of their start."""
+        """The pauses, resumes and swaps, with one row for each tag and device, in order of their
+        start.
+        """
         return self.trace.transitions
 
     @property
     def samples(self) -> tuple[TagSample, ...]:
-        """The memory of each tag and device at each change."""
+        """The memory of each tag on each device, with one sample for each change."""
         return self.trace.samples
 
     @property
     def memory(self) -> tuple[DeviceSample, ...]:
-        """The driver's free memory at each transition and each interval."""
+        """The driver's free memory at each transition and at each interval."""
         return self.trace.memory
 
     @property
     def dropped(self) -> int:
-        """The number of events that newer events replaced; 0 if the recording is complete."""
+        """The number of old events that newer events replaced; 0 if the recording is complete."""
         return self.trace.dropped
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Save the recording to a file; the extension selects the format.
+        """Save the recording to a file, in the format of the file's extension.
 
         - `.json`: a trace for ui.perfetto.dev, chrome://tracing and `memsaver trace`.
         - `.html`: a self-contained page with an interactive chart.
         - `.png`, `.svg`, `.pdf`: a picture; needs matplotlib (`pip install 'memsaver[plot]'`).
 
-        Replaces an existing file only when the new file is complete.
+        An existing file is replaced only when the new file is complete.
 
         Returns:
             The file's path.
 
         Raises:
-            ConfigError: the extension is unknown, or a picture needs matplotlib, which is missing.
+            ConfigError: the extension is unknown, or the format needs matplotlib, which is not
+                installed.
             InvalidStateError: the recording has not begun.
             OSError: the file cannot be written.
         """
@@ -196,30 +200,31 @@ class Timeline:
 
 
 def timeline(*, events: int = 1 << 16, interval: float | None = None) -> Timeline:
-    """Record allocations and transitions of this process, and the driver's free memory.
+    """Record this process's allocations and transitions, and the driver's free memory.
 
-    Experimental: may change in any version.
+    Experimental: this API can change in any version.
 
         with memsaver.timeline() as t:
             ...
         t.save("trace.json")   # Perfetto
         t.save("memory.html")  # an interactive chart
 
-    An event costs less than a microsecond. Each transition also queries the driver's free memory at
-    its start and end. While nothing is recorded, there is no cost. A forked child's events
-    are not recorded, and the parent's recording cannot be read in the child.
+    Recording an event takes less than a microsecond. Each transition also queries the driver's free
+    memory at its start and end. Without a recording, there is no cost. Events of a forked child are
+    not recorded, and the child cannot read the parent's recording.
 
     Args:
-        events: the maximum number of kept events, each of about 140 bytes. Further events replace
-            the oldest, and `Timeline.dropped` counts the replaced events. An allocation or a free
-            is one event; a transition is two events for each of its tags and devices, and two for
-            each device.
-        interval: seconds between additional queries of the driver's free memory, on another thread,
-            which show changes by other processes; None queries it only at transitions.
+        events: the maximum number of events to keep. Each event needs about 140 bytes. Further
+            events replace the oldest events, and `Timeline.dropped` counts the replaced events. An
+            allocation or a free is one event. A transition is two events for each pair of its tags
+            and devices, and two events for each device.
+        interval: the time, in seconds, between additional queries of the driver's free memory,
+            which another thread makes. They show changes by other processes. If None, transitions
+            are the only queries.
 
     Raises:
-        ConfigError: `events` is not an integer from 1 to 2^24, or `interval` is not above zero or
-            is longer than a thread can wait.
+        ConfigError: `events` is not an integer from 1 to 2^24, or `interval` is not positive, or is
+            longer than a thread can wait.
     """
     return Timeline(events, interval)
 
@@ -229,8 +234,8 @@ class _Recording:
     """The start of a recording.
 
     Attributes:
-        clock: the start in seconds of the monotonic clock.
-        started: the start in seconds since 1970.
+        clock: the start, in seconds of the monotonic clock.
+        started: the start, in seconds since 1970.
         process: the id of the process that records.
     """
 

@@ -1,4 +1,4 @@
-"""Backups: views of their contents, and the release of memory that is not needed."""
+"""Views of backups, and the release of backup memory that is not needed."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ __all__ = ["Trim", "backup_view", "trim"]
 
 
 def backup_view(tensor: Any, writable: bool = False, retained: bool = False) -> torch.Tensor:
-    """Return the saved contents of a tensor whose tag is paused, as a CPU tensor, without a copy.
+    """Return the saved contents of a tensor of a paused tag, as a CPU tensor, without copying them.
 
-    The view has the tensor's shape, strides and dtype. It is valid until the tag's next change: a
-    resume, a pause, the deletion of its tensors; with `retained`, also a trim.
+    The view has the tensor's shape, strides and dtype. The view is valid until the tag is resumed
+    or paused, or its tensors are deleted. With `retained`, a trim also makes the view invalid.
 
     Args:
         tensor: a tensor of a paused tag, or a view of one.
-        writable: False creates a view whose in-place operations, and those of its views, raise
-            InvalidStateError; results computed from it are ordinary tensors. True creates an
-            ordinary tensor, whose contents the resume restores.
-        retained: True views the copy that a mapped tag's last pause saved, at the same host
-            address. The view shows the contents at that pause, and writes to it are never restored.
+        writable: whether the view can be written to. If False, in-place operations on the view and
+            on its own views raise InvalidStateError, and results computed from the view are
+            ordinary tensors. If True, the view is an ordinary tensor, and the resume restores the
+            contents that were written to it.
+        retained: if True, the tag must be mapped, and the view shows the copy that the tag's last
+            pause saved, at the same host address. A resume never restores writes to this view.
 
     Raises:
         ConfigError: the tensor's memory is in no region.
-        InvalidStateError: the tag is not paused, or was paused without a backup, or with one on
-            disk or on another GPU. With `retained`: the tag is not mapped, or no copy of the tensor
-            is retained.
+        InvalidStateError: the tag is not paused, or it was paused without a backup, or with a
+            backup on disk or on another GPU. With `retained`, the tag is not mapped, or no copy of
+            the tensor is retained.
         NotLoadedError: torch is not installed.
     """
     try:
@@ -62,9 +63,10 @@ def backup_view(tensor: Any, writable: bool = False, retained: bool = False) -> 
 
 
 class Trim(Job[int]):
-    """Release host memory on a separate thread; `wait()` returns the number of released bytes.
+    """A release of host memory on a separate thread; `wait()` returns the number of released bytes.
 
-    An error that no `wait` delivers becomes a `MemsaverWarning` when this object is deleted.
+    If the release fails and no `wait` call raises its error, a `MemsaverWarning` reports the error
+    when this object is deleted.
     """
 
     def __init__(self, tags: Sequence[str] = ()) -> None:
@@ -80,20 +82,22 @@ def trim(*, wait: Literal[True], tags: str | Sequence[str] = ()) -> int: ...
 
 
 def trim(*, wait: bool = False, tags: str | Sequence[str] = ()) -> Trim | int:
-    """Release the memory and file space of backups, except those of paused tags.
+    """Release the memory and file space of all backups except those of paused tags.
 
-    memsaver keeps this memory for the next pause. The release takes a while, because unpinning
-    waits for the devices' work, so the release runs in the background. It owns one tag at a time; a
-    call that needs this tag waits.
+    Without this call, memsaver keeps the memory for the next pause. The release is slow, because
+    unpinning waits for the devices' work, so it runs in the background by default. The release
+    reserves one tag at a time, and other calls that need this tag wait.
 
     Args:
-        wait: True waits and returns the released bytes; False returns a handle whose `wait()` does.
-        tags: the tag, or tags, whose backups are released; an empty sequence means every tag's, and
-            the memory that backups share.
+        wait: if True, the call waits for the release and returns the number of released bytes. If
+            False, it returns a handle whose `wait()` returns this number.
+        tags: the tag, or tags, whose backups are released. An empty sequence means the backups of
+            all tags, and the memory that backups share.
 
     Raises:
-        ConfigError: an invalid tag.
-        UnknownTagError: a tag that no region has ever named (without `wait`, raised by the handle).
+        ConfigError: a tag is invalid.
+        UnknownTagError: no region has ever named one of the tags. Without `wait`, the handle's
+            `wait()` raises this error.
     """
     names = [check_tag(tag) for tag in ([tags] if isinstance(tags, str) else tags)]
     if not wait:

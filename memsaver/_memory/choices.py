@@ -1,11 +1,11 @@
-"""Checks for silent mistakes: contents that are discarded without a choice of a backup or after
-contradictory choices, and tags without memory.
+"""Checks for probable mistakes: pauses that discard contents although no backup was chosen,
+contradictory choices of a backup, and tags without memory.
 
-A tag is undecided until one of its regions passes a backup. The process-wide tag (MEMSAVER_TAG) is
-also decided by MEMSAVER_BACKUP. A pause that passes no backup itself fails if it would discard
-LARGE_BYTES or more of undecided tags.
+A tag is undecided until one of its regions passes a backup. The variable MEMSAVER_BACKUP also
+decides the process-wide tag (MEMSAVER_TAG). If a pause passes no backup and would discard
+LARGE_BYTES or more of undecided tags, the pause fails.
 
-Every function may be called on any thread and in finalizers: none takes a lock.
+All functions are safe on any thread and in finalizers, because they acquire no lock.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _paused: set[str] = set()  # tags that were paused before, or that need no warni
 def expect_empty(tag: str) -> None:
     """Suppress the warning about pausing a tag without memory.
 
-    An integration's tags may get memory later.
+    Use this function for an integration's tags, which may get memory later.
     """
     _paused.add(tag)
 
 
 def earlier_choice(tag: str, backup: Backup | None) -> Backup | None:
-    """Return a tag's policy before a region of it is entered; None for a new tag.
+    """Return a tag's policy before one of its regions is entered, or None for a new tag.
 
     A new tag whose region passes no backup is undecided from now on.
     """
@@ -59,9 +59,10 @@ def earlier_choice(tag: str, backup: Backup | None) -> Backup | None:
 
 
 def note_choice(tag: str, backup: Backup | None, earlier: Backup | None) -> None:
-    """Record the backup that a region passed for its tag, after the region was entered.
+    """Record the backup that a region passed for its tag, after the region has been entered.
 
-    Warns if the region withdraws the backup of earlier regions, and the tag still has their memory.
+    If the region withdraws the backup of earlier regions, and the tag still has memory of these
+    regions, the function emits a warning.
     """
     if backup is None:
         return
@@ -79,11 +80,11 @@ def note_choice(tag: str, backup: Backup | None, earlier: Backup | None) -> None
 
 
 def check_chosen(tags: Iterable[str], backup: Backup | None) -> None:
-    """Check that a pause discards no large contents for which no backup was chosen.
+    """Check that a pause does not discard large contents of tags for which no backup was chosen.
 
     Args:
         tags: the tags to pause.
-        backup: the pause's own choice, or None.
+        backup: the backup that the pause passes, or None.
 
     Raises:
         InvalidStateError: undecided tags have LARGE_BYTES or more in total.
@@ -107,7 +108,7 @@ def check_chosen(tags: Iterable[str], backup: Backup | None) -> None:
 
 
 def warn_of_empty(changes: Iterable[tuple[str, int, bool, int, int]]) -> None:
-    """Warn about tags without memory at their first pause, given the rows of its report."""
+    """Warn about tags without memory at their first pause, from the rows of the pause's report."""
     rows = [row for row in changes if row[0] not in _paused]
     _paused.update(row[0] for row in rows)
     for tag, device, *_ in rows:

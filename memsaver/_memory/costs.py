@@ -1,10 +1,8 @@
-"""Warnings about hidden costs: a `PerformanceWarning`, once for each tag and cost.
+"""Warnings about hidden costs: one `PerformanceWarning` for each tag and cost.
 
-Costs below LARGE_BYTES are not reported.
-
-The checks are cheap: they use statistics that a transition already has, and do not query torch.
-They cannot make a transition fail. The warnings are emitted when the transition is over, to the
-caller that waits for it.
+Costs below LARGE_BYTES are not reported. The checks are cheap, because they use statistics that a
+transition already has, and do not query torch. A check cannot make a transition fail. When the
+transition has ended, the thread that waits for it emits the warnings.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ def _harmless(check: Callable[Arguments, None]) -> Callable[Arguments, None]:
 
 @_harmless
 def check_unowned_blocks(tags: Iterable[str], unowned: list[tuple[int, int]]) -> None:
-    """Check blocks that no tensor owns (address and bytes) before a pause with a backup."""
+    """Check the blocks (address, size) that no tensor owns, before a pause with a backup."""
     tags = [tag for tag in tags if ("unowned", tag) not in _reported]
     if not tags or sum(nbytes for _, nbytes in unowned) < LARGE_BYTES:
         return
@@ -72,7 +70,7 @@ def check_unowned_blocks(tags: Iterable[str], unowned: list[tuple[int, int]]) ->
 def after_pause(
     tags: Iterable[str], backup: int, changes: Iterable[tuple[str, int, bool, int, int]]
 ) -> None:
-    """Check a pause, given its backup's number in the C ABI and the rows of its report."""
+    """Check a pause, from its backup's number in the C ABI and the rows of its report."""
     given: dict[str, int] = {}
     for tag, _, _, device_bytes, _ in changes:
         given[tag] = given.get(tag, 0) + device_bytes
@@ -96,7 +94,7 @@ def after_pause(
 
 @_harmless
 def before_resume(tags: Iterable[str]) -> None:
-    """Check a resume of the tags before it begins."""
+    """Check a resume of the tags before the resume begins."""
     large = {tag: _kept.pop(tag) for tag in tags if tag in _kept}
     saved = tag_totals(large, "backup_bytes")
     for tag, kept in large.items():
@@ -132,7 +130,7 @@ def _register_exit() -> None:
 
 @_harmless
 def _at_exit() -> None:
-    """Report at exit the backups of tags that were never resumed."""
+    """Report, at interpreter exit, the backups of tags that were never resumed."""
     if os.getpid() != _exit_process or hasattr(sys, "last_value"):
         return  # in a forked child, or after an exception that may have prevented the resume
     resumes = tag_totals(_kept, "resumes")

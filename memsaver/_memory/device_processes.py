@@ -19,7 +19,7 @@ class DeviceProcess:
     """A process that has memory on the device, as reported by NVML.
 
     Attributes:
-        pid: its process id; in a container this may be the host's id.
+        pid: its process id; in a container, possibly its process id on the host.
         name: the program's name, or "" if NVML does not report it.
         bytes: device memory in use; None if NVML does not report it.
     """
@@ -35,7 +35,7 @@ class DeviceProcess:
 
 
 def device_processes(device: int) -> tuple[DeviceProcess, ...]:
-    """Return the other processes on a device, largest first; empty if NVML is unavailable."""
+    """Return the other processes on a device, largest first, or nothing if NVML is unavailable."""
     with _nvml_rows(device) as (pynvml, rows):
         found = [
             DeviceProcess(int(row.pid), _name(pynvml, row.pid), row.usedGpuMemory)
@@ -46,14 +46,14 @@ def device_processes(device: int) -> tuple[DeviceProcess, ...]:
 
 
 def own_bytes(device: int) -> int | None:
-    """Return the bytes that NVML reports for this process; None if it does not report it."""
+    """Return the bytes that NVML reports for this process, or None if NVML does not report them."""
     with _nvml_rows(device) as (_, rows):
         return next((row.usedGpuMemory for row in rows if row.pid == os.getpid()), None)
 
 
 @contextlib.contextmanager
 def _nvml_rows(device: int) -> Iterator[tuple[Any, list[Any]]]:
-    """Yield pynvml and its rows of a device's processes; no rows if NVML is unavailable."""
+    """Yield pynvml and its rows of a device's processes, or no rows if NVML is unavailable."""
     nvml: Any = None
     rows: list[Any] = []
     is_open = False

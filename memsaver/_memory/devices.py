@@ -19,7 +19,7 @@ _NAME = re.compile(r"cuda(?::(0|[1-9][0-9]{0,8}))?")
 
 
 def indices_of(devices: Devices) -> list[int]:
-    """Return the indices of the devices that a caller named; [] for the current device.
+    """Return the indices of the devices that a caller named, or [] for the current device.
 
     Raises:
         ConfigError: a device is not a CUDA device or does not exist, or the sequence is empty.
@@ -35,7 +35,8 @@ def indices_of(devices: Devices) -> list[int]:
 
 
 def index_of(device: Device) -> int | None:
-    """Return the index of a device; None for "cuda", the current device. Opens the driver.
+    """Return the index of a device, or None for "cuda", which means the current device. Opens the
+    driver.
 
     Raises:
         ConfigError: the device is not a CUDA device or does not exist.

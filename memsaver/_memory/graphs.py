@@ -1,4 +1,4 @@
-"""CUDA graphs whose memory pool can be paused."""
+"""CUDA graphs whose memory can be paused."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ def graph(
     stream: Any = None,
     capture_error_mode: str = "global",
 ) -> Iterator[tuple[int, int]]:
-    """Capture a CUDA graph like `torch.cuda.graph`, with the graph's memory in a tag.
+    """Capture a CUDA graph like `torch.cuda.graph`, and assign the graph's memory to a tag.
 
     Pause the tag to release the graph's memory between replays; resume it before the next replay.
 
     Args:
         cuda_graph: a `torch.cuda.CUDAGraph` to capture into.
         tag: the tag of the graph's memory.
-        backup: as in `region`. With "none" a pause discards the outputs of the last replay; the
-            next replay computes them again.
-        pool: graphs captured with the same pool share memory, as in torch: the result of an earlier
-            graph's `pool()` or of `torch.cuda.graph_pool_handle()`. Graphs of another tag, and
-            graphs that `torch.cuda.graph` captured, share it only if `pool` comes from a graph that
-            this function captured.
-        stream: the stream to capture on; None means a side stream of torch's.
+        backup: as in `region`. With "none", a pause discards the outputs of the last replay, and
+            the next replay computes them again.
+        pool: the result of an earlier graph's `pool()` or of `torch.cuda.graph_pool_handle()`. As
+            in torch, graphs that are captured with the same pool share memory. Graphs of another
+            tag, and graphs that `torch.cuda.graph` captured, share this memory only if `pool` comes
+            from a graph that this function captured.
+        stream: the stream to capture on; None means one of torch's side streams.
         capture_error_mode: as in `torch.cuda.graph`.
 
     Yields:
-        The id of the torch pool that the graph's memory comes from, which differs from `pool` if
+        The id of the torch pool that contains the graph's memory. This id differs from `pool` if
         memsaver replaced that pool with its own pool.
 
-    Memory allocated in the block belongs to the tag, including memory that other threads allocate
-    on the captured stream.
+    All memory that is allocated in the block belongs to the tag, even if another thread allocates
+    it on the captured stream.
 
     Raises:
-        ConfigError: an empty tag, an unknown backup, or an invalid `pool`.
+        ConfigError: the tag is empty, the backup is unknown, or `pool` is invalid.
         InvalidStateError: the tag is paused.
         NotLoadedError: there is no GPU, or no torch with CUDA.
     """

@@ -14,7 +14,7 @@ def ranges_of(memory: Any) -> list[tuple[int, int]]:
 
     Args:
         memory: a dense tensor, an object with an `address` and `nbytes`, a pair (address, bytes),
-            or a list of those.
+            or a list of these.
 
     Raises:
         ConfigError: `memory` is something else.
@@ -36,7 +36,7 @@ def ranges_of(memory: Any) -> list[tuple[int, int]]:
 
 
 def _range_of_tensor(tensor: Any) -> tuple[int, int]:
-    """Return the range from a tensor's first to its last element."""
+    """Return the memory range from a tensor's first element to its last."""
     try:
         address, shape = int(tensor.data_ptr()), tensor.shape
         last = sum((n - 1) * step for n, step in zip(shape, tensor.stride(), strict=True))

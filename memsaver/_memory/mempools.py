@@ -1,4 +1,4 @@
-"""Torch memory pools with a tag, for programs that manage their pools themselves."""
+"""Torch memory pools with a tag, for programs that manage their own pools."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ __all__ = ["check_unused", "torch_pool"]
 def torch_pool(tag: str, backup: Backup | None = None, device: Device = None) -> torch.cuda.MemPool:
     """Create a `torch.cuda.MemPool` whose memory belongs to `tag`, on one device.
 
-    Experimental: may change in any version.
+    Experimental: this API can change in any version.
 
-    Pass it to `torch.cuda.use_mem_pool`, or its `id` to functions that capture graphs:
+    Pass the pool to `torch.cuda.use_mem_pool`, or pass its `id` to functions that capture graphs:
     `torch.cuda.graph(g, pool=pool.id)`, `torch.cuda.make_graphed_callables(..., pool=pool.id)`.
     Prefer a region if one suffices, because a region closes its pool at its end. Do not nest a
-    region and a `use_mem_pool` block: torch decides which of them serves an allocation.
+    region and a `use_mem_pool` block, because torch decides which of the two serves an allocation.
 
-    Lifetime: the caller owns the pool. While a reference exists, torch reuses the memory of deleted
-    tensors in the pool, `torch.cuda.empty_cache()` does not release that memory, and a pause saves
-    it. When the last reference is deleted, the pool is closed, as a region's pool is at its end:
-    tensors and graphs keep their memory, `empty_cache()` releases the rest, and a pause does not
-    save cached free blocks.
+    Lifetime: the caller owns the pool. While a reference to the pool exists, torch reuses the
+    memory of deleted tensors in the pool, `torch.cuda.empty_cache()` does not release that memory,
+    and a pause saves it. When the last reference is deleted, the pool is closed, like a region's
+    pool at the end of the region. After that, tensors and graphs keep their memory, `empty_cache()`
+    releases all other memory of the pool, and a pause does not save cached free blocks.
 
     Pauses: a pause of the tag fails while a thread is inside `use_mem_pool` of the pool, or
-    captures a graph into it. **Create no tensor in the pool while the tag is paused.** A request
-    for new memory fails (torch raises OutOfMemoryError, and a `MemsaverWarning` reports the
-    reason), but torch could reuse the block of a deleted tensor, which has no memory behind it.
-    Replay graphs only after the resume.
+    captures a graph into the pool. **Create no tensor in the pool while the tag is paused.** If
+    torch requests new memory, the request fails: torch raises OutOfMemoryError, and a
+    `MemsaverWarning` reports the reason. However, torch might instead reuse the block of a deleted
+    tensor, which has no physical memory. Replay graphs only after the resume.
 
-    Torch allocates cuBLAS's workspace at the first matrix product of a thread and a stream, from
-    the current pool, and keeps it. This function allocates the workspaces of the calling thread,
-    for its current stream and for torch's capture stream, outside the pool. Warm up other threads
-    or streams with a matrix product outside the pool.
+    cuBLAS workspaces: at the first matrix product of each thread and stream, torch allocates a
+    workspace from the current pool and keeps it. For the calling thread, this function allocates
+    the workspaces of the current stream and of torch's capture stream outside the pool. On other
+    threads or streams, run a matrix product outside the pool first.
 
     Args:
         tag: the tag of all memory in the pool, regardless of open regions.
         backup: as in `memsaver.region`.
-        device: an index, "cuda:1", a `torch.device`; None is the current device.
+        device: an index, "cuda:1", or a `torch.device`; None means the current device.
 
     Raises:
         ConfigError: the tag is empty or not a string, or the backup or the device is unknown.
@@ -84,7 +84,8 @@ def check_unused(tags: Sequence[str]) -> None:
     """Check that no pool of the tags is in use.
 
     Raises:
-        InvalidStateError: a thread is inside `use_mem_pool` of a pool, or captures into it.
+        InvalidStateError: a thread is inside `use_mem_pool` of a pool, or captures a graph into a
+            pool.
     """
     for tag, device, reference in list(_open.values()):
         pool = reference() if tag in tags else None
@@ -97,7 +98,7 @@ def check_unused(tags: Sequence[str]) -> None:
 
 
 def _in_use(pool: Any, device: int) -> bool:
-    """Return whether a thread is using a pool; graphs that keep the pool do not count."""
+    """Return whether a thread is using a pool. A graph that keeps the pool is not a use."""
     torch = pool.owner.torch
     before = pool.use_count()
     if before <= 1:  # the pool object itself
@@ -112,7 +113,9 @@ def _in_use(pool: Any, device: int) -> bool:
 
 
 def _class_for(pools: TorchPools) -> Any:
-    """Return a subclass of torch's pools that closes, but never destroys, unreferenced pools."""
+    """Return a subclass of torch's pool class that closes unreferenced pools but never destroys
+    them.
+    """
     global _class
     if _class is None:
         base = pools.torch.cuda.MemPool
@@ -129,7 +132,9 @@ def _class_for(pools: TorchPools) -> Any:
 
 
 def _close(pool: Any) -> None:
-    """Close a pool without references. May run on any thread and at any time: takes no lock."""
+    """Close a pool without references. Safe on any thread and at any time, because it needs no
+    lock.
+    """
     # Not destroyed: see TorchPools.new_pool.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))
     found = _open.pop(pool.id, None)

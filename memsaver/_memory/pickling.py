@@ -1,18 +1,19 @@
-"""Pickling, saving and sending tensors in regions.
+"""Pickling, saving and sending of tensors in regions.
 
-memsaver registers functions in two of Python's registries: in `copyreg`, for pickles and
-`torch.save`, and in `multiprocessing.reduction`, for sending to other processes. The registries are
-keyed by exact type; other tensor types (such as DTensor) contain registered ones. memsaver replaces
-nothing in torch, except for one function if a region is shareable (see `sending.cover`).
+memsaver registers functions in two of Python's registries: in `copyreg` for pickles and
+`torch.save`, and in `multiprocessing.reduction` for sending tensors to other processes. The keys of
+both registries are exact types. Other tensor types, such as DTensor, contain tensors of registered
+types. memsaver replaces no function of torch, except one function if a region is shareable (see
+`sending.cover`).
 
-- Pickling and saving read the contents, so they fail for a paused tensor.
-- Sending shares the memory itself. CUDA IPC has no handle for memory that can be paused, so
-  memsaver sends tensors in shareable regions itself (`memsaver._memory.sharing`), and sending fails
-  for tensors of any other region. The simulator's tensors behave in the same way.
+- Pickling and saving read the contents, so they fail if the tensor's tag is paused.
+- Sending shares the memory without a copy. CUDA IPC has no handle for memory that can be paused.
+  Therefore memsaver itself sends the tensors of shareable regions (see `memsaver._memory.sharing`),
+  and rejects tensors of other regions. Tensors on the simulated driver behave in the same way.
 
-A library that registers later has priority and may not call these functions. In this case torch
-raises its own errors (`CUDA error: invalid argument`), and `memsaver.explain(tensor)` explains
-them.
+If another library registers its own functions later, they replace memsaver's functions and might
+not call them. In this case, torch raises its own errors (`CUDA error: invalid argument`), and
+`memsaver.explain(tensor)` shows the cause.
 """
 
 from __future__ import annotations
@@ -39,11 +40,10 @@ _pickling: dict[type, _Pickling] = {}
 
 
 def register(torch: Any) -> None:
-    """Register checks of tensors that are pickled or sent.
+    """Register checks of tensors that are pickled or sent. Thread-safe.
 
-    Has an effect once per process. Any thread may call it.
-
-    Takes no lock: a finalizer or a signal handler may call this during a call of the same thread.
+        Only the first call in a process has an effect. This function acquires no lock, because a
+    finalizer or a signal handler might call it during another call on this thread.
     """
     global _registered
     if _registered:
@@ -62,13 +62,13 @@ def register(torch: Any) -> None:
 
 
 def _reduced(tensor: Any) -> Any:
-    """Reduce a tensor as if no function were registered."""
+    """Reduce a tensor as if no function were registered for its type."""
     return tensor.__reduce_ex__(_PROTOCOL)
 
 
 class _Pickling:
-    """Rejects tensors whose contents cannot be read now; passes other tensors to the previously
-    registered function.
+    """A pickling function that rejects tensors whose contents cannot be read now, and passes other
+    tensors to the previously registered function.
     """
 
     def __init__(self, otherwise: Callable[[Any], Any]) -> None:
@@ -91,8 +91,8 @@ class _Pickling:
 
 
 class _Sending:
-    """Sends tensors in shareable regions, rejects those of other regions, and passes all other
-    tensors to the previously registered function.
+    """A sending function that sends tensors of shareable regions, rejects tensors of other regions,
+    and passes all other tensors to the previously registered function.
     """
 
     def __init__(self, otherwise: Callable[[Any], Any]) -> None:

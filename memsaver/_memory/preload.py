@@ -1,13 +1,14 @@
-"""Preload mode: child processes in which memsaver serves cudaMalloc.
+"""Preload mode: child processes in which memsaver handles cudaMalloc.
 
-Regions (`memsaver.region`) do not need it. Preload mode is for code that cannot be put into a
-region, such as a whole trainer. A running process cannot be preloaded, so all functions apply to
-children: `memsaver run -- command` in a shell, `preload()` around the start of processes,
-`preload_env()` for an explicit environment.
+Preload mode is for code that cannot run in a region, such as a whole trainer. Regions
+(`memsaver.region`) do not need preload mode. The library cannot be preloaded into a running
+process, only into new child processes. To start a child with the library, use the command
+`memsaver run -- COMMAND`, `preload()` around the code that starts processes, or `preload_env()` for
+an explicit environment.
 
-The preloaded library intercepts cudaMalloc, cudaMallocAsync and their counterparts, if the caller
-is linked to the CUDA runtime dynamically (torch, its extensions, most wheels). Code with a
-statically linked runtime calls the driver, and runs as if memsaver were absent.
+The preloaded library intercepts cudaMalloc, cudaMallocAsync and related functions. It intercepts
+only callers that link the CUDA runtime dynamically, such as torch, its extensions and most wheels.
+Code with a statically linked runtime calls the driver directly, so memsaver does not affect it.
 """
 
 from __future__ import annotations
@@ -41,22 +42,24 @@ def preload_env(
     """Return the environment variables that preload memsaver into a child process.
 
     Args:
-        tag: all memory that the child allocates outside `memsaver.disabled()` belongs to this tag,
-            as if the whole process were a region. None keeps the value in `env`, if any; without a
-            tag, the child enters its own regions.
+        tag: a process-wide tag, to which all memory belongs that the child allocates outside
+            `memsaver.disabled()`, as if the whole process were a region. None keeps the value in
+            `env`, if any. Without a process-wide tag, only regions of the child use memsaver.
         backup: the tag's policy, "none", "host", "pageable", "disk" or "peer" (see
-            `memsaver.region`). None keeps the value in `env`; if there is none, a pause discards
-            the contents.
-        env: the base of the child's environment, by default this process's. It is not changed.
+            `memsaver.region`). None keeps the value in `env`. If `env` has no value, a pause
+            discards the contents.
+        env: the base of the child's environment, by default this process's environment. The mapping
+            is not changed.
 
     Returns:
-        Only the variables to set. `LD_PRELOAD` keeps its libraries; memsaver's library is added in
-        front unless it is present. Another installation's library is removed, because a process can
-        have only one. `MEMSAVER_TAG` and `MEMSAVER_BACKUP` are included if given. With a tag for
-        the whole process, torch's expandable segments would allocate from the driver,
-        where no hook applies: if `PYTORCH_ALLOC_CONF` or `PYTORCH_CUDA_ALLOC_CONF` contains
-        `expandable_segments:True`, it becomes `False`. Settings in the child's own code are not
-        changed. (Torch mode works with expandable segments.)
+        The variables to set, and no others. `LD_PRELOAD` keeps its libraries, and memsaver's
+        library is added in front unless it is present. The library of another memsaver installation
+        is removed, because a process can have only one. The result contains `MEMSAVER_TAG` and
+        `MEMSAVER_BACKUP` if `tag` and `backup` are passed. With a process-wide tag, torch must not
+        use expandable segments, because they allocate directly from the driver, without memsaver's
+        hooks. Therefore `expandable_segments:True` in `PYTORCH_ALLOC_CONF` or
+        `PYTORCH_CUDA_ALLOC_CONF` becomes `expandable_segments:False`. Settings in the child's own
+        code are not changed. Without preload mode, torch may use expandable segments.
 
     Raises:
         ConfigError: the tag is empty, the backup is unknown or has no tag, or the installation path
@@ -93,18 +96,19 @@ def preload_env(
 
 @block
 def preload(tag: str | None = None, backup: Backup | None = None) -> Iterator[None]:
-    """Preload children that are started inside the block; the arguments are those of `preload_env`.
+    """Preload memsaver into child processes that are started inside the block.
 
-    Use it if no environment is passed to the function that starts a process: multiprocessing with
-    the "spawn" method, subprocess, os.posix_spawn. Forked children share this process's libraries
-    and are not preloaded; neither are the children of a running fork server.
+    The arguments are those of `preload_env`. Use this function if the function that starts a
+    process receives no environment, for example with multiprocessing's "spawn" method, subprocess
+    or os.posix_spawn. Forked children are not preloaded, because they share this process's
+    libraries. Children of a fork server that is already running are not preloaded either.
 
     The block changes `os.environ` for the whole process, so children that other threads start
-    during the block are preloaded too. At its end the block restores the variables that it set,
-    even after an exception. Blocks may be nested.
+    during the block are also preloaded. The end of the block restores the changed variables, even
+    after an exception. Blocks may be nested.
 
     Raises:
-        ConfigError, NotLoadedError: see `preload_env`; no variable has been changed.
+        ConfigError, NotLoadedError: see `preload_env`. After an error, all variables are unchanged.
     """
     added = preload_env(tag, backup)
     before = {name: os.environ.get(name) for name in added}
@@ -120,7 +124,7 @@ def preload(tag: str | None = None, backup: Backup | None = None) -> Iterator[No
 
 
 def is_preloaded() -> bool:
-    """Return whether this process's own CUDA allocations go through memsaver's hooks."""
+    """Return whether memsaver's hooks intercept the CUDA allocations of this process."""
     try:
         ctypes.CDLL(LIBRARY, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
     except OSError:
@@ -148,9 +152,10 @@ def _library_path() -> str:
 
 
 def _with_library(preloaded: str, path: str) -> str:
-    """Return `LD_PRELOAD` with the library in front, unless it already contains the library.
+    """Return a value of `LD_PRELOAD` that contains the library, in front unless already present.
 
-    Removes another installation's library: of two libraries, only the first would take effect.
+    The library of another memsaver installation is removed, because only the first of two libraries
+    would take effect.
     """
     present = [entry for entry in _SEPARATORS.split(preloaded) if entry]
     ours = {os.path.realpath(path), os.path.realpath(os.path.join(os.path.dirname(path), CORE))}

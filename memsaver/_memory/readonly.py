@@ -23,8 +23,8 @@ _ADVICE = (
 class ReadOnlyTensor(torch.Tensor):  # type: ignore[misc]  # torch is not followed by mypy
     """A view of a tensor whose in-place operations raise `InvalidStateError`.
 
-    Views of it are read-only too; results computed from it are ordinary tensors. Pickling and deep
-    copies create ordinary tensors with their own contents.
+    Views of a read-only tensor are also read-only. Results computed from it are ordinary tensors.
+    Pickling and deep copies create ordinary tensors with their own contents.
     """
 
     # The object has no memory of its own: only the methods below access the memory of `_tensor`.
@@ -50,7 +50,7 @@ class ReadOnlyTensor(torch.Tensor):  # type: ignore[misc]  # torch is not follow
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Reject operations that write, and make views of read-only memory read-only."""
+        """Reject operations that write, and make views of read-only memory read-only too."""
         kwargs = kwargs or {}
         arguments = func._schema.arguments
         for index, argument in enumerate(arguments):
@@ -68,16 +68,16 @@ class ReadOnlyTensor(torch.Tensor):  # type: ignore[misc]  # torch is not follow
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the function as torch does for its own tensors."""
+        """Run the function as torch would run it for an ordinary tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     def __repr__(self, *, tensor_contents: str | None = None) -> str:
-        """Return the ordinary tensor's text, marked as read-only."""
+        """Return the text of the ordinary tensor, marked as read-only."""
         return f"ReadOnlyTensor({self._tensor!r})"
 
     def data_ptr(self) -> int:
-        """Return the address of the bytes."""
+        """Return the address of the tensor's data."""
         return int(self._tensor.data_ptr())
 
     def tolist(self) -> Any:
@@ -85,7 +85,7 @@ class ReadOnlyTensor(torch.Tensor):  # type: ignore[misc]  # torch is not follow
         return self._tensor.tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return a read-only array over the same memory."""
+        """Return a read-only NumPy array over the same memory."""
         array = self._tensor.numpy(force=force)
         array.flags.writeable = False
         return array
@@ -104,7 +104,7 @@ class ReadOnlyTensor(torch.Tensor):  # type: ignore[misc]  # torch is not follow
         raise InvalidStateError(f"DLPack exports writable memory, and {_ADVICE}")
 
     def untyped_storage(self) -> Any:
-        """Raise InvalidStateError: a storage is writable."""
+        """Raise InvalidStateError, because a storage would be writable."""
         raise InvalidStateError(f"a storage is writable memory, and {_ADVICE}")
 
     storage = untyped_storage
@@ -121,7 +121,9 @@ def _parts(value: Any) -> tuple[Any, ...]:
 
 
 def _plain(value: Any, guarded: set[int]) -> Any:
-    """Return arguments without the guard; add the addresses of their storages to `guarded`."""
+    """Return the arguments as ordinary tensors, and add the addresses of their storages to
+    `guarded`.
+    """
     if isinstance(value, ReadOnlyTensor):
         guarded.add(value._tensor.untyped_storage()._cdata)
         return value._tensor
@@ -133,7 +135,7 @@ def _plain(value: Any, guarded: set[int]) -> Any:
 
 
 def _wrapped(value: Any, guarded: set[int]) -> Any:
-    """Return results, with the guard if they are views of guarded memory."""
+    """Return the results, with views of guarded memory turned into read-only views."""
     if isinstance(value, (list, tuple)):
         return type(value)([_wrapped(part, guarded) for part in value])
     if type(value) is not torch.Tensor or value.layout != torch.strided:

@@ -1,4 +1,4 @@
-"""Regions: select the tag of new tensors."""
+"""Regions, which select the tag of new tensors."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ Section = TypeVar("Section", bound="_Section")
 
 
 class _Section(contextlib.ContextDecorator):
-    """A section that affects one thread's allocations; sections are left in the reverse order."""
+    """A block that affects one thread's allocations. Nested sections must end innermost first."""
 
     _what: str  # its name in errors
 
     def __call__(self, function: Function) -> Function:
-        """Return the function with this section around each of its calls.
+        """Return a function that enters this section for each call of `function`.
 
         Raises:
-            ConfigError: `function` is a class, or a coroutine or generator function, whose body
-            runs after the call and possibly on another thread.
+            ConfigError: `function` is a class, or it is a coroutine or generator function, whose
+                body runs after the call and possibly on another thread.
         """
         check_decorated(function, self._what)
         return super().__call__(function)
 
     def _begin(self) -> tuple[Route | None, Sequence[int]]:
-        """Enter the section in the native library and in torch or, after an error, in neither.
+        """Enter the section in the native library and in torch; after an error, in neither of them.
 
         Returns:
             The route, and the devices to which the section is limited.
@@ -83,39 +83,42 @@ class _Section(contextlib.ContextDecorator):
 
 
 class region(_Section):
-    """Assign tensors created in the block to `tag`, so that they are paused and resumed with it.
+    """Assign the tensors created in a block to `tag`, which can be paused and resumed.
 
-    A context manager and a decorator. May be nested (the innermost region applies), entered on any
-    thread (it affects only that thread's allocations), left by an exception, and used repeatedly.
+    A region is a context manager and a decorator, and can be used repeatedly. It affects only the
+    allocations of the thread that enters it. Regions can be nested, and the innermost region
+    applies.
 
     Args:
         tag: the name for pauses and resumes.
-        backup: "none" (a pause discards the contents; memory reads as zero after the resume, or as
-            NaN with the option `poison`), or the place of the backup: "host" (pinned host memory,
-            the fastest), "pageable" (ordinary host memory), "disk" (a private file in the directory
-            of the option `disk_dir`), "peer" (the memory of another GPU, chosen by the option
-            `peer`, and pinned host memory if it has no room). None keeps the policy of earlier
-            regions of the tag; a new tag gets "none", but a pause that would discard 256 MiB or
-            more fails until a call has chosen a backup. The policy applies to the whole tag; the
-            last region that sets a policy takes effect.
-        device: the CUDA device, or several, whose allocations the region affects: an index,
-            "cuda:1", a `torch.device`, or a sequence of those. None means the current device, or
-            any device if torch has no pools (on the simulated driver, or in preload mode without
-            torch).
-        shareable: True makes the tag's new memory exportable, so that its tensors can be sent like
-            any CUDA tensor, without a copy, to other processes of the same user. Applies to the
-            whole tag from now on, and cannot be undone. While another process uses such a tensor,
-            the tag cannot be paused (see `TagSharedError`).
+        backup: the tag's backup policy. With "none", a pause discards the contents, and the memory
+            reads as zero after the resume, or as NaN with the option `poison`. The other values
+            name the place of the backup: "host" (pinned host memory, the fastest), "pageable"
+            (ordinary host memory), "disk" (a private file in the directory of the option
+            `disk_dir`), or "peer" (the memory of another GPU, which the option `peer` selects;
+            contents that do not fit are saved in pinned host memory). The default, None, keeps the
+            policy of earlier regions of the tag. A new tag then gets "none", but a pause that would
+            discard 256 MiB or more fails until a call has chosen a backup. The policy applies to
+            the whole tag, and the last region that sets a policy takes effect.
+        device: the CUDA device, or devices, whose allocations the region affects: an index,
+            "cuda:1", a `torch.device`, or a sequence of these. The default is the current device,
+            or every device if torch has no pools (on the simulated driver, or in preload mode
+            without torch).
+        shareable: whether the tag's new memory is exportable. Tensors in exportable memory can be
+            sent like any other CUDA tensor, without a copy, to other processes of the same user.
+            The value True applies to the whole tag from now on, and cannot be undone. While another
+            process uses such a tensor, the tag cannot be paused (see `TagSharedError`).
 
-    Memory comes from a torch memory pool backed by memsaver's allocator. The pool is closed with
-    the region, so `torch.cuda.empty_cache()` releases the memory of deleted tensors. In preload
-    mode the region also serves other libraries' `cudaMalloc`. For the simulated driver see
-    `memsaver.simulator`.
+    The memory comes from a torch memory pool that uses memsaver's allocator. The pool is closed at
+    the end of the region, so `torch.cuda.empty_cache()` can release the memory of deleted tensors.
+    In preload mode, the region also applies to other libraries' calls of `cudaMalloc`. For the
+    simulated driver, see `memsaver.simulator`.
 
     Raises:
         ConfigError: the tag is empty or not a string, or the backup or the device is unknown.
-        InvalidStateError: the tag is paused, so a new tensor would have no memory behind it.
-        NotLoadedError: there is no CUDA driver, or neither torch with CUDA nor preload mode.
+        InvalidStateError: the tag is paused, so new tensors would have no physical memory.
+        NotLoadedError: there is no CUDA driver, or there is neither torch with CUDA nor preload
+            mode.
     """
 
     _warms_up = True  # see TorchPools.prepare
@@ -156,21 +159,23 @@ class region(_Section):
 
 
 class lean_region(region):
-    """A region that does not start cuBLAS, which allocates about 100 MiB of an H100.
+    """A region that does not initialise cuBLAS, which would allocate about 100 MiB on an H100.
 
-    For programs that run no matrix product while the tag is paused: if a thread's first one runs in
-    this region, cuBLAS's workspace is allocated in the tag, and paused with it.
+    Use it only in programs that run no matrix product while the tag is paused. If a thread runs its
+    first matrix product in this region, cuBLAS allocates its workspace in the tag, and the
+    workspace is paused with the tag.
     """
 
     _warms_up = False
 
 
 class disabled(_Section):
-    """Assign tensors created in the block to no tag, even in a region or with a process-wide tag.
+    """Assign the tensors created in a block to no tag, even inside a region or with a process-wide
+    tag.
 
-    Their memory is torch's own, or plain `cudaMalloc` memory; no pause affects it. Like a region,
-    it is also a decorator, affects only its own thread, and is left on that thread, innermost
-    first.
+    The tensors' memory comes from torch's own allocator or from plain `cudaMalloc`, and no pause
+    affects it. Like a region, `disabled` is also a decorator and affects only its own thread.
+    Nested blocks must end on that thread, innermost first.
     """
 
     _what = "a disabled section"
@@ -186,15 +191,15 @@ class disabled(_Section):
 
 
 def named_devices() -> Sequence[int]:
-    """Return the devices to which this thread's innermost region is limited; () without a limit."""
+    """Return the devices to which this thread's innermost region is limited, or () for no limit."""
     *_, depth, devices = _entered.stack[-1] if _entered.stack else (0, ())
     return devices if depth == _C.region_depth() else ()
 
 
 class _Entered(threading.local):
-    """The open regions and disabled sections of this thread, innermost last.
+    """The open regions and disabled sections of this thread, with the innermost last.
 
-    Each entry has the objects to close, its native depth, and the devices to which it is limited.
+    Each entry contains the objects to close, the native depth, and the devices of the section.
     """
 
     def __init__(self) -> None:

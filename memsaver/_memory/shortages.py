@@ -1,7 +1,7 @@
 """The tags and processes that use a device's memory, for out-of-memory errors.
 
-They are looked up only when such an error is created. Details that cannot be determined are
-omitted.
+The tags and processes are determined only when such an error is created. Details that cannot be
+determined are omitted.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Holder:
         tag: the tag.
         bytes: device memory in use, as counted by the driver.
         state: the tag's state.
-        pausable: whether a pause of the tag would begin at once: the tag is mapped, its regions are
-            closed, neither a transition nor another thread's callbacks use it, and no other process
-            uses its tensors.
+        pausable: whether a pause of the tag would begin at once. This is the case if the tag is
+            mapped, its regions are closed, no transition and no callback of another thread uses the
+            tag, and no other process uses its tensors.
     """
 
     tag: str
@@ -36,7 +36,7 @@ class Holder:
 
 
 def _add_holders(error: MemsaverError) -> None:
-    """Fill `holders` and `processes` of an OutOfDeviceMemoryError, and add them to its message."""
+    """Set `holders` and `processes` of an OutOfDeviceMemoryError, and add them to its message."""
     if not isinstance(error, OutOfDeviceMemoryError) or error.device < 0:
         return
     error.holders = _holders(error.device)

@@ -1,11 +1,12 @@
-"""torch mode: torch's memory pools, backed by memsaver's allocator.
+"""Torch mode: torch memory pools that use memsaver's allocator.
 
-This is the only module that depends on torch's allocator. Importing it does not import torch.
+This is the only module that depends on torch's allocator. Importing this module does not import
+torch.
 
-Each region has its own `torch.cuda.MemPool`, backed by the allocator functions of libmemsaver.so.
-The pool is closed at the end of the region. After that torch allocates nothing in the pool's
-segments: blocks can only become free, so blocks that are free before a pause stay free.
-`torch.cuda.empty_cache()` releases segments without live blocks, except those of open pools.
+Each region has its own `torch.cuda.MemPool`, which uses the allocator functions of libmemsaver.so.
+The pool is closed at the end of the region. After that, torch allocates nothing in the pool's
+segments, so blocks that are free before a pause stay free. `torch.cuda.empty_cache()` releases the
+segments of closed pools that have no live blocks.
 """
 
 from __future__ import annotations
@@ -30,17 +31,19 @@ __all__ = ["Route", "TorchPools", "torch_pools"]
 
 
 def torch_pools(required: bool = True) -> TorchPools | None:
-    """Return the process's torch pools, or None if torch cannot have pools; see `required`.
+    """Return the process's torch pools, or None if torch cannot have pools (see `required`).
 
-    Like all functions of this module, takes no lock: a finalizer or a signal handler may need the
-    pools during a call of the same thread.
+    Like all functions of this module, this function acquires no lock, because a finalizer or a
+    signal handler might need the pools during another call on the same thread.
 
     Args:
-        required: whether to raise if no allocator could serve a region: a real driver, but neither
-            torch with CUDA nor preload mode. If False, torch is not imported for this check.
+        required: whether to raise an error if no allocator could serve a region. This is the case
+            with a real driver, but with neither torch with CUDA nor preload mode. If False, torch
+            is not imported for this check.
 
     Raises:
-        NotLoadedError: `required` is True, and there is no CUDA driver, or no torch with CUDA.
+        NotLoadedError: `required` is True, and there is no CUDA driver, or no allocator could serve
+            a region.
     """
     if _pools:
         return _pools[0]
@@ -74,7 +77,7 @@ def torch_pools(required: bool = True) -> TorchPools | None:
 
 
 class TorchPools:
-    """Routes each thread's tensors to the pools of its open regions. Any thread."""
+    """The router of each thread's tensors to the pools of its open regions. Thread-safe."""
 
     def __init__(self, torch: Any) -> None:
         self.torch = torch
@@ -94,9 +97,9 @@ class TorchPools:
         return pool
 
     def close_pool(self, device: int, pool: Any) -> None:
-        """Drop the reference that keeps a pool open; tensors and graphs keep their memory.
+        """Release the reference that keeps a pool open. Tensors and graphs keep their memory.
 
-        Takes no lock: a finalizer may call it.
+        Safe in finalizers, because the function acquires no lock.
         """
         self.torch._C._cuda_releasePool(device, pool.id)
         _closed_pools[_pool_id(pool)] = pool
@@ -104,10 +107,11 @@ class TorchPools:
     def release_closed_pools(self) -> None:
         """Release the unused memory of closed pools to the driver.
 
-        torch can empty a single pool only in a destructor, which may abort the process (see
-        `new_pool`). While a pool is in use, torch's `empty_cache()` keeps torch's default
-        pool, whose cached blocks other code uses; torch versions that reject the call in a pool
-        empty the default pool too. During a graph capture everything stays cached.
+        torch can empty a single pool only in the pool's destructor, which may abort the process
+        (see `new_pool`). Therefore this function calls `empty_cache()` while a spare pool is in
+        use. In this case, torch keeps the cached blocks of its default pool, which other code uses.
+        Torch versions that reject this call empty the default pool too. During a graph capture, all
+        memory stays cached.
         """
         torch = self.torch
         if self.is_capturing():
@@ -127,15 +131,16 @@ class TorchPools:
 
     @contextlib.contextmanager
     def capture_pool(self, device: int, tag: str, pool: Any) -> Iterator[tuple[int, int]]:
-        """Yield the id of the pool for a graph capture; the pool exists inside the block.
+        """Yield the id of the pool for a graph capture. The pool exists during the block.
 
-        None means a new pool. A memsaver pool with an earlier graph is used unchanged. For any
-        other pool, such as `torch.cuda.graph_pool_handle()`, or a memsaver pool whose graphs were
-        deleted, torch would allocate elsewhere: a memsaver pool replaces it, one per device and
-        tag, as long as a graph uses it.
+        If `pool` is None, the pool is new. A memsaver pool of an earlier graph is used unchanged.
+        Any other pool is replaced by a memsaver pool, because torch would not allocate the pool's
+        memory with memsaver. Examples are `torch.cuda.graph_pool_handle()`, and a memsaver pool
+        whose graphs were deleted. The replacement is the same for each device and tag, as long as a
+        graph uses it.
 
         Raises:
-            ConfigError: `pool` is not a pool.
+            ConfigError: `pool` is not a torch pool or the id of a pool.
         """
         name = None if pool is None else _pool_id(pool)
         ours = _closed_pools.get(name) if name is not None else None
@@ -158,7 +163,8 @@ class TorchPools:
 
         Args:
             devices: the devices, as in `memsaver.region`.
-            warm_up: whether to call `warm_up` for each device and the thread's current stream.
+            warm_up: whether to call the method `warm_up` for each device and the thread's current
+                stream.
         """
         indices = self.indices(devices)
         if warm_up:
@@ -180,28 +186,28 @@ class TorchPools:
         return Route(self, tag, pools, [device for device in devices if device not in shared])
 
     def unrouted(self) -> Route:
-        """Route this thread's tensors as if there were no regions, until the route is closed.
+        """Route this thread's tensors outside all regions until the route is closed.
 
-        The target is torch's default pool. With a process-wide tag it is a separate pool, because
-        cached blocks of the default pool may lie in paused memory.
+        The target is torch's default pool. With a process-wide tag, the target is a separate pool,
+        because cached blocks of the default pool may be in paused memory.
         """
         if not (is_preloaded() and os.environ.get("MEMSAVER_TAG")):
             return Route(self, None, {}, [])
         return Route(self, None, {}, [self.torch.cuda.current_device()])
 
     def warm_up(self, device: int, stream: Any = None) -> None:
-        """Make cuBLAS allocate its workspace for the thread and the stream now, outside any tag.
+        """Make cuBLAS allocate its workspace for this thread and the stream now, outside any tag.
 
-        torch allocates it from the active pool at the first matrix product and keeps it
-        permanently. Inside a region, the workspace would be paused with the tag, and every later
-        product would use it.
+        Otherwise, torch allocates the workspace from the active pool at the first matrix product,
+        and keeps it permanently. If this happens inside a region, the workspace is paused with the
+        tag, although every later matrix product uses it.
         """
         torch = self.torch
         with torch.cuda.device(device), torch.cuda.stream(stream):
             torch.cuda.current_blas_handle()
 
     def capture_stream(self, device: int) -> Any:
-        """Return the default stream for captures of graphs on a device."""
+        """Return the default stream for graph captures on a device."""
         if device not in _capture_streams:
             _capture_streams.setdefault(device, self.torch.cuda.Stream(device))
         return _capture_streams[device]
@@ -230,7 +236,7 @@ class TorchPools:
         return bool(self.torch.cuda.is_current_stream_capturing())
 
     def unowned_ranges(self) -> list[tuple[int, int]]:
-        """Return addresses and sizes of blocks in memsaver's closed pools that no tensor owns."""
+        """Return address and size of each block in memsaver's closed pools that no tensor owns."""
         unowned = []
         for segment in self._segments():
             if tuple(segment.get("segment_pool_id", (0, 0))) not in _closed_pools:
@@ -241,9 +247,10 @@ class TorchPools:
         return unowned
 
     def live_ranges(self, allocations: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return the addresses and sizes of the live parts of memsaver's allocations, in order.
+        """Return the addresses and sizes of the live parts of memsaver's allocations, in address
+        order.
 
-        The live parts of a torch segment are its tensors, with their requested sizes; any other
+        The live parts of a torch segment are its tensors, with their requested sizes. Any other
         allocation is live as a whole.
         """
         segments = {segment["address"]: segment for segment in self._segments()}
@@ -258,7 +265,9 @@ class TorchPools:
         return sorted(live)
 
     def tensor_around(self, address: int) -> tuple[bool, tuple[int, int] | None]:
-        """Return whether an address lies in a torch segment, and the range of its tensor."""
+        """Return whether an address is in a torch segment, and the range of the tensor there, if
+        any.
+        """
         for segment in self._segments():
             if not segment["address"] <= address < segment["address"] + segment["total_size"]:
                 continue
@@ -278,15 +287,15 @@ class TorchPools:
         ]
 
     def _segments(self) -> list[dict[str, Any]]:
-        """Return the torch segments in memsaver's memory, as torch describes them."""
+        """Return torch's descriptions of its segments in memsaver's memory."""
         snapshot = self.torch.cuda.memory_snapshot()
         return [segment for segment in snapshot if _C.owns(segment["address"])]
 
 
 class Route:
-    """One level of a thread's routing; only the innermost is active. Close in reverse order.
+    """One level of a thread's routing. Only the innermost level is active, and is closed first.
 
-    Uses `pools`, which another level owns, and its own pools for the devices in `own`.
+    A level uses `pools`, which another level owns, and creates pools for the devices in `own`.
     """
 
     def __init__(
@@ -318,9 +327,10 @@ class Route:
             self.owner.release_closed_pools()
 
     def explain_shortage(self, error: BaseException | None) -> None:
-        """Add a note to torch's out-of-memory error: the tags and processes that use the memory.
+        """Add a note to torch's out-of-memory error, with the tags and processes that use the
+        memory.
 
-        If several nested routes handle the same error, only the first one adds the note. Python
+        If several nested routes handle the same error, only the first route adds the note. Python
         3.11 and newer show notes in tracebacks.
         """
         if not isinstance(error, self.owner.torch.OutOfMemoryError):
@@ -343,7 +353,9 @@ class Route:
 
 @contextlib.contextmanager
 def suspended() -> Iterator[None]:
-    """Suspend this thread's routes in the block, because a graph capture uses its own pool."""
+    """Suspend this thread's routes during the block, for example for a graph capture with its own
+    pool.
+    """
     route = _routes.current
     if route is None:
         yield
@@ -358,7 +370,7 @@ def suspended() -> Iterator[None]:
 
 
 def _is_kept(pool: Any) -> bool:
-    """Return whether a graph keeps a closed pool; torch raises if the pool no longer exists."""
+    """Return whether a graph keeps a closed pool. torch raises if the pool no longer exists."""
     try:
         return bool(pool.use_count() > 0)
     except RuntimeError:
@@ -366,7 +378,7 @@ def _is_kept(pool: Any) -> bool:
 
 
 def _pool_id(pool: Any) -> tuple[int, int]:
-    """Return the id of a `MemPool`; an id is returned unchanged."""
+    """Return the id of a `MemPool`, or return an id unchanged."""
     try:
         first, second = map(int, getattr(pool, "id", pool))
     except (TypeError, ValueError):

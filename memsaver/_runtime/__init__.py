@@ -1,1 +1,1 @@
-"""Foundations: the native library, names and messages, locks, threads and interrupts."""
+"""Basic modules for the native library, names and messages, locks, threads and interrupts."""

@@ -1,4 +1,4 @@
-"""Background jobs: work on a separate thread, while the caller continues."""
+"""Background jobs, which run work on a separate thread while the caller continues."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 
 def can_start_threads() -> bool:
-    """Return whether a new thread would run, which is false during interpreter exit.
+    """Return whether a new thread would run. False during interpreter exit.
 
     Python 3.11 waits indefinitely for a thread that is started during exit.
     """
@@ -34,16 +34,17 @@ def start_daemon(
     work: Callable[[], object],
     within: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> threading.Thread:
-    """Start a daemon thread for `work`, which must not raise. A callback may call this.
+    """Start a daemon thread for `work`, which must not raise. Safe in callbacks.
 
-    Until the thread runs, the garbage collector is disabled, because a finalizer on the new thread
-    could wait for a tag that this thread owns, while this thread waits for the new thread to start.
+    The garbage collector is disabled until the new thread runs. Otherwise a finalizer on the new
+    thread could wait for a tag that this thread owns, while this thread waits for the new thread to
+    start.
 
     Args:
-        name: the thread's name, after "memsaver-".
-        work: the work.
-        within: returns a context manager for the work. The garbage collector stays disabled until
-            this context manager is entered.
+        name: the part of the thread's name after "memsaver-".
+        work: the function to run on the thread.
+        within: a function that returns a context manager for the work. The garbage collector stays
+            disabled until this context manager is entered.
 
     Raises:
         RuntimeError, MemoryError: no thread can be started.
@@ -69,7 +70,7 @@ def start_daemon(
 
 
 class Outcome(Generic[Result]):
-    """The result or the error of a job. Owned by the job's handle and by its thread."""
+    """The result or the error of a job. The job's handle and its thread own this object."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -79,7 +80,7 @@ class Outcome(Generic[Result]):
 
 
 class Failure:
-    """An undelivered error: warns if the outcome is deleted before a caller receives the error."""
+    """A job's error. Emits a warning if it is deleted before a caller receives the error."""
 
     def __init__(self, what: str, error: BaseException) -> None:
         self.what = what
@@ -97,7 +98,7 @@ class Failure:
 
 
 def _fill(places: list[Outcome[Result]], work: Callable[[], Result]) -> None:
-    """Run the work on this thread, and store its outcome in the object that `places` contains."""
+    """Run the work on this thread, and store its outcome in the only element of `places`."""
     result = error = None
     try:
         result = work()
@@ -113,9 +114,10 @@ def _fill(places: list[Outcome[Result]], work: Callable[[], Result]) -> None:
 
 
 class Job(Generic[Result]):
-    """Run work on a separate thread. Interpreter exit waits for the work. Any thread may use this.
+    """Work on a separate thread. Interpreter exit waits for the work. Thread-safe.
 
-    An error that no `wait` delivers becomes a `MemsaverWarning` when this object is deleted.
+    If the work fails and no `wait` call raises its error, a `MemsaverWarning` reports the error
+    when this object is deleted.
     """
 
     def __init__(
@@ -129,15 +131,15 @@ class Job(Generic[Result]):
         """Start the work.
 
         Args:
-            name: the thread's name, after "memsaver-".
+            name: the part of the thread's name after "memsaver-".
             what: a description of the work, for messages.
-            work: the work. Runs on the calling thread if no thread can be started, because of a
-                limit on threads or during interpreter exit.
-            acquire: called before the work, on the thread that runs it. Until `acquire` returns,
-                the garbage collector is disabled, because a finalizer on the new thread could wait
-                for a tag that this thread owns, while this thread waits for the new thread to
-                start.
-            release: called when `done` is true, on the thread that ran the work.
+            work: the function to run. If no thread can be started, because of a limit on threads or
+                during interpreter exit, the calling thread runs it.
+            acquire: a function that is called before the work, on the same thread. Until `acquire`
+                returns, the garbage collector is disabled. Otherwise a finalizer on the new thread
+                could wait for a tag that this thread owns, while this thread waits for the new
+                thread to start.
+            release: a function that is called when `done` is true, on the thread that ran the work.
         """
         self._outcome: Outcome[Result] = Outcome(what)
         self._process = os.getpid()
@@ -170,29 +172,29 @@ class Job(Generic[Result]):
         _C.uninterrupted(start, True)
 
     def done(self) -> bool:
-        """Return whether the work has finished, successfully or with an error. Does not wait."""
+        """Return whether the work has ended, with or without an error. Does not wait."""
         return self._outcome.over.is_open()
 
     def wait(self, timeout: float | None = None) -> Result:
-        """Wait for the work to finish, and return its result. May be called more than once.
+        """Wait for the end of the work, and return its result. Can be repeated.
 
         Args:
-            timeout: the longest wait, in seconds.
+            timeout: the maximum time to wait, in seconds; None means no limit.
 
         Raises:
-            TimeoutError: the timeout passed; the work continues.
+            TimeoutError: the work did not end within the timeout, and continues.
             MemsaverError: the error that the work raised.
         """
         return self._waited(timeout)
 
     def _waited(self, timeout: float | None) -> Result:
-        """Wait, and emit warnings for the caller of the public method that calls this one."""
+        """Wait, and emit warnings that point to the caller of the public method."""
         self._wait(None if timeout is None else time.monotonic() + timeout, timeout)
         emit_warnings(stacklevel=4)
         return self._collected()
 
     def _wait(self, deadline: float | None, timeout: float | None) -> None:
-        """Wait for the end. Raises TimeoutError, or an error of the wait itself."""
+        """Wait for the end of the work. Raises TimeoutError, or an error of the wait itself."""
         if not self._over_within(None if deadline is None else deadline - time.monotonic()):
             raise self._too_late(timeout)
 

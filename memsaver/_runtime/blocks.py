@@ -1,8 +1,8 @@
-"""Context managers that are also decorators, which reject functions that they cannot decorate.
+"""Context managers that are also decorators, and reject functions that they cannot decorate.
 
 The body of a coroutine function or a generator function runs after its call has returned. A
-decorator would silently apply to the call and not to the body, so it is rejected. Decorating a
-class is rejected as well, because the result would not be a class.
+decorator would silently apply to the call and not to the body, so decorating such a function is an
+error. Decorating a class is also an error, because the result would not be a class.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Arguments = ParamSpec("Arguments")
 class Block(Generic[Value]):
     """A context manager for a block of code, and a decorator for each call of a function.
 
-    May be entered again after it has been left. As a decorator it may be used by several threads at
-    once.
+    The block can be entered again after it has ended. Several threads can call a decorated function
+    at the same time.
     """
 
     def __init__(
@@ -66,11 +66,10 @@ class Block(Generic[Value]):
             self._open.pop().__exit__(*error)
 
     def __call__(self, function: Function) -> Function:
-        """Return the function with the block around each of its calls.
+        """Return a function that enters the block for each call of `function`.
 
         Raises:
-            ConfigError: the object is not a function, or a function whose body runs after its call
-            returns.
+            ConfigError: the object is not a function, or its body runs after the call has returned.
         """
         if self._asynchronous and inspect.iscoroutinefunction(function):
 
@@ -96,7 +95,8 @@ def block(
     """Create a decorator like `contextlib.contextmanager`, whose result is a `Block`.
 
     Args:
-        generator: runs the code before the block, one `yield`, and the code after the block.
+        generator: a generator function with the code before the block, one `yield`, and the code
+            after the block.
         asynchronous: whether the block may decorate coroutine functions. This must be False if the
             block depends on the current thread.
     """
@@ -110,10 +110,11 @@ def block(
 
 
 def check_decorated(function: Any, what: str) -> None:
-    """Check that a decorator around the function's call covers the function's body.
+    """Check that a decorator around a function's call also covers the function's body.
 
     Raises:
-        ConfigError: a coroutine function, a generator function, a class or a non-callable object.
+        ConfigError: the object is a coroutine function, a generator function or a class, or is not
+            callable.
     """
     name = getattr(function, "__qualname__", None) or type(function).__name__
     if isinstance(function, type):

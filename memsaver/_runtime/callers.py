@@ -1,4 +1,4 @@
-"""Identify the caller of memsaver: the place in the program, and the thread."""
+"""Identify the caller of memsaver, as a place in the program and a thread."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ _BETWEEN = {"memsaver", "torch_memory_saver", "contextlib"}
 
 
 def caller() -> str:
-    """Return the innermost frame of this thread's stack outside memsaver, and the thread's name.
+    """Return the innermost stack frame outside memsaver on this thread, and the thread's name.
 
-    An example is "/home/me/train.py:120 in sleep, thread 'MainThread'". Takes a few microseconds.
+    For example, the text is "/home/me/train.py:120 in sleep, thread 'MainThread'". Takes a few
+    microseconds.
     """
     frame = sys._getframe()
     while frame.f_back is not None:

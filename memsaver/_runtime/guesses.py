@@ -1,4 +1,4 @@
-"""Errors about names that `memsaver` does not have, with their actual location or name."""
+"""Errors about unknown names in `memsaver`, which state the correct location or name."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ _MODULES = {
 
 
 def missing(name: str, public: list[str]) -> AttributeError | ImportError:
-    """Return the error for a missing attribute of `memsaver`. Only its `__getattr__` calls this.
+    """Return the error for a missing attribute of `memsaver`, for its `__getattr__`.
 
-    The error is an ImportError if `from memsaver import name` needs the attribute, because Python
-    would replace an AttributeError with an ImportError without advice. For a module of the package
-    it is an AttributeError, after which Python imports the module.
+    If `from memsaver import name` needs the attribute, the error is an ImportError, because Python
+    would replace an AttributeError with an ImportError without advice. If the name is a module of
+    the package, the error is an AttributeError, after which Python imports the module.
     """
     importing = sys._getframe(2).f_code.co_name == "_handle_fromlist"
     if importing and importlib.util.find_spec(f"memsaver.{name}") is None:

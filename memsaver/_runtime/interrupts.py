@@ -1,8 +1,9 @@
-"""Blocks that defer Python's signal handlers; `csrc/python/signals.h` states the rules.
+"""Blocks that defer Python's signal handlers. The file csrc/python/signals.h states the rules.
 
-A handler's exception (Ctrl-C, an alarm, a preemption handler that pauses) at an arbitrary place
-would lose the state of a call in progress, or leave the other ranks of a collective waiting. In a
-block a signal is recorded, and its handler runs once, at the end of the outermost block.
+Signal handlers can raise exceptions (for example on Ctrl-C or an alarm) or pause tags. At an
+arbitrary place, such an exception would lose the state of a call in progress, or leave the other
+ranks of a collective waiting. A signal that arrives in a block is recorded, and its handler runs
+once, at the end of the outermost block.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ signals are deferred again.
 
 
 class signals_deferred(_C.SignalsDeferred, contextlib.ContextDecorator):
-    """Defer signal handlers to the end of the block, or to `interruptible` work. Also a decorator.
+    """A block, or a decorator, that defers signal handlers to its end, or to `interruptible` work.
 
-    A signal that arrives during the entry is handled before the block.
+    If a signal arrives while the block is being entered, its handler runs before the block.
     """
 
     def _recreate_cm(self) -> signals_deferred:
@@ -40,10 +41,10 @@ class signals_deferred(_C.SignalsDeferred, contextlib.ContextDecorator):
 def collective_block(
     generator: Callable[Arguments, Iterator[Result]],
 ) -> Callable[Arguments, contextlib.AbstractContextManager[Result]]:
-    """Create a context manager that defers signals in its entry and exit, but not in its block.
+    """Create a context manager that defers signals during its entry and exit, but not in its block.
 
-    If a handler raises at the end of the entry, the exception is raised in the block. Otherwise
-    like `contextlib.contextmanager`.
+    If a handler raises at the end of the entry, the exception is raised in the block. In all other
+    respects, the function is like `contextlib.contextmanager`.
     """
     manager = contextlib.contextmanager(generator)
 

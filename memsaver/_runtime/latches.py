@@ -1,4 +1,4 @@
-"""Synchronisation primitives whose shared state an interrupt cannot damage."""
+"""Synchronisation primitives whose shared state cannot be damaged by an interrupt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Gate", "Latch", "Mutex"]
 
 
 class Latch:
-    """A one-shot event. Any thread may use it.
+    """A one-shot event. Thread-safe.
 
     Unlike `threading.Event`, an interrupt in `wait` cannot release a lock that another thread owns,
     because waiting threads share no lock.
@@ -30,14 +30,16 @@ class Latch:
         return self._is_open
 
     def open(self) -> None:
-        """Set the event and wake all waiters. May be repeated, for example after an interrupt."""
+        """Set the event and wake all waiters. Can be repeated, for example after an interrupt."""
         self._is_open = True
         for waiter in tuple(self._waiters):  # each waiter removes itself when it wakes
             with contextlib.suppress(RuntimeError):  # released already
                 waiter.release()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Return whether the event was set within `seconds`; None: no limit. Interruptible."""
+        """Wait at most `seconds` (None: no limit), and return whether the event is set.
+        Interruptible.
+        """
         if not self._is_open:
             waiter = threading.Lock()
             waiter.acquire()
@@ -49,12 +51,13 @@ class Latch:
 
 
 class Mutex:
-    """A reentrant lock for blocks that do not wait for callbacks. Any thread may use it.
+    """A reentrant lock for blocks that do not wait for callbacks. Thread-safe.
 
-    During a block, no signal handler runs on its thread, and no automatic garbage collection starts
-    in the process: a handler or a finalizer could wait for a tag whose owner waits for this lock in
-    a callback. Therefore a block must not free objects whose finalizers wait. If the program
-    disables the collector during a block, the end of the block enables it again.
+    During a block, no signal handler runs on the block's thread, and no automatic garbage
+    collection starts in the process. Otherwise a handler or a finalizer could wait for a tag whose
+    owner waits for this lock in a callback. For the same reason, a block must not free objects
+    whose finalizers wait. If the program disables the garbage collector during a block, the end of
+    the block enables it again.
     """
 
     def __init__(self) -> None:
@@ -73,7 +76,7 @@ class Mutex:
 
 
 class _Entry:
-    """Records the thread inside a gate, and its nested blocks."""
+    """The record of the thread inside a gate, and of the thread's nested blocks."""
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
@@ -83,14 +86,15 @@ class _Entry:
 
 
 class Gate:
-    """Mutual exclusion for blocks. A thread never waits for itself.
+    """Mutual exclusion for blocks, in which a thread never waits for itself.
 
-    Like `threading.Lock` with a timeout, but an interrupt cannot occur between the acquisition of
-    the lock and its recording. Its own state has no lock: a finalizer that runs while a thread
-    changes the state may wait for a tag whose owner enters the gate.
+    A gate is like `threading.Lock` with a timeout, but an interrupt cannot occur between the
+    acquisition of the gate and its recording. The gate's own state has no lock. While a thread
+    changes this state, a finalizer can run on the thread and wait for a tag whose owner enters the
+    gate.
 
     Args:
-        reentrant: whether the thread that is in a block may enter further blocks.
+        reentrant: whether a thread in a block may enter further blocks.
     """
 
     def __init__(self, reentrant: bool = False) -> None:
@@ -101,8 +105,9 @@ class Gate:
     def passed(self, seconds: float, late: Callable[[], Exception]) -> Iterator[None]:
         """Exclude other threads during the block.
 
-        Calls `late` after `seconds` and raises its result; immediately if this thread is already in
-        a block and the gate is not reentrant.
+        If the gate is not free within `seconds`, the call raises the result of `late`. If this
+        thread is already in a block and the gate is not reentrant, the call raises this result
+        immediately.
         """
         taken: list[_Entry] = []
         give = functools.partial(self._give, taken)

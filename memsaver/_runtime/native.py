@@ -1,4 +1,4 @@
-"""Load the native library, and emit its warnings.
+"""Load the native library, and emit the library's warnings.
 
 Loading opens no driver and creates no CUDA context.
 """
@@ -71,7 +71,7 @@ _DEFAULT = -1
 
 
 def backup_code(backup: str | None) -> int:
-    """Return the C ABI's number of a backup; None means the tag's policy.
+    """Return the C ABI's number of a backup. None means the tag's policy.
 
     Raises:
         ConfigError: the backup is unknown.
@@ -95,7 +95,7 @@ def checked_backup(backup: object) -> Backup:
 
 
 def backup_of(code: int) -> Backup:
-    """Return the backup for a value of the C ABI's `ms_backup`."""
+    """Return the name of the backup for a value of the C ABI's `ms_backup`."""
     return BACKUPS[code]
 
 
@@ -106,7 +106,7 @@ def policy_of(tag: str) -> Backup | None:
 
 
 def tag_totals(tags: Iterable[str], figure: str) -> dict[str, int]:
-    """Return the sum of a statistic over each tag's devices; 0 if the tag is unknown."""
+    """Return, for each tag, the sum of a statistic over all devices; 0 for an unknown tag."""
     totals = dict.fromkeys(tags, 0)
     if not totals:
         return totals
@@ -142,13 +142,13 @@ PART_MARK = "\x1f"
 
 
 class PartName(str):
-    """The name of a part of a tag. Only `_transitions.parts` creates it."""
+    """The name of a part of a tag. Only `_transitions.parts` creates such names."""
 
     __slots__ = ()
 
 
 def check_new_tag(tag: object) -> str:
-    """Return the tag if a program may create a region with it.
+    """Return the tag, if a program may create a region with this tag.
 
     Raises:
         ConfigError: the tag is invalid (see `check_tag`), or contains PART_MARK and is not a
@@ -176,7 +176,7 @@ completions.append(_add_similar_tag)
 
 
 def emit_warnings(stacklevel: int = 3) -> None:
-    """Emit the library's pending warnings as `MemsaverWarning`s of the caller's caller."""
+    """Emit the library's pending warnings, with the caller's caller as their source."""
     while (text := _C.next_warning()) is not None:
         warnings.warn(text, MemsaverWarning, stacklevel=stacklevel)
     while _notes:
@@ -188,7 +188,7 @@ def emit_warnings(stacklevel: int = 3) -> None:
 
 
 def note(text: str, category: type[MemsaverWarning]) -> None:
-    """Add a warning for the caller of the next `emit_warnings`. Any thread."""
+    """Add a warning, which the next `emit_warnings` emits. Thread-safe."""
     _notes.append((text, category))
 
 

@@ -1,4 +1,4 @@
-"""Redact this process's secrets in error messages."""
+"""Remove this process's secrets from error messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Hides", "redacted", "register"]
 
 
 class Hides(Protocol):
-    """A secret that can be hidden in a text."""
+    """A secret that can be removed from a text."""
 
     def hidden_in(self, text: str) -> str:
         """Return the text without the secret."""
@@ -20,7 +20,7 @@ _secrets: list[weakref.ref[Hides]] = []
 
 
 def register(secret: Hides) -> None:
-    """Redact the secret from all error messages for as long as `secret` exists."""
+    """Remove the secret from all error messages while the object `secret` exists."""
     _secrets.append(weakref.ref(secret, _secrets.remove))
 
 

@@ -1,7 +1,7 @@
-"""Options of the process: set and read.
+"""Set and read the process's options.
 
-The core defines them in one table, csrc/core/platform/options.h. A test compares `Options` with the
-table.
+The native library defines the options in the table in csrc/core/platform/options.h. A test compares
+`Options` with the table.
 """
 
 from __future__ import annotations
@@ -23,25 +23,28 @@ Directory: TypeAlias = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class Options:
-    """The options in effect; see `configure`.
+    """The options in effect. See `configure`.
 
     Attributes:
         share_bytes: the maximum size, in bytes, of the pieces of physical memory that allocations
-            of a tag share after a resume; six times as much, at most 3 GiB, without a backup.
-        slab_bytes: the maximum size, in bytes, of the pieces that new allocations smaller than a
-            quarter of this value share before the first pause.
+            of a tag share after a resume. Without a backup, the maximum is six times as large, but
+            at most 3 GiB.
+        slab_bytes: the maximum size, in bytes, of the pieces of physical memory that small new
+            allocations share before the first pause. An allocation is small if it is smaller than a
+            quarter of this value.
         margin_bytes: device memory that new allocations leave free.
-        host_bytes: host memory that all backups may use in total; 0: as much as the system has
-            available.
+        host_bytes: the maximum host memory of all backups in total; 0 means all memory that the
+            system has available.
         fingerprints: whether a pause skips contents that equal their backup.
         poison: whether contents without a backup resume as bytes 0xFF instead of zeros.
         disk_dir: the directory of backups on disk; "" means $TMPDIR, else /var/tmp, else /tmp.
-        peer: the ordinal of the device whose memory backup="peer" uses; "auto": the device with
-            peer access that has the most free memory when a device's first such backup is made.
-        peer_margin_bytes: device memory that backup="peer" leaves free on the other device.
-        importer_seconds: the time that a pause waits for other processes that use its tags'
-            tensors.
-        top: whether `memsaver top` of the same user can query this process's statistics.
+        peer: the ordinal of the device whose memory backup="peer" uses. The value "auto" selects,
+            at a device's first such backup, the device with peer access that has the most free
+            memory.
+        peer_margin_bytes: device memory that backup="peer" leaves free on the peer device.
+        importer_seconds: the time, in seconds, that a pause waits for other processes that use
+            tensors of its tags.
+        top: whether `memsaver top`, run by the same user, can query this process's statistics.
     """
 
     share_bytes: int
@@ -94,32 +97,32 @@ def configure(
     top: Flag | None = None,
     **_unknown: NoReturn,
 ) -> None:
-    """Set options by name; None leaves an option unchanged.
+    """Set options by name. None leaves an option unchanged.
 
-    A size is a number of bytes, or text such as "256MiB"; a flag is a bool, or "on" or "off"; a
-    directory is a path, or "" for the default; a device is an ordinal or "auto". Each
-    option has an environment variable (such as MEMSAVER_SHARE_BYTES), which applies until the
-    option is set here.
+    A size is a number of bytes, or a text such as "256MiB". A flag is a bool, or "on" or "off". A
+    directory is a path, or "" for the default. A device is an ordinal or "auto". Each option has an
+    environment variable (such as MEMSAVER_SHARE_BYTES), which applies until this function sets the
+    option.
 
     Args:
         share_bytes: see `Options`, which describes all options.
-        slab_bytes: from 2 MiB to 1 GiB, like `share_bytes`.
-        margin_bytes: an allocation that would leave less fails with an out-of-memory error, so that
-            torch releases its cached memory and retries.
-        host_bytes: a pause that needs more raises `OutOfHostMemoryError`.
-        fingerprints: False copies all contents in each pause.
-        poison: for debugging: discarded contents resume as bytes 0xFF, so that code that relies on
-            zeros fails, such as SGLang's KV cache.
-        disk_dir: an existing directory that can be written to.
+        slab_bytes: a size from 2 MiB to 1 GiB, like `share_bytes`.
+        margin_bytes: an allocation that would leave less memory free fails with an out-of-memory
+            error. torch then releases its cached memory and retries.
+        host_bytes: a pause that needs more host memory raises `OutOfHostMemoryError`.
+        fingerprints: if False, each pause copies all contents.
+        poison: a debugging option that makes discarded contents resume as bytes 0xFF. Code that
+            relies on zeros, such as SGLang's KV cache, then fails.
+        disk_dir: an existing writable directory.
         peer: a pause fails with `ConfigError` if the tag's device cannot access the peer.
         peer_margin_bytes: contents that do not fit are saved in pinned host memory.
-        importer_seconds: a pause that waits longer raises `TagSharedError`; a sent tensor that is
-            not received within this time may be freed.
-        top: has an effect only before the process's first tag is created.
+        importer_seconds: after this time, a waiting pause raises `TagSharedError`, and a sent
+            tensor that was not received may be freed.
+        top: a change has an effect only before the process creates its first tag.
 
     Raises:
-        ConfigError: a name is unknown (no option is set), or a value is invalid (the options that
-            precede it in the list above are set).
+        ConfigError: a name is unknown, or a value is invalid. If a name is unknown, no option is
+            set. If a value is invalid, the options before it in the list above are set.
     """
     for name in _unknown:
         known = [field.name for field in fields(Options)]

@@ -12,7 +12,7 @@ _LONGEST = 128  # characters of a name to compare: the search takes quadratic ti
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean 'weights'?" for the known name that resembles `name`, or ""."""
+    """Return "; did you mean 'weights'?" for a known name similar to `name`, or ""."""
     short = [one for one in known if len(one) <= _LONGEST]
     near = difflib.get_close_matches(name[:_LONGEST], short, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
@@ -24,7 +24,7 @@ def plain_text(text: str) -> str:
 
 
 def size_text(nbytes: int) -> str:
-    """Format a size in the largest possible unit, in at most four digits: "512 MiB", "1.25 GiB"."""
+    """Format a size in the largest possible unit, with at most four digits, as in "1.25 GiB"."""
     for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= size:
             value = nbytes / size

@@ -1,4 +1,4 @@
-"""Validate timeouts, and turn deadlines into timeouts."""
+"""Validate timeouts, and convert deadlines to timeouts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LONGEST_SECONDS = 1e7  # the limit of the system's waits
 def check_timeout(timeout: object, name: str = "timeout", *, optional: bool = False) -> None:
     """Raise `ConfigError` unless `timeout` is a positive number of seconds, at most 1e7.
 
-    Raises no other exception for any value of `timeout`.
+    This function raises no other exception, whatever the value of `timeout`.
 
     Args:
         timeout: the value to check.
@@ -47,5 +47,5 @@ def is_timeout(timeout: object) -> bool:
 
 
 def seconds_until(deadline: float, least: float = 0.001) -> float:
-    """Return the seconds until a deadline of `time.monotonic`, but not less than `least`."""
+    """Return the seconds until a deadline of `time.monotonic`, but at least `least`."""
     return max(least, deadline - time.monotonic())

@@ -1,4 +1,4 @@
-"""The environment variables that begin with MEMSAVER_, and a warning about misspelt ones."""
+"""The environment variables that begin with MEMSAVER_, and a warning about misspelt names."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ KNOWN_VARIABLES = frozenset(
 
 
 def unknown_variables() -> dict[str, str | None]:
-    """Return the variables with memsaver's prefix that it does not read, in order of their names.
+    """Return the unknown variables with memsaver's prefix, in order of their names.
 
-    Each value is the known name that resembles the variable's name, or None.
+    Each value is the known name that is similar to the variable's name, or None.
     """
     unknown = {name for name in os.environ if name.startswith(_PREFIX)} - KNOWN_VARIABLES
     return {name: _similar(name) for name in sorted(unknown)}
@@ -72,7 +72,7 @@ def _similar(name: str) -> str | None:
 
 
 def warn_of_misspelt_variables() -> None:
-    """Warn about each unknown variable whose name resembles a known one."""
+    """Warn about each unknown variable whose name is similar to a known name."""
     for name, meant in unknown_variables().items():
         if meant is not None:
             text = f"the environment variable {name} has no effect; did you mean {meant}?"

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, even if the disk is full."""
+"""Files that are written completely or not at all, even if the disk is full."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ __all__ = ["replace_file"]
 
 
 def replace_file(target: Path, content: bytes) -> None:
-    """Write the content to a file, or replace an existing file.
+    """Write the content to a new file, or replace an existing file.
 
-    Keeps the mode of an existing file, and its owner and group if the system allows it (if not, the
-    group gets no rights). Users never have more rights to the content than the finished file
-    grants. If the target is a link, replaces the file that the link points to; writes directly to a
-    device or a pipe.
+    A replaced file keeps its mode and, if the system allows this, its owner and group. Otherwise,
+    the group has no access rights. During the write, no user has more access rights than the
+    finished file grants. If the target is a link, the function replaces the file that the link
+    points to. If the target is a device or a pipe, the function writes directly to the target.
 
     Raises:
-        OSError: the file cannot be written, and is unchanged. The error names the target.
+        OSError: the file cannot be written. The existing file is unchanged, and the error names the
+            target.
     """
     try:
         if target.exists() and not target.is_file():
@@ -49,7 +50,7 @@ def _replace(target: Path, content: bytes) -> None:
 
 
 def _give_rights(file: int, before: os.stat_result) -> None:
-    """Set a file's owner, group and mode to those of the file that it replaces."""
+    """Set a file's owner, group and mode to the values of the file that it replaces."""
     mode = stat.S_IMODE(before.st_mode) & 0o777
     with contextlib.suppress(OSError):
         os.chown(file, before.st_uid, before.st_gid)

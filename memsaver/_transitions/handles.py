@@ -1,6 +1,6 @@
-"""One transition from begin to end, and the handle of a transition in the background.
+"""The steps of one transition, and the handle of a transition in the background.
 
-Only `Transition` is public; the public functions are in `transitions`.
+Only `Transition` is public. The module `transitions` contains the public functions.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ def state(tag: str) -> State:
 
 @dataclass
 class Call:
-    """A pause of `out`, a resume of `into`, or both in one: begun on one thread, run on any.
+    """A pause of `out`, a resume of `into`, or a swap of both.
 
-    `finish` runs all steps. Code that calls `begin` and `run` itself must own a reservation of
-    `names`, and must call `abandon` if one of them raises.
+    `finish` runs all steps. Code that calls `begin` and `run` separately must own a reservation of
+    `names`, and must call `abandon` if `begin` or `run` raises. A call can run on another thread
+    than the thread that began it.
 
     Attributes:
-        who: the place in the program that made the call, and the thread.
+        who: the place in the program that made the call, and the name of its thread.
     """
 
     kind: str
@@ -67,7 +68,7 @@ class Call:
         return [*self.out, *self.into]
 
     def finish(self) -> Report:
-        """Reserve the tags, begin, run and release. Notify callbacks of a failure.
+        """Reserve the tags, run all steps, and release the tags. Notify callbacks of a failure.
 
         No signal handler may run between these steps: see `_C.uninterrupted`.
         """
@@ -80,7 +81,7 @@ class Call:
                 raise
 
     def begin(self) -> None:
-        """Call the `on_pause` callbacks and begin the native transition. Copies nothing yet."""
+        """Call the `on_pause` callbacks, and begin the native transition. Copies nothing."""
         with observers.notifying(self.names):
             self._waiting = [name for name in self.into if state(name) == "paused"]
             costs.before_resume(self._waiting)
@@ -96,7 +97,7 @@ class Call:
             self.native.set_caller(self.who.encode(errors="replace"))
 
     def run(self) -> Report:
-        """Run the transition, once, and call the `on_resume` callbacks."""
+        """Run the transition, and call the `on_resume` callbacks. Must be called only once."""
         rows: list[tuple[str, int, bool, int, int]] = []
         try:
             if self.native is not None:
@@ -125,15 +126,15 @@ class Call:
 
 
 class Transition(Job[Report]):
-    """A pause, a resume or a swap in progress on a separate thread. Any thread may use this.
+    """A pause, a resume or a swap in progress on a separate thread. Thread-safe.
 
-    A call that needs one of its tags waits for the transition to end, and so does interpreter exit.
-    An error that none of the waits delivers becomes a `MemsaverWarning` when this object is
-    deleted.
+    Other calls that need one of the transition's tags wait for the transition to end, and so does
+    interpreter exit. If the transition fails and no `wait` call raises its error, a
+    `MemsaverWarning` reports the error when this object is deleted.
     """
 
     def __init__(self, call: Call, progress: Progress) -> None:
-        """Reserve the tags and begin on this thread, and run the rest on a new one.
+        """Reserve the tags and begin the call on this thread, and run the call on a new thread.
 
         No signal handler may run between these steps: see `_C.uninterrupted`.
         """
@@ -171,64 +172,65 @@ class Transition(Job[Report]):
 
     @property
     def progress(self) -> tuple[int, int]:
-        """The bytes copied so far and in total.
+        """The number of bytes copied so far, and the total number of bytes to copy.
 
-        The total is 0 until it is known, and shrinks when unchanged contents are found.
+        The total is 0 until it is known, and decreases when the transition finds unchanged
+        contents.
         """
         native = self._call.native
         return native.progress() if native is not None else (0, 0)
 
     def wait(self, timeout: float | None = None) -> Report:
-        """Wait for the transition and its callbacks to end, and return the report. May be repeated.
+        """Wait for the transition and its callbacks to end, and return the report. Can be repeated.
 
-        Calls the progress callback of the transition on this thread. If the callback raises, `wait`
-        waits for the end before it raises the exception. An interrupt is raised at once, and the
-        transition continues.
+        While `wait` waits, it calls the transition's progress callback on the calling thread. If
+        the callback raises, `wait` raises the exception after the transition has ended. An
+        interrupt is raised at once, and the transition continues.
 
         Args:
-            timeout: the longest wait, in seconds.
+            timeout: the maximum time to wait, in seconds; None means no limit.
 
         Raises:
-            TimeoutError: the timeout passed; the transition continues.
-            InvalidStateError: called from one of the transition's own callbacks.
-            MemsaverError: the error of the pause, resume or swap. The tags are unchanged.
+            TimeoutError: the transition did not end within the timeout, and continues.
+            InvalidStateError: one of the transition's own callbacks made this call.
+            MemsaverError: the pause, resume or swap failed. The tags are unchanged.
         """
         return self._waited(timeout)
 
     def wait_stream(self, stream: Any = None, *, memory: Any = None) -> None:
         """Make all future work on a stream wait for the transition's copies.
 
-        For a resume, returns when all copies are queued, possibly before they are done; for a pause
-        or a swap, when the transition is over.
+        For a resume, the call returns when all copies are queued, possibly before they are
+        complete. For a pause or a swap, it returns when the transition has ended.
 
         Args:
             stream: a `torch.cuda.Stream`, another object with a `cuda_stream`, or the address of a
-                CUDA stream; None is torch's current stream.
-            memory: see `wait_memory`. During a resume, the work waits only for the contents of this
-                memory: copies run in address order. If some of the memory is not resumed by
-                this transition, the work waits for all copies. None means all memory.
+                CUDA stream; None means torch's current stream.
+            memory: see `wait_memory`. During a resume, the work waits only until the contents of
+                this memory are restored; copies run in address order. If this transition does not
+                resume all of the memory, the work waits for all copies. The default is all memory.
 
         Raises:
             ConfigError: `stream` is not a stream, or `memory` has no addresses.
-            MemsaverError: the transition failed; see `wait`.
+            MemsaverError: the transition failed (see `wait`).
         """
         address = _address_of(stream)
         self._order(None if memory is None else ranges_of(memory), address)
 
     def wait_memory(self, memory: Any) -> None:
-        """Wait on the host until a resume has copied the contents of some memory.
+        """Wait on the host until a resume has restored the contents of `memory`.
 
-        For a resume, returns only when all copies are queued; for a pause or a swap, only when the
-        transition is over.
+        Even if the contents are ready earlier, a call for a resume returns only after all copies
+        are queued. A call for a pause or a swap returns only after the transition has ended.
 
         Args:
             memory: a dense tensor, an object with an `address` and `nbytes`, a pair (address,
-                bytes), or a list of those; with [], the call does not wait for copies. If some
-                of the memory is not resumed by this transition, the call waits for all copies.
+                bytes), or a list of these. If the list is empty, the call does not wait for copies.
+                If this transition does not resume all of the memory, the call waits for all copies.
 
         Raises:
             ConfigError: `memory` has no addresses.
-            MemsaverError: the transition failed; see `wait`.
+            MemsaverError: the transition failed (see `wait`).
         """
         self._order(ranges_of(memory), None)
 
@@ -252,7 +254,7 @@ class Transition(Job[Report]):
         self._follow(deadline, timeout)
 
     def _await(self, deadline: float | None, timeout: float | None) -> None:
-        """Wait for the end without calling the progress callback."""
+        """Wait for the end of the transition without calling the progress callback."""
         if not self._over_within(None if deadline is None else deadline - time.monotonic()):
             raise self._too_late(timeout)
 
@@ -307,7 +309,7 @@ def _address_of(stream: Any) -> int:
 
 
 def _notify_after(error: BaseException, tag: str) -> None:
-    """Notify callbacks that a tag stays mapped. Errors of callbacks become warnings."""
+    """Notify callbacks that a tag stays mapped, and turn the callbacks' errors into warnings."""
     try:
         observers.notify_resume(tag)
     except Exception as second:

@@ -1,8 +1,8 @@
 """Callbacks around pauses and resumes, for code that depends on physical pages.
 
-NCCL and RDMA registrations, CUDA IPC handles and similar objects refer to physical pages: release
-them before a pause, and create them again after a resume. `memsaver.ranges(tag)` returns the
-addresses.
+NCCL and RDMA registrations, CUDA IPC handles and similar objects refer to physical pages. Release
+such objects before a pause, and create them again after a resume. `memsaver.ranges(tag)` returns
+the addresses.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Callback = Callable[[str], object]
 class Registration:
     """A registered callback.
 
-    Calling the object calls the function, so a decorated function still works.
+    A registration is callable and calls the function, so a decorated function still works.
 
     Attributes:
         is_removed: whether `remove` was called.
@@ -51,11 +51,11 @@ class Registration:
         return f"{module}.{name}" if module else str(name)
 
     def concerns(self, tag: str) -> bool:
-        """Return whether transitions of the tag call this callback."""
+        """Return whether transitions of this tag call the callback."""
         return self._tag is None or self._tag == tag
 
     def remove(self) -> None:
-        """Unregister the callback. May be called twice, and in finalizers."""
+        """Unregister the callback. Idempotent, and safe in finalizers."""
         self.is_removed = True
         with contextlib.suppress(ValueError):
             self._callbacks.remove(self)
@@ -67,21 +67,22 @@ _after_resume: list[Registration] = []
 
 
 def on_pause(function: Callback, tag: str | None = None) -> Registration:
-    """Call `function(tag)` on the caller's thread before a tag is paused, while it is still mapped.
+    """Call `function(tag)` on the caller's thread before a tag is paused.
 
     Args:
-        function: the callback. Callbacks run in the order of registration. If one raises, nothing
-            is paused, the exception propagates to the caller with a note that names the callback
-            and the tag (shown by Python 3.11 and newer), and the `on_resume` callbacks are called
-            for tags whose callbacks had run.
-        tag: the callback's tag; None means every tag.
+        function: the callback. Callbacks run in the order of registration. If a callback raises, no
+            tag is paused, and the exception propagates to the caller. A note in the exception names
+            the callback and the tag (Python 3.11 and newer show notes). The `on_resume` callbacks
+            are then called for the tags whose `on_pause` callbacks had run.
+        tag: the tag whose transitions call the callback; None means every tag.
 
-    Callbacks are not called for tags that are already paused. May be used as a decorator. On the
-    main thread, signals (Ctrl-C) wait for the callbacks, so callbacks must end. Beginning a
-    transition of the tag in a callback raises `InvalidStateError`.
+    The tag is still mapped when the callbacks run. Callbacks are not called for tags that are
+    already paused. This function can be used as a decorator. On the main thread, signals (Ctrl-C)
+    are handled only after the callbacks, so every callback must return. If a callback begins a
+    transition of the tag, that call raises `InvalidStateError`.
 
     Raises:
-        ConfigError: `function` cannot be called, or `tag` is invalid.
+        ConfigError: `function` is not callable, or `tag` is invalid.
     """
     return Registration(_before_pause, function, tag)
 
@@ -89,18 +90,21 @@ def on_pause(function: Callback, tag: str | None = None) -> Registration:
 def on_resume(function: Callback, tag: str | None = None) -> Registration:
     """Call `function(tag)` after a tag is resumed, on the thread that completes the transition.
 
-    This is the calling thread, or the transition's own thread with `wait=False` or `progress`.
+    Callbacks run on the thread that called `resume`, or, with `wait=False` or `progress`, on the
+    transition's own thread.
 
     Args:
-        function: the callback. Callbacks run in the order of registration. If one raises, the tags
-            stay resumed, the other callbacks run, and the first error propagates to the caller.
-        tag: the callback's tag; None means every tag.
+        function: the callback. Callbacks run in the order of registration. If a callback raises,
+            the tags stay resumed, the other callbacks run, and the first error propagates to the
+            caller.
+        tag: the tag whose transitions call the callback; None means every tag.
 
-    Also called if a pause fails after its `on_pause` callbacks ran. May be used as a decorator. If
-    a callback pauses the tag, later callbacks are called for that pause only.
+    The callbacks also run if a pause fails after its `on_pause` callbacks have run. If a callback
+    pauses the tag again, the remaining callbacks are called only for that new pause. This function
+    can be used as a decorator.
 
     Raises:
-        ConfigError: `function` cannot be called, or `tag` is invalid.
+        ConfigError: `function` is not callable, or `tag` is invalid.
     """
     return Registration(_after_resume, function, tag)
 
@@ -112,14 +116,15 @@ _latest: dict[str, object] = {}
 
 
 class notifying:
-    """Prevent this thread from beginning another transition of the tags in the block.
+    """A block in which this thread cannot begin another transition of the tags.
 
-    The thread has reserved the tags, notifies callbacks of their pause in the block, and begins
-    it. If a callback, a signal handler or a finalizer paused or resumed one of the tags in between,
-    other callbacks would be left with an outdated state.
+    The thread must have reserved the tags. In the block, the thread calls the callbacks and then
+    begins the transition. If a callback, a signal handler or a finalizer paused or resumed one of
+    the tags between these two steps, other callbacks would have an outdated view of the tag's
+    state.
 
     Raises:
-        InvalidStateError: on entry, the thread is already in such a block for one of the tags.
+        InvalidStateError: the thread is already in such a block for one of the tags.
     """
 
     def __init__(self, tags: list[str]) -> None:
@@ -146,7 +151,7 @@ def notify_pause(tag: str) -> None:
 
 
 def notify_resume(tag: str) -> None:
-    """Call all `on_resume` callbacks of a mapped tag, then raise the first error."""
+    """Call all `on_resume` callbacks of a mapped tag, and then raise the first error."""
     _call(_after_resume, "on_resume", tag, keep_going=True)
 
 
@@ -173,7 +178,7 @@ def _call(callbacks: list[Registration], kind: str, tag: str, keep_going: bool =
 
 
 def _name_callback(error: BaseException, what: str) -> None:
-    """Add a note about an error's origin (shown by Python 3.11 and newer)."""
+    """Add a note about an error's origin, which Python 3.11 and newer show."""
     text = f"raised by the {what}"
     if hasattr(error, "add_note"):
         error.add_note(text)

@@ -1,13 +1,14 @@
-"""Parts of a tag: regions of one tag that request different backups.
+"""Parts of a tag, for regions of the same tag that request different backups.
 
-A tag of memsaver has one backup policy, but in other libraries each region of a tag chooses one. An
-adapter therefore splits a tag into a part for each policy. The tag itself is the part with
-the tag's own policy, or, if it has none, with the policy that was requested first. Each other part
-is a separate tag, whose name consists of the tag's name, U+001F and the backup's name. The parts
-are paused and resumed in one call. memsaver rejects such names in a program's regions, so a part
-never collides with another tag.
+In memsaver a tag has one backup policy, but in other libraries each region of a tag chooses its own
+policy. Therefore an adapter splits a tag into one part for each policy. The first part is the tag
+itself. Its policy is the tag's own policy or, if the tag has none, the policy that was requested
+first. Each other part is a separate tag, whose name consists of the tag's name, U+001F and the
+backup's name. All parts are paused and resumed in one call. Regions of a program cannot use such
+names, so a part never collides with another tag.
 
-Every function may be called on any thread and in finalizers: none takes a lock or starts a thread.
+All functions are safe on any thread and in finalizers, because they acquire no lock and start no
+thread.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ def name_of(tag: str, backup: str) -> str:
 
 
 def names_of(tag: str) -> tuple[str, ...]:
-    """Return the names of a tag's parts, to pause and resume in one call.
+    """Return the names of a tag's parts, for one call of `pause` or `resume`.
 
-    Empty if no region has ever named the tag. Includes `tag` itself even if the program created it
-    through memsaver's own interface.
+    The result is empty if no region has ever named the tag. It includes `tag` itself, even if the
+    program created the tag through memsaver's own interface.
 
     Raises:
         ConfigError: the tag is invalid.
@@ -68,7 +69,7 @@ def names_of(tag: str) -> tuple[str, ...]:
 
 
 def split(name: str) -> tuple[str, Backup]:
-    """Split a part's name into its tag and the part's backup.
+    """Split a part's name into the tag and the part's backup.
 
     Raises:
         UnknownTagError: no region has ever named the part.

@@ -1,4 +1,4 @@
-"""Progress of long calls: a bar on the terminal, or the caller's own callback."""
+"""Progress of long calls: a progress bar on the terminal, or a callback of the caller."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ Callback = Callable[[int, int], object]
 
 
 class ProgressBar:
-    """A bar with a title, bytes, rate and remaining time, for the duration of a `with` block.
+    """A progress bar with a title, bytes, rate and remaining time, shown during a `with` block.
 
-    To update the bar, call it with the bytes done and the total bytes, on any thread. The bar is
-    drawn on stderr and removed at the end of the block. Writes nothing if stderr is not a terminal.
+    To update the bar, call the object with the bytes done and the total bytes, on any thread. The
+    bar is drawn on stderr, and is removed at the end of the block. If stderr is not a terminal,
+    nothing is drawn.
 
     Args:
         title: a description of the work.
-        console: the console to draw on, instead of stderr.
+        console: the console to use instead of stderr.
     """
 
     def __init__(self, title: str, console: Console | None = None) -> None:
@@ -61,7 +62,7 @@ class ProgressBar:
 
 
 def _rate_column(column: Column) -> ProgressColumn:
-    """Return a column that shows the rate in binary units, like the sizes; rich's is decimal."""
+    """Return a column with the rate in binary units; rich's own column uses decimal units."""
     from rich import filesize
     from rich.progress import ProgressColumn, Task
     from rich.text import Text
@@ -81,15 +82,15 @@ def _rate_column(column: Column) -> ProgressColumn:
 def callback_of(
     progress: bool | Callback | None, title: str
 ) -> contextlib.AbstractContextManager[Callback | None]:
-    """Yield the callback for a `progress` argument, for a `with` block.
+    """Create a context manager that yields the callback for a `progress` argument.
 
     Args:
-        progress: True for a `ProgressBar`; a callable, which is yielded unchanged; False or None
-            for no callback.
+        progress: the argument: True yields a `ProgressBar`, a callable is yielded unchanged, and
+            False or None yields None.
         title: the title of the bar.
 
     Raises:
-        TypeError: `progress` is none of these.
+        TypeError: `progress` has any other value.
     """
     if progress is True:
         return ProgressBar(title)

@@ -16,7 +16,7 @@ class Change:
     Attributes:
         tag: the tag.
         device: the device's index; -1 for a tag without memory.
-        changed: False if the tag was already in the requested state.
+        changed: whether the state changed; False if the tag was already in the requested state.
         device_bytes: device memory released or mapped.
         copied_bytes: bytes copied to or from the backup.
     """
@@ -30,11 +30,12 @@ class Change:
 
 @dataclass(frozen=True)
 class Report:
-    """The result of a transition.
+    """The result of a pause, a resume or a swap.
 
     Attributes:
         seconds: the duration from the call to the end of the transition, including callbacks.
-        changes: one entry for each tag and device; for a swap, those of `out` come first.
+        changes: one entry for each tag and device; for a swap, the entries of `out` precede those
+            of `into`.
     """
 
     seconds: float
@@ -42,12 +43,12 @@ class Report:
 
     @property
     def bytes(self) -> int:
-        """Device memory released or mapped in total; for a swap, the sum of both."""
+        """The total device memory released or mapped; for a swap, the sum of both."""
         return sum(change.device_bytes for change in self.changes)
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes copied to or from the backups in total."""
+        """The total number of bytes copied to or from the backups."""
         return sum(change.copied_bytes for change in self.changes)
 
     def __str__(self) -> str:

@@ -44,41 +44,43 @@ def pause(
 ) -> Report | Transition:
     """Release the device memory of `tags`; their addresses stay reserved.
 
-    All or nothing: after an error every tag is mapped with its contents. Waits until the devices
-    have completed all work submitted before the call. Until the resume, accessing the memory is an
-    illegal access, but the tensors in it may be deleted. Pausing a paused tag does nothing; its
-    `Change.changed` is False.
+    The call pauses all tags or none: after an error, every tag is mapped with its contents. The
+    call first waits until the devices have completed all work that was submitted before it. Until
+    the resume, any access to the memory is an illegal access, but the tensors in it can be deleted.
+    Pausing a tag that is already paused has no effect, and its `Change.changed` is False.
 
     Args:
         tags: the tags; if empty, all tags.
-        backup: "none", "host", "pageable", "disk" or "peer" (see `region`), for this call only,
-            instead of the regions' policy.
-        wait: False returns a `Transition` as soon as the tags are reserved; the rest happens on
-            another thread. The caller must not use the memory after the call.
-        progress: `progress(done_bytes, total_bytes)` is called about every 50 ms and at the end, by
-            the waiting thread, while another thread does the work; it is never called if there is
-            nothing to copy. True shows a bar on stderr. `Transition.wait` describes the effect of
-            an exception in the function.
+        backup: "none", "host", "pageable", "disk" or "peer" (see `region`). This value overrides
+            the regions' policy for this call only.
+        wait: if False, the call returns a `Transition` as soon as the tags are reserved, and
+            another thread completes the pause. The caller must not use the memory after the call.
+        progress: a function that the waiting thread calls as `progress(done_bytes, total_bytes)`,
+            about every 50 ms and at the end, while another thread does the work. The function is
+            never called if there is nothing to copy. The value True shows a progress bar on stderr.
+            See `Transition.wait` for exceptions in the function.
 
-    Only blocks that a tensor owns are saved. Contents that are not saved read as zero after the
-    resume (with the option `poison`, as NaN).
+    A pause saves only blocks that a tensor owns. Memory whose contents were not saved reads as zero
+    after the resume, or as NaN with the option `poison`.
 
-    A call that needs a tag of a transition in progress waits for the transition to end. A signal
-    handler that raises (Ctrl-C) ends that wait. Later signals do not affect the pause: their
-    handlers run after the pause and its callbacks, or, with `progress` or `wait=False`, at once
-    while the pause continues. All of this applies to `resume` and `swap` too.
+    If another transition of one of the tags is in progress, the call waits for that transition to
+    end. A signal handler that raises (Ctrl-C) ends this wait. Signals that arrive after the wait do
+    not affect the pause: their handlers run after the pause and its callbacks. With `progress` or
+    `wait=False`, the handlers run at once while the pause continues. The same rules apply to
+    `resume` and `swap`.
 
     Raises:
-        UnknownTagError: no region has ever named a tag.
-        ConfigError: an unknown backup.
+        UnknownTagError: no region has ever named one of the tags.
+        ConfigError: the backup is unknown.
         InvalidStateError: a tag of 256 MiB or more would lose its contents, and neither its regions
-            nor this call chose a backup. Or the call is inside a region of one of the tags, inside
-            `use_mem_pool` of one of their `torch_pool`s, or during a CUDA graph capture. Or the
-            wait for a tag would deadlock, because the call is in a callback, a signal handler or a
-            finalizer that runs during a transition that must end first.
+            nor this call chose a backup. The error is also raised if the call is made inside a
+            region of one of the tags, inside `use_mem_pool` of one of their `torch_pool`s, or
+            during a CUDA graph capture. It is also raised if waiting for a tag would deadlock,
+            because a callback, a signal handler or a finalizer makes the call during a transition
+            that must end first.
         TagSharedError: another process used a tensor of one of the tags for longer than the option
             `importer_seconds`.
-        OutOfHostMemoryError: not enough host memory for the backup.
+        OutOfHostMemoryError: there is not enough host memory for the backup.
         BackupError: the backup could not be written.
         DriverError: a driver call failed.
     """
@@ -106,26 +108,27 @@ def resume(
 def resume(
     *tags: str, restore: bool = True, wait: bool = True, progress: Progress = None
 ) -> Report | Transition:
-    """Map memory behind the addresses of `tags` again, and restore the saved contents.
+    """Map physical memory at the addresses of `tags` again, and restore the saved contents.
 
-    All or nothing: after an error every tag is still paused, with its backup and without device
-    memory, and the same call may be made again. Resuming a mapped tag does nothing; its
-    `Change.changed` is False.
+    The call resumes all tags or none: after an error, every tag is still paused, with its backup
+    and without device memory, and the call can be repeated. Resuming a mapped tag has no effect,
+    and its `Change.changed` is False.
 
     Args:
         tags: the tags; if empty, all tags.
-        restore: False copies nothing, for contents that are about to be overwritten. The memory
-            then reads as if the pause had not saved its contents.
-        wait: False returns a `Transition` as soon as the tags are reserved; the rest happens on
-            another thread. The memory may be used on the host after its `wait()`, and by work
-            submitted to a stream after its `wait_stream(stream)`.
+        restore: whether to copy the saved contents. Pass False if the contents are about to be
+            overwritten; the memory then reads as if the pause had not saved its contents.
+        wait: if False, the call returns a `Transition` as soon as the tags are reserved, and
+            another thread completes the resume. The host can use the memory after
+            `Transition.wait()`. Work on a stream can use the memory if it is submitted after
+            `Transition.wait_stream(stream)`.
         progress: as in `pause`.
 
     Raises:
-        UnknownTagError: no region has ever named a tag.
-        OutOfDeviceMemoryError: not enough device memory is free; the error contains the needed and
-            the free bytes.
-        InvalidStateError: the wait for a tag would deadlock, as for `pause`.
+        UnknownTagError: no region has ever named one of the tags.
+        OutOfDeviceMemoryError: the device has too little free memory; the error contains the needed
+            and the free bytes.
+        InvalidStateError: waiting for a tag would deadlock, as in `pause`.
         BackupError: the backup could not be read.
         DriverError: a driver call failed.
     """
@@ -175,13 +178,14 @@ def swap(
 ) -> Report | Transition:
     """Pause `out` and resume `into` in one transition, which transfers pages and copies both ways.
 
-    All or nothing: after an error `out` is still mapped and `into` still paused, with all contents
-    that have a backup; contents without one may be lost. A swap takes less time than a pause and a
-    resume. It needs little more device memory than the larger side if the physical pieces of both
-    sides have equal sizes. A first swap between few large pieces of different sizes may need memory
-    for one more piece, and fails without it; in that case, pause and resume separately. Tags of
-    `out` that are paused and tags of `into` that are mapped stay unchanged; their `Change.changed`
-    is False.
+    The call swaps all tags or none: after an error, the tags of `out` are still mapped, and those
+    of `into` are still paused. Contents that have a backup are intact, but contents without a
+    backup may be lost. A swap is faster than a separate pause and resume. If the physical pieces of
+    both sides have equal sizes, a swap needs little more device memory than the larger side. The
+    first swap between a few large pieces of different sizes can need memory for one additional
+    piece, and fails if this memory is missing. In this case, pause and resume separately. Tags of
+    `out` that are already paused and tags of `into` that are already mapped do not change, and
+    their `Change.changed` is False.
 
     Args:
         out: the tag, or tags, to pause.
@@ -191,9 +195,9 @@ def swap(
         progress: as in `pause`.
 
     Raises:
-        ConfigError: a tag is on both sides, a side has no tags, or a tag is passed without `out=`
-            or `into=`.
-        MemsaverError: the errors of `pause` and `resume`.
+        ConfigError: `out` and `into` share a tag, one of them has no tags, or a tag is passed
+            without `out=` or `into=`.
+        MemsaverError: see the errors of `pause` and `resume`.
     """
     if _positional:
         raise ConfigError(
@@ -205,11 +209,12 @@ def swap(
 
 @partial(block, asynchronous=True)
 def paused(*tags: str, backup: Backup | None = None) -> Iterator[Report]:
-    """Pause `tags` during the block, then resume those that were paused, even after an exception.
+    """Pause `tags` for a block, and resume the tags that it paused, even after an exception.
 
-    Yields the pause's report. Errors are those of `pause` and `resume`. Also works as a decorator,
-    even for coroutine functions: both transitions then block the event loop. An interrupt is raised
-    after the tags are resumed, even if the resume waits for another thread's transition.
+    Yields the pause's report. The errors are those of `pause` and `resume`. `paused` is also a
+    decorator, even for coroutine functions, but both transitions then block the event loop. If an
+    interrupt arrives, it is raised after the tags are resumed, even if the resume must wait for
+    another thread's transition.
     """
     call = pause_call(tags, backup)
     going: list[str] = []
@@ -269,7 +274,7 @@ def swap_call(out: str | Sequence[str], into: str | Sequence[str], backup: Backu
 
 
 def _transition(call: Call, wait: bool, progress: Progress) -> Report | Transition:
-    """Begin the call on this thread, and finish it on this thread or on a new one."""
+    """Begin the call on this thread, and finish the call on this thread or on a new thread."""
     if not (progress is None or isinstance(progress, bool) or callable(progress)):
         raise ConfigError(
             f"progress must be a function of two numbers of bytes, True or None, not {progress!r}"

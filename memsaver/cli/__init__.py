@@ -1,9 +1,9 @@
-"""The command line, `memsaver`: one module for each command.
+"""The command line tool `memsaver`, with one module for each command.
 
-`app` combines the commands. `checks` contains the checks of `memsaver doctor`, `measurements` the
-measurements of `memsaver bench`, and `watched` finds the processes that `memsaver top` shows.
-Importing this package does not import typer: `main` imports it, and reports an interrupt during
-that import like any other interrupt. rich is imported only for output.
+`app` combines the commands. The module `checks` contains the checks of `memsaver doctor`,
+`measurements` contains the measurements of `memsaver bench`, and `watched` finds the processes that
+`memsaver top` shows. Importing this package does not import typer. `main` imports typer, and
+reports an interrupt during this import like any other interrupt. rich is imported only for output.
 """
 
 import sys
@@ -14,9 +14,9 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Run the console script, and exit with its status.
+    """Run the command line, and exit with its status.
 
-    An interrupt prints one line, and the status is 130.
+    After an interrupt, one line is printed, and the exit status is 130.
     """
     try:
         from memsaver.cli.app import run_words

@@ -1,4 +1,4 @@
-"""The application: its commands and global options."""
+"""The command line application, with its commands and global options."""
 
 from __future__ import annotations
 
@@ -65,9 +65,10 @@ app.command("trace", short_help="Summarize a saved timeline.")(trace.command)
 def run_words(words: list[str]) -> int:
     """Run the command line with these arguments, and return the exit status.
 
-    Every error is one line on stderr: wrong arguments (status 2), output that cannot be written
-    (status 1). If the reader of the output has closed the pipe, nothing is printed (status 1).
-    Characters that the output's encoding lacks are written as escapes.
+    Every error prints one line on stderr. The exit status is 2 for invalid arguments, and 1 if the
+    output cannot be written. If the reader of the output has closed the pipe, nothing is printed,
+    and the status is 1. Characters that the output's encoding lacks are written as escape
+    sequences.
 
     Raises:
         KeyboardInterrupt: the user interrupted the command.
@@ -109,7 +110,7 @@ def _run(words: list[str]) -> int:
 
 
 def _command_of(error: typer.BadParameter, words: list[str]) -> str:
-    """Return the command whose arguments are wrong."""
+    """Return the command whose arguments are invalid."""
     if error.ctx is not None:
         return str(error.ctx.command_path)
     names = [command.name for command in app.registered_commands]
@@ -117,9 +118,9 @@ def _command_of(error: typer.BadParameter, words: list[str]) -> str:
 
 
 def _is_of_output(error: OSError) -> bool:
-    """Return whether a write to stdout failed.
+    """Return whether the error is a failed write to stdout.
 
-    OSErrors from files have a `filename`; memsaver's are `MemsaverError`s.
+    OSErrors from files have a `filename`, and memsaver's OSErrors are `MemsaverError`s.
     """
     return (
         error.errno in _OF_A_WRITE

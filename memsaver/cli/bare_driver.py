@@ -1,7 +1,7 @@
-"""Direct calls to the CUDA driver: properties of devices, and the cost of bare calls.
+"""Direct calls to the CUDA driver, for device properties and for the cost of bare calls.
 
-The benchmarks use this module, too. It calls the driver that the library opened, which may be the
-simulated driver; `memsaver._runtime.native` finds it.
+The benchmarks also use this module. It calls the driver that the native library opened, which may
+be the simulated driver.
 """
 
 from __future__ import annotations
@@ -50,15 +50,16 @@ class _AccessDesc(ctypes.Structure):
 
 
 class BareDriver:
-    """The opened driver. Any thread. Only `context` creates a CUDA context.
+    """The opened driver. Thread-safe. Only `context` creates a CUDA context.
 
     Attributes:
-        version: the CUDA version that the driver supports: 13000 for 13.0.
-        name: the opened library: "libcuda.so.1", or the value of MEMSAVER_DRIVER.
+        version: the CUDA version that the driver supports, such as 13000 for CUDA 13.0.
+        name: the name of the opened library, which is "libcuda.so.1" or the value of
+            MEMSAVER_DRIVER.
         simulated: whether this is the simulated driver.
 
     Raises:
-        NotLoadedError: there is no usable driver; the message contains advice.
+        NotLoadedError: there is no usable driver. The message contains advice.
     """
 
     def __init__(self) -> None:
@@ -93,7 +94,7 @@ class BareDriver:
         return count.value
 
     def attribute(self, device: int, number: int) -> int:
-        """Return a CUdevice_attribute of a device, by its number. Needs no context."""
+        """Return a device's attribute with this CUdevice_attribute number. Needs no context."""
         value = ctypes.c_int()
         self.call("cuDeviceGetAttribute", ctypes.byref(value), number, device)
         return value.value
@@ -105,16 +106,16 @@ class BareDriver:
         return text.value.decode(errors="replace")
 
     def total_bytes(self, device: int) -> int:
-        """Return the size of the device's memory. Needs no context."""
+        """Return the size of the device's memory, in bytes. Needs no context."""
         total = ctypes.c_size_t()
         self.call("cuDeviceTotalMem_v2", ctypes.byref(total), device)
         return total.value
 
     @contextmanager
     def context(self, device: int) -> Iterator[None]:
-        """Make the device's primary context current on this thread; create it if necessary.
+        """Make the device's primary context current on this thread, and create it if necessary.
 
-        Creating a context uses up to half a GiB of device memory and takes up to a second.
+        Creating a context needs up to half a GiB of device memory and takes up to a second.
         """
         context = ctypes.c_void_p()
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
@@ -129,7 +130,7 @@ class BareDriver:
 
     @contextmanager
     def stream(self) -> Iterator[ctypes.c_void_p]:
-        """Create a non-blocking stream of the current context."""
+        """Create a non-blocking stream in the current context."""
         stream = ctypes.c_void_p()
         self.call("cuStreamCreate", ctypes.byref(stream), _NON_BLOCKING)
         try:
@@ -139,7 +140,9 @@ class BareDriver:
             self.call("cuStreamDestroy_v2", stream)
 
     def fill(self, address: int, value: int, nbytes: int) -> None:
-        """Set device memory to a byte, and wait for completion. Needs the device's context."""
+        """Set each byte of device memory to a value, and wait for completion. Needs the device's
+        context.
+        """
         self.call(
             "cuMemsetD8_v2",
             ctypes.c_uint64(address),
@@ -149,24 +152,24 @@ class BareDriver:
         self.call("cuStreamSynchronize", ctypes.c_void_p())
 
     def read(self, address: int, nbytes: int) -> bytes:
-        """Return the bytes at a device address. Needs the device's context."""
+        """Return a copy of the bytes at a device address. Needs the device's context."""
         data = ctypes.create_string_buffer(nbytes)
         self.call("cuMemcpyDtoH_v2", data, ctypes.c_uint64(address), ctypes.c_size_t(nbytes))
         return data.raw
 
 
 class BareMemory:
-    """A range of a device's addresses, and physical memory for it in handles of `piece` bytes.
+    """A range of device addresses, and physical memory for it, in handles of `piece` bytes.
 
-    Makes only the driver calls that any library must make. Nothing is mapped at first. `pause` and
-    `resume` have the minimum cost of a pause and a resume without a backup; their four steps can
-    also be called one by one. One thread at a time may use the object.
+    The object makes only the driver calls that any library must make. Initially, nothing is mapped.
+    `pause` and `resume` have the minimum cost of a pause and a resume without a backup. Their four
+    steps can also be called separately. Only one thread at a time may use the object.
 
     Args:
         driver: the driver.
         total: the number of bytes, rounded up to 2 MiB.
         device: the device's index.
-        piece: the size of the handles, a multiple of 2 MiB; the last one may be smaller.
+        piece: the size of each handle, a multiple of 2 MiB. The last handle can be smaller.
         exportable: whether the memory can be exported as file descriptors.
     """
 
@@ -203,7 +206,7 @@ class BareMemory:
         self.address = address.value
 
     def create(self) -> None:
-        """Allocate physical memory. Allocates nothing if it fails."""
+        """Allocate physical memory. After an error, nothing is allocated."""
         try:
             for size in self._sizes:
                 handle = ctypes.c_uint64()
@@ -220,10 +223,10 @@ class BareMemory:
             raise
 
     def import_from(self, owner: BareMemory) -> None:
-        """Import the owner's exportable memory without mapping it.
+        """Import the owner's exportable memory, without mapping it.
 
-        The owner must have the same size and pieces. Both objects own the memory afterwards. This
-        object must own no memory before the call; if the call fails, call `release`.
+        The owner must have the same size and pieces. Afterwards, both objects own the memory.
+        Before the call, this object must own no memory. If the call fails, call `release`.
         """
         for source in owner._handles:
             file, handle = ctypes.c_int(), ctypes.c_uint64()
@@ -246,7 +249,7 @@ class BareMemory:
             self._handles.append(handle)
 
     def map(self) -> None:
-        """Map the memory and set its access. If this fails, call `unmap`."""
+        """Map the memory, and make it accessible. If the call fails, call `unmap`."""
         self._mapped = True  # possibly only partly mapped: unmapping skips holes
         at = self.address
         for handle, size in zip(self._handles, self._sizes, strict=True):
@@ -270,7 +273,8 @@ class BareMemory:
     def unmap(self) -> None:
         """Unmap the memory.
 
-        No work in progress may use the memory: the driver does not check this.
+        The caller must ensure that no work in progress uses the memory. The driver does not check
+        this.
         """
         self._call("cuMemUnmap", ctypes.c_uint64(self.address), ctypes.c_size_t(self.bytes))
         self._mapped = False
@@ -291,7 +295,7 @@ class BareMemory:
         self.map()
 
     def close(self) -> None:
-        """Release everything that is still allocated, including the addresses."""
+        """Release all remaining resources, including the addresses."""
         if self._mapped:
             self.unmap()
         self.release()
@@ -299,10 +303,12 @@ class BareMemory:
 
 
 class PinnedMemory:
-    """Pinned host memory. Created and closed in a device's context, by one thread at a time.
+    """Pinned host memory. The memory must be created and closed in a device's context, by one
+    thread at a time.
 
     Raises:
-        OutOfDeviceMemoryError: not enough memory (the driver has one code for device and host).
+        OutOfDeviceMemoryError: there is not enough memory. The driver has the same error code for
+            device and host memory.
     """
 
     def __init__(self, driver: BareDriver, nbytes: int) -> None:
@@ -315,7 +321,7 @@ class PinnedMemory:
         self.address = pointer.value or 0
 
     def to_host(self, device_address: int, nbytes: int, stream: ctypes.c_void_p) -> None:
-        """Queue a copy of `nbytes`, at most this memory's size, from the device."""
+        """Queue a copy of `nbytes` (at most this memory's size) bytes from the device."""
         self._call(
             "cuMemcpyDtoHAsync_v2",
             ctypes.c_void_p(self.address),
@@ -325,7 +331,7 @@ class PinnedMemory:
         )
 
     def to_device(self, device_address: int, nbytes: int, stream: ctypes.c_void_p) -> None:
-        """Queue a copy of `nbytes`, at most this memory's size, to the device."""
+        """Queue a copy of `nbytes` (at most this memory's size) bytes to the device."""
         self._call(
             "cuMemcpyHtoDAsync_v2",
             ctypes.c_uint64(device_address),
@@ -335,5 +341,5 @@ class PinnedMemory:
         )
 
     def close(self) -> None:
-        """Release the memory. Waits until the device has finished its work."""
+        """Release the memory. The call waits until the device has finished its work."""
         self._call("cuMemFreeHost", ctypes.c_void_p(self.address))

@@ -1,4 +1,4 @@
-"""`memsaver bench`: measure the bus and the driver, and compare memsaver with them."""
+"""`memsaver bench`: measure the bus, the driver and memsaver."""
 
 from __future__ import annotations
 
@@ -83,9 +83,8 @@ def command(
 ) -> None:
     """Measure this machine's bus and driver, and compare memsaver's pauses and resumes with them.
 
-    Takes half a minute and allocates device and host memory: run nothing else at the same time.
-
-    Checks the contents after every resume. Needs no torch.
+    The measurement takes half a minute and allocates device and host memory, so run nothing else at
+    the same time. The command checks the contents after every resume. Needs no torch.
     """
     from memsaver.cli.measurements import measure_machine
 
@@ -143,7 +142,7 @@ def document(measured: Measured) -> dict[str, Any]:
 
 
 def draw(console: Console, measured: Measured) -> None:
-    """Print the table, with one section for each group."""
+    """Print the table of figures, with one section for each group."""
     from rich.text import Text
 
     console.print(Text(f"memsaver {memsaver.__version__} on {measured.name}", style="bold"))
@@ -191,7 +190,7 @@ def _table(console: Console, measured: Measured) -> Table:
 
 @contextmanager
 def _status() -> Iterator[Callable[[str], None]]:
-    """Show the current step on a terminal; show nothing in a pipe."""
+    """Show the current step if the output is a terminal."""
     if not is_redrawable(sys.stderr):
         yield lambda step: None
         return
@@ -202,7 +201,7 @@ def _status() -> Iterator[Callable[[str], None]]:
 
 
 def _check_picture(picture: Path) -> None:
-    """Exit with an error, before any measurement, if the picture could not be drawn afterwards."""
+    """Exit with an error before any measurement, if the picture cannot be drawn afterwards."""
     from memsaver.traces.files import PICTURES
 
     if importlib.util.find_spec("matplotlib") is None:

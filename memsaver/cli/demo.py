@@ -1,8 +1,8 @@
-"""`memsaver demo`: pause an engine and lend its memory, on a GPU or on the simulated driver.
+"""`memsaver demo`: pause an engine and use its memory, on a GPU or on the simulated driver.
 
-A rollout engine (weights with a backup, a KV cache, the pool of a CUDA graph) lends its memory to a
-trainer and resumes in two stages. Each claim is checked while the demo runs: bytes, addresses, and
-the free memory that the driver reports.
+A trainer uses the memory of a paused rollout engine, which has weights with a backup, a KV cache,
+and the pool of a CUDA graph. The engine then resumes in two stages. The demo checks every claim
+about bytes, addresses, and the free memory that the driver reports.
 """
 
 from __future__ import annotations
@@ -53,11 +53,12 @@ GIB = 1 << 30
 
 
 def command() -> None:
-    """Demonstrate a pause, another use of the memory, and a resume in two stages; check each claim.
+    """Demonstrate a pause, another use of the memory, and a resume in two stages, with checks.
 
-    Runs on the GPU if there is one and torch supports it, otherwise on the simulated driver.
+    The demo runs on the GPU if there is a GPU that torch supports, otherwise on the simulated
+    driver.
 
-    Ctrl-C waits for the pause or resume in progress; pressed again, it kills the process at once.
+    Ctrl-C waits for the pause or resume in progress. A second Ctrl-C kills the process at once.
     """
     try:
         raise typer.Exit(run(output_console()))
@@ -67,14 +68,16 @@ def command() -> None:
 
 
 class Workload(Protocol):
-    """The workload of a demo run: an engine's tensors, and a trainer that needs their memory."""
+    """The workload of a demo run, which is an engine's tensors, and a trainer that needs their
+    memory.
+    """
 
     title: str
     limits: str
     unit: int  # in bytes: the trainer allocates a multiple of this
 
     def build(self) -> None:
-        """Allocate weights, KV cache and graph in their regions."""
+        """Allocate the weights, the KV cache and the graph in their regions."""
 
     def addresses(self) -> list[int]:
         """Return the addresses of the tensors."""
@@ -83,15 +86,17 @@ class Workload(Protocol):
         """Return whether every byte of the weights is unchanged since `build`."""
 
     def output(self) -> Any:
-        """Return the result of one decode step, comparable with ==. Needs all tags mapped."""
+        """Return the result of one decode step, which can be compared with ==. Needs all tags
+        mapped.
+        """
 
     def train(self, nbytes: int) -> int:
-        """Allocate, use and free `nbytes` of device memory; return the minimum free memory."""
+        """Allocate, use and free `nbytes` of device memory, and return the minimum free memory."""
 
 
 class GpuWorkload:
-    """The projections of a small transformer decoder in torch, with the decode step in a CUDA
-    graph.
+    """A workload on the GPU: the projections of a small torch decoder, with the decode step in a
+    CUDA graph.
     """
 
     limits = "Everything here is real: torch's tensors, a CUDA graph, the driver's figures."
@@ -102,7 +107,7 @@ class GpuWorkload:
         self.title = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
 
     def build(self) -> None:
-        """Build two GiB of bf16 weights, four GiB of KV cache and one captured decode step."""
+        """Build 2 GiB of bf16 weights, a KV cache of 4 GiB, and one captured decode step."""
         torch = self.torch
         torch.manual_seed(0)
         width, layers, tokens = 4096, 32, 4096
@@ -136,12 +141,12 @@ class GpuWorkload:
         return [t.data_ptr() for t in [*self.weights, *self.kv, self.result]]
 
     def weights_intact(self) -> bool:
-        """Compare the weights, on the GPU, with copies outside any region."""
+        """Compare the weights with copies outside any region, on the GPU."""
         pairs = zip(self.weights, self.copies, strict=True)
         return all(self.torch.equal(weight, copy) for weight, copy in pairs)
 
     def output(self) -> Any:
-        """Replay the graph and return its output."""
+        """Replay the graph, and return its output."""
         self.graph.replay()
         return self.result.cpu().tolist()
 
@@ -158,7 +163,7 @@ class GpuWorkload:
 
 
 class SimulatedWorkload:
-    """The steps of `GpuWorkload` on the simulated driver, with buffers in place of tensors."""
+    """The steps of `GpuWorkload` on the simulated driver, with buffers instead of tensors."""
 
     limits = (
         "Simulated: memory, addresses, contents and the driver's accounting behave as on a GPU, "
@@ -171,7 +176,7 @@ class SimulatedWorkload:
         self.title = f"the simulated driver ({why})"
 
     def build(self) -> None:
-        """Build 128 MiB of weights, 256 MiB of KV cache, and a third tag for a graph's pool."""
+        """Build 128 MiB of weights, a KV cache of 256 MiB, and a third tag for a graph's pool."""
         from memsaver import simulator
 
         with memsaver.region("weights", backup="host"):
@@ -187,15 +192,15 @@ class SimulatedWorkload:
         self.built = self._checksum(self.weights)
 
     def addresses(self) -> list[int]:
-        """Return the addresses of all buffers."""
+        """Return the addresses of all buffers of the workload."""
         return [b.address for b in [*self.weights, *self.kv, self.scratch]]
 
     def weights_intact(self) -> bool:
-        """Compare the checksum of all bytes, in order."""
+        """Compare the checksum of all bytes of the weights, in order."""
         return self._checksum(self.weights) == self.built
 
     def output(self) -> Any:
-        """Return a checksum of weights and KV cache, in place of a decode step."""
+        """Return a checksum of the weights and the KV cache, instead of a decode step's result."""
         return self._checksum([*self.weights, *self.kv])
 
     @staticmethod
@@ -206,7 +211,7 @@ class SimulatedWorkload:
         return value
 
     def train(self, nbytes: int) -> int:
-        """Allocate, use and free a trainer's memory, in its own tag."""
+        """Allocate, use and free a trainer's memory, in a separate tag."""
         from memsaver import simulator
 
         with memsaver.region("trainer", backup="none"):
@@ -216,7 +221,7 @@ class SimulatedWorkload:
 
 
 class Show:
-    """The steps, each printed as a row of a table when it ends, and the checks that failed."""
+    """The steps of the demo, each printed as a table row when it ends, and the failed checks."""
 
     def __init__(self, console: Console) -> None:
         self.failures: list[str] = []
@@ -227,10 +232,11 @@ class Show:
         console.print(self._table(header=True))
 
     def step(self, name: str, action: Callable[[], object], check: Callable[[], str]) -> None:
-        """Run a step, time it, and add a row with the memory use after it.
+        """Run and time a step, and add a row with the memory use after the step.
 
-        Waits for a transition that the action returns. If the user interrupts the step, prints
-        whether the process waits for the transition, and exits with status 130.
+        If the action returns a transition, the method waits for it. If the user interrupts the
+        step, the method prints whether the process waits for the transition, and exits with status
+        130.
         """
         result = None
         try:
@@ -272,7 +278,7 @@ class Show:
         self._console.print(table)
 
     def _table(self, header: bool = False) -> Table:
-        """Return a table without rows, whose columns have the same widths in every table."""
+        """Return a table without rows. Its columns have the same widths in every table."""
         from rich.table import Table
 
         table = Table(
@@ -291,10 +297,10 @@ class Show:
 
 
 def choose_workload() -> Workload:
-    """Return the GPU's workload if there is a GPU and a torch for it, otherwise the simulated one.
+    """Return the GPU workload if torch supports the GPU, otherwise the simulated workload.
 
-    Must be called before the driver is opened, because it may choose the simulated driver for the
-    process.
+    This function must be called before the driver is opened, because it may choose the simulated
+    driver for the process.
     """
     why = "MEMSAVER_DRIVER=sim"
     if not os.environ.get("MEMSAVER_DRIVER"):
@@ -317,7 +323,9 @@ def choose_workload() -> Workload:
 
 
 def run(console: Console) -> int:
-    """Run the demo and print it. Returns the exit status: 0 if every check passed, otherwise 1."""
+    """Run and print the demo. Returns the exit status, which is 0 if every check passed, otherwise
+    1.
+    """
     work = choose_workload()
     console.print(f"[bold]memsaver {memsaver.__version__}[/] on {work.title}\n{work.limits}\n")
     show = Show(console)

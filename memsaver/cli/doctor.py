@@ -32,16 +32,18 @@ def command(
         typer.Option("--json", help="Print the findings and the underlying values as JSON."),
     ] = False,
 ) -> None:
-    """Check this machine and environment for memsaver, and suggest solutions to problems.
+    """Check whether this machine and environment support memsaver, and suggest solutions to
+    problems.
 
-    Checks the driver and devices, NVML, torch, SGLang, preloading, NCCL, host memory, disk and
-    options.
+    The checks cover the driver and devices, NVML, torch, SGLang, preloading, NCCL, host memory,
+    disk and options.
 
-    A finding is good (a tick), absent but optional (-), warned (!: memsaver works, but not
-    optimally or not as expected), or bad (a cross: memsaver does not work, or contents may be
-    lost).
+    A finding is good (a tick), absent but optional (-), warned (!) or bad (a cross). Warned means
+    that memsaver works, but not optimally or not as expected. Bad means that memsaver does not
+    work, or contents may be lost.
 
-    Starts no CUDA context and changes nothing. The exit status is 1 if a finding is bad.
+    The command creates no CUDA context and changes nothing. The exit status is 1 if a finding is
+    bad.
     """
     from memsaver.cli.checks import Level, check_all, worst
 
@@ -72,7 +74,7 @@ def document(findings: dict[str, list[Finding]]) -> dict[str, Any]:
 
 
 def draw(console: Console, findings: dict[str, list[Finding]]) -> None:
-    """Print a table for each subject, then the number of findings per level and the bad ones."""
+    """Print a table for each subject, the number of findings per level, and the bad findings."""
     from rich.text import Text
 
     from memsaver.cli.checks import Level

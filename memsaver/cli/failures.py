@@ -1,4 +1,4 @@
-"""Failures of commands: one line on stderr, and an exit status."""
+"""Failures of commands, which print one line on stderr and set an exit status."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INTERRUPTED = 130  # as in a shell: 128 plus the number of SIGINT
 
 
 def complain(who: str, message: str) -> None:
-    """Print one line on stderr, beginning with the command. An unusable stderr is ignored."""
+    """Print one line on stderr, beginning with the command's name. Ignores write errors."""
     if sys.stderr is None:
         return
     try:
@@ -27,7 +27,7 @@ def complain(who: str, message: str) -> None:
 
 
 def drop_output(descriptor: int) -> None:
-    """Discard the rest of an output, so that the interpreter does not try to write it again."""
+    """Discard the rest of an output, which the interpreter would otherwise try to write again."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, descriptor)
     if nowhere != descriptor:
@@ -35,7 +35,7 @@ def drop_output(descriptor: int) -> None:
 
 
 def fail(who: str, message: str, status: int) -> NoReturn:
-    """Print one line on stderr, and end the command with an exit status."""
+    """Print one line on stderr, and end the command with this exit status."""
     import typer  # slow to import
 
     complain(who, message)

@@ -1,4 +1,4 @@
-"""The marks at the start of an output line, with ASCII replacements for other encodings."""
+"""The marks at the start of output lines, with ASCII replacements for limited encodings."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ _ASCII_MARKS = {"good": "+", "absent": "-", "warned": "!", "bad": "x"}
 
 
 def marks_for(console: Console) -> dict[str, str]:
-    """Return the mark of each level of a finding, in characters that the console's encoding has."""
+    """Return the mark of each level of findings, in characters of the console's encoding."""
     return _ASCII_MARKS if console.options.ascii_only else _MARKS

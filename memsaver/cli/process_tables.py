@@ -1,4 +1,4 @@
-"""The tables of processes that `memsaver top` shows."""
+"""The tables of processes in the output of `memsaver top`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _NOTHING = "-"
 
 
 def view(found: Found, console: Console) -> RenderableType:
-    """Draw the processes for this console."""
+    """Return the tables of the processes for this console."""
     from rich.console import Group
     from rich.text import Text
 
@@ -74,7 +74,7 @@ def view(found: Found, console: Console) -> RenderableType:
 
 
 def _name(process: Process | Silent, console: Console) -> Text:
-    """Return the process's id and command, truncated to the width; JSON output is complete."""
+    """Return the process's id and command, truncated to the width. JSON output is not truncated."""
     from rich.cells import cell_len, set_cell_size
     from rich.text import Text
 
@@ -158,7 +158,7 @@ def _narrow_tags_table(process: Process, console: Console) -> Table:
 
 
 def _backup(tag: WatchedTag) -> Iterator[str]:
-    """Yield the place and the size of the backup; a mapped tag keeps it for its next pause."""
+    """Yield the place and the size of the backup, which a mapped tag keeps for its next pause."""
     stats = tag.stats
     if stats.host_bytes:
         in_memory = stats.backup in ("host", "pageable")
@@ -175,7 +175,7 @@ def _backup(tag: WatchedTag) -> Iterator[str]:
 
 
 def _last_transition(tag: WatchedTag) -> Iterator[str]:
-    """Yield the kind and age of the last transition, and its duration and rate if it has ended."""
+    """Yield the kind and age of the last transition and, if it has ended, its duration and rate."""
     stats = tag.stats
     if stats.state in ("saving", "restoring"):
         yield f"{'pause' if stats.state == 'saving' else 'resume'} for {_age(tag.age)}"
@@ -190,7 +190,7 @@ def _last_transition(tag: WatchedTag) -> Iterator[str]:
 
 
 def _who(tag: WatchedTag) -> str:
-    """Return the caller's file and line without folders and thread; JSON output contains both."""
+    """Return the caller's file and line, without the folders and the thread."""
     place, _, _ = (tag.caller or "").partition(", thread ")
     return place.rpartition("/")[2]
 
@@ -211,8 +211,8 @@ def _size(nbytes: int) -> str:
 
 
 def _totals_table(found: Found, console: Console) -> Table:
-    """Sum up the tags of each device, identified by bus id, because processes number devices
-    differently.
+    """Return totals over the tags on each device. The bus id identifies a device, because processes
+    number devices differently.
     """
     from rich.text import Text
 

@@ -50,7 +50,7 @@ def command(
 ) -> None:
     """Run a command and route its CUDA allocations through memsaver.
 
-    For example: `memsaver run --tag trainer --backup host -- python train.py`
+    Example: `memsaver run --tag trainer --backup host -- python train.py`
 
     The command replaces this process, receives its signals and determines its exit status.
     """

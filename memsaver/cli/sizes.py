@@ -11,13 +11,13 @@ _SIZE = re.compile(r"(\d+)\s*(KiB|MiB|GiB|TiB)?")
 
 
 def gibibytes(nbytes: float) -> str:
-    """Format a number of bytes in GiB with at least three digits, without the unit."""
+    """Format a number of bytes in GiB, with at least three digits, and without the unit."""
     value = nbytes / (1 << 30)
     return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes of "16GiB", "16 GiB" or "17179869184".
+    """Return the number of bytes of a text such as "16GiB", "16 GiB" or "17179869184".
 
     Raises:
         ValueError: the text is not a size.

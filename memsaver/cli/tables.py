@@ -1,4 +1,4 @@
-"""Format tables for narrow terminals: columns are stacked, and no figure is truncated."""
+"""Format tables for narrow terminals, with stacked columns, and without truncated figures."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _WIDTH = 80  # columns that a table with one line per row needs
 
 
 def output_console() -> Console:
-    """Return a console on stdout, which is at least as wide as a folded table."""
+    """Return a console on stdout that is at least as wide as a folded table."""
     from rich.console import Console, ConsoleDimensions
 
     console = Console(highlight=False)
@@ -45,7 +45,7 @@ def output_console() -> Console:
 
 
 def is_redrawable(stream: TextIO | None) -> bool:
-    """Return whether a stream is a terminal on which lines can be drawn again."""
+    """Return whether a stream is a terminal on which lines can be redrawn."""
     if stream is None or not stream.isatty():
         return False
     return os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
@@ -57,18 +57,19 @@ def is_narrow(console: Console) -> bool:
 
 
 def groups_for(console: Console, narrow: Groups) -> Groups:
-    """Return the groups for this console: a wide one has a column for every figure."""
+    """Return the groups for this console. A wide console has a column for every figure."""
     return narrow if is_narrow(console) else tuple((name,) for group in narrow for name in group)
 
 
 def add_columns(table: Table, groups: Groups, least: int, left: tuple[str, ...] = ()) -> None:
-    """Add a column for each group of names. The first column wraps; the others are never truncated.
+    """Add a column for each group of names. Text in the first column is wrapped. The other columns
+    are never truncated.
 
     Args:
         table: the table, without columns.
-        groups: the names of the figures.
-        least: the least width of the first column.
-        left: the groups' first names whose columns are aligned to the left.
+        groups: the names of the figures in each column.
+        least: the minimum width of the first column.
+        left: the first names of the groups whose columns are left-aligned.
     """
     for names in groups:
         title = "\n".join(names)
@@ -79,7 +80,7 @@ def add_columns(table: Table, groups: Groups, least: int, left: tuple[str, ...] 
 
 
 def folded(groups: Groups, cells: Mapping[str, Text | str]) -> list[Text]:
-    """Return the cell of each group in one row. A figure without a cell is empty."""
+    """Return the cell of each group in one row. Missing figures are empty."""
     from rich.text import Text
 
     stacks = []
@@ -94,7 +95,7 @@ def folded(groups: Groups, cells: Mapping[str, Text | str]) -> list[Text]:
 
 
 def simple_box(console: Console) -> Box:
-    """Return the box of tables: a line below the header, in the console's characters."""
+    """Return the box style of tables, which has only a line below the header."""
     import rich.box
 
     return rich.box.ASCII2 if console.options.ascii_only else rich.box.SIMPLE_HEAD

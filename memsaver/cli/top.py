@@ -58,13 +58,13 @@ def command(
         ),
     ] = None,
 ) -> None:
-    """Show the processes on this machine that use memsaver, and the memory of their tags, live.
+    """Show a live view of the processes on this machine that use memsaver, and of their tags.
 
-    For each tag and device, shows the state, the resident and the paused memory, the backup, and
-    the duration of the last transition.
+    For each tag and device, the view shows the state, the resident and the paused memory, the
+    backup, and the duration of the last transition.
 
-    Shows only processes of this user, and does not attach to them.
-    Press Ctrl-C to quit.
+    The command shows only processes of this user, and does not attach to them. Press Ctrl-C to
+    quit.
     """
     from rich.console import Console
 
@@ -135,7 +135,7 @@ def _watch(console: Console, interval: float, pid: int | None) -> NoReturn:
 
 
 def _fitted(whole: RenderableType, console: Console) -> RenderableType:
-    """Return the lines that fit on the screen, and a note about the rest."""
+    """Return the lines that fit on the screen, and a note about the other lines."""
     from rich.console import Group
     from rich.segment import Segment, SegmentLines
     from rich.text import Text

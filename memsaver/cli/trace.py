@@ -69,9 +69,9 @@ def command(
         bool, typer.Option("--json", help="Print the summary as JSON, in bytes and seconds.")
     ] = False,
 ) -> None:
-    """Summarize a saved timeline by tag: peak, pauses, resumes, bytes and rates.
+    """Summarize a saved timeline by tag, with peak, pauses, resumes, bytes and rates.
 
-    To record a timeline: `with memsaver.timeline() as t: ...`, then t.save("trace.json").
+    To record a timeline, use `with memsaver.timeline() as t: ...`, then t.save("trace.json").
 
     ui.perfetto.dev and chrome://tracing can open the same file.
     """
@@ -135,7 +135,7 @@ def _calls(trace: Trace) -> int:
 
 
 def _least_free(trace: Trace) -> dict[int, int]:
-    """Return the minimum free memory of each device that was sampled."""
+    """Return the minimum free memory of each device with samples."""
     least: dict[int, int] = {}
     for row in trace.memory:
         least[row.device] = min(row.free_bytes, least.get(row.device, row.free_bytes))

@@ -12,7 +12,7 @@ __all__ = ["Moves", "TagSummary", "summary"]
 
 @dataclass(frozen=True)
 class Moves:
-    """The pauses, or the resumes, of one tag on all devices, including swaps.
+    """The total of the pauses, or of the resumes, of one tag on all devices, including swaps.
 
     Attributes:
         count: the number of successful transitions.
@@ -32,19 +32,19 @@ class Moves:
 
     @property
     def rate(self) -> float:
-        """Device memory per second, in bytes; 0 if no duration is known."""
+        """The device memory per second, in bytes, or 0 if no duration is known."""
         return self.timed_bytes / self.seconds if self.seconds > 0 else 0.0
 
 
 @dataclass(frozen=True)
 class TagSummary:
-    """One tag of a trace.
+    """The summary of one tag of a trace.
 
     Attributes:
         tag: the tag.
-        peak_bytes: the peak of its total device memory on all devices.
-        out: its pauses.
-        into: its resumes.
+        peak_bytes: the peak of the tag's total device memory on all devices.
+        out: the tag's pauses.
+        into: the tag's resumes.
     """
 
     tag: str

@@ -1,7 +1,7 @@
-"""The processes of this user that use memsaver, queried through their sockets.
+"""A search for the processes of this user that use memsaver, through their sockets.
 
-Each process has a socket in the user's runtime folder and sends its figures to each client that
-connects. The socket costs nothing until then.
+Each process has a socket in the user's runtime folder, and sends its statistics to each client that
+connects. The socket has no cost until a client connects.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class WatchedTag:
     """A tag of a process on one device.
 
     Attributes:
-        stats: the row of `memsaver.stats()` in that process.
+        stats: the tag's row of `memsaver.stats()` in the process.
         age: seconds since the tag entered its state, or since the transition in progress began.
-        caller: the caller of that transition as that process describes it, or None.
+        caller: the caller of this transition, as described by the process, or None.
     """
 
     stats: TagStats
@@ -81,15 +81,15 @@ class WatchedTag:
 
 @dataclass(frozen=True)
 class Process:
-    """A process that has answered.
+    """A process that answered the query.
 
     Attributes:
-        pid: its process id in this process's namespace; inside a container it may have a different
-            one.
-        command: its command line, or its name if the command line cannot be read.
-        memsaver: its version of memsaver.
-        driver: the driver that it has opened, or None.
-        devices: the devices on which its tags have memory.
+        pid: the process id in this process's namespace. In a container, the process may have a
+            different id.
+        command: the command line, or the process's name if the command line cannot be read.
+        memsaver: the process's version of memsaver.
+        driver: the driver that the process has opened, or None.
+        devices: the devices on which the process's tags have memory.
         tags: one row for each tag and device, in order of creation.
         host_bytes: host memory in use for backups.
         host_available_bytes: the additional host memory that backups may use.
@@ -113,12 +113,12 @@ class Process:
 
 @dataclass(frozen=True)
 class Silent:
-    """A process that exists but did not answer.
+    """A process that exists but did not answer the query.
 
     Attributes:
         pid: see `Process`.
         command: see `Process`.
-        why: the reason, in words.
+        why: the reason, as text.
     """
 
     pid: int
@@ -128,7 +128,7 @@ class Silent:
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a search.
+    """The result of a search for processes.
 
     Attributes:
         processes: the processes that answered.
@@ -142,10 +142,10 @@ class Found:
 
 
 def find_processes(pid: int | None = None) -> Found:
-    """Query every process of this user, or only `pid`, and remove the sockets of killed processes.
+    """Query every process of this user, or only `pid`, and remove the sockets of ended processes.
 
-    Takes as long as the slowest answer, and at most half a second for every 16 processes that do
-    not answer.
+    The query takes as long as the slowest answer. Processes that do not answer add at most half a
+    second for every 16 of them.
     """
     answers: list[Process | Silent] = []
     refused = []
@@ -180,7 +180,7 @@ def runtime_folders() -> list[Path]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int | None]:
-    """Yield the folder's descriptor; None if it is missing or not private to this user."""
+    """Yield the folder's descriptor, or None if it is missing or not private to this user."""
     try:
         folder = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -195,7 +195,7 @@ def _opened(path: Path) -> Iterator[int | None]:
 
 
 def _ask(folder: int, name: str) -> Process | Silent | None:
-    """Return the response of the process that owns the socket; None if it no longer exists."""
+    """Return the answer of the process that owns the socket, or None if the process has ended."""
     pid, command = int(name.split("-")[0]), ""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         end = time.monotonic() + _PATIENCE
@@ -223,18 +223,18 @@ def _ask(folder: int, name: str) -> Process | Silent | None:
 
 
 class _NoAnswer(Exception):
-    """Raised with the reason why an answer is missing or invalid."""
+    """An answer is missing or invalid, for the reason in the message."""
 
 
 def _peer_of(client: socket.socket) -> tuple[int, int]:
-    """Return the process that listens on the socket, and its user."""
+    """Return the id of the process that listens on the socket, and its user."""
     raw = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, user, _ = _CREDENTIALS.unpack(raw)
     return pid, user
 
 
 def _read_all(client: socket.socket, end: float) -> bytes:
-    """Read until the end of the stream. Raises `TimeoutError` at `end` (on `time.monotonic()`)."""
+    """Read to the end of the stream. Raises `TimeoutError` at `end` (of `time.monotonic`)."""
     answer = bytearray()
     while True:
         left = end - time.monotonic()
@@ -324,7 +324,7 @@ def _number(value: Any) -> float:
 
 
 def _command_of(pid: int) -> str:
-    """Return the command line of a process as one line; "" if it cannot be read."""
+    """Return the command line of a process as one line, or "" if it cannot be read."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:

@@ -1,7 +1,7 @@
-"""Run one call on all ranks: check, begin, run, and roll back if a rank fails.
+"""Run one call on all ranks, in the steps check, begin and run, and roll back if a rank fails.
 
-Each step is an attempt (see `attempts`), so every rank knows the outcome on all ranks, and all make
-the same decision.
+Each step is an attempt (see `attempts`), so every rank knows the outcomes on all ranks, and all
+ranks make the same decision.
 """
 
 from __future__ import annotations
@@ -41,11 +41,13 @@ def run_on_all_ranks(
 ) -> GroupReport:
     """Run a call on every rank of the group, or on none.
 
-    Signal handlers run before the call or after it, when this thread has no reservation.
+    Signal handlers run only before or after the call, when this thread has no reservation.
 
     Args:
-        what: returns a description of the call, which must be the same on all ranks.
-        prepare: checks the arguments and returns this rank's `Call`. Changes nothing.
+        what: a function that returns a description of the call, which must be the same on all
+            ranks.
+        prepare: a function that checks the arguments and returns this rank's `Call`. It must not
+            change any state.
         group: a `torch.distributed` group; None means the world.
         timeout: seconds to wait for the other ranks at each step; None means the group's own
             timeout.
@@ -54,7 +56,7 @@ def run_on_all_ranks(
         RankError: the call failed on a rank.
         GroupError: the ranks cannot reach each other.
         InvalidStateError, NotLoadedError: torch.distributed is not initialised or not installed, or
-            this rank is not in the group; the other ranks are not notified.
+            this rank is not in the group. The other ranks are not notified.
     """
     start = time.perf_counter()
     with signals_deferred():
@@ -76,9 +78,9 @@ class _Attempt:
     """One rank's part of a call.
 
     Attributes:
-        leaving: an interrupt or an exit that a callback raised, to be raised when no other rank
-            waits for this one.
-        warning: a warning to emit at the end, or "".
+        leaving: a KeyboardInterrupt or SystemExit that a callback raised. It is raised again when
+            no other rank waits for this rank.
+        warning: a warning to emit at the end of the call, or "".
     """
 
     def __init__(self, what: str, group: Any, timeout: float | None) -> None:
@@ -97,7 +99,7 @@ class _Attempt:
         self._seconds = 0.0  # the duration of this rank's own work
 
     def make(self, prepare: Callable[[], Call]) -> tuple[Report, tuple[RankFigures, ...]]:
-        """Check the call, begin it and run it. If a rank failed, raise after the rollback."""
+        """Check, begin and run the call. If a rank failed, raise after the rollback."""
         calls: list[Call] = []
 
         def check() -> None:
@@ -209,7 +211,7 @@ class _Attempt:
         self._note(lambda: call.abandon(reason))
 
     def _note(self, action: Callable[[], object]) -> None:
-        """Run a cleanup action after an error, and ignore its exceptions except interrupts."""
+        """Run a cleanup action after an error, and ignore all exceptions except interrupts."""
         try:
             action()
         except BaseException as error:

@@ -1,6 +1,6 @@
-"""The arrivals of ranks at the collectives of a channel, which each rank records in torch's store.
+"""The arrivals of ranks at a channel's collectives, which the ranks record in torch's store.
 
-A channel's store has a key for each rank: the number of the last collective that it reached.
+For each rank, a channel's store contains the number of the last collective that the rank reached.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ _STRAGGLER_SECONDS = 0.5  # time without an arrival, after which absent ranks co
 
 
 def arrivals(store: Any, ranks: list[int], gone: bool = False) -> dict[int, int]:
-    """Return each rank's number of collectives; omit ranks that stopped waiting, unless `gone`."""
+    """Return each rank's number of collectives.
+
+    Ranks that have stopped waiting are omitted, unless `gone` is true.
+    """
     keys = [str(rank) for rank in ranks]
     # Two requests suffice for all ranks, if each rank arrived at least once.
     known = keys if store.check(keys) else [key for key in keys if store.check([key])]
@@ -38,7 +41,7 @@ def arrivals(store: Any, ranks: list[int], gone: bool = False) -> dict[int, int]
 
 
 def missing_ranks(store: Any, own: int, ranks: list[int], collectives: int) -> tuple[int, ...]:
-    """Record that this rank has abandoned a collective; return the ranks that did not arrive at it.
+    """Record that this rank has abandoned a collective, and return the ranks that did not arrive.
 
     Args:
         store: the channel's store.
@@ -47,7 +50,7 @@ def missing_ranks(store: Any, own: int, ranks: list[int], collectives: int) -> t
         collectives: the number of the collective.
 
     Returns:
-        The missing ranks; () if the store is dead or hangs.
+        The missing ranks, or () if the store does not respond.
     """
     late = tuple(ranks)
 
@@ -67,13 +70,13 @@ def missing_ranks(store: Any, own: int, ranks: list[int], collectives: int) -> t
 
 
 def _behind(store: Any, ranks: list[int], collectives: int) -> tuple[int, ...]:
-    """Return the ranks that have reached fewer than `collectives` collectives."""
+    """Return the ranks that have reached fewer collectives than `collectives`."""
     counts = arrivals(store, ranks, gone=True)
     return tuple(rank for rank in ranks if counts.get(rank, 0) < collectives)
 
 
 def _done_in_time(look: Callable[[], None]) -> bool:
-    """Run `look` on a thread; return whether it finished within the time limit for a diagnosis."""
+    """Run `look` on a new thread, and return whether it ended within the time limit."""
     done = Latch()
 
     def run() -> None:

@@ -1,8 +1,8 @@
-"""Attempts: work on every rank of a group, whose outcomes every rank receives.
+"""Attempts, in which every rank of a group does some work and receives the outcomes of all ranks.
 
-Every rank does its part and then sends its outcome, even after an interrupt, so that no rank waits
-for a failed one. All ranks receive the same outcomes, so they make the same decision. Integrations
-use this module with their own codecs.
+Every rank does its part and then sends its outcome, even after an interrupt, so no rank waits for a
+rank that failed. All ranks receive the same outcomes, so they can make the same decision.
+Integrations use this module with their own codecs.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Outcome(Generic[Value]):
 
     Attributes:
         rank: the rank in the world.
-        value: the result of the rank's work; None if the work failed, or if the attempt failed on
-            other ranks and this rank cannot read the value.
+        value: the result of the rank's work. None if the work failed, or if the attempt failed on
+            another rank and this rank cannot read the value.
         failure: a description of the exception, or None.
-        error: the exception as the codec transmits it, or None. The object differs between ranks.
+        error: the exception as the codec transmitted it, or None. Each rank has its own object.
     """
 
     rank: int
@@ -45,7 +45,7 @@ class Outcomes(Generic[Value]):
 
     Attributes:
         what: a description of the call.
-        each: the outcomes, in the group's rank order; empty if `calls` is not.
+        each: the outcomes, in the group's rank order; empty if `calls` is not empty.
         own: the exception of this rank's own work, or None.
         calls: each rank's call, if the ranks made different calls and none of them failed;
             otherwise empty.
@@ -63,7 +63,7 @@ class Outcomes(Generic[Value]):
 
     @property
     def is_good(self) -> bool:
-        """True if the ranks made the same call and it failed on none of them."""
+        """Whether the ranks made the same call and the call failed on no rank."""
         return not self.calls and not self.failures
 
     def error(self, after: str) -> RankError:
@@ -79,7 +79,8 @@ class Outcomes(Generic[Value]):
     def check_agreed(self) -> None:
         """Raise a `RankError` if the ranks made different calls.
 
-        If this rank's own work raised KeyboardInterrupt or SystemExit, raises that exception first.
+        If this rank's own work raised KeyboardInterrupt or SystemExit, the method raises that
+        exception instead.
         """
         if self.own is not None and not isinstance(self.own, Exception):
             raise self.own
@@ -90,8 +91,9 @@ class Outcomes(Generic[Value]):
         """Return the values of all ranks.
 
         Raises:
-            BaseException: the attempt failed on a rank: this rank's own interrupt or exit if there
-                is one, otherwise the exception that `error_of` returns.
+            BaseException: the attempt failed on a rank. If this rank's own work raised
+                KeyboardInterrupt or SystemExit, that exception is raised, otherwise the exception
+                that `error_of` returns.
         """
         if self.is_good:
             return [one.value for one in self.each]  # type: ignore[misc]
@@ -102,14 +104,14 @@ class Outcomes(Generic[Value]):
 
 
 class Ranks:
-    """The ranks of a channel, for attempts that all of them make in the same order.
+    """The ranks of a channel, which must make the same attempts in the same order.
 
-    One thread at a time may use the object. An attempt has at most five exchanges, and each takes
-    at most its timeout and a few seconds.
+    Only one thread at a time may use the object. An attempt has at most five exchanges. Each
+    exchange takes at most its timeout and a few seconds.
 
     Args:
-        channel: connects the ranks; None if this process is the only rank. A channel of one rank is
-            not used.
+        channel: the channel that connects the ranks, or None if this process is the only rank. A
+            channel with only one rank is not used.
     """
 
     def __init__(self, channel: Channel | None) -> None:
@@ -129,9 +131,10 @@ class Ranks:
     ) -> Outcomes[Value]:
         """Do the work on this rank, and return the outcomes on all ranks. A collective.
 
-        Every exception of the work becomes an outcome. So does the exception of a signal that
-        arrived after the enclosing block of `signals_deferred` was entered. A signal that arrives
-        during the exchange is handled at the end of the outermost such block.
+        Every exception of the work becomes an outcome. If a signal arrives after the enclosing
+        block of `signals_deferred` was entered, the exception of its handler also becomes an
+        outcome. If a signal arrives during the exchange, its handler runs at the end of the
+        outermost such block.
 
         Args:
             what: a description of the call, the same on all ranks.
@@ -139,11 +142,11 @@ class Ranks:
             timeout: seconds to wait for the other ranks in an exchange; None means the group's own
                 timeout.
             codec: the codec for the values of the work.
-            step: the name of the call's step; compared between ranks like `what`.
+            step: the name of the call's step. The ranks compare this name as well as `what`.
             uninterrupted: whether signal handlers are also deferred during the work.
 
         Raises:
-            GroupError: a rank is dead, hangs, or did not make the call in time.
+            GroupError: a rank has died, hangs, or did not make the call in time.
         """
         with signals_deferred():
             value: Value | None = None
@@ -221,7 +224,9 @@ class _Attempt:
         return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
     def _bad(self, headers: list[Header], body: bytes, own: BaseException | None) -> Outcomes[Any]:
-        """Return the outcomes of an attempt that failed, or in which the ranks' calls differ."""
+        """Return the outcomes of an attempt that failed, or in which the ranks made different
+        calls.
+        """
         ranks = self._channel.ranks
         if len({header.protocol for header in headers}) > 1:
             return Outcomes(self._what, (), own, _versions(ranks, headers))
@@ -268,7 +273,7 @@ def _packed_error(own: BaseException, codec: Codec) -> bytes:
 
 
 def _read(unpack: Callable[[bytes], Any], data: bytes) -> Any:
-    """Unpack another rank's value. Return None if this rank cannot read it."""
+    """Unpack another rank's value. Return the value, or None if this rank cannot read it."""
     try:
         return unpack(data) if data else None
     except BaseException:

@@ -23,24 +23,25 @@ def pause(
 ) -> GroupReport:
     """Release the device memory of `tags` on every rank of the group, or on none.
 
-    A collective. When it returns, the memory is free on all ranks. See `memsaver.pause` for
-    contents, callbacks and work in flight on each rank.
+    The call is a collective. When the call returns, the memory is free on all ranks. See
+    `memsaver.pause` for contents, callbacks and unfinished work on each rank.
 
     Args:
         tags: the tags, the same on all ranks, in any order; if empty, all tags of the rank.
-        group: a `torch.distributed` group that includes this rank; None means the world. See
-            `memsaver.distributed` for an invalid group on one rank.
-        backup: as in `memsaver.pause`. Each rank may choose its own.
+        group: a `torch.distributed` group that includes this rank; None means the world. If one
+            rank passes an invalid group, see `memsaver.distributed`.
+        backup: as in `memsaver.pause`. Each rank may choose its own backup.
         timeout: seconds to wait for the other ranks at each step, including the slowest rank's
             copies; None means the group's own timeout.
 
     Raises:
         RankError: the call failed on a rank, or the ranks made different calls. Every rank raises
-            the same error. The tags that this call paused are mapped again with their contents,
-            except that contents without a backup may be zeros (see `memsaver.distributed`).
-        GroupError: a rank died, hangs, or did not make the call in time. This rank has rolled back.
+            the same error. The tags that this call paused are mapped again with their contents, but
+            contents without a backup may be zeros (see `memsaver.distributed`).
+        GroupError: a rank has died, hangs, or did not make the call in time. This rank has undone
+            its changes.
         InvalidStateError: torch.distributed is not initialised, or this rank is not in the group.
-        NotLoadedError: torch is not installed, or lacks gloo and the group needs it.
+        NotLoadedError: torch is not installed, or the group needs gloo and torch lacks it.
     """
     return run_on_all_ranks(
         lambda: f"pause({listed(tags) or 'every tag'})",
@@ -51,9 +52,10 @@ def pause(
 
 
 def resume(*tags: str, group: Any = None, timeout: float | None = None) -> GroupReport:
-    """Map the memory of `tags` at its addresses again, on every rank of the group or on none.
+    """Map physical memory at the addresses of `tags` again, on every rank of the group or on none.
 
-    A collective. When it returns, all ranks have their memory and its saved contents.
+    The call is a collective. When the call returns, the memory is mapped on all ranks, with its
+    saved contents.
 
     Args:
         tags: as in `pause`.
@@ -63,8 +65,10 @@ def resume(*tags: str, group: Any = None, timeout: float | None = None) -> Group
     Raises:
         RankError: the call failed on a rank (for example, out of memory), or the ranks made
             different calls. Every rank raises the same error. The tags that this call resumed are
-            paused again with the same contents; backup views made before the call are invalid.
-        GroupError: a rank died, hangs, or did not make the call in time. This rank has rolled back.
+            paused again with the same contents. Backup views that were created before the call are
+            invalid.
+        GroupError: a rank has died, hangs, or did not make the call in time. This rank has undone
+            its changes.
         InvalidStateError, NotLoadedError: see `pause`.
     """
     return run_on_all_ranks(
@@ -85,7 +89,7 @@ def swap(
 ) -> GroupReport:
     """Pause `out` and resume `into` in one transition, on every rank of the group or on none.
 
-    A collective. See `memsaver.swap` for the transition on each rank.
+    The call is a collective. See `memsaver.swap` for the transition on each rank.
 
     Args:
         out: the tag, or tags, to pause; the same on all ranks, in any order.
@@ -96,9 +100,10 @@ def swap(
 
     Raises:
         RankError: the call failed on a rank, or the ranks made different calls. Every rank raises
-            the same error and has rolled back. Contents with a backup are intact; contents without
-            one may be lost.
-        GroupError: a rank died, hangs, or did not make the call in time. This rank has rolled back.
+            the same error and has undone its changes. Contents with a backup are intact, but
+            contents without a backup may be lost.
+        GroupError: a rank has died, hangs, or did not make the call in time. This rank has undone
+            its changes.
         InvalidStateError, NotLoadedError: see `pause`.
     """
     return run_on_all_ranks(
@@ -113,12 +118,12 @@ def swap(
 def paused(
     *tags: str, group: Any = None, backup: Backup | None = None, timeout: float | None = None
 ) -> Iterator[GroupReport]:
-    """Pause `tags` on every rank for a block, then resume the tags that were paused for it.
+    """Pause `tags` on every rank for a block, and resume the tags that it paused.
 
-    Entering and leaving are collectives. A rank that leaves early, for example after an exception,
-    waits at the end of the block for the other ranks. Yields the pause's report. Arguments and
-    errors are those of `pause` and `resume`. If the resume fails, the tags stay paused on all
-    ranks.
+    The start and the end of the block are collectives. A rank that leaves the block early, for
+    example after an exception, waits at the end of the block for the other ranks. Yields the
+    pause's report. The arguments and errors are those of `pause` and `resume`. If the resume fails,
+    the tags stay paused on all ranks.
     """
     resume_paused: Callable[[], None] | None = None
     try:

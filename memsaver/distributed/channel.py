@@ -1,4 +1,4 @@
-"""Exchange bytes between the ranks of a group, through a CPU backend such as gloo."""
+"""Exchange of bytes between the ranks of a group, through a CPU backend such as gloo."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _GRACE_SECONDS = 5.0  # for a backend that ignores an operation's own timeout
 
 
 class Channel:
-    """The ranks of a `torch.distributed` group. Used by one thread.
+    """A connection between the ranks of a `torch.distributed` group, for use by one thread.
 
-    Without a lane, a channel may serve one call or many: its connections are shared, and kept as
-    long as the group. With a lane, one channel should serve all calls, because its connections and
-    threads end with the channel.
+    All channels of a group without a lane share connections, which exist as long as the group.
+    Therefore such a channel can be used for one call or for many calls. With a lane, the
+    connections and threads end with the channel, so use one channel for all calls.
 
     Args:
         group: the group; None means the world.
-        lane: a name for calls that run concurrently with others, for example in another thread. The
-            k-th channel of a lane that is connected on a rank shares its connections with the k-th
-            on the other ranks, and with no other user of the group. Groups with the same ranks
-            share a lane. If a rank stops waiting for the k-th channel, channels created later skip
-            k.
+        lane: a name for calls that run concurrently with other calls, for example in another
+            thread. On each rank, the channels of a lane are numbered in the order of their
+            connection. The channel with number k connects only to the channels with number k on the
+            other ranks. Groups with the same ranks share a lane. If a rank stops waiting for
+            channel k, channels that are created later skip the number k.
 
     Attributes:
         lane: the lane's name.
@@ -44,7 +44,8 @@ class Channel:
         rank: this process's rank in the world.
 
     Raises:
-        NotLoadedError: torch is not installed, or lacks gloo and the group has no CPU backend.
+        NotLoadedError: torch is not installed, or torch lacks gloo and the group has no CPU
+            backend.
         InvalidStateError: torch.distributed is not initialised, this rank is not in the group, or
             the group was destroyed.
         ConfigError: `group` is not a process group.
@@ -84,14 +85,14 @@ class Channel:
             self._group_name = self._group.group_name
 
     def connect(self, timeout: float | None, what: str) -> None:
-        """Create the lane's connections now, instead of in its first call. A collective.
+        """Create the lane's connections now, instead of at the first call. A collective.
 
-        Needed before two lanes are used at once, because connecting waits in torch's store and
-        blocks other threads of the process that use the store.
+        Call this method before two lanes are used concurrently, because connecting waits in torch's
+        store and blocks other threads of the process that use the store.
 
         Args:
-            timeout: seconds to wait; see `all_gather`, which raises the same errors.
-            what: a description of the call. See `all_gather`.
+            timeout: seconds to wait. See `all_gather`, which raises the same errors.
+            what: a description of the call (see `all_gather`).
         """
         try:
             self._arrive()
@@ -107,26 +108,26 @@ class Channel:
             raise self._lost(error, what) from error
 
     def close(self) -> None:
-        """Close the connections, and drop references to the group and torch's store. Idempotent.
+        """Close the connections, and delete references to the group and torch's store. Idempotent.
 
-        Waits for nothing. A call in progress in another thread keeps the connections until the call
-        ends. The references must be dropped: while an object of an old group refers to torch's
-        store, a later `init_process_group` in this process may use this store again, with the old
-        group's keys, and hang.
+        The method does not wait. If another thread's call is in progress, it keeps the connections
+        until the call ends. The references must be deleted. While an object of an old group refers
+        to torch's store, a later `init_process_group` in this process can use this store again,
+        with the old group's keys, and hang.
         """
         self._link.close()
         self._group = None
 
     def all_gather(self, payload: bytes, timeout: float | None, what: str) -> list[bytes]:
-        """Return all ranks' bytes, in the group's order. All ranks pass the same number of bytes.
+        """Return the bytes of all ranks, in the group's order. All ranks pass equally many bytes.
 
         Args:
             payload: this rank's bytes.
-            timeout: seconds to wait for the others; None means the group's own timeout.
+            timeout: seconds to wait for the other ranks; None means the group's own timeout.
             what: a description of the call, for the error message.
 
         Raises:
-            GroupError: a rank is dead or did not make the call in time, or the group is broken.
+            GroupError: a rank has died or did not make the call in time, or the group is unusable.
         """
 
         def start(carrier: Any, wait: timedelta | None) -> tuple[Any, Any]:
@@ -146,13 +147,13 @@ class Channel:
     def broadcast(
         self, payload: bytes, nbytes: int, timeout: float | None, what: str, root: int
     ) -> bytes:
-        """Send the bytes of one rank to all, and return them.
+        """Send the bytes of one rank to all ranks, and return them.
 
         Args:
-            payload: the bytes, on the root; ignored on the others.
+            payload: the bytes, on the root. The value on other ranks is ignored.
             nbytes: the number of bytes, the same on all ranks.
-            timeout: seconds to wait. See `all_gather`.
-            what: a description of the call. See `all_gather`.
+            timeout: seconds to wait (see `all_gather`).
+            what: a description of the call (see `all_gather`).
             root: the sender's index in the group.
         """
 
@@ -178,7 +179,7 @@ class Channel:
         timeout: float | None,
         what: str,
     ) -> Any:
-        """Return the result of a collective that `start` begins. Raises GroupError if it fails."""
+        """Return the result of the collective that `start` begins. Raises GroupError on failure."""
         wait = None if timeout is None else timedelta(seconds=timeout)
         try:
             self._arrive()
@@ -201,7 +202,7 @@ class Channel:
         """Record in torch's store that this rank has arrived at the next collective.
 
         Raises:
-            RuntimeError: the store does not answer. `withdraw` and `waiting` raise the same error.
+            RuntimeError: the store does not respond. `withdraw` and `waiting` raise the same error.
         """
         self._record(self._link.collectives + 1)
 
@@ -210,16 +211,18 @@ class Channel:
         self._record(self._link.collectives)
 
     def waiting(self) -> list[int]:
-        """Return the other ranks that wait in a collective for this rank."""
+        """Return the other ranks that wait for this rank in a collective."""
         others = [rank for rank in self.ranks if rank != self.rank]
         counts = arrivals(self._stored(), others)
         return [rank for rank in others if counts.get(rank, 0) > self._link.collectives]
 
     def publish(self, text: str) -> None:
-        """Store a text, the same on all ranks, to be read before this channel is connected.
+        """Store a text that other ranks can read before this channel is connected.
+
+        All ranks must store the same text.
 
         Raises:
-            RuntimeError: the store does not answer. `published` and `unpublish` raise the same
+            RuntimeError: the store does not respond. `published` and `unpublish` raise the same
                 error.
         """
         if not self._stored().check([_TEXT]):  # most ranks of a large group need not send it
@@ -242,7 +245,7 @@ class Channel:
         return f"memsaver/{self._group_name}"
 
     def _is_abandoned(self) -> bool:
-        """Return whether a rank has stopped waiting on the lane's channel of this number."""
+        """Return whether a rank has stopped waiting on the lane's channel with this number."""
         return bool(self._prefixed("").check([GONE]))
 
     def _arrive(self) -> None:
@@ -259,7 +262,7 @@ class Channel:
         self._stored().set(str(self.rank), str(collectives))
 
     def _stored(self) -> Any:
-        """Return the store of the number of collectives that each rank reached."""
+        """Return the store that contains the number of collectives that each rank reached."""
         store = self._link.store
         if store is None:
             self._link.store = store = self._prefixed("")
@@ -270,12 +273,13 @@ class Channel:
         return self._dist.PrefixStore(self._name + end, store)
 
     def _prepare(self, wait: timedelta | None) -> Any:
-        """Return the process group that transfers the bytes, creating its connections if necessary.
+        """Return the process group that transfers the bytes, and create its connections if
+        necessary.
 
         Raises:
-            InvalidStateError: the channel is closed; or another call is creating the connections,
-                in this thread (interrupted by a finalizer or a signal handler) or for the whole
-                timeout.
+            InvalidStateError: the channel is closed, or another call is creating the connections.
+                Either this other call is on the same thread, interrupted by a finalizer or a signal
+                handler, or it did not end within the timeout.
         """
         link, group = self._link, self._group
         if group is None or link.closed:
@@ -308,11 +312,13 @@ class Channel:
 
 
 class _AbandonedError(RuntimeError):
-    """A rank has stopped waiting on this channel."""
+    """Raised if another rank has stopped waiting on this channel."""
 
 
 class _Link:
-    """State that this process keeps for a group between calls, without keeping the group alive."""
+    """The state that this process keeps for a group between calls. It does not keep the group
+    alive.
+    """
 
     def __init__(self) -> None:
         self.making = Gate()  # entered by the thread that creates `gloo`

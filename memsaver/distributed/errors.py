@@ -14,17 +14,17 @@ _MOST = 8  # maximum number of reasons in a message; the attributes contain all 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """The failure of one rank, or its call if the ranks made different calls.
+    """The failure of one rank, or the rank's call if the ranks made different calls.
 
     Attributes:
         rank: the rank in the world, not in the group.
         host: the name of the rank's machine.
         kind: the name of the exception's class; "" if the ranks made different calls.
-        status: `MemsaverError.status`, or "" for other exceptions.
-        tag: `MemsaverError.tag`, or "".
-        message: the exception's text; if the ranks made different calls, the call of this rank.
-            Truncated to 8,192 characters; on the rank itself, the error's `__cause__` is the whole
-            exception.
+        status: the error's `MemsaverError.status`, or "" for other exceptions.
+        tag: the error's `MemsaverError.tag`, or "".
+        message: the exception's text, truncated to 8,192 characters. On the rank itself, the
+            error's `__cause__` is the whole exception. If the ranks made different calls, the call
+            of this rank.
     """
 
     rank: int
@@ -41,12 +41,12 @@ class RankFailure:
 
 
 class RankError(MemsaverError):
-    """The call failed on some ranks and was rolled back on the others. The same on every rank.
+    """A call failed on some ranks and was rolled back on the others. Every rank raises this error.
 
     Attributes:
-        failures: the failures by rank; if the ranks made different calls, the call of every rank.
-        stuck: for each rank whose rollback also failed, the states of its tags and the reason.
-            Empty if all ranks' tags are unchanged.
+        failures: the failures by rank. If the ranks made different calls, the calls of all ranks.
+        stuck: the states of the tags, and the reason, for each rank whose rollback also failed. The
+            dictionary is empty if the tags of all ranks are unchanged.
     """
 
     _status = "RANK_FAILED"
@@ -55,14 +55,14 @@ class RankError(MemsaverError):
 
 
 class GroupError(MemsaverError):
-    """The ranks cannot reach each other: a rank died, hangs, or never made the call.
+    """The ranks cannot reach each other, because a rank has died, hangs, or never made the call.
 
-    This rank has undone its changes, unless the message says otherwise. The other surviving ranks
-    have done so too, except that a rank that had received all outcomes before the loss may have
-    returned. `__cause__` is torch's error.
+    Unless the message says otherwise, this rank has undone its changes. The other surviving ranks
+    have undone their changes too. The exception is a rank that received all outcomes before the
+    connection was lost: its call may have returned successfully. `__cause__` is torch's error.
 
     Attributes:
-        missing: the ranks that are known not to have arrived.
+        missing: the ranks that are known to be missing from the call.
     """
 
     _status = "GROUP_FAILED"
@@ -75,7 +75,7 @@ def failed(what: str, size: int, failures: dict[int, RankFailure], after: str) -
     Args:
         what: a description of the call.
         size: the number of ranks that made the call.
-        failures: the exceptions, by rank.
+        failures: the failures by rank.
         after: a description of the state after the failure, with advice.
     """
     error = RankError(
@@ -88,7 +88,7 @@ def failed(what: str, size: int, failures: dict[int, RankFailure], after: str) -
 
 
 def disagreed(calls: dict[int, RankFailure], after: str) -> RankError:
-    """Return the error for ranks that made different calls. See `failed`."""
+    """Return the error for ranks that made different calls. See `failed` for the arguments."""
     error = RankError(
         f"the ranks of a group must make the same call: {_by_reason(calls.values())}; {after}"
     )
@@ -97,7 +97,7 @@ def disagreed(calls: dict[int, RankFailure], after: str) -> RankError:
 
 
 def after_rollback(stuck: dict[int, RankFailure]) -> str:
-    """Describe the ranks' state after a rollback that failed on the ranks in `stuck`."""
+    """Describe the state of the ranks after a rollback that failed on the ranks in `stuck`."""
     if not stuck:
         return "all ranks' tags are unchanged, and the call may be repeated"
     return (
@@ -107,7 +107,7 @@ def after_rollback(stuck: dict[int, RankFailure]) -> str:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Format ranks for a message: "rank 3", "ranks 0-3, 7"."""
+    """Format ranks for a message, such as "rank 3" or "ranks 0-3, 7"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:
@@ -119,7 +119,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def _by_reason(failures: Iterable[RankFailure]) -> str:
-    """Return each distinct reason once, with its ranks, and the host if only one rank has it."""
+    """Return each distinct reason with its ranks, and with the host if there is only one rank."""
     by_reason: dict[str, list[RankFailure]] = {}
     for failure in failures:
         by_reason.setdefault(failure.reason, []).append(failure)

@@ -1,4 +1,4 @@
-"""Access to torch.distributed's groups, and a check that this rank can use a group."""
+"""Access to the groups of torch.distributed, and a check that this rank can use a group."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["modules", "refusal_of"]
 
 
 def modules() -> tuple[Any, Any]:
-    """Return torch and torch.distributed. Raises `NotLoadedError` if one of them is missing."""
+    """Return torch and torch.distributed. Raises `NotLoadedError` if either module is missing."""
     try:
         import torch
         import torch.distributed as dist
@@ -24,14 +24,14 @@ def modules() -> tuple[Any, Any]:
 
 
 def refusal_of(group: Any) -> MemsaverError | None:
-    """Return the error for a group that this rank cannot use; None if the rank can use it.
+    """Return the error for a group that this rank cannot use, or None for a usable group.
 
     Args:
         group: the group; None means the world.
 
     Raises:
-        InvalidStateError: torch.distributed is not initialised, or this rank is not in the group,
-            so that no other rank waits for it in the group.
+        InvalidStateError: torch.distributed is not initialised, or this rank is not in the group.
+            In the second case, no rank of the group waits for this rank.
         NotLoadedError: torch is not installed, or has no torch.distributed.
     """
     _, dist = modules()

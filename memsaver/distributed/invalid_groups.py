@@ -1,8 +1,8 @@
-"""Finds the channels on which a rank with an invalid argument reports its error to other ranks.
+"""A search for the channels on which a rank with an invalid group reports its error to other ranks.
 
-Such a rank does not know on which of its groups the other ranks wait for it. All ranks record in
-torch's store how many collectives of a group they have reached; the rank compares these numbers
-for each of its groups, to find the group on which others wait.
+Such a rank does not know on which of its groups the other ranks wait. All ranks record in torch's
+store how many collectives of each group they have reached. The rank compares these numbers for each
+of its groups, and so finds the group on which other ranks wait.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _MOST_LOOK_SECONDS = 0.2  # the longest time between two reads
 def channel_of(
     group: Any, what: str, timeout: float | None, lane: str = ""
 ) -> tuple[Channel, MemsaverError | None]:
-    """Return the group's channel and None, or the channel on which others wait and an error.
+    """Return the group's channel, or the channel on which other ranks wait, and an error or None.
 
     Args:
         group: the group that the caller passed; None means the world.
         what: a description of the call, for the error message.
-        timeout: seconds to look for a group on which other ranks wait; see
+        timeout: seconds to search for a group on which other ranks wait. See
             `AwaitedChannels.find_waiting`.
         lane: see `Channel`.
 
     Raises:
         InvalidStateError: this rank is not in the group, or torch.distributed is not initialised.
         ConfigError: the group is invalid, and torch.distributed is not initialised.
-        GroupError: the group is unusable, and no other rank was found waiting for this one within
-            `timeout`.
+        GroupError: the group is unusable, and the search found no other rank that waits for this
+            rank within `timeout`.
         NotLoadedError: see `Channel`.
     """
     refused = refusal_of(group)
@@ -51,11 +51,11 @@ def channel_of(
 
 
 class AwaitedChannels:
-    """The channels on which other ranks may wait for a rank that does not know its groups.
+    """The channels on which other ranks may wait for a rank that does not know which group to use.
 
-    Create one object per call; a call may use several channels, one after the other. The channels'
-    numbers are fixed when the object is created: ranks that give up and call again during a search
-    are not found.
+    Create one object for each call. A call can use several channels, one after the other. The
+    numbers of the channels are fixed when the object is created. Therefore a search does not find
+    ranks that stop waiting during the search and then call again.
 
     Args:
         lanes: the lanes on which the other ranks may wait.
@@ -67,20 +67,22 @@ class AwaitedChannels:
     def find_waiting(self, refused: Exception, what: str, timeout: float | None) -> Channel:
         """Find a channel on which another rank waits for this rank.
 
-        Returns the world's channel if all other ranks wait on it, including ranks that do not know
-        their groups, or, without searching, if this rank has no other channel.
+        The result is the world's channel if all other ranks wait on that channel, including ranks
+        that do not know which group to use. If this rank has no other channel, the method returns
+        the world's channel without a search.
 
         Args:
-            refused: this rank's own error, such as that of an invalid group; the cause of a
-                `GroupError`.
+            refused: this rank's own error, such as the error for an invalid group. It becomes the
+                cause of a `GroupError`.
             what: a description of the call, for the error message.
-            timeout: seconds to look; None means the default timeout of torch's groups, 30 minutes.
+            timeout: seconds to search; None means the default timeout of torch's groups, 30
+                minutes.
 
         Raises:
             GroupError: no other rank waited on any of this rank's groups in time, or torch's store
-                does not answer.
-            KeyboardInterrupt: or another exception of a signal handler, during the search. Ranks
-                that wait for this one wait until their own timeout.
+                does not respond.
+            KeyboardInterrupt: a signal handler raised this exception, or another exception, during
+                the search. Ranks that wait for this rank continue to wait until their own timeout.
         """
         world = self._world
         if not self._others or len(world.ranks) == 1:
@@ -108,7 +110,7 @@ class AwaitedChannels:
         return found
 
     def _look(self, end: float) -> Channel | None:
-        """Look for a channel on which another rank waits, until a time of `time.monotonic`."""
+        """Search for a channel on which another rank waits, until `end` (of `time.monotonic`)."""
         world, pause = self._world, _LOOK_SECONDS
         while len(world.waiting()) < len(world.ranks) - 1:
             found = next((channel for channel in self._others if channel.waiting()), None)
@@ -132,10 +134,10 @@ class AwaitedChannels:
 
 
 def _channels(lanes: Sequence[str]) -> list[Channel]:
-    """Return a channel for each lane of each group that this rank is in, the world first.
+    """Return a channel for each lane of each group of this rank, with the world first.
 
-    If the lanes have names, groups with the same ranks share them, so only the first such group is
-    included.
+    Groups with the same ranks share named lanes, so only the first of these groups is included if
+    the lanes have names.
     """
     dist = modules()[1]
     world = dist.group.WORLD

@@ -1,4 +1,4 @@
-"""The bytes that the ranks of a group exchange about an attempt."""
+"""The messages that the ranks of a group exchange about an attempt."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ _LENGTH = struct.Struct("<Q")
 
 @dataclass(frozen=True)
 class Codec:
-    """Encodes and decodes an attempt's values and exceptions, which ranks exchange.
+    """An encoder and decoder of an attempt's values and exceptions, which the ranks exchange.
 
     Attributes:
-        pack: encodes a value as bytes. None is always sent as b"".
-        unpack: decodes these bytes on every rank.
-        confirmed: whether the ranks also exchange whether `unpack` succeeded.
-        pack_error: encodes an exception for `unpack_error`; b"" if it cannot be sent.
-        unpack_error: decodes these bytes to `Outcome.error`.
+        pack: a function that encodes a value as bytes. The value None is always sent as b"".
+        unpack: a function that decodes these bytes on every rank.
+        confirmed: whether the ranks inform each other whether `unpack` succeeded.
+        pack_error: a function that encodes an exception for `unpack_error`, or returns b"" if the
+            exception cannot be sent.
+        unpack_error: a function that decodes these bytes to `Outcome.error`.
     """
 
     pack: Callable[[Any], bytes]
@@ -47,12 +48,13 @@ JSON = Codec(lambda value: json.dumps(value).encode(), json.loads)
 
 @dataclass(frozen=True)
 class Header:
-    """The fixed-size summary of an attempt on one rank, of the same layout in every protocol.
+    """The summary of an attempt on one rank, with the same size and layout in every protocol.
 
     Attributes:
         protocol: the rank's PROTOCOL.
         failed: 1 if the attempt failed on this rank, otherwise 0.
-        digest: the digest of the call and the step, equal on ranks that make the same call.
+        digest: the digest of the call and the step, which is equal on ranks that make the same
+            call.
         body_bytes: the size of the packed value.
         inline: the packed value, if it has at most `INLINE_BYTES`.
     """
@@ -75,33 +77,33 @@ class Header:
         return cls(PROTOCOL, int(has_failed), digest, len(body), inline)
 
     def packed(self) -> bytes:
-        """Return the bytes for `parse`."""
+        """Encode this object as the bytes that `parse` decodes."""
         return self.LAYOUT.pack(
             self.protocol, self.failed, self.digest, self.body_bytes, self.inline
         )
 
     @classmethod
     def parse(cls, data: bytes) -> Header:
-        """Return the header that a rank packed."""
+        """Decode a header from the bytes that a rank sent."""
         protocol, failed, digest, body_bytes, inline = cls.LAYOUT.unpack(data)
         return cls(protocol, failed, digest, body_bytes, inline[:body_bytes])
 
     @property
     def call(self) -> tuple[int, bytes]:
-        """The values of the header that must be equal on all ranks."""
+        """The fields of the header that must be equal on all ranks."""
         return self.protocol, self.digest
 
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """The failure record of one rank, sent if an attempt failed or the ranks' calls differ.
+    """The failure record of one rank, which is sent if an attempt failed or the calls differ.
 
     Attributes:
         what: the call that the rank made.
         host: the name of the rank's machine.
         kind: the class of the rank's exception, or "" if the rank did not fail.
-        status: `MemsaverError.status`, or "".
-        tag: `MemsaverError.tag`, or "".
+        status: the error's `MemsaverError.status`, or "".
+        tag: the error's `MemsaverError.tag`, or "".
         message: the exception's text, or "".
     """
 
@@ -129,13 +131,15 @@ class FailureRecord:
         )
 
     def packed(self, error: bytes = b"") -> bytes:
-        """Return the bytes for `parse`, followed by the exception that a codec packed."""
+        """Encode this object as the bytes that `parse` decodes, followed by the exception that a
+        codec packed.
+        """
         text = json.dumps(asdict(self)).encode()
         return _LENGTH.pack(len(text)) + text + error
 
     @classmethod
     def parse(cls, data: bytes) -> tuple[FailureRecord, bytes]:
-        """Return a rank's record, and the exception that its codec packed."""
+        """Decode a rank's record and the exception that the rank's codec packed."""
         (length,) = _LENGTH.unpack_from(data)
         end = _LENGTH.size + length
         return cls(**json.loads(data[_LENGTH.size : end])), data[end:]
@@ -150,7 +154,7 @@ class FailureRecord:
 
 
 def text_of(error: BaseException) -> str:
-    """Return an exception's text, or its class if it has no text or `str` fails."""
+    """Return an exception's text, or its class if the text is empty or `str` fails."""
     try:
         return str(error) or type(error).__name__
     except BaseException as worse:

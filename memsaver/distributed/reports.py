@@ -15,7 +15,7 @@ class RankFigures:
 
     Attributes:
         rank: the rank in the world, not in the group.
-        seconds: the duration of the rank's own work, without waiting for others.
+        seconds: the duration of the rank's own work, without the wait for other ranks.
         bytes: device memory released or mapped; for a swap, the sum.
         copied_bytes: bytes copied to or from the backups.
     """
@@ -32,7 +32,7 @@ class GroupReport:
 
     Attributes:
         local: this rank's report.
-        ranks: the statistics of every rank, in the group's order; the same on all ranks.
+        ranks: the statistics of every rank, in the group's order. All ranks have the same value.
         seconds: the duration of the call on this rank, including the wait for other ranks.
     """
 
@@ -52,5 +52,5 @@ class GroupReport:
 
     @property
     def slowest(self) -> RankFigures:
-        """The statistics of the rank that the others waited for."""
+        """The statistics of the slowest rank, for which the other ranks waited."""
         return max(self.ranks, key=lambda rank: rank.seconds)

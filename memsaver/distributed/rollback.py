@@ -1,4 +1,4 @@
-"""Rollback: record the tags' states before a call, and restore them if the call failed."""
+"""The rollback of a failed call, which restores the tags' states before the call."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ __all__ = ["Rollback"]
 
 
 class Rollback:
-    """The states of a call's tags before the call. The creating thread must have reserved the tags.
+    """The states of a call's tags before the call. The creating thread must own the reservation.
 
     Attributes:
-        done: whether `undo` was called. The other attributes are set by `undo`.
-        stuck: the state of each tag that was not restored, and the reason; "" if all were restored.
-        warning: a warning if all tags were restored but a callback failed; otherwise "".
+        done: whether `undo` was called. The method `undo` sets the other attributes.
+        stuck: the state of each tag that was not restored, and the reason; "" if all tags were
+            restored.
+        warning: a warning if all tags were restored but a callback failed, otherwise "".
         errors: the errors that occurred.
     """
 
@@ -37,7 +38,8 @@ class Rollback:
         self.errors: list[BaseException] = []
 
     def undo(self) -> None:
-        """Pause the tags that were resumed, with their contents, and resume those that were paused.
+        """Pause the tags that the call resumed, with their contents, and resume the tags that it
+        paused.
 
         Raises nothing.
         """
@@ -76,7 +78,7 @@ class Rollback:
 
 
 def _kept_in(rows: list[TagStats]) -> Backup:
-    """Return the backup to use if a paused tag is resumed and paused again."""
+    """Return the backup for pausing a tag again that was paused before the call."""
     # A paused tag has resident pages only if a failed pause retained them, with their contents.
     if not any(row.backup_bytes or row.resident_bytes for row in rows):
         return "none"

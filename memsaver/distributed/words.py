@@ -1,4 +1,4 @@
-"""Format calls' arguments, for comparing the calls of ranks. These functions never raise."""
+"""Format the arguments of calls, to compare the calls of ranks. These functions never raise."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ __all__ = ["listed", "side"]
 
 
 def listed(tags: Iterable[object]) -> str:
-    """Format tags; the result does not depend on their order."""
+    """Format tags, independently of their order."""
     return ", ".join(_texts(tags))
 
 
 def side(tags: object) -> str:
-    """Format a tag, or several: "'w'", "['kv', 'w']"."""
+    """Format one tag or several tags, such as "'w'" or "['kv', 'w']"."""
     # Checks the type, because an object may override `isinstance` checks.
     if issubclass(type(tags), str) or not issubclass(type(tags), Collection):
         return _quoted(tags)

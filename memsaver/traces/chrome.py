@@ -1,8 +1,9 @@
 """Read and write traces in Chrome's trace format, for Perfetto (ui.perfetto.dev) and
 chrome://tracing.
 
-Each tag and device has a track with its transitions, and counters of its memory; each device has a
-counter of the driver's free memory. Times are in microseconds since the recording began.
+Each pair of a tag and a device has a track with its transitions, and counters of its memory. Each
+device has a counter of the driver's free memory. Times are in microseconds since the start of the
+recording.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def to_json(trace: Trace) -> str:
 
 
 def read_json(text: str | bytes) -> Trace:
-    """Return the trace that `to_json` wrote.
+    """Return the trace from a text that `to_json` returned.
 
     Raises:
         ConfigError: the text is not a memsaver trace, or is damaged.
@@ -71,7 +72,7 @@ def _place(tag: str, device: int) -> str:
 
 
 def _tracks(trace: Trace) -> dict[tuple[str, int], int]:
-    """Number the tracks of tags and devices, in order of appearance."""
+    """Assign a number to the track of each tag and device, in order of appearance."""
     places = [(row.tag, row.device) for row in trace.samples]
     places += [(row.tag, row.device) for row in trace.transitions]
     return {place: index + 1 for index, place in enumerate(dict.fromkeys(places))}

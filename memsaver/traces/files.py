@@ -1,4 +1,4 @@
-"""Read and write trace files. The name selects the format; files are written atomically."""
+"""Read and write trace files. The file name selects the format. Files are written atomically."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def save(trace: Trace, path: str | os.PathLike[str]) -> Path:
-    """Write a trace to a file; the extension selects the format. See `Timeline.save`.
+    """Write a trace to a file, in the format of the file's extension. See `Timeline.save`.
 
     Raises:
-        ConfigError: the extension is unknown, or a picture needs matplotlib, which is missing.
+        ConfigError: the extension is unknown, or the format needs matplotlib, which is not
+            installed.
         OSError: the file cannot be written.
     """
     target = Path(path)

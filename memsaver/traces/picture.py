@@ -27,7 +27,7 @@ _WIDTH, _HEIGHT = 11.0, 4.8  # inches, for each device
 
 
 def to_picture(trace: Trace, kind: str) -> bytes:
-    """Return the bytes of an image file: "png", "svg" or "pdf".
+    """Return the bytes of an image file. `kind` is "png", "svg" or "pdf".
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -70,7 +70,7 @@ def to_picture(trace: Trace, kind: str) -> bytes:
 
 
 def _step(top: float, marks: int) -> float:
-    """Return a power of two as the interval of about `marks` ticks up to `top`."""
+    """Return the interval between about `marks` ticks up to `top`, which is a power of two."""
     return float(2 ** max(0, math.ceil(math.log2(max(top, 1) / marks))))
 
 
@@ -106,7 +106,7 @@ def _draw_tags(axes: Any, trace: Trace, series: DeviceSeries) -> None:
 
 
 def _band(name: str) -> Any:
-    """Return a legend entry that looks like a transition's band: pale, with edges."""
+    """Return a legend entry that looks like the band of a transition (pale, with edges)."""
     from matplotlib.colors import to_rgba
     from matplotlib.patches import Patch
 
@@ -114,7 +114,7 @@ def _band(name: str) -> Any:
 
 
 def _label(tag: str) -> str:
-    """Return a tag as a legend entry: shortened, and without matplotlib's special characters."""
+    """Return a tag's legend entry, shortened, and without matplotlib's special characters."""
     half = _LONGEST_LABEL // 2
     short = tag if len(tag) <= _LONGEST_LABEL else f"{tag[: half - 1]}…{tag[-half:]}"
     escaped = short.replace("$", r"\$")
@@ -135,7 +135,7 @@ def _draw_free(axes: Any, series: DeviceSeries) -> None:
 
 
 def _draw_transitions(axes: Any, trace: Trace, device: int) -> None:
-    """Draw a band with edges behind the memory, for each call."""
+    """Draw a band with edges behind the memory curves, for each call."""
     times: dict[tuple[int, str], tuple[float, float]] = {}
     for row in trace.transitions:
         if row.device == device:

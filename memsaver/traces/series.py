@@ -1,4 +1,4 @@
-"""A trace's memory as lines over common points in time, for charts."""
+"""The memory of a trace, as lines over common points in time, for charts."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class DeviceSeries:
-    """One device's memory over time: each value applies from its time to the next.
+    """One device's memory over time. Each value applies from its time to the next time.
 
     Attributes:
         device: the device's index.
-        seconds: the times, ascending, from the trace's start to its end.
+        seconds: the times in ascending order, from the trace's start to its end.
         resident: for each tag, its device memory at these times, in bytes.
         allocated: for each tag, the bytes of its live allocations.
-        free: the driver's free memory at the latest sample; None before the first sample.
+        free: the driver's free memory at the latest sample, or None before the first sample.
         total_bytes: the device's total memory; 0 if there are no samples.
     """
 
@@ -38,9 +38,9 @@ class DeviceSeries:
 
 
 def device_series(trace: Trace, device: int, most: int = 20_000) -> DeviceSeries:
-    """Return a device's memory over time, thinned to about `most` points, or fewer for many tags.
+    """Return a device's memory over time, reduced to about `most` points, or fewer for many tags.
 
-    Thinning keeps the smallest and the largest sum of each interval, so no peak is lost.
+    The reduction keeps the smallest and the largest total of each interval, so no peak is lost.
     """
     samples = [row for row in trace.samples if row.device == device]
     free_rows = [row for row in trace.memory if row.device == device]
@@ -97,7 +97,9 @@ def _sums(samples: list[TagSample], seconds: list[float]) -> list[int]:
 
 
 def _thinned(seconds: list[float], sums: list[int], most: int) -> list[float]:
-    """Return the times to keep: all, or the first, the last and both extremes of each interval."""
+    """Return the times to keep: all times, or the first, the last and both extremes of each
+    interval.
+    """
     if len(seconds) <= most:
         return seconds
     stretch = -(-len(seconds) * 4 // most)
@@ -112,7 +114,7 @@ def _thinned(seconds: list[float], sums: list[int], most: int) -> list[float]:
 def _line(
     seconds: list[float], moments: list[float], values: list[_Value], before: _Value
 ) -> list[_Value]:
-    """Return the last value before or at each of these times; `before` if there is none."""
+    """Return the last value at or before each of these times, or `before` if there is none."""
     begins = [bisect_left(seconds, moment) for moment in moments] + [len(seconds)]
     line = [before] * begins[0]
     for value, begin, end in zip(values, begins[:-1], begins[1:], strict=True):

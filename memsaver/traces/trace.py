@@ -1,4 +1,4 @@
-"""The data of a timeline: the memory of tags and devices over time, and the transitions."""
+"""The data of a timeline: transitions, and the memory of tags and devices over time."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ __all__ = ["DeviceSample", "TagSample", "TagTransition", "Trace", "trace_of"]
 
 @dataclass(frozen=True)
 class TagSample:
-    """The memory of one tag on one device, from a point in time until the next sample.
+    """The memory of one tag on one device, from the sample's time until the next sample.
 
-    Experimental: may change in any version.
+    Experimental: this API can change in any version.
 
     Attributes:
-        seconds: the time since the recording began.
+        seconds: the time of the sample, in seconds since the recording began.
         tag: the tag.
         device: the device's index; -1 for a tag without memory.
-        allocated_bytes: live allocations, resident or not.
-        resident_bytes: device memory in use.
+        allocated_bytes: the bytes of live allocations, whether resident or not.
+        resident_bytes: the bytes of device memory in use.
     """
 
     seconds: float
@@ -32,15 +32,16 @@ class TagSample:
 
 @dataclass(frozen=True)
 class DeviceSample:
-    """The free memory of one device at one moment, as reported by the driver for all processes.
+    """The free memory of one device at one point in time, as reported by the driver for all
+    processes.
 
-    Experimental: may change in any version.
+    Experimental: this API can change in any version.
 
     Attributes:
-        seconds: the time since the recording began.
+        seconds: the time of the sample, in seconds since the recording began.
         device: the device's index.
-        free_bytes: free bytes.
-        total_bytes: total bytes.
+        free_bytes: the free bytes of the device.
+        total_bytes: the total bytes of the device.
     """
 
     seconds: float
@@ -53,23 +54,25 @@ class DeviceSample:
 class TagTransition:
     """The result of one transition for one tag on one device.
 
-    Experimental: may change in any version.
+    Experimental: this API can change in any version.
 
     Attributes:
-        number: identifies the call in the rows of all its tags and devices.
-        kind: "pause", "resume" or "swap".
-        direction: "out" if the tag was to be paused, "into" if it was to be resumed.
+        number: the number of the call, which is equal in the rows of all its tags and devices.
+        kind: one of "pause", "resume" and "swap".
+        direction: either "out" if the tag was to be paused, or "into" if the tag was to be resumed.
         tag: the tag.
         device: the device's index; -1 for a tag without memory.
         begin_seconds: the start of the transition, in seconds since the recording began; None if
             the transition began before the recording or before `Trace.begin`.
-        end_seconds: when it ended; None if it was in progress at the end of the recording.
-        outcome: "done", "failed", "given up" (cancelled before its run), or "under way".
-        device_bytes: device memory released or mapped; 0 unless done.
-        copied_bytes: bytes copied to or from the backup; 0 unless done.
+        end_seconds: the end of the transition, in seconds since the recording began; None if the
+            transition was in progress at the end of the recording.
+        outcome: one of "done", "failed", "given up" (cancelled before it ran) and "under way" (in
+            progress).
+        device_bytes: device memory released or mapped; 0 unless the outcome is "done".
+        copied_bytes: bytes copied to or from the backup; 0 unless the outcome is "done".
         thread: the system's id of the thread that began the transition.
-        caller: the caller, such as "train.py:120 in sleep, thread 'MainThread'"; only
-            the end of a long description is kept. Empty while the transition is in progress.
+        caller: the caller, such as "train.py:120 in sleep, thread 'MainThread'". A long text is
+            truncated to its end. The text is empty while the transition is in progress.
     """
 
     number: int
@@ -87,7 +90,7 @@ class TagTransition:
 
     @property
     def seconds(self) -> float | None:
-        """The duration; None if the start or the end is unknown."""
+        """The duration, or None if the start or the end is unknown."""
         if self.begin_seconds is None or self.end_seconds is None:
             return None
         return self.end_seconds - self.begin_seconds
@@ -97,15 +100,15 @@ class TagTransition:
 class Trace:
     """A recorded timeline.
 
-    Experimental: may change in any version.
+    Experimental: this API can change in any version.
 
     Attributes:
-        started: when the recording began, in seconds since 1970.
+        started: the start of the recording, in seconds since 1970.
         seconds: the length of the recording.
         process: the process's id.
         dropped: the number of old events that newer events replaced.
-        begin: the time from which the recording is complete, in seconds since it began: 0, or the
-            time of the oldest remaining event.
+        begin: the time from which the recording is complete, in seconds since its start. The value
+            is 0, or the time of the oldest remaining event.
         samples: the memory of tags, in chronological order.
         memory: the driver's free memory, in chronological order.
         transitions: the transitions in order of their start.
@@ -122,14 +125,14 @@ class Trace:
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """The tags that had memory or a transition, in order of appearance."""
+        """The tags with memory or a transition, in order of appearance."""
         names = [row.tag for row in self.samples if row.allocated_bytes or row.resident_bytes]
         names += [row.tag for row in self.transitions]
         return tuple(dict.fromkeys(names))
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """The devices with samples or with memory of a tag, sorted."""
+        """The devices with samples or with memory of a tag, in ascending order."""
         found = {row.device for row in self.samples} | {row.device for row in self.memory}
         return tuple(sorted(found - {-1}))
 
@@ -203,7 +206,9 @@ def trace_of(
 
 
 def _direction(act: int, state: State, kind: int, outcome: int) -> str:
-    """Derive the direction of a transition from the tag's state after its start or its end."""
+    """Derive the direction of a transition from the tag's state after the transition's start or
+    end.
+    """
     if _KINDS[act] != "swap":
         return "out" if _KINDS[act] == "pause" else "into"
     if kind == _BEGIN:

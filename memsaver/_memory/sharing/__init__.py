@@ -1,12 +1,13 @@
 """Send tensors in shareable regions to other processes, without a copy.
 
-`sending` reduces a tensor to its place in the sender's memory, and `sent_storages` keeps the memory
-for the receiver. `exporter` is the sender's server: it sends the descriptors of the memory to
-processes of the same user. `importing` creates tensors in memory that `peers`, the receiver's
-connection to a sender, maps; `uses` describes this memory. `wire` defines the messages between the
-two.
+The module `sending` reduces a tensor to its place in the sender's memory, and `sent_storages` keeps
+the memory for the receiver. The module `exporter` is the sender's server, which sends the
+descriptors of the memory to processes of the same user. In the receiver, `peers` connects to
+senders and maps their memory, `uses` describes this memory, and `importing` creates tensors in it.
+The module `wire` defines the messages between senders and receivers.
 
-A message refers to memory by its extents (pieces of physical memory), whose numbers a process never
-reuses. A receiver maps each extent once, and keeps it mapped for later messages until the sender
-requests its release, because a pause waits for it or the memory was freed.
+A message refers to memory by its extents, which are pieces of physical memory. A process never
+reuses the number of an extent. A receiver maps each extent only once, and keeps it mapped for later
+messages until the sender requests its release. The sender does so if a pause waits for the extent,
+or if the memory was freed.
 """

@@ -1,9 +1,9 @@
-"""The sender's server: sends the descriptors of shareable memory to processes of the same user.
+"""The sender's server, which sends descriptors of shareable memory to processes of the same user.
 
-One thread accepts connections and forwards requests for release; one thread for each importer
-answers its messages, and detects its end. An importer's record ends when the importer reports that
-it maps nothing, or when its process has exited: a closed connection alone does not show that the
-memory is unmapped.
+One thread accepts connections and forwards release requests. For each importer, another thread
+answers the importer's messages and detects its end. An importer's record ends when the importer
+reports that it maps no memory, or when its process has exited. A closed connection alone does not
+prove that the memory is unmapped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RETRY_MILLISECONDS = 100
 
 
 def endpoint() -> str:
-    """Return the name of this process's server, which is started if necessary.
+    """Return the name of this process's server, and start the server if necessary.
 
     Raises:
         SharingError: the server cannot be started.
@@ -50,7 +50,7 @@ def endpoint() -> str:
 
 
 def expect_deadline() -> None:
-    """Wake the server's thread if it waits without a limit. Call this after adding a deadline."""
+    """Wake the server's thread if it waits without a limit. Call it after adding a deadline."""
     for server in list(_servers.values()):
         if server.has_no_deadline:
             os.eventfd_write(server.wake, 1)
@@ -156,7 +156,7 @@ class _Server:
             del self.importers[id(importer)]
 
     def _request_release(self) -> None:
-        """Request a release from each importer, and again later from importers that do not read."""
+        """Request a release from each importer, and retry later if an importer's socket is full."""
         self.owes_requests = False
         for importer in list(self.importers.values()):
             try:
@@ -241,7 +241,7 @@ class _Importer:
         del self.held[token]
 
     def _export(self, tokens: list[int], are_extents_missing: bool) -> None:
-        """Keep sent tensors for the process, and answer with the extents that it does not have."""
+        """Keep sent tensors for the importer, and answer with the extents that it lacks."""
         begun: list[int] = []
         claimed: list[tuple[sent_storages.Sent, int | None]] = []
         try:
@@ -267,7 +267,7 @@ class _Importer:
             wire.send(self.connection, {"error": str(error), "tag": error.tag})
 
     def _export_extents(self, found: list[sent_storages.Sent]) -> None:
-        """Send the tensors' extents, and those of other tensors that await a receiver."""
+        """Send the extents of these tensors, and of other tensors that await a receiver."""
         own = [(sent.address, sent.nbytes) for sent in found]
         others = [sent_storages.ranges_with(*pool) for pool in {sent.pool for sent in found}]
         try:
@@ -280,10 +280,10 @@ class _Importer:
             rows = self.record.export_extents(wanted, wire.MOST_FILES)
 
     def _send_extents(self, rows: list[_C.Extent]) -> bool:
-        """Send extents in one message. Returns whether there may be more.
+        """Send extents in one message, and return whether more extents may remain.
 
         Raises:
-            SharingError: the message was not sent, and the process has none of its extents.
+            SharingError: the message was not sent, and the importer has none of these extents.
         """
         has_more = len(rows) == wire.MOST_FILES
         try:

@@ -1,4 +1,4 @@
-"""The receiver's side: tensors in the memory of another process."""
+"""The receiver's side, which creates tensors in the memory of another process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ __all__ = ["is_imported", "name_of", "rebuild", "rebuild_named"]
 def name_of(device: int) -> str:
     """Return a device's name, which is the same in every process.
 
-    The name is its UUID, or its number on the simulated driver. Creates no context.
+    The name is the device's UUID or, on the simulated driver, the device's number. Creates no
+    context.
     """
     return _names()[device]
 
@@ -69,7 +70,8 @@ def rebuild(*reduced: Any) -> Any:
 def rebuild_named(named: Sequence[tuple[str, Sequence[Any]]]) -> list[tuple[str, Any]]:
     """Return named tensors in sent memory, all of them or none.
 
-    Takes one round trip of messages for up to `wire.MOST_TOKENS` storages of a tag on a device.
+    For each tag and device, the function needs one round trip of messages for up to
+    `wire.MOST_TOKENS` storages.
 
     Args:
         named: the tensors' names, and the arguments of `rebuild` for each.
@@ -108,10 +110,10 @@ def _tensor(
 
 
 class _UseEnd:
-    """Ends a use when it is deleted.
+    """An object that ends a use when the object is deleted.
 
-    No weak reference to it exists: while `__del__` runs, a weak reference still returns the object,
-    and another thread could use its memory after the use has ended.
+    There must be no weak reference to this object. While `__del__` runs, a weak reference still
+    returns the object, and another thread could use the memory after the use has ended.
     """
 
     _use: Use | None = None  # set last by __init__, which a signal can interrupt
@@ -126,10 +128,10 @@ class _UseEnd:
 
 
 class _Memory:
-    """Imported memory, which stays mapped while this object exists. Its tensors keep the object.
+    """Imported memory, which stays mapped while this object exists. Tensors in it keep the object.
 
-    torch creates a tensor from it through the CUDA array interface. On the simulated driver, it
-    owns a buffer.
+    torch creates a tensor from this object through the CUDA array interface. On the simulated
+    driver, a buffer over the memory takes the place of this interface.
     """
 
     def __init__(self, use: Use, ordinal: int, peer: peers.Peer) -> None:
@@ -166,9 +168,9 @@ class _Memory:
 
 
 def _memories_at(places: Sequence[Place]) -> list[_Memory]:
-    """Return the memory of sent tensors. All tensors in the same memory share one use of it.
+    """Return the memory of sent tensors. Tensors in the same memory share one use of this memory.
 
-    Two threads may each begin a use of the same memory, and each ends its own use.
+    If two threads begin a use of the same memory, each thread ends its own use.
     """
     found: dict[_Key, _Memory] = {}
     missing: dict[tuple[str, str, str], dict[_Key, Place]] = {}  # by process, tag and device
@@ -187,7 +189,7 @@ def _memories_at(places: Sequence[Place]) -> list[_Memory]:
 
 
 def _begun(places: dict[_Key, Place]) -> dict[_Key, _Memory]:
-    """Begin using memory of one tag on one device."""
+    """Begin uses of memory of one tag on one device."""
     first = next(iter(places.values()))
     peer = peers.peer_at(first.endpoint, first.tag)
     ordinal = _ordinal(first)
@@ -203,7 +205,7 @@ def _key(place: Place) -> _Key:
 
 
 def is_imported(address: int) -> bool:
-    """Return whether an address lies in memory of another process."""
+    """Return whether an address is in memory of another process."""
     return peers.is_foreign(address)
 
 

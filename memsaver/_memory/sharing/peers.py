@@ -1,12 +1,12 @@
-"""The receiver's connections: one to each process that sent it tensors, with the memory mapped.
+"""The receiver's connections to the processes that sent it tensors, and the mapped memory.
 
-One thread for each connection sends and receives all messages, maps and unmaps, and is the only one
-that changes extents. Other threads add jobs to its queue, and take no lock, because a finalizer may
-run in the middle of another call of the same thread.
+Each connection has one thread, which sends and receives all messages, maps and unmaps memory, and
+is the only thread that changes extents. Other threads add jobs to its queue. They acquire no lock,
+because a finalizer might run in the middle of another call on the same thread.
 
-Each use of a sent tensor begins with an import request to its process, which keeps the memory until
-the use has ended in this process and on its devices. Uses of many tensors begin with one import
-request.
+Each use of a sent tensor begins with an import request to the sender. The sender keeps the memory
+until the use has ended in this process and on this process's devices. One import request can begin
+the uses of many tensors.
 """
 
 from __future__ import annotations
@@ -78,13 +78,14 @@ class Peer:
     # --- any thread
 
     def error(self, tag: str) -> SharingError:
-        """Return the error of an import over a closed connection."""
+        """Return the error for an import over a closed connection."""
         return SharingError(self._refusal, tag=tag) if self._refusal else _gone(tag)
 
     def begin(self, uses: Sequence[Use], ordinal: int) -> None:
         """Map the memory of sent tensors.
 
-        It stays mapped until the `end` of each use, which must follow, even after an error.
+        The memory stays mapped until `end` is called for each use. The caller must call `end`, even
+        after an error.
 
         Args:
             uses: 1 to MOST_TOKENS uses of memory of one tag on one device.
@@ -114,7 +115,7 @@ class Peer:
                 del error
 
     def end(self, use: Use) -> None:
-        """End a use, even one that failed or was interrupted. Finalizers may call it."""
+        """End a use, even if its import failed or was interrupted. Safe in finalizers."""
         self._add(use)
 
     def _add(self, job: ImportRequest | Use) -> None:
@@ -154,9 +155,9 @@ class Peer:
             self.forget()
 
     def _is_refused(self) -> bool:
-        """Return whether memory stays mapped only because the driver refused to unmap it.
+        """Return whether some memory stays mapped only because the driver refused to unmap it.
 
-        While the other process exists, the refused calls are repeated at its next request.
+        While the other process exists, its next release request repeats the refused calls.
         """
         return not self._is_connected and any(not each.users for each in self.extents.values())
 
@@ -192,7 +193,7 @@ class Peer:
                 wire.send(self._socket, {name: numbers[at : at + wire.MOST_TOKENS]})
 
     def _hear(self) -> bool:
-        """Receive a message outside an import. Returns whether the other process exists."""
+        """Receive a message outside an import, and return whether the other process exists."""
         try:
             message, files = wire.receive(self._socket)
         except (OSError, ValueError):
@@ -217,10 +218,10 @@ class Peer:
                 self._release(list(self.extents.values()))
 
     def _release(self, extents: list[Extent]) -> None:
-        """Unmap those extents that no tensor uses, and report them as released.
+        """Unmap the extents that no tensor uses, and report them as released.
 
-        If the driver refuses, they stay mapped until the next request or, if the other process has
-        ended, until a retry succeeds.
+        If the driver refuses to unmap an extent, it stays mapped until the next request or, if the
+        other process has ended, until a retry succeeds.
         """
         by_span: dict[Span, list[Extent]] = {}
         for extent in dict.fromkeys(extents):
@@ -275,10 +276,11 @@ class Peer:
             request.is_decided.open()
 
     def _take_extents(self, request: ImportRequest) -> bool:
-        """Receive a message of an import, and map its extents. Returns whether another follows.
+        """Receive a message of an import, map its extents, and return whether another message
+        follows.
 
-        If its extents cannot be mapped, they are reported as released, and the remaining messages
-        are still received.
+        If the extents cannot be mapped, the function reports them as released, and still receives
+        the remaining messages before it raises.
         """
         message, files = wire.receive(self._socket)
         try:
@@ -304,7 +306,7 @@ class Peer:
                 os.close(file)
 
     def _map(self, ordinal: int, rows: list[list[int]], files: list[int]) -> None:
-        """Map the extents of one message, and report those that cannot be mapped as released."""
+        """Map the extents of one message, and report extents that cannot be mapped as released."""
         by_span: dict[tuple[int, int], list[tuple[list[int], int]]] = {}
         refused = [row[4] for row in rows]
         try:
@@ -331,7 +333,7 @@ class Peer:
             self._tell("released", refused)
 
     def _make_room(self, span: Span, places: list[tuple[int, int, int]]) -> None:
-        """Unmap earlier extents that overlap new ones; their memory was freed."""
+        """Unmap earlier extents that overlap new extents, because their memory was freed."""
         old = [
             extent
             for extent in span.at.values()
@@ -353,7 +355,7 @@ def _gone(tag: str) -> SharingError:
 
 
 def peer_at(endpoint: str, tag: str) -> Peer:
-    """Return the connection to the process at an endpoint; connect to it if there is none.
+    """Return the connection to the process at an endpoint, and create it if necessary.
 
     Raises:
         SharingError: the process has exited, or belongs to another user.
@@ -372,7 +374,7 @@ def peer_at(endpoint: str, tag: str) -> Peer:
 
 
 def is_foreign(address: int) -> bool:
-    """Return whether an address lies in memory of another process."""
+    """Return whether an address is in memory of another process."""
     return any(
         span.native.address <= address < span.native.address + span.nbytes
         for peer in list(_peers.values())

@@ -1,4 +1,4 @@
-"""The sender's side: tensors that can be sent, and their reductions."""
+"""The sender's side, which decides whether a tensor can be sent, and reduces it."""
 
 from __future__ import annotations
 
@@ -48,12 +48,11 @@ def is_shareable(tag: str) -> bool:
 
 
 def cover(torch: Any) -> None:
-    """Let torch's own reduction send tensors of shareable tags too, if there are any.
+    """Make torch's own reduction function send tensors of shareable tags too, if any exist.
 
-    SGLang replaces torch's reduction, and then registers its own, which calls torch's. Without this
-    call, SGLang's function would hide the function that `pickling` registers. In torch's result,
-    item 6 is the device, and SGLang changes this item, so `reduce` also returns the device as item
-    6.
+    SGLang registers its own reduction function, which calls torch's function. Without this call,
+    SGLang's function would hide the function that `pickling` registers. SGLang changes item 6 of
+    torch's result, which is the device. Therefore `reduce` also returns the device as item 6.
     """
     if not _shareable:
         return
@@ -71,15 +70,15 @@ def cover(torch: Any) -> None:
 
 
 def reduce_any(tensor: Any, otherwise: Callable[[Any], Any]) -> Any:
-    """Reduce a tensor for another process: without a copy if its region is shareable.
+    """Reduce a tensor for another process, without a copy if the tensor's region is shareable.
 
     Args:
         tensor: any tensor.
-        otherwise: reduces tensors that are in no region.
+        otherwise: a function that reduces tensors that are in no region.
 
     Raises:
         ConfigError: the tensor's region is not shareable.
-        SharingError: the memory belongs to another process; or see `reduce`.
+        SharingError: the memory belongs to another process. See also `reduce`.
     """
     found = located(tensor)
     if found is None:
@@ -111,9 +110,10 @@ def _copy() -> str:
 
 
 def reduce(tensor: Any, tag: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return a function and its arguments, which make a tensor in the same memory elsewhere.
+    """Return a function and its arguments, which create a tensor in the same memory in a receiver.
 
-    Waits for the work of the current stream, whose results the receiver may read at once.
+    The call waits for the work on the current stream, because the receiver may read the results at
+    once.
 
     Raises:
         SharingError: the tag is paused, the memory is not exportable, or the tensor has an autograd
@@ -126,7 +126,7 @@ def _kept(tensor: Any, tag: str) -> tuple[Place, int]:
     """Keep a tensor's storage for the receiver of a message. See `reduce`.
 
     Returns:
-        The storage's place, and its device index in this process.
+        The storage's place, and the index of its device in this process.
     """
     if tensor.requires_grad and not tensor.is_leaf:
         raise SharingError(
@@ -169,7 +169,7 @@ def _kept(tensor: Any, tag: str) -> tuple[Place, int]:
 
 
 def _arguments(tensor: Any, place: Place, device: int) -> tuple[Any, ...]:
-    """Return the arguments of `rebuild` for a tensor whose storage is at a place."""
+    """Return the arguments of `rebuild` for a tensor whose storage is at this place."""
     return (
         type(tensor),
         tensor.dtype,
@@ -183,7 +183,7 @@ def _arguments(tensor: Any, place: Place, device: int) -> tuple[Any, ...]:
 
 
 def located(tensor: Any) -> tuple[str, State] | None:
-    """Return the tag and its state for a tensor's memory; None for other memory."""
+    """Return the tag of a tensor's memory and the tag's state, or None for memory without a tag."""
     address = _address(tensor)
     if not address or not _C.owns(address):
         return None
@@ -192,7 +192,7 @@ def located(tensor: Any) -> tuple[str, State] | None:
 
 
 def _address(tensor: Any) -> int:
-    """Return the address of a tensor's memory; 0 if it has no memory of its own."""
+    """Return the address of a tensor's memory, or 0 if the tensor has no memory of its own."""
     try:
         return int(tensor.untyped_storage().data_ptr())
     except Exception:
@@ -200,7 +200,7 @@ def _address(tensor: Any) -> int:
 
 
 def can_send(tensor: Any) -> bool:
-    """Return whether the tensor's memory is exportable, and in a mapped, shareable tag."""
+    """Return whether the tensor's memory is exportable and belongs to a mapped, shareable tag."""
     storage = tensor.untyped_storage()
     address = storage.data_ptr()
     found = _C.locate(address) if address and _C.owns(address) else None
@@ -215,18 +215,18 @@ def can_send(tensor: Any) -> bool:
 def reduce_named(
     named: Sequence[tuple[str, Any]], tokens: list[int]
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return a function and its arguments, which create a list of named tensors in a receiver.
+    """Return a function and its arguments, which create a list of named tensors in the receiver.
 
-    The receiver needs one round trip of messages for up to `wire.MOST_TOKENS` storages of a tag on
-    a device.
+    For each tag and device, the receiver needs one round trip of messages for up to
+    `wire.MOST_TOKENS` storages.
 
     Args:
         named: names, and detached tensors for which `can_send` is true.
-        tokens: the list to which this function adds the storages' tokens, even if it raises, for
-            `sent_storages.cancel`.
+        tokens: a list to which this function adds the storages' tokens, even if it raises. Pass the
+            list to `sent_storages.cancel` if the message is not sent.
 
     Raises:
-        SharingError: see `reduce`; or a tensor is in no region.
+        SharingError: a tensor is in no region. See also `reduce`.
     """
     rows = []
     places: dict[int, tuple[Place, int]] = {}  # by storage, so that each is kept only once

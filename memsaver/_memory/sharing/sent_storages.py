@@ -1,17 +1,17 @@
-"""Memory that is kept for the receivers of sent tensors.
+"""The memory that a sender keeps for the receivers of sent tensors.
 
-Each sent storage has a token. A receiver presents the token, and the exporter then keeps the
-storage for it. A token is valid as long as its storage exists, which a message in transit, a
-receiver or the program may keep alive. A late message therefore fails, and never maps newer memory
-at the same address.
+Each sent storage has a token. When a receiver presents the token, the exporter keeps the storage
+for this receiver. A token is valid as long as its storage exists. A message in transit, a receiver
+or the program can keep the storage alive. If a message arrives after its storage was freed, the
+import fails, and never maps newer memory at the same address.
 
-This module has no locks. With a lock, the garbage collector could run a finalizer on the thread
-that owns the lock; the finalizer could wait for a tag, and the tag's owner could wait for the lock,
-to send a tensor in a callback. Therefore each change of state is one call of a method of a dict
-whose keys are integers or tuples of integers. Such a call is atomic with and without the GIL: no
-other thread, finalizer or signal handler runs during the call, but they may run between two calls.
-`list(x)` and `list(x.values())` are atomic, too; `list(x.items())` is not, because it allocates
-tuples, which can start a collection.
+This module has no locks, because a lock could deadlock. On the thread that owns the lock, the
+garbage collector could run a finalizer that waits for a tag. The tag's owner could in turn wait for
+the lock, to send a tensor in a callback. Therefore each change of state is one method call of a
+dict whose keys are integers or tuples of integers. Such a call is atomic, with and without the GIL:
+other threads, finalizers and signal handlers can run between two calls, but not during a call.
+`list(x)` and `list(x.values())` are also atomic. `list(x.items())` is not atomic, because it
+allocates tuples, which can start a garbage collection.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _Memory = tuple[int, int, int]  # a storage's address, and the address and bytes
 
 @dataclass(eq=False)
 class Sent:
-    """A storage that was sent. Messages refer to it by its token."""
+    """A sent storage. Messages refer to the storage by its token."""
 
     token: int
     memory: _Memory
@@ -59,16 +59,16 @@ class Sent:
 
     @property
     def address(self) -> int:
-        """The address of its memory."""
+        """The address of the storage's memory."""
         return self.memory[1]
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its memory."""
+        """The size of the storage's memory, in bytes."""
         return self.memory[2]
 
     def alive(self, torch: Any) -> Any:
-        """Return the storage, if it still has the memory that was sent; otherwise None."""
+        """Return the storage if it still has the memory that was sent, otherwise None."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata)
         if storage is None or storage.data_ptr() != self.address or storage.nbytes() < self.nbytes:
             return None
@@ -92,9 +92,11 @@ _most_sent = 256  # above this number of entries, dead storages are removed
 
 
 def _forget_received() -> None:
-    """Drop torch's weak references, whose finalizers need modules that are removed at exit.
+    """Delete torch's weak references, because their finalizers need modules that are removed at
+    exit.
 
-    Storages with messages in transit stay: `multiprocessing` may wait for receivers after this.
+    Storages with messages in transit are not affected, because `multiprocessing` may wait for their
+    receivers afterwards.
     """
     for sent in list(_sent_of.values()):
         if not sent.untaken:
@@ -107,7 +109,7 @@ def _forget(sent: Sent) -> None:
 
 
 def cancel(tokens: list[int]) -> None:
-    """Stop keeping storages for a message that no receiver will take. Clears the list."""
+    """Stop keeping storages for a message that no receiver will receive, and clear the list."""
     while tokens:
         sent = _sent.get(tokens.pop())
         if sent is not None:
@@ -117,7 +119,7 @@ def cancel(tokens: list[int]) -> None:
 def keep(storage: Any, pool: tuple[str, int], address: int, nbytes: int) -> int:
     """Keep the memory of a storage for the receiver of a message, and return its token.
 
-    The caller then calls `exporter.expect_deadline`.
+    The caller must call `exporter.expect_deadline` afterwards.
     """
     from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -152,13 +154,13 @@ def _prune() -> None:
 
 
 def forget_expired(now: float | None = None) -> float | None:
-    """Stop keeping memory that no receiver has taken in time.
+    """Stop keeping memory whose message no receiver received before the deadline.
 
     Args:
-        now: on time.monotonic(), by default the current time.
+        now: a time of `time.monotonic`, by default the current time.
 
     Returns:
-        The seconds until the next deadline; None if no memory is kept.
+        The number of seconds until the next deadline, or None if no memory is kept.
     """
     if now is None:
         now = time.monotonic()
@@ -176,7 +178,7 @@ def forget_expired(now: float | None = None) -> float | None:
 
 
 def _forget_expired_of(sent: Sent, number: int) -> None:
-    """Forget a storage's unclaimed messages if this one, which has expired, is the last."""
+    """Remove a storage's unclaimed messages if this expired message is the last of them."""
     untaken = list(sent.untaken)
     if not any(other > number for other in untaken):
         for other in untaken:
@@ -192,7 +194,7 @@ def _oldest() -> int | None:
 
 
 def find(token: int) -> tuple[Sent, Any]:
-    """Return a sent tensor's entry and its storage, which keeps the memory alive.
+    """Return a sent tensor's entry, and its storage, which keeps the memory alive.
 
     Raises:
         SharingError: the tensor was freed.
@@ -208,13 +210,15 @@ def find(token: int) -> tuple[Sent, Any]:
 
 
 def claim(sent: Sent) -> int | None:
-    """Claim the earliest untaken message, so that no other receiver takes it; return its number.
+    """Claim a storage's earliest unclaimed message for one receiver, and return its number.
 
-    Claim a message before answering the receiver, and `take` it afterwards: once the receiver has
-    the answer, it may continue, and its sender may send the storage again, to another receiver.
+    Claim a message before answering the receiver, and call `take` after the answer. As soon as the
+    receiver has the answer, the program may continue and send the storage again, to another
+    receiver.
 
     Returns:
-        None if the storage has no untaken message: the receiver receives a message again.
+        The number, or None if the storage has no unclaimed message, because the receiver received
+        the same message more than once.
     """
     for number in sorted(list(sent.untaken)):
         if sent.untaken.pop(number, False):
@@ -229,7 +233,7 @@ def take(number: int | None) -> None:
 
 
 def unclaim(sent: Sent, number: int | None) -> None:
-    """Undo `claim`, so that the receiver can take the message in a later attempt."""
+    """Undo `claim`, so that the receiver can receive the message in a later attempt."""
     if number is not None:
         sent.untaken[number] = True
         if number not in _in_flight:
@@ -237,12 +241,12 @@ def unclaim(sent: Sent, number: int | None) -> None:
 
 
 def ranges_with(tag: str, device: int) -> list[tuple[int, int]]:
-    """Return the address and size of each of a tag's tensors in transit on a device."""
+    """Return the address and size of each tensor in transit that belongs to a tag on a device."""
     return [(sent.address, sent.nbytes) for sent in in_transit() if sent.pool == (tag, device)]
 
 
 def in_transit() -> set[Sent]:
-    """Return the storages that messages in transit refer to."""
+    """Return the storages of all messages in transit."""
     found = set()
     for number in list(_in_flight):
         with contextlib.suppress(KeyError):

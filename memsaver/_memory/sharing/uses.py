@@ -38,7 +38,7 @@ class Extent:
 
 
 class Span:
-    """The addresses in this process for one span of another process."""
+    """The addresses in this process that represent one span of another process."""
 
     def __init__(self, ordinal: int, nbytes: int) -> None:
         self.native = _C.ForeignSpan(ordinal, nbytes)
@@ -46,7 +46,9 @@ class Span:
         self.at: dict[int, Extent] = {}  # by offset
 
     def unmap(self, extents: Sequence[Extent]) -> list[Extent]:
-        """Unmap extents, and return those now unmapped: the driver may refuse some or all."""
+        """Unmap extents, and return the unmapped extents, because the driver may refuse some or
+        all.
+        """
         try:
             self.native.unmap([extent.offset for extent in extents])
             return list(extents)
@@ -62,7 +64,7 @@ class Span:
 
 
 class Use:
-    """A use of a sent tensor's memory. The connection's thread begins and ends it."""
+    """A use of a sent tensor's memory, which the connection's thread begins and ends."""
 
     __slots__ = ("extents", "place")
 
@@ -72,12 +74,12 @@ class Use:
 
     @property
     def address(self) -> int:
-        """The tensor's address in this process; valid until the use ends."""
+        """The tensor's address in this process, which is valid until the use ends."""
         return self.extents[0].span.native.address + self.place.address - self.place.span_address
 
 
 class ImportRequest:
-    """A request to begin uses of one tag's memory on one device: all of them begin, or none."""
+    """A request to begin uses of one tag's memory on one device. Either all uses begin, or none."""
 
     def __init__(self, uses: Sequence[Use], ordinal: int) -> None:
         self.uses, self.ordinal = uses, ordinal

@@ -1,20 +1,21 @@
-"""Messages between a process that exports memory and one that imports it.
+"""The messages between a process that exports memory and a process that imports it.
 
-Each message is a packet of an abstract Unix socket (SOCK_SEQPACKET): JSON, and up to MOST_FILES
-descriptors. Both sides check that the other process belongs to the same user.
+Each message is a packet of an abstract Unix socket (SOCK_SEQPACKET), and contains JSON and up to
+MOST_FILES descriptors. Both sides check that the other process belongs to the same user.
 
 The importer sends:
-    {"import": [token, ...], "missing": bool}  begins a use of each of these sent tensors, which are
-        of one tag on one device, and requests their extents if some of them are missing; answered
-        by one or more
+    {"import": [token, ...], "missing": bool}  begins a use of each of these sent tensors, which
+        must belong to one tag on one device, and requests their extents if any are missing. The
+        answer is one or more messages
         {"extents": [[address, bytes, span_address, span_bytes, id], ...], "more": bool} with a
-        descriptor for each extent, or by {"error": text, "tag": text}, which begins no use
-    {"drop": [token, ...]}              ends the uses of sent tensors, once for each import
-    {"released": [id, ...]}             reports that it no longer maps these extents
-    {"bye": true}                       maps nothing, and closes the connection
+        descriptor for each extent, or {"error": text, "tag": text}, after which no use has begun
+    {"drop": [token, ...]}              ends uses of sent tensors, once for each import
+    {"released": [id, ...]}             reports that the importer no longer maps these extents
+    {"bye": true}                       reports that the importer maps no memory, before it closes
+                                        the connection
 The exporter may send at any time:
-    {"release": true}  requests the release of all extents, each as soon as no tensor uses it
-    {"error": text, "tag": ""}  refuses the connection, and then closes it
+    {"release": true}           requests the release of each extent as soon as no tensor uses it
+    {"error": text, "tag": ""}  rejects the connection, before the exporter closes it
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ _MOST_BYTES = 128 << 10  # of a message
 
 
 def domain() -> str:
-    """Return the name of the domain in which this process can share memory.
+    """Return the name of the domain of processes with which this process can share memory.
 
     The processes of a domain belong to the same user, machine and network namespace, and use the
     same version of memsaver, because messages and pickles may change with each version. The name is
-    a digest, because an engine's clients may see it. Returns "" if the domain is unknown because
-    /proc is missing.
+    a digest, because the clients of an engine may see it. Returns "" if the domain is unknown
+    because /proc is missing.
     """
     import hashlib
 
@@ -59,7 +60,7 @@ def domain() -> str:
 
 
 def peer_of(connection: socket.socket) -> int:
-    """Return the id of the process at the other end; 0 if it has none in this pid namespace.
+    """Return the other process's id, or 0 if the process has no id in this pid namespace.
 
     Raises:
         SharingError: the process belongs to another user.
@@ -81,11 +82,11 @@ def send(
     *,
     wait: bool = True,
 ) -> None:
-    """Send a message, with descriptors, which stay open. Any thread.
+    """Send a message and descriptors, which stay open. Thread-safe.
 
     Raises:
         BlockingIOError: `wait` is False, and the other process has too many unread messages.
-        OSError: the other process is gone.
+        OSError: the other process has ended or has closed the connection.
     """
     import json  # imported here, because only processes that share memory need it
 
@@ -95,7 +96,7 @@ def send(
 
 
 def receive(connection: socket.socket) -> tuple[Message, list[int]]:
-    """Wait for a message. Returns it with its descriptors, which the caller closes.
+    """Wait for a message, and return it with its descriptors, which the caller must close.
 
     An empty message means that the other process has closed the connection. If this process cannot
     receive all descriptors of a message, it receives none of them.

@@ -1,7 +1,7 @@
-"""The checks of `memsaver doctor`: findings as data, one module for each subject.
+"""The checks of `memsaver doctor`, which return findings, with one module for each subject.
 
-No check prints, creates a CUDA context, or imports torch or a framework. The driver is opened and
-initialised (cuInit), which can take seconds on a machine with several GPUs.
+The checks do not print, create a CUDA context, or import torch or a framework. The checks open and
+initialise the driver (cuInit), which can take seconds on a machine with several GPUs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ SUBJECTS: dict[str, Callable[[], list[Finding]]] = {
 
 
 def check_all() -> dict[str, list[Finding]]:
-    """Return the findings of every subject. Never raises: a check that fails becomes a finding."""
+    """Return the findings of every subject. The function never raises an exception. A check that
+    fails becomes a finding.
+    """
     found: dict[str, list[Finding]] = {}
     for subject, check in SUBJECTS.items():
         try:
@@ -49,7 +51,7 @@ def check_all() -> dict[str, list[Finding]]:
 
 
 def worst(findings: dict[str, list[Finding]]) -> Level:
-    """Return the worst level of all findings; absent optional parts do not count."""
+    """Return the worst level of all findings, without absent optional parts."""
     order = list(Level)
     levels = [finding.level for rows in findings.values() for finding in rows]
     levels = [level for level in levels if level is not Level.ABSENT]

@@ -1,7 +1,7 @@
-"""The memory limits of this process's control groups, for display.
+"""The memory limits of this process's control groups.
 
-The library reads the same groups itself when it decides whether a backup fits; this module reports
-the files.
+This module only displays the limits and their files. The native library reads the same limits
+itself to decide whether a backup fits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _UNLIMITED = 1 << 60  # without a limit, version 1 writes a number near 2^63
 
 
 def memory_limits() -> list[tuple[str, int]]:
-    """Return each limit's file and bytes, for the process's own groups and all their ancestors."""
+    """Return the file and the bytes of each limit of the process's groups and their ancestors."""
     limits = []
     for folder, files in _groups():
         for name in files:
@@ -25,7 +25,7 @@ def memory_limits() -> list[tuple[str, int]]:
 
 
 def _groups() -> list[tuple[str, tuple[str, ...]]]:
-    """Return the cgroup directories, this process's first, and the names of their limit files."""
+    """Return the cgroup directories, innermost first, and the names of their limit files."""
     found = []
     mounts = _mounts()
     for line in (read_system_file("/proc/self/cgroup") or "").splitlines():
@@ -45,7 +45,7 @@ def _groups() -> list[tuple[str, tuple[str, ...]]]:
 
 
 def _below(root: str, group: str) -> str | None:
-    """Return a group's path below a mount's root, "" for the root; None if it lies elsewhere."""
+    """Return a group's path below a mount's root ("" for the root), or None if it is elsewhere."""
     if group.startswith("/.."):  # outside the namespace
         return None
     if root == "/":
@@ -54,13 +54,15 @@ def _below(root: str, group: str) -> str | None:
 
 
 def _levels(path: str) -> list[str]:
-    """Return the path and all its ancestors, down to "", the mount point."""
+    """Return the path and all of its ancestors, ending with "" for the mount point."""
     parts = [part for part in path.split("/") if part]
     return ["".join(f"/{part}" for part in parts[:count]) for count in range(len(parts), -1, -1)]
 
 
 def _mounts() -> dict[bool, list[tuple[str, str]]]:
-    """Return the roots and mount points of version 2 (True) and of version 1's memory (False)."""
+    """Return the roots and mount points of cgroup version 2 (True) and of version 1's memory
+    controller (False).
+    """
     mounts: dict[bool, list[tuple[str, str]]] = {True: [], False: []}
     for line in (read_system_file("/proc/self/mountinfo") or "").splitlines():
         before, dash, after = line.partition(" - ")

@@ -1,4 +1,4 @@
-"""The directory of backups on disk."""
+"""Checks of the directory for backups on disk."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def check_disk() -> list[Finding]:
-    """Check whether the directory supports private backups and direct I/O, and its free space."""
+    """Check the directory's free space, and its support for private backups and direct I/O."""
     try:
         asked = _C.option("disk_dir")
     except ConfigError:
@@ -86,7 +86,7 @@ def _space(free: int) -> Finding:
 
 
 def _default_directory() -> str:
-    """Return the library's default for an empty disk_dir."""
+    """Return the library's default directory, for an empty disk_dir."""
     for candidate in (os.environ.get("TMPDIR", ""), "/var/tmp"):
         if os.path.isdir(candidate) and os.access(candidate, os.W_OK | os.X_OK):
             return candidate
@@ -95,7 +95,7 @@ def _default_directory() -> str:
 
 @contextlib.contextmanager
 def _private_file(directory: str) -> Iterator[tuple[int, bool]]:
-    """Yield a temporary file like those of backups, and whether it never had a name."""
+    """Yield a temporary file like the file of a backup, and whether it never had a name."""
     unnamed = True
     try:
         flags = os.O_TMPFILE | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
@@ -113,7 +113,7 @@ def _private_file(directory: str) -> Iterator[tuple[int, bool]]:
 
 
 def _is_direct(file: int) -> bool:
-    """Return whether a page can be written and read past the page cache."""
+    """Return whether a page can be written and read without the page cache."""
     with contextlib.closing(mmap.mmap(-1, PAGE)) as page:
         try:
             fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)
@@ -125,7 +125,7 @@ def _is_direct(file: int) -> bool:
 
 
 def _file_system(directory: str) -> str | None:
-    """Return the kind of the directory's file system, such as "ext4"."""
+    """Return the type of the directory's file system, such as "ext4"."""
     path, best, kind = os.path.realpath(directory), -1, None
     for line in (read_system_file("/proc/self/mountinfo") or "").splitlines():
         before, _, after = line.partition(" - ")

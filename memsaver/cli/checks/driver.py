@@ -1,4 +1,6 @@
-"""The driver and its devices. Creates no CUDA context; querying attributes does not need one."""
+"""Checks of the driver and its devices. They create no CUDA context, because querying attributes
+does not need one.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,7 @@ def kernel_driver_version() -> str | None:
 
 
 def check_devices() -> list[Finding]:
-    """Check the capabilities of each device. Returns nothing if there is no driver."""
+    """Check the capabilities of each device. Without a driver, there are no findings."""
     try:
         driver = BareDriver()
     except MemsaverError:
@@ -101,7 +103,7 @@ def check_devices() -> list[Finding]:
 
 
 def check_nvml() -> list[Finding]:
-    """Check whether Python can query NVML, NVIDIA's management library, which is optional."""
+    """Check whether Python can query NVML, NVIDIA's optional management library."""
     if importlib.util.find_spec("pynvml") is None:
         advice = "errors then name the processes that use the GPU: pip install 'memsaver[nvml]'"
         return [absent("NVML", "nvidia-ml-py is not installed", advice, installed=False)]

@@ -1,4 +1,6 @@
-"""SGLang, vLLM and torch_memory_saver, and memsaver's plugins in them. Imports none of them."""
+"""Checks of SGLang, vLLM and torch_memory_saver, and of memsaver's plugins for them. Imports none
+of them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ __all__ = ["check_engines"]
 
 
 def check_engines() -> list[Finding]:
-    """Check the installed packages that use memsaver or that memsaver replaces."""
+    """Check the installed packages that use memsaver, and the packages that memsaver replaces."""
     return [*_sglang(), *_vllm(), _torch_memory_saver()]
 
 

@@ -1,4 +1,4 @@
-"""Findings: the results of the checks."""
+"""Findings, which are the results of checks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Finding", "Level", "absent", "bad", "good", "warned"]
 
 
 class Level(str, enum.Enum):
-    """The severity of a finding. Compares equal to its name."""
+    """The severity of a finding. A level compares equal to its name."""
 
     GOOD = "good"
     ABSENT = "absent"
@@ -25,13 +25,14 @@ class Finding:
     """The result of one check.
 
     Attributes:
-        name: identifies the check in every version and on every machine: "torch version".
-        level: "good": no action is needed; "absent": something optional is not installed, not set
-            or not supported; "warned": memsaver works, but not optimally or not as expected;
-            "bad": memsaver does not work, or contents may be lost.
+        name: the name of the check, such as "torch version", which is the same in every version
+            and on every machine.
+        level: "good" if no action is needed; "absent" if an optional part is not installed, not set
+            or not supported; "warned" if memsaver works, but not optimally or not as expected;
+            "bad" if memsaver does not work, or contents may be lost.
         text: the facts.
-        advice: the recommended action, or "". Required if the level is "warned" or "bad".
-        data: the values behind the text, for JSON; sizes are in bytes.
+        advice: the recommended action, or "". Advice is required if the level is "warned" or "bad".
+        data: the values in the text, for JSON output. Sizes are in bytes.
     """
 
     name: str
@@ -42,12 +43,12 @@ class Finding:
 
 
 def good(name: str, text: str, advice: str = "", /, **data: Any) -> Finding:
-    """Return a finding that needs no action; the advice is optional."""
+    """Return a finding that needs no action. The advice is optional."""
     return Finding(name, Level.GOOD, text, advice, data)
 
 
 def absent(name: str, text: str, advice: str = "", /, **data: Any) -> Finding:
-    """Return a finding that something optional is missing; the advice states its purpose."""
+    """Return a finding that an optional part is missing. The advice states its purpose."""
     return Finding(name, Level.ABSENT, text, advice, data)
 
 

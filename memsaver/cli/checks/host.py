@@ -1,4 +1,4 @@
-"""The host: memory for backups, and the limits on the rate of the first backup."""
+"""Checks of the host's memory for backups, and of limits on the speed of the first backup."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAPPINGS = 65530  # the kernel's default of vm.max_map_count
 
 
 def check_host() -> list[Finding]:
-    """Check the budget of backups, control groups, huge pages, CPUs and the process's limits."""
+    """Check the memory budget of backups, control groups, huge pages, CPUs and process limits."""
     return [
         _budget(),
         _memory_limits(),
@@ -67,7 +67,7 @@ def _memory_limits() -> Finding:
 
 
 def _meminfo(key: str) -> int | None:
-    """Return the value of a line of /proc/meminfo, in bytes."""
+    """Return the value of a line in /proc/meminfo, in bytes."""
     for line in (read_system_file("/proc/meminfo") or "").splitlines():
         name, _, rest = line.partition(":")
         if name == key and rest.split()[:1] and rest.split()[0].isdigit():
@@ -98,7 +98,7 @@ def _huge_pages() -> Finding:
 
 
 def _chosen(text: str | None) -> str | None:
-    """Return the word in brackets, as in "always [madvise] never"."""
+    """Return the word in brackets, such as "madvise" in "always [madvise] never"."""
     for word in (text or "").split():
         if word.startswith("[") and word.endswith("]"):
             return word[1:-1]

@@ -1,4 +1,4 @@
-"""NCCL settings that affect memory whose pages change."""
+"""Checks of NCCL settings that affect memory whose physical pages change."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ REGISTER_HOOK = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
 
 
 def check_nccl() -> list[Finding]:
-    """Check the environment and NCCL's configuration files, over which the environment has
-    priority.
-    """
+    """Check the environment and NCCL's configuration files. The environment has priority."""
     values = _configured()
     found = [_graph_register(values)]
     if _is_on(os.environ.get(REGISTER_HOOK)):
@@ -59,7 +57,7 @@ _OTHERS = {
 
 
 def _graph_register(values: dict[str, tuple[str, str]]) -> Finding:
-    """Check NCCL_GRAPH_REGISTER, whose registrations outlive the pages of paused memory."""
+    """Check NCCL_GRAPH_REGISTER, because its registrations outlive the pages of paused memory."""
     value, source = values.get(GRAPH_REGISTER, (None, None))
     data = {"value": value, "source": source}
     means = "collectives in a captured graph continue to use pages that a pause releases"
@@ -97,7 +95,7 @@ def _is_on(value: str | None) -> bool:
 
 
 def _configured() -> dict[str, tuple[str, str]]:
-    """Return each variable's value and its source: the environment, otherwise a file."""
+    """Return each variable's value and its source, which is the environment or a file."""
     own = os.environ.get("NCCL_CONF_FILE") or os.path.expanduser("~/.nccl.conf")
     values: dict[str, tuple[str, str]] = {}
     for file in ("/etc/nccl.conf", own):

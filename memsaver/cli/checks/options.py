@@ -1,4 +1,4 @@
-"""memsaver itself: its installation, and its options with their sources."""
+"""Checks of memsaver's installation, and of its options and their sources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The libraries that the dynamic linker preloads, their order, and its effect on memsaver."""
+"""Checks of the libraries that the dynamic linker preloads, and of their order."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _kind(entry: str) -> str:
 
 
 def _order(kinds: list[tuple[str, str]]) -> Finding:
-    """Check the order of the libraries: a function comes from the first one that defines it."""
+    """Check the order of the libraries, because the first library that defines a function wins."""
     shown = [entry if kind == OTHER else f"{entry} ({kind})" for entry, kind in kinds]
     text = ", then ".join(shown)
     libraries = [{"path": entry, "kind": kind} for entry, kind in kinds]

@@ -1,4 +1,4 @@
-"""torch and its allocator's settings. Does not import torch."""
+"""Checks of torch and of its allocator's settings. Does not import torch."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _cuda_build(version: str) -> str | None:
 
 
 def _written(name: str) -> str | None:
-    """Return a version from torch/version.py. Reads the text, because importing torch is slow."""
+    """Return a version from the text of torch/version.py, because importing torch is slow."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.origin:
         return None

@@ -1,4 +1,4 @@
-"""System files, and installed distributions."""
+"""Access to system files and installed distributions."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["installed_version", "mount_path", "read_system_file"]
 
 
 def read_system_file(path: str) -> str | None:
-    """Return the stripped text of a system file; None if it cannot be read.
+    """Return the stripped text of a system file, or None if the file cannot be read.
 
-    The variable MEMSAVER_TEST_SYSTEM_ROOT, for tests only, names a directory that replaces the root
-    of /proc and /sys, as in the native library.
+    In tests, the variable MEMSAVER_TEST_SYSTEM_ROOT names a directory that replaces the root of
+    /proc and /sys, as in the native library.
     """
     root = os.environ.get("MEMSAVER_TEST_SYSTEM_ROOT", "")
     try:
@@ -24,7 +24,7 @@ def read_system_file(path: str) -> str | None:
 
 
 def mount_path(text: str) -> str:
-    """Decode a path of /proc/self/mountinfo, in which octal escapes represent blanks."""
+    """Decode a path in /proc/self/mountinfo, in which octal escapes represent blanks."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
 
 

@@ -1,4 +1,4 @@
-"""The measurements of `memsaver bench`: figures as data, one module for each kind."""
+"""The measurements of `memsaver bench`, which return figures, with one module for each kind."""
 
 from memsaver.cli.measurements.figures import Figure
 from memsaver.cli.measurements.machine import Measured, measure_machine

@@ -1,4 +1,4 @@
-"""The bus: plain copies between the device and pinned host memory."""
+"""Measurements of the bus, with plain copies between the device and pinned host memory."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ GROUP = "bus, pinned memory"
 
 
 def buffer_bytes(memory_bytes: int, total: int) -> int:
-    """Return the pinned host memory for each direction when `measure_bus` copies `total` bytes."""
+    """Return the bytes of pinned host memory that `measure_bus` needs for each direction."""
     return min(BUFFER, total, memory_bytes // 2)
 
 
 def measure_bus(driver: BareDriver, memory: BareMemory, total: int, rounds: int) -> list[Figure]:
-    """Measure copies of `total` bytes in each direction, one at a time and both at once.
+    """Measure copies of `total` bytes in each direction, separately and in both directions at once.
 
-    Copies repeatedly through two buffers of `buffer_bytes`. `memory` must be mapped. Needs the
-    device's context.
+    The copies use two buffers of `buffer_bytes` bytes repeatedly. `memory` must be mapped. Needs
+    the device's context.
     """
     size = buffer_bytes(memory.bytes, total)
     pieces = [min(size, total - at) for at in range(0, total, size)]

@@ -1,4 +1,4 @@
-"""memsaver's own figures: pauses and resumes of one tag, with memory and contents checked."""
+"""Measurements of memsaver's pauses and resumes of one tag, with checks of memory and contents."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _LIMITS = {  # the description of a limit, and the figures whose sum is the limi
 
 
 class CycledTag:
-    """A tag with known contents. Used in the device's context, by one thread.
+    """A tag with known contents, for use in the device's context, by one thread.
 
     Args:
         driver: the driver.
         device: the device's index.
-        nbytes: a multiple of `GRAIN`.
+        nbytes: the size in bytes, a multiple of `GRAIN`.
         backup: the tag's policy.
-        doubts: receives a text for each unexpected result.
+        doubts: a list to which the object adds a text for each unexpected result.
 
     Raises:
-        OutOfDeviceMemoryError: the memory does not fit.
+        OutOfDeviceMemoryError: the device has too little free memory.
     """
 
     def __init__(
@@ -70,9 +70,7 @@ class CycledTag:
             self._driver.fill(address, self._byte(index), self._block)
 
     def pause(self) -> float:
-        """Pause the tag on an idle device, check the freed memory, and return the pause's duration
-        in seconds.
-        """
+        """Pause the tag on an idle device, check the freed memory, and return the seconds."""
         before = memsaver.device_memory(self._device)[0]
         seconds = seconds_of(lambda: memsaver.pause(self._tag))
         freed = memsaver.device_memory(self._device)[0] - before
@@ -102,7 +100,7 @@ class CycledTag:
         return seconds
 
     def close(self) -> None:
-        """Free everything, including the retained backup; the tag can be used again."""
+        """Free all memory, including the retained backup. The tag can be used again."""
         while self._addresses:
             _C.free(self._addresses.pop())
         memsaver.resume(self._tag)  # maps nothing; only if an error left the tag paused
@@ -115,10 +113,10 @@ class CycledTag:
 def measure_discarded(
     tag: CycledTag, limits: Limits, rounds: int, rest: Callable[[], None]
 ) -> list[Figure]:
-    """Measure pauses and resumes without a backup, against the driver's calls.
+    """Measure pauses and resumes without a backup, and compare them with the driver's calls.
 
-    `rest` is called between a pause and its resume; see `measure_driver`. The first cycle does not
-    count, because its resume joins memory into fewer pieces.
+    `rest` is called between a pause and its resume (see `measure_driver`). The first cycle is not
+    counted, because its resume merges memory into fewer pieces.
     """
     pauses, resumes = [], []
     for _ in range(rounds + 1):
@@ -134,10 +132,11 @@ def measure_discarded(
 
 
 def measure_backed_up(tag: CycledTag, limits: Limits, rounds: int) -> list[Figure]:
-    """Measure pauses with a backup in pinned host memory, and their resumes, against plain copies.
+    """Measure pauses with a backup in pinned host memory, and their resumes.
 
-    The first pause allocates the host memory, which later pauses reuse. If nothing has changed and
-    fingerprints are on, nothing is copied, and the driver's calls are the limit.
+    The limits are the times of plain copies. The first pause allocates the host memory, which later
+    pauses reuse. If the contents are unchanged and fingerprints are on, a pause copies nothing, so
+    the driver's calls are the limit.
     """
     tag.fill()
     first = tag.pause()
@@ -163,7 +162,9 @@ def measure_backed_up(tag: CycledTag, limits: Limits, rounds: int) -> list[Figur
 def _figures(
     group: str, rows: list[tuple[str, str, list[float], str]], nbytes: int, limits: Limits
 ) -> list[Figure]:
-    """Return a figure for each row: its name, its title, its seconds, and the text of its limit."""
+    """Return a figure for each row, which contains a name, a title, seconds, and the text of a
+    limit.
+    """
     figures = []
     for name, title, seconds, limit in rows:
         least = limits.seconds(nbytes, *_LIMITS[limit])

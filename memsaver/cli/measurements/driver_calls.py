@@ -1,4 +1,4 @@
-"""The driver's calls: times to create, map, unmap and release memory."""
+"""Measurements of the driver calls that create, map, unmap and release memory."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _TITLES = {
 def measure_driver(
     driver: BareDriver, memory: BareMemory, rounds: int, rest: Callable[[], None]
 ) -> list[Figure]:
-    """Time each of the four calls for all of `memory`, which must not be mapped before.
+    """Time each of the four calls for all of `memory`, which must not be mapped.
 
-    Unmaps it again. Needs the device's context. `rest` is called before memory is created: the
-    driver clears memory after its release, and an immediate allocation waits for that.
+    Unmaps it again. Needs the device's context. `rest` is called before memory is created. The
+    driver clears memory after its release, and an immediate allocation would have to wait for this.
     """
     seconds: dict[str, list[float]] = {name: [] for name in _TITLES}
     for _ in range(rounds):

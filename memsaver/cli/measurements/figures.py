@@ -1,4 +1,4 @@
-"""Figures: measurements, and the limits with which they are compared."""
+"""Figures, which are measurements and the limits with which they are compared."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ class Figure:
     """A measurement of one action, repeated several times.
 
     Attributes:
-        name: identifies the figure in every version: "pause, host, changed".
-        group: the group of the figure: "bus, pinned memory", "no backup", "backup on the host".
+        name: the name of the figure, which is the same in every version, such as "pause, host,
+            changed".
+        group: the group of the figure, such as "bus, pinned memory", "no backup" or "backup on the
+            host".
         title: the title within the group.
         bytes: the number of bytes of each repetition.
         seconds: the time of each repetition, in order.
-        limit: describes the lower bound of the time, or "" if the figure is a limit itself.
-        limit_seconds: that bound for `bytes`, from medians; None if the figure is a limit itself.
+        limit: a description of the lower bound of the time, or "" if the figure is itself a limit.
+        limit_seconds: the lower bound for `bytes` bytes, from medians, or None without a lower
+            bound.
     """
 
     name: str
@@ -39,12 +42,12 @@ class Figure:
 
     @property
     def bytes_per_second(self) -> float:
-        """The rate at the median time."""
+        """The rate at the median time, in bytes per second."""
         return self.bytes / max(self.median_seconds, 1e-9)
 
     @property
     def of_limit_percent(self) -> float | None:
-        """The rate as a percentage of the limit's rate; None if there is no limit."""
+        """The rate as a percentage of the limit's rate, or None if there is no limit."""
         if self.limit_seconds is None:
             return None
         return 100 * self.limit_seconds / max(self.median_seconds, 1e-9)
@@ -57,13 +60,13 @@ class Limits:
         self._figures = {figure.name: figure for figure in figures}
 
     def seconds(self, nbytes: int, *names: str) -> float:
-        """Return the sum of the times of the named figures, for `nbytes` bytes."""
+        """Return the total time of the named figures, for `nbytes` bytes."""
         rates = [self._figures[name].bytes_per_second for name in names]
         return sum(nbytes / rate for rate in rates)
 
 
 def seconds_of(action: Callable[[], object]) -> float:
-    """Return the duration of a call, in seconds."""
+    """Return the duration of a call of a function, in seconds."""
     start = time.perf_counter()
     action()
     return time.perf_counter() - start

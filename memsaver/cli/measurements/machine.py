@@ -1,4 +1,4 @@
-"""All measurements of one device, with sizes that fit its free memory and the host's."""
+"""All measurements of one device, with sizes that fit the free memory of device and host."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class Measured:
     Attributes:
         device: the device's index.
         name: the device's name.
-        driver: the CUDA version that the driver supports: 13000 for 13.0.
+        driver: the CUDA version that the driver supports, such as 13000 for CUDA 13.0.
         simulated: whether the driver is the simulated one, whose times are meaningless.
-        size: bytes of the memory that was mapped, unmapped, paused and resumed.
-        saved: bytes that were backed up; 0 if no backup was measured.
-        rounds: the number of repetitions; the first pause is measured once.
+        size: the bytes of the memory that was mapped, unmapped, paused and resumed.
+        saved: the bytes that were backed up; 0 if no backup was measured.
+        rounds: the number of repetitions. The first pause is measured only once.
         figures: the figures in display order.
-        notes: remarks that are needed to interpret the figures.
+        notes: remarks for the interpretation of the figures.
     """
 
     device: int
@@ -66,19 +66,20 @@ def measure_machine(
 ) -> Measured:
     """Measure the bus, the driver's calls, and memsaver's pauses and resumes.
 
-    Creates the device's context. For a few seconds it allocates `size` bytes of device memory, and
-    pinned host memory for the copies and for the backup. Releases all of it.
+    Creates the device's context. For a few seconds, the function allocates `size` bytes of device
+    memory, and pinned host memory for the copies and for the backup. Releases all of it.
 
     Args:
-        size: bytes to measure with, rounded down to 32 MiB. None chooses up to 16 GiB, within four
-            fifths of the free memory. The backup is smaller if the host has less memory.
+        size: the bytes of memory for the measurements, rounded down to 32 MiB. If None, the size is
+            at most 16 GiB and at most four fifths of the free memory. The backup is smaller if the
+            host has less memory.
         rounds: the number of repetitions.
         device: the device's index.
-        telling: receives a description of each step before the step starts.
+        telling: a function that receives a description of each step before the step starts.
 
     Raises:
-        ConfigError: there is no such device, or the size is too small.
-        OutOfDeviceMemoryError: the device has less free memory.
+        ConfigError: the device does not exist, or the size is too small.
+        OutOfDeviceMemoryError: the device has too little free memory.
         NotLoadedError: there is no usable driver.
         DriverError: a driver call failed.
         MemsaverError: contents were wrong after a resume.
@@ -147,9 +148,10 @@ def _size(asked: int | None, device: int, simulated: bool) -> int:
 
 
 def _saved(size: int) -> tuple[int, list[str]]:
-    """Return the number of bytes to back up, and notes. Allow for the pinned copy buffers.
+    """Return the number of bytes to back up, and notes. The copy buffers are taken into account.
 
-    If the option host_bytes is the limit, the whole limit is used, because the user chose it.
+    If the option host_bytes is the limit, the backup may use the whole limit, because the user
+    chose it.
     """
     held, available = _C.host_memory()
     most = int(_C.option("host_bytes"))

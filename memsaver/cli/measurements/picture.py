@@ -1,4 +1,4 @@
-"""The picture of a machine's figures. Importing this module imports matplotlib (extra `plot`)."""
+"""A picture of a machine's figures. Importing this module imports matplotlib (extra `plot`)."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _BAR = 0.36  # the height of a bar, as a part of the distance between two figure
 
 
 def draw_picture(measured: Measured, kind: str) -> bytes:
-    """Draw each pause and resume beside its limit, in milliseconds: one panel for each group.
+    """Draw each pause and resume next to its limit, in milliseconds, with one panel for each group.
 
-    Returns the bytes of an image file of that kind: "png", "svg" or "pdf".
+    Returns the bytes of an image file. `kind` is "png", "svg" or "pdf".
     """
     groups: dict[str, list[Figure]] = {}
     for figure in measured.figures:
