@@ -1,4 +1,4 @@
-"""Define the task: sums, because their answers can be checked."""
+"""Define the task: sums, whose answers can be checked."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ RIGHT, WELL_FORMED, NEITHER = 1.0, 0.1, 0.0
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem and its only right answer.
+    """A problem and its only correct answer.
 
     Attributes:
         text: the problem, such as "3+4=".
-        answer: the right answer, such as "7".
+        answer: the correct answer, such as "7".
     """
 
     text: str
@@ -22,7 +22,7 @@ class Problem:
 
 
 def problems(count: int, largest: int, seed: int, step: int) -> list[Problem]:
-    """Return a step's problems; equal arguments give equal problems on every machine."""
+    """Return a step's problems; equal arguments produce equal problems on every machine."""
     chance = random.Random(f"{seed} {step}")
     pairs = [(chance.randint(0, largest), chance.randint(0, largest)) for _ in range(count)]
     return [Problem(f"{a}+{b}=", str(a + b)) for a, b in pairs]

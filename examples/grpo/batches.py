@@ -1,4 +1,4 @@
-"""Convert a rollout to training rows: each prompt with its answer, padded on the right."""
+"""Convert a rollout to training rows; each row is a prompt with its answer, padded on the right."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def batch_of(
 
     Args:
         prompts: the prompts that were passed to `RolloutEngine.generate`.
-        output: its result.
+        output: the result of `generate`.
         advantages: the advantage of each sample.
     """
     count = len(output)

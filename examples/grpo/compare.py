@@ -1,4 +1,4 @@
-"""Compare two runs, bit for bit. The exit status is 1 if they differ.
+"""Compare two runs, bit for bit. The exit status is 1 if the runs differ.
 
 python compare.py sleeping.json plain.json
 """
@@ -38,7 +38,7 @@ def differences(first: Results, second: Results) -> list[str]:
 
 
 def main(paths: list[str]) -> int:
-    """Compare two files, and return the exit status."""
+    """Compare two result files and return the exit status."""
     if len(paths) != 2:
         print("usage: python compare.py FIRST.json SECOND.json", file=sys.stderr)
         return 2

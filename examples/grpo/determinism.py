@@ -1,9 +1,10 @@
-"""Settings that make two runs with the same seeds bit-identical.
+"""Make two runs with the same seeds bit-identical.
 
-Call this module's function before CUDA is used. It sets one seed for all of torch, selects kernels
-that always add in the same order, and does so on every rank. The engine's settings are in
-`engines.py`: SGLang's batch-invariant kernels, a seed for each sample, and no prefix cache, so that
-an answer depends neither on other prompts in the batch nor on earlier ones.
+Call `make_deterministic` on every rank before CUDA is used. The function sets one seed for all of
+torch and selects kernels that always add in the same order. The engine's settings are in
+`engines.py`. They enable SGLang's batch-invariant kernels and a seed for each sample, and disable
+the prefix cache, so that an answer does not depend on other prompts in the batch or on earlier
+prompts.
 """
 
 from __future__ import annotations

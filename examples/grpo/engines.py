@@ -1,4 +1,4 @@
-"""The run's engine: SGLang, vLLM, or a copy of the model."""
+"""Start or connect to a run's engine: SGLang, vLLM, or a copy of the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training step on a rollout, on all ranks."""
+"""Run a training step on a rollout, on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The steps of GRPO: generate answers, compute rewards, train, all on the same GPUs."""
+"""Run the steps of GRPO on the same GPUs: generate answers, compute rewards, and train."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def run(
     model: Any,
     on_step: Callable[[int, Step], object] = lambda number, step: None,
 ) -> Results:
-    """Run all steps, and return the results. A collective.
+    """Run all steps and return the results. This is a collective operation.
 
     Args:
         settings: the run's settings.
         vocabulary: the model's vocabulary.
         place: this process's place among the ranks.
-        engine: a `RolloutEngine`, or an object with the methods used here.
+        engine: a `RolloutEngine`, or an object with the methods that this module uses.
         model: the policy; on several ranks, sharded by FSDP2.
         on_step: called after each step.
 
@@ -79,7 +79,7 @@ def take_step(
     session: ColocatedSession,
     learner: Learner,
 ) -> Step:
-    """Run one rollout, and train on it."""
+    """Run one rollout and train on its samples."""
     asked = problems(settings.prompts, settings.largest, settings.seed, number)
     mine = asked[place.rank :: place.ranks]
     each = [problem for problem in mine for _ in range(settings.samples)]
@@ -108,7 +108,7 @@ def take_step(
 def sampling(
     number: int, settings: Settings, vocabulary: Vocabulary, place: Place, count: int
 ) -> list[dict[str, Any]]:
-    """Return the sampling parameters of each of this rank's answers, each with its own seed."""
+    """Return the sampling parameters for each of this rank's answers, each with its own seed."""
     tokens, seed = SAMPLING_NAMES.get(settings.engine, ("max_new_tokens", "sampling_seed"))
     first = ((settings.seed * settings.steps + number) * place.ranks + place.rank) * count
     return [
@@ -123,12 +123,12 @@ def sampling(
 
 
 def engine_dtype(settings: Settings) -> torch.dtype:
-    """Return the type of the engine's weights."""
+    """Return the data type of the engine's weights."""
     return torch.float32 if settings.engine == "model" else torch.bfloat16
 
 
 def weights_for(dtype: torch.dtype, model: Any) -> dict[str, Any]:
-    """Return the weights to send. FSDP2's stay sharded, and tied ones remain one tensor."""
+    """Return the weights to send. FSDP2's stay sharded; tied weights remain one tensor."""
     state = model.state_dict(keep_vars=True)
     cast = {id(tensor): tensor.detach().to(dtype) for tensor in state.values()}
     return {name: cast[id(tensor)] for name, tensor in state.items()}
@@ -144,7 +144,7 @@ def update_options(settings: Settings, number: int) -> dict[str, Any]:
 
 
 def mean_over_ranks(values: torch.Tensor) -> list[float]:
-    """Return the mean of each value over the ranks. A collective on the CPU."""
+    """Return the mean of each value over the ranks. This is a collective operation on the CPU."""
     if dist.is_initialized():
         dist.all_reduce(values)
         values = values / dist.get_world_size()

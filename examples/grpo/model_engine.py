@@ -1,9 +1,9 @@
-"""An engine without SGLang: a copy of the model in this process, for machines without a GPU.
+"""Generate without SGLang, with a copy of the model in this process, on machines without a GPU.
 
-It implements the `RolloutEngine` methods that the example uses, and allocates its memory in tags,
-so that it sleeps and wakes like SGLang: its weights have no backup, so a sleep discards them and
-they must be updated after the wake-up. It is slow, because it computes every token from the
-beginning. Each rank has its own engine.
+`ModelEngine` implements the `RolloutEngine` methods that the example uses, and allocates its memory
+in tags so that it sleeps and wakes up like SGLang. Its weights have no backup: a sleep discards the
+weights, and they must be updated after the wake-up. The engine is slow because it computes every
+token from the beginning of the sequence. Each rank has its own engine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _KV_BYTES = 256 << 20  # unused; it exists only so that a sleep releases it
 
 
 class ModelEngine:
-    """Generates with a copy of `model`, whose weights are zeros until the first update."""
+    """An engine with a copy of `model`, whose weights are zeros until the first update."""
 
     def __init__(self, model: torch.nn.Module, pad: int, device: torch.device) -> None:
         self._model = copy.deepcopy(model).to(device).eval().requires_grad_(False)
@@ -55,7 +55,7 @@ class ModelEngine:
     def update_weights(
         self, state: Mapping[str, torch.Tensor], version: str | None = None, **_: Any
     ) -> None:
-        """Copy a state dict into the model. With FSDP2's shards, a collective."""
+        """Copy a state dict into the model. With FSDP2's shards, this is a collective operation."""
         mine = self._model.state_dict()
         if set(mine) != set(state):
             raise memsaver.ConfigError(f"different tensors: {sorted(set(mine) ^ set(state))}")
@@ -71,7 +71,7 @@ class ModelEngine:
         sampling_params: Sequence[Mapping[str, Any]],
         **_: Any,
     ) -> RolloutOutput:
-        """See `RolloutEngine.generate`; takes a mapping of parameters for each prompt."""
+        """See `RolloutEngine.generate`; accepts a mapping of parameters for each prompt."""
         for tag in _TAGS.values():
             if memsaver.state(tag) != "mapped":
                 raise memsaver.InvalidStateError(f"{tag} is {memsaver.state(tag)}", tag=tag)
@@ -103,7 +103,7 @@ class ModelEngine:
         """See `RolloutEngine.close`."""
 
     def _predict(self, rows: list[list[int]], going: list[int]) -> torch.Tensor:
-        """Return the log-probabilities of the next token of some rows, on the CPU."""
+        """Return the log-probabilities of the next token of the given rows, on the CPU."""
         lengths = torch.tensor([len(rows[row]) for row in going])
         tokens = torch.full((len(going), int(lengths.max())), self._pad)
         for at, row in enumerate(going):

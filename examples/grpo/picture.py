@@ -15,7 +15,7 @@ _LEGEND = {**_BLOCKS, "pause, resume or update": _MOVES}
 
 
 def save_picture(results: Results, path: Path) -> None:
-    """Write the picture, in the format of the file name's extension."""
+    """Write the picture in the format that the file name's extension specifies."""
     figure = Figure(figsize=(11, 7.5), layout="constrained")
     top, bottom = figure.subfigures(2, 1)
     reward = top.subplots()

@@ -34,9 +34,9 @@ class Place:
 
 
 def take_place(tp: int) -> Place:
-    """Return this process's place, from torchrun's variables.
+    """Return this process's place according to torchrun's environment variables.
 
-    If there are several ranks, they join a process group.
+    Several ranks also join a process group.
 
     Args:
         tp: the number of ranks that share an engine; 0 means all ranks.

@@ -8,10 +8,10 @@
 Each group of `tp` ranks is on one machine with its engine: an actor that starts an SGLang server on
 the GPUs of the group's ranks. With --nodes, a group and its engine are divided among several
 machines, and an actor on each machine starts the engine's part there. memsaver needs no variables
-in the actors' environment, because SGLang loads it as a plugin. With --preload the engines' actors
-have `memsaver.preload_env()`, so that allocations of other libraries inside regions belong to the
-regions too. Ray starts an actor that has its own environment in a new process, which preloading
-requires.
+in the actors' environment, because SGLang loads it as a plugin. With --preload, the environment of
+the engines' actors contains `memsaver.preload_env()`, so that allocations of other libraries inside
+regions also belong to the regions. Preloading requires a new process, and Ray starts an actor that
+has its own environment in a new process.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ HOST = "127.0.0.1"
 
 
 class EngineWorker:
-    """An actor that runs an SGLang server, or a part of one, in separate processes.
+    """An actor that runs an SGLang server, or a part of an SGLang server, in separate processes.
 
-    They end with `stop`, and with the actor's process, even if it is killed: the kernel then kills
-    the server, and SGLang's processes exit with their server.
+    `stop` ends these processes. They also end with the actor's process, even if it is killed: the
+    kernel then kills the server, and SGLang's processes exit with their server.
     """
 
     def __init__(self) -> None:
@@ -63,18 +63,18 @@ class EngineWorker:
     def start(
         self, settings: Settings, tp: int, gpus: Sequence[str], part: Mapping[str, Any]
     ) -> str:
-        """Start a server on some of this machine's GPUs, and return its URL when it answers.
+        """Start a server on some of this machine's GPUs, and return its URL when it responds.
 
         Args:
             settings: the run's settings.
             tp: the number of the engine's ranks, on all machines.
             gpus: the GPUs on this machine, for CUDA_VISIBLE_DEVICES.
             part: SGLang's arguments for this part of an engine on several machines. The first part
-                receives all requests; each part answers when all of them have started.
+                receives all requests; each part responds once all parts have started.
 
         Raises:
-            RuntimeError: the server exited, or did not answer in time; the message has the end of
-                its log.
+            RuntimeError: the server exited or did not respond in time; the message contains the
+                end of its log.
         """
         from engines import ENVIRONMENT, sglang_arguments
         from policy_model import SHAPES
@@ -97,10 +97,10 @@ class EngineWorker:
     def serve(
         self, program: Sequence[str], arguments: Mapping[str, Any], environment: Mapping[str, str]
     ) -> str:
-        """Run a Python server that has `/health`, and return its URL when it is ready.
+        """Run a Python server that serves `/health`, and return the server's URL when it is ready.
 
-        By then, SGLang has finished its warm-up generation. Otherwise that generation could run on
-        an engine that is already asleep, and end it.
+        When the server is ready, SGLang has finished its warm-up generation. Otherwise, the warm-up
+        could run on an engine that is already asleep and crash it.
         """
         import with_parent
 
@@ -151,13 +151,13 @@ class TrainerRank:
         return [str(gpu) for gpu in ray.get_gpu_ids()]
 
     def meeting_place(self) -> tuple[str, int]:
-        """Return this machine's address, and a free port on it."""
+        """Return this machine's address and a free port on this machine."""
         return ray.util.get_node_ip_address(), _free_port()
 
     def run(
         self, settings: Settings, rank: int, ranks: int, master: tuple[str, int], urls: list[str]
     ) -> Any:
-        """Run this rank's part, and return the results on rank 0."""
+        """Run this rank's part of the training, and return the results on rank 0."""
         os.environ |= {
             "RANK": str(rank),
             "LOCAL_RANK": "0",  # among the GPUs that Ray makes visible to this process
@@ -246,9 +246,9 @@ def parts_of_engine(nodes: int, place: tuple[str, int]) -> list[dict[str, Any]]:
 
 
 def first_failure_or_all(calls: Sequence[Any], seconds: float) -> list[Any]:
-    """Return the results of all calls, or raise as soon as one of them fails.
+    """Return the results of all calls, or raise an error as soon as one call fails.
 
-    If a part of an engine does not start, the calls of the other parts only wait for it.
+    If a part of an engine does not start, the calls of the other parts wait for this part in vain.
 
     Raises:
         RayError: a call failed, or did not return in time.
@@ -263,7 +263,7 @@ def first_failure_or_all(calls: Sequence[Any], seconds: float) -> list[Any]:
 
 
 def worker_options(preload: bool) -> dict[str, Any]:
-    """Return Ray's options for the environment of an engine's actor."""
+    """Return the Ray options that define the environment of an engine's actor."""
     if not preload:
         return {}
     import memsaver

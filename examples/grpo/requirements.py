@@ -1,4 +1,4 @@
-"""Check that the packages for a run are installed, before anything starts."""
+"""Check, before a run starts, that its required packages are installed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ENGINES = {"sglang": "SGLang", "vllm": "vLLM"}
 
 
 def check_installed(settings: Settings, *, picture: bool, started: bool = False) -> None:
-    """Check that a run can start here and finish.
+    """Check that a run can start on this machine and finish.
 
     Args:
         settings: the run's settings.

@@ -99,7 +99,7 @@ def figures_of(reports: Iterable[StageReport]) -> dict[str, dict[str, float]]:
 
 
 def digest_of(tensors: Mapping[str, torch.Tensor] | Iterable[torch.Tensor]) -> str:
-    """Return a digest of the bytes of tensors; for FSDP2's, of this rank's shards."""
+    """Return a digest of the bytes of tensors; for FSDP2's tensors, only of this rank's shards."""
     total = hashlib.sha256()
     for tensor in tensors.values() if isinstance(tensors, Mapping) else tensors:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -109,7 +109,10 @@ def digest_of(tensors: Mapping[str, torch.Tensor] | Iterable[torch.Tensor]) -> s
 
 
 def digest_over_ranks(mine: str) -> str:
-    """Combine the digests of all ranks into one, equal on all ranks. A collective on the CPU."""
+    """Combine the digests of all ranks into one that is equal on all ranks.
+
+    This is a collective operation on the CPU.
+    """
     if not dist.is_initialized():
         return mine
     all_digests = [""] * dist.get_world_size()

@@ -1,4 +1,4 @@
-"""Define a run's settings: its task, its model, its steps."""
+"""Define a run's settings: its task, its model and its steps."""
 
 from __future__ import annotations
 

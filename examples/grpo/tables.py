@@ -22,7 +22,7 @@ def draw(console: Console, results: Results) -> None:
 
 
 def rewards(results: Results) -> Table:
-    """Return a table of about ten steps."""
+    """Return a table with about ten of the run's steps."""
     table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
     for name in ("step", "reward", "right", "loss", "gradient", "engine's gap"):
         table.add_column(name, justify="right")
@@ -61,7 +61,7 @@ def stages(results: Results) -> Table:
 
 
 def median_seconds(results: Results) -> dict[str, float]:
-    """Return each stage's median duration, without the first step, which warms up, if possible."""
+    """Return each stage's median duration, if possible without the first step, which warms up."""
     return {
         name: statistics.median([row["seconds"] for row in rows[1:] or rows])
         for name, rows in results.stages().items()
@@ -69,5 +69,5 @@ def median_seconds(results: Results) -> dict[str, float]:
 
 
 def peak_bytes(results: Results) -> dict[str, float]:
-    """Return each stage's highest peak."""
+    """Return each stage's highest memory peak."""
     return {name: max(row["peak_bytes"] for row in rows) for name, rows in results.stages().items()}

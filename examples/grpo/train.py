@@ -28,7 +28,7 @@ DEFAULT = Settings()
 
 
 def one_of(*names: str) -> Callable[[str], str]:
-    """Return a check of an option's value."""
+    """Return a function that checks an option's value."""
 
     def check(value: str) -> str:
         if value not in names:
@@ -109,7 +109,7 @@ def main(
 def start(
     settings: Settings, servers: Sequence[str] = (), *, picture: bool = False
 ) -> Results | None:
-    """Run on this rank. Rank 0 prints the steps and returns the results.
+    """Run the training on this rank. Rank 0 prints the steps and returns the results.
 
     Args:
         settings: the run's settings.
@@ -168,7 +168,7 @@ def start(
 
 
 def publish(results: Results, out: Path, picture: bool = True) -> None:
-    """Write the results, print the tables, and draw the picture if requested and possible."""
+    """Write the results, print the tables, and, if requested and possible, draw the picture."""
     from rich.console import Console
     from tables import draw
 

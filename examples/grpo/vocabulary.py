@@ -1,4 +1,4 @@
-"""Define the tokens for arithmetic: a small vocabulary, or the same tokens of a model's."""
+"""Define the tokens for arithmetic: a small vocabulary, or part of a model's vocabulary."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Vocabulary:
     def own(cls) -> Vocabulary:
         """Return a vocabulary for a model with random weights.
 
-        It has 32 tokens, so that it divides evenly among the ranks.
+        The vocabulary has 32 tokens so that it divides evenly among the ranks.
         """
         return cls({symbol: 3 + i for i, symbol in enumerate(SYMBOLS)}, 0, 1, 2, 32)
 
     @classmethod
     def of_model(cls, folder: Path) -> Vocabulary:
-        """Return a checkpoint's vocabulary. Its tokenizer must have each symbol as one token.
+        """Return a checkpoint's vocabulary. Its tokenizer must encode each symbol as one token.
 
         Raises:
             SettingsError: the tokenizer lacks a symbol, or there is no checkpoint.
