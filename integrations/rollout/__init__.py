@@ -1,4 +1,4 @@
-"""Rollouts for reinforcement learning: an engine for the ranks of a trainer that shares its GPUs.
+"""Rollouts for reinforcement learning, with inference engines that share a trainer's GPUs.
 
 Importing this package imports neither torch nor an engine.
 """

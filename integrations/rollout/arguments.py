@@ -1,4 +1,4 @@
-"""Compares the arguments that the ranks of a collective call pass."""
+"""Comparison of the arguments that different ranks pass to a collective call."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def check_equal(ranks: Sequence[int], everyones: Sequence[Mapping[str, str]]) ->
     """Raise the same `ConfigError` on all ranks if two ranks pass different arguments.
 
     Args:
-        ranks: the ranks.
-        everyones: each rank's arguments by name, formatted for a message.
+        ranks: the numbers of the ranks.
+        everyones: for each rank, its arguments by name, formatted for an error message.
     """
     for name in everyones[0]:
         by_value: dict[str, list[int]] = {}

@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 
 class EngineSet:
-    """Several engines of the same trainer ranks, which receive weights in one `WeightGroup`.
+    """A set of engines that receive weights from the same trainer ranks through one `WeightGroup`.
 
     Each bucket is broadcast once, and the ranks of all engines receive it:
 
@@ -32,31 +32,31 @@ class EngineSet:
         with WeightGroup(engines, address="10.0.0.7") as group:
             engines.update_weights(model, group=group, pause="retract")
 
-    An update succeeds on all engines or fails: the error's message names the engines that failed,
-    and if an engine died, the call waits for the others for at most a few seconds. After a failed
-    update, the engines may have a mix of old and new weights; repeating the call updates all of
-    them. To continue without an engine that died, create a set of the other engines, and a new
-    group.
+    An update succeeds only if it succeeds on all engines. Otherwise, the error's message names the
+    engines that failed. If an engine died, the call waits at most a few seconds for the other
+    engines. After a failed update, the engines can contain a mix of old and new weights; repeating
+    the call updates all engines. To continue without an engine that died, create a new set of the
+    remaining engines and a new group.
 
-    All other calls are made on the engines themselves, which their owner closes.
+    Make all other calls on the engines themselves. The set does not close its engines.
 
-    Threads: updates use the connections of the first engine. On each rank, one thread must make all
-    updates of the set and all calls of the first engine except `generate`, in the same order on all
-    ranks; otherwise all ranks raise `RankError`. The other engines have their own connections, but
-    must not sleep during an update.
+    Threads: updates use the connections of the first engine. On each rank, a single thread must
+    make all update calls of the set and all calls of the first engine except `generate`, in the
+    same order on all ranks; otherwise, all ranks raise `RankError`. The other engines use their own
+    connections, but they must not sleep during an update.
 
     Attributes:
         engines: the engines, in the order of their ranks in a group.
-        layout: the place of this rank in the group; it is the same for every engine.
+        layout: this rank's place in its mesh; the layout is the same for every engine.
         together: the connection through which the ranks update weights.
-        backend: makes the calls to all engines, on the leader; None on all other ranks.
-        timeout: the default timeout of calls, in seconds: the first engine's.
+        backend: on the leader, the object that calls all engines; None on all other ranks.
+        timeout: the default timeout of calls in seconds, which is that of the first engine.
 
     Args:
-        engines: the engines; this rank must have the same place in all of them.
+        engines: the engines of the set; this rank must have the same place in all of them.
 
     Raises:
-        ConfigError: the list is empty, contains an engine twice, or its engines have different
+        ConfigError: the list is empty, it contains an engine twice, or its engines have different
             layouts.
     """
 
@@ -78,14 +78,15 @@ class EngineSet:
 
     @property
     def tp_size(self) -> int:
-        """The number of ranks in all engines."""
+        """The total number of ranks of all engines."""
         return sum(one.tp_size for one in self.engines)
 
     @signals_deferred()  # no handler may run between the collectives
     def update_weights(self, state: Any, **options: Any) -> Any:
         """Send a trainer's weights to all engines. A collective.
 
-        See `memsaver.integrations.rollout.weights.update`; `group` is a `WeightGroup` of this set.
+        See `memsaver.integrations.rollout.weights.update`. The option `group` must be a
+        `WeightGroup` of this set.
         """
         from . import weights
 
@@ -105,7 +106,7 @@ class EngineSet:
 
 
 class _Backends:
-    """Makes the calls of a `Backend` that concern weights to several engines at the same time."""
+    """A `Backend` for weight updates that calls several engines concurrently."""
 
     def __init__(self, engines: Sequence[RolloutEngine]) -> None:
         self._engines = engines
@@ -164,7 +165,10 @@ class _Backends:
         ]
 
     def load_weights(self, load: WeightLoad) -> list[RankCheck]:
-        """See `Backend`. Returns [] if an engine cannot verify and no other engine failed."""
+        """See `Backend`.
+
+        The list is empty if an engine cannot verify weights and no other engine failed.
+        """
 
         def receive(backend: Backend, first: int) -> list[RankCheck]:
             try:
@@ -193,7 +197,7 @@ class _Backends:
         return [] if not all(each) and is_good(checks) else checks
 
     def _withdraw(self, backend: Backend, first: int, load: WeightLoad) -> None:
-        """Make an engine that failed leave the group of a broadcast."""
+        """Remove an engine that failed from the group of a broadcast."""
         if isinstance(load.tensors, Broadcast):
             name = load.tensors.group_name
             self._left.add((name, first))
@@ -206,20 +210,22 @@ class _Backends:
     def _each(
         self, call: Callable[[Backend, int], Result], timeout: float, names_late: bool = False
     ) -> list[Result]:
-        """Make a call to all engines at the same time, and return their results.
+        """Call all engines concurrently, and return their results.
 
-        After a failure the other engines have only `END_SECONDS` more, because they may wait for
-        the engine that failed.
+        After an engine has failed, the call waits only `END_SECONDS` longer for the other engines,
+        because they might be waiting for the failed engine.
 
         Args:
-            call: makes the call; its arguments are the engine and the number of its first rank.
-            timeout: seconds that the call may take.
-            names_late: whether, after an engine's failure, the error also names engines that did
-                not answer before the wait ended. If False, it names only engines that failed.
+            call: the function that calls one engine; its arguments are the engine's backend and the
+                number of the engine's first rank.
+            timeout: the time limit for the call, in seconds.
+            names_late: whether the error after an engine's failure also names the engines that did
+                not respond in time. If False, the error names only the engines that failed.
 
         Raises:
             MemsaverError: the error of the first engine that failed, or an `EngineError` with that
-                error as its cause. Its message has the names and reasons of all failed engines.
+                error as its cause. The message contains the names of all failed engines and the
+                reasons.
         """
         results: list[list[Result]] = [[] for _ in self._engines]
         calls, first = [], 0
@@ -238,7 +244,7 @@ class _Backends:
     def _failures(
         self, calls: Sequence[Aside], deadline: float, names_late: bool
     ) -> dict[int, Exception]:
-        """Wait for the calls, and return the errors of those that failed or are late."""
+        """Wait for the calls to end, and return the errors of the calls that failed or are late."""
         failed: dict[int, Exception] = {}
         waiting = dict(enumerate(calls))
         while waiting and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Errors specific to rollouts, in addition to those of memsaver and of engines."""
+"""Errors that only rollouts raise, in addition to the errors of memsaver and of engines."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ __all__ = ["RestartLimitError", "WeightMismatchError"]
 
 
 class WeightMismatchError(MemsaverError):
-    """An engine's weights differ from those sent. The sender's weights are unchanged.
+    """An engine's weights differ from the weights that were sent.
 
-    Only some of the engine's weights are new: update them again before the engine generates.
+    The sender's weights are unchanged.
+
+    Only some of the engine's weights are new. Update all weights again before the engine generates.
 
     Attributes:
-        tensors: the sender's names of the tensors concerned.
+        tensors: the sender's names for the tensors that differ.
     """
 
     _status = "WEIGHTS_DIFFER"
@@ -23,6 +25,9 @@ class WeightMismatchError(MemsaverError):
 
 
 class RestartLimitError(EngineError):
-    """An engine died, and no restart is left: see `Restarts`. The trainer's memory is unchanged."""
+    """An engine died, and the limit on restarts is reached: see `Restarts`.
+
+    The trainer's memory is unchanged.
+    """
 
     _status = "ENGINE_RESTARTS_USED_UP"

@@ -1,4 +1,4 @@
-"""Serialised errors, so that an error of one rank can be raised on all ranks."""
+"""Serialised errors, with which one rank's error can be raised on all ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SerializedError:
 
     Attributes:
         failure: the description of the exception, for a `RankError`.
-        error: the exception itself, if it is memsaver's and can be pickled; otherwise None.
+        error: the exception itself, if it is a memsaver error and can be pickled; otherwise None.
     """
 
     failure: RankFailure
@@ -33,7 +33,7 @@ class SerializedError:
         return cls(FailureRecord.of(error, "").failure(rank), known)
 
     def packed(self) -> bytes:
-        """Serialise the error to bytes, from which `parse` reads it on any rank."""
+        """Serialise the error to bytes that `parse` can read on any rank."""
         try:
             error = PICKLES.pack_error(self.error) if self.error is not None else b""
         except Exception:  # the exception cannot be pickled, or its class needs other arguments
@@ -42,7 +42,7 @@ class SerializedError:
 
     @staticmethod
     def parse(data: bytes) -> SerializedError:
-        """Read the bytes that a rank packed."""
+        """Return the error from the bytes that a rank's `pack` returned."""
         failure, packed = unpack(data)
         try:
             error = unpack(packed) if packed else None
@@ -55,13 +55,14 @@ def error_of(what: str, errors: Sequence[SerializedError], size: int) -> Memsave
     """Return the error to raise on all ranks.
 
     Args:
-        what: a description of the call, for messages.
+        what: a description of the call, for error messages.
         errors: the errors of the ranks that failed.
         size: the number of ranks.
 
     Returns:
-        An error of the same class as the ranks' errors, if these are memsaver's and all of one
-        class; otherwise a `RankError`. Its attribute `failures` maps ranks to their failures.
+        An error of the ranks' class, if all ranks failed with memsaver errors of one class;
+        otherwise a `RankError`. The returned error's attribute `failures` maps ranks to their
+        failures.
     """
     general = failed(what, size, {one.failure.rank: one.failure for one in errors}, "")
     error = errors[0].error

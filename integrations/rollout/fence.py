@@ -1,4 +1,4 @@
-"""`Fence`: a barrier over the engines of a whole mesh, for calls that must complete on all."""
+"""`Fence`: a barrier across all engines of a mesh, for calls that must complete on every engine."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ Value = TypeVar("Value")
 
 
 class Fence:
-    """A barrier between ranks of different engines, which also exchanges values and failures.
+    """A barrier between the ranks of different engines that also exchanges values and failures.
 
     The constructor is a collective call over the mesh. All ranks must make the calls of a fence in
     the same order; calls of different fences are independent of each other. Each `RolloutEngine`
-    has its own fence, which its fenced sleeps and wake-ups and its weight updates use; an
+    has its own fence for its weight updates and for its sleeps and wake-ups with `fence=True`. An
     `EngineSet` uses the fence of its first engine.
 
     Args:
         layout: this rank's place in the mesh.
         timeout: seconds to wait for the other ranks.
-        refused: an earlier failure of this rank, to be raised on all ranks; or None.
+        refused: an earlier failure of this rank that all ranks must raise; or None.
         lane: see `Together`.
         call: see `Together`.
 
@@ -57,15 +57,16 @@ class Fence:
             raise refused
 
     def close(self) -> None:
-        """Close the connections to other engines' ranks, without waiting for them. Idempotent."""
+        """Close the connections to the ranks of other engines, without waiting. Idempotent."""
         for together in self._along:
             together.close()
         self._layout = self._layout.without_groups()
 
     def gather(self, what: str, value: Value, timeout: float) -> list[Value]:
-        """Return the values of the ranks at this rank's position in all engines.
+        """Return the values of the ranks that have this rank's position in each engine.
 
-        A collective of all ranks of the mesh. The result is equal on the ranks at one position.
+        This is a collective call of all ranks of the mesh. All ranks with the same position receive
+        the same result.
 
         Args:
             what: a description of the call, the same on all ranks.
@@ -80,18 +81,19 @@ class Fence:
         return known
 
     def wait(self, what: str, error: BaseException | None, timeout: float | None = None) -> None:
-        """Wait for all ranks of the mesh, and raise on all of them if an engine's ranks failed.
+        """Wait for all ranks of the mesh; if an engine's ranks failed, raise an error on all ranks.
 
         Args:
             what: a description of the call, the same on all ranks.
-            error: the failure of this rank's engine, the same on all its ranks; or None.
-            timeout: seconds that the other engines may take, if longer than this fence's own
-                timeout. A failure just before that timeout is still reported.
+            error: the failure of this rank's engine, which must be the same on all ranks of the
+                engine; or None.
+            timeout: the time limit for the other engines in seconds, if it is longer than this
+                fence's own timeout. A failure just before the time limit is still reported.
 
         Raises:
-            error: `error` itself, if there is only one engine; an interrupt is raised only on its
-                own rank.
-            MemsaverError: the error of the engines' ranks; see `Together`. Its message also names
+            error: `error` itself, if there is only one engine; an interrupt is raised only on the
+                interrupted rank.
+            MemsaverError: the error of the engines' ranks; see `Together`. The message also names
                 the engines that failed.
             GroupError: not all ranks made the call.
         """
@@ -114,7 +116,7 @@ class Fence:
 
 
 def _failures(leader: int, error: BaseException | None) -> list[SerializedError]:
-    """Return an engine's error once for each rank that failed; [] if there is no error."""
+    """Return a list with an engine's error for each rank that failed; [] if there is no error."""
     if error is None:
         return []
     one = SerializedError.of(leader, error)

@@ -1,8 +1,8 @@
-"""The kinds of engines: the packages of `memsaver.integrations` that start them and call them.
+"""The kinds of engines, and the packages of `memsaver.integrations` that start and call them.
 
-The package of a kind has two modules: `launch` implements `Launcher`, or `NodeLauncher` if its
-engines can be on several hosts; `backend` implements `Connector`. A kind's package is imported only
-if its engine is used.
+The package of each kind has two modules. Its module `launch` implements `Launcher`, or
+`NodeLauncher` if an engine can span several hosts. Its module `backend` implements `Connector`. The
+package of a kind is imported only when an engine of that kind is used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def launcher_of(kind: str) -> Launcher:
 
 
 def node_launcher_of(kind: str) -> NodeLauncher:
-    """Return the module that starts parts of an engine on other hosts."""
+    """Return the module that starts the parts of an engine on other hosts."""
     return cast("NodeLauncher", _module(kind, "launch"))
 
 
@@ -33,8 +33,10 @@ def connector_of(engine: Any, kind: str | None = None) -> Connector:
     """Return the module that calls an engine.
 
     Args:
-        engine: an engine in this process, whose class names its kind, or anything else.
-        kind: the kind that the caller passes; None means the engine's own kind, or "sglang".
+        engine: an engine object of this process, whose class determines the kind, or any other
+            value.
+        kind: the kind that the caller passes; None selects the kind of the engine's class, or
+            "sglang" if the class is unknown.
 
     Raises:
         ConfigError: the kind is unknown.

@@ -1,4 +1,4 @@
-"""`LowWater`: the minimum free memory of a device during a block."""
+"""`LowWater`: measures the minimum free memory of a device during a block."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ _SECONDS = 0.005  # the interval between two samples, each of which takes some m
 
 
 class LowWater:
-    """The low-water mark of a device's free memory in a block; counts the use of all processes.
+    """The minimum of a device's free memory during a block.
 
-    Takes samples at the beginning, at the end, and between them on its own thread. Memory that is
-    allocated and released between two samples is not counted.
+    The memory is sampled at the beginning and at the end of the block, and in between by a separate
+    thread. Memory that is allocated and released between two samples is not counted. The samples
+    include the memory use of all processes.
 
     Attributes:
-        free: the smallest free memory of all samples, in bytes; 0 if there is no driver.
+        free: the minimum free memory of all samples, in bytes; 0 if there is no driver.
         total: the device's total memory, in bytes; 0 if there is no driver.
     """
 
@@ -72,7 +73,7 @@ class LowWater:
 
 
 def _keep_looking(water: weakref.ref[LowWater], over: Latch) -> None:
-    """Take samples until the block ends, or the object is deleted."""
+    """Take samples until the block ends or the object is deleted."""
     while not over.wait(_SECONDS):
         kept = water()
         if kept is None:

@@ -17,7 +17,7 @@ __all__ = ["RolloutOutput", "check_samples"]
 
 
 def check_samples(samples: Any, count: int) -> list[Sample]:
-    """Return an engine's samples for `count` requests. Raises `EngineError` if they are invalid."""
+    """Return an engine's samples for `count` requests; raise `EngineError` for invalid samples."""
     several = list(samples) if isinstance(samples, Iterable) else None
     if several is None or not all(isinstance(one, Sample) for one in several):
         raise EngineError(
@@ -46,22 +46,23 @@ def _is_real(value: object) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class RolloutOutput:
-    """Samples for a batch of prompts: CPU tensors with a row for each sample, padded on the right.
+    """The samples for a batch of prompts, as CPU tensors with one row for each sample.
 
-    A row is a sample without its prompt. The samples of a prompt are adjacent, in the order of the
-    prompts.
+    Each row contains the tokens of a sample without its prompt, padded on the right. The samples of
+    a prompt are in adjacent rows, in the order of the prompts.
 
     Attributes:
-        token_ids: int64 [n, longest]; padded with `pad_token_id`.
+        token_ids: int64 [n, longest]: the tokens, padded with `pad_token_id`.
         attention_mask: int64 [n, longest]: 1 for a token, 0 for padding.
-        logprobs: float32 [n, longest]: the log-probability with which each token was sampled; 0 for
-            padding. None if the engine reports none.
+        logprobs: float32 [n, longest]: the log-probability of each sampled token; 0 for padding.
+            The attribute is None if the engine reports no log-probabilities.
         lengths: int64 [n]: the number of tokens of each sample.
         prompt_index: int64 [n]: the index of each sample's prompt among this rank's prompts.
-        finish_reasons: for each sample: "stop", "length", or "abort" if it was stopped early.
-        weight_version: the version of the weights at the end of the samples; None if the engine
-            reports none, or if it differs among these samples.
-        pad_token_id: the token that fills the padding.
+        finish_reasons: for each sample, "stop", "length", or "abort" if the sample was stopped
+            early.
+        weight_version: the version of the weights when the samples ended; None if the engine
+            reports no version, or if the versions of the samples differ.
+        pad_token_id: the token that is used for padding.
     """
 
     token_ids: torch.Tensor
@@ -83,9 +84,9 @@ class RolloutOutput:
         """Return the samples as tensors.
 
         Args:
-            samples: the samples, row by row.
+            samples: the samples, in the order of the rows.
             prompt_index: the index of each sample's prompt.
-            pad_token_id: the token that fills the padding.
+            pad_token_id: the token that is used for padding.
         """
         import torch
 

@@ -1,4 +1,4 @@
-"""`Overlap`: pauses and resumes the trainer's memory while a colocated session runs stages."""
+"""`Overlap`: pauses and resumes the trainer's memory while a colocated session runs its stages."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ _SPARE_BYTES = 1 << 30
 
 
 class Overlap:
-    """Transitions of the trainer's memory that run during other stages of a session.
+    """Background transitions of the trainer's memory during other stages of a session.
 
-    Each rank acts independently; the session compares the ranks' outcomes in its stages. One thread
-    at a time may use an object. The exit of the interpreter waits for transitions in progress.
+    Each rank runs its transitions independently; the session's stages compare the outcomes of all
+    ranks. Only one thread at a time may use an object. The interpreter's exit waits for transitions
+    in progress.
 
     Args:
         trainer: the trainer's memory.
@@ -46,9 +47,9 @@ class Overlap:
     def returning(self) -> tuple[str, ...]:
         """Return the tags that may be resumed in the background on this rank. Raises nothing.
 
-        A tag may be resumed in the background if only calls with hooks use it, and if the whole
-        trainer fits in the free memory: otherwise the resume of all tags must fail as a whole,
-        before the training begins.
+        A tag may be resumed in the background if its memory is used only by calls with hooks, and
+        if all of the trainer's memory fits in the free memory. Otherwise, all tags must be resumed
+        before the training begins, because a failure must apply to all of them.
         """
         tags = self._trainer.awaited if self._wanted else ()
         if not tags:
@@ -61,7 +62,9 @@ class Overlap:
         return tags if needed + _SPARE_BYTES <= free else ()
 
     def resume(self, returning: Sequence[str]) -> Report | None:
-        """Resume all other memory, and begin to resume `returning`, in order. Collective.
+        """Resume all other tags, and begin to resume the tags in `returning` in order.
+
+        This is a collective call.
 
         Args:
             returning: the tags that all ranks may resume in the background.
@@ -74,10 +77,10 @@ class Overlap:
         return report
 
     def finish_resume(self) -> Report | None:
-        """Wait until the memory is resumed. Returns None if `resume` was not called.
+        """Wait until the memory is resumed; return None if `resume` was not called.
 
         Raises:
-            MemsaverError: a resume failed; its tag is paused, with its backup.
+            MemsaverError: a resume failed; the tag is still paused, and its backup is intact.
         """
         reports = []
         while self._coming:  # after an error, `settle` waits for the others
@@ -91,7 +94,10 @@ class Overlap:
     # --- the pause, while the weights are sent ----------------------------------------------------
 
     def may_leave(self) -> bool:
-        """Return whether memory for an update is free while the states are mapped. Never raises."""
+        """Return whether enough memory for an update is free while the states are mapped.
+
+        Never raises.
+        """
         if not self._wanted or not self._need:
             return False
         try:
@@ -102,10 +108,11 @@ class Overlap:
         return states > 0 and self._need + _SPARE_BYTES <= free
 
     def measure(self, update: Callable[[], bool]) -> None:
-        """Run an update while the states are paused, and record the memory that it needs.
+        """Run an update while the states are paused, and record how much memory the update needs.
 
         Args:
-            update: returns whether it has woken the weights; if it has not, nothing is recorded.
+            update: runs the update, and returns whether the weights were woken; if False, nothing
+                is recorded.
         """
         self._need = 0
         if not self._wanted:
@@ -130,7 +137,7 @@ class Overlap:
         """Wait until the pause has released the memory.
 
         Raises:
-            MemsaverError: the pause failed; the memory is mapped.
+            MemsaverError: the pause failed; the memory is still mapped.
         """
         going, self._going = self._going, None
         assert going is not None  # `begin_pause` was called
@@ -147,13 +154,13 @@ class Overlap:
     # --- after an error ---------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Wait for transitions in progress. Their errors become warnings if nothing raises them."""
+        """Wait for transitions in progress. Warn about errors that no other call raises."""
         if self._coming or self._going is not None:
             with _C.Reservation(list(self._trainer.tags)):
                 self._coming, self._going = [], None
 
     def _bytes(self, tags: tuple[str, ...], what: str) -> int:
-        """Return the sum of one of the tags' statistics on the trainer's device."""
+        """Return the sum of one statistic over all tags on the trainer's device."""
         device = self._trainer.device
         rows: Any = memsaver.stats().tags
         return sum(getattr(r, what) for r in rows if r.tag in tags and r.device == device)

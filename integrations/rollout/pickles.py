@@ -1,8 +1,9 @@
 """A pickle codec for messages between the ranks of a job.
 
 Prompts may contain any value that an engine accepts, such as images. An attacker who can write to
-the connections of a job's process group can run code in its ranks, as with torch's own object
-collectives; see SECURITY.md. memsaver unpickles only here, and only bytes from these connections.
+the connections of a job's process group can run code in its ranks. The same is true of torch's own
+object collectives; see SECURITY.md. memsaver unpickles data only in this module, and only data from
+these connections.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ __all__ = ["PICKLES", "pack", "unpack"]
 
 
 def pack(value: Any) -> bytes:
-    """Pickle a value for `unpack` on another rank. Exceptions that pickling raises propagate."""
+    """Pickle a value for `unpack` on another rank. Exceptions from pickling are not caught."""
     return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def unpack(data: bytes) -> Any:
-    """Unpickle a value of another rank of the same process group. Exceptions propagate."""
+    """Unpickle a value from another rank of the same process group. Exceptions propagate."""
     return pickle.loads(data)
 
 

@@ -1,4 +1,4 @@
-"""The arguments of `RolloutEngine.generate` as requests, one for each sample."""
+"""Conversion of the arguments of `RolloutEngine.generate` to requests, one for each sample."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ class Prompts:
     """A rank's prompts.
 
     Attributes:
-        requests: one for each sample; those of a prompt are adjacent, in the order of the prompts.
-        index: the index of each request's prompt.
+        requests: one request for each sample; the requests for a prompt are adjacent, in the order
+            of the prompts.
+        index: for each request, the index of its prompt.
     """
 
     requests: list[Request]
@@ -40,11 +41,13 @@ def prompts_of(
     Args:
         input_ids: a list of lists of tokens, a list of 1-D tensors, a 2-D tensor, or a list of
             texts.
-        sampling_params: one mapping for all prompts, or one for each. "n" is the number of samples
-            per prompt (default 1). With a "sampling_seed" or a "seed", sample k uses that seed plus
-            k, because equal seeds would yield equal samples.
-        attention_mask: for a padded tensor: 1 for tokens and 0 for padding, on either side.
-        multimodal: for each prompt, its parts other than tokens, or None.
+        sampling_params: one mapping for all prompts, or one mapping for each prompt. "n" is the
+            number of samples per prompt (default 1). If the parameters contain a "sampling_seed" or
+            a "seed", sample k uses that seed plus k, because samples with equal seeds would be
+            equal.
+        attention_mask: for a padded tensor, 1 for tokens and 0 for padding; the padding can be on
+            either side.
+        multimodal: for each prompt, its images and other parts that are not tokens, or None.
 
     Raises:
         ConfigError: a prompt is empty or contains something other than non-negative integers, only

@@ -1,4 +1,4 @@
-"""Computes this rank's position in its tensor-parallel group from a `DeviceMesh`."""
+"""Computation of this rank's position in its tensor-parallel group from a `DeviceMesh`."""
 
 from __future__ import annotations
 
@@ -17,21 +17,24 @@ class NotInMeshError(ConfigError):
 
 @dataclass(frozen=True)
 class Layout:
-    """The place of this rank. "Rank" is the rank in the world; tp and dp ranks are named as such.
+    """The place of this rank in its mesh.
+
+    "Rank" without a prefix means the rank in the world, as opposed to `tp_rank` and `dp_rank`.
 
     Attributes:
         rank: this process's rank.
         tp_group: the process group of the ranks that share an engine; None for a single process.
-        tp_ranks: the ranks of that group, in the engine's order. The first one is the leader, which
-            owns the engine.
+        tp_ranks: the ranks of that group, in the engine's order. The first rank is the leader,
+            which owns the engine.
         tp_rank: this rank's position in `tp_ranks`.
         dp_groups: for each dimension that is not tensor-parallel, the process group of the ranks
-            that differ from this rank only along that dimension; the innermost dimension last.
+            that differ from this rank only along that dimension. The innermost dimension is last.
         dp_rank: the number of this rank's engine, from 0.
         dp_size: the number of engines.
-        mesh_groups: the ranks of all groups of the mesh, by dimension: first the tensor-parallel
-            one, without groups if the mesh has none, then those of `dp_groups`. If it is empty
-            because the groups are unknown, a rank with an invalid mesh may leave others waiting.
+        mesh_groups: the ranks of all groups of the mesh, by dimension. The tensor-parallel
+            dimension is first (without groups, if the mesh has none), followed by the dimensions of
+            `dp_groups`. Empty if the groups are unknown; a rank with an invalid mesh then cannot
+            notify the ranks that wait for it.
     """
 
     rank: int = 0
@@ -59,7 +62,7 @@ class Layout:
         return self.tp_rank == 0
 
     def without_groups(self) -> Layout:
-        """Return a copy without the process groups, which would keep torch's store alive."""
+        """Return a copy without the process groups, because these keep torch's store alive."""
         return replace(self, tp_group=None, dp_groups=())
 
 
@@ -72,12 +75,14 @@ def layout_of(mesh: Any, *, tp: str = "tp", dp: str | Sequence[str] = "dp") -> L
     Args:
         mesh: a `torch.distributed.device_mesh.DeviceMesh` that contains this rank and has named
             dimensions; None means this process alone.
-        tp: the dimension whose ranks share an engine. If the mesh has no such dimension, every rank
-            has its own engine.
-        dp: the other dimensions, as one name or several ("replicate", "shard"), outermost first.
+        tp: the name of the dimension whose ranks share an engine. If the mesh has no such
+            dimension, every rank has its own engine.
+        dp: the name or names of the other dimensions, outermost first, such as ("replicate",
+            "shard").
 
     Raises:
-        ConfigError: `mesh` is not a mesh, has other dimensions, or does not contain this rank.
+        ConfigError: `mesh` is not a device mesh, has different dimensions, or does not contain this
+            rank.
         NotLoadedError: torch is not installed.
     """
     if mesh is None:
@@ -126,6 +131,6 @@ def layout_of(mesh: Any, *, tp: str = "tp", dp: str | Sequence[str] = "dp") -> L
 
 
 def _groups_along(ranks: Any, dimension: int) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each group along one dimension of a mesh, given its tensor of ranks."""
+    """Return the ranks of each group along one dimension of a mesh with this tensor of ranks."""
     rows = ranks.movedim(dimension, -1).reshape(-1, ranks.shape[dimension])
     return tuple(map(tuple, rows.tolist()))

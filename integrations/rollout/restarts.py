@@ -1,4 +1,4 @@
-"""Restarts of engines that died, with a limit on their number."""
+"""Restarts of engines that died, with a limit on the number of restarts."""
 
 from __future__ import annotations
 
@@ -31,11 +31,13 @@ class Restarts:
     """Options for restarting an engine whose processes died; see `RolloutEngine.launch`.
 
     Attributes:
-        most: the number of restarts that are allowed within `seconds`. Failed restarts count.
-        seconds: the period. Each restart itself takes at most the engine's `timeout`.
-        send: called with the engine on all ranks of the mesh after a restart, to send the weights:
-            a new engine has the weights of its `model_path`. None (the default) sends nothing, so
-            that the repeated batch uses the weights of `model_path`.
+        most: the maximum number of restarts within `seconds`. Failed restarts count towards this
+            limit.
+        seconds: the period to which the limit `most` applies. Each restart itself takes at most the
+            engine's `timeout`.
+        send: a function that sends the weights, which is called with the engine on all ranks of the
+            mesh after a restart, because a new engine has the weights of its `model_path`. If None
+            (the default), nothing is sent, and the repeated batch uses the weights of `model_path`.
     """
 
     most: int = 2
@@ -44,7 +46,7 @@ class Restarts:
 
     @property
     def limits(self) -> str:
-        """The values that must be equal on all ranks, formatted for a message."""
+        """The values that must be equal on all ranks, formatted for an error message."""
         return f"most={self.most}, seconds={self.seconds:g}, send={self.send is not None}"
 
     def check(self) -> None:
@@ -57,11 +59,11 @@ class Restarts:
 
 
 class Restarter:
-    """Restarts a mesh's engines. Its calls are collectives of all ranks of the mesh.
+    """Restarts a mesh's engines. All calls are collective calls of all ranks of the mesh.
 
     Args:
         engine: the engine of this rank's group.
-        restarts: the option; equal limits on all ranks.
+        restarts: the limits, which must be equal on all ranks.
     """
 
     def __init__(self, engine: EngineStart, restarts: Restarts) -> None:
@@ -71,19 +73,19 @@ class Restarter:
         self._fence = Fence(engine.layout, engine.timeout, lane=_LANE)
 
     def close(self) -> None:
-        """Close the connections to other engines' ranks, without waiting for them. Idempotent."""
+        """Close the connections to the ranks of other engines, without waiting. Idempotent."""
         self._fence.close()
 
     def answered(self, what: str, attempt: Callable[[], Result], limit: float) -> Result:
-        """Return the result of `attempt`; repeat it after a restart if the engine died.
+        """Call `attempt` and return its result; if the engine died, restart it and try again.
 
         Args:
             what: a description of the call, the same on all ranks.
-            attempt: a collective of the engine's ranks.
-            limit: seconds that one attempt may take.
+            attempt: a collective call of the engine's ranks.
+            limit: the time limit for one attempt, in seconds.
 
         Raises:
-            RestartLimitError: the engine died, and no restart is left.
+            RestartLimitError: the engine died, and the limit on restarts is reached.
             MemsaverError: the errors of `attempt` and `restart`.
         """
         why = ""
@@ -112,17 +114,17 @@ class Restarter:
             self.restart(why)
 
     def restart(self, why: str = "") -> None:
-        """Start the dead engines of the mesh again, and send the weights to all engines.
+        """Restart the engines of the mesh that died, and send the weights to all engines.
 
-        A restart that fails, or an engine that dies again, is repeated within the limit.
+        If a restart fails, or an engine dies again, the restart is repeated within the limit.
 
         Args:
-            why: the reason, for an error.
+            why: the reason for the restart, for error messages.
 
         Raises:
-            RestartLimitError: no restart is left.
+            RestartLimitError: the limit on restarts is reached.
             MemsaverError: the weights could not be sent to engines that are alive. The next
-                generation or restart sends them again.
+                generation or restart sends the weights again.
         """
         while True:
             self._count(why)
@@ -156,12 +158,12 @@ class Restarter:
         self._times = [*recent, now]
 
     def _start(self) -> None:
-        """Start this rank's engine again if it died."""
+        """Restart this rank's engine if it died."""
         self._lacks_weights = True
         self._all("the restart of an engine", self._engine._start_again)
 
     def _send(self) -> None:
-        """Send the weights; a failure on one rank is raised on all ranks of the mesh."""
+        """Send the weights; raise a failure of any rank on all ranks of the mesh."""
         if self._restarts.send is not None:
             failure: BaseException | None = None
             try:
@@ -176,7 +178,7 @@ class Restarter:
         self._lacks_weights = False
 
     def _all(self, what: str, action: Callable[[], Any]) -> None:
-        """Run a collective of the engine's ranks; a failure is raised on all ranks of the mesh."""
+        """Run a collective call of the engine's ranks; raise a failure on all ranks of the mesh."""
         failure: BaseException | None = None
         try:
             action()

@@ -23,11 +23,11 @@ __all__ = ["RolloutEngine"]
 
 
 class RolloutEngine(EngineStart):
-    """An inference engine for the ranks of a trainer, one for each tensor-parallel group.
+    """An inference engine for the ranks of a trainer; each tensor-parallel group has one engine.
 
-    The engine runs in the process of each group's first rank, the leader, and in processes that the
-    leader started; or the engine is a server. Every rank of the group makes the same calls in the
-    same order:
+    The engine is a server, or it runs in the process of the group's first rank (the leader) and in
+    processes that the leader starts. Every rank of the group makes the same calls in the same
+    order:
 
         mesh = init_device_mesh("cuda", (dp, tp), mesh_dim_names=("dp", "tp"))
         with RolloutEngine.launch(mesh, model_path=path) as engine:
@@ -37,29 +37,30 @@ class RolloutEngine(EngineStart):
             with engine.staged_wake():
                 engine.update_weights(model)
 
-    All ranks of a group receive the leader's results and its failures: every rank raises an error
-    of the same class, whose message names the cause and the rank, and whose `failures` maps ranks
-    to causes. If a rank died or hangs, the others raise `GroupError`. Every wait is bounded: a
-    call's `timeout`, in seconds, limits the engine's work, and before that work the ranks wait for
-    each other for at most the engine's own `timeout`.
+    All ranks of a group receive the leader's results and failures. If a call fails, every rank
+    raises an error of the same class. The error's message names the rank and the cause, and its
+    attribute `failures` maps ranks to causes. If a rank dies or hangs, the other ranks raise
+    `GroupError`. Every wait is bounded: a call's `timeout`, in seconds, limits the engine's work.
+    Before this work, the ranks wait for each other for at most the engine's own `timeout`.
 
-    The constructor is a collective call over the whole mesh, and an invalid argument on one rank
-    raises an error on all of its ranks immediately. A rank with an invalid mesh searches for at
-    most `timeout` for the ranks that wait for it, and raises `GroupError` if there are none. If a
-    rank's valid mesh differs from that of other ranks, they raise `GroupError` after `timeout`. A
-    rank outside of its mesh raises `ConfigError` immediately, and ranks that wait for it raise
-    `GroupError` after `timeout`.
+    The constructor is a collective call of all ranks of the mesh, and an invalid argument on one
+    rank raises an error on all ranks immediately. A rank with an invalid mesh searches for ranks
+    that wait for it, and raises `GroupError` if it finds none within `timeout`. If a rank's mesh is
+    valid but differs from the mesh of other ranks, these ranks raise `GroupError` after `timeout`.
+    A rank that is not in its own mesh raises `ConfigError` immediately, and ranks that wait for it
+    raise `GroupError` after `timeout`.
 
-    Threads: one thread may call `generate` while another one makes all other calls, for example
-    `pause_generation` to end a generation. Each rank divides its calls between the two threads in
-    the same way. With `restarts`, no other thread may make calls during a restart, which `generate`
-    may begin at any time. Do not use an engine inside an event loop.
+    Threads: one thread may call `generate` while a second thread makes all other calls, such as
+    `pause_generation` to end a generation. All ranks must divide their calls between the two
+    threads in the same way. With `restarts`, `generate` can begin a restart at any time, and no
+    other thread may make calls during the restart. Do not use an engine inside an event loop.
 
     Attributes:
         layout: the place of this rank.
         backend: the engine, on the leader; None on all other ranks.
-        together: the connection through which the ranks make all calls except `generate`.
-        tp_size: the number of ranks in the engine. A server's number may differ from the layout's.
+        together: the connection between the ranks for all calls except `generate`.
+        tp_size: the engine's number of ranks, which for a server can differ from that of the
+            layout.
         timeout: the default timeout of calls, in seconds.
         pad_token_id: the token that fills the padding in the output of `generate`.
 
@@ -108,46 +109,48 @@ class RolloutEngine(EngineStart):
     ) -> RolloutEngine:
         """Start an engine for each tensor-parallel group, on the GPUs of its ranks.
 
-        Each rank must choose its GPU first (`torch.cuda.set_device`). The engines receive the
-        group's size and GPUs, `skip_tokenizer_init=True`, and with SGLang
-        `enable_memory_saver=True`, with vLLM `enable_sleep_mode=True`.
+        Each rank must choose its GPU first (`torch.cuda.set_device`). Each engine is started with
+        the size and the GPUs of its group, with `skip_tokenizer_init=True`, and with
+        `enable_memory_saver=True` for SGLang or `enable_sleep_mode=True` for vLLM.
 
         Args:
             mesh: the `DeviceMesh` of the ranks; None means this process alone, whose engine may
                 have several GPUs (`tp_size=`).
-            tp: the mesh's dimension whose ranks share an engine.
-            dp: the mesh's other dimensions, one name or several.
-            timeout: seconds for the start of the engine's processes; also the default for all
-                calls. Download the model first: a download has no timeout.
+            tp: the name of the mesh dimension whose ranks share an engine.
+            dp: the name or names of the mesh's other dimensions.
+            timeout: the time limit in seconds for the start of the engine's processes, and the
+                default timeout of all calls. Download the model first, because downloads have no
+                timeout.
             pad_token_id: the token that fills the padding in the output of `generate`.
-            restarts: the limits for restarts of an engine whose processes die during `generate`;
-                None means that the death is an error. With this option, `generate` is a collective
-                of the whole mesh. Must be the same on all ranks.
+            restarts: the limits for restarts of an engine whose processes die during `generate`. If
+                None, the call raises an error. With this option, `generate` is a collective call of
+                the whole mesh. The limits must be the same on all ranks.
             kind: "sglang" or "vllm".
             asleep: this engine's policy for requests that need released memory: "refuse" raises
                 `EngineAsleepError`; "wait" holds a request until another caller has resumed the
-                memory; "wake" resumes the memory for the request. None leaves this and each of the
-                next three arguments to its environment variable, such as `MEMSAVER_SGLANG_ASLEEP`
-                or `MEMSAVER_VLLM_SLEEP_AFTER`, which is read when the engine starts.
-            asleep_wait: the longest time in seconds for which a request is held, or a wake-up
-                without enough memory is retried.
-            asleep_requests: the largest number of requests that are held at the same time.
-            sleep_after: with "wake", the seconds without a request after which the engine releases
-                its memory itself; 0 disables this.
+                memory; "wake" resumes the memory for the request. If this argument or one of the
+                next three is None, the engine uses the value of the matching environment variable,
+                such as `MEMSAVER_SGLANG_ASLEEP` or `MEMSAVER_VLLM_SLEEP_AFTER`, at its start.
+            asleep_wait: the maximum time in seconds for which a request is held, and for which a
+                wake-up is retried if too little memory is free.
+            asleep_requests: the maximum number of requests that are held at the same time.
+            sleep_after: with "wake", the idle time in seconds after which the engine releases its
+                memory automatically; 0 means never.
             server_args: arguments of `sglang.Engine`, such as `model_path`, or of vLLM's
-                `AsyncEngineArgs`, such as `model`. With a mesh, the engine's ranks (`tp_size`,
-                `pp_size` and `dp_size`, multiplied; with vLLM `tensor_parallel_size`) may be fewer
-                than the group's: the engine uses the GPUs of the first ranks of the group. The
-                engine's ranks are numbered by replica, then by stage, then by rank in the
-                tensor-parallel group. With SGLang on several hosts, `dist_init_addr` is the address
-                of the first one; the default is its name and a free port.
+                `AsyncEngineArgs`, such as `model`. With a mesh, the engine can have fewer ranks
+                than the group, and uses the GPUs of the group's first ranks. The number of the
+                engine's ranks is the product of `tp_size`, `pp_size` and `dp_size`, or with vLLM
+                `tensor_parallel_size`. The engine's ranks are numbered by replica, then by pipeline
+                stage, then by rank in the tensor-parallel group. With SGLang on several hosts,
+                `dist_init_addr` is the address of the first host; the default is the host's name
+                and a free port.
 
         Raises:
             NotLoadedError: the engine's package is not installed.
-            ConfigError: the mesh, the GPUs or the arguments do not match each other, or an argument
-                is invalid, such as `sleep_after` with a policy other than "wake", or a policy with
-                `MEMSAVER_SGLANG=0` or `MEMSAVER_VLLM=0`, which turn the engine's plugin off.
-            EngineError, EngineTimeoutError: the engine did not start, or did not start in time.
+            ConfigError: the mesh, the GPUs and the arguments are inconsistent, or an argument is
+                invalid. Examples are `sleep_after` with a policy other than "wake", and a policy
+                with `MEMSAVER_SGLANG=0` or `MEMSAVER_VLLM=0`, which disable the engine's plugin.
+            EngineError, EngineTimeoutError: the engine failed to start, or did not start in time.
         """
         policy = {
             "asleep": asleep,
@@ -205,24 +208,24 @@ class RolloutEngine(EngineStart):
         api_key: str | None = None,
         kind: str | None = None,
     ) -> RolloutEngine:
-        """Use an existing engine, which `close` does not stop.
+        """Connect to an existing engine, which `close` does not stop.
 
         Args:
-            engine: a server's URL; or a list of URLs, one for each data-parallel rank; or an
-                `sglang.Engine`, `vllm.LLM` or `AsyncLLM` of the leader's process, for which other
-                ranks pass None.
+            engine: the URL of a server; or a list of URLs, one for each data-parallel rank; or an
+                `sglang.Engine`, `vllm.LLM` or `AsyncLLM` in the leader's process, in which case all
+                other ranks pass None.
             mesh: see `launch`.
             tp: see `launch`.
             dp: see `launch`.
             timeout: see `launch`.
             pad_token_id: see `launch`.
-            api_key: the server's API key (SGLang: its admin key, if it has one).
-            kind: "sglang" or "vllm"; None means the kind of the engine's class, and SGLang for a
-                server.
+            api_key: the server's API key; for an SGLang server with an admin key, the admin key.
+            kind: "sglang" or "vllm". If None, the engine's class determines the kind, and a server
+                is assumed to be SGLang.
 
         Raises:
-            ConfigError: `engine` is none of these, its version is not supported, or the URL or the
-                key is invalid. The message contains neither the URL nor the key.
+            ConfigError: `engine` is of another type, the engine's version is not supported, or the
+                URL or the key is invalid. The message contains neither the URL nor the key.
             NotLoadedError: `engine` is a URL, and httpx is not installed on the leader
                 (`pip install "memsaver[http]"`).
             EngineError, EngineTimeoutError: the engine cannot be reached in time.
@@ -254,28 +257,32 @@ class RolloutEngine(EngineStart):
         multimodal: Sequence[Mapping[str, Any] | None] | None = None,
         timeout: float | None = None,
     ) -> RolloutOutput:
-        """Generate samples for this rank's prompts, together with the other ranks of the group.
+        """Generate samples for this rank's prompts, in one call with the other ranks of the group.
 
-        A collective; a rank may have no prompts (`[]`). Tokens are not decoded.
+        This is a collective call; a rank without prompts passes `[]`. Tokens are not decoded.
 
         Args:
             input_ids: a list of prompts, each a list of tokens or a 1-D tensor; or a 2-D tensor; or
                 a list of texts, for an engine with `skip_tokenizer_init=False`.
-            sampling_params: the engine's parameters, one mapping for all prompts or one for each.
-                "n" is the number of samples for a prompt, which are adjacent in the output; the
-                k-th one has the "sampling_seed" (vLLM: "seed") plus k, if there is one.
-            attention_mask: for a padded tensor: 0 for the padding, on either side.
-            multimodal: for each prompt None, or a mapping with "image_data", "video_data" or
-                "audio_data" in SGLang's format: one value, or a list; or with vLLM the fields of
-                "multi_modal_data". A prompt must contain a placeholder for each of them, as the
-                model's processor writes it.
-            timeout: seconds for the generation, after which unfinished requests are aborted.
+            sampling_params: the engine's sampling parameters, as one mapping for all prompts or a
+                list of one mapping per prompt. "n" is the number of samples for a prompt, which are
+                adjacent in the output. If there is a "sampling_seed" (for vLLM, "seed"), the k-th
+                sample uses that seed plus k.
+            attention_mask: for a padded tensor, 1 for tokens and 0 for padding; the padding can be
+                on either side.
+            multimodal: for each prompt, None or a mapping. With SGLang, the keys are "image_data",
+                "video_data" and "audio_data", and each value is one item or a list of items in
+                SGLang's format. With vLLM, the mapping has the fields of "multi_modal_data". The
+                prompt must contain a placeholder for each item, in the format of the model's
+                processor.
+            timeout: the time limit for the generation in seconds, after which unfinished requests
+                are aborted.
 
         Raises:
             ConfigError: a rank's arguments are invalid; the engine received no request.
             InvalidStateError: memory that generation needs is released.
             EngineError, EngineTimeoutError: the engine failed, or did not finish in time.
-            EngineDiedError, RestartLimitError: the engine died; no restart is left.
+            EngineDiedError, RestartLimitError: the engine died, and a restart is not allowed.
             RankError: ranks failed in different ways, or made different calls.
             GroupError: a rank died, or was late.
         """
@@ -307,14 +314,15 @@ class RolloutEngine(EngineStart):
 
     @signals_deferred()  # no handler may run between the collectives
     def restart(self) -> None:
-        """Restart the engines that died, and send the weights, as `generate` does automatically.
+        """Restart the engines that died, and send the weights; `generate` does this automatically.
 
-        A collective of the whole mesh, after an `EngineDiedError` of another call. Engines that are
-        alive keep running, but receive the weights too. The new engine is awake.
+        This is a collective call of the whole mesh, for use after another call has raised
+        `EngineDiedError`. Engines that are alive keep running, and also receive the weights.
+        Restarted engines are awake.
 
         Raises:
             ConfigError: the engine was not launched with `restarts`.
-            RestartLimitError: no restart is left.
+            RestartLimitError: the limit on restarts is reached.
         """
         if self._restarter is None:
             raise ConfigError("the engine was not launched with the option `restarts`")
@@ -325,11 +333,11 @@ class RolloutEngine(EngineStart):
 
         Args:
             mode: the treatment of requests in flight. "abort" ends them with the tokens generated
-                so far and the finish reason "abort"; "retract" drops their KV cache, and recomputes
-                it with the weights that the engine has when generation continues; "in_place" keeps
-                the cache, which cannot be flushed, so that they continue with values computed by
-                the old weights; "wait" lets them finish first, with vLLM only.
-            timeout: seconds.
+                so far and the finish reason "abort"; "retract" discards their KV cache and
+                recomputes it with the engine's weights when generation continues; "in_place" keeps
+                their KV cache, which then cannot be flushed, and the requests continue with values
+                that the old weights computed; "wait" waits until they have finished (vLLM only).
+            timeout: the time limit for the call, in seconds.
         """
         limit = self._limit(timeout)
         self._do("pause_generation", lambda: self._engine.pause_generation(mode, limit), limit)

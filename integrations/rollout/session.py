@@ -1,4 +1,4 @@
-"""`ColocatedSession`: a trainer and an engine that use the same GPUs in turn."""
+"""`ColocatedSession`: a trainer and an engine that use the same GPUs alternately."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Phase(str, Enum):
 
 
 class ColocatedSession(StageOrder):
-    """Runs the steps of a trainer and an engine, which use the same GPU memory in turn.
+    """Runs the steps of a trainer and an engine that use the same GPU memory alternately.
 
         session = ColocatedSession(engine, model, optimizer)
         for step in range(steps):
@@ -47,91 +47,102 @@ class ColocatedSession(StageOrder):
             with session.training():  # the trainer has its weights, its states, and the GPU
                 train(output)
 
-    Between the blocks the session runs the stages of `Stage`, in order. To enter a rollout, it
-    waits until the trainer's work is finished on all ranks and empties torch's cache; pauses the
-    optimizer; wakes the engine's weights, and updates them from the trainer's weights; pauses the
-    trainer's weights; and wakes the KV cache and the graphs. At the end of the block the engine
-    sleeps. Before a training block, it resumes the trainer's memory. A stage with nothing to do is
-    skipped: current weights are not sent again.
+    Between the blocks, the session runs the stages of `Stage` in order. Before a rollout, the
+    session waits until the trainer's work is finished on all ranks, empties torch's cache, pauses
+    the optimizer, wakes the engine's weights, updates them from the trainer's weights, pauses the
+    trainer's weights, and wakes the KV cache and the graphs. At the end of the rollout's block, the
+    engine sleeps. Before a training block, the session resumes the trainer's memory. Unnecessary
+    stages are skipped; for example, weights that the engine already has are not sent again.
 
     **Overlap.** With `overlap=True`, the optimizer's states are resumed while the block of
-    `training()` computes gradients: the step waits for them, and so do the optimizer's `state_dict`
-    and `load_state_dict` (see `Offloaded.resume`). They are resumed before the block if their tag
-    also contains parameters or gradients that were paused, or if there is not room for the whole
-    trainer. They are paused while the weights are sent, if an earlier update of the session has
-    shown that there is room for both. If the model is an `Offloaded` of `offload(by_layer=True)`,
-    it is resumed during the block too, before the states: each module's forward pass waits for its
-    parameters. A tag is resumed during the block on all ranks, or on none.
+    `training()` computes gradients. The optimizer's `step`, `state_dict` and `load_state_dict` wait
+    for the states (see `Offloaded.resume`). The states are resumed before the block if their tag
+    also contains parameters or gradients that were paused, or if too little memory is free for the
+    whole trainer. The states are paused while the weights are sent if an earlier update of the
+    session has shown that the memory suffices for both. If the model is an `Offloaded` from
+    `offload(by_layer=True)`, the model is also resumed during the block, before the states, and
+    each module's forward pass waits for the module's parameters. A tag is resumed during the block
+    on all ranks or on none.
 
-    **Ranks.** On several ranks the constructor and all calls are collectives of `group`:
-    every rank enters and leaves the same blocks. An invalid argument on one rank raises an error on
-    all ranks immediately. Stages end on all ranks together. If a stage fails on a rank, every rank
-    raises an error of the same class (a `RankError`, if ranks fail differently), with the ranks and
-    the reasons in its message. An exception that leaves a block on some ranks is raised on these
-    ranks, and the others raise such an error at the end of the block. An interrupt (Ctrl-C) counts
-    as a failure, even between two stages: its own rank raises it again.
+    **Ranks.** With several ranks, the constructor and all calls are collective calls of `group`,
+    and every rank must enter and leave the same blocks. An invalid argument on one rank raises an
+    error on all ranks immediately. Each stage ends at the same time on all ranks. If a stage fails
+    on a rank, every rank raises an error of the same class (a `RankError`, if ranks fail
+    differently), whose message contains the ranks and the reasons. If an exception leaves a block
+    on some ranks, these ranks raise the exception, and all other ranks raise an error of this kind
+    at the end of the block. An interrupt (Ctrl-C) counts as a failure, even between two stages, and
+    is raised again on the interrupted rank.
 
-    **Errors.** Nothing is lost. A failed stage ends the call and leaves the session idle. Either
-    block can be entered again; entering it runs the remaining stages. After a failed pause the
-    trainer's memory is mapped, after a failed resume it is paused with its backup, and the engine's
-    own error describes the engine. After a failed update the engine's weights are unknown, and no
-    block can use the engine until the next rollout has updated them; the trainer's weights are
-    intact. After an exception in a rollout's block the engine stays awake until the next block. A
-    call out of order raises `InvalidStateError`, and changes nothing. During the block, each rank
-    resumes memory independently. If that fails, the beginning of the block, a forward pass, the
-    step or the end of the block raises the error, and the memory stays mapped on the ranks on which
-    the resume succeeded.
+    **Errors.** A failure loses no data of the trainer. A failed stage ends the call, and the
+    session becomes idle. Either block can be entered again, which runs the remaining stages. After
+    a failed pause, the trainer's memory is mapped. After a failed resume, the trainer's memory is
+    paused and its backup is intact. The engine's own error describes the state of the engine. After
+    a failed update, the trainer's weights are intact, but the engine's weights are unknown, and no
+    block can use the engine until the next rollout has updated its weights. After an exception in a
+    rollout's block, the engine stays awake until the next block. A call in the wrong order raises
+    `InvalidStateError` and changes nothing. During a training block, each rank resumes memory
+    independently. If such a resume fails, the error is raised at the beginning of the block, by a
+    forward pass, by the optimizer's step, or at the end of the block. The memory stays mapped on
+    all ranks on which the resume succeeded.
 
-    Gradients that exist when a rollout begins are kept with the optimizer, which costs time and
-    host memory: call `optimizer.zero_grad()` at the end of a step. One thread at a time may use the
-    session. Change the weights only inside `training()`, or call `weights_changed()`.
+    Gradients that exist when a rollout begins are backed up with the optimizer's states, which
+    costs time and host memory. To avoid this cost, call `optimizer.zero_grad()` at the end of each
+    step. Only one thread at a time may use the session. Change the weights only inside
+    `training()`, or call `weights_changed()` after a change.
 
     Attributes:
         engine: the engine.
         stages: the reports of the latest rollout and of later stages, including failed ones.
 
     Args:
-        engine: a `RolloutEngine`, or an object with its `sleep`, `wake_up` and `update_weights`;
-            awake or asleep.
-        model: the trainer's model, whose parameters and buffers go into the tag "model"; or its
-            `Offloaded`.
-        optimizer: its optimizer, or several, whose states and gradients go into the tag
-            "optimizer"; or its `Offloaded`. None if no optimizer is on the GPU.
-        state: returns the weights to send, for `RolloutEngine.update_weights`; None means
-            the tensors of `model.state_dict()`.
-        tags: further tags of the trainer, such as a reference model's, which are paused and resumed
-            with the optimizer; equal on all ranks. Each must exist and have a backup.
-        group: a `torch.distributed` group of all ranks of the trainer; None means the world, or
-            this process alone if torch.distributed is not initialised.
-        backup: the backup of the trainer's memory: see `offload`. "none" is an error, because the
-            contents are needed.
-        sleep: False, for comparison runs, skips sleeping and pausing; everything else is unchanged.
-        overlap: whether the optimizer's memory is paused and resumed, and the memory of a model
-            with `by_layer` resumed, while other stages run. Must be False if the block of
-            `training()` uses the states, or other memory in their tag, before the first step; or if
-            it uses gradients in the tag of a model with `by_layer` before the model's forward pass
-            has ended.
-        engine_keeps_weights: whether the engine's weights survive its sleep (SGLang's
-            `enable_weights_cpu_backup`), so that they are sent only after a `training` block.
+        engine: a `RolloutEngine`, or an object with the same methods `sleep`, `wake_up` and
+            `update_weights`. The engine can be awake or asleep.
+        model: the trainer's model, whose parameters and buffers are moved to the tag "model"; or
+            the model's `Offloaded`.
+        optimizer: the model's optimizer, or several optimizers, whose states and gradients are
+            moved to the tag "optimizer"; or the `Offloaded` of these. None if no optimizer is on
+            the GPU.
+        state: a function that returns the weights for `RolloutEngine.update_weights`. If None, the
+            tensors of `model.state_dict()` are sent.
+        tags: further tags of the trainer, such as the tag of a reference model, which are paused
+            and resumed with the optimizer. The tags must be equal on all ranks, and each tag must
+            exist and have a backup.
+        group: a `torch.distributed` group of all ranks of the trainer. None means the world group,
+            or only this process if torch.distributed is not initialised.
+        backup: the backup method for the trainer's memory; see `offload`. "none" is invalid,
+            because the contents are needed.
+        sleep: whether the engine sleeps and the trainer's memory is paused. False skips only these
+            steps, for comparison runs.
+        overlap: whether the optimizer's memory is paused and resumed while other stages run, and
+            the memory of a model with `by_layer` is resumed while other stages run. The value must
+            be False if the block of `training()` uses the states, or other memory in their tag,
+            before the first step. The value must also be False if the block uses gradients in the
+            tag of a model with `by_layer` before the model's forward pass has ended.
+        engine_keeps_weights: whether the engine keeps its weights during a sleep, as with SGLang's
+            `enable_weights_cpu_backup`. If True, weights are sent only after a `training` block.
         whole_updates: whether each update rewrites all of the engine's weights. If True, the engine
-            does not save its weights during a sleep after which an update must follow, and does not
-            restore them for an update, even if it can.
-        update_options: the options of `RolloutEngine.update_weights`; or a function that returns
-            them for each update, such as the new version of the weights.
-        timeout: seconds for a stage on each rank. Ranks wait for each other slightly longer,
-            so that a stage that fails just before its timeout is still reported to all of them.
+            does not save its weights for a sleep that an update must follow, and does not restore
+            its weights before an update, even if it can.
+        update_options: the options of `RolloutEngine.update_weights`, or a function that returns
+            the options for each update, such as the new version of the weights.
+        timeout: the time limit for a stage on each rank, in seconds. Ranks wait for each other
+            slightly longer, so that a failure just before the time limit is still reported to all
+            ranks.
         block_timeout: seconds to wait for the other ranks at the beginning and the end of a block.
-        on_stage: called with the report of each stage, including failed stages; must not raise.
+        on_stage: a function that is called with the report of each stage, including failed stages.
+            The function must not raise.
 
     Raises:
         ConfigError: the model or an optimizer cannot be offloaded, a tag has no backup, an option
-            is invalid, the ranks differ in `sleep`, `overlap`, `engine_keeps_weights`,
-            `whole_updates` or `tags`, or `group` is not a process group. Raised on all ranks.
-        UnknownTagError: no region has ever named one of `tags`.
-        InvalidStateError: a handle or the group is closed; or this rank is not in `group`, in which
-            case only this rank raises it, and the group's ranks wait for each other until
-            `timeout`.
-        GroupError: not all ranks created the session within `timeout`, or not on the same group.
+            is invalid, or `group` is not a process group. Also raised if the ranks pass different
+            values of `sleep`, `overlap`, `engine_keeps_weights`, `whole_updates` or `tags`. Raised
+            on all ranks.
+        UnknownTagError: one of `tags` was never used in a region.
+        InvalidStateError: a handle or the group is closed, or this rank is not in `group`. In the
+            latter case, only this rank raises the error, and the group's ranks wait for each other
+            until `timeout`.
+        GroupError: not all ranks created the session within `timeout`, or the ranks used different
+            groups.
         MemsaverError: see `offload` and `memsaver.distributed`; raised on all ranks.
     """
 
@@ -214,20 +225,20 @@ class ColocatedSession(StageOrder):
 
     @property
     def trainer_tags(self) -> tuple[str, ...]:
-        """The trainer's tags, the model's first; () without `sleep`."""
+        """The trainer's tags, with the model's tag first; an empty tuple without `sleep`."""
         return self._trainer.tags
 
     @property
     def engine_is_current(self) -> bool:
-        """Whether the engine has the trainer's weights, as far as the session knows."""
+        """Whether, to the session's knowledge, the engine has the trainer's current weights."""
         return self._is_current
 
     @signals_deferred()  # no handler may run between the collectives
     def send_weights(self) -> None:
-        """Send the trainer's weights again to an engine that has lost them. A collective.
+        """Send the trainer's weights again to an engine that has lost its weights. A collective.
 
-        For `Restarts.send`. The engine sleeps while the trainer's model is in memory. Between
-        blocks, nothing is sent immediately: the next rollout sends the weights.
+        For `Restarts.send`. The engine sleeps while the trainer's model is resumed. A call between
+        blocks sends nothing immediately; the next rollout sends the weights.
 
         Raises: see `rollout`; `InvalidStateError` in `training()`, or if the session is closed.
         """
@@ -244,22 +255,23 @@ class ColocatedSession(StageOrder):
         self._enter_rollout()
 
     def weights_changed(self) -> None:
-        """Report a change of the trainer's weights outside of `training()`, on all ranks."""
+        """Report on all ranks that the trainer's weights were changed outside of `training()`."""
         self._is_current = False
 
     @collective_block
     def rollout(self) -> Iterator[RolloutEngine]:
-        """Let the engine use the GPU, with the trainer's weights, in the block; yield the engine.
+        """Let the engine use the GPU with the trainer's weights during the block; yield the engine.
 
         Raises:
-            InvalidStateError: another block of this session is open; or the session or one of its
+            InvalidStateError: another block of this session is open, or the session or one of its
                 handles is closed.
             ConfigError: a tag of the trainer has lost its backup; nothing is paused.
-            RankError: the block or a stage failed on some ranks, or they made different calls.
-            GroupError: a rank died, hangs, or was late; restart the job.
-            OutOfDeviceMemoryError: too little memory is free for the engine. The effects of
-                earlier stages remain, and the next call continues from there.
-            EngineError, MemsaverError: a stage failed; the next call continues from there.
+            RankError: the block or a stage failed on some ranks, or the ranks made different calls.
+            GroupError: a rank died, hangs, or was late. Restart the job after this error.
+            OutOfDeviceMemoryError: too little memory is free for the engine. The effects of earlier
+                stages remain, and the next call continues with the failed stage.
+            EngineError, MemsaverError: a stage failed; the next call continues with the failed
+                stage.
         """
         with self._exclusive("rollout"):
             self.stages = []
@@ -272,7 +284,7 @@ class ColocatedSession(StageOrder):
 
     @collective_block
     def training(self) -> Iterator[None]:
-        """Let the trainer use the GPU, with its weights and states, during the block.
+        """Let the trainer use the GPU with its weights and states during the block.
 
         Raises: see `rollout`.
         """
@@ -289,14 +301,15 @@ class ColocatedSession(StageOrder):
                 self._trainer.synchronize()
 
     def close(self) -> None:
-        """Remove the hooks from the model and the optimizer; the engine stays as it is.
+        """Remove the hooks from the model and the optimizer; the engine is unchanged.
 
-        The tensors stay in the tags, at their addresses; the session cannot be used afterwards, and
-        its connections to other ranks are closed. Closing twice is allowed.
+        The tensors stay in the tags, at the same addresses. The session's connections to other
+        ranks are closed, and the session cannot be used afterwards. Closing twice is allowed.
 
         Raises:
             InvalidStateError: a block of the session is open, or some of the trainer's memory is
-                paused: `with session.training(): pass` resumes it. Nothing is closed.
+                paused. To resume the memory, run `with session.training(): pass`. Nothing is
+                closed.
         """
         if self._phase is not Phase.IDLE:
             raise InvalidStateError(f"the session cannot be closed in a {self._phase.value}")
@@ -314,7 +327,7 @@ class ColocatedSession(StageOrder):
     def _exclusive(self, name: str) -> Iterator[None]:
         """Ensure that all ranks enter the same block, and that no other thread enters a block.
 
-        Only for a `collective_block`, which defers signals.
+        Use this context manager only in a `collective_block`, which defers signals.
         """
         mine = False
         try:

@@ -1,4 +1,4 @@
-"""Argument checks for a `ColocatedSession`, and the layout of its ranks."""
+"""Checks of the arguments of a `ColocatedSession`, and the layout of the session's ranks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def check_agreed(group: Any, everyones: Sequence[Mapping[str, str]]) -> None:
 
 
 def options_of(update_options: Any) -> dict[str, Any]:
-    """Return the options of one update, or raise `ConfigError` if they are not a mapping."""
+    """Return the options of one update; raise `ConfigError` if the options are not a mapping."""
     given = update_options() if callable(update_options) else update_options
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
         raise ConfigError(
@@ -64,7 +64,7 @@ def options_of(update_options: Any) -> dict[str, Any]:
 
 
 def group_of(group: Any) -> Any:
-    """Return the group; None selects the world if torch.distributed is initialised."""
+    """Return the group; None selects the world group if torch.distributed is initialised."""
     dist: Any = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return group

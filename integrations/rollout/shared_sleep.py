@@ -1,4 +1,4 @@
-"""`SharedSleep`: sleep and wake-up of a leader's engine, as collectives of its group."""
+"""`SharedSleep`: the sleep and wake-up of a leader's engine, as collective calls of the group."""
 
 from __future__ import annotations
 
@@ -28,13 +28,15 @@ Result = TypeVar("Result")
 
 
 class SharedSleep:
-    """Sleep and wake-up as collectives of a group. The leader owns the engine.
+    """The sleep and wake-up of an engine as collective calls of a group.
 
-    The base class of `RolloutEngine`, which sets the attributes.
+    The group's leader owns the engine.
+
+    This is a base class of `RolloutEngine`, which sets the attributes.
 
     Attributes:
         layout: the place of this rank among the ranks of all engines.
-        together: makes collective calls among the group's ranks.
+        together: the connection for collective calls of the group's ranks.
         timeout: the default timeout of calls, in seconds.
     """
 
@@ -46,7 +48,7 @@ class SharedSleep:
 
     @property
     def _engine(self) -> Backend:
-        """The leader's engine, for work that the leader does for all ranks."""
+        """The leader's engine, for operations that the leader performs for all ranks."""
         raise NotImplementedError
 
     def _check_open(self) -> None:
@@ -64,12 +66,14 @@ class SharedSleep:
         return self._released or frozenset()
 
     def refresh(self) -> Status:
-        """Query the engine's state, which other clients may have changed. A collective."""
+        """Query the engine's state, because other clients can change it. A collective."""
         self._change("refresh", lambda control, _: control.refresh(), None, "")
         return self.status
 
     def check(self, operation: str) -> None:
-        """Raise `InvalidStateError` if the engine would not survive an operation. Not a collective.
+        """Raise `InvalidStateError` if an operation would crash the engine in its present state.
+
+        This is not a collective call.
 
         Args:
             operation: "generate" or "update_weights".
@@ -93,16 +97,17 @@ class SharedSleep:
         See `memsaver.integrations.sglang.SleepController.sleep` for the errors.
 
         Args:
-            tags: a tag, or several; None means all tags.
-            wait_idle: wait until no request is in flight, instead of raising.
-            abort: abort the requests in flight, and wait until they have ended.
-            flush: flush the prefix cache even if only other tags are released.
-            keep_weights: False if all weights will be sent again before they are used, so that the
-                engine need not save them.
-            fence: also wait for the engines of all other groups of the mesh, and raise if one of
-                them failed. If so, the other engines are asleep, and the call can be repeated. All
-                ranks of the mesh make the call.
-            timeout: seconds for the whole call; None means the engine's timeout.
+            tags: a tag or several tags; None means all tags.
+            wait_idle: whether to wait until no request is in flight, instead of raising an error.
+            abort: whether to abort the requests in flight and wait until they have ended.
+            flush: whether to flush the prefix cache even if only other tags are released.
+            keep_weights: False if all weights will be sent again before they are used, in which
+                case the engine need not save the weights.
+            fence: whether to wait also for the engines of all other groups of the mesh, and to
+                raise an error if one of these engines failed. After such an error, the engines that
+                did not fail are asleep, and the call can be repeated. All ranks of the mesh must
+                make the call.
+            timeout: the time limit for the whole call in seconds; None means the engine's timeout.
         """
         return self._sleep(
             tags,
@@ -123,14 +128,14 @@ class SharedSleep:
         fence: bool = False,
         timeout: float | None = None,
     ) -> SleepReport:
-        """Allocate memory for `tags` again on all GPUs of the group. A collective.
+        """Allocate memory for released `tags` again on all GPUs of the group. A collective.
 
         See `memsaver.integrations.sglang.SleepController.wake_up` for the errors.
 
         Args:
-            tags: a tag, or several; None means all released tags.
-            keep_weights: False if all weights will be sent again before they are used, so that the
-                engine need not restore them.
+            tags: a tag or several tags; None means all released tags.
+            keep_weights: False if all weights will be sent again before they are used, in which
+                case the engine need not restore the weights.
             fence: see `sleep`.
             timeout: see `sleep`.
         """
@@ -143,10 +148,11 @@ class SharedSleep:
     ) -> Iterator[SleepReport]:
         """Sleep during the block, and wake the same tags at its end, even after an exception.
 
-        Args and errors are those of `sleep` and `wake_up`. Yields the report of `sleep`. If the
-        block fails on one rank, the engine wakes on all ranks, and only that rank raises. If the
-        sleep of another engine fails (with `fence`), this engine wakes before the error is raised,
-        within the timeout of `wake_up`, and the error's message reports this engine's state.
+        The arguments and errors are those of `sleep` and `wake_up`. The context manager yields the
+        report of `sleep`. If the block fails on one rank, the engine is woken on all ranks, and
+        only the failed rank raises the exception. With `fence`, if the sleep of another engine
+        fails, this engine is woken within the timeout of `wake_up` before the error is raised, and
+        the error's message contains this engine's state.
         """
         timeout = options.pop("timeout", None)
 
@@ -169,14 +175,15 @@ class SharedSleep:
     def staged_wake(
         self, *, fence: bool = False, timeout: float | None = None
     ) -> Iterator[list[SleepReport]]:
-        """Wake the weights before a block that updates them, and other tags after all blocks.
+        """Wake the weights before a block that updates them; wake other tags after all blocks.
 
-        The memory of the KV cache and the graphs is needed only after the blocks of all ranks have
-        released their copies of the weights. If a block fails, every rank raises, the other tags
-        stay released, and the weights are mapped: update them again and call `wake_up()`, or call
-        `sleep()`.
+        The KV cache and the graphs can therefore use the memory that the blocks of all ranks need
+        for copies of the weights. If a block fails, every rank raises an error, the weights are
+        mapped, and the other tags stay released. Recover by updating the weights again and calling
+        `wake_up()`, or by calling `sleep()`.
 
-        Yields a list of the two reports; the second one is appended after the block.
+        The context manager yields a list of the two wake-up reports; the second report is appended
+        after the block.
         """
         reports = [self.wake_up(WEIGHTS, fence=fence, timeout=timeout)]
         what = "the block of staged_wake"
@@ -191,7 +198,7 @@ class SharedSleep:
     # --- on all ranks -----------------------------------------------------------------------------
 
     def _check_call(self, limit: float) -> None:
-        """Raise if this rank cannot make a call with this timeout."""
+        """Raise an error if this rank cannot make a call with this timeout."""
         self._check_open()
         check_timeout(limit)
 
@@ -236,7 +243,7 @@ class SharedSleep:
         fence: str,
         keep_weights: bool = True,
     ) -> SleepReport:
-        """Run `wake_up`, given its description for this engine's ranks and for all ranks."""
+        """Run `wake_up` with descriptions of the call for this engine's ranks and for all ranks."""
         options = {} if keep_weights else {"keep_weights": False}
         return self._change(
             what,
@@ -258,12 +265,14 @@ class SharedSleep:
 
         Args:
             what: a description of the call, the same on all ranks of the engine.
-            action: makes the change on the leader, within the timeout passed to it.
-            timeout: seconds; None means the engine's timeout.
-            fence: a description of the call, the same on all ranks of the mesh; "" for no
-                barrier.
-            undo: called on all ranks of the engine before the barrier's error is raised. Its
-                arguments are the result of the change (None if the change failed) and the error.
+            action: the function that makes the change, which is called on the leader with its
+                timeout.
+            timeout: the time limit in seconds; None means the engine's timeout.
+            fence: a description of the call for the barrier, the same on all ranks of the mesh; ""
+                if no barrier is wanted.
+            undo: the function that is called on all ranks of the engine before the barrier's error
+                is raised. The function's arguments are the result of the change (None if the change
+                failed) and the error.
         """
         limit = self._limit(timeout)
 
@@ -303,9 +312,9 @@ class SharedSleep:
         """Wake the tags that a sleep has released, and add the engine's state to an error.
 
         Args:
-            report: the report of the sleep; None if it failed, so that there is nothing to wake.
-            error: the error to which the state is added, if it is a `MemsaverError`.
-            timeout: seconds for the wake-up; None means the engine's timeout.
+            report: the report of the sleep; None if the sleep failed and no tag needs to be woken.
+            error: the error; its message receives the state if the error is a `MemsaverError`.
+            timeout: the time limit for the wake-up in seconds; None means the engine's timeout.
             keeps_weights: whether the sleep saved the weights.
         """
         done, then = "", ""
@@ -324,14 +333,14 @@ class SharedSleep:
             error.message += f"; {own}: released tags: {released}{then}"
 
     def _after(self, error: BaseException) -> frozenset[str] | None:
-        """Return the released tags after a failure; None if unknown."""
+        """Return the released tags after a failure; None if the tags are unknown."""
         if isinstance(error, RankError | GroupError) or not isinstance(error, MemsaverError):
             return None
         released: frozenset[str] | None = vars(error).get("released", self._released)
         return released
 
     def _conclude(self, what: str, error: BaseException | None, fence: bool) -> None:
-        """Wait for the blocks of all ranks, and raise if another rank's block failed."""
+        """Wait for the blocks of all ranks; raise an error if the block of another rank failed."""
         failure: BaseException | None = None
         try:
             self.together.wait(what, error)
@@ -347,11 +356,11 @@ class SharedSleep:
 
 
 def known_released(backend: Backend) -> frozenset[str] | None:
-    """Return the tags that a backend has released; None if unknown."""
+    """Return the tags that a backend has released; None if the tags are unknown."""
     control = backend.control
     return None if control.status is Status.UNKNOWN else frozenset(control.released)
 
 
 def _words(tags: object) -> str:
-    """Format tags for a message; accepts invalid ones."""
+    """Format tags for a message; invalid tags are accepted."""
     return "" if tags is None else side(tags).strip("[]")

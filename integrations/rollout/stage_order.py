@@ -1,4 +1,4 @@
-"""`StageOrder`: the stages of a colocated session, in their order."""
+"""`StageOrder`: runs the stages of a colocated session in order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WEIGHTS = "weights"  # the engine's tag for its weights
 
 
 class StageOrder(StageRuns):
-    """The base class of `ColocatedSession`, which sets the attributes.
+    """This is the base class of `ColocatedSession`, which sets the attributes.
 
     Attributes:
         engine: the engine.
@@ -57,7 +57,7 @@ class StageOrder(StageRuns):
             self._stage(Stage.WAKE_REST, lambda: self._wake(None))
 
     def _update_beside_pause(self) -> None:
-        """Send the weights during the pause of the optimizer, or after it if there is no room."""
+        """Send the weights while the optimizer is paused, or afterwards if memory is short."""
         self._stage_of_pause(Stage.RESUME_MODEL, self._overlap.begin_pause)
         is_short = False
         try:
@@ -77,7 +77,7 @@ class StageOrder(StageRuns):
             raise
 
     def _update_engine(self) -> bool:
-        """Send the trainer's weights to the engine. Returns whether it has woken the weights."""
+        """Send the trainer's weights to the engine; return whether its weights were woken."""
         woken = None
         if self._sleeps:
             options = _options(keep_weights=not self._rewrites)
@@ -111,5 +111,5 @@ class StageOrder(StageRuns):
 
 
 def _options(keep_weights: bool) -> dict[str, Any]:
-    """Return `keep_weights` as an argument, if False: engines of older programs lack it."""
+    """Return `keep_weights` as an argument, but only if False: older engine classes lack it."""
     return {} if keep_weights else {"keep_weights": False}

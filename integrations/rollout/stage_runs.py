@@ -1,4 +1,4 @@
-"""`StageRuns`: runs the stages of a colocated session on all ranks, and reports them."""
+"""`StageRuns`: runs and reports the stages of a colocated session on all ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Mine = TypeVar("Mine", RankStage, None)
 
 
 class StageRuns:
-    """The base class of `ColocatedSession`, which sets the attributes.
+    """This is a base class of `ColocatedSession`, which sets the attributes.
 
     Attributes:
         stages: the reports of the latest rollout and of later stages.
@@ -44,12 +44,13 @@ class StageRuns:
         action: Callable[[], Result],
         afterwards: Callable[[], object] | None = None,
     ) -> Result:
-        """Run a stage on every rank, and return the result of this rank's part.
+        """Run a stage on every rank, and return the result of `action` on this rank.
 
         Args:
             stage: the stage.
-            action: this rank's part.
-            afterwards: called after the stage on all ranks; must not fail.
+            action: the function that runs this rank's part of the stage.
+            afterwards: a function that is called after the stage on all ranks; the function must
+                not fail.
         """
         started = time.perf_counter()
         results: list[Result] = []
@@ -69,7 +70,7 @@ class StageRuns:
 
     @contextlib.contextmanager
     def _block(self, stage: Stage) -> Iterator[list[object]]:
-        """Run the block as the caller's stage. Yields a list, for the stage's result."""
+        """Run the caller's block as a stage; yield a list for the stage's result."""
         started = time.perf_counter()
         error = None
         results: list[object] = []
@@ -98,7 +99,7 @@ class StageRuns:
         error: BaseException | None,
         timeout: float,
     ) -> None:
-        """Exchange the results with all ranks, and report the stage. Raises if a rank failed."""
+        """Exchange results with all ranks and report the stage; raise an error if a rank failed."""
         mine = RankStage(self._rank, seconds, water.peak, water.total, _tag_bytes())
         ranks: tuple[RankStage, ...] = ()
         failed = ""
@@ -114,18 +115,18 @@ class StageRuns:
                 self._on_stage(report)
 
     def _all_agree(self, what: str, may: Callable[[], bool]) -> bool:
-        """Return whether `may` returns True on all ranks; it must not raise."""
+        """Return whether `may` returns True on all ranks; `may` must not raise."""
         return all(self._together.gather(what, may, self._timeout))
 
     def _common(self, what: str, mine: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
-        """Return the names that `mine` returns on all ranks; it must not raise."""
+        """Return the names that `mine` returns on every rank; `mine` must not raise."""
         first, *others = self._together.gather(what, mine, self._timeout)
         return tuple(name for name in first if all(name in each for each in others))
 
     def _exchange(
         self, what: str, mine: Mine, error: BaseException | None, timeout: float
     ) -> tuple[Mine, ...]:
-        """Return the values of all ranks; raise if a rank has an error."""
+        """Return the values of all ranks; raise an error if a rank reports one."""
         try:
             everyones = self._together.gather(what, lambda: (mine, error is not None), timeout)
             if any(failed for _, failed in everyones):

@@ -1,4 +1,4 @@
-"""The stages of a colocated step, in order, and their reports."""
+"""The stages of a colocated session's step, in order, and the reports of the stages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["RankStage", "Stage", "StageReport"]
 
 
 class Stage(str, Enum):
-    """A stage of a step. The values are the names in lower case."""
+    """A stage of a session's step. The values are the names in lower case."""
 
     # Entering a rollout:
     SETTLE = "settle"  # wait for the trainer's work on all ranks; empty torch's cache
@@ -38,11 +38,11 @@ class RankStage:
 
     Attributes:
         rank: the rank in the world.
-        seconds: the duration of the rank's own part, without the wait for others.
-        peak_bytes: the peak of the memory in use on its device during the stage, by all processes,
+        seconds: the duration of the rank's own part, excluding the wait for other ranks.
+        peak_bytes: the peak memory use of all processes on the rank's device during the stage,
             sampled every few milliseconds; 0 if there is no driver.
-        total_bytes: the device's memory.
-        tag_bytes: device memory of memsaver's tags in this process at the end.
+        total_bytes: the total memory of the device.
+        tag_bytes: the device memory of memsaver's tags in this process at the end of the stage.
     """
 
     rank: int
@@ -58,12 +58,12 @@ class StageReport:
 
     Attributes:
         stage: the stage.
-        seconds: its duration on this rank, including the wait for the other ranks.
+        seconds: the stage's duration on this rank, including the wait for the other ranks.
         ranks: the reports of the ranks, in the group's order; () if the stage failed.
-        result: the report of the pause, resume, sleep, wake-up or weight update on this rank.
-            For `TRAIN`, the report of a resume that ran in the background during the stage, if
-            there was one. None for other stages.
-        error: the class and the message of its exception on this rank, or "".
+        result: the report of the pause, resume, sleep, wake-up or weight update on this rank. For
+            `TRAIN`, the report of the resume that ran in the background during the stage, if any.
+            None for other stages.
+        error: the class and the message of the stage's exception on this rank, or "".
     """
 
     stage: Stage
@@ -74,10 +74,10 @@ class StageReport:
 
     @property
     def peak_bytes(self) -> int:
-        """The highest peak of all ranks."""
+        """The maximum of all ranks' memory peaks, in bytes."""
         return max((rank.peak_bytes for rank in self.ranks), default=0)
 
     @property
     def slowest(self) -> RankStage | None:
-        """The rank for which the others waited; None if the stage failed."""
+        """The slowest rank, for which the other ranks waited; None if the stage failed."""
         return max(self.ranks, key=lambda rank: rank.seconds, default=None)

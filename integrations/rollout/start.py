@@ -1,4 +1,4 @@
-"""`EngineStart`: starts and restarts an engine, in the process of its group's leader."""
+"""`EngineStart`: starts and restarts an engine in the process of its group's leader."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ _LANE = "rollout"
 
 @dataclass(frozen=True)
 class Nodes:
-    """The parts of an engine on several hosts, each with the same number of the engine's ranks.
+    """The parts of an engine that spans several hosts; all parts have the same number of ranks.
 
     Attributes:
         size: the number of the engine's ranks.
-        first: starts the first part, on the leader, while the others start; returns the backend.
-        others: for each other host, the data with which its first rank starts the host's part.
+        first: a function that starts the first part on the leader while the other parts start, and
+            returns the backend.
+        others: for each other host, the data from which the host's first rank starts the host's
+            part.
     """
 
     size: int
@@ -41,7 +43,7 @@ class Nodes:
 
 
 class EngineStart(SharedSleep):
-    """The start of an engine by the leader of a group. The base class of `RolloutEngine`.
+    """A base class of `RolloutEngine` that starts an engine on the leader of a group.
 
     Attributes:
         layout: the place of this rank.
@@ -67,17 +69,18 @@ class EngineStart(SharedSleep):
         restarts: Restarts | None = None,
         join: Callable[[Any], Callable[[], None]] | None = None,
     ) -> None:
-        """Create the backend on the leader, or fail on all ranks.
+        """Create the backend on the leader; a failure is raised on all ranks.
 
         Args:
-            find: returns the place of this rank.
+            find: a function that returns the place of this rank.
             timeout: see `launch`.
             pad_token_id: see `launch`.
-            make: creates the backend, on the leader, from the results of `prepare` on all ranks.
-            prepare: called on each rank of the group.
+            make: a function that creates the backend on the leader from the results of `prepare` on
+                all ranks.
+            prepare: a function that is called on each rank of the group.
             restarts: see `launch`.
-            join: starts the part of an engine on another host, from an item of `Nodes.others`, and
-                returns a function that stops it.
+            join: a function that starts the part of an engine on another host from an item of
+                `Nodes.others`, and returns a function that stops this part.
         """
         self.timeout, self.pad_token_id = timeout, pad_token_id
         self.backend: Backend | None = None
@@ -157,7 +160,7 @@ class EngineStart(SharedSleep):
         return self.together.gather(what, work, self.timeout + GRACE_SECONDS)[0]
 
     def _adopt(self, made: object) -> tuple[int, frozenset[str] | None]:
-        """Use a backend; return the number of the engine's ranks and its released tags."""
+        """Set the backend; return the number of the engine's ranks and its released tags."""
         if made is None:
             raise ConfigError("the leader of the group has no engine")
         if not all(hasattr(made, name) for name in ("tp_size", "control", "close")):
@@ -174,7 +177,7 @@ class EngineStart(SharedSleep):
     def _start_again(self) -> None:
         """If the engine died, kill its remaining processes and restart it.
 
-        Collective: every rank of the engine's group calls it.
+        This is a collective call of all ranks of the engine's group.
         """
 
         def work() -> tuple[int, frozenset[str] | None]:
@@ -191,14 +194,14 @@ class EngineStart(SharedSleep):
         )
 
     def _end_dead(self) -> None:
-        """Kill the remaining processes of an engine that died. Only the leader calls it."""
+        """Kill the remaining processes of an engine that died. Call this only on the leader."""
         backend = self.backend
         if backend is not None and backend.death():
             self.backend = None
             backend.close()
 
     def _connect(self) -> None:
-        """Connect this rank with the ranks of its engine and of all other engines. A collective."""
+        """Connect this rank to the ranks of its engine and of all other engines. A collective."""
         layout, timeout, refused = self.layout, self.timeout, None
         lanes = _LANE, *(Fence.LANE for _ in layout.dp_groups)
         call = tuple(zip(lanes, layout.mesh_groups, strict=False))  # empty if they are unknown
@@ -213,10 +216,11 @@ class EngineStart(SharedSleep):
         self._connections.callback(self._fence.close)
 
     def close(self) -> None:
-        """Stop the engine if this object started it. Idempotent; does not wait for other ranks.
+        """Stop the engine if this object started it.
 
-        Also closes the connections with other ranks and drops the process groups of `layout`, so
-        that torch.distributed can be shut down and initialised again. No other call may follow.
+        The method is idempotent and does not wait for other ranks. It also closes the connections
+        to other ranks and drops the process groups of `layout`, so that torch.distributed can be
+        shut down and initialised again. Make no other call afterwards.
         """
         self._closed = True
         try:
@@ -231,7 +235,7 @@ class EngineStart(SharedSleep):
 
     @property
     def _engine(self) -> Backend:
-        """The leader's engine, for work that the leader does for all ranks."""
+        """The leader's engine, for operations that the leader performs for all ranks."""
         self._check_open()
         if self.backend is None:
             raise EngineDiedError("the engine died, and was not started again")

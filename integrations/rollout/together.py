@@ -1,4 +1,4 @@
-"""`Together`: collective calls of a group's ranks, with the same outcome on all of them."""
+"""`Together`: collective calls of a group's ranks that have the same outcome on all ranks."""
 
 from __future__ import annotations
 
@@ -36,45 +36,47 @@ _SECONDS = 600.0  # the default time for which ranks wait for each other
 class Together:
     """Collective calls of a group's ranks. The group's first rank is the leader.
 
-    All ranks make the same calls in the same order. If a call fails on a rank, all ranks raise the
-    same error: an error of the failures' class if all failures are memsaver errors of one class,
-    otherwise a `RankError`. Its message names the call, the ranks and their reasons, it has the
-    `failures` of a `RankError`, and on a rank that failed its cause is the rank's own exception.
+    All ranks must make the same calls in the same order. If a call fails on a rank, all ranks raise
+    the same error. If all failures are memsaver errors of one class, the error is of that class;
+    otherwise, it is a `RankError`. The error's message names the call, the ranks that failed and
+    the reasons, and its attribute `failures` maps ranks to their failures. On a rank that failed,
+    the error's cause is the rank's own exception.
 
-    Every wait is bounded: if a rank died or hangs, the others raise `GroupError` after the timeout.
-    They cannot use this object afterwards; other users of the process group are unaffected.
+    Every wait is bounded: if a rank dies or hangs, the other ranks raise `GroupError` after the
+    timeout. This object cannot be used afterwards; other users of the process group are unaffected.
 
-    An interrupt (Ctrl-C) or an exit on one rank raises `RankError` on the others, and is raised
-    again on its own rank. An interrupt during the exchange of results is raised at the end of the
-    call, which the other ranks may have completed.
+    An interrupt (Ctrl-C) or an exit on one rank raises `RankError` on all other ranks, and is
+    raised again on the interrupted rank. An interrupt during the exchange of results is raised at
+    the end of the call; the call might have succeeded on the other ranks.
 
-    Results and errors are pickled for the other ranks of the job (see pickles.py). A result that
-    one rank cannot unpickle is an error on all ranks.
+    Results and errors are pickled for the other ranks of the job (see pickles.py). If one rank
+    cannot unpickle a result, all ranks raise an error.
 
-    Calls in several threads may run concurrently if each thread has its own `Together`; calls of
-    one object are serialised. The calls use only the CPU.
+    Several threads can make calls concurrently if each thread uses its own `Together`; calls of one
+    object are serialised. The calls use only the CPU.
 
-    The constructor is a collective call, which fails on all ranks if an argument is invalid on one
-    of them.
+    The constructor is a collective call that fails on all ranks if an argument is invalid on any
+    rank.
 
     Attributes:
         is_leader: whether this rank is the group's first.
 
     Args:
-        group: a `torch.distributed` group; None, or a group of one rank, means this process alone.
+        group: a `torch.distributed` group; None or a group of one rank means only this process.
         timeout: seconds to wait for all ranks to make a call.
         lane: a name that separates these calls from concurrent ones; the same on all ranks.
-        refused: an earlier failure of this rank, to be raised on all ranks; or None.
-        call: all connections that each rank opens in the same call, in this order, even after one
-            of them fails. Ranks that do not know their groups read this list in torch's store (see
-            `refuse`). Empty if it is unknown.
+        refused: an earlier failure of this rank that all ranks must raise; or None.
+        call: the list of all connections that each rank opens in the same call, in this order, even
+            after a connection fails. Ranks that do not know their groups read this list from
+            torch's store (see `refuse`). Empty if the connections are unknown.
 
     Raises:
         GroupError: not all ranks made the call within `timeout`.
-        ConfigError: an invalid group or timeout on a rank. A rank with an invalid group looks
-            for the group on which others wait for it, at most for `timeout`.
-        InvalidStateError, NotLoadedError: see `memsaver.distributed`. Only a rank that is not in
-            the group raises the error; ranks that wait for this rank wait until `timeout`.
+        ConfigError: a rank passed an invalid group or timeout. A rank with an invalid group
+            searches for at most `timeout` for the group in which other ranks wait for it.
+        InvalidStateError, NotLoadedError: see `memsaver.distributed`. If a rank is not in the
+            group, only that rank raises the error; ranks that wait for that rank do so until
+            `timeout`.
     """
 
     def __init__(
@@ -114,7 +116,7 @@ class Together:
                 raise
 
     def close(self) -> None:
-        """Close the connections to the other ranks. Idempotent; does not wait for them.
+        """Close the connections to the other ranks, without waiting. Idempotent.
 
         Later calls raise `InvalidStateError`, unless this process is the only rank.
         """
@@ -129,8 +131,9 @@ class Together:
 
         Args:
             what: a description of the call, the same on all ranks.
-            action: called only on the leader; must return or raise within `timeout`.
-            timeout: the limit for `action` in seconds; None means this object's timeout.
+            action: a function that is called only on the leader; it must return or raise within
+                `timeout`.
+            timeout: the time limit for `action` in seconds; None means this object's timeout.
         """
         return self.gathered(what, lambda: None, lambda _: action(), timeout)
 
@@ -142,13 +145,13 @@ class Together:
         *,
         uninterrupted: bool = False,
     ) -> list[Given]:
-        """Run `work` on every rank, and return all results, in the group's order, on all ranks.
+        """Run `work` on every rank, and return all results in the group's order on every rank.
 
         Args:
             what: a description of the call, the same on all ranks.
-            work: called on every rank.
-            timeout: seconds to wait for the others; None means this object's timeout.
-            uninterrupted: whether signal handlers are deferred during the work.
+            work: a function that is called on every rank.
+            timeout: seconds to wait for the other ranks; None means this object's timeout.
+            uninterrupted: whether signal handlers are deferred while `work` runs.
         """
         if self._ranks is None:
             return [work() if uninterrupted else interruptible(work)]
@@ -188,7 +191,7 @@ class Together:
             return results[0]  # type: ignore[return-value]
 
     def wait(self, what: str, error: BaseException | None = None) -> None:
-        """Wait for all ranks, and raise on all of them if one passes an error.
+        """Wait for all ranks; if any rank passes an error, raise an error on all ranks.
 
         Args:
             what: a description of the call, the same on all ranks.
@@ -203,7 +206,7 @@ class Together:
 
     @contextlib.contextmanager
     def _one_at_a_time(self, what: str) -> Iterator[Ranks]:
-        """Exclude other threads' calls during the block; handle signals only in its attempts."""
+        """Exclude calls of other threads during the block; handle signals only in its attempts."""
         if self._channel is None:
             raise InvalidStateError(f"{what} needs other ranks, and this connection was closed")
         assert self._ranks is not None
@@ -216,7 +219,7 @@ class Together:
 
 
 def _values(outcomes: Outcomes[Given]) -> list[Given]:
-    """Return the values of all ranks; if ranks failed, raise the same error on all of them."""
+    """Return the values of all ranks; if any rank failed, raise the same error on all ranks."""
     return outcomes.values(_error_of)
 
 
@@ -235,21 +238,22 @@ def _error_of(outcomes: Outcomes[Any]) -> MemsaverError:
 def refuse(error: Exception, timeout: float, lanes: Sequence[str]) -> NoReturn:
     """Raise this rank's argument error on all ranks that are about to create a `Together`.
 
-    Called on a rank that does not know its groups. This rank finds another rank that waits for it,
-    reads the list of the call's connections in torch's store, and joins those of its own groups. It
-    joins all of them, in the order of all ranks, because a slow rank may wait on an earlier
-    connection than a fast one.
+    Call this function on a rank that does not know its groups. The function finds another rank that
+    waits for this rank, reads the list of the call's connections from torch's store, and joins the
+    connections of this rank's own groups. All of these connections must be joined, in the same
+    order as on the other ranks, because a slow rank might wait on an earlier connection than a fast
+    rank.
 
     Args:
         error: the error. Raised only on this rank if torch.distributed is not initialised.
-        timeout: seconds to search for a waiting rank, and to wait for the ranks of each connection;
-            600 if the value is invalid.
-        lanes: the lanes that the other ranks may use.
+        timeout: the time limit in seconds for the search for a waiting rank, and for the wait for
+            the ranks of each connection; 600 if the value is invalid.
+        lanes: the lanes that the other ranks might use.
 
     Raises:
-        MemsaverError: the error of the first connection that failed, which the ranks of this
-            connection also raise; its text contains that of `error`.
-        GroupError: no other rank waited for this one in time, or a rank died.
+        MemsaverError: the error of the first connection that failed, which all ranks of this
+            connection raise; the message contains that of `error`.
+        GroupError: no other rank waited for this rank within the time limit, or a rank died.
     """
     dist: Any = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
@@ -279,7 +283,7 @@ def refuse(error: Exception, timeout: float, lanes: Sequence[str]) -> NoReturn:
 def _own_connections(
     awaited: AwaitedChannels, first: Channel
 ) -> tuple[list[Channel], Sequence[Connection]]:
-    """Return this rank's channels in a call, given one on which a rank waits, and the call."""
+    """Return this rank's channels in a call, given the call and a channel on which a rank waits."""
     with contextlib.suppress(RuntimeError):  # the store does not answer: join only `first`
         if text := first.published():
             call: Sequence[Connection] = json.loads(text)
@@ -305,7 +309,7 @@ def _connect(
     Args:
         channel: the channel, which remains open.
         timeout: seconds to wait for the other ranks.
-        check: raises if this rank cannot make the call.
+        check: a function that raises an exception if this rank cannot make the call.
         call: see `Together`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A trainer's memory on all ranks: its tags."""
+"""`TrainerMemory`: the tags with a trainer's memory on all ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ _CLOSED = "call offload again, and create a new session with the handle"
 
 
 class TrainerMemory:
-    """The tags of a model, its optimizer and further memory. Calls are collectives of a group.
+    """The tags of a model, its optimizer and further memory.
+
+    All methods are collective calls of a group.
 
     Attributes:
         model: the model's tag.
@@ -42,9 +44,9 @@ class TrainerMemory:
         timeout: float,
         offloading: bool,
     ) -> None:
-        """See `ColocatedSession`. Without `offloading`, nothing is put into tags.
+        """See `ColocatedSession`. Without `offloading`, no memory is moved to tags.
 
-        A group of None means this process alone.
+        If `group` is None, only this process takes part.
         """
         self._group = group
         self._timeout = timeout
@@ -105,7 +107,10 @@ class TrainerMemory:
 
     @property
     def awaited(self) -> tuple[str, ...]:
-        """The tags whose memory is used only by calls that wait for it, in the order of `tags`."""
+        """The tags whose memory is used only by calls that wait for its resume.
+
+        The order is that of `tags`.
+        """
         tags = dict.fromkeys(handle.tag for handle in self._overlapping)
         return tuple(t for t in tags if all(h.may_overlap for h in self._handles if h.tag == t))
 
@@ -115,7 +120,7 @@ class TrainerMemory:
         return handle.resume(wait=False)
 
     def check(self) -> None:
-        """Check that the trainer's memory is still guarded, and that a pause would save it.
+        """Check that the trainer's memory is still guarded, and that a pause would back it up.
 
         Raises:
             InvalidStateError: the session or a handle was closed.
@@ -145,19 +150,19 @@ class TrainerMemory:
         return memsaver.distributed.resume(*names, group=self._group, timeout=self._timeout)
 
     def synchronize(self) -> None:
-        """Wait until this rank's device has finished all work. Raises the errors of its kernels."""
+        """Wait until this rank's device has finished all work; raise the errors of its kernels."""
         torch = torch_with_cuda()
         if torch is not None:
             torch.cuda.synchronize(self.device)
 
     def undo(self) -> None:
-        """Remove the hooks that were installed here, but not those of the caller's handles."""
+        """Remove the hooks that this object installed, but not those of the caller's handles."""
         for handle in self._made:
             with contextlib.suppress(MemsaverError):  # the original error is more specific
                 handle.close()
 
     def close(self) -> None:
-        """Remove the hooks of all handles, or of none if it raises.
+        """Remove the hooks of all handles; if an exception is raised, no hooks are removed.
 
         Raises:
             InvalidStateError: a tag is paused.

@@ -1,4 +1,4 @@
-"""Builds the library for LD_PRELOAD; the project's metadata is in pyproject.toml."""
+"""The build of the library for LD_PRELOAD. The project's metadata is in pyproject.toml."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A trainer's memory in tags: optimizer states, gradients and weights that can be paused.
+"""Pausable memory of a trainer: optimizer states, gradients and weights in tags.
 
     from memsaver.integrations.trainer import offload
 
@@ -7,21 +7,21 @@
         generate()
     train()  # bit for bit as if nothing had been paused
 
-Supports torch's optimizers and modules, including those of FSDP2. The approach and its reasons:
+This package supports torch's optimizers and modules, including those of FSDP2. Its approach:
 
 - **Existing memory moves once**, storage by storage, into the tag. The storage itself is
-  reallocated, so everything that shares it moves too: views, flat buffers, tied parameters,
-  FSDP2's own references. At most one batch of storages exists twice, plus the old segments that
-  torch keeps for other tensors in them.
-- **New memory is found by searching, not by interception**: after a step that created states,
-  after `load_state_dict`, and before every pause of the tag, however it is requested. A region
-  around each step would put the step's temporaries into the tag as well, with a new pool for each
-  step, and would miss gradients (which autograd's threads create), loaded states, and lists that
-  an optimizer replaces.
-- **Gradients** that exist when the tag is paused must be restored by the resume, so the pause
-  moves them into the tag. After `zero_grad()` there are none, and the pause is shorter.
-- **A step while the tag is paused** raises an error before anything accesses the memory. So does
-  the forward pass of a module and of each of its parts.
+  reallocated, so everything that shares the storage moves with it: views, flat buffers, tied
+  parameters, and FSDP2's own references. At most one batch of storages exists twice at the same
+  time. In addition, torch keeps old segments that also contain other tensors.
+- **New memory is found by searching, not by interception**: after a step that created states, after
+  `load_state_dict`, and before every pause of the tag by any caller. A region around each step
+  would also place the step's temporaries in the tag, and would need a new pool for each step. It
+  would not contain gradients (which autograd's threads create), loaded states, and lists that an
+  optimizer replaces.
+- **Gradients** that exist when the tag is paused must be restored by the resume, so the pause moves
+  them into the tag. After `zero_grad()`, no gradients exist, and the pause is shorter.
+- **A step while the tag is paused** raises an error before anything accesses the memory. The
+  forward pass of a module or of any of its parts also raises this error.
 
 Importing this package does not import torch.
 """

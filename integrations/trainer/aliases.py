@@ -1,4 +1,4 @@
-"""Finds references to the memory of CPU tensors, and redirects them if possible.
+"""References to the memory of CPU tensors, which are redirected to other memory if possible.
 
 Every Python tensor that uses a storage can be found and redirected to other memory. Objects that
 keep the memory's address (a numpy array, a DLPack consumer) or refer to the storage object cannot
@@ -25,10 +25,11 @@ _UNSEEN = 1 if sys.version_info < (3, 11) else 0
 
 
 class Aliases:
-    """The Python tensors that use the given tensors' storages, and other references to the memory.
+    """The Python tensors that use given tensors' storages, and other references to this memory.
 
-    Covers the objects that the garbage collector tracked when this was created, and the local
-    variables of all threads. The constructor takes about 0.1 s in a process with a million objects.
+    The search covers the local variables of all threads, and the objects that the garbage collector
+    tracked when this object was created. The constructor takes about 0.1 s in a process with a
+    million objects.
 
     The caller must refer to the tensors only from containers, and disable torch's
     `__torch_function__` overrides.
@@ -56,7 +57,7 @@ class Aliases:
         return self._users[_storage_id(self._tensors[at])]
 
     def obstacle(self, at: int) -> str | None:
-        """Return the reason why the storage of tensor `at` cannot be moved; None if it can.
+        """Return the reason why the storage of tensor `at` cannot be moved; None if it is movable.
 
         The caller must not refer to the storage object, because such a reference prevents the move.
         """
@@ -102,8 +103,8 @@ class Aliases:
     def _is_exported(self, users: list[Any], at: int, is_shown: bool) -> bool:
         """Return whether a reference to a tensor belongs neither to Python nor to autograd.
 
-        A numpy array keeps alive the Python tensor that it was made from; a DLPack capsule keeps
-        alive the underlying C++ tensor.
+        A numpy array keeps alive the Python tensor from which it was created. A DLPack capsule
+        keeps alive the underlying C++ tensor.
         """
         key = id(users[at])
         is_gradient = key in self._gradients

@@ -1,4 +1,4 @@
-"""Background resumes, for which the hooks of optimizers and modules wait."""
+"""Background resumes, and the waits of the hooks of optimizers and modules for these resumes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 
 class Arrival(NamedTuple):
-    """A background resume, and the devices with memory of its tag."""
+    """A background resume, and the devices that contain memory of its tag."""
 
     transition: memsaver.Transition
     devices: tuple[int, ...]
@@ -38,7 +38,7 @@ _arrivals: dict[str, Arrival] = {}
 
 
 class Limit(NamedTuple):
-    """The limit of `limited_waits`, and its end on time.monotonic()."""
+    """The limit of `limited_waits` in seconds, and its deadline as a value of time.monotonic()."""
 
     seconds: float
     deadline: float
@@ -49,10 +49,11 @@ _limit: ContextVar[Limit | None] = ContextVar("limit", default=None)
 
 @contextlib.contextmanager
 def limited_waits(seconds: float) -> Iterator[None]:
-    """Limit the time that hooks wait for background resumes during the block.
+    """Limit the time for which hooks wait for background resumes during the block.
 
-    A hook waits on the host until the resume ends. If `seconds` have passed since the beginning of
-    the block, the hook raises `InvalidStateError`, which names the tag; the resume continues.
+    During the block, hooks wait on the host until the resume ends. If a hook still waits when
+    `seconds` have passed since the beginning of the block, it raises an `InvalidStateError` that
+    names the tag. The resume continues.
     """
     outer = _limit.set(Limit(seconds, time.monotonic() + seconds))
     try:
@@ -65,8 +66,8 @@ def begin_arrival(tag: str, *, until_queued: bool = False) -> memsaver.Transitio
     """Begin a background resume of a tag. See `Offloaded.resume`.
 
     Args:
-        until_queued: whether to return only when all copies are queued. Copies of later resumes
-            then run after them.
+        until_queued: whether to return only when all copies are queued. If True, the copies of
+            later resumes run after these copies.
     """
     arrival = memsaver.resume(tag, wait=False)
     devices = (int(row["device"]) for row in _C.stats(tag))
@@ -83,20 +84,20 @@ def begin_arrival(tag: str, *, until_queued: bool = False) -> memsaver.Transitio
 
 
 def forget_arrival(tag: str) -> None:
-    """Remove the record of the tag's resume: the tag is mapped, or is about to be paused."""
+    """Remove the record of a tag's resume, because the tag is mapped or about to be paused."""
     _arrivals.pop(tag, None)
 
 
 def order_after_arrival(tag: str, memory: list[Any] | None = None) -> bool:
     """Make work that this thread submits later wait for the tag's background resume.
 
-    With `memory`, tensors in the tag, the work waits only for their contents. Work on torch's
-    current stream of each of the tag's devices waits on the device. The host waits only if the
-    copies are not queued yet, during a capture (for all of them), and on the simulated driver,
-    where the host uses the tensors.
+    If `memory` is a list of tensors in the tag, the work waits only for the contents of these
+    tensors. On each of the tag's devices, work on torch's current stream waits on the device. The
+    host waits only if the copies are not queued yet, during a capture (for all copies), and on the
+    simulated driver, where the host uses the tensors.
 
     Returns:
-        False if the tag is mapped, or if no such resume is known.
+        False if the tag is mapped or no background resume is known.
 
     Raises:
         InvalidStateError: see `limited_waits`.

@@ -1,4 +1,4 @@
-"""Moves the memory of targets into a tag: existing memory at once, new memory later."""
+"""Moves of the memory of targets into a tag: existing memory at once, new memory later."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def _before_any_step(optimizer: Any) -> None:
 
 
 class Collection:
-    """Targets and the tag that their memory goes to. Any thread.
+    """The targets of a handle, and the tag to which their memory is moved. Any thread.
 
-    Refers to optimizers and modules weakly. After `watch` their hooks keep the collection alive.
-    Holds strong references to tensors, because `torch.utils.swap_tensors` rejects tensors with weak
-    references.
+    A collection refers to optimizers and modules weakly. After `watch`, their hooks keep the
+    collection alive. A collection owns strong references to tensors, because
+    `torch.utils.swap_tensors` rejects tensors with weak references.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Collection:
         return [target for ref in self._targets if (target := ref()) is not None]
 
     def bytes(self) -> tuple[int, int]:
-        """Return the bytes of the targets' storages in the tag, and elsewhere on the device."""
+        """Return the bytes of the targets' storages in the tag and elsewhere on the device."""
         with self._lock.locked():
             inside = outside = 0
             for storage, _ in self._storages(self.targets, gradients=self._gradients):
@@ -130,11 +130,11 @@ class Collection:
         return sorted(device.index for device in found if device.type == "cuda")
 
     def check(self) -> None:
-        """Check that all existing memory except gradients may move into the tag. Moves nothing.
+        """Check that all existing memory except gradients can be moved into the tag. Moves nothing.
 
         Raises:
-            ConfigError: some memory must stay in place (the message names it and the reason), or
-                an optimizer's new states already go to another tag.
+            ConfigError: some memory must stay in place (the message names the memory and the
+                reason), or new states of an optimizer are already moved to another tag.
         """
         import torch
 
@@ -153,14 +153,15 @@ class Collection:
             self._movable(self._outside(self.targets, gradients=False), strict=True)
 
     def gather(self, *, gradients: bool = True) -> None:
-        """Move the targets' memory into the tag, except memory that is already in it or must stay.
+        """Move the targets' memory into the tag, except memory that is already there or must stay.
 
         Args:
-            gradients: whether to move gradients as well; ignored if this object excludes them.
+            gradients: whether to also move gradients; ignored if this object excludes gradients.
 
         Raises:
-            OutOfDeviceMemoryError: there is no room for a storage or a batch. Memory that was moved
-                stays in the tag; the rest stays where it was, and a repeated call moves it.
+            OutOfDeviceMemoryError: too little memory is free for a storage or a batch. Memory that
+                was moved stays in the tag. All other memory stays in place, and a repeated call
+                moves it.
             InvalidStateError: the tag is paused.
         """
         with self._lock.locked():
@@ -173,10 +174,10 @@ class Collection:
             self._memory.trim(self.tag)
 
     def watch(self) -> None:
-        """Start moving new memory into the tag, and rejecting work while the tag is not mapped.
+        """Start to move new memory into the tag, and to reject work while the tag is not mapped.
 
         Raises:
-            ConfigError: a target accepts no hooks; no target is watched.
+            ConfigError: a target accepts no hooks. No target is watched.
         """
         import torch
 
@@ -225,7 +226,7 @@ class Collection:
             _watching[key] = weakref.ref(self, lambda _: _watching.pop(key, None))
 
     def unwatch(self) -> None:
-        """Stop `watch`; memory in the tag stays there. Idempotent."""
+        """End the effect of `watch`; memory in the tag stays there. Idempotent."""
         _watching.pop(id(self), None)
         self._hooks.close()
         self._leave_parts()
@@ -277,7 +278,7 @@ class Collection:
         self._after_step(optimizer)
 
     def _after_step(self, optimizer: Any) -> None:
-        """Move new states into the tag. Failures become warnings, because the step is done."""
+        """Move new states into the tag; warn about failures, because the step is complete."""
         if self._seen.get(id(optimizer)) == _size(optimizer):
             return
         pools = torch_pools(required=False)
@@ -314,11 +315,11 @@ class Collection:
         return [pair for pair in found if tag_of(pair[0]) != self.tag]
 
     def _storages(self, targets: list[Any], *, gradients: bool) -> list[tuple[Any, Holding]]:
-        """Return each storage of the targets on the device, with the first tensor found in it.
+        """Return each of the targets' storages on the device, with the first tensor found in it.
 
-        Without `parameters`, omits an optimizer's states that share a storage with a
-        parameter: they stay with the parameter. For states that are not in the tag yet, the
-        parameters include those of all other objects in the process.
+        Without `parameters`, an optimizer's states that share a storage with a parameter are
+        omitted, because they stay with the parameter. For states that are not in the tag yet, the
+        parameters of all other objects in the process also count.
         """
         import torch
 
@@ -342,9 +343,10 @@ class Collection:
         return any(tag_of(storage) != self.tag for storage, _ in found.values())
 
     def _movable(self, outside: list[tuple[Any, Holding]], strict: bool = False) -> list[Any]:
-        """Return one tensor for each storage that may be moved.
+        """Return one tensor for each storage that can be moved.
 
-        Keeps no reference to a storage object, because the references to storages are counted.
+        The function keeps no reference to a storage object, because references to storages are
+        counted.
         """
         if not outside:
             return []
@@ -373,7 +375,7 @@ def _without(holdings: list[Holding], storages: set[int]) -> list[Holding]:
 
 
 def _touched_by_step(optimizer: Any) -> Iterator[Holding]:
-    """Yield the tensors that a step may read or write: parameters, their gradients, states."""
+    """Yield the tensors that a step might access: parameters, their gradients, and states."""
     yield from holdings_of(optimizer, parameters=True)
     yield from gradients_of(optimizer)
 
@@ -387,7 +389,8 @@ def _size(optimizer: Any) -> int:
 def _frames_of_others() -> int:
     """Return the `stacklevel` that attributes the caller's warning to the program's own frame.
 
-    The number of torch's frames in between depends on the versions of torch and of its compiler.
+    The number of torch's frames between these frames depends on the versions of torch and of its
+    compiler.
     """
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None:

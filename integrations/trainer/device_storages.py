@@ -1,4 +1,4 @@
-"""Moves the storages of CUDA tensors into a tag, in place."""
+"""Moves of the storages of CUDA tensors into a tag, without changes to the tensor objects."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ class DeviceStorages:
         return bool(holding.tensor.is_cuda)
 
     def move(self, tensors: list[Any], tag: str) -> None:
-        """Move the storage of each tensor, with its contents, into memory of the tag.
+        """Move the storage of each tensor, with its contents, into the tag's memory.
 
-        Releases the old memory. Tensors that share a storage still share it afterwards. Waits for
-        all work of the devices first, and for the copies at the end. No other thread may use the
-        storages during the call.
+        Releases the old memory. Tensors that share a storage still share a storage afterwards. The
+        function first waits for all work of the devices, and finally waits for its copies. No other
+        thread may use the storages during the call.
 
         Raises:
-            OutOfDeviceMemoryError: storages before the failing one were moved; it and the later
-                ones were not. All storages may be used, and repeating the call moves the rest.
-            InvalidStateError: the thread is inside `use_mem_pool`, whose pool would get the memory.
+            OutOfDeviceMemoryError: only the storages before the failing storage were moved. All
+                storages can be used, and repeating the call moves the remaining storages.
+            InvalidStateError: the thread is inside `use_mem_pool`, whose pool would receive the
+                memory.
         """
         import torch
 
@@ -65,8 +66,8 @@ class DeviceStorages:
     def trim(self, tag: str) -> None:
         """Release the memory of the tag's deleted tensors from segments without live tensors.
 
-        For example, memory of gradients that the last pause moved into the tag: torch does not
-        reuse it, and releases it with the rest of its cache.
+        An example is the memory of gradients that the last pause moved into the tag. Torch does not
+        reuse this memory, and releases it with the rest of its cache.
         """
         import torch
 
@@ -79,7 +80,7 @@ class DeviceStorages:
 
 
 def _batch(waiting: list[Any]) -> list[Any]:
-    """Return the next storages to move together: as many as memory permits, but at least one."""
+    """Return the next storages to move together, as many as memory permits but at least one."""
     room = min(device_memory(index)[0] for index in {s.device.index for s in waiting}) // 2
     taken, total = 1, waiting[0].nbytes()
     for storage in waiting[1:]:
@@ -119,7 +120,7 @@ def _move_batch(batch: list[Any], tag: str) -> None:
 def _check_pool(device: int, tag: str) -> None:
     """Check that torch allocates this thread's memory from the open region's pool.
 
-    If several pools are open, torch chooses one of them.
+    If several pools are open, torch chooses one of these pools.
     """
     import torch
 

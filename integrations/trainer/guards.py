@@ -32,10 +32,10 @@ Hook: TypeAlias = Callable[[Any], object]  # called with the optimizer or the mo
 
 
 def check_mapped(tag: str, what: str, memory: list[Any] | None = None) -> None:
-    """Raise InvalidStateError, with advice, unless the tag is mapped.
+    """Raise an InvalidStateError with advice unless the tag is mapped.
 
-    If the tag is being resumed (`Offloaded.resume(wait=False)`), work that is submitted
-    afterwards waits for it, or for the contents of `memory`; see `order_after_arrival`.
+    If the tag is being resumed (`Offloaded.resume(wait=False)`), work that is submitted afterwards
+    waits for the resume, or only for the contents of `memory`; see `order_after_arrival`.
     """
     if state(tag) == "mapped" or order_after_arrival(tag, memory):
         return
@@ -67,14 +67,14 @@ def check_tags_mapped(holdings: Iterable[Holding], what: str) -> None:
 class ModuleChecks(Protocol):
     """The callbacks of `guard_module` and `guard_parts`.
 
-    A `before_` method may raise an error, which prevents the operation.
+    If a method with the prefix `before_` raises an error, the operation is not executed.
     """
 
     def before_forward(self, module: Any) -> None:
-        """Called before a forward pass."""
+        """Check a module before a forward pass."""
 
     def after_forward(self, module: Any) -> None:
-        """Called after a target's own forward pass."""
+        """Handle the end of a target's own forward pass."""
 
     def before_module_load(self, module: Any) -> None:
         """Called before `load_state_dict`."""
@@ -84,17 +84,18 @@ class ModuleChecks(Protocol):
 
 
 class Guard:
-    """A module hook that calls `check` with the module.
+    """A module hook that calls `check` with the module as its argument.
 
-    A shallow copy of a module has the same memory and the same hooks. Deep copies and pickles have
-    their own memory and copies of the hooks: a copied or unpickled `Guard` does nothing.
+    A shallow copy of a module shares the memory and the hooks of the module. A deep copy or an
+    unpickled module has its own memory and copies of the hooks, and a copied or unpickled `Guard`
+    does nothing.
     """
 
     def __init__(self, check: Hook) -> None:
         self._check = check
 
     def __call__(self, owner: Any, *arguments: Any) -> None:
-        """Called by torch, with the arguments of a module hook."""
+        """Run the check; torch calls this method with the arguments of a module hook."""
         import torch
 
         # In compiled code the check would break the graph, which `fullgraph` forbids. The hooks of
@@ -119,11 +120,11 @@ def guard_optimizer(
     loaded: Hook,
     before_save: Hook,
 ) -> contextlib.ExitStack:
-    """Install hooks that are called with the optimizer around steps and loads, and before saves.
+    """Install hooks that are called with an optimizer around steps and loads and before saves.
 
-    If `before_step`, `before_load` or `before_save` (for `state_dict`) raises, the call does not
-    happen. A compiled step is broken into graphs around the hooks. Copies of an optimizer have no
-    hooks.
+    If `before_step`, `before_load` or `before_save` (for `state_dict`) raises an exception, the
+    call is not executed. A compiled step is split into separate graphs around the hooks. Copies of
+    an optimizer have no hooks.
 
     Returns:
         A stack that removes the hooks when it is closed.
@@ -145,10 +146,11 @@ def guard_optimizer(
 
 @functools.cache
 def guard_steps(before_step: Hook) -> None:
-    """Call `before_step` before each step of any torch optimizer, from now on.
+    """Install a hook that calls `before_step` before each step of any torch optimizer.
 
-    If it raises, the step does not happen. Further calls with the same function have no effect. The
-    hook is not removed, because torch allows no change of these hooks during another thread's step.
+    If `before_step` raises an exception, the step is not executed. Further calls with the same
+    function have no effect. The hook is never removed, because torch does not allow changes of
+    these hooks during another thread's step.
     """
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -172,8 +174,8 @@ def guard_module(module: Any, checks: ModuleChecks) -> contextlib.ExitStack:
 class StateGuards:
     """Hooks before `load_state_dict` and `state_dict` of modules and of their parts.
 
-    The hooks of parts stay until `close`, because torch does not allow a thread to remove a hook
-    during a call.
+    The hooks of a module's parts stay until `close`, because torch does not allow a thread to
+    remove a hook during a call.
     """
 
     def __init__(self) -> None:
@@ -181,7 +183,7 @@ class StateGuards:
         self._guarded: dict[int, weakref.ref[Any]] = {}  # modules by id: they may compare equal
 
     def add(self, module: Any, checks: ModuleChecks) -> None:
-        """Call `checks` before loads and saves of a module, and of its parts without a guard.
+        """Call `checks` before loads and saves of a module and of those parts that have no guard.
 
         Raises:
             ConfigError: a module does not accept hooks. No hook is added.
@@ -210,10 +212,10 @@ class StateGuards:
 def guard_parts(module: Any, checks: ModuleChecks) -> contextlib.ExitStack:
     """Guard the forward passes of a module's submodules, and its compiled calls.
 
-    Also calls `checks.after_forward` after each forward pass of the module itself. Scripted modules
-    accept no hooks and are guarded only by the modules around them. Keep the hooks for a short
-    time: each costs a few microseconds per forward pass, and torch has fast paths for modules
-    without hooks.
+    The hooks also call `checks.after_forward` after each forward pass of the module itself.
+    Scripted modules accept no hooks, and are guarded only by the hooks of the modules that contain
+    them. Remove the hooks soon, because each hook costs a few microseconds per forward pass, and
+    torch has fast paths for modules without hooks.
     """
     import torch
 
@@ -247,7 +249,7 @@ def _guard_forward(module: Any, checks: ModuleChecks, hooks: contextlib.ExitStac
 class _CompiledCall:
     """The result of `module.compile()`, which is called after the checks of all guards.
 
-    Compiled code contains the module's hooks, so hooks cannot check.
+    Compiled code contains the module's hooks, so a hook cannot make the checks.
     """
 
     def __init__(self, module: Any, compiled: Callable[..., Any]) -> None:
@@ -264,7 +266,7 @@ class _CompiledCall:
         self._checks.append(checks)
 
     def remove(self, checks: ModuleChecks) -> None:
-        """Remove checks, and this object from the module if none is left."""
+        """Remove checks; if no checks are left, remove this object from the module."""
         self._checks.remove(checks)
         # The program may have compiled the module again.
         if not self._checks and self._module._compiled_call_impl is self:
@@ -283,9 +285,9 @@ def _guard_compiled(module: Any, checks: ModuleChecks, hooks: contextlib.ExitSta
 
 @contextlib.contextmanager
 def _registering(target: Any) -> Iterator[contextlib.ExitStack]:
-    """Yield a stack of hooks that are removed if registering one fails.
+    """Yield a stack of hooks that are removed if the registration of any hook fails.
 
-    Turns any exception into a ConfigError, because torch raises many kinds of errors.
+    Any exception is replaced by a ConfigError, because torch raises many kinds of errors.
     """
     with contextlib.ExitStack() as hooks:
         try:

@@ -1,4 +1,4 @@
-"""The tensors of optimizers and modules, and the storages behind them."""
+"""The tensors of optimizers and modules, and the storages of these tensors."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ class Holding:
     """A tensor of an optimizer or a module.
 
     Attributes:
-        tensor: dense, with its own or a shared storage; not a wrapper around other tensors.
-        what: its description for messages, such as "state 'exp_avg'".
-        is_counter: whether it is an optimizer's count of steps, which is on the host by default.
+        tensor: a dense tensor with its own or a shared storage; not a wrapper around other tensors.
+        what: the tensor's description for messages, such as "state 'exp_avg'".
+        is_counter: whether the tensor is an optimizer's step counter, which is on the host by
+            default.
     """
 
     tensor: Any
@@ -41,15 +42,15 @@ class Holding:
 
 
 def holdings_of(target: Any, parameters: bool) -> Iterator[Holding]:
-    """Yield a target's current tensors: a module's, an optimizer's states, or the tensor itself.
+    """Yield the current tensors of a module, an optimizer's states, or a tensor itself.
 
     Gradients are omitted. An optimizer's states are the tensors in its `state`, its `param_groups`
-    and its attributes, except parameters. Tensors of one element in `param_groups` and attributes,
-    such as learning rates, are omitted, because programs read and write them at any time.
+    and its attributes, except parameters. Single-element tensors in `param_groups` and attributes,
+    such as learning rates, are omitted, because programs can read and write them at any time.
 
     Args:
         target: an optimizer, a module (its parameters and buffers), or a tensor.
-        parameters: whether to yield an optimizer's parameters as well.
+        parameters: whether to also yield an optimizer's parameters.
     """
     import torch
 
@@ -70,10 +71,11 @@ def holdings_of(target: Any, parameters: bool) -> Iterator[Holding]:
 
 
 def weights_of(target: Any) -> Iterator[Holding]:
-    """Yield the parameters that an optimizer refers to, whether it updates them or not.
+    """Yield all parameters to which an optimizer refers, even if it does not update them.
 
-    Parameters that it does not update itself, such as low-precision weights that a wrapper updates,
-    are found in its states, in its attributes, and in modules among its attributes.
+    Parameters that the optimizer does not update itself, such as low-precision weights that a
+    wrapper updates, are found in the optimizer's states, in its attributes, and in modules among
+    its attributes.
     """
     import torch
 
@@ -92,8 +94,8 @@ def weights_of(target: Any) -> Iterator[Holding]:
 def storages_of_live_parameters() -> set[int]:
     """Return the ids of the storages of all `torch.nn.Parameter`s in the process.
 
-    The ids are those of `storages_of`. Takes about 0.1 s in a process with a million objects.
-    Leaves out parameters that existed at a `gc.freeze()`, which hides them, and parameters that
+    The ids are those of `storages_of`. The function takes about 0.1 s in a process with a million
+    objects. The result does not include parameters that a `gc.freeze()` hides, and parameters that
     reject queries.
     """
     import torch
@@ -115,7 +117,7 @@ def gradients_of(target: Any) -> Iterator[Holding]:
 
 
 def storages_of(holdings: Iterable[Holding]) -> dict[int, tuple[Any, Holding]]:
-    """Return each nonempty storage, with the first tensor found in it, by the storage's id."""
+    """Return each nonempty storage by its id, with the first tensor found in the storage."""
     found: dict[int, tuple[Any, Holding]] = {}
     for holding in holdings:
         storage = holding.tensor.untyped_storage()
@@ -125,7 +127,7 @@ def storages_of(holdings: Iterable[Holding]) -> dict[int, tuple[Any, Holding]]:
 
 
 def reshard(target: Any) -> None:
-    """Reshard a module's FSDP2 parts, as they are before each forward pass."""
+    """Reshard a module's FSDP2 parts, which are also sharded before each forward pass."""
     import torch
 
     if isinstance(target, torch.nn.Module):
@@ -174,7 +176,7 @@ def _attributes(optimizer: Any) -> dict[str, Any]:
 
 
 def parts_of(tensor: Any, what: str, is_counter: bool = False) -> Iterator[Holding]:
-    """Yield a tensor's dense tensors: those inside a DTensor or other wrapper, or itself."""
+    """Yield the dense tensors inside a DTensor or another wrapper, or a plain tensor itself."""
     import torch
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 

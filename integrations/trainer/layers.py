@@ -12,11 +12,11 @@ __all__ = ["has_separate_layers", "read_by_forward"]
 
 
 def has_separate_layers(model: Any) -> bool:
-    """Return whether each of a model's tensors is read by the forward pass of a known module.
+    """Return whether every tensor of a model is read by the forward pass of a known module.
 
-    Returns False if the model has FSDP2 modules, which gather other modules' parameters; if it has
-    scripted modules, which accept no hooks; or if the model itself cannot be called and has tensors
-    outside of modules that can be called.
+    The result is False in three cases. The model has FSDP2 modules, which gather other modules'
+    parameters. The model has scripted modules, which accept no hooks. The model itself cannot be
+    called, and has tensors outside modules that can be called.
     """
     import torch
 
@@ -27,12 +27,13 @@ def has_separate_layers(model: Any) -> bool:
 
 
 def read_by_forward(module: Any) -> Iterator[Holding]:
-    """Yield the tensors that a module reads in its forward pass, outside of its submodules' passes.
+    """Yield the tensors that a module's forward pass reads outside its submodules' forward passes.
 
-    These are its own parameters, with their gradients, its own buffers, and those of submodules
-    that cannot be called, such as a `ParameterList`. For compiled modules, and those whose class or
-    `forward` is torch's own, they include the tensors of all submodules: a `MultiheadAttention`,
-    for example, does not call its projection. A `Sequential` only calls its submodules.
+    These are the module's own parameters with their gradients, its own buffers, and the same
+    tensors of submodules that cannot be called, such as a `ParameterList`. For compiled modules,
+    and for modules whose class or `forward` is torch's own, the tensors of all submodules are
+    included, because, for example, a `MultiheadAttention` does not call its projection. An
+    exception is `Sequential`, which only calls its submodules.
     """
     import torch
 

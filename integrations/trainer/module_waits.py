@@ -1,4 +1,4 @@
-"""The waits of a model's modules for a resume in the background."""
+"""Waits of a model's modules for a background resume."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Owner(Protocol):
     """The memory of the modules.
 
     Attributes:
-        tag: its tag.
+        tag: the tag of the memory.
         has_layers: whether a forward pass waits only for the module's own tensors.
     """
 
@@ -31,13 +31,13 @@ class Owner(Protocol):
 
 
 class ModuleWaits:
-    """The `ModuleChecks` of an owner's modules. The hooks keep the owner alive."""
+    """The `ModuleChecks` for an owner's modules. The modules' hooks keep the owner alive."""
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
 
     def before_forward(self, module: Any) -> None:
-        """Wait for the module's own tensors, or for all tensors."""
+        """Wait for the module's own tensors or for all tensors."""
         tag = self._owner.tag
         if state(tag) == "mapped":
             return
@@ -48,7 +48,7 @@ class ModuleWaits:
         check_mapped(tag, "the model's forward", memory)
 
     def after_forward(self, module: Any) -> None:
-        """Let later work, such as the backward pass, wait for everything."""
+        """Make later work, such as the backward pass, wait for all tensors."""
         if self._owner.has_layers:
             order_after_arrival(self._owner.tag)
 
@@ -57,5 +57,5 @@ class ModuleWaits:
         check_mapped(self._owner.tag, "the model's load_state_dict")
 
     def before_module_save(self, module: Any) -> None:
-        """Wait for everything. A `state_dict` of a paused tag only refers to the tensors."""
+        """Wait for all tensors. For a paused tag, the `state_dict` refers to paused tensors."""
         order_after_arrival(self._owner.tag)

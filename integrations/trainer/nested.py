@@ -15,10 +15,10 @@ _SEQUENCES = (list, tuple, set, frozenset, deque, UserList)
 
 
 def leaves(value: Any, what: str = "") -> Iterator[tuple[Any, str]]:
-    """Yield the values inside containers, at any depth, each container once.
+    """Yield the values inside containers at any depth, and enter each container only once.
 
-    Containers are mappings, sequences, sets, deques, dataclasses and SimpleNamespaces. Yields any
-    other object without entering it. Does not yield keys of mappings.
+    Containers are mappings, sequences, sets, deques, dataclasses and SimpleNamespaces. Any other
+    object is yielded without being entered. The keys of mappings are not yielded.
 
     Args:
         value: the outermost container, or a single value.

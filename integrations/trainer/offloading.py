@@ -26,11 +26,13 @@ _unfinished: weakref.WeakSet[Collection] = weakref.WeakSet()
 
 
 class Offloaded:
-    """A trainer's memory in a tag, returned by `offload`. Any thread, one at a time.
+    """A handle for a trainer's memory in a tag, returned by `offload`.
 
-    The hooks on optimizers and modules keep working without this object. If targets are tensors,
-    keep this object: only during its lifetime are their gradients moved into the tag, and steps on
-    them rejected while the tag is paused.
+    Any thread may use a handle, but only one thread at a time.
+
+    The hooks on optimizers and modules continue to work without this object. If targets are
+    tensors, keep this object: their gradients are moved into the tag, and steps that use them while
+    the tag is paused are rejected, only during this object's lifetime.
 
     Attributes:
         tag: the tag, for memsaver's own functions: `memsaver.swap(out=offloaded.tag, ...)`.
@@ -57,21 +59,21 @@ class Offloaded:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the targets' tensors in the tag; other memory in the tag does not count.
+        """The bytes of the targets' tensors in the tag, without other memory in the tag.
 
-        For FSDP2 modules with gathered parameters (from a forward pass to the backward pass,
-        without `reshard_after_forward`), the gathered parameters count as elsewhere, and the shards
-        do not count.
+        If FSDP2 modules have gathered parameters (between a forward pass and the backward pass,
+        without `reshard_after_forward`), these parameters count as memory outside the tag, and the
+        shards are not counted.
         """
         return int(self._collection.bytes()[0])
 
     @property
     def bytes_elsewhere(self) -> int:
-        """Bytes of the targets' tensors on the device that are not in the tag.
+        """The bytes of the targets' tensors on the device outside the tag.
 
         This includes gradients until a pause moves them, tensors that a step has replaced, and
-        gradients that must stay in the memory of a CUDA graph or in another tag. DDP's buckets and
-        gradients that FSDP2 accumulates unsharded are not counted.
+        gradients that must stay in the memory of a CUDA graph or in another tag. DDP's buckets, and
+        gradients that FSDP2 accumulates without sharding, are not counted.
         """
         return int(self._collection.bytes()[1])
 
@@ -86,14 +88,14 @@ class Offloaded:
 
         Args:
             backup: see `memsaver.pause`.
-            wait: False returns a `memsaver.Transition` once new memory is in the tag; contents are
-                saved and memory is released on another thread. From then on the hooks reject work
-                on the memory.
+            wait: False returns a `memsaver.Transition` when new memory has been moved into the tag;
+                another thread saves the contents and releases the memory. From that moment, the
+                hooks reject work on the memory.
 
         Raises:
             InvalidStateError: this handle is closed.
-            OutOfDeviceMemoryError: there is no room to move new memory; nothing is paused, and no
-                contents have changed.
+            OutOfDeviceMemoryError: too little memory is free to move new memory. Nothing is paused,
+                and no contents have changed.
             MemsaverError: see `memsaver.pause`.
         """
         self.check_open()
@@ -108,27 +110,28 @@ class Offloaded:
     def resume(self, *, wait: bool = True) -> Report | Transition:
         """Call `memsaver.resume` on the tag.
 
-        With `wait=False`, forward and backward passes that use other memory may begin at once: if a
-        hook finds that the tag is being resumed, the work after it waits for the copies, on torch's
-        current streams. Hooks run before an optimizer's `step`, `load_state_dict` and `state_dict`,
+        With `wait=False`, forward and backward passes that use other memory can begin immediately.
+        If a hook finds that the tag is being resumed, later work on torch's current streams waits
+        for the copies. Hooks run before an optimizer's `step`, `load_state_dict` and `state_dict`,
         and before the forward pass, `load_state_dict` and `state_dict` of a module. If the resume
-        has failed, the first of these calls raises its error: the tag is paused, with its backup.
-        Other uses of the memory, such as a backward pass that adds to gradients that were paused,
-        and reading `optimizer.state`, must wait for the returned transition.
+        has failed, the first of these calls raises the resume's error; the tag is paused and its
+        backup is intact. Other uses of the memory must wait for the returned transition. Examples
+        are reading `optimizer.state`, and a backward pass that adds to gradients that were paused.
 
-        With `offload(by_layer=True)`, the forward pass of each module waits only for its own
-        parameters, their gradients and its buffers, which arrive in address order;
-        after the forward pass of the whole target, and before the calls above that are not forward
-        passes, work waits for all copies.
+        With `offload(by_layer=True)`, the forward pass of each module waits only for the module's
+        own parameters, their gradients and the module's buffers, which are restored in address
+        order. After the forward pass of the whole target, and before the other calls listed above,
+        work waits for all copies.
 
         Args:
-            wait: False returns a `memsaver.Transition` as soon as the resume has begun; with
-                `offload(by_layer=True)`, when all memory is mapped and all copies are queued. For
-                backups that are not in pinned memory or on another GPU, that is when they are read.
+            wait: False returns a `memsaver.Transition` as soon as the resume has begun. With
+                `offload(by_layer=True)`, the call returns when all memory is mapped and all copies
+                are queued. Backups that are neither in pinned memory nor on another GPU have been
+                read at this time.
 
         Raises:
             InvalidStateError: this handle is closed.
-            MemsaverError: see `memsaver.resume`; everything stays paused.
+            MemsaverError: see `memsaver.resume`. All memory of the tag stays paused.
         """
         self.check_open()
         if wait:
@@ -137,17 +140,18 @@ class Offloaded:
 
     @property
     def may_overlap(self) -> bool:
-        """Whether only calls with hooks use the memory, so other work may run during a resume.
+        """Whether only hooked calls use the memory, so that other work can run during a resume.
 
-        True for the states of optimizers, without parameters, gradients or other tensors, and for
-        modules with `offload(by_layer=True)`. Regions with the tag's name are not considered.
+        The value is True if every target is a module with `offload(by_layer=True)`, or an optimizer
+        that has only states (no parameters and no gradients) in the tag. Regions with the tag's
+        name are not considered.
         """
         return self._collection.may_overlap()
 
     def paused(self, backup: Backup | None = None) -> Block[Report]:
-        """Call `memsaver.paused` on the tag, for a block or each call of a decorated function.
+        """Call `memsaver.paused` on the tag for a block or for each call of a decorated function.
 
-        A tag that is paused already stays paused. Errors are those of `pause` and `resume`.
+        A tag that is already paused stays paused. The errors are those of `pause` and `resume`.
         """
 
         def pausing() -> Block[Report]:
@@ -159,19 +163,21 @@ class Offloaded:
     def close(self) -> None:
         """Remove all hooks. Closing twice is allowed.
 
-        The tensors stay in the tag, at their addresses, and the tag can still be paused by its
-        name. New memory is no longer moved.
+        The tensors stay in the tag at the same addresses, and the tag can still be paused by its
+        name. New memory is no longer moved into the tag.
 
         Raises:
-            InvalidStateError: the tag is paused; without the hooks, a step would not be rejected.
+            InvalidStateError: the tag is paused. Without the hooks, a step on the paused memory
+                would not be rejected.
         """
         close_all([self])
 
     def check_open(self, advice: str = "") -> None:
-        """Raise `InvalidStateError` if this was closed.
+        """Raise `InvalidStateError` if this handle is closed.
 
         Args:
-            advice: the advice in the message; "" advises a caller that wants to pause or resume.
+            advice: the advice in the message; "" selects the advice for callers of `pause` and
+                `resume`.
         """
         if self._is_closed:
             advice = advice or (
@@ -186,10 +192,10 @@ class Offloaded:
 
 
 def close_all(handles: Sequence[Offloaded]) -> None:
-    """Close several handles, or none of them.
+    """Close several handles; if an error is raised, close none.
 
     Raises:
-        InvalidStateError: the tag of a handle is paused; no handle was closed.
+        InvalidStateError: the tag of a handle is paused. No handle was closed.
     """
     with signals_deferred():
         waiting = [handle for handle in handles if not handle.is_closed]
@@ -213,70 +219,72 @@ def offload(
     gradients: bool = True,
     by_layer: bool = False,
 ) -> Offloaded:
-    """Put a trainer's memory into a tag, so that a pause releases it and a resume restores it.
+    """Move a trainer's memory into a tag, so that a pause releases it and a resume restores it.
 
-    A step after a resume is bitwise identical to the same step without the pause. Addresses change
-    once: those of existing memory in this call, those of later states after the step that creates
-    them, and those of gradients in the first pause that finds them. CPU tensors, such as step
-    counters, and sparse tensors stay where they are.
+    A step after a resume is bitwise identical to the same step without the pause. The address of
+    each tensor changes once: in this call for existing memory, after the step that creates them for
+    later states, and in the first pause that finds them for gradients. CPU tensors (such as step
+    counters) and sparse tensors are not moved.
 
     Args:
         targets: optimizers (their states), modules (their parameters and buffers), tensors (such as
-            master weights that another object keeps); lists or dicts of those. Optimizers inside an
-            optimizer or a wrapper, in attributes or in containers in them, are targets too.
-            FSDP2 modules are resharded.
-        tag: the tag; None is "optimizer" if the first target is an optimizer, otherwise "model". A
-            tag may have several handles, and regions too.
-        backup: see `memsaver.region`. With "none" a pause discards the contents. None keeps the
-            tag's backup, and means "host" for a tag without a backup.
-        parameters: whether an optimizer's parameters are moved too, for an optimizer with its own
-            master weights. In a plain trainer the optimizer's parameters are the model's weights:
-            with False, they stay in place, and so do states that share their memory; to move them,
-            offload the model.
-        gradients: whether gradients, if there are any, are moved into the tag before each pause.
-        by_layer: promises that until the end of the model's forward pass, each parameter and buffer
-            is read only by the forward pass of a module that has it among its own, or after such a
-            pass, and that every such pass is a call of the module. A forward pass can then begin
-            before all parameters have arrived (see `Offloaded.resume`). A model breaks the promise
-            if a module reads a parameter of another module that was not called before, as a fused
-            loss reads `lm_head.weight`, or if a compiled function calls the model's modules. For
-            compiled modules and modules of torch's own classes, such as `MultiheadAttention`, the
-            parameters of all submodules count as their own. Models with FSDP2 modules or scripted
-            modules always wait for everything.
+            master weights that another object owns), or lists or dicts of these objects. Optimizers
+            in the attributes of an optimizer or a wrapper, or in containers in these attributes,
+            are also targets. FSDP2 modules are resharded.
+        tag: the tag; None means "optimizer" if the first target is an optimizer, otherwise "model".
+            A tag can have several handles, and can also have regions.
+        backup: see `memsaver.region`. With "none", a pause discards the contents. None means the
+            tag's present backup, or "host" for a tag without a backup.
+        parameters: whether an optimizer's parameters are also moved, for an optimizer with its own
+            master weights. In a plain trainer, the optimizer's parameters are the model's weights.
+            With False, the parameters and any states that share their memory stay in place; to move
+            the parameters, offload the model.
+        gradients: whether existing gradients are moved into the tag before each pause.
+        by_layer: whether a forward pass can begin before all parameters are restored (see
+            `Offloaded.resume`). True is a promise by the caller: until the end of the model's
+            forward pass, each parameter and buffer is read only during or after the forward pass of
+            a module that owns it, and every such forward pass is a call of the module. A model
+            breaks the promise if a module reads a parameter of another module that was not called
+            before (as a fused loss reads `lm_head.weight`), or if a compiled function calls the
+            model's modules. For compiled modules and modules of torch's own classes, such as
+            `MultiheadAttention`, the parameters of all submodules count as their own. Models with
+            FSDP2 modules or scripted modules always wait for all memory.
 
     Existing memory is moved in this call. Later memory is moved after the step that created it,
-    after `load_state_dict`, and before each pause of the tag. An optimizer's states are searched
-    for in its `state`, its `param_groups` and its attributes, inside mappings, sequences, sets,
-    dataclasses and `SimpleNamespace`s, but not inside other objects. Tensors of one element in
+    after `load_state_dict`, and before each pause of the tag. The search for an optimizer's states
+    covers its `state`, its `param_groups` and its attributes. It enters mappings, sequences, sets,
+    dataclasses and `SimpleNamespace`s, but no other objects. Single-element tensors in
     `param_groups` and attributes, such as learning rates, stay in place.
 
-    Moving gradients or states needs free memory for a batch of them (at most 512 MiB, or a single
-    larger one) and empties torch's cache.
+    Moving gradients or states needs free memory for one batch of tensors (at most 512 MiB, or a
+    single larger tensor), and empties torch's cache.
 
     While the tag is paused, the optimizers' `step` and `load_state_dict`, and the forward pass and
-    `load_state_dict` of the modules and their parts, raise InvalidStateError. So does a step whose
-    parameters, gradients or states are in another tag that is paused. Other uses of the memory are
-    not detected: backward, clipping, `zero_grad(set_to_none=False)`, a gradient scaler's `unscale_`
-    and `step`, replays of CUDA graphs, the forward pass of a model that is not a target, and the
-    forward pass of a compiled model, unless the target is the result of `torch.compile`, or it was
-    compiled in place (`Module.compile`) before the pause. Users of the memory's address (DLPack
-    consumers, CUDA array interfaces) must be created after the call.
+    `load_state_dict` of the modules and their parts, raise InvalidStateError. A step whose
+    parameters, gradients or states are in another paused tag also raises InvalidStateError. Other
+    uses of the memory are not detected: backward passes, clipping, `zero_grad(set_to_none=False)`,
+    a gradient scaler's `unscale_` and `step`, replays of CUDA graphs, and the forward pass of a
+    model that is not a target. The forward pass of a compiled model is detected only if the target
+    is the result of `torch.compile`, or if the target was compiled in place (`Module.compile`)
+    before the pause. Users of the memory's address (DLPack consumers, CUDA array interfaces) must
+    be created after the call.
 
-    Before you capture CUDA graphs that use the memory, call this and run a first step; if gradients
-    exist across the capture and `gradients` is on, run a first pause with gradients too. No other
-    thread may use the memory during the call. An interrupt is raised after everything is moved; the
-    same call then returns the handle.
+    Before you capture CUDA graphs that use the memory, call this function and run a first step. If
+    gradients exist across the capture and `gradients` is True, also run a first pause with
+    gradients. No other thread may use the memory during the call. An interrupt is raised after
+    everything is moved; repeating the call returns the handle.
 
     Raises:
         ConfigError: a target has an unsupported type or accepts no hooks, the backup is unknown, or
             memory must stay in place, for example because it is in another tag. Nothing is moved,
             and the tag is unchanged.
-        InvalidStateError: the tag is paused, or the thread is inside torch's `use_mem_pool`; or, on
-            the simulated driver, something other than a Python tensor uses the memory.
-        OutOfDeviceMemoryError: there is no room for the move. Memory moved before the failure is in
-            the tag, and the rest stays where it was; all of it can be used, and repeating the call
-            moves the rest. Until that call succeeds, operations on the targets while the tag is
-            paused still raise InvalidStateError, as described above.
+        InvalidStateError: the tag is paused, or the thread is inside torch's `use_mem_pool`. On the
+            simulated driver, also raised if something other than a Python tensor uses the memory.
+        OutOfDeviceMemoryError: too little memory is free for the move. Memory that was moved before
+            the failure is in the tag, and all other memory stays in place. All of the memory can be
+            used, and repeating the call moves the remaining memory. Even before a repeated call
+            succeeds, operations on the targets while the tag is paused raise InvalidStateError, as
+            described above.
         NotLoadedError: torch is not installed, or there is no CUDA driver.
     """
     try:
@@ -321,5 +329,5 @@ def offload(
 
 
 def has_no_backup(tag: str) -> bool:
-    """Return whether a pause would lose contents: the tag has no backup, or is unknown."""
+    """Return whether a pause would lose contents because the tag is unknown or has no backup."""
     return policy_of(check_tag(tag)) in ("none", None)

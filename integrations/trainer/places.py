@@ -1,4 +1,4 @@
-"""The place of a storage: in movable memory, in a tag, or in a private pool."""
+"""The locations of storages: movable memory, a tag, or a private pool."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ __all__ = ["Places", "tag_of"]
 
 
 def tag_of(storage: Any) -> str | None:
-    """Return the tag of a storage's memory, in any state of the tag; None if it is in no tag."""
+    """Return the tag of a storage's memory, in any state of the tag; None if there is no tag."""
     found = _C.locate(storage.data_ptr())
     return found[0] if found is not None else None
 
 
 class Places:
-    """The owners of storages' memory at the time when this object was created."""
+    """The owners of the memory of storages when this object was created."""
 
     def __init__(self) -> None:
         pools = torch_pools(required=False)
         self._private = pools.private_ranges() if pools is not None else []
 
     def obstacle(self, storage: Any, tag: str) -> str | None:
-        """Return the reason why a storage cannot be moved into `tag`; None if it can."""
+        """Return the reason why a storage cannot be moved into `tag`; None if it is movable."""
         other = tag_of(storage)
         if other is not None and other != tag:
             return f"is already in tag {other!r}: pause and resume that tag instead"

@@ -1,4 +1,4 @@
-"""References to Python objects that the garbage collector and local variables reveal."""
+"""References to Python objects, found through the garbage collector and local variables."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def references_to(objects: list[Any]) -> Counter[int]:
     """Count the references to each object from containers (except `objects`) and local variables.
 
     Returns:
-        The number of references, by the object's id.
+        The number of references to each object, by the object's id.
     """
     ids = set(map(id, objects))
     found = Counter(id(value) for value in _local_values() if id(value) in ids)
@@ -57,13 +57,14 @@ def references_to(objects: list[Any]) -> Counter[int]:
 
 
 def buffers_in_use() -> list[tuple[range, str]]:
-    """Find the numpy arrays and writable buffers that containers and local variables refer to.
+    """Find numpy arrays and writable buffers to which containers and local variables refer.
 
     Buffers are the objects of the standard library whose memory torch can use: bytearrays,
     memoryviews, `array.array`s, memory maps, and arrays and structures of ctypes.
 
     Returns:
-        The addresses of each, and its name for messages, such as "buffer of type bytearray".
+        The addresses of each array or buffer, and its name for messages, such as "buffer of type
+        bytearray".
     """
     kinds = [
         getattr(sys.modules[module], name)
@@ -94,7 +95,7 @@ def _is_array(buffer: Any) -> bool:
 
 
 def _addresses(buffer: Any) -> range:
-    """Return an array's or a buffer's addresses; an empty range if it is empty or read-only."""
+    """Return the address range of an array or a buffer, which is empty for read-only memory."""
     if _is_array(buffer):
         return _addresses_of_array(buffer)
     try:
@@ -137,7 +138,7 @@ def _kinds(kind: type) -> Iterator[type]:
 def _local_values() -> Iterator[Any]:
     """Yield the local variables of the functions on all threads' stacks.
 
-    Leaves out generators and coroutines, whose variables the collector reports.
+    Generators and coroutines are omitted, because the garbage collector reports their variables.
     """
     frame: FrameType | None
     for thread, frame in sys._current_frames().items():

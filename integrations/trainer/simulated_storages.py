@@ -1,7 +1,7 @@
-"""Moves the storages of CPU tensors, which represent CUDA tensors on the simulated driver.
+"""Moves of the storages of CPU tensors that represent CUDA tensors on the simulated driver.
 
-A CPU storage cannot be resized into memory of the simulator, so every tensor that shares a storage
-is found and redirected to a new one. If a tensor cannot be found, nothing is moved.
+A CPU storage cannot be reallocated in the simulator's memory, so all tensors that share a storage
+are found and redirected to a new storage. If a tensor cannot be found, nothing is moved.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ __all__ = ["SimulatedStorages"]
 
 
 class SimulatedStorages:
-    """The memory of CPU tensors, except step counters, which stay on the host even with a GPU."""
+    """The memory of CPU tensors except step counters, which stay on the host even with a GPU."""
 
     def takes(self, holding: Holding) -> bool:
         """Return whether a tensor would be in device memory on a GPU."""
         return holding.tensor.device.type == "cpu" and not holding.is_counter
 
     def move(self, tensors: list[Any], tag: str) -> None:
-        """Move the storages of tensors, with their contents, into memory of the tag.
+        """Move the storages of tensors, with their contents, into the tag's memory.
 
         All tensors that use these storages refer to the new memory afterwards.
 
         Raises:
-            InvalidStateError: something other than a Python tensor uses a storage, and nothing was
-                moved; or a tensor rejects the new memory, and only storages before its own were
-                moved.
-            OutOfDeviceMemoryError: only storages before the failing one were moved, as on a GPU.
+            InvalidStateError: something other than a Python tensor uses a storage, in which case
+                nothing was moved; or a tensor rejects the new memory, in which case only storages
+                before its own storage were moved.
+            OutOfDeviceMemoryError: only the storages before the failing storage were moved, as on a
+                GPU.
         """
         import torch
 
@@ -57,11 +58,11 @@ class SimulatedStorages:
                 _move(tensors[at], aliases.of(at), tag)
 
     def trim(self, tag: str) -> None:
-        """Do nothing: deleted tensors leave no cached memory here."""
+        """Do nothing, because deleted tensors leave no cached memory on the simulated driver."""
 
 
 def _move(tensor: Any, users: list[Any], tag: str) -> None:
-    """Move the storage of a tensor for all its users, or for none of them.
+    """Move the storage of a tensor for all of its users or for none.
 
     No variable refers to the storage, because an exception's traceback keeps variables alive,
     and a reference to the storage would prevent a later move.
@@ -93,7 +94,7 @@ def _move(tensor: Any, users: list[Any], tag: str) -> None:
 
 
 def _point(tensor: Any, storage: list[Any]) -> None:
-    """Make a tensor use the storage in the list; keep its version, class and autograd graph."""
+    """Make a tensor use the storage in the list; preserve its version, class and autograd graph."""
     import torch
 
     is_inference = tensor.is_inference()

@@ -12,14 +12,13 @@ __all__ = ["targets_in"]
 
 
 def targets_in(values: Any) -> list[Any]:
-    """Return the targets in a container, each once, in their order.
+    """Return the targets in a container in order, without duplicates.
 
-    A module or a tensor is a target itself. For an optimizer or a wrapper such as accelerate's, the
-    targets are all optimizers inside it.
+    A module or a tensor is itself a target. For an optimizer or a wrapper such as accelerate's, all
+    optimizers inside the object are targets.
 
     Raises:
-        ConfigError: a value is not a target and has no optimizer inside, or a module is not
-            hashable.
+        ConfigError: a value is not a target and contains no optimizer, or a module is not hashable.
     """
     import torch
 
@@ -50,10 +49,10 @@ def _check_hash(module: Any) -> None:
 
 
 def _optimizers_in(target: Any) -> list[Any]:
-    """Return the optimizers in an optimizer or a wrapper, including itself, the outermost first.
+    """Return the optimizers in an optimizer or a wrapper, including the object, outermost first.
 
-    Omits wrappers that derive from torch's class without initialising it and only forward calls to
-    another optimizer.
+    Wrappers that derive from torch's class without initialising it, and only forward calls to
+    another optimizer, are omitted.
     """
     import torch
 

@@ -1,15 +1,16 @@
 """memsaver as vLLM's sleep mode allocator.
 
-With memsaver installed, an unmodified vLLM with `enable_sleep_mode=True` allocates its weights and
-its KV cache through memsaver, and sleeps and wakes up through it, in every worker; nothing has to
-be imported or configured. `memsaver.integrations.vllm.plugin` describes the mechanism, and
-`memsaver.integrations.vllm.settings` the variables that configure it.
+If memsaver is installed, an unmodified vLLM with `enable_sleep_mode=True` uses memsaver in every
+worker to allocate its weights and its KV cache, to sleep and to wake up. No import or configuration
+is needed. `memsaver.integrations.vllm.plugin` describes the mechanism, and
+`memsaver.integrations.vllm.settings` describes the environment variables for its configuration.
 
-A program that drives an engine imports from this package: `SleepController`, its status and
-reports, and the errors that it raises in addition to memsaver's own. The other modules implement
-`memsaver.integrations.engine` for vLLM.
+A program that controls an engine imports the following from this package: `SleepController`, its
+status and reports, and the errors that it raises in addition to memsaver's own errors. The other
+modules implement `memsaver.integrations.engine` for vLLM.
 
-Importing this package imports neither vLLM nor torch. It does not replace the name `vllm`.
+Importing this package imports neither vLLM nor torch. The name `vllm` still refers to vLLM's own
+package.
 """
 
 from __future__ import annotations

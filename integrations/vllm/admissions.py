@@ -1,8 +1,8 @@
 """Hooks in vLLM's `AsyncLLM` for requests to a sleeping engine.
 
-The hooks apply the policy of `settings.policy_of` before a request is sent to the engine cores.
-The cores' own guard (`guard`) makes the final check: if it refuses the request, because a release
-arrived first, the request is sent again, or raises the same error.
+The hooks apply the policy of `settings.policy_of` before a request is sent to the engine cores. The
+cores' own guard (`guard`) makes the final check. If the guard refuses the request because a release
+arrived first, the request is sent again or raises the same error.
 
 | policy | a request that needs released memory |
 |---|---|
@@ -11,9 +11,9 @@ arrived first, the request is sent again, or raises the same error.
 | wake | resumes the memory that it needs; if too little is free, retries for a time, then raises |
 
 An abort ends a request that is held, or that an engine core has refused, with
-`RequestAbortedError`, and a client that disconnects cancels it. If the engine exits, held requests
-raise vLLM's `EngineDeadError`. Without `enable_sleep_mode`, and if an allocator other than memsaver
-has released the memory, the hooks do nothing.
+`RequestAbortedError`. A client that disconnects cancels its request. If the engine exits, held
+requests raise vLLM's `EngineDeadError`. The hooks do nothing without `enable_sleep_mode`, or if an
+allocator other than memsaver has released the memory.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class VllmAdmission(Admission):
     """An engine's `Admission`.
 
     Attributes:
-        is_ours: whether memsaver manages the engine's memory; None until a query of an engine with
-            released memory has determined it. If False, new requests bypass the admission; held
-            requests can still be aborted.
+        is_ours: whether memsaver manages the engine's memory; None until this has been determined
+            by a query of an engine with released memory. If False, new requests bypass the
+            admission; held requests can still be aborted.
     """
 
     is_ours: bool | None = None
@@ -75,7 +75,7 @@ def admission_of(engine: Any) -> VllmAdmission | None:
 
 
 def get_admission(engine: Any, sleeper: Callable[[Any], Any]) -> VllmAdmission | None:
-    """Return an engine's `Admission`, created by the first call; None if it has none."""
+    """Return an engine's `Admission`, which the first call creates; None if there is none."""
     found = vars(engine).get(_ATTRIBUTE, False)
     if found is False:
         is_on = settings.is_on() and engine.vllm_config.model_config.enable_sleep_mode
@@ -125,7 +125,7 @@ class _AsyncCores(Cores):
 
 
 def record_memory(engine: Any, memory: Memory) -> frozenset[str]:
-    """Record the manager and the lost contents of an engine's memory; return its released tags."""
+    """Record an engine's allocator and its memory's lost contents; return the released tags."""
     admission: VllmAdmission = vars(engine)[_ATTRIBUTE]
     if memory.is_others:
         admission.is_ours = False
@@ -137,7 +137,7 @@ def record_memory(engine: Any, memory: Memory) -> frozenset[str]:
 
 
 async def _checked(engine: Any, work: Awaitable[Any]) -> Any:
-    """Return the result of a sleep or a wake-up, or raise its typed error."""
+    """Return the result of a sleep or a wake-up, or raise an error of the original type."""
     try:
         return await alive(engine, work)
     except Exception as error:
@@ -173,8 +173,8 @@ async def _changed(engine: Any, work: Callable[[], Awaitable[Any]], **change: An
 def assumed_asleep_if_interrupted(admission: VllmAdmission) -> Iterator[None]:
     """Record all memory as released if the block is interrupted or cancelled.
 
-    The engine core may still carry out the block's sleep or wake-up. Each request queries the
-    engine before it is refused, wakes the engine, or has waited for more than a second; the query
+    The engine core might still perform the block's sleep or wake-up. Before a request is refused or
+    wakes the engine, and when it has waited for more than a second, the engine is queried, which
     corrects the record.
     """
     try:
@@ -192,7 +192,7 @@ def record_change(
     """Record a successful sleep or wake-up without querying the engine.
 
     Returns:
-        Whether the change is known; otherwise the caller queries the engine.
+        Whether the new state is known; if False, the caller must query the engine.
     """
     if level == 0:
         return True
@@ -235,10 +235,10 @@ def _admitted(
 
 
 async def _is_gone(engine: Any) -> bool:
-    """Return False: a client that disconnects cancels the task of its held request.
+    """Return False, because a client that disconnects cancels the task of its held request.
 
     Raises:
-        EngineDeadError: vLLM's error; the engine has exited.
+        EngineDeadError: the engine has exited (this class is vLLM's).
     """
     if engine.errored:
         raise engine.dead_error
@@ -284,7 +284,7 @@ class _Generation:
         return None
 
     def refused_part(self, output: Any) -> None:
-        """Return None: each of vLLM's requests has one prompt."""
+        """Return None, because each request to vLLM has only one prompt."""
 
     async def take_back(self, deadline: float) -> None:
         if self._refusal is not None and isinstance(self._prompt, AsyncGenerator):
@@ -311,12 +311,12 @@ async def abort(
 def process_outputs(
     original: Callable[..., Any], processor: Any, outputs: Any, *args: Any, **named: Any
 ) -> Any:
-    """Wrap `OutputProcessor.process_outputs`: end the requests that an engine core has refused.
+    """Wrap `OutputProcessor.process_outputs`, and end the requests that an engine core refused.
 
     The guard sends refusals in separate messages.
 
     Raises:
-        EngineAsleepError: an `LLMEngine`'s request was refused.
+        EngineAsleepError: a request of an `LLMEngine` was refused.
     """
     if not outputs or asleep_in(outputs[0].stop_reason) is None:
         return original(processor, outputs, *args, **named)

@@ -27,14 +27,15 @@ _NAMES = {"cudagraph": GRAPH}  # vLLM's tags that have another name in memsaver
 
 
 class MemsaverAllocator:
-    """Implements the `CuMemAllocator` of vLLM 0.26 and 0.33 with memsaver.
+    """An implementation of the `CuMemAllocator` of vLLM 0.26 and 0.33 with memsaver.
 
-    Each vLLM tag is a memsaver tag with the same name, except that CUDA graphs are in
-    `cuda_graph`. There is one allocator per process, which vLLM's worker uses on one thread.
+    Each vLLM tag corresponds to a memsaver tag with the same name, except that CUDA graphs have the
+    memsaver tag `cuda_graph`. Each process has one allocator, which vLLM's worker uses on one
+    thread.
 
-    Inside a `steps.Step`, `sleep`, `discard` and `wake_up` are collective, and change all ranks or
-    none. A call that fails leaves the tags as they were, except that contents without a backup may
-    be lost. Raises memsaver's errors.
+    Inside a `steps.Step`, `sleep`, `discard` and `wake_up` are collective calls that change all
+    ranks or none. A failed call leaves the tags unchanged, except that contents without a backup
+    can be lost. Raises memsaver's errors.
     """
 
     default_tag = "default"
@@ -51,7 +52,7 @@ class MemsaverAllocator:
 
     @contextlib.contextmanager
     def use_memory_pool(self, tag: str | None = None) -> Iterator[None]:
-        """Put tensors that are created in the block into a tag. Blocks may be nested.
+        """Assign tensors that are created during the block to a tag. Blocks may be nested.
 
         Raises:
             InvalidStateError: the tag's memory is released.
@@ -67,7 +68,7 @@ class MemsaverAllocator:
 
     @contextlib.contextmanager
     def cudagraph_pool(self) -> Iterator[tuple[int, int]]:
-        """Yield the id of the pool for captures of CUDA graphs whose memory is released too."""
+        """Yield the id of the pool for CUDA graphs whose memory a sleep also releases."""
         yield self.graph_pool()
 
     def graph_pool(self) -> tuple[int, int]:
@@ -80,7 +81,7 @@ class MemsaverAllocator:
         return int(first), int(second)
 
     def get_current_usage(self) -> int:
-        """Return the bytes of the live allocations, whether mapped or released."""
+        """Return the number of bytes of all live allocations, both mapped and released."""
         if self._allocated():
             gc.collect()
             _release_free_memory()
@@ -88,7 +89,7 @@ class MemsaverAllocator:
 
     @property
     def pointer_to_data(self) -> dict[int, Any]:
-        """The `AllocationData` of each live allocation, by address."""
+        """A mapping from the address of each live allocation to its `AllocationData`."""
         from vllm.device_allocator import AllocationData
 
         found = {}
@@ -121,11 +122,11 @@ class MemsaverAllocator:
         return tuple(tag for tag in self._tags if not moves.is_mapped([tag]) and names_of(tag))
 
     def discards(self, tag: str) -> bool:
-        """Return whether the last release of a tag did not keep its contents."""
+        """Return whether the last release of a tag discarded the tag's contents."""
         return self._saved.get(tag) == "none"
 
     def sleep(self, offload_tags: Sequence[str] | str | None = None) -> None:
-        """Release all memory. The contents of `offload_tags`, RUNTIME and CUDA graphs are kept.
+        """Release all memory. Keep the contents of `offload_tags`, RUNTIME and CUDA graphs.
 
         Args:
             offload_tags: vLLM's tags; None means the tag "default".
@@ -138,7 +139,7 @@ class MemsaverAllocator:
 
     @contextlib.contextmanager
     def only(self, tags: Sequence[str]) -> Iterator[None]:
-        """Restrict the releases and the wake-ups in the block to these tags."""
+        """Restrict all releases and wake-ups during the block to these tags."""
         self._chosen = frozenset(tags)
         try:
             yield
@@ -147,9 +148,9 @@ class MemsaverAllocator:
 
     @contextlib.contextmanager
     def rewriting(self, tags: Sequence[str]) -> Iterator[None]:
-        """Do not restore these tags in the wake-ups in the block: they are about to be rewritten.
+        """Skip restoring these tags in wake-ups during the block, because they will be rewritten.
 
-        If such a wake-up fails, the contents are lost if any rank had already mapped the tag.
+        If such a wake-up fails after any rank has mapped the tag, the contents are lost.
         """
         self._rewritten = frozenset(tags)
         try:
@@ -168,7 +169,7 @@ class MemsaverAllocator:
         self._pause({tag: "none" for tag in self._tags if tag in names})
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Map the memory of these tags again, with the contents that were kept.
+        """Map the memory of these tags again, and restore the contents that were kept.
 
         Args:
             tags: vLLM's tags; None means all. Tags other than the weights and the KV cache are
@@ -228,7 +229,7 @@ class MemsaverAllocator:
         return sum(int(row["allocated_bytes"]) for row in _C.stats() if row["tag"] in names)
 
     def _forget_freed(self, name: str) -> None:
-        """Map a tag that a deleted engine left released, if all of its memory was freed."""
+        """Map a tag that a deleted engine left released, if all memory of the tag was freed."""
         for part in names_of(name):
             if memsaver.state(part) == "paused" and not memsaver.ranges(part):
                 memsaver.resume(part)

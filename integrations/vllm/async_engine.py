@@ -25,12 +25,12 @@ _ABORT_SECONDS = 5.0  # to abort a generation, after the generation's own timeou
 class AsyncEngine(Local):
     """An `AsyncLLM` in this process.
 
-    Any thread may call it, except the thread of the engine's event loop.
+    Any thread may make calls, except the thread of the engine's event loop.
 
     Args:
         engine: the AsyncLLM.
-        loop: its event loop, which another thread runs; None means the loop in which the AsyncLLM
-            was created or first used.
+        loop: the AsyncLLM's event loop, which another thread must run; None means the loop in which
+            the AsyncLLM was created or first used.
 
     Raises:
         ConfigError: the AsyncLLM has no event loop yet.
@@ -65,12 +65,12 @@ class AsyncEngine(Local):
         return self.run(name, lambda: calls[name](**arguments), timeout)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """See `Engine`. Takes the arguments of `AsyncLLM.generate` and returns its last output.
+        """See `Engine`; return the last output of `AsyncLLM.generate` for these arguments.
 
         Args:
             args: the arguments.
-            kwargs: the arguments, and `timeout`: seconds for the call, by default an hour.
-                `request_id` may be missing.
+            kwargs: the keyword arguments, and `timeout`, the time limit for the call in seconds
+                (one hour by default). `request_id` may be missing.
         """
         timeout = kwargs.pop("timeout", GENERATION_SECONDS)
         if len(args) < 3:
@@ -106,7 +106,7 @@ class AsyncEngine(Local):
     def run(
         self, what: str, work: Callable[[], Coroutine[Any, Any, Result]], timeout: float
     ) -> Result:
-        """See `Local`. Runs a coroutine on the engine's event loop."""
+        """See `Local`. Run a coroutine on the engine's event loop."""
         check_call(timeout, self.death(), self._loop)
 
         async def submit() -> Result:

@@ -1,4 +1,4 @@
-"""vLLM as a `Backend` for rollouts: an engine in this process, or a server at a URL.
+"""vLLM as a `Backend` for rollouts, as an engine in this process or a server at a URL.
 
 For vLLM 0.26 and newer.
 """
@@ -31,12 +31,12 @@ def backend_of(
     Args:
         engine: a `vllm.LLM` or an `AsyncLLM` in this process, or a server's URL.
         api_key: the server's API key.
-        timeout: seconds for the query of the engine's arguments and state.
+        timeout: the time limit in seconds for the query of the engine's arguments and state.
         level: see `SleepController`.
 
     Raises:
-        ConfigError: `engine` is none of these, or the address, the key or the timeout is invalid.
-            No message contains the key.
+        ConfigError: `engine` is of another type, or the address, the key or the timeout is invalid.
+            Error messages never contain the key.
         NotLoadedError: `engine` is a URL, and httpx is not installed
             (`pip install "memsaver[http]"`).
         EngineError: the engine cannot be reached in time.
@@ -48,9 +48,10 @@ class VLLMBackend(WeightCalls):
     """See `engine.interface.Backend`.
 
     Args:
-        link: the connection with the engine.
-        timeout: seconds for the query of the engine's arguments and state.
-        end: shuts the engine down; called once. None if the engine's owner does this.
+        link: the connection to the engine.
+        timeout: the time limit in seconds for the query of the engine's arguments and state.
+        end: a function that shuts the engine down, which is called once; None if the engine's owner
+            shuts it down.
         level: see `SleepController`.
     """
 

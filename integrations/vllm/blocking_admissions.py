@@ -1,7 +1,7 @@
 """Hooks in vLLM's `LLMEngine`, which `LLM` uses, for requests to a sleeping engine.
 
 The policy is the same as that of an `AsyncLLM`; see `admissions`. The calling thread waits. While
-it waits for a wake-up by another thread or process, it queries the engine once per second.
+waiting for a wake-up by another thread or process, the thread queries the engine once per second.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def admission_of(engine: Any) -> VllmAdmission | None:
 
 
 class _Core(Cores):
-    """See `Sleeper`. The calls block the event loop, which runs nothing else."""
+    """See `Sleeper`. The calls block the event loop, which has no other tasks."""
 
     async def released(self) -> frozenset[str] | None:
         setattr(self._engine, _TOUCHED, time.monotonic())
@@ -131,7 +131,7 @@ def _changed(engine: Any, work: Callable[[], Any], **change: Any) -> Any:
 
 
 def _checked(engine: Any, work: Callable[[], Any]) -> Any:
-    """Return the result of a sleep or a wake-up, or raise its typed error."""
+    """Return the result of a sleep or a wake-up, or raise an error of the original type."""
     try:
         return work()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The requests to vLLM's engine core that need memory, and the tags that each needs."""
+"""The requests to vLLM's engine core that need memory, and the tags that each request needs."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ class Need(NamedTuple):
     """The memory that a request needs.
 
     Attributes:
-        tags: the tags.
-        what: the request's operation, for the error message.
-        reads: whether it reads the contents; False if it only replaces them.
+        tags: the tags that the request needs.
+        what: the name of the request's operation, for error messages.
+        reads: whether the request reads the contents; False if it only replaces the contents.
     """
 
     tags: frozenset[str]
@@ -123,11 +123,11 @@ _HARMLESS = frozenset(
 
 
 def need_of(method: object, args: Sequence[Any] = ()) -> Need | None:
-    """Return the memory that a call of the engine core needs; None if it is not known to need any.
+    """Return the memory that a call of the engine core needs; None if no need is known.
 
     Args:
         method: the name of the method, of the engine core or of its workers.
-        args: the arguments; the first one of `collective_rpc` is the workers' method.
+        args: the arguments; the first argument of `collective_rpc` is the workers' method.
     """
     method = _method_of(method, args)
     return _NEEDS.get(method) if isinstance(method, str) else None
@@ -139,7 +139,7 @@ def is_query(method: object, args: Sequence[Any]) -> bool:
 
 
 def is_known(method: object) -> bool:
-    """Return whether it is known which memory a method of the workers needs."""
+    """Return whether the memory that a method of the workers needs is known."""
     return isinstance(method, str) and (
         method in _NEEDS or method in _QUERIES or method in _HARMLESS
     )
@@ -150,7 +150,7 @@ def _method_of(method: object, args: Sequence[Any]) -> object:
 
 
 def check_level(level: object) -> None:
-    """Raise `ConfigError` if vLLM has no such level of sleep."""
+    """Raise `ConfigError` if vLLM does not support this sleep level."""
     if level not in _LEVELS:
         raise ConfigError(
             f"level {level!r} of sleep does not exist: it must be 0 (scheduling stops), 1 (the "

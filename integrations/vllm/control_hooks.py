@@ -1,4 +1,4 @@
-"""Hooks in the methods that `AsyncLLM` and `LLMEngine` have in common, except for generations."""
+"""Hooks in the methods that both `AsyncLLM` and `LLMEngine` have, other than generation methods."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ class ControlHooks:
     """Wraps an engine's methods. The wrapped methods of an `AsyncLLM` return awaitables.
 
     Args:
-        change: makes a call that releases or resumes memory; `level` and `woken` describe it.
-        call: makes a call, or a query if its need is None, that may need released memory.
+        change: the function that makes a call that releases or resumes memory; `level` and `woken`
+            describe the call.
+        call: the function that makes a call that can need released memory, or a query if the call's
+            need is None.
     """
 
     def __init__(self, change: Callable[..., Any], call: Callable[..., Any]) -> None:
@@ -25,7 +27,7 @@ class ControlHooks:
     def sleep(
         self, original: Callable[..., Any], engine: Any, level: int = 1, mode: str = "abort"
     ) -> Any:
-        """Wrap `sleep`. Raises `ConfigError` if vLLM has no such level."""
+        """Wrap `sleep`. Raises `ConfigError` for an unsupported level."""
         check_level(level)
         return self._change(engine, lambda: original(engine, level, mode), level=level)
 
@@ -42,7 +44,7 @@ class ControlHooks:
     def collective_rpc(
         self, original: Callable[..., Any], engine: Any, method: Any, *args: Any, **named: Any
     ) -> Any:
-        """Wrap `collective_rpc`, which weight updates use as well."""
+        """Wrap `collective_rpc`, which weight updates also use."""
         work = functools.partial(original, engine, method, *args, **named)
         if method in CHANGES:
             return self._change(engine, work)

@@ -1,14 +1,16 @@
-"""Answers memsaver's calls in vLLM's engine core, which knows the requests in flight.
+"""Answers to memsaver's calls in vLLM's engine core, where the requests in flight are known.
 
-The calls come through vLLM's collective_rpc, the one function that every client of an engine can
-call by any name: an LLM, an AsyncLLM and a server's /collective_rpc. The state, a release and a
-resume of tags, and the engine's description are answered here; other calls go to the workers.
+The calls arrive through vLLM's collective_rpc, which is the only function through which every
+client (an LLM, an AsyncLLM and a server's /collective_rpc) can call methods by arbitrary names.
+This module answers queries of the state and of the engine's description, and releases and resumes
+tags; other calls are passed to the workers.
 
-To release the weights and the KV cache, this module calls vLLM's own sleep, and to resume them,
-vLLM's wake-up, so that vLLM's state and other clients' calls stay valid. vLLM's sleep cannot
-release only some of the tags, so a call to the workers releases them. CUDA graphs that cannot be
-released count as released while the weights and the KV cache are. Other graphs are not released
-alone, because the scheduler does not stop for them.
+This module releases the weights and the KV cache through vLLM's own sleep, and resumes them through
+vLLM's wake-up, so that vLLM's state and other clients' calls remain valid. vLLM's sleep cannot
+release only one of these tags, so a call to the workers releases a single tag. CUDA graphs that
+cannot be released count as released while the weights and the KV cache are released. CUDA graphs
+that can be released are not released alone, because the scheduler would continue without the
+graphs.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ _SLEEPING = (WEIGHTS, KV_CACHE)  # the tags that vLLM's executor knows
 
 
 def install(core: Any) -> None:
-    """Make vLLM's engine core class answer memsaver's calls. Idempotent.
+    """Add memsaver's calls to vLLM's engine core class. Idempotent.
 
     Raises:
         AttributeError: the class does not have the expected methods.
@@ -102,13 +104,13 @@ def _state_of(core: Any, *, measures: bool = False) -> SchedulerState:
     """Return the state of all ranks.
 
     A tag counts as released if vLLM's executor counts it as asleep, or if a rank has released it.
-    These differ after a failed rollback, after which the last answer's `held` has the tags that a
-    rank still has in memory.
+    The two conditions differ after a failed rollback. In this case, the last answer's `held`
+    contains the tags that a rank still has in memory.
 
     Args:
         core: the engine core.
-        measures: whether the reports of a release of all memory include the memory still in use,
-            which each rank measures only for itself.
+        measures: whether the reports of a release of all memory include the memory that is still in
+            use. Each rank measures only its own memory.
     """
     rows = core.model_executor.collective_rpc(RANK_STATE, args=(measures,))
     states = list(map(SchedulerState.from_fields, rows))
@@ -130,15 +132,15 @@ def _state_of(core: Any, *, measures: bool = False) -> SchedulerState:
 
 
 def _full(released: Collection[str]) -> tuple[str, ...]:
-    """Add the graphs to released tags, if nothing else is mapped."""
+    """Add the graphs to the released tags if no other tag is mapped."""
     found = {*released, GRAPH} if set(_SLEEPING) <= set(released) else set(released)
     return tuple(tag for tag in RELEASE_ORDER if tag in found)
 
 
 def _is_idle(core: Any) -> bool:
-    """Return whether no request uses memory or is about to use it.
+    """Return whether no request uses memory or is about to use memory.
 
-    Requests held by a pause do not count.
+    Requests that a pause holds do not count.
     """
     if core.scheduler.running or getattr(core, "batch_queue", None):
         return False
@@ -194,7 +196,7 @@ def _has_graphs(_: Any) -> bool:
 
 
 def _release_part(core: Any, tags: Sequence[str], level: int) -> Any:
-    """Release some tags, and leave vLLM's executor in the state of a partial wake-up."""
+    """Release some tags, and set vLLM's executor to the state after a partial wake-up."""
     was_paused = core.is_scheduler_paused()
 
     def release(_: Any) -> None:
@@ -226,7 +228,7 @@ def _resume(core: Any, tags: Sequence[str], keep_weights: bool = True) -> Any:
 def _wake_rewritten(core: Any, tags: Sequence[str]) -> None:
     """Make vLLM's own wake-up call the workers' method for weights that are about to be rewritten.
 
-    Its executor passes the workers nothing but tags that it knows.
+    A separate method is needed because vLLM's executor passes only known tags to the workers.
     """
     executor = core.model_executor
     original = executor.collective_rpc
@@ -256,13 +258,15 @@ def _answered(
     """Run a release or a resume, and return its `Answer`, which contains any failure.
 
     The result is a future if `work` returns one, because a pause of vLLM's scheduler ends later.
-    Errors other than memsaver's propagate, unless the workers reported a failure of this call.
+    Errors other than memsaver's errors propagate, unless the workers reported a failure of this
+    call.
 
     Args:
         core: the engine core.
         operation: "release" or "resume".
         tags: the requested tags.
-        work: called with the state before it.
+        work: the function that performs the operation; its argument is the state before the
+            operation.
     """
     before = _state_of(core)
     number = before.last.number if before.last else 0
@@ -291,7 +295,7 @@ def _answer(
     number: int,
     result: Callable[[], Any],
 ) -> dict[str, Any]:
-    """Return the `Answer` to a release or a resume that has ended; `result` raises its error."""
+    """Return the `Answer` to a completed release or resume, whose error `result` raises."""
     try:
         result()
     except (ConfigError, MemsaverError) as error:
@@ -308,7 +312,7 @@ def _answer(
 
 
 def _then(first: Any, work: Callable[[Any], Any]) -> Any:
-    """Apply `work` to a result; for a future, return a future of what `work` returns."""
+    """Apply `work` to a result; for a future, return a future with the result of `work`."""
     if not isinstance(first, Future):
         return work(first)
     last: Future[Any] = Future()
@@ -319,7 +323,7 @@ def _then(first: Any, work: Callable[[Any], Any]) -> Any:
 def _refused(
     core: Any, operation: str, tags: Sequence[str], error: MemsaverError, number: int
 ) -> Answer:
-    """Return the answer to a call that failed; the workers' own answer, if they sent one."""
+    """Return the answer to a failed call, which is the workers' own answer if they sent one."""
     state = _state_of(core)
     if state.last is not None and state.last.number > number and state.last.failure is not None:
         return state.last
@@ -334,7 +338,7 @@ def _refused(
 
 
 def _end(core: Any, complete: bool = False) -> Any:
-    """End an update in the workers. If the core is idle, drop the old weights' encoder outputs."""
+    """End an update in the workers. If the core is idle, discard old encoder outputs."""
     rows = core.model_executor.collective_rpc(END)
     if complete and is_good([RankCheck.from_fields(row) for row in rows[0]]):
         guard_of(core).loaded()

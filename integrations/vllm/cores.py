@@ -1,7 +1,7 @@
-"""The calls of vLLM's clients to their engine cores for requests to a sleeping engine.
+"""The calls from vLLM's clients to their engine cores for requests to a sleeping engine.
 
-A client is the object that vLLM's `AsyncLLM` or `LLMEngine` uses to reach its engine core, which
-runs in the same process or in another. With data parallelism it has several of them.
+A client is the object through which vLLM's `AsyncLLM` or `LLMEngine` calls its engine core, in the
+same process or in another process. With data parallelism, a client has several engine cores.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of an engine's cores.
+    """The state of the memory of all of an engine's cores.
 
     Attributes:
-        released: the tags that are released on at least one of them.
-        lost: those of them whose contents a release discarded.
+        released: the tags that are released on at least one core.
+        lost: the released tags whose contents a release discarded.
         is_others: whether an allocator other than memsaver has released memory.
-        error: the error of the last sleep or wake-up, if it was queried and failed.
+        error: the error of the last sleep or wake-up, if the call failed and its error was queried;
+            otherwise None.
     """
 
     released: frozenset[str]
@@ -49,7 +50,7 @@ class Memory:
 
     @classmethod
     def of(cls, answers: Iterable[str]) -> Memory:
-        """Read the cores' answers. Raises `EngineError` if one is invalid."""
+        """Read the cores' answers. Raises `EngineError` for an invalid answer."""
         released: set[str] = set()
         lost: set[str] = set()
         is_others, failures = False, []
@@ -64,7 +65,7 @@ class Memory:
 
 
 def memory_of(client: Any, touch: bool = False, failed: bool = False) -> Memory:
-    """Query the engine core of an `LLMEngine`'s client; the arguments are `memsaver_memory`'s."""
+    """Query the engine core of an `LLMEngine`'s client; see `memsaver_memory` for the arguments."""
     core = getattr(client, "engine_core", None)
     if core is not None:
         return Memory.of([core.memsaver_memory(touch, failed)])
@@ -79,7 +80,7 @@ async def memory_of_async(client: Any, touch: bool = False, failed: bool = False
 async def rpc_on_all_cores(
     client: Any, method: str, timeout: Any = None, args: Any = (), kwargs: Any = None
 ) -> list[Any]:
-    """Make the collective_rpc of all engine cores of an `AsyncLLM`'s client; return all rows."""
+    """Call collective_rpc on all engine cores of an `AsyncLLM`'s client; return all rows."""
     rows = await _on_all_cores(client, "collective_rpc", method, timeout, args, kwargs)
     return [row for core in rows for row in core]
 
@@ -90,7 +91,7 @@ async def _on_all_cores(client: Any, method: str, *args: Any) -> list[Any]:
 
 
 async def alive(engine: Any, work: Awaitable[_Result]) -> _Result:
-    """Return the result of a call to the engine cores of an `AsyncLLM`, or raise if they end.
+    """Return the result of a call to an `AsyncLLM`'s engine cores; raise an error if they exit.
 
     vLLM's own call waits indefinitely if an engine core exits before it answers.
     """
@@ -106,7 +107,7 @@ async def alive(engine: Any, work: Awaitable[_Result]) -> _Result:
 
 
 def error_from(error: Exception, memory: Memory) -> Exception:
-    """Return the typed error of a failed sleep or wake-up, because vLLM sends only its text."""
+    """Return the original error of a failed sleep or wake-up, of which vLLM sends only the text."""
     known = memory.error  # the error may belong to an earlier call
     if isinstance(error, MemsaverError) or known is None or known.message not in str(error):
         return error

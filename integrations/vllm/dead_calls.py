@@ -1,8 +1,8 @@
-"""Fails the calls that wait for an engine core that has exited.
+"""The failure of calls that wait for an engine core that has exited.
 
-vLLM's blocking client waits indefinitely for the answer to a call, even after the engine core
-has exited. A core may exit in two ways: after its workers have exited, it reports this in a
-message; or its process exits without a message, and vLLM shuts its client down.
+vLLM's blocking client waits indefinitely for the answer to a call, even after the engine core has
+exited. A core can exit in two ways. If its workers have exited, the core reports this in a message
+and exits. If the core's process exits without a message, vLLM shuts the client down.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _CALLS = "memsaver_calls"  # an attribute of a client's resources: the client's 
 
 
 def call_utility(original: Callable[..., Any], client: Any, *args: Any) -> Any:
-    """Call an engine core; `validate_alive` fails the call if the core exits during it."""
+    """Call an engine core; `validate_alive` makes the call fail if the core exits meanwhile."""
     setattr(client.resources, _CALLS, client.utility_results)
     return original(client, *args)
 
 
 def validate_alive(original: Callable[..., Any], resources: Any, *args: Any) -> None:
-    """Check a core's message; if it reports the core's exit, fail the waiting calls and raise."""
+    """Check a core's message; if it reports an exit, fail the waiting calls and raise an error."""
     try:
         original(resources, *args)
     except Exception:
@@ -34,7 +34,7 @@ def validate_alive(original: Callable[..., Any], resources: Any, *args: Any) -> 
 
 
 def shut_down(result: Any, client: Any, *_: Any) -> Any:
-    """Fail the waiting calls; called after `MPClient.shutdown`, which also follows a core's end."""
+    """Fail the waiting calls after `MPClient.shutdown`, which also follows a core's exit."""
     _end(client.utility_results)
     return result
 

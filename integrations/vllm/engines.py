@@ -1,4 +1,4 @@
-"""vLLM as an `Engine`: a `vllm.LLM` or an `AsyncLLM` in this process, or a server at a URL."""
+"""vLLM as an `Engine`, as a `vllm.LLM` or an `AsyncLLM` in this process or a server at a URL."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ _POLL_SECONDS, _QUERY_SECONDS = 0.02, 1.0  # intervals in `_wait_for_wake_up`
 
 
 def connect(engine: Any, api_key: str | None = None) -> Link:
-    """Return the calls to `engine`.
+    """Return the object that makes the calls to `engine`.
 
     Args:
         engine: a `vllm.LLM`, an `AsyncLLM`, the URL of a vLLM server, or the result of an earlier
-            call.
+            call of this function.
         api_key: the server's API key.
 
     Raises:
-        ConfigError: `engine` is none of these, or the URL or the key is invalid. The message
+        ConfigError: `engine` is of another type, or the URL or the key is invalid. The message
             contains neither the URL nor the key.
         NotLoadedError: `engine` is a URL, and httpx is not installed.
     """
@@ -73,9 +73,9 @@ class LocalEngine(Local):
     """A `vllm.LLM` in this process. Any thread.
 
     An LLM runs one call at a time, so a call waits until another thread's call ends. During a
-    generation of `samples`, other calls run between vLLM's steps, and while a request waits for a
-    wake-up, except for a pause, which waits until the generation ends. If vLLM runs its engine core
-    in this process, calls cannot be interrupted, and their timeouts are checked only afterwards.
+    generation by `samples`, other calls can run between vLLM's steps and while a request waits for
+    a wake-up. Only a pause waits until the generation ends. If vLLM runs its engine core in this
+    process, calls cannot be interrupted, and their timeouts are checked only after the calls.
 
     Args:
         engine: the LLM.
@@ -119,13 +119,13 @@ class LocalEngine(Local):
 
         Args:
             args: the arguments.
-            kwargs: the arguments, and `timeout`: seconds to wait for other threads' calls, by
-                default an hour.
+            kwargs: the keyword arguments, and `timeout`, the time limit for the wait for other
+                threads' calls in seconds (one hour by default).
 
         Raises:
             ConfigError: the timeout is not a positive number.
             EngineTimeoutError: another thread's call did not end in time.
-            InvalidStateError: this thread is in another call of the engine.
+            InvalidStateError: this thread is already making a call of the engine.
         """
         timeout = kwargs.pop("timeout", GENERATION_SECONDS)
         check_outside_loop()
@@ -196,8 +196,8 @@ class LocalEngine(Local):
     ) -> None:
         """With the policy "wait", wait until another caller has woken the tags of a request.
 
-        vLLM's call, which applies the policy, would wait while it owns `_busy`, so that no other
-        thread could wake the engine.
+        This wait must precede vLLM's call, which applies the policy itself. vLLM's call would wait
+        while this thread owns `_busy`, and no other thread could wake the engine.
         """
         if need is None or not has_plugin():
             return
@@ -218,7 +218,7 @@ class LocalEngine(Local):
 
     @contextlib.contextmanager
     def _no_generation(self, timeout: float) -> Iterator[Callable[[], float]]:
-        """Exclude other generations; the block receives a function of the remaining seconds."""
+        """Exclude other generations; yield a function that returns the remaining seconds."""
         check_timeout(timeout)
         deadline = time.monotonic() + timeout
         more = "; to pause an engine while it generates, use an AsyncLLM"
@@ -240,7 +240,7 @@ class LocalEngine(Local):
 
     @contextlib.contextmanager
     def _calling(self) -> Iterator[None]:
-        """Record that this thread may own a lock, so that a nested call does not wait for it."""
+        """Record that this thread can own a lock, so that nested calls do not wait for the lock."""
         recorded: list[int] = []
         forget = functools.partial(self._forget, recorded)
         try:
@@ -279,10 +279,10 @@ class LocalEngine(Local):
         return result_of(done, what, seconds_until(deadline), self.death, kinds=ERRORS)
 
     def _start(self, owned: list[threading.Lock], work: Callable[[], None]) -> None:
-        """Start a thread for a call, which releases `_busy`.
+        """Start a thread that runs a call and then releases `_busy`.
 
-        A finalizer on the thread could wait for `_busy`, so none runs before the thread is
-        recorded. No signal handler may run between these steps.
+        A finalizer on the new thread could wait for `_busy`, so no finalizer may run there before
+        the thread is recorded. No signal handler may run between these steps.
         """
 
         def call() -> None:
@@ -295,12 +295,12 @@ class LocalEngine(Local):
         owned.clear()
 
     def _is_in_process(self) -> bool:
-        """Return whether the engine core is in this process, and uses the GPU from its threads."""
+        """Return whether the engine core runs in this process and uses the GPU from its threads."""
         return hasattr(self._engine.engine_core, "engine_core")
 
 
 def _query(admission: VllmAdmission, need: Need, is_last: bool) -> None:
-    """Query the released tags; raise `EngineAsleepError` if they end a request's last wait."""
+    """Query the released tags; in the last query, raise `EngineAsleepError` for needed tags."""
 
     async def work() -> None:
         await admission.refresh()

@@ -16,8 +16,9 @@ _GROUP = "_memsaver_group"  # an attribute of a worker
 def group_of(worker: Any) -> Group:
     """Return the ranks of the worker's executor. The first call is collective.
 
-    The world is larger if a model's experts are spread over data-parallel engines. vLLM has a group
-    for an executor in such a world only if the executor spans several hosts.
+    If a model's experts are distributed over data-parallel engines, the world is larger than the
+    executor. In this case, vLLM has a process group for an executor only if the executor spans
+    several hosts.
     """
     size = worker.parallel_config.world_size
     if size == 1:

@@ -1,10 +1,10 @@
-"""Refuses requests that need released memory, in vLLM's engine core.
+"""The guard in vLLM's engine core, which refuses requests that need released memory.
 
-vLLM's scheduler is paused while memory is released, so a generation that arrives then waits
-indefinitely, and other requests that use the weights, such as loads of LoRA adapters, end the
-engine. The guard runs before the handlers of the engine core, on the thread of its loop, and reads
-the state that the executor keeps for all ranks. It takes effect only while memsaver's memory is
-released, and adds nothing to a decoding step.
+Without the guard, a generation that arrives while memory is released would wait indefinitely,
+because vLLM's scheduler is paused. Other requests that use the weights, such as loads of LoRA
+adapters, would crash the engine. The guard runs before the engine core's handlers, on the thread of
+the core's loop, and reads the executor's record of the state of all ranks. The guard takes effect
+only while memory of memsaver is released, and adds no work to a decoding step.
 
 | request | while memory is released |
 |---|---|
@@ -15,10 +15,10 @@ released, and adds nothing to a decoding step.
 | sleep, wake-up, abort, pause, query, reset of a cache | as usual |
 | `collective_rpc` of an unknown method | runs, and is logged; an error names the released tags |
 
-Requests that the scheduler accepted before the sleep, and keeps, continue after the wake-up. A
-sleep that lets requests finish (`mode="wait"`) waits for the requests that the scheduler has begun;
-vLLM would keep all others indefinitely, so they are refused like new requests. With several
-data-parallel engine cores, each one decides from its own state.
+Requests that the scheduler accepted before the sleep and did not abort continue after the wake-up.
+A sleep with `mode="wait"` waits until the requests that the scheduler has begun are finished. vLLM
+would hold all other requests indefinitely, so the guard refuses them like new requests. With
+several data-parallel engine cores, each core decides based on its own state.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ def handle(original: Callable[..., None], core: Any, kind: Any, request: Any) ->
 def sleep(
     original: Callable[..., Any], core: Any, level: int = 1, mode: str = "abort"
 ) -> Future[Any] | None:
-    """Wrap `EngineCore.sleep`, which returns a future if it first waits for requests.
+    """Wrap `EngineCore.sleep`, which returns a future if it must first wait for requests.
 
     Raises:
-        ConfigError: vLLM has no such level.
+        ConfigError: vLLM does not support this level.
     """
     check_level(level)
     if not level:
@@ -82,7 +82,7 @@ def sleep(
 
 
 def woken(result: Any, core: Any, *_: Any) -> Any:
-    """Record a wake-up; called after `EngineCore.wake_up`."""
+    """Record a wake-up after `EngineCore.wake_up`."""
     guard_of(core).woken()
     return result
 
@@ -100,13 +100,13 @@ def memsaver_memory(core: Any, touch: bool = False, failed: bool = False) -> str
 
     Args:
         core: the engine core.
-        touch: whether a request is about to follow, so that an idle engine keeps its memory.
+        touch: whether a request will follow, in which case an idle engine keeps its memory.
         failed: whether to include the failure of the last sleep or wake-up.
 
     Returns:
-        The object's fields are `released`, the released tags; `lost`, if there are any, the tags
-        without contents (see `Guard.lost`); `other`, whether another allocator released memory; and
-        `failure`, a `Failure` or null.
+        The JSON object has the fields `released` (the released tags), `lost` (if tags are released,
+        the tags without contents; see `Guard.lost`), `other` (whether another allocator released
+        memory) and `failure` (a `Failure` or null).
     """
     guard = guard_of(core)
     if touch and guard.idle is not None:
@@ -131,9 +131,11 @@ class Guard:
     """The guard of one engine core; see the description of this module.
 
     Attributes:
-        idle: releases the memory of an idle engine; None if the settings do not request it.
-        lost: the tags whose contents were discarded, and not loaded since. Meaningful only while
-            memory is released: the caller that wakes the last memory is responsible for them.
+        idle: the object that releases the memory of an idle engine; None if the settings do not
+            request this.
+        lost: the tags whose contents were discarded and have not been loaded since. Meaningful only
+            while memory is released: the caller that wakes up the last tag is responsible for the
+            contents.
 
     Args:
         core: the engine core.
@@ -160,12 +162,12 @@ class Guard:
 
     @functools.cached_property
     def is_ours(self) -> bool:
-        """Whether the workers' memory is memsaver's."""
+        """Whether memsaver manages the memory of all workers."""
         return all(self._core.model_executor.collective_rpc(_has_memsaver))
 
     @functools.cached_property
     def has_draft(self) -> bool:
-        """Whether an update of the weights may leave a draft model's unchanged."""
+        """Whether there might be a draft model, whose weights an update does not change."""
         return any(self._core.model_executor.collective_rpc(has_draft))
 
     def failure(self) -> dict[str, Any] | None:
@@ -176,7 +178,10 @@ class Guard:
         return None
 
     def sleep(self, work: Callable[[], Future[Any] | None], level: int) -> Future[Any] | None:
-        """Put some or all tags to sleep, and record it. If this fails, the scheduler continues."""
+        """Put some or all tags to sleep, and record the sleep.
+
+        If the sleep fails, the scheduler continues.
+        """
         core = self._core
         # Another allocator may have released memory before it failed, and the ranks of a model with
         # experts can only continue together.
@@ -213,7 +218,7 @@ class Guard:
         self.lost -= {WEIGHTS}
 
     def wake_failed(self) -> None:
-        """Record the contents that a failed wake-up lost, if it did not restore them."""
+        """Record the contents that were lost in a failed wake-up that does not restore contents."""
         for state in self._core.model_executor.collective_rpc(RANK_STATE):
             if state["last"] is not None:
                 self.lost |= frozenset(state["last"]["lost"])
@@ -231,7 +236,7 @@ class Guard:
         ended(failed=pending.cancelled() or pending.exception() is not None)
 
     def hold_queued(self) -> None:
-        """Abort the requests that the scheduler has not begun; refuse them when the sleep ends."""
+        """Abort requests that the scheduler has not begun, and refuse them when the sleep ends."""
         scheduler = self._core.scheduler
         found = [
             request
@@ -247,7 +252,7 @@ class Guard:
             self._held.append((request, again))
 
     def _admit_held(self) -> None:
-        """Dispatch or refuse the held requests; refuse those whose dispatch raises."""
+        """Dispatch or refuse the held requests; refuse a request whose dispatch raises an error."""
         held, self._held = self._held, []
         for request, dispatch in held:
             try:
@@ -282,23 +287,23 @@ class Guard:
         dispatch(kind, request)
 
     def _is_new(self, request: Any) -> bool:
-        """Return whether a request is new, and not a part of one that the scheduler has."""
+        """Return whether a request is new, and not a part of a request that the scheduler has."""
         known = getattr(self._core.scheduler, "requests", {})
         return request.request_id not in known and not getattr(request, "abort_immediately", False)
 
     def run_unknown(self, method: object, work: Callable[[], Any]) -> Any:
-        """Run a `collective_rpc` of an unknown method. Logs it if memory is released.
+        """Run a `collective_rpc` of an unknown method; if memory is released, log the call.
 
-        Programs call methods of their own while an engine sleeps, for example to join a process
-        group, so such a method is not refused.
+        The call is not refused, because programs can call their own methods while an engine sleeps,
+        for example to join a process group.
 
         Args:
             method: the name of a method of the workers, or a function.
-            work: makes the call.
+            work: the function that makes the call.
 
         Raises:
-            EngineError: the call has failed while memory was released, in an engine core's own
-                process, which sends only the text of an error.
+            EngineError: the call failed while memory was released. Raised only if the engine core
+                has its own process, which sends only the text of an error.
         """
         released = self.released
         if not released:
@@ -341,7 +346,7 @@ class Guard:
         self._core.output_queue.put_nowait((request.client_index, outputs))
 
     def _answers(self, call: Any) -> bool:
-        """Answer a call that must not run now. Returns False for any other call."""
+        """Answer a call that must not run now; return False for any other call."""
         client, number, method, args = call
         need = need_of(method, args)
         if need is None and method != _RESUME_SCHEDULER:

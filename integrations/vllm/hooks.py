@@ -1,4 +1,4 @@
-"""The methods of vLLM that memsaver hooks for requests, and the installation of the hooks.
+"""The methods of vLLM into which memsaver installs hooks for requests, and their installation.
 
 The hooks in vLLM's workers are in `worker`.
 """
@@ -49,17 +49,17 @@ for _engine, _control in ((_ASYNC, admissions.control), (_ENGINE, blocking_admis
 
 
 def modules() -> tuple[str, ...]:
-    """Return vLLM's modules with methods to hook, for `install_in`."""
+    """Return the names of vLLM's modules with methods to hook, for `install_in`."""
     return hooking.modules_of(_HOOKS, _OPTIONAL)
 
 
 def targets() -> tuple[str, ...]:
-    """Return the methods that every supported version has, as "module.Class.method"."""
+    """Return the methods that exist in every supported version, as "module.Class.method"."""
     return tuple(_HOOKS)
 
 
 def install_in(module: ModuleType) -> None:
-    """Install the hooks in one of `modules()`, which has been imported. Idempotent.
+    """Install the hooks in one of `modules()` after its import. Idempotent.
 
     Raises:
         AttributeError: the module does not have the expected interface.

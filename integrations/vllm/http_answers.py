@@ -1,6 +1,6 @@
 """HTTP responses of a sleeping vLLM server; see `..engine.http.asleep_answers`.
 
-`/ping` keeps vLLM's own answer, for probes that restart servers.
+`/ping` keeps vLLM's own response, because probes that restart servers use this route.
 """
 
 from __future__ import annotations

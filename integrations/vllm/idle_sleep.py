@@ -1,9 +1,10 @@
-"""Releases an idle engine's memory after some time, in vLLM's engine core.
+"""Release of an idle engine's memory by vLLM's engine core after a period without requests.
 
 The engine core waits for requests in its input queue. `IdleSleep` limits this wait to the remaining
 time, and then releases the memory on the waiting thread, so that no request can arrive before the
-release. With several data-parallel engine cores, each one releases its memory independently, except
-those of a model with experts, which step together: they keep their memory.
+release. With several data-parallel engine cores, each core releases its memory independently. The
+exception is a model with experts, whose engine cores run their steps together: these cores do not
+release their memory.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ class IdleRelease:
 
 
 class IdleSleep:
-    """Releases the memory of an engine core after a period without requests.
+    """An object that releases an engine core's memory after a period without requests.
 
     Args:
         core: the engine core.
         seconds: the length of the period.
-        clock: returns the time in seconds.
+        clock: a function that returns the time in seconds.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class IdleSleep:
 
     @classmethod
     def of(cls, core: Any, seconds: float) -> IdleSleep | None:
-        """Return an engine core's `IdleSleep`; None if it keeps its memory while it is idle."""
+        """Return an engine core's `IdleSleep`; None if an idle core keeps its memory."""
         if not seconds or not core.vllm_config.model_config.enable_sleep_mode:
             return None
         if not hasattr(core, _QUEUE):
@@ -77,8 +78,8 @@ class IdleSleep:
     def received(self, kind: str, request: Any) -> None:
         """Record a client's request. Queries do not postpone a release.
 
-        The period restarts when the request arrives, and again when the engine core next waits,
-        after it has handled the request.
+        The period restarts when the request arrives. It restarts again when the engine core has
+        handled the request and waits for the next request.
         """
         if kind == "ADD" or (kind == "UTILITY" and not is_query(request[2], request[3])):
             self._is_working = True
@@ -96,7 +97,7 @@ class IdleSleep:
         return None if is_paused or not core.is_running() else self._timer.left
 
     def release(self) -> None:
-        """Release the memory, if the engine is still idle. A failure is logged."""
+        """Release the memory if the engine is still idle. A failure is logged."""
         core = self._core
         if self.left is None or core.has_work():
             return
@@ -115,7 +116,7 @@ class IdleSleep:
 
 
 class _BoundedQueue:
-    """An engine core's input queue, whose waits end when memory is due to be released."""
+    """An engine core's input queue, in which a wait ends when memory is due to be released."""
 
     def __init__(self, inner: Any, idle: IdleSleep) -> None:
         self._inner = inner

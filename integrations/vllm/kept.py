@@ -1,15 +1,15 @@
-"""Keeps state other than the weights during sleeps, as vLLM 0.33 does, in versions that lose it.
+"""Preserves state other than weights during sleeps in versions of vLLM that lose this state.
 
-vLLM 0.33 creates LoRA's stacks of adapters in the pool `runtime`, whose contents every sleep keeps,
-and saves the buffers of a draft model like those of the model. Older versions create the stacks in
-the pool of the weights, and save neither. After a wake-up from level 2, the adapters would be
-zero, although their manager counts them as loaded, and the engine would generate with the base
-model.
+vLLM 0.33 creates LoRA's stacks of adapters in the pool `runtime`, whose contents every sleep keeps.
+It also saves the buffers of a draft model in the same way as those of the model. Older versions
+create the stacks in the pool of the weights, and save neither the stacks nor these buffers. After a
+wake-up from level 2, the adapters would be zero although their manager counts them as loaded, and
+the engine would generate with the base model.
 
-Since 0.32, block tables and constants of the attention backends are in the pool `runtime` too. From
-0.26 to 0.28, they are created in the pool of the KV cache, whose contents every sleep discards.
-`keeps_cache_state` therefore replaces that pool with `runtime`, and only the functions that
-allocate the tensors of the KV cache open the pool of the KV cache (`install_cache`).
+Since vLLM 0.32, the block tables and the constants of the attention backends are also in the pool
+`runtime`. vLLM 0.26 to 0.28 create them in the pool of the KV cache, whose contents every sleep
+discards. `keeps_cache_state` therefore replaces that pool with `runtime`, and only the functions
+that allocate the tensors of the KV cache use the pool of the KV cache (`install_cache`).
 """
 
 from __future__ import annotations
@@ -66,9 +66,10 @@ def install_lora(module: ModuleType, allocator_of: AllocatorOf) -> None:
 
 
 def install_cache(module: ModuleType, allocator_of: AllocatorOf) -> None:
-    """Put the tensors of the KV cache into the pool `kv_cache`, in one of `CACHE_MODULES`.
+    """Make a module of `CACHE_MODULES` allocate the KV cache's tensors in the pool `kv_cache`.
 
-    Does nothing if the module lacks this function, as in vLLM 0.29 and later. Idempotent.
+    The function does nothing if the module has no function that allocates the tensors, as in vLLM
+    0.29 and later. Idempotent.
     """
     owner, name = _allocating(module)
     if hasattr(owner, name):
@@ -79,7 +80,7 @@ def install_cache(module: ModuleType, allocator_of: AllocatorOf) -> None:
 def _in_pool(
     tag: str, allocator_of: AllocatorOf, applies: Callable[[], object] = lambda: True
 ) -> Callable[..., Any]:
-    """Return an AROUND hook that opens a pool, if memsaver is the allocator and `applies()`."""
+    """Return an AROUND hook that opens a pool if memsaver allocates and `applies()` is true."""
 
     def hook(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         allocator = allocator_of()
@@ -94,7 +95,7 @@ def _in_pool(
 def keeps_cache_state(
     pool: Callable[..., contextlib.AbstractContextManager[None]], allocator_of: AllocatorOf
 ) -> Callable[..., contextlib.AbstractContextManager[None]]:
-    """Wrap a worker's method that opens a pool: `runtime` replaces the pool of the KV cache.
+    """Wrap a worker's method that opens a pool; replace the pool of the KV cache with `runtime`.
 
     The method still opens the pool of the KV cache unless every function that allocates the cache
     opens that pool itself.
@@ -123,13 +124,13 @@ def _opens_pool(worker: Any) -> bool:
 
 
 def _allocating(module: ModuleType) -> tuple[Any, str]:
-    """Return the owner and the name of a module's function that allocates the KV cache."""
+    """Return the owner and the name of the function in a module that allocates the KV cache."""
     owner, name = _ALLOCATING[module.__name__]
     return (getattr(module, owner, None) if owner else module), name
 
 
 def saves_draft(sleep: Callable[..., None], allocator_of: AllocatorOf) -> Callable[..., None]:
-    """Return a worker's sleep that saves the draft model's buffers at level 2."""
+    """Return a worker's sleep that also saves the draft model's buffers at level 2."""
 
     @functools.wraps(sleep)
     def call(worker: Any, level: int = 1) -> None:
@@ -143,7 +144,7 @@ def saves_draft(sleep: Callable[..., None], allocator_of: AllocatorOf) -> Callab
 
 
 def restores_draft(wake_up: Callable[..., None]) -> Callable[..., None]:
-    """Return a worker's wake-up that restores the draft's saved buffers with the weights."""
+    """Return a worker's wake-up that restores the draft model's saved buffers with the weights."""
 
     @functools.wraps(wake_up)
     def call(worker: Any, tags: list[str] | None = None) -> None:
@@ -161,7 +162,7 @@ def restores_draft(wake_up: Callable[..., None]) -> Callable[..., None]:
 
 
 def _draft(worker: Any) -> Any:
-    """Return the worker's draft model; None if vLLM saves its buffers, or there is none."""
+    """Return the worker's draft model; None if there is none or vLLM saves the model's buffers."""
     if hasattr(worker, _OWN) or not hasattr(worker, "get_draft_model"):
         return None
     return worker.get_draft_model()

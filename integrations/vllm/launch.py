@@ -1,4 +1,4 @@
-"""Starts an `AsyncLLM` in the leader's process, on the GPUs of its tensor-parallel group."""
+"""The start of an `AsyncLLM` in the leader's process, on the GPUs of its tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _DEFAULT_ARGUMENTS = {
 
 
 def sizes_of(arguments: Mapping[str, Any], ranks: int | None) -> Sizes:
-    """Return the number of ranks from an engine's arguments.
+    """Return the number of an engine's ranks from its arguments.
 
     Args:
         arguments: the arguments of `launch`.
-        ranks: the number of the trainer's ranks, all of which the engine uses by default and which
-            its ranks may not exceed; None for no limit.
+        ranks: the number of the trainer's ranks, which is the default and the upper limit for the
+            number of the engine's ranks; None for no limit.
 
     Raises:
         ConfigError: the argument is not a number of ranks, or exceeds the limit.
@@ -59,7 +59,7 @@ def place(gpus: Sequence[Gpu | None], dp_rank: int, sizes: Sizes | None = None) 
 
     Args:
         gpus: the GPUs of the group's ranks, in the engine's order.
-        dp_rank: the engine's number; vLLM chooses free ports itself.
+        dp_rank: the engine's number, which is not used, because vLLM chooses free ports itself.
         sizes: ignored, because the placement does not depend on the number of the engine's ranks.
 
     Raises:
@@ -84,22 +84,23 @@ def launch(
 ) -> VLLMBackend:
     """Start an engine.
 
-    Restores this process's environment afterwards. The engine's event loop runs in a thread.
+    The engine's event loop runs in a thread. This process's environment is restored after the
+    start.
 
     Args:
         placement: the engine's GPUs.
-        tp_size: the number of tensor-parallel ranks; None leaves it to `arguments`.
+        tp_size: the number of tensor-parallel ranks; if None, `arguments` determine the number.
         arguments: the arguments of vLLM's `AsyncEngineArgs`, and `sleep_level`, the `level` of
-            `SleepController`. They override the placement and the defaults for rollouts.
-        timeout: seconds until the engine must be ready; after that its processes are killed.
-            vLLM's work in this process before it starts them, such as a download of the model, is
-            not limited.
-        variables: environment variables of the engine, such as those of `policy_variables`.
+            `SleepController`. These arguments override the placement and the defaults for rollouts.
+        timeout: the time limit in seconds for the engine's start, after which its processes are
+            killed. The limit does not apply to vLLM's work in this process before the start of
+            these processes, such as a download of the model.
+        variables: environment variables for the engine, such as those of `policy_variables`.
 
     Raises:
         NotLoadedError: vLLM is not installed.
-        ConfigError: an argument contradicts the ranks or is unknown to vLLM, or the timeout is
-            invalid.
+        ConfigError: an argument is inconsistent with the ranks or unknown to vLLM, or the timeout
+            is invalid.
         EngineError, EngineTimeoutError: the engine did not start in time; its processes were
             killed.
     """

@@ -1,8 +1,8 @@
-"""`Link`: the calls to a vLLM engine, wherever it runs.
+"""`Link`: the calls to a vLLM engine in this process or on a server.
 
-A subclass provides vLLM's own calls. With memsaver's plugin in the engine, the state of its memory,
-releases and resumes are calls of `core_calls`, through vLLM's collective_rpc. Without it, a release
-is vLLM's sleep, which releases the weights and the KV cache together.
+A subclass provides vLLM's own calls. If the engine has memsaver's plugin, queries of the memory's
+state, releases and resumes are calls to `core_calls` through vLLM's collective_rpc. Without the
+plugin, a release is vLLM's sleep, which releases the weights and the KV cache together.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Link(abc.ABC):
     """A vLLM engine as an `Engine`. Every call has a timeout in seconds.
 
     Attributes:
-        level: vLLM's sleep level: 1 saves the weights in host memory; 2 discards them, so they must
-            be loaded after the wake-up.
+        level: vLLM's sleep level. Level 1 saves the weights in host memory. Level 2 discards the
+            weights, which must therefore be loaded after the wake-up.
     """
 
     level: int = 1
@@ -65,7 +65,7 @@ class Link(abc.ABC):
     def resume(
         self, tags: Sequence[str], timeout: float, keep_weights: bool = True
     ) -> list[Answer]:
-        """See `Engine`. Without the plugin, restores the weights in any case."""
+        """See `Engine`. Without the plugin, the weights are always restored."""
         if self.has_plugin(timeout):
             return self._change(RESUME, [list(tags), *_kept(keep_weights)], timeout)
         wanted = [tag for tag in tags if tag != GRAPH]
@@ -126,10 +126,10 @@ class Link(abc.ABC):
 
     @abc.abstractmethod
     def has_plugin(self, timeout: float) -> bool:
-        """Return whether memsaver's plugin is in the engine.
+        """Return whether the engine has memsaver's plugin.
 
-        A call of a method that the workers lack would leave responses in vLLM's queues, where its
-        next call finds them.
+        A test call cannot be used, because a call of a method that the workers lack would leave
+        responses in vLLM's queues, where vLLM's next call would read them.
         """
 
     @abc.abstractmethod
@@ -144,10 +144,10 @@ class Link(abc.ABC):
             name: "sleep", "wake_up", "reset_prefix_cache", "reset_mm_cache", "abort", "pause" or
                 "unpause".
             arguments: its arguments.
-            timeout: seconds.
+            timeout: the time limit for the call, in seconds.
 
         Returns:
-            The result of "reset_prefix_cache"; None for the others.
+            The result of "reset_prefix_cache"; None for all other calls.
         """
 
     @abc.abstractmethod
@@ -160,7 +160,7 @@ class Link(abc.ABC):
 
     @abc.abstractmethod
     def samples(self, requests: Sequence[Request], timeout: float) -> list[Sample]:
-        """Return a sample for each request, in order. After `timeout` the requests are aborted."""
+        """Return a sample for each request, in order; abort the requests after `timeout`."""
 
     def death(self) -> str:
         """See `Backend`."""
@@ -168,5 +168,5 @@ class Link(abc.ABC):
 
 
 def _kept(keep_weights: bool) -> list[bool]:
-    """Return the last argument of a release or a resume, which older plugins lack."""
+    """Return the last argument of a release or a resume, which older plugins do not accept."""
     return [] if keep_weights else [False]

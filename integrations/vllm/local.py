@@ -28,7 +28,7 @@ MARK = "_memsaver_calls"  # an attribute of an engine core class whose calls `co
 def has_plugin() -> bool:
     """Return whether engines that this process starts have memsaver's plugin.
 
-    Their processes load the same plugins.
+    The engines' processes load the same plugins as this process.
     """
     core = getattr(sys.modules.get(_CORE), "EngineCore", None)
     return hasattr(core, MARK)
@@ -57,19 +57,19 @@ class Local(Link):
 
     @abc.abstractmethod
     def run(self, what: str, work: Callable[[], Any], timeout: float) -> Any:
-        """Make a call of the engine, and return its result.
+        """Make a call to the engine, and return its result.
 
         Args:
-            what: a description of the call, for errors.
-            work: makes the call; the work of an `AsyncLLM` is a coroutine.
-            timeout: seconds until the call is cancelled.
+            what: a description of the call, for error messages.
+            work: the function that makes the call; for an `AsyncLLM`, a coroutine.
+            timeout: the time in seconds after which the call is cancelled.
 
         Raises:
             ConfigError: the timeout is not a positive number, or vLLM rejects the arguments.
             EngineTimeoutError: the call did not return in time.
             EngineDiedError: one of the engine's processes exited.
-            EngineError: the call raised. memsaver's own errors are raised unchanged.
-            InvalidStateError: the calling thread runs an event loop.
+            EngineError: the call raised an exception. memsaver's own errors are raised unchanged.
+            InvalidStateError: the calling thread is running an event loop.
         """
 
     def has_plugin(self, timeout: float) -> bool:

@@ -1,24 +1,26 @@
-"""The entry point through which vLLM finds memsaver, and its effects.
+"""The entry point through which vLLM loads memsaver, and its effects on vLLM.
 
-vLLM calls the entry point of the group `vllm.general_plugins` in every process of an engine: the
-front end, the engine core, the workers, Ray's actors, and the processes that inspect models; in
-some of them more than once. The effects begin when vLLM imports the modules concerned:
+vLLM calls the entry points of the group `vllm.general_plugins` in every process of an engine: the
+front end, the engine core, the workers, Ray's actors, and the processes that inspect models. In
+some of these processes, vLLM calls them more than once. The effects begin when vLLM imports the
+affected modules:
 
 - `CuMemAllocator.get_instance`, through which vLLM obtains its sleep mode allocator, returns
-  memsaver's (`allocator`).
+  memsaver's allocator (`allocator`).
 - The worker's `sleep`, `wake_up` and `discard` change all ranks or none (`worker`).
 - The workers load and verify weights that a trainer sends (`weight_loads`), and the engine core
-  answers memsaver's calls (`core_calls`); a route of the server shows this (`routes`).
+  answers memsaver's calls (`core_calls`). A route of the server shows that the plugin is present
+  (`routes`).
 - LoRA adapters, the buffers of draft models, and state that is created with the KV cache survive
   sleeps (`kept`).
-- vLLM copies memsaver's variables to the workers of Ray's executor.
-- CUDA graphs are captured into pausable memory, if `settings` request it (`graphs`).
+- vLLM copies memsaver's environment variables to the workers of Ray's executor.
+- CUDA graphs are captured into pausable memory if `settings` request this (`graphs`).
 - Requests to a sleeping engine are refused, wait, or wake it (`hooks`, `http_answers`).
 
-Before vLLM requests the allocator, no driver is opened and torch is not imported. Without
-`enable_sleep_mode` or `enable_cumem_allocator`, vLLM works as it does without memsaver. No failure
-of this module ends a vLLM process, except that a requested sleep mode without a CUDA driver is
-an error.
+Until vLLM requests the allocator, the plugin neither opens the driver nor imports torch. Unless
+`enable_sleep_mode` or `enable_cumem_allocator` is set, vLLM behaves as it does without memsaver.
+Failures of this module do not end a vLLM process, with one exception: requesting the sleep mode
+without a CUDA driver is an error.
 """
 
 from __future__ import annotations
@@ -88,7 +90,7 @@ def load_plugin() -> None:
 
 
 def _effects(graphs_too: bool) -> dict[str, list[Install]]:
-    """Return the functions that install hooks in each of vLLM's modules."""
+    """Return, for each of vLLM's modules, the functions that install hooks in the module."""
     found: dict[str, list[Install]] = {
         worker.CUMEM: [_replace_allocator],
         _WORKER: [
@@ -111,12 +113,12 @@ def _effects(graphs_too: bool) -> dict[str, list[Install]]:
 
 
 def _copy_variables(module: ModuleType) -> None:
-    """Let vLLM copy memsaver's variables to Ray's workers, as it copies its own."""
+    """Make vLLM copy memsaver's variables to Ray's workers, like its own variables."""
     module.DEFAULT_ENV_VAR_PREFIXES.add("MEMSAVER_")
 
 
 def _guarded(installs: Sequence[Install]) -> Install:
-    """Log the failures of installations, which would otherwise end an import of vLLM's."""
+    """Log the failures of installations, which would otherwise make an import by vLLM fail."""
 
     def call(module: ModuleType) -> None:
         for install in installs:
@@ -160,7 +162,7 @@ def _get_instance(owner: Any, original: Callable[[], Any]) -> Any:
 
 
 def _start() -> None:
-    """Check that memsaver can work in this process, and log its version."""
+    """Check whether memsaver works in this process, and log memsaver's version."""
     try:
         _C.driver_info()
     except NotLoadedError as error:

@@ -1,4 +1,4 @@
-"""The names of memsaver's calls through vLLM's collective_rpc, and the form of their messages.
+"""The names of memsaver's calls through vLLM's collective_rpc, and the format of their messages.
 
 The plugin adds the methods to vLLM's workers, and `core_calls` answers the calls in vLLM's engine
 core. All arguments and results are JSON values, because vLLM sends other objects only with
@@ -56,18 +56,18 @@ ROUTE = "/memsaver"  # the route of a server whose engine has the plugin
 
 
 class Coming:
-    """A bucket of weights as a worker reads it from the fields of a message.
+    """A bucket of weights that a worker reads from the fields of a message.
 
     Attributes:
-        tensors: the source of the tensors; of `SharedTensors`, all ranks' payloads.
-        timeout: seconds for the whole load.
-        verification: the checks; None for no checks.
+        tensors: the source of the tensors; for `SharedTensors`, with the payloads of all ranks.
+        timeout: the time limit for the whole load, in seconds.
+        verification: the verification request; None for no checks.
 
     Args:
         fields: see `fields_of`.
 
     Raises:
-        EngineError: the fields are not those of a bucket.
+        EngineError: the fields do not describe a bucket.
     """
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
@@ -116,11 +116,11 @@ def group_of(fields: Mapping[str, Any]) -> JoinRequest:
 
 
 def checks_of(rows: Sequence[Any]) -> list[RankCheck]:
-    """Return the checks of the engine's ranks from the rows of a worker's answer.
+    """Return the results of the engine's ranks from the rows of a worker's answer.
 
     Raises:
-        EngineError: a row is invalid. If a rank failed with one of memsaver's errors, raises an
-            error of its class.
+        EngineError: a row is invalid. If a rank failed with a memsaver error, an error of that
+            class is raised.
     """
     checks = [RankCheck.from_fields(row) for row in rows]
     raise_failure(checks)

@@ -1,4 +1,4 @@
-"""vLLM's layerwise reload of weights, in buckets whose memory is reused after each of them."""
+"""vLLM's layerwise reload of weights, in buckets whose memory the sender reuses."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def is_converted(model: Any) -> bool:
 
 
 def domain_of(worker: Any) -> str:
-    """Return the domain of the processes whose tensors a worker's model may load in place.
+    """Return the domain of the processes whose tensors a worker's model can load without a copy.
 
-    The domain is empty if the worker has no model, or if vLLM converts the model's weights: loading
-    such a model may write to the sender's tensors, and memsaver does not detect these writes.
+    The domain is empty if the worker has no model, or if vLLM converts the model's weights. Loading
+    such a model can write to the sender's tensors, and memsaver does not detect these writes.
     """
     try:
         model = worker.model_runner.get_model()
@@ -54,7 +54,7 @@ class LayerwiseReload:
     """A reload of a model's weights in the format of a checkpoint.
 
     Args:
-        model: the model, whose layers keep the addresses of their memory.
+        model: the model; its layers keep the addresses of their memory.
         config: its `ModelConfig`.
     """
 
@@ -67,7 +67,7 @@ class LayerwiseReload:
             reload.initialize_layerwise_reload(model)
 
     def load(self, named: Iterable[tuple[str, Any]]) -> Any:
-        """Load tensors; copy those of incomplete layers, because the sender owns their memory."""
+        """Load tensors; copy tensors of incomplete layers, because the sender owns the memory."""
         tensors = list(named)
         result = self._model.load_weights(iter(tensors))
         storages = {t.untyped_storage().data_ptr() for _, t in tensors if t.numel()}
@@ -79,7 +79,7 @@ class LayerwiseReload:
         return result
 
     def end(self, failed: bool) -> None:
-        """Complete the layers. If the reload failed, restore the weights of incomplete layers."""
+        """Complete the layers. After a failed reload, restore the weights of incomplete layers."""
         if failed:
             for _, info in self._incomplete():
                 info.loaded_weights, info.load_numel = [], 0

@@ -1,9 +1,10 @@
-"""Wake-ups of weights that are about to be rewritten, which copy only the model's buffers back.
+"""Wake-ups of weights that are about to be rewritten, which restore only the model's buffers.
 
-An update rewrites the parameters of the model. It does not rewrite the model's buffers, a draft
-model, or parameters that vLLM's `sleep_preserve_parameter_names` preserves. The buffers are read
-from the backup before such a wake-up, and vLLM's worker restores them, like those of a sleep at
-level 2; in the other cases, the wake-up restores all contents.
+An update rewrites the parameters of the model. An update does not rewrite the model's buffers, a
+draft model, or the parameters in vLLM's `sleep_preserve_parameter_names`. Before such a wake-up,
+the buffers are read from the backup. vLLM's worker then restores the buffers, in the same way as
+after a sleep at level 2. If there is a draft model or a preserved parameter, the wake-up restores
+all contents.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _logger = logging.getLogger("memsaver.vllm")
 
 
 def has_draft(worker: Any) -> bool:
-    """Return whether the worker may have a draft model, which an update does not rewrite."""
+    """Return whether the worker might have a draft model, which an update does not rewrite."""
     if hasattr(worker, "get_draft_model"):
         return worker.get_draft_model() is not None
     return getattr(worker.vllm_config, "speculative_config", None) is not None
@@ -35,10 +36,10 @@ def has_draft(worker: Any) -> bool:
 def save_buffers(worker: Any, allocator: MemsaverAllocator) -> bool:
     """Save the model's buffers for a wake-up that does not restore the released weights.
 
-    Never raises, because the other ranks would wait for this one.
+    The function never raises, because the other ranks would wait for this rank.
 
     Returns:
-        Whether the next wake-up of the weights needs nothing else of their backup. False if an
+        Whether the next wake-up of the weights needs no other contents of the backup. False if an
         update does not rewrite all parameters, if the last release discarded the contents, or if
         the buffers cannot be read, for example because the backup is on disk.
     """

@@ -1,7 +1,7 @@
-"""The route of a vLLM server through which a client detects memsaver's plugin in the engine.
+"""A route of a vLLM server through which a client detects memsaver's plugin in the engine.
 
-It exists only with the server's /collective_rpc, through which the client makes its calls, so only
-with VLLM_SERVER_DEV_MODE=1.
+The route exists only if the server has the route /collective_rpc, through which the client makes
+its calls. This is the case only with VLLM_SERVER_DEV_MODE=1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Converts a rollout's requests to vLLM's format, and vLLM's outputs to samples."""
+"""Conversion of a rollout's requests to vLLM's format, and of vLLM's outputs to samples."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def prompt_of(request: Request) -> dict[str, Any]:
 
 
 def sampling_of(request: Request) -> Any:
-    """Return a request's `SamplingParams`, with the sampled tokens' log-probabilities.
+    """Return a request's `SamplingParams`, which request the sampled tokens' log-probabilities.
 
     Raises:
         ConfigError: vLLM rejects the parameters.
@@ -52,7 +52,7 @@ def sampling_of(request: Request) -> Any:
 
 
 def sample_of(output: Any) -> Sample:
-    """Return the sample in one of vLLM's outputs, which is None for an aborted request.
+    """Return the sample from an output of vLLM, which is None for an aborted request.
 
     Raises:
         EngineError: the output's format is invalid.
@@ -78,12 +78,12 @@ def sample_of(output: Any) -> Sample:
 
 
 def completions_of(requests: Sequence[Request]) -> list[tuple[list[int], dict[str, Any]]]:
-    """Return the bodies of requests to /v1/completions, with the numbers of their requests.
+    """Return the bodies of calls of /v1/completions, with the indices of their requests.
 
     Requests with equal parameters are sent together.
 
     Raises:
-        ConfigError: a prompt has parts other than tokens or text.
+        ConfigError: a prompt contains parts other than tokens or text.
     """
     found: list[tuple[list[int], dict[str, Any]]] = []
     places: dict[tuple[str, bool], int] = {}
@@ -105,10 +105,10 @@ def completions_of(requests: Sequence[Request]) -> list[tuple[list[int], dict[st
 
 
 def samples_in(answer: Any, count: int) -> list[Sample]:
-    """Return the samples in a server's answer to a request with `count` prompts.
+    """Return the samples from a server's response to a request with `count` prompts.
 
     Raises:
-        EngineError: the answer's format is invalid.
+        EngineError: the format of the response is invalid.
     """
     try:
         choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))

@@ -1,4 +1,7 @@
-"""A vLLM server at a URL as an `Engine`. Its endpoints for sleep need VLLM_SERVER_DEV_MODE=1."""
+"""A vLLM server at a URL as an `Engine`.
+
+The server has endpoints for sleep only with VLLM_SERVER_DEV_MODE=1.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ class ServedEngine(served.ServedEngine, Link):
         """See `Link`.
 
         Raises:
-            EngineError: the server cannot be reached, or has no endpoints for sleep.
+            EngineError: the server cannot be reached or has no endpoints for sleep.
         """
         try:
             self._client.get(ROUTE, timeout)
@@ -105,7 +108,7 @@ class ServedEngine(served.ServedEngine, Link):
         }
 
     def samples(self, requests: Sequence[Request], timeout: float) -> list[Sample]:
-        """See `Link`. The server aborts the requests if the connection ends."""
+        """See `Link`. The server aborts the requests if the connection is closed."""
         bodies = completions_of(requests)
         deadline = time.monotonic() + timeout
         client = self._client.separate()

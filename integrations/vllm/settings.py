@@ -1,23 +1,23 @@
 """The environment variables of the vLLM plugin, which child processes inherit.
 
-Flags are read at each use. The variables of the policy (`policy_of`) are read when an engine
-starts.
+Flags are read each time they are used. The variables of the policy (`policy_of`) are read when an
+engine starts.
 
-MEMSAVER_VLLM: `0` turns the plugin off, so that vLLM does not use memsaver. Default `1`.
-MEMSAVER_VLLM_BACKUP: the place where contents are saved: `host`, `pageable`, `disk` or `peer`; see
-    `memsaver.region`. Default `host`.
-MEMSAVER_VLLM_GRAPHS: `1` releases the memory of CUDA graphs together with all other memory, as
-    vLLM's own option `sleep_mode_offload_cudagraph` does in versions that have it. Default `0`.
+MEMSAVER_VLLM: `0` disables the plugin, so that vLLM does not use memsaver. Default `1`.
+MEMSAVER_VLLM_BACKUP: the backing store for saved contents: `host`, `pageable`, `disk` or `peer`;
+    see `memsaver.region`. Default `host`.
+MEMSAVER_VLLM_GRAPHS: `1` releases the memory of CUDA graphs together with all other memory, like
+    vLLM's own option `sleep_mode_offload_cudagraph` in versions with this option. Default `0`.
 MEMSAVER_VLLM_ASLEEP: the policy for requests that need released memory: `refuse`, `wait` or `wake`;
     see `memsaver.integrations.engine.policies.Policy`. Default `refuse`.
-MEMSAVER_VLLM_ASLEEP_WAIT: the longest time in seconds for which a request is held. Default `60`.
-MEMSAVER_VLLM_ASLEEP_REQUESTS: the largest number of requests that are held at the same time.
+MEMSAVER_VLLM_ASLEEP_WAIT: the maximum time in seconds for which a request is held. Default `60`.
+MEMSAVER_VLLM_ASLEEP_REQUESTS: the maximum number of requests that are held at the same time.
     Default `65536`.
-MEMSAVER_VLLM_SLEEP_AFTER: with `wake`, the seconds without a request after which the engine
-    releases its memory. Default `0`: never.
+MEMSAVER_VLLM_SLEEP_AFTER: with `wake`, the idle time in seconds after which the engine releases
+    its memory. Default `0`: never.
 
-vLLM's own variable `VLLM_PLUGINS`, its list of the plugins to load, must contain `memsaver` if it
-is set.
+If vLLM's own variable `VLLM_PLUGINS` (the list of the plugins to load) is set, it must contain
+`memsaver`.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ fix_policy, policy_variables = _policies.fix, _policies.variables
 
 
 def backup() -> Backup:
-    """Return the place for backups. Raises `ConfigError` if the value is not a place."""
+    """Return the backing store for backups; raise `ConfigError` for an invalid value."""
     return variables.backup("MEMSAVER_VLLM_BACKUP")
 
 
 def is_on() -> bool:
-    """Return whether vLLM uses memsaver. Raises `ConfigError` if the value is not a flag."""
+    """Return whether vLLM uses memsaver; raise `ConfigError` if the value is not a flag."""
     return variables.flag("MEMSAVER_VLLM", True)
 
 

@@ -17,8 +17,8 @@ __all__ = ["SleepController", "Status"]
 class SleepController(EngineController):
     """Puts a vLLM engine to sleep and wakes it, by tag: "kv_cache", "weights", "cuda_graph".
 
-    Every call skips tags that are already in the requested state, and a sleep with requests in
-    flight raises instead of aborting them.
+    Every call skips tags that are already in the requested state. A sleep raises an error while
+    requests are in flight, instead of aborting the requests.
 
         engine = SleepController(vllm.LLM(model, enable_sleep_mode=True))
         engine.sleep(wait_idle=True)          # all tags; the trainer may use the memory
@@ -26,36 +26,38 @@ class SleepController(EngineController):
             update_weights()                  # trainer's copy
         engine.generate(...)                  # the KV cache and the graphs are mapped, too
 
-    With memsaver's plugin in the engine, tags sleep independently, and a call that fails (for
-    example without enough memory) leaves the engine alive and unchanged on all ranks, and can be
-    repeated. The engine itself reports its state, even after errors and if other clients put it to
-    sleep or wake it. Without the plugin, weights and KV cache sleep together, and the controller
-    knows only its own calls and `released`. "cuda_graph" is released with all other tags, and
-    mapped by any wake-up. Graphs that can be released are not released alone: such a sleep raises
-    `ConfigError`.
+    If the engine has memsaver's plugin, tags sleep independently of each other. A failed call (for
+    example because too little memory is free) leaves the engine alive and unchanged on all ranks,
+    and can be repeated. The engine itself reports its state, even after errors and after calls by
+    other clients. Without the plugin, the weights and the KV cache sleep together, and the
+    controller knows only its own calls and the argument `released`. The tag "cuda_graph" is
+    released together with all other tags, and is mapped by any wake-up. Graphs that can be released
+    are not released alone; such a sleep raises `ConfigError`.
 
-    `generate` has the arguments of `vllm.LLM.generate` or `AsyncLLM.generate`, whose last output it
-    returns. For a server at a URL, it sends the fields to /v1/completions, without streams. With an
-    AsyncLLM and a server, `timeout` is in seconds for the whole call, by default an hour; with a
-    `vllm.LLM`, for the wait for other threads' calls. In a callback of `on_pause` or `on_resume`,
-    pass a short timeout: the other thread may be waiting for the callback's tag.
+    `generate` has the arguments of `vllm.LLM.generate`, or the arguments of `AsyncLLM.generate`, of
+    which it returns the last output. For a server at a URL, `generate` sends its arguments as the
+    fields of a request to /v1/completions, without streaming. For an AsyncLLM or a server,
+    `timeout` is the time limit for the whole call in seconds (one hour by default). For a
+    `vllm.LLM`, `timeout` limits the wait for other threads' calls. In a callback of `on_pause` or
+    `on_resume`, pass a short timeout, because the other thread might be waiting for the callback's
+    tag.
 
-    Threads: any, except the thread of an AsyncLLM's event loop, which another thread must run.
-    Calls of `sleep` and `wake_up` are serialised, and so are generations of a `vllm.LLM`;
+    Threads: any thread may make calls, except the thread that runs an AsyncLLM's event loop. Calls
+    of `sleep` and `wake_up` are serialised. Generations of a `vllm.LLM` are also serialised, but
     generations of an AsyncLLM or a server run concurrently.
 
     Args:
         engine: a `vllm.LLM` or an `AsyncLLM` in this process, the URL of a server with
             VLLM_SERVER_DEV_MODE=1, or a result of `engines.connect`.
         api_key: the server's API key.
-        level: vLLM's sleep level: 1 saves the weights in host memory; 2 discards them, so they must
-            be loaded after the wake-up.
+        level: vLLM's sleep level. Level 1 saves the weights in host memory. Level 2 discards the
+            weights, which must therefore be loaded after the wake-up.
         released: the tags that are already released; needed only without the plugin.
-        timeout: seconds for queries of the engine's state.
+        timeout: the time limit in seconds for queries of the engine's state.
 
     Raises:
-        ConfigError: `engine` is none of these, a tag is unknown, or the level, the timeout, the
-            address or the key is invalid. No message contains the key.
+        ConfigError: `engine` is of another type, a tag is unknown, or the level, the timeout, the
+            address or the key is invalid. Error messages never contain the key.
         NotLoadedError: `engine` is a URL, and httpx is not installed.
         EngineError: the engine cannot be reached.
     """

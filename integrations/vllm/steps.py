@@ -1,9 +1,9 @@
-"""A release or a wake-up of vLLM's worker: on all ranks of an executor, or on none.
+"""A release or a wake-up of vLLM's worker on all ranks of an executor or on none.
 
-vLLM's `Worker.sleep` and `Worker.wake_up` have a part before the allocator's transition (copies of
-buffers), and one after it (restored buffers, checks). A `Step` surrounds such a call on every rank.
-Its transition is collective, and so is the end of the call: if any part fails on a rank, all ranks
-undo the transition.
+vLLM's `Worker.sleep` and `Worker.wake_up` copy buffers before the allocator's transition, and
+restore buffers and run checks after the transition. A `Step` surrounds such a call on every rank.
+The transition and the end of the call are collective: if any part fails on a rank, all ranks undo
+the transition.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ Move = Callable[[Group], list[RankReport]]
 
 
 class _MoveFailed(Exception):
-    """Ends the worker's call on every rank after a transition failed on any of them."""
+    """Ends the worker's call on every rank after a transition failed on any rank."""
 
 
 class Step:
-    """A call of vLLM's worker with at most one transition of the allocator, on every rank.
+    """A call of vLLM's worker on every rank, with at most one transition of the allocator.
 
     Attributes:
         reports: the ranks' reports of the transition.
         failed: the ranks' reports with the first failure; empty if the call succeeded.
-        undone: the ranks' reports of the rollback; empty if there was none.
+        undone: the ranks' reports of the rollback; empty if there was no rollback.
     """
 
     def __init__(self, group: Group, undo_nothing: Move) -> None:
         """Prepare a step.
 
         Args:
-            group: the ranks.
+            group: the group of the executor's ranks.
             undo_nothing: the rollback on a rank that failed before the transition; it only joins
                 the collectives of the other ranks' rollback.
         """
@@ -52,7 +52,7 @@ class Step:
         self._undo = undo_nothing
 
     def run(self, call: Callable[[], None]) -> None:
-        """Make the call. Its failures, on any rank, are in `failed`, and are not raised.
+        """Make the call. Failures on any rank are stored in `failed` and not raised.
 
         Raises:
             GroupError: a rank is unreachable.
@@ -84,10 +84,10 @@ class Step:
 
 
 def move(move: Move, undo: Move) -> None:
-    """Run a transition: the one of the current step or, outside of steps, on this rank alone.
+    """Run the transition of the current step; outside steps, run a transition on this rank only.
 
     Raises:
-        MemsaverError: the transition failed, outside of steps. It is undone.
+        MemsaverError: the transition failed, and there is no current step. It is undone.
     """
     step = _current.get()
     if step is not None:

@@ -1,11 +1,11 @@
-"""The worker's own work on the model in a wake-up.
+"""The worker's own changes to the model in a wake-up.
 
-vLLM 0.26's worker restores the model's buffers in the first wake-up after a sleep at level 2,
-whatever its tags, and with a quantised KV cache its V1 model runner resets the cache's scales to 1
-after every wake-up of the KV cache. The buffers and the scales are in the weights' memory. If that
-memory is still released, writing to it would crash the worker with an illegal access. The scales
-are buffers too, so their values are restored with the weights at every level, and no reset is
-needed.
+After a sleep at level 2, the worker of vLLM 0.26 restores the model's buffers in the first wake-up,
+regardless of the wake-up's tags. With a quantised KV cache, its V1 model runner resets the cache's
+scales to 1 after every wake-up of the KV cache. The buffers and the scales are in the memory of the
+weights. If this memory is still released, writing to it would crash the worker with an illegal
+access. The scales are also buffers, so their values are restored with the weights at every level,
+and a reset is not needed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _RESET = "init_fp8_kv_scales"  # a method of the V1 model runner, until 0.28
 def in_any_order(
     wake_up: Callable[..., None], allocator_of: Callable[[], MemsaverAllocator | None]
 ) -> Callable[..., None]:
-    """Return a worker's wake-up that postpones work on the weights until the weights wake."""
+    """Return a worker's wake-up that postpones changes to the weights until their wake-up."""
 
     @functools.wraps(wake_up)
     def call(worker: Any, tags: list[str] | None = None) -> None:
@@ -48,7 +48,7 @@ def in_any_order(
 
 
 def saved(worker: Any) -> dict[str, Any]:
-    """Return the worker's attributes for the contents of a sleep; True requests work."""
+    """Return the worker's attributes for the contents of a sleep; the value True requests work."""
     return {
         name: value
         for name, value in vars(worker).items()

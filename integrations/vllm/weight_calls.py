@@ -1,7 +1,7 @@
-"""Sends new weights to vLLM: a part of `memsaver.integrations.engine.interface.Backend`.
+"""The part of `memsaver.integrations.engine.interface.Backend` that sends new weights to vLLM.
 
-memsaver's plugin loads them in vLLM's workers (`weight_loads`), without a weight_transfer_config,
-so that every rank verifies them and reports its result.
+memsaver's plugin loads the weights in vLLM's workers (`weight_loads`), without a
+weight_transfer_config. Every rank verifies the weights and reports its result.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class WeightCalls(EngineBackend[Link]):
 
     Attributes:
         weight_version: the version of the weights that the engine reports or that this backend has
-            loaded; None if it is unknown.
+            loaded; None if the version is unknown.
     """
 
     weight_version: str | None
@@ -66,7 +66,11 @@ class WeightCalls(EngineBackend[Link]):
         self._on_all_ranks(END, [complete], timeout)
 
     def checksums(self, timeout: float) -> Sequence[str]:
-        """Return (): only engines without the plugin are compared, and they cannot load weights."""
+        """Return an empty tuple.
+
+        Only engines without the plugin are compared by checksums, and such engines of vLLM cannot
+        load weights.
+        """
         return ()
 
     def join_group(self, group: JoinRequest, timeout: float) -> None:
@@ -82,7 +86,7 @@ class WeightCalls(EngineBackend[Link]):
     def _on_all_ranks(
         self, method: str, arguments: Sequence[Any], timeout: float
     ) -> list[RankCheck]:
-        """Make a call on all ranks, and return their checks. Raises the first rank's failure."""
+        """Call all ranks, and return their results; raise the failure of the first failed rank."""
         if not self.link.has_plugin(timeout):
             raise ConfigError(
                 "the engine lacks memsaver's plugin, which loads the weights in vLLM's workers: "

@@ -1,19 +1,19 @@
-"""Loads weights that a trainer sends into the models of vLLM's workers.
+"""Loads of weights from a trainer into the models of vLLM's workers.
 
 All functions are methods of vLLM's worker, which every rank of an executor calls. The ranks
-exchange their results before any of them answers, and an answer contains the checks of all ranks. A
-failure is never raised: the multiprocessing executor leaves the responses of the ranks after a
-failed one in its queues, where its next call finds them. An interrupt or an exit is raised on its
-own rank, after the exchange.
+exchange their results before any rank answers, and each answer contains the results of all ranks. A
+failure is never raised, because after a rank's exception, the multiprocessing executor leaves the
+responses of the following ranks in its queues, where its next call would read them. An interrupt or
+an exit is raised on the interrupted rank after the exchange.
 
-A bucket that arrives damaged on one rank is loaded on no rank. A bucket whose load fails on one
-rank counts as failed on all ranks.
+If a bucket arrives damaged on one rank, no rank loads the bucket. If a load fails on one rank, the
+load counts as failed on all ranks.
 
-vLLM converts the weights of some models after it has loaded them: quantised ones, and those whose
-kernels use another layout. Their buckets go through vLLM's layerwise reload, as in vLLM's own
-engines for weight transfers. The reload keeps tensors until a layer is complete, then loads,
-converts and copies them into the layer's memory. The models of all other engines load each bucket
-into their memory, and the contents are compared with the tensors.
+vLLM converts the weights of some models after loading: quantised weights, and weights whose kernels
+use another layout. The buckets for these models are loaded through vLLM's layerwise reload, as in
+vLLM's own engines for weight transfers. The reload keeps tensors until a layer is complete, and
+then loads, converts and copies the tensors into the layer's memory. All other models load each
+bucket directly into their memory, and the contents are compared with the tensors.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ Rows = list[dict[str, Any]]
 
 
 def install(worker: Any) -> None:
-    """Add the functions to vLLM's worker class, as methods. Idempotent."""
+    """Add the functions to vLLM's worker class as methods. Idempotent."""
     calls = ((BEGIN, _begin), (LOAD, _load), (END, _end), (JOIN, _join), (LEAVE, _leave))
     for name, call in calls:
         setattr(worker, name, call)
 
 
 def _begin(worker: Any) -> Rows:
-    """Begin an update, and abandon an update that was not ended."""
+    """Begin an update; abandon an earlier update that was not ended."""
 
     def work() -> None:
         _check_awake()
@@ -70,7 +70,7 @@ def _begin(worker: Any) -> Rows:
 
 
 def _end(worker: Any) -> Rows:
-    """End an update. Does nothing without one. After a refusal, the call can be repeated."""
+    """End an update. Does nothing without one. If the call is refused, it can be repeated."""
 
     def work() -> None:
         update: _Update | None = getattr(worker, _UPDATE, None)
@@ -85,7 +85,7 @@ def _end(worker: Any) -> Rows:
 
 
 def _load(worker: Any, fields: dict[str, Any]) -> Rows:
-    """Load a bucket, and return the checks of all ranks."""
+    """Load a bucket, and return the results of all ranks."""
     group = ranks_of(worker)
     try:
         coming = Coming(fields)
@@ -161,10 +161,10 @@ def _received(worker: Any, coming: Broadcast, timeout: float) -> Named:
 
 
 class _Update:
-    """An update on one rank, from its beginning to its end.
+    """An update on one rank, from the beginning to the end of the update.
 
     Attributes:
-        failed: whether a rank failed to load a bucket.
+        failed: whether any rank failed to load a bucket.
     """
 
     def __init__(self, worker: Any) -> None:
@@ -214,7 +214,7 @@ class _Update:
             )
 
     def end(self) -> None:
-        """Complete the last layers, or give them their old weights if the update failed."""
+        """Complete the last layers, or restore their old weights if the update failed."""
         reload, self._reload = self._reload, None
         if reload is not None:
             reload.end(self.failed)
@@ -230,7 +230,7 @@ def _abandon(worker: Any) -> None:
 
 
 def _losses() -> int:
-    """Return how many releases have discarded the weights."""
+    """Return the number of releases that have discarded the weights."""
     allocator = installed_allocator()
     return 0 if allocator is None else allocator.losses
 
@@ -284,7 +284,7 @@ def _leave(worker: Any, name: str) -> Rows:
 
 
 def _on_all_ranks(worker: Any, work: Callable[[], None]) -> Rows:
-    """Run the work on this rank, and return the results of all ranks. Collective."""
+    """Run `work` on this rank, and return the results of all ranks. Collective."""
     group = ranks_of(worker)
 
     def done() -> dict[str, Any]:

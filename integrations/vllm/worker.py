@@ -1,10 +1,11 @@
-"""Sleep and wake-up in vLLM's worker processes: on all ranks or none, and never partial.
+"""Sleep and wake-up in vLLM's worker processes, on all ranks or on none, and never partially.
 
 vLLM's executor calls `Worker.sleep`, `Worker.wake_up` and `Worker.discard` on every rank, and each
-rank acts independently. If one fails, the others are in a different state, and the multiprocessing
-executor leaves the responses of the ranks after it in its queues, where its next call finds them.
-The hooks here wrap these methods. The ranks exchange their outcomes, and undo the call on all ranks
-if it failed on one. Only the rank whose response the executor reads last raises.
+rank acts independently. If one rank fails, the other ranks are in a different state, and the
+multiprocessing executor leaves the responses of the following ranks in its queues, where its next
+call would read them. The hooks of this module wrap these methods. The ranks exchange their
+outcomes, and undo the call on all ranks if it failed on any rank. Only the rank whose response the
+executor reads last raises an error.
 
 | event | state afterwards, on every rank |
 |---|---|
@@ -12,9 +13,10 @@ if it failed on one. Only the rank whose response the executor reads last raises
 | a sleep fails later | mapped; contents without a backup may be lost |
 | a wake-up fails | still released, with backups; the call may be repeated |
 
-If the rollback of a sleep fails as well, the sleep counts as done, so that the engine does not use
-memory that a rank lacks: the next wake-up maps it. The last answer and the state of the memory
-are the result of `memsaver_state`, which a collective_rpc calls by name.
+If the rollback of a sleep also fails, the sleep counts as successful, so that the engine does not
+use memory that is released on a rank. The next wake-up maps this memory. The method
+`memsaver_state` returns the last answer and the state of the memory; a collective_rpc calls this
+method by name.
 """
 
 from __future__ import annotations
@@ -85,9 +87,10 @@ def install(worker: Any) -> None:
 
 
 def _of_part(sleep: Callable[..., None]) -> Callable[..., None]:
-    """Return a worker's sleep that can release only some of the deferrable tags.
+    """Return a variant of a worker's sleep that can release only some of the deferrable tags.
 
-    The sleep of the last deferrable tag also releases all other memory, like a sleep of both tags.
+    The sleep of the last mapped deferrable tag also releases all other memory, like a sleep of both
+    tags.
     """
 
     def call(worker: Any, tags: Sequence[str], level: int) -> None:
@@ -102,7 +105,7 @@ def _of_part(sleep: Callable[..., None]) -> Callable[..., None]:
 
 
 def _wake_rewritten(worker: Any, tags: list[str]) -> None:
-    """Wake tags, among them the weights, which are about to be rewritten on all ranks."""
+    """Wake tags that include the weights, which are about to be rewritten on all ranks."""
     allocator = installed_allocator()
     assert allocator is not None  # the core has checked this
     # The ranks decide together, because the backup of only some of them may be on disk.
@@ -114,7 +117,7 @@ def _wake_rewritten(worker: Any, tags: list[str]) -> None:
 
 @contextlib.contextmanager
 def _connected(tags: Sequence[str]) -> Iterator[None]:
-    """Keep the registrations of the KV cache by vLLM's connector, unless the cache is released.
+    """Keep the KV cache's registrations with vLLM's connector, unless the cache is released.
 
     Since vLLM 0.33, a worker's sleep removes these registrations, and only a wake-up of the KV
     cache restores them.
@@ -141,12 +144,12 @@ def installed_allocator() -> MemsaverAllocator | None:
 def memsaver_state(worker: Any, measures: bool = False) -> dict[str, Any]:
     """Return the `SchedulerState` of this rank's memory, as JSON values.
 
-    A worker cannot see waiting requests, so `idle` is always True.
+    The value of `idle` is always True, because a worker does not know the waiting requests.
 
     Args:
         worker: vLLM's worker.
-        measures: whether to report the memory that is still in use after a release of all memory,
-            in this rank's own report (`RankReport.held`).
+        measures: whether this rank's own report (`RankReport.held`) includes the memory that is
+            still in use after a release of all memory.
     """
     allocator = installed_allocator()
     released = allocator.released if allocator is not None else ()
@@ -165,7 +168,7 @@ def memsaver_state(worker: Any, measures: bool = False) -> dict[str, Any]:
 
 
 def _measured(ranks: Sequence[RankReport], own: int) -> tuple[RankReport, ...]:
-    """Return the reports, and add this device's memory in use to the report of rank `own`."""
+    """Return the reports, with this device's memory in use in the report of rank `own`."""
     device = held.device()
     try:
         found = held.measure(device, [*of_torch(device), *of_groups("vllm", _PARALLEL)])
@@ -212,7 +215,7 @@ def _hooked(
 
 
 def _wake(worker: Any, wake_up: Callable[..., None], tags: list[str]) -> None:
-    """Run the worker's part of a wake-up after the rollback of a release of these tags."""
+    """Run the worker's own part of a wake-up after a rolled-back release of these tags."""
     try:
         wake_up(worker, tags)
     except Exception as error:
@@ -259,8 +262,9 @@ def _state_after(operation: str, step: Step, lost: set[str]) -> str:
 def _lost(operation: str, undone: list[RankReport], allocator: MemsaverAllocator) -> set[str]:
     """Return the tags whose contents a failed call lost on at least one rank.
 
-    A release loses contents that it does not keep, and a resume contents that it does not restore.
-    A rank that cannot release such memory again has it without its contents.
+    A release loses the contents that it does not keep, and a resume loses the contents that it does
+    not restore. If a rank cannot release such memory again, the memory stays mapped there without
+    its contents.
     """
     if operation == "resume" and first_failure(undone):
         return set(allocator.rewritten)

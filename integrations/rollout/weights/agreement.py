@@ -1,4 +1,4 @@
-"""Checks that the ranks of an update send the same tensors."""
+"""Checks whether all ranks of an update send the same tensors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def check_same(ranks: Sequence[int], everyones: Sequence[Sequence[Spec]], whole:
     """Raise the same `ConfigError` on all ranks if two ranks send different tensors.
 
     Args:
-        ranks: the ranks.
-        everyones: the tensors of each rank.
-        whole: whether tensors are whole on every rank, so that their shapes must be equal.
+        ranks: the numbers of the ranks.
+        everyones: for each rank, the tensors that it sends.
+        whole: whether every rank has whole tensors, whose shapes must therefore be equal.
     """
     for rank, theirs in zip(ranks, everyones, strict=True):
         for a, b in itertools.zip_longest(everyones[0], theirs):
@@ -32,14 +32,15 @@ def check_same(ranks: Sequence[int], everyones: Sequence[Sequence[Spec]], whole:
 
 
 def common_tie(everyones: Iterable[str | None]) -> str | None:
-    """Return the name of the earlier tensor that shares a tensor's memory on all ranks.
+    """Return the name of the earlier tensor with which a tensor shares its memory on all ranks.
 
     Args:
         everyones: the tensor's `Spec.same` on each rank.
 
     Returns:
-        The name; "" if the tensor must be sent, because the ranks differ or because it shares no
-        earlier tensor's memory on at least one rank; None if no rank has an element of it.
+        The name of the earlier tensor. "" if the tensor must be sent, because the ranks differ or
+        the tensor shares no earlier tensor's memory on at least one rank. None if no rank has an
+        element of the tensor.
     """
     names = {one for one in everyones if one is not None}
     if not names:
@@ -54,7 +55,7 @@ def names_digest(specs: Sequence[Spec]) -> str:
 
 
 def _described(spec: Spec | None, whole: bool) -> str:
-    """Describe the properties that must be equal on two ranks, for a message."""
+    """Describe the properties that must be equal on all ranks, for an error message."""
     if spec is None:
         return "has no further tensor"
     return f"has {spec.name} ({spec.dtype}{', ' + str(spec.shape) if whole else ''})"

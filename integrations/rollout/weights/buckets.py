@@ -1,4 +1,4 @@
-"""Buckets: tensors that are sent to an engine together, in one piece of memory."""
+"""Buckets: groups of tensors that are sent to an engine together in one block of memory."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ class Slot:
 
     Attributes:
         name: the tensor's name.
-        begin: the offset of its first byte; a multiple of `ALIGNMENT`.
-        room: the bytes reserved for it. A rank with a smaller shard uses fewer bytes.
+        begin: the offset of the tensor's first byte in the bucket; a multiple of `ALIGNMENT`.
+        room: the number of bytes reserved for the tensor. A rank with a smaller shard uses fewer
+            bytes.
     """
 
     name: str
@@ -30,14 +31,14 @@ class Bucket:
     """Tensors that are sent together.
 
     Attributes:
-        slots: the tensors, in their order.
+        slots: the places of the tensors, in order.
     """
 
     slots: tuple[Slot, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes from the first tensor to the end of the last one."""
+        """The number of bytes from the start of the first tensor to the end of the last tensor."""
         last = self.slots[-1]
         return last.begin + last.room
 
@@ -48,12 +49,12 @@ class Bucket:
 
 
 def buckets_of(tensors: Iterable[tuple[str, int]], max_bytes: int) -> list[Bucket]:
-    """Divide tensors into as few buckets as their order allows. No tensor is split.
+    """Divide tensors into as few buckets as possible, in order. No tensor is split.
 
     Args:
-        tensors: the name and the bytes of each tensor.
-        max_bytes: the limit for a bucket. A larger tensor gets its own bucket, so the largest
-            bucket may be as large as the largest tensor.
+        tensors: the name and the size in bytes of each tensor.
+        max_bytes: the maximum size of a bucket. A larger tensor gets its own bucket, so the largest
+            bucket can be as large as the largest tensor.
     """
     buckets: list[Bucket] = []
     slots: list[Slot] = []

@@ -1,4 +1,4 @@
-"""Weights for an engine on the same GPUs: memory for one bucket, which the engine's ranks read."""
+"""Weights for an engine on the same GPUs: memory for one bucket that the engine's ranks read."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ __all__ = ["BucketMemory"]
 
 
 class BucketMemory:
-    """Memory on this rank for one bucket at a time; a context manager that releases it.
+    """Memory on this rank for one bucket at a time, as a context manager that releases the memory.
 
-    The memory is outside of all regions, because memory that can be paused cannot be shared with
-    other processes through CUDA IPC.
+    The memory is outside all regions, because pausable memory cannot be shared with other processes
+    through CUDA IPC.
 
     Args:
-        nbytes: the bytes of the largest bucket.
-        device: a CUDA device; or the host, for memory that processes of this machine share.
-        is_common: whether the trainer's ranks write into each other's memory.
+        nbytes: the size of the largest bucket, in bytes.
+        device: a CUDA device, or the host for memory that is shared between processes of this
+            machine.
+        is_common: whether the trainer's ranks write to each other's memory.
 
     Raises:
-        OutOfDeviceMemoryError: there is too little free memory.
+        OutOfDeviceMemoryError: too little memory is free.
     """
 
     def __init__(self, nbytes: int, device: Any, is_common: bool = False) -> None:
@@ -79,10 +80,12 @@ class BucketMemory:
             torch.cuda.empty_cache()
 
     def write(self, bucket: Bucket, sources: Mapping[str, Source]) -> list[tuple[str, int, Any]]:
-        """Fill the memory. Collective over the ranks with parts of the tensors; queues its work.
+        """Fill the memory; only queue this work.
+
+        This is a collective call of the ranks with parts of the tensors.
 
         Returns:
-            For each tensor its name, the offset of its first byte, and a view of the memory.
+            For each tensor, its name, the offset of its first byte, and a view of the memory.
         """
         import torch
 
@@ -104,14 +107,14 @@ class BucketMemory:
 
         Each handle is for one other rank, which passes it to `open`.
 
-        Torch expects one receiver for each handle: with a second receiver, the memory could be
-        freed while a receiver uses it.
+        Torch expects exactly one receiver for each handle. With a second receiver, torch could free
+        the memory while a receiver still uses it.
         """
         with self._file_names():
             return [shared(self._memory) for _ in range(count)]
 
     def open(self, texts: Sequence[str]) -> None:
-        """Open the buckets of other ranks, into which this rank writes its parts of tensors."""
+        """Open the buckets of other ranks, to which this rank writes its parts of tensors."""
         self._others = [opened(text, self._device) for text in texts]
 
     def close_others(self) -> None:
@@ -119,7 +122,7 @@ class BucketMemory:
         self._others = []
 
     def settle(self) -> None:
-        """Wait for the queued work, but not for a pause's copies on other streams."""
+        """Wait for the queued work, but not for the copies of a pause on other streams."""
         if self._device.type == "cuda":
             import torch
 
@@ -127,7 +130,7 @@ class BucketMemory:
                 torch.cuda.current_stream(device).synchronize()
 
     def payload(self, views: list[tuple[str, int, Any]], layout: Layout) -> str:
-        """Return the tensors' serialised handles, as text, for the engine's rank on this device.
+        """Return the tensors' serialised handles as text for the engine's rank on this device.
 
         Args:
             views: see `write`.
@@ -142,17 +145,17 @@ class BucketMemory:
             return flattened(self._memory[:end], views, self._receivers)
 
     def sending(self) -> None:
-        """Record that the engine may receive the payload from now on.
+        """Record that from now on the engine might receive the payload.
 
-        Until this call, a failure frees the memory without waiting for a receiver to close it.
+        Before this call, a failure frees the memory without waiting until a receiver has closed it.
         """
         self._is_sent = True
 
     @contextlib.contextmanager
     def _file_names(self) -> Iterator[None]:
-        """Share host memory by file names in the block.
+        """Share host memory through file names during the block.
 
-        Ranks that do not descend from one process cannot exchange descriptors.
+        Ranks without a common ancestor process cannot exchange file descriptors.
         """
         import torch.multiprocessing as mp
 

@@ -1,7 +1,7 @@
-"""Sends weights to engines on other GPUs, in a process group of a leader and the engines' ranks.
+"""Weight updates for engines on other GPUs, in a process group of a leader and the engines' ranks.
 
 The leader is rank 0 of the group and broadcasts each tensor of a bucket. The engines' ranks receive
-it into their own memory.
+the tensors in their own memory.
 """
 
 from __future__ import annotations
@@ -42,33 +42,34 @@ class WeightGroup:
     """A process group through which engines on other GPUs receive weights. See `update`.
 
     The constructor and `leave` are collective calls of the trainer's ranks in the engine's mesh.
-    The group itself contains only one leader and the engines' ranks. After a failed broadcast the
-    group is unusable: leave it, and create a new one.
+    The group itself contains only one leader and the engines' ranks. After a failed broadcast, the
+    group is unusable: leave the group and create a new one.
 
         with WeightGroup(engine, address="10.0.0.7") as group:
             engine.update_weights(model, group=group, pause="retract")
 
     Args:
-        engine: a `RolloutEngine`; or an `EngineSet`, whose engines are all in the group.
+        engine: a `RolloutEngine`, or an `EngineSet`, in which case the group contains all of its
+            engines.
         address: an address of this machine that the engine's ranks can reach. The group's store
-            listens only on this address. So does gloo, unless GLOO_SOCKET_IFNAME names an
-            interface. NCCL's sockets use the interfaces that NCCL_SOCKET_IFNAME names. Only the
-            leader's address and port are used.
-        port: a free port on this address; with 0, the system chooses one.
-        backend: the torch.distributed backend; "gloo" if either side has no GPU. With "nccl" on
-            one host, start the trainer with NCCL_CUMEM_ENABLE=0, as SGLang does for its own
-            processes: NCCL cannot share buffers between processes with different values.
-        timeout: seconds to wait for the engine's ranks to join, and to leave. Broadcasts use the
-            update's timeout.
-        whole_mesh: whether the ranks of all engines of the mesh are in one group, in which the
-            leader of the first engine broadcasts each bucket once. Otherwise each engine has its
-            own group, and its own leader broadcasts.
+            listens only on this address. Gloo also listens only on this address, unless
+            GLOO_SOCKET_IFNAME names an interface. NCCL's sockets use the interfaces that
+            NCCL_SOCKET_IFNAME names. Only the address and the port that the leader passes are used.
+        port: a free port on this address; 0 selects any free port.
+        backend: the torch.distributed backend; "gloo" if either side has no GPU. With "nccl" on one
+            host, start the trainer with NCCL_CUMEM_ENABLE=0, because SGLang sets this value in its
+            own processes, and NCCL cannot share buffers between processes with different values.
+        timeout: the time limit in seconds for the engine's ranks to join and to leave the group.
+            Broadcasts use the update's timeout.
+        whole_mesh: whether the ranks of all engines of the mesh form one group, in which the leader
+            of the first engine broadcasts each bucket once. If False, each engine has its own
+            group, in which the engine's own leader broadcasts.
 
     Raises:
-        EngineError: an engine cannot join in time. The group's sockets and store are closed, and
-            engines that have joined leave the group.
-        ConfigError: the address is not this machine's, the port is taken, an argument is invalid,
-            or the ranks of the mesh pass different arguments.
+        EngineError: an engine did not join in time. The group's sockets and store are closed, and
+            engines that have already joined leave the group.
+        ConfigError: the address does not belong to this machine, the port is in use, an argument is
+            invalid, or the ranks of the mesh pass different arguments.
     """
 
     @signals_deferred()  # no handler may run between the collectives
@@ -145,13 +146,13 @@ class WeightGroup:
     def broadcast(
         self, tensors: Sequence[Any], load: Callable[[], Result], timeout: float
     ) -> Result:
-        """Broadcast tensors while the engine loads them. Call it only on the leader.
+        """Broadcast tensors while the engine loads them. Call this method only on the leader.
 
         Args:
-            tensors: contiguous tensors on `device`. Work that writes them must be complete: the
-                call does not wait for it.
-            load: makes the engine load them, and returns within `timeout`.
-            timeout: seconds.
+            tensors: contiguous tensors on `device`. All writes to the tensors must be complete,
+                because the call does not wait for them.
+            load: a function that makes the engine load the tensors, and returns within `timeout`.
+            timeout: the time limit for the call, in seconds.
 
         Raises:
             EngineTimeoutError: the engine reported success without receiving all tensors.
@@ -187,14 +188,14 @@ class WeightGroup:
 
     @signals_deferred()  # no handler may run between the collectives
     def leave(self) -> None:
-        """Make this process and the engine leave the group. Idempotent.
+        """Remove this process and the engine from the group. Idempotent.
 
-        Closes this side's store, sockets, descriptors and threads; if a broadcast hangs, they are
-        closed when it ends. NCCL keeps resources that it opens once per process, such as the
-        listener of its RAS service, and one closed socket for each communicator.
+        The method closes this side's store, sockets, descriptors and threads; if a broadcast hangs,
+        they are closed when the broadcast ends. NCCL keeps one closed socket for each communicator,
+        and the resources that it opens once per process, such as the listener of its RAS service.
 
         Raises:
-            EngineError: the engine could not leave the group. This side has left it.
+            EngineError: the engine could not leave the group, but this process has left the group.
         """
         if not self.joined:
             return
@@ -209,7 +210,7 @@ class WeightGroup:
 
     @contextlib.contextmanager
     def _step(self, what: str) -> Iterator[Together]:
-        """Run the block on the ranks that share the group, and raise its error on all of them."""
+        """Run the block on the ranks that share the group; raise an error on all of these ranks."""
         if not self._whole_mesh:
             yield self._engine.together
             return
@@ -221,8 +222,8 @@ class WeightGroup:
 
         Args:
             what: a description of the call, the same on all ranks.
-            check: returns this rank's arguments by name, formatted for a message; raises if one of
-                them is invalid.
+            check: a function that returns this rank's arguments by name, formatted for an error
+                message, or raises an exception if an argument is invalid.
         """
         # The ranks wait for the engine's own timeout, because the group's may be invalid.
         steps, seconds = UpdateSteps(self._engine), self._engine.timeout
@@ -265,7 +266,7 @@ class WeightGroup:
             raise
 
     def _enter(self, request: JoinRequest) -> None:
-        """Make the engine join, while the sender creates the group on this side."""
+        """Make the engine join the group, while the sender creates the group on this side."""
         backend = self._engine.backend
         assert backend is not None
         self._has_engine = True
@@ -291,7 +292,7 @@ class WeightGroup:
             raise
 
     def _receive(self, load: Callable[[], Result]) -> Result:
-        """Load while the leader of another engine broadcasts; notify it of a failure."""
+        """Load tensors that another engine's leader broadcasts; notify that leader of a failure."""
         try:
             return load()
         except BaseException as error:
@@ -302,16 +303,16 @@ class WeightGroup:
             raise
 
     def _withdraw(self) -> None:
-        """Make an engine that failed leave a whole mesh's group.
+        """Remove an engine that failed from the group of a whole mesh.
 
-        The ranks of other engines may wait for its ranks, which forward the tensors that they
-        receive.
+        The ranks of other engines might be waiting for this engine's ranks, because all ranks
+        forward the tensors that they receive.
         """
         if self._whole_mesh:
             self._abandon()
 
     def _abandon(self) -> None:
-        """Make this leader's engine leave the group after a failure, if it has begun to join."""
+        """Remove this leader's engine from the group after a failure, if it has begun to join."""
         if self._has_engine:
             with contextlib.suppress(MemsaverError):
                 self._leave(END_SECONDS)
@@ -319,8 +320,8 @@ class WeightGroup:
     def _watch(self, sender: Sender, sending: Aside, deadline: float) -> None:
         """End the engines' wait for a broadcast that will not complete.
 
-        Either the broadcast itself has failed, or another engine of the mesh has failed and
-        receives nothing.
+        Either the broadcast itself has failed, or another engine of the mesh has failed and no
+        longer receives tensors.
         """
         while not sending.wait(_POLL_SECONDS) and time.monotonic() < deadline:
             if sender.is_notified():
@@ -334,7 +335,7 @@ class WeightGroup:
     def _free(self, sender: Sender, sending: Aside) -> None:
         """Close a failed gloo group, which `abort` leaves open, to end the engines' waits.
 
-        The connections are open until the broadcast has ended.
+        The connections stay open until the broadcast has ended.
         """
         if sending.wait(END_SECONDS) and self._backend == "gloo":
             sender.close()
@@ -361,10 +362,10 @@ def _check_address(address: object, port: object) -> None:
 
 
 def _advice_for_nccl() -> str:
-    """Return advice for a failure of NCCL between this process and an engine's processes.
+    """Return advice for an NCCL failure between this process and an engine's processes.
 
-    Ranks on one host fail with "invalid argument" if only some of them use virtual memory for
-    NCCL's buffers; SGLang and vLLM disable it in their processes.
+    Ranks on one host fail with "invalid argument" if only some ranks use virtual memory for NCCL's
+    buffers. SGLang and vLLM disable this use of virtual memory in their processes.
     """
     here = os.environ.get("NCCL_CUMEM_ENABLE")
     if here == "0":

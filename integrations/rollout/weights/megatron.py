@@ -1,4 +1,4 @@
-"""The weights of a Megatron trainer's rank, as parts of the tensors in a checkpoint."""
+"""The weights of a rank of a Megatron trainer, as parts of the tensors in a checkpoint."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ def megatron_parts(
     query_groups: int,
     vocabulary: int,
 ) -> Iterator[tuple[str, Any]]:
-    """Yield a rank's weights for `update`, with a checkpoint's names. Copies nothing.
+    """Yield a rank's weights for `update`, under the names of a checkpoint. Copies nothing.
 
-    The model must be a dense decoder with Megatron Core's names; the yielded names are Hugging
-    Face's for Llama and Qwen. The query, key and value of a group must be adjacent in `linear_qkv`,
-    the gate and the up projection of a rank in `linear_fc1`, and the vocabulary may be padded for
-    the ranks. With tied embeddings there is no output layer, or it has the same memory and is not
-    sent.
+    The model must be a dense decoder with the names of Megatron Core. The yielded names are those
+    of Hugging Face for Llama and Qwen. In `linear_qkv`, the query, key and value of each group must
+    be adjacent. In `linear_fc1`, the gate and up projections of a rank must be adjacent. The
+    vocabulary can be padded. With tied embeddings, the output layer is missing, or it shares the
+    memory of the embeddings and is not sent.
 
     Args:
-        state: a Megatron `GPTModel`, or a mapping of its names to this rank's tensors.
+        state: a Megatron `GPTModel`, or a mapping from the model's names to this rank's tensors.
         tp_rank: this rank in the tensor-parallel group.
-        tp_size: the number of its ranks.
-        heads: the model's attention heads.
-        query_groups: the model's key-value heads.
-        vocabulary: the model's vocabulary, without padding.
+        tp_size: the number of ranks in that group.
+        heads: the number of the model's attention heads.
+        query_groups: the number of the model's key-value heads.
+        vocabulary: the size of the model's vocabulary, without padding.
 
     Raises:
-        ConfigError: a name is unknown, for example an expert's, or sizes are inconsistent.
+        ConfigError: a name is unknown, such as the name of an expert, or sizes are inconsistent.
     """
     counts = tp_size, heads, query_groups
     if min(counts) < 1 or heads % query_groups or query_groups % tp_size:
@@ -95,7 +95,7 @@ def megatron_parts(
 def _outside(
     name: str, tensor: Any, tp_rank: int, tp_size: int, vocabulary: int
 ) -> tuple[str, Any]:
-    """Return a tensor outside the layers."""
+    """Return the checkpoint's name and this rank's part of a tensor outside the layers."""
     if name in _NORM:
         return _NORM[name], tensor
     if name not in _VOCABULARY:

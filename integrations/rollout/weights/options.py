@@ -1,4 +1,4 @@
-"""Arguments for updating an engine's weights, and their validation."""
+"""The arguments of a weight update, and their validation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Options:
     """The arguments of `update`.
 
     Attributes:
-        unknown: the names of the arguments that `update` does not have.
+        unknown: the names of arguments that `update` does not accept.
     """
 
     version: str | None
@@ -99,7 +99,7 @@ class Options:
             )
 
     def compared(self) -> dict[str, str]:
-        """Return the arguments that must be equal on all ranks, formatted for a message."""
+        """Return the arguments that must be equal on all ranks, formatted for an error message."""
         names = ("version", "layout", "bucket_bytes", "verify", "pause", "flush_cache")
         given = {name: repr(getattr(self, name)) for name in names}
         # Each rank has its own object for the same group.

@@ -17,11 +17,12 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Part:
-    """A rank's part of a whole tensor: a box of its elements. See `update`.
+    """A rank's part of a whole tensor, which is a box of the tensor's elements. See `update`.
 
     Attributes:
-        tensor: the part's elements, with any strides. If the shape is not `size`, the box must
-            contain whole rows, and has the same elements in the same order.
+        tensor: the part's elements, which can have any strides. If the tensor's shape differs from
+            `size`, the box must contain whole rows, and the tensor must contain the same elements
+            in the same order.
         shape: the shape of the whole tensor.
         begin: the index of the box's first element in each dimension; 0 for missing dimensions.
         size: the extents of the box; None means the tensor's shape.
@@ -34,7 +35,7 @@ class Part:
 
     @property
     def box(self) -> Box:
-        """The box: the first index and the end in each dimension."""
+        """The box, as the first index and the end index in each dimension."""
         size = tuple(self.tensor.shape) if self.size is None else self.size
         begin = (*self.begin, *[0] * (len(size) - len(self.begin)))
         return tuple((at, at + extent) for at, extent in zip(begin, size, strict=True))
@@ -61,7 +62,7 @@ class Part:
             )
 
     def write(self, out: Any) -> None:
-        """Copy the part into the whole tensor `out`, which is contiguous."""
+        """Copy the part to its place in the whole tensor `out`, which must be contiguous."""
         if self.tensor.numel():
             into = _in(out, self.box)
             into.view(self.tensor.shape).copy_(self.tensor, non_blocking=out.is_cuda)
@@ -74,12 +75,12 @@ def copy_box(box: Box, whole: Any, out: Any) -> None:
 
 
 def check_cover(name: str, shape: tuple[int, ...], boxes: Sequence[Box | None]) -> None:
-    """Raise `ConfigError` unless the ranks' boxes contain each element of a tensor.
+    """Raise `ConfigError` unless the ranks' boxes together contain every element of a tensor.
 
     Args:
         name: the tensor's name.
-        shape: its whole shape.
-        boxes: each rank's box; None for a whole tensor. Several ranks may have the same box.
+        shape: the shape of the whole tensor.
+        boxes: the box of each rank; None for a whole tensor. Several ranks can have the same box.
     """
     if all(box is None for box in boxes):
         return

@@ -28,9 +28,9 @@ def paused_generation(
     """Pause generation on all engines during the block, if requested. A collective.
 
     If the pause fails on an engine, generation continues on all engines before the error is raised,
-    even if it was paused earlier; the error's message names the engines on which it could not
-    continue. If not all ranks can be reached, generation may stay paused, as the message says.
-    After an error in the block, generation stays paused.
+    even if generation was already paused earlier. The error's message names the engines on which
+    generation could not continue. If some ranks cannot be reached, generation can stay paused, and
+    the message says so. After an error in the block, generation stays paused.
     """
     mode, timeout = options.pause, options.timeout
     if mode is None:
@@ -71,7 +71,7 @@ def paused_generation(
 def _continued(engine: RolloutEngine | EngineSet, steps: UpdateSteps, limit: float) -> str:
     """Continue generation on all engines after a failed pause, and describe their states.
 
-    The failed pause may have taken effect. A collective.
+    The failed pause might have stopped the generation. A collective.
     """
     backend = engine.backend
 

@@ -1,6 +1,6 @@
-"""Serialises tensors as text with which another process can open their memory.
+"""Serialisation of tensors as text from which another process can open the tensors' memory.
 
-The memory is shared through CUDA IPC, as shared host memory, or as a part of a shareable region.
+The memory is shared through CUDA IPC, as shared host memory, or as part of a shareable region.
 """
 
 from __future__ import annotations
@@ -26,18 +26,21 @@ _STORAGE_ARGUMENT, _COUNTER_ARGUMENT = 4, 11
 
 
 class Receivers:
-    """The receivers of serialised CUDA memory. Torch keeps the memory until each has closed it."""
+    """The receivers of serialised CUDA memory.
+
+    Torch keeps the memory until every receiver has closed it.
+    """
 
     def __init__(self) -> None:
         self._counters: list[tuple[Any, Any, int]] = []
 
     def add(self, arguments: Sequence[Any]) -> None:
-        """Record the receiver of a CUDA tensor that torch reduced to these arguments."""
+        """Record the receiver of a CUDA tensor that torch has reduced to these arguments."""
         at = _COUNTER_ARGUMENT
         self._counters.append((arguments[_STORAGE_ARGUMENT], *arguments[at : at + 2]))
 
     def release(self) -> None:
-        """Make torch free the memory although its dead receivers have not closed it."""
+        """Make torch free the memory although the receivers died without closing it."""
         for storage, handle, offset in self._counters:
             storage._release_ipc_counter(handle, offset, device="cuda")
         self._counters = []
@@ -47,8 +50,8 @@ def is_unreceived(error: BaseException | None, is_sent: bool) -> bool:
     """Return whether no engine will read a payload, after an update that ended with `error`.
 
     Args:
-        error: None after a success.
-        is_sent: whether the engine may have received the payload.
+        error: the error of the update; None if the update succeeded.
+        is_sent: whether the engine might have received the payload.
     """
     return isinstance(error, EngineDiedError) or (error is not None and not is_sent)
 
@@ -56,12 +59,12 @@ def is_unreceived(error: BaseException | None, is_sent: bool) -> bool:
 def flattened(
     memory: Any, views: Sequence[tuple[str, int, Any]], receivers: Receivers | None = None
 ) -> str:
-    """Serialise tensors in one piece of memory, in SGLang's format "flattened_bucket".
+    """Serialise tensors in one block of memory, in SGLang's format "flattened_bucket".
 
     Args:
-        memory: bytes, one-dimensional.
-        views: for each tensor its name, the offset of its first byte in `memory`, and the tensor.
-        receivers: records the receiver.
+        memory: a one-dimensional tensor of bytes.
+        views: for each tensor, its name, the offset of its first byte in `memory`, and the tensor.
+        receivers: the object that records the receiver.
     """
     metadata = [
         # The fields of SGLang's class, which this process may lack; SGLang reads only the fields.
@@ -79,7 +82,7 @@ def flattened(
 
 
 def listed(views: Sequence[tuple[str, int, Any]], receivers: Receivers | None = None) -> str:
-    """Serialise named tensors, each of which is opened separately. See `flattened`."""
+    """Serialise named tensors for a receiver that opens each tensor separately. See `flattened`."""
     return _serialised([(name, view) for name, _, view in views], receivers)
 
 
@@ -105,24 +108,25 @@ class _Named:
 
 
 def shared(memory: Any) -> str:
-    """Serialise a tensor for another rank of the trainer, which passes the text to `opened`."""
+    """Serialise a tensor as text that another rank of the trainer passes to `opened`."""
     return _pickled(_reduced(memory))
 
 
 def opened(text: str, device: Any) -> Any:
-    """Return a tensor that shares the memory of another rank's, for copies that run on `device`.
+    """Return a tensor that shares another rank's memory, for copies that run on `device`.
 
-    CUDA maps another process's memory for one device of this process, and a kernel on any other
-    device must not access the mapping, even with peer access between the devices. Memory of another
-    GPU is therefore mapped for `device`, and torch treats it as memory of `device`. Without peer
-    access, the memory is mapped for its own GPU, and torch copies whole pieces to it.
+    CUDA maps memory of another process for only one device of this process. Kernels on any other
+    device must not access this mapping, even with peer access between the devices. Memory of
+    another GPU is therefore mapped for `device`, and torch treats it as memory of `device`. Without
+    peer access, the memory is mapped for its own GPU, and torch copies whole blocks to it.
 
     Args:
         text: see `shared`.
-        device: the device of this rank's own memory. CPU memory is opened unchanged.
+        device: the device of this rank's own memory. CPU memory is opened without a change of
+            device.
 
     Raises:
-        ConfigError: the tensor's GPU is not visible to this process, and cannot be accessed.
+        ConfigError: this process cannot access the tensor's GPU, which is not visible to it.
     """
     import torch
 
@@ -157,7 +161,7 @@ def _serialised(value: Any, receivers: Receivers | None = None) -> str:
 
 
 def _reduced(tensor: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return torch's function that rebuilds a tensor, and its arguments, with the GPU's UUID."""
+    """Return torch's function for rebuilding a tensor, and arguments with the GPU's UUID."""
     import torch
     from torch.multiprocessing import reductions
 
@@ -173,7 +177,7 @@ def _reduced(tensor: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _pickled(value: Any, reduced: Any = None) -> str:
-    """Pickle a value as text; `reduced`, if given, reduces its tensors."""
+    """Pickle a value as text; if `reduced` is not None, it reduces the value's tensors."""
     import torch
 
     out = io.BytesIO()

@@ -33,9 +33,10 @@ class Plan:
     Attributes:
         sources: this rank's tensors, by name.
         device: the device of this rank's buckets.
-        specs: the tensors to send, in their order.
-        tied: the tensors that are not sent, because they share the memory of another tensor.
-        mapped: the tensors that the engine maps, in one load; None if there are none.
+        specs: the descriptions of the tensors to send, in order.
+        tied: the tensors that are not sent because they share the memory of another tensor.
+        mapped: the bucket of the tensors that the engine maps, which are sent in one load; None if
+            the engine maps no tensor.
         buckets: the buckets with all other tensors.
     """
 
@@ -48,7 +49,7 @@ class Plan:
 
     @property
     def tags(self) -> list[str]:
-        """The tags with memory of this rank's tensors."""
+        """The tags that contain memory of this rank's tensors."""
         tags = (source.tag for source in self.sources.values())
         return list(dict.fromkeys(tag for tag in tags if tag is not None))
 
@@ -61,13 +62,13 @@ class Plan:
 def agree(
     engine: RolloutEngine | EngineSet, state: Any, options: Options, steps: UpdateSteps, what: str
 ) -> Plan:
-    """Return the plan of an update. A collective of all ranks that changes nothing.
+    """Return the plan of an update. This is a collective call that changes nothing.
 
     Args:
         engine: see `update`.
         state: see `update`.
         options: the update's arguments.
-        steps: the update's collectives.
+        steps: the collective calls of the update.
         what: a description of the update.
 
     Raises:
@@ -77,7 +78,7 @@ def agree(
     devices: list[Any] = []
 
     def offer() -> tuple[dict[str, str], list[Spec], frozenset[str], str]:
-        """Check the arguments; return this rank's values, which all ranks compare."""
+        """Check the arguments; return this rank's values, for comparison between all ranks."""
         sources.update(_checked_sources(engine, state, options))
         devices.append(_device(sources.values(), options))
         specs = [source.spec for source in sources.values()]
@@ -150,7 +151,7 @@ def _checked_sources(
 
 
 def _device(sources: Any, options: Options) -> Any:
-    """Return the device for buckets: the host, the state's GPU, or the current GPU."""
+    """Return the device for buckets, which is the host, the state's GPU, or the current GPU."""
     import torch
 
     on_gpu = [source.device for source in sources if source.device.type == "cuda"]
@@ -163,7 +164,7 @@ def _device(sources: Any, options: Options) -> Any:
 def _mappable(
     engine: RolloutEngine | EngineSet, options: Options, sources: Mapping[str, Source], device: Any
 ) -> frozenset[str]:
-    """Return the names of the tensors that the engine can map, as far as this rank knows."""
+    """Return the names of the tensors that, according to this rank, the engine can map."""
     if options.group is not None:
         return frozenset()
     found = frozenset(name for name, one in sources.items() if one.can_be_mapped(device))

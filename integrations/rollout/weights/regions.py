@@ -1,7 +1,7 @@
-"""Weights for an engine on the same GPUs: the trainer's own tensors, which the engine's ranks map.
+"""Weights for an engine on the same GPUs that maps the trainer's own tensors.
 
-The trainer's tensors are in shareable regions. A pause of their tags waits until the engine's ranks
-have deleted the mapped tensors, which they do before they answer.
+The trainer's tensors are in shareable regions. A pause of the tensors' tags waits until the
+engine's ranks have deleted the mapped tensors. The ranks delete the tensors before they answer.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ __all__ = ["RegionTensors"]
 
 
 class RegionTensors:
-    """The tensors of this rank, in their own memory; a context manager. See `BucketMemory`.
+    """The tensors of this rank in their own memory, as a context manager. See `BucketMemory`.
 
     memsaver keeps the memory of a payload for its receiver. If the update fails and no receiver
-    will open the payload, leaving the context manager releases the memory.
+    will open the payload, the memory is released at the exit of the context manager.
 
     Args:
         device: the tensors' device.
@@ -52,16 +52,16 @@ class RegionTensors:
         return [(slot.name, slot.begin, sources[slot.name].whole) for slot in bucket.slots]
 
     def settle(self) -> None:
-        """Wait for the current stream's work, which may write the tensors."""
+        """Wait for the current stream's work, which might write to the tensors."""
         if self._device.type == "cuda":
             import torch
 
             torch.cuda.current_stream(self._device).synchronize()
 
     def payload(self, views: list[tuple[str, int, Any]], layout: Layout) -> str:
-        """Return the tensors' places as text. `layout` is ignored."""
+        """Return the locations of the tensors as text. `layout` is ignored."""
         return mapped([(name, view) for name, _, view in views], self._tokens)
 
     def sending(self) -> None:
-        """Record that the engine may receive the payload from now on."""
+        """Record that from now on the engine might receive the payload."""
         self._is_sent = True

@@ -1,4 +1,4 @@
-"""The trainer's end of a process group with an engine's ranks: its store, sockets and group.
+"""`Sender`: the trainer's side of a process group with an engine's ranks.
 
 The group is not registered in torch's table of groups (`engine.weights.groups`), so no other code
 in the trainer can find the group, and `close` destroys it.
@@ -28,15 +28,17 @@ END_SECONDS = 10.0  # the longest wait until an answered or abandoned call ends 
 
 
 class Sender:
-    """Rank 0 of a process group. The other ranks are an engine's.
+    """Rank 0 of a process group whose other ranks belong to an engine.
 
-    Owns the group and the store through which its ranks find each other. `close` shuts both
-    down, including their sockets, descriptors and threads.
+    The sender owns the group and the store through which the group's ranks find each other. `close`
+    shuts down the group and the store, including their sockets, descriptors and threads.
 
-    Threads: one at a time, except that `close` may be called while another thread is in `connect`.
+    Threads: only one thread at a time may use a sender, except that `close` may be called while
+    another thread is in `connect`.
 
     Args:
-        name: the group's name, which no other group of the engine has used.
+        name: the group's name, which must differ from the names of all earlier groups of the
+            engine.
         backend: "nccl" or "gloo".
         size: the number of ranks in the group, including this one.
         timeout: seconds to wait for the other ranks.
@@ -52,17 +54,17 @@ class Sender:
         self._address = ""
 
     def listen(self, address: str, port: int) -> int:
-        """Create the store, which listens on this address only.
+        """Create the store, which listens only on this address.
 
         Args:
             address: a host name or an IP address of this machine.
-            port: a free port; 0 chooses one.
+            port: a free port; 0 selects any free port.
 
         Returns:
             The port.
 
         Raises:
-            ConfigError: the address is not this machine's, or the port is taken.
+            ConfigError: the address does not belong to this machine, or the port is in use.
         """
         from torch.distributed import TCPStore
 
@@ -100,11 +102,13 @@ class Sender:
             self._shut_down()
 
     def send(self, tensors: Sequence[Any], timeout: float) -> None:
-        """Broadcast tensors, and wait until they are sent.
+        """Broadcast tensors, and wait until all tensors are sent.
 
         Args:
-            tensors: contiguous tensors on the backend's device. Work that writes them must be done.
-            timeout: seconds for each tensor, with gloo. With NCCL only `abort` ends a broadcast.
+            tensors: contiguous tensors on the backend's device. All writes to the tensors must be
+                complete.
+            timeout: the time limit for each tensor in seconds, with gloo. With NCCL, only `abort`
+                ends a broadcast.
         """
         from torch.distributed import BroadcastOptions
 
@@ -135,10 +139,10 @@ class Sender:
             return False
 
     def abort(self) -> None:
-        """Make broadcasts in progress fail; waits at most `END_SECONDS`.
+        """Make broadcasts in progress fail; wait at most `END_SECONDS`.
 
-        A broadcast that the backend cannot abort ends with its timeout. An abort may hang in NCCL,
-        and this method then returns after `END_SECONDS`.
+        A broadcast that the backend cannot abort ends at its timeout. If an abort hangs in NCCL,
+        this method returns after `END_SECONDS`.
         """
         Aside(lambda: self._group.abort()).wait(END_SECONDS)
 
@@ -154,9 +158,10 @@ class Sender:
         self._store = self._client = None
 
     def _shut_down(self) -> None:
-        """Shut the group down and drop its last reference, both of which may wait. Runs once.
+        """Shut the group down and drop its last reference; both steps can block. Runs once.
 
-        Takes no lock: a finalizer or a signal handler may close the sender during its `close`.
+        No lock is acquired, because a finalizer or a signal handler might close the sender while
+        its `close` is running.
         """
         group, self._group = self._group, None
         if group is not None:
@@ -164,7 +169,7 @@ class Sender:
 
 
 class FailureNotice:
-    """Notifies a group's sender that an engine cannot receive, through the group's store.
+    """A notice to a group's sender, through the group's store, that an engine cannot receive.
 
     Args:
         name: the group's name.
@@ -190,7 +195,7 @@ class FailureNotice:
 
 @contextlib.contextmanager
 def _listening(address: str, port: int) -> Iterator[socket.socket]:
-    """Open a socket that listens at an address of this machine, during the block."""
+    """Open a socket that listens on an address of this machine during the block."""
     family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as listener:
         # Allows a port to be reused while closed connections of an earlier group still occupy it.
@@ -201,12 +206,12 @@ def _listening(address: str, port: int) -> Iterator[socket.socket]:
 
 
 def _gloo_device(address: str) -> Any:
-    """Return gloo's device, which listens at an address of this machine.
+    """Return a gloo device that listens on an address of this machine.
 
-    gloo connects only addresses of one family, and the engine's ranks use the family of their
-    host's name. If `address` belongs to the other family, the device listens at a different
-    address: the loopback address of that family if `address` is a loopback address, otherwise the
-    address that torch chooses.
+    Gloo can only connect addresses of the same family (IPv4 or IPv6), and the engine's ranks use
+    the family of their host name's address. If `address` belongs to the other family, the device
+    listens on a different address of the ranks' family: on its loopback address if `address` is a
+    loopback address, otherwise on the address that torch chooses.
     """
     from torch.distributed import ProcessGroupGloo
 
@@ -224,7 +229,7 @@ def _gloo_device(address: str) -> Any:
 
 
 def _version_of_this_host() -> int:
-    """Return 4 or 6, the version of the first address of this host's name that can be bound."""
+    """Return the IP version, 4 or 6, of the first bindable address of this host's name."""
     with contextlib.suppress(OSError):
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
         for family, kind, protocol, _, place in found:
@@ -238,8 +243,8 @@ class Aside:
     """Work on its own thread.
 
     Attributes:
-        error: the exception that the work raised, or None. Its traceback is removed, because the
-            frames own sockets.
+        error: the exception that the work raised, or None. The exception's traceback is removed,
+            because its frames own sockets.
     """
 
     def __init__(self, work: Callable[[], None]) -> None:
@@ -262,7 +267,7 @@ class Aside:
 
 @contextlib.contextmanager
 def _current_device(tensors: Sequence[Any]) -> Iterator[None]:
-    """Make the tensors' device this thread's current device during the block."""
+    """Set this thread's current device to the tensors' device during the block."""
     if not tensors or not tensors[0].is_cuda:
         yield
         return

@@ -1,4 +1,4 @@
-"""A trainer's state as tensors that can be written into a bucket."""
+"""A trainer's state as tensors that can be written to a bucket."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Spec:
     Attributes:
         name: the tensor's name.
         dtype: its type, such as "bfloat16".
-        shape: its whole shape, or the shard's if the engine receives shards.
-        nbytes: its size in bytes, without gaps between elements.
+        shape: the shape of the whole tensor, or of the shard if the engine receives shards.
+        nbytes: the size in bytes, without gaps between elements.
         same: the name of an earlier tensor with the same memory, or "". None if this rank has no
-            element of the tensor and so cannot compare its memory.
+            element of the tensor, and therefore cannot compare its memory.
         box: the part of the tensor that this rank has, if it is a `Part`.
     """
 
@@ -48,8 +48,8 @@ class Source:
     Attributes:
         spec: its description.
         device: the device of this rank's part.
-        distributed: whether it is a DTensor, so that each rank has a part.
-        part: the `Part`, which is written into the buckets of all ranks; or None.
+        distributed: whether the tensor is a DTensor, of which each rank has a part.
+        part: the `Part` that is written to the buckets of all ranks; or None.
     """
 
     def __init__(self, spec: Spec, tensor: Any, part: Part | None = None) -> None:
@@ -66,13 +66,13 @@ class Source:
 
     @property
     def tag(self) -> str | None:
-        """The tag of this rank's part of the tensor; None if it is in no region."""
+        """The tag of this rank's part of the tensor; None if the part is in no region."""
         local = self.local
         return _tag_of(local.data_ptr()) if local.numel() else None
 
     @property
     def whole(self) -> Any | None:
-        """The whole tensor in the trainer's memory; None unless this rank has it contiguously."""
+        """The whole tensor in the trainer's memory; None if it is not contiguous on this rank."""
         import torch
 
         local = self.local
@@ -87,7 +87,7 @@ class Source:
         return local.view(self.spec.shape)
 
     def can_be_mapped(self, device: Any) -> bool:
-        """Return whether an engine's rank on the device can read the tensor in place.
+        """Return whether an engine's rank on the device can read the tensor without a copy.
 
         The tensor must be whole on this rank, contiguous, and in a mapped, shareable region.
         """
@@ -100,11 +100,12 @@ class Source:
         return view.view(self.spec.shape)
 
     def write(self, out: Any) -> None:
-        """Copy the tensor. Collective over the ranks that have a part of it.
+        """Copy the tensor. This is a collective call of the ranks that have a part of the tensor.
 
-        Queues its work on the current stream of the bucket's device; a copy to the host is complete
-        on return. Shards of equal size along the first dimension are gathered in place; other
-        shards need the memory of the whole tensor once or twice during the call.
+        The work is queued on the current stream of the bucket's device, but a copy to the host is
+        complete on return. Shards of equal size along the first dimension are gathered in place;
+        other shards need additional memory of once or twice the size of the whole tensor during the
+        call.
 
         Args:
             out: see `view_of`.
@@ -117,7 +118,7 @@ class Source:
             out.copy_(self._tensor.full_tensor(), non_blocking=out.is_cuda)
 
     def check(self) -> None:
-        """Raise `InvalidStateError` if the tensor's memory is paused: reading it would be fatal."""
+        """Raise `InvalidStateError` if the tensor's memory is paused and cannot be read."""
         tag = self.tag
         if tag is not None and memsaver.state(tag) == "paused":
             raise InvalidStateError(
@@ -127,18 +128,20 @@ class Source:
 
 
 def sources_of(state: Any, *, rename: Rename | None = None) -> list[Source]:
-    """Return the tensors of a state, in its order.
+    """Return the tensors of a state, in the state's order.
 
-    If a tensor shares the memory of an earlier one (tied weights), its spec names the earlier one.
+    If a tensor shares the memory of an earlier tensor (tied weights), its spec names the earlier
+    tensor.
 
     Args:
         state: a `torch.nn.Module`, a mapping of names to tensors, or (name, tensor) pairs; a tensor
             may be a `Part`.
-        rename: returns the engine's name for a tensor's name, or None to omit the tensor.
+        rename: a function that returns the engine's name for a tensor's name, or None to omit the
+            tensor.
 
     Raises:
-        ConfigError: a value is not a tensor, or cannot be sent; a name is not text that UTF-8 can
-            encode; or two tensors have the same name.
+        ConfigError: a value is not a tensor or cannot be sent, a name is not text that UTF-8 can
+            encode, or two tensors have the same name.
     """
     import torch
 
@@ -183,9 +186,9 @@ def sources_of(state: Any, *, rename: Rename | None = None) -> list[Source]:
 
 
 def state_of(model: Any) -> Any:
-    """Return `model.state_dict()`; from a module's, only the tensors.
+    """Return `model.state_dict()`; for a torch module, return only the tensors.
 
-    A module's state may have other values (`get_extra_state`).
+    The state of a module can contain other values (from `get_extra_state`).
     """
     import torch
 
@@ -232,8 +235,8 @@ def _local(tensor: Any) -> Any:
 def _memory_of(tensor: Any) -> Any:
     """Return a key that is equal for tensors with the same elements in the same memory.
 
-    None if this rank has no element of the tensor. The key includes the conjugate and negative
-    bits, which may be the only difference between such a view and its base.
+    The key is None if this rank has no element of the tensor. The key includes the conjugate and
+    negative bits, because these can be the only difference between a view and its base.
     """
     local = _local(tensor)
     if local.numel() == 0:
@@ -244,7 +247,7 @@ def _memory_of(tensor: Any) -> Any:
 
 
 def _gather_in_place(tensor: Any, out: Any) -> bool:
-    """Gather a tensor into `out` if its layout allows; otherwise return False, on all ranks."""
+    """Gather a tensor into `out` if its layout allows this; otherwise return False on all ranks."""
     import torch
     import torch.distributed as dist
     from torch.distributed.tensor import Shard
@@ -267,7 +270,7 @@ def _gather_in_place(tensor: Any, out: Any) -> bool:
 
 
 def _tag_of(address: int) -> str | None:
-    """Return the tag of an address, or None."""
+    """Return the tag of a memory address; None if the address is in no region."""
     try:
         found = _C.locate(address)
     except NotLoadedError:

@@ -1,4 +1,4 @@
-"""`UpdateSteps`: the collectives of an update, among an engine's ranks and among all engines."""
+"""`UpdateSteps`: the collective calls of an update, between one engine's ranks and all engines."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ Result = TypeVar("Result")
 
 
 class UpdateSteps:
-    """The steps of an engine's updates. Each is a collective that fails on all ranks or on none.
+    """The steps of an engine's updates.
 
-    A trainer's shards are gathered from the ranks of several engines in one collective, so the
-    ranks of one engine must not leave a step before the others.
+    Each step is a collective call that fails on all ranks or on none.
+
+    A trainer's shards are gathered from the ranks of several engines in one collective operation.
+    Therefore, no engine's ranks may leave a step before the ranks of the other engines.
 
     Args:
-        engine: the engine, whose connections the steps use.
+        engine: the engine whose connections the steps use.
     """
 
     def __init__(self, engine: RolloutEngine | EngineSet) -> None:
@@ -36,7 +38,7 @@ class UpdateSteps:
 
         Args:
             what: a description of the step, the same on all ranks.
-            timeout: seconds that the step may take.
+            timeout: the time limit for the step, in seconds.
 
         Raises:
             RankError, GroupError, MemsaverError: see `Together`; raised on all ranks.
@@ -49,7 +51,7 @@ class UpdateSteps:
         self._fence.wait(what, failed, timeout)
 
     def gather(self, what: str, work: Callable[[], Result], timeout: float) -> list[Result]:
-        """Run `Together.gather` on the engine's ranks, as a step."""
+        """Run `Together.gather` on the engine's ranks as a step."""
         with self.step(what, timeout) as own:
             return own.gather(what, work, timeout)
 
@@ -59,7 +61,7 @@ class UpdateSteps:
             own.on_leader(what, action, timeout)
 
     def along(self, what: str, value: Result, timeout: float) -> list[Result]:
-        """Return the values of the ranks at this rank's position in all engines.
+        """Return the values of the ranks that have this rank's position in each engine.
 
         See `Fence.gather`.
         """

@@ -1,4 +1,4 @@
-"""`update`: sends a trainer's weights to an engine."""
+"""`update`, which sends a trainer's weights to an engine."""
 
 from __future__ import annotations
 
@@ -60,66 +60,70 @@ def update(
 ) -> WeightUpdate:
     """Send new weights to an engine. A collective of all ranks of the engine's mesh.
 
-    All ranks pass the same options, except for `state`, `rename` and `timeout`, which may differ if
-    they lead to the same tensors.
+    All ranks must pass the same options, except for `state`, `rename` and `timeout`, which can
+    differ if the resulting tensors are the same.
 
-    The engine's weights must be awake; its KV cache need not be. Without `group` the engine is on
-    the same GPUs: each of its ranks shares a GPU with the trainer's rank of the same index in the
-    tensor-parallel group, which may have more ranks than the engine.
+    The engine's weights must be awake, but its KV cache can be asleep. Without `group`, the engine
+    must be on the same GPUs. Each of the engine's ranks shares a GPU with the trainer's rank of the
+    same index in the tensor-parallel group, which can have more ranks than the engine.
 
-    Tensors in shareable regions are sent without a bucket, if the engine can map them
-    (`WeightUpdate.mapped`). The caller must not change them during the call.
+    Tensors in shareable regions are sent without a bucket if the engine can map them
+    (`WeightUpdate.mapped`). The caller must not change these tensors during the call.
 
     Args:
-        engine: a `RolloutEngine`; or an `EngineSet`, which needs `group`.
-        state: a `torch.nn.Module`, a mapping of names to tensors, or (name, tensor) pairs: whole
-            tensors, or DTensors such as FSDP2's, which are gathered a bucket at a time; or `Part`s,
-            which each rank writes into the buckets of its group's ranks, all of which must be on
-            one host. Tensors that share the same memory on every rank are sent once, under the
-            first of their names.
+        engine: a `RolloutEngine`, or an `EngineSet`, which requires `group`.
+        state: a `torch.nn.Module`, a mapping of names to tensors, or (name, tensor) pairs. The
+            tensors can be whole tensors, DTensors such as those of FSDP2, or `Part`s. DTensors are
+            gathered one bucket at a time. Each rank writes its `Part`s to the buckets of its
+            group's ranks, all of which must be on one host. Tensors that share the same memory on
+            every rank are sent once, under the first of their names.
         version: the engine's name for the new weights.
         layout: "whole": tensors as in a checkpoint, which the engine's loader splits and fuses.
             "engine": this rank's shards in the engine's layout, under the engine's parameter names,
-            as a Megatron-like trainer may have them; they are written unchanged. Not with `group`.
-        rename: returns the engine's name for a name in `state`; None omits the tensor.
-        bucket_bytes: the largest size of a bucket. A larger tensor gets its own bucket.
-        verify: the tensors to verify. "full": all tensors, which reads the engine's weights
-            again. "sampled": one in eight tensors, different ones at each update. "off": none.
-            Verified contents must be the same on all ranks that send whole tensors, and for all
-            engines. With memsaver's plugin in the engine, a tensor from which the model loads
-            nothing is always an error; without the plugin nothing can be verified, as
-            `WeightUpdate.unverified` reports.
+            for example from a trainer like Megatron. These shards are written unchanged. "engine"
+            cannot be combined with `group`.
+        rename: a function that returns the engine's name for a name in `state`, or None to omit the
+            tensor.
+        bucket_bytes: the maximum size of a bucket. A larger tensor gets its own bucket.
+        verify: the tensors to verify. "full": all tensors, for which the engine's weights are read
+            again. "sampled": one in eight tensors; each update samples different tensors. "off":
+            none. Verified contents must be the same on all ranks that send whole tensors, and in
+            all engines. If the engine has memsaver's plugin, a tensor from which the model loads
+            nothing is always an error. Without the plugin, nothing can be verified, and
+            `WeightUpdate.unverified` reports the reason.
         group: the group of an engine on other GPUs.
         pause: the mode in which generation is paused during the update (see
-            `Backend.pause_generation`). Needed if requests may be in flight. If the update fails,
-            generation stays paused; if the pause fails on an engine, generation continues on all,
-            even if it was paused earlier.
-        flush_cache: whether to flush the prefix cache, which the old weights computed. The default
-            is True, except with `pause="in_place"`, because paused requests continue with the
-            cache.
-        timeout: seconds for each of the engine's calls, and to wait for another thread's transition
-            of a tag with memory of `state`; None means the engine's timeout. This rank reports
-            other ranks as missing if they take 30 seconds longer than its own waits. All tensors
-            that are sent without a bucket, usually the whole model, are sent in one call. The waits
-            of a `state_dict` for background resumes may together take this time, at most the
-            engine's own timeout.
-        unknown: must be empty. Unknown arguments are accepted here so that all ranks raise the same
-            error.
+            `Backend.pause_generation`). A mode is required if requests can be in flight. If the
+            update fails, generation stays paused. If the pause fails on an engine, generation
+            continues on all engines, even if generation was already paused earlier.
+        flush_cache: whether to flush the prefix cache, whose contents the old weights computed. The
+            default is True, except with `pause="in_place"`, because the paused requests continue
+            with their cache.
+        timeout: the time limit in seconds for each of the engine's calls, and for another thread's
+            transition of a tag with memory of `state`; None means the engine's timeout. This rank
+            reports other ranks as missing if they take 30 seconds longer than this rank's own
+            waits. All tensors that are sent without a bucket, usually the whole model, are sent in
+            one call. The same time limit, but at most the engine's own timeout, applies to the
+            total time for which a `state_dict` waits for background resumes.
+        unknown: must be empty. Unknown arguments are accepted here because all ranks must raise the
+            same error for them.
 
     Raises:
-        WeightMismatchError: the engine's contents differ from those sent, the model has no such
-            tensor, or ranks have different contents of a tensor; `tensors` names the tensors.
+        WeightMismatchError: the engine's contents differ from the contents that were sent, the
+            model does not have a sent tensor, or ranks have different contents of a tensor. The
+            error's attribute `tensors` contains the names of the tensors.
         ConfigError: the ranks send different tensors or pass different options, or an argument is
             invalid or unknown.
-        InvalidStateError: the engine's weights are released, or a tag with memory of `state` is
-            paused; or another thread's transition of such a tag did not end within `timeout`, and
-            nothing was sent. A pause by another thread waits until the update has finished.
-        OutOfDeviceMemoryError: there is no room for the bucket; nothing was sent.
-        SharingError: the engine cannot map a tensor of a shareable region, or the engine's loader
+        InvalidStateError: the engine's weights are released, a tag with memory of `state` is
+            paused, or another thread's transition of such a tag did not end within `timeout`. In
+            the last case, nothing was sent. Another thread's pause of such a tag waits until the
+            update has finished.
+        OutOfDeviceMemoryError: too little memory is free for the bucket; nothing was sent.
+        SharingError: the engine cannot map a tensor of a shareable region, the engine's loader
             would write to the tensor, or this thread paused the tensor's tag during the update.
-        EngineError, RankError, GroupError: the engine or a rank failed.
+        EngineError, RankError, GroupError: the engine failed or a rank failed.
 
-    Every error is raised on all ranks, and `state` is unchanged.
+    Every error is raised on all ranks. `state` is unchanged after an error.
     """
     limit = engine.timeout if timeout is None else timeout
     started = time.monotonic()
@@ -142,7 +146,7 @@ class _Update:
         self._tally = Tally()
 
     def run(self) -> dict[str, Any]:
-        """Run the update, and return the report's fields except for the duration."""
+        """Run the update, and return all fields of the report except the duration."""
         self._plan = agree(self._engine, self._state, self._options, self._steps, _WHAT)
         plan, timeout = self._plan, self._options.timeout
         largest = max((bucket.nbytes for bucket in plan.buckets), default=0)
@@ -203,7 +207,7 @@ class _Update:
 
     @contextlib.contextmanager
     def _session(self) -> Iterator[None]:
-        """Keep the engine's weights in the layout for loading during the block."""
+        """Keep the engine's weights in the layout for weight loading during the block."""
         backend, timeout = self._engine.backend, self._options.timeout
 
         def begin() -> None:
@@ -227,7 +231,7 @@ class _Update:
         self._steps.on_leader(f"{_WHAT}: its end", end, timeout)
 
     def _send(self, which: str, bucket: Bucket, memory: PayloadMemory, last: bool) -> None:
-        """Send the tensors of one load from the trainer's memory into the engine's."""
+        """Send the tensors of one load from the trainer's memory to the engine's memory."""
         what = f"{_WHAT}: {which}"
         places = verified_places(bucket, self._options.verify, self._number)
         # The first step does not wait for the device: the wait would not end without all ranks.
@@ -284,7 +288,7 @@ class _Update:
         sent: Sequence[tuple[str, ...]],
         last: bool,
     ) -> list[RankCheck]:
-        """Make the engine load a bucket. Call it only on the leader."""
+        """Make the engine load a bucket. Call this method only on the leader."""
         backend, options = self._engine.backend, self._options
         assert backend is not None
         tensors = [view for _, _, view in views]
@@ -310,10 +314,11 @@ class _Update:
         return options.group.broadcast(tensors, lambda: backend.load_weights(load), options.timeout)
 
     def _checksums(self) -> tuple[str, ...]:
-        """Return the checksums of an engine without the plugin; raise if such engines' differ.
+        """Return the checksums of an engine without the plugin; raise an error if checksums differ.
 
-        The engine computes the checksums in the model's own layout, so the sender cannot. If any
-        engine of the mesh lacks the plugin, the ranks of all engines take part in the collectives.
+        The engine computes the checksums because they depend on the model's own layout, which the
+        sender does not know. If any engine of the mesh lacks the plugin, the ranks of all engines
+        take part in the collective calls.
         """
         if self._options.verify == "off":
             return ()

@@ -36,12 +36,12 @@ def check_policy(verify: str) -> None:
 
 
 def verified_places(bucket: Bucket, verify: str, number: int) -> tuple[int, ...]:
-    """Return the indices of a bucket's tensors to verify, the same on all ranks.
+    """Return the indices of the bucket's tensors to verify; these are the same on all ranks.
 
     Args:
         bucket: the bucket.
         verify: "off": none; "full": all; "sampled": one in eight, and at least one in each bucket.
-        number: the update's sequence number; each update samples different tensors.
+        number: the update's sequence number, which selects different tensors for each update.
     """
     if verify == "off":
         return ()
@@ -51,7 +51,7 @@ def verified_places(bucket: Bucket, verify: str, number: int) -> tuple[int, ...]
 
 
 def digests_of(views: Sequence[tuple[str, int, Any]], places: Sequence[int]) -> tuple[str, ...]:
-    """Return the digests of some of a bucket's tensors. Waits for the device."""
+    """Return the digests of selected tensors of a bucket. Waits for the device."""
     return tuple(digest(views[at][2]) for at in places)
 
 
@@ -76,7 +76,7 @@ def raise_unlike(
     digests: Sequence[Sequence[str]],
     senders: Sequence[str],
 ) -> None:
-    """Raise the same `WeightMismatchError` on all ranks if the senders' contents differ.
+    """Raise the same `WeightMismatchError` on all ranks if the contents of the senders differ.
 
     Args:
         bucket: the senders' bucket.
@@ -104,13 +104,13 @@ def raise_unlike(
 
 
 class Tally:
-    """The results of the verification of all buckets of an update.
+    """The verification results for all buckets of an update.
 
     Attributes:
         received: the number of tensors that arrived intact on every rank.
         held: the number of tensors whose contents equal those of every rank's model.
         ranks: the number of ranks that checked the last bucket; 0 if memsaver's plugin is missing.
-        reasons: the reasons why contents could not be compared, each once.
+        reasons: the reasons why contents could not be compared, without duplicates.
     """
 
     def __init__(self) -> None:
@@ -120,11 +120,11 @@ class Tally:
         self.reasons: tuple[str, ...] = ()
 
     def add(self, bucket: Bucket, places: Sequence[int], checks: Sequence[RankCheck]) -> None:
-        """Add the ranks' checks of a bucket, in which they compared the tensors at `places`.
+        """Add the results of all ranks for a bucket whose tensors at `places` were compared.
 
         Raises:
-            WeightMismatchError: a rank's contents differ from those sent, or the model loads
-                nothing from a tensor on any rank.
+            WeightMismatchError: a rank's contents differ from the contents that were sent, or no
+                rank's model loads anything from a tensor.
         """
         self.ranks = len(checks)
         if not checks:

@@ -4,11 +4,11 @@
 
 #include <stdbool.h>
 
-// Returns whether an environment variable is true, by torch_memory_saver's rules.
+// Returns whether an environment variable is true according to torch_memory_saver's rules.
 bool tms_is_true(const char* name);
 
-// Looks up memsaver's functions in its loaded library, which is NULL if it was not found. Call
-// once, before main.
+// Looks up memsaver's functions in its loaded library. `library` is NULL if the library was not
+// found. Call this function once before main.
 void tms_find_memsaver(void* library);
 
 #endif  // TMS_H_

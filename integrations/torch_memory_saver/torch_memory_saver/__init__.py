@@ -7,7 +7,7 @@
     torch_memory_saver.pause("weights")
     torch_memory_saver.resume("weights")
 
-Importing this package starts no CUDA context and imports neither torch nor numpy.
+Importing this package does not create a CUDA context, and imports neither torch nor numpy.
 """
 
 from torch_memory_saver.entrypoint import TorchMemorySaver

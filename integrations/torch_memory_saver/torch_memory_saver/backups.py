@@ -1,4 +1,4 @@
-"""Chooses backups from the options of regions, and releases them after a resume."""
+"""The choice of backups from a region's options, and the release of backups after a resume."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def backup_for(
     """Return memsaver's backup for a region's options.
 
     Raises:
-        ConfigError: the options contradict each other, or the kind of host memory is unknown.
+        ConfigError: the options are inconsistent, or the kind of host memory is unknown.
     """
     if enable_cpu_backup and enable_disk_backup:
         raise ConfigError("enable_cpu_backup and enable_disk_backup exclude each other: choose one")
@@ -44,10 +44,12 @@ def backup_for(
 
 
 class Backups:
-    """The host memory of backups between a resume and the next pause. Any thread may use this.
+    """The host memory of backups between a resume and the next pause.
+
+    Any thread may use this object.
 
     Attributes:
-        retain: whether the memory is kept with its contents; None if the program has not set it.
+        retain: whether the memory is kept with its contents; None if the program has not set this.
     """
 
     def __init__(self, retain: bool | None) -> None:
@@ -67,10 +69,10 @@ class Backups:
             memsaver.trim(wait=True, tags=released)
 
     def view(self, tensor: Any, writable: bool) -> Any:
-        """Return the backup of a tensor as a CPU tensor, or None if there is no backup.
+        """Return the backup of a tensor as a CPU tensor; None if there is no backup.
 
         Raises:
-            InvalidStateError: the tensor's tag is paused without a backup or with one on disk.
+            InvalidStateError: the tensor's tag is paused, and has no backup or a backup on disk.
         """
         found = _C.locate(tensor.data_ptr()) if tensor.numel() > 0 else None
         if tensor.numel() > 0 and found is None:  # in no region

@@ -1,6 +1,6 @@
 """The internal interface that frameworks use: the state of the calling thread.
 
-Frameworks use it to exclude the allocations of a library that creates its own buffers:
+Frameworks use this interface to exclude the allocations of a library that creates its own buffers:
 `torch_memory_saver._impl._binary_wrapper.cdll.tms_set_interesting_region(False)`.
 """
 
@@ -19,7 +19,7 @@ __all__ = ["BinaryWrapper", "ThreadState"]
 
 
 class ThreadState:
-    """The calling thread's state, under the names of the library's functions."""
+    """The calling thread's state, with methods that have the names of the library's functions."""
 
     def __init__(self, backend: str) -> None:
         self._backend = backend
@@ -40,7 +40,7 @@ class ThreadState:
         return _C.region_tag() is not None
 
     def tms_set_interesting_region(self, interesting: bool) -> None:
-        """Disable the thread's innermost region, or enable it. Does nothing outside a region."""
+        """Disable or enable the thread's innermost region; do nothing outside a region."""
         if interesting:
             off, self._local.off = self._local.off, None
             if off is not None:
@@ -63,7 +63,7 @@ class ThreadState:
         return self._region()[1] == "disk"
 
     def tms_get_cpu_backup_backend(self) -> bytes:
-        """Return the kind of host memory of the allocations' backup, or the default kind."""
+        """Return the kind of host memory for the allocations' backup, or the default kind."""
         named = {backup: kind for kind, backup in BACKENDS.items()}
         return named.get(self._region()[1], self._backend).encode()
 
@@ -78,13 +78,13 @@ class ThreadState:
 
 
 class BinaryWrapper:
-    """Provides the state as `cdll`, where frameworks look for it."""
+    """An object that provides the state as `cdll`, the name that frameworks use."""
 
     def __init__(self, state: ThreadState) -> None:
         self.cdll = state
 
 
 class _Switch(threading.local):
-    """The thread's disabled section, if it is in one."""
+    """The thread's current disabled section; None outside such sections."""
 
     off: contextlib.ExitStack | None = None

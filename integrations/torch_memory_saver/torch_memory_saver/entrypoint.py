@@ -1,4 +1,4 @@
-"""The object that programs use: regions, graphs, pause and resume, based on memsaver."""
+"""`TorchMemorySaver`: regions, graphs, pauses and resumes for programs, based on memsaver."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = ["TorchMemorySaver"]
 class TorchMemorySaver:
     """Pauses and resumes tensors tag by tag; all objects of a process share the same tags.
 
-    Raises memsaver's errors; after an error, nothing is lost and no operation is half finished.
-    Pausing a paused tag, resuming a mapped tag, and naming a tag without a region have no effect.
-    Any thread may call the methods; a region applies to the thread that entered it.
+    The methods raise memsaver's errors. After an error, no contents are lost and no operation is
+    half finished. Pausing a paused tag, resuming a mapped tag, and naming a tag without a region
+    have no effect. Any thread may call the methods; a region applies to the thread that entered it.
     """
 
     def __init__(self) -> None:
@@ -40,23 +40,25 @@ class TorchMemorySaver:
         enable_disk_backup: bool = False,
         cpu_backup_backend: CpuBackupBackend | None = None,
     ) -> Iterator[None]:
-        """Put tensors that are created in the block into `tag`.
+        """Assign tensors that are created during the block to `tag`.
 
-        Regions of one tag may have different backups: each tensor has the backup of its region.
+        Regions with the same tag can have different backups; each tensor has the backup of its
+        region.
 
         Args:
             tag: the name for `pause` and `resume`.
-            enable_cpu_backup: whether a resume restores contents from host memory; without a
-                backup the memory reads as zero after a resume.
-            enable_disk_backup: whether a resume restores contents from a file, in the directory
-                that `set_disk_backup_dir` or TMS_DISK_BACKUP_DIR names.
-            cpu_backup_backend: "pinned" host memory, the fastest, or "mmap", which is ordinary
-                memory. None means TMS_INIT_CPU_BACKUP_BACKEND, or "pinned" if that is not set.
+            enable_cpu_backup: whether a resume restores contents from host memory. Without a
+                backup, the memory is zero after a resume.
+            enable_disk_backup: whether a resume restores contents from a file in the directory that
+                `set_disk_backup_dir` or TMS_DISK_BACKUP_DIR names.
+            cpu_backup_backend: "pinned" for pinned host memory, which is the fastest, or "mmap" for
+                pageable memory. None means the value of TMS_INIT_CPU_BACKUP_BACKEND, or "pinned" if
+                this variable is not set.
 
         Raises:
-            ConfigError: the options contradict each other, or the tag is empty.
+            ConfigError: the options are inconsistent, or the tag is empty.
             InvalidStateError: the tag is paused.
-            NotLoadedError: there is no GPU, or no torch that can use it.
+            NotLoadedError: there is no GPU, or torch is missing or cannot use the GPU.
         """
         impl = self._ensure_initialized()
         backup = impl.backup_for(enable_cpu_backup, enable_disk_backup, cpu_backup_backend)
@@ -80,7 +82,7 @@ class TorchMemorySaver:
 
         Args:
             cuda_graph: a `torch.cuda.CUDAGraph` to capture into.
-            pool: the memory pool; graphs captured here with the same pool share their memory.
+            pool: the memory pool; graphs that this method captures with the same pool share memory.
             stream: the stream to capture on.
             capture_error_mode: see `torch.cuda.graph`.
             tag: see `region`.
@@ -106,9 +108,9 @@ class TorchMemorySaver:
 
     @contextlib.contextmanager
     def disable(self) -> Iterator[None]:
-        """Keep tensors that are created in the block outside of all tags.
+        """Exclude tensors that are created during the block from all tags.
 
-        Has no effect outside of all regions.
+        Outside all regions, the block has no effect.
         """
         impl = self._ensure_initialized()
         with memsaver.disabled(), impl.thread.scope():
@@ -129,12 +131,12 @@ class TorchMemorySaver:
     def resume(self, tag: str | None = None) -> None:
         """Map memory at the addresses of a tag, or of all tags, and restore the saved contents.
 
-        Afterwards releases the host memory of "mmap" backups and, if `retain_cpu_backup` was set to
-        False, of all backups. Starts no thread.
+        After the restore, release the host memory of "mmap" backups or, if `retain_cpu_backup` was
+        set to False, of all backups. Starts no thread.
 
         Raises:
-            MemsaverError: see `memsaver.resume`; for example `OutOfDeviceMemoryError`. Every tag is
-                paused with its backup, and the call may be repeated.
+            MemsaverError: see `memsaver.resume`; for example `OutOfDeviceMemoryError`. Every tag
+                stays paused with its backup, and the call can be repeated.
         """
         impl = self._ensure_initialized()
         if not tag:
@@ -146,19 +148,19 @@ class TorchMemorySaver:
 
     @property
     def enabled(self) -> bool:
-        """Return True: this saver is always enabled."""
+        """Return True, because this saver is always enabled."""
         return True
 
     @property
     def hook_mode(self) -> HookMode:
         """The requested mode, "preload" by default. Both modes work in every process.
 
-        With "preload" a region applies to all GPUs that the process uses, with "torch" to the
-        current GPU. Cannot be set after the first use.
+        With "preload", a region applies to all GPUs that the process uses. With "torch", a region
+        applies to the current GPU. The mode cannot be set after the first use.
 
         Raises:
-            ConfigError: on setting, the mode is unknown.
-            InvalidStateError: on setting, the object is already in use.
+            ConfigError: a new mode is unknown.
+            InvalidStateError: a mode is set after the first use of the object.
         """
         return self._hook_mode
 
@@ -174,13 +176,13 @@ class TorchMemorySaver:
 
     @property
     def memory_margin_bytes(self) -> int:
-        """Device memory that allocations in regions leave free; 0 unless configured.
+        """The bytes of device memory that allocations in regions leave free; the default is 0.
 
-        An allocation that would leave less fails with an out-of-memory error; torch then releases
-        its cached blocks and tries again.
+        An allocation that would leave less free memory fails with an out-of-memory error. Torch
+        then releases its cached blocks and retries the allocation.
 
         Raises:
-            ConfigError: on setting, the number is not a valid size.
+            ConfigError: a new value is not a valid size.
         """
         self._ensure_initialized()
         return int(_C.option("margin_bytes"))
@@ -191,12 +193,13 @@ class TorchMemorySaver:
 
     @property
     def retain_cpu_backup(self) -> bool:
-        """Whether backups stay in host memory after a resume, for `get_cpu_backup`.
+        """Whether backups for `get_cpu_backup` stay in host memory after a resume.
 
-        A value set here or by TMS_RETAIN_CPU_BACKUP applies to later resumes: True keeps the host
-        memory of backups with its contents, False releases it in each `resume`. If it was never
-        set, this is False, and a resume keeps pinned memory, so that the next pause is fast, but
-        not its contents, and releases "mmap" memory.
+        A value that is set here or by TMS_RETAIN_CPU_BACKUP applies to later resumes. True keeps
+        the host memory of backups with its contents. False releases the host memory in each
+        `resume`. If no value was ever set, this property is False. In this case, a resume keeps
+        pinned memory without its contents, which makes the next pause fast, and releases "mmap"
+        memory.
         """
         return self._ensure_initialized().backups.retain or False
 
@@ -205,21 +208,21 @@ class TorchMemorySaver:
         self._ensure_initialized().backups.retain = bool(value)
 
     def get_cpu_backup(self, x: Any, zero_copy: bool = False) -> Any:
-        """Return the copy of a tensor that the last pause saved, as a CPU tensor, or None.
+        """Return the last pause's copy of a tensor as a CPU tensor; None if there is no copy.
 
-        There is a copy if the tensor's tag is paused, or if it is mapped and was resumed under
-        `retain_cpu_backup`. In the second case the copy has the contents of the last pause, and its
-        host address stays the same from pause to pause.
+        There is a copy if the tensor's tag is paused, or if the tag is mapped and was resumed while
+        `retain_cpu_backup` was True. In the second case, the copy contains the contents of the last
+        pause, and its host address is the same for every pause.
 
         Args:
             x: a tensor.
-            zero_copy: False returns a copy of the backup. True returns the backup itself as a
-                tensor, valid until the tag's next change. The resume of a paused tag restores the
-                contents of this tensor.
+            zero_copy: False returns a copy of the backup. True returns a tensor that shares the
+                backup's memory and is valid until the tag's next transition. If the tag is paused,
+                a resume restores the contents of this tensor.
 
         Raises:
             ConfigError: `x` is not a tensor.
-            InvalidStateError: the tensor's tag is paused without a backup or with one on disk.
+            InvalidStateError: the tensor's tag is paused, and has no backup or a backup on disk.
         """
         impl = self._ensure_initialized()
         import torch
@@ -230,9 +233,9 @@ class TorchMemorySaver:
         return view if view is None or zero_copy else view.clone()
 
     def set_disk_backup_dir(self, path: str) -> None:
-        """Set the directory for backups on disk, and create it if needed.
+        """Set the directory for backups on disk, and create the directory if needed.
 
-        Paused tags keep their directory.
+        Backups of paused tags stay in the earlier directory.
 
         Raises:
             ConfigError: the directory cannot be created or written to.
@@ -260,7 +263,7 @@ class _Process:
         return backup_for(cpu, disk, backend, self._backend)
 
     def devices(self) -> list[int] | None:
-        """Return the GPUs that torch uses in this process, if there are several."""
+        """Return the GPUs that torch uses in this process if there are several; otherwise None."""
         torch: Any = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_initialized() or torch.cuda.device_count() < 2:
             return None

@@ -1,4 +1,4 @@
-"""torch_memory_saver's environment variables, which are read once.
+"""The environment variables of torch_memory_saver, which are read once.
 
 | variable | meaning |
 |---|---|
@@ -10,7 +10,7 @@
 | TMS_DISK_BACKUP_DIR | `TorchMemorySaver.set_disk_backup_dir` |
 | TMS_DISK_BACKUP_CHUNK_MB | has no effect: memsaver chooses its own pieces |
 
-The preloaded library reads the first four too, before Python starts.
+The preloaded library also reads the first four variables before Python starts.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Environment:
     """The values of the variables.
 
     Attributes:
-        whole_process: whether all of the process's allocations belong to a tag.
-        backend: the kind of host memory if a region names none.
+        whole_process: whether all allocations of the process belong to a tag.
+        backend: the kind of host memory for regions that do not specify a kind.
         retain: None if the variable is not set.
         disk_dir: None if the variable is not set.
     """
@@ -49,7 +49,7 @@ def read_environment() -> Environment:
     """Return the current values of this process's variables.
 
     Raises:
-        ConfigError: a variable has an invalid value, or two contradict each other.
+        ConfigError: a variable has an invalid value, or two variables are inconsistent.
     """
     env = os.environ
     backend = env.get("TMS_INIT_CPU_BACKUP_BACKEND", "pinned")

@@ -18,7 +18,7 @@ def empty_cache() -> None:
 
 
 def get_and_print_gpu_memory(message: str, gpu_id: int = 0) -> int:
-    """Print and return the bytes of a GPU's memory that all processes use."""
+    """Print and return the number of bytes that all processes use on a GPU."""
     import torch
 
     free, total = torch.cuda.mem_get_info(gpu_id)

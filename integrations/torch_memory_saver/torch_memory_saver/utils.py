@@ -1,4 +1,4 @@
-"""The path of the preloaded library, and changes to the environment."""
+"""The path of the preloaded library, and changes of environment variables."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def preload_library() -> Path:
 
     Raises:
         NotLoadedError: the library is missing.
-        ConfigError: `LD_PRELOAD` cannot name the path, because it has a space or a colon.
+        ConfigError: `LD_PRELOAD` cannot contain the path, because the path has a space or a colon.
     """
     return _library(f"{_STEM}.abi3.so")
 
 
 def get_binary_path_from_package(stem: str) -> Path:
-    """Return the path of the library with this name, for a program that sets LD_PRELOAD itself.
+    """Return the path of the library with this name, for programs that set LD_PRELOAD themselves.
 
-    Returns the library with torch's CUDA version in its name, if torch is installed. The libraries
-    are identical.
+    If torch is installed, the path is that of the library with torch's CUDA version in its name.
+    The libraries are identical.
 
     Raises:
-        ConfigError: the name is unknown, or `LD_PRELOAD` cannot name the path.
-        NotLoadedError: the library is not installed, or would not find memsaver's library.
+        ConfigError: the name is unknown, or `LD_PRELOAD` cannot contain the path.
+        NotLoadedError: the library is not installed, or it would not find memsaver's library.
     """
     if stem != _STEM:
         raise ConfigError(f"memsaver has no library {stem!r}; it has {_STEM!r}")
@@ -89,6 +89,6 @@ def _cuda_suffix() -> str:
 
 
 def _is_found_by_name() -> bool:
-    """Return whether a child with this LD_LIBRARY_PATH finds memsaver's library through it."""
+    """Return whether a child process finds memsaver's library through this LD_LIBRARY_PATH."""
     folders = os.environ.get("LD_LIBRARY_PATH", "").replace(";", ":").split(":")
     return any((Path(folder) / LIBRARY).is_file() for folder in folders if folder)

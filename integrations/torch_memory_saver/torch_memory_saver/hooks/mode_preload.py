@@ -1,4 +1,4 @@
-"""Starts child processes with memsaver's cudaMalloc."""
+"""The start of child processes that use memsaver's cudaMalloc."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ __all__ = ["configure_subprocess"]
 
 @contextmanager
 def configure_subprocess() -> Iterator[None]:
-    """Preload memsaver into child processes that start inside the block.
+    """Preload memsaver into child processes that are started during the block.
 
-    A preloaded child with TMS_INIT_ENABLE=1 in its environment is one region, with the tag
-    "default". The block changes `os.environ`, for all threads, and restores it at the end.
+    If TMS_INIT_ENABLE=1 is set, the whole preloaded child process is one region with the tag
+    "default". During the block, `os.environ` is changed for all threads; the end of the block
+    restores it.
 
     Raises:
         NotLoadedError: a library is missing.
-        ConfigError: a library's path has a space or a colon, which `LD_PRELOAD` cannot express.
+        ConfigError: a library's path contains a space or a colon, which `LD_PRELOAD` cannot
+            express.
     """
     # Includes memsaver's own library, so that the other library need not search for it.
     others = memsaver.preload_env()["LD_PRELOAD"].split(":")
