@@ -1,7 +1,8 @@
-"""Run each measured library in a child process of its own.
+"""Run each measured library in its own child process.
 
-The parent sends requests as JSON lines and receives one JSON line for each (serve.py). A request
-names a method of the child's worker and its arguments; the reply is the method's result.
+The parent sends requests as JSON lines, and receives one JSON line as the reply to each request
+(serve.py). A request names a method of the child's worker and its arguments; the reply is the
+method's result.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Failed(Exception):
 
 
 class Ended(Failed):
-    """A child exited early, or was killed because it hung."""
+    """A child process exited early, or was killed because it hung."""
 
 
 @contextlib.contextmanager
@@ -52,13 +53,13 @@ class Child:
     Args:
         worker: "module:class" of the child's worker.
         name: the library's name, for messages and for the worker.
-        environment: the child's variables, instead of this process's.
-        cwd: the child's working directory, instead of this process's.
-        tree: whether the child starts processes, which `close` also ends.
+        environment: the environment variables of the child, instead of those of this process.
+        cwd: the working directory of the child, instead of that of this process.
+        tree: whether the child starts processes that `close` must also end.
         preload: the path of a library to preload; "" for none.
-        label: the child's name in messages and in `name`, instead of the library's; needed for
-            several children of one library.
-        settings: further arguments of the worker.
+        label: the child's name in messages and in `name`, instead of the library's name; required
+            for several children of one library.
+        settings: additional arguments of the worker.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Child:
         )
 
     def ready(self) -> None:
-        """Wait until the child has imported its modules, so that imports disturb no measurement."""
+        """Wait until the child has imported its modules, so imports do not disturb measurements."""
         self.ask("ready")
 
     def ask(self, do: str, within: float = REPLY_SECONDS, **arguments: Any) -> dict[str, Any]:
@@ -127,7 +128,10 @@ class Child:
         return line
 
     def close(self) -> None:
-        """Stop the process, or kill it if it hangs. Its memory is free when this returns."""
+        """Stop the process, or kill it if it hangs.
+
+        The process's memory is free when this method returns.
+        """
         assert self._process.stdin and self._process.stdout
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -144,7 +148,7 @@ class Child:
         self._end_tree()
 
     def _end_tree(self) -> None:
-        """Kill the processes that the child started, which are in its process group."""
+        """Kill the processes that the child started in its process group."""
         if self._tree:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Measure the GPU's memory in use with NVML, and its peaks in stages."""
+"""Measure the GPU's memory in use with NVML, and the peak memory use of stages."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ INTERVAL = 0.01  # seconds between two readings; a bucket of weights exists for 
 
 
 def first_gpu() -> str:
-    """Return the first visible GPU: its number, or its name in CUDA_VISIBLE_DEVICES."""
+    """Return the first visible GPU, as its number or its name in CUDA_VISIBLE_DEVICES."""
     return visible_gpu(0)
 
 
 def visible_gpu(place: int) -> str:
-    """Return the visible GPU at a place: its number, or its name in CUDA_VISIBLE_DEVICES."""
+    """Return the visible GPU at an index, as its number or its name in CUDA_VISIBLE_DEVICES."""
     names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     return names[place] if any(names) else str(place)
 
@@ -54,7 +54,7 @@ class DeviceMemory:
         self.total = self._read().total
 
     def used(self) -> int:
-        """Return the bytes in use, including the driver's own. Callable on any thread."""
+        """Return the bytes in use, including the driver's own memory. Callable on any thread."""
         found = self._read()
         return int(found.total - found.free)
 
@@ -73,8 +73,8 @@ class Peaks:
     """The peak memory use of each stage, sampled by a thread during the stage.
 
     Args:
-        used: returns the bytes in use; called on this thread and on the sampling thread, possibly
-            at the same time.
+        used: a function that returns the bytes in use; called on this thread and on the sampling
+            thread, possibly at the same time.
         interval: seconds between two readings.
     """
 
@@ -86,7 +86,7 @@ class Peaks:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Measure the block as a stage. Stages must not be nested."""
+        """Measure the block as one stage. Stages must not be nested."""
         self._highest = self._used()
         ended = threading.Event()
         thread = threading.Thread(target=self._watch, args=(ended,), name="peaks", daemon=True)

@@ -1,4 +1,4 @@
-"""Measure a disk's speed: direct I/O by 4 threads in 16 MiB pieces. Also drops the page cache."""
+"""Measure direct I/O by 4 threads in 16 MiB pieces, and drop the page cache."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ PIECE = 16 << 20
 
 
 class DirectFile:
-    """A temporary file of `total` bytes, a multiple of PIECE, in a directory.
+    """A temporary file in a directory, with `total` bytes, which must be a multiple of PIECE.
 
-    Raises OSError if the file system has no direct I/O or no space.
+    Raises OSError if the file system lacks direct I/O or free space.
     """
 
     def __init__(self, directory: Path, total: int) -> None:
@@ -67,7 +67,7 @@ class DirectFile:
 def drop_page_cache(directory: Path) -> int:
     """Write back and drop the page cache of a directory's files; return the number of files.
 
-    Includes files with a name and files that this process has open.
+    Includes named files, and files that this process has open.
     """
     os.sync()
     dropped = 0

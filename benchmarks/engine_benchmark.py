@@ -1,4 +1,4 @@
-"""The command line and the run of a benchmark of inference engines."""
+"""The command line and the execution of a benchmark of inference engines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine_process import used_mib
 def parser(
     description: str | None, parts: Mapping[str, runs.Measure], wait: float, touch_gib: float
 ) -> argparse.ArgumentParser:
-    """Return a command line with the options that all of these benchmarks have.
+    """Return a command-line parser with the options that all engine benchmarks share.
 
     Args:
         description: the benchmark's docstring.
@@ -49,7 +49,7 @@ def run(
     """Run the selected parts with a new model, and return an exit status.
 
     The first SIGTERM during the run raises SystemExit, so that the processes of engines and
-    trainers are ended.
+    trainers end.
 
     Args:
         parts: the parts by name, in the order of measuring.

@@ -30,7 +30,7 @@ SMALL = Shape(layers=4, hidden=512, inter=1024, vocab=8192, heads=8)
 
 
 def write_config(shape: Shape, directory: Path) -> None:
-    """Write the model's config.json, which suffices for an engine with dummy weights."""
+    """Write the model's config.json, which is sufficient for an engine with dummy weights."""
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -56,12 +56,12 @@ def write_config(shape: Shape, directory: Path) -> None:
 
 
 def kv_bytes(shape: Shape) -> int:
-    """Return the bytes of the KV cache for each token, in bfloat16."""
+    """Return the bytes per token of a KV cache in bfloat16."""
     return 2 * shape.layers * KV_HEADS * HEAD * 2
 
 
 def checkpoint(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield names and shapes of the weights, as in checkpoints."""
+    """Yield the names and shapes of the weights, as in checkpoints."""
     hidden, inter = shape.hidden, shape.inter
     queries, keys = shape.heads * HEAD, KV_HEADS * HEAD
     yield "model.embed_tokens.weight", (shape.vocab, hidden)
@@ -85,7 +85,8 @@ def checkpoint(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 def save_checkpoint(shape: Shape, directory: Path, seed: int) -> None:
     """Write a checkpoint whose random weights are large enough to influence the generated tokens.
 
-    They are larger than SGLang's dummy weights, with which all prompts have similar outputs.
+    These weights are larger than SGLang's dummy weights, with which all prompts have similar
+    outputs.
     """
     import torch
     from safetensors.torch import save_file
@@ -103,10 +104,10 @@ def save_checkpoint(shape: Shape, directory: Path, seed: int) -> None:
 
 
 class Trainer:
-    """A copy of the weights on the GPU, in its own memory, which can be sent to engines.
+    """A copy of the weights on the GPU, in its own memory, that can be sent to engines.
 
     Args:
-        total: bytes to allocate, if that is more than the weights.
+        total: the number of bytes to allocate, if larger than the weights.
         device: the torch device.
     """
 
@@ -117,7 +118,7 @@ class Trainer:
         self._others = 0  # bytes of this process that belong to other code
 
     def take(self, seed: int) -> None:
-        """Allocate new weights: small random numbers that the seed determines."""
+        """Allocate new weights, which are small random numbers that the seed determines."""
         import torch
 
         if self._device == "cuda":
@@ -133,16 +134,16 @@ class Trainer:
             torch.cuda.synchronize()
 
     def drop(self) -> None:
-        """Release all memory to the driver. RuntimeError if an engine still uses it."""
+        """Release all memory to the driver. RuntimeError if an engine still uses memory."""
         self.weights.clear()
         self._rest = None
         let_go(self._device, self._others)
 
 
 def let_go(device: str, at_most: int) -> None:
-    """Release torch's cache, once engines have released the tensors that they received.
+    """Release torch's cache after engines have released the tensors that they received.
 
-    RuntimeError if more than `at_most` bytes are still in tensors of this process.
+    RuntimeError if tensors of this process still use more than `at_most` bytes.
     """
     import torch
 

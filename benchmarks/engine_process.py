@@ -1,4 +1,4 @@
-"""Run an inference engine in a process of its own, and read the GPU's memory in use."""
+"""Run an inference engine in its own process, and read the GPU's memory in use."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def say(text: str) -> None:
 
 
 def used_mib(place: int = 0) -> float:
-    """Return the driver's MiB in use on the visible GPU at a place. Creates no CUDA context."""
+    """Return the MiB in use on the visible GPU at an index. Creates no CUDA context."""
     query = (
         "nvidia-smi",
         "-i",
@@ -45,7 +45,7 @@ def used_mib(place: int = 0) -> float:
 
 
 def wait_until_free(idle_mib: float) -> None:
-    """Wait until at most `idle_mib` are in use. Raises Failed on a timeout."""
+    """Wait until at most `idle_mib` MiB are in use. Raises Failed on a timeout."""
     end = time.monotonic() + FREE_SECONDS
     while (used := used_mib()) > idle_mib + NOISE_MIB:
         if time.monotonic() > end:
@@ -54,7 +54,7 @@ def wait_until_free(idle_mib: float) -> None:
 
 
 def inherited_without(prefixes: tuple[str, ...], inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return variables for an engine in another folder, without those that have a prefix."""
+    """Return variables for an engine in another folder, without variables with a prefix."""
     found = {key: value for key, value in inherited.items() if not key.startswith(prefixes)}
     places = [place for place in found.get("PYTHONPATH", "").split(os.pathsep) if place]
     if places:
@@ -71,14 +71,14 @@ def process(
     options: argparse.Namespace,
     **settings: Any,
 ) -> Child:
-    """Start a process that imports the engine's modules; `begin` starts its engine.
+    """Start a process that imports the engine's modules; `begin` starts the engine.
 
     Args:
         worker: the process's worker; see `Child`.
         name: the name of the engine's memory saver.
-        environ: the variables of all the engine's processes.
+        environ: the environment variables of all processes of the engine.
         options: the benchmark's options.
-        settings: further arguments of the worker.
+        settings: additional arguments of the worker.
     """
     environ = dict(environ)
     if options.device == "cpu":  # a fake engine and a fake trainer
@@ -113,7 +113,7 @@ def running(
 ) -> Iterator[tuple[Child, dict[str, Any]]]:
     """Start an engine for the block; yield its process and the result of `start`.
 
-    Waits first until the GPU's memory is free, and frees it at the end.
+    Waits until the GPU's memory is free before the start, and frees the memory at the end.
     """
     wait_until_free(options.idle_mib)
     with make() as child:
@@ -123,7 +123,7 @@ def running(
 
 
 def decode_in_turns(one: Child, other: Child, turns: int) -> dict[str, list[float]]:
-    """Return the tokens per second of two engines that decode alternately, by name."""
+    """Return the tokens per second of two alternately decoding engines, by name."""
     rates: dict[str, list[float]] = {one.name: [], other.name: []}
     for turn in range(turns):
         for child in (one, other) if turn % 2 else (other, one):

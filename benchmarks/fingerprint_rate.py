@@ -2,10 +2,11 @@
 
     python benchmarks/fingerprint_rate.py [--gb 16] [--cycles 15] [--output FILE]
 
-Both use random bytes in one torch tensor and alternate. A fingerprint's time is that of the whole
-call in Python, including the wait for the device and the reading of the results; its bytes are the
-bytes read. A copy's time is the GPU's own, and its bytes are those read and written. A first call
-of each does not count: it loads the kernel and pins host memory that later calls reuse.
+The kernel and the copy alternate, and both use random bytes in one torch tensor. A fingerprint's
+time is the duration of the whole call in Python, including the wait for the device and the read of
+the results. Its bytes are the bytes read. A copy's time is measured on the GPU, and its bytes are
+the bytes read and written. The first call of each does not count, because this call loads the
+kernel and pins host memory that later calls reuse.
 
 Prints a JSON row and merges it into --output, if given (see results.py).
 """

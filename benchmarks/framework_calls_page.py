@@ -38,7 +38,7 @@ Row = Mapping[str, Any]
 
 
 def calls(rows: Sequence[Row], names: Sequence[str]) -> str:
-    """Return the tables of the named frameworks' calls; the medians of the rounds."""
+    """Return the tables of the named frameworks' calls, with the medians of the rounds."""
     found = {(row["framework"], row["saver"]): row for row in rows}
     return "\n\n".join(
         _calls(name, found.get((name, OURS)), found.get((name, DEFAULT))) for name in names

@@ -15,7 +15,7 @@ class CallsWorker(EngineWorker):
     """The operations on the engine; see `EngineWorker` for the arguments."""
 
     def call(self, call: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Perform one call, and return its seconds."""
+        """Perform one call, and return its duration in seconds."""
         begin = time.perf_counter()
         getattr(self, f"_{call}")(**arguments)
         return {"seconds": round(time.perf_counter() - begin, 6)}
@@ -34,7 +34,7 @@ class CallsWorker(EngineWorker):
         return {"checksum": checksum, **self.output()}
 
     def load(self, names: list[str], data: str, requests: str, last: bool) -> dict[str, Any]:
-        """Load the weights of a trainer's request, and return its seconds."""
+        """Load the weights in a trainer's request, and return the duration in seconds."""
         begin = time.perf_counter()
         weights: list[Any] = [data]
         if not requests:

@@ -1,4 +1,4 @@
-"""Write a small Qwen3 checkpoint with a tokenizer, which frameworks load without a network."""
+"""Write a small Qwen3 checkpoint with a tokenizer that frameworks can load without a network."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SEED = 1
 
 
 def save(options: argparse.Namespace) -> None:
-    """Write weights and tokenizer beside the model's config.json, once."""
+    """Write the weights and the tokenizer next to the model's config.json, once."""
     folder: Path = options.model
     if not (folder / "model.safetensors").exists():
         save_checkpoint(SMALL, folder, SEED)
@@ -22,7 +22,7 @@ def save(options: argparse.Namespace) -> None:
 
 
 def tokenizer() -> Any:
-    """Return a tokenizer with one word for each token id: "t5" is the token 5."""
+    """Return a tokenizer with one word for each token id; the word "t5" is the token 5."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -51,5 +51,5 @@ def prompts(count: int) -> list[str]:
 
 
 def reward(tokens: list[int]) -> float:
-    """Return the share of even tokens, which a trainer can increase and anyone can verify."""
+    """Return the fraction of even tokens, which a trainer can increase and a test can verify."""
     return sum(token % 2 == 0 for token in tokens) / max(len(tokens), 1)

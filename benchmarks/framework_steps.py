@@ -1,9 +1,8 @@
 """List the calls of RL frameworks to their memory saver and to SGLang, in their sources' order.
 
-Each framework names the repository, the commit and the files that its list follows. The list is one
-round of training; the calls before the first round are listed too.
-`parts/frameworks_calls.py` runs the lists on a GPU, and a test runs the trainers' part on the
-simulated driver.
+Each framework names the repository, the commit and the files that its list follows. A list contains
+one round of training, and also the calls before the first round. `parts/frameworks_calls.py` runs
+the lists on a GPU, and a test runs the trainers' calls on the simulated driver.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ class Step:
     """One call.
 
     Attributes:
-        side: ENGINE, TRAINER, or UPDATE for a whole update of the engine's weights.
+        side: either ENGINE, TRAINER, or UPDATE for a whole update of the engine's weights.
         call: the name of the call.
-        arguments: its arguments.
+        arguments: the arguments of the call.
     """
 
     side: str
@@ -49,13 +48,13 @@ class Framework:
 
     Attributes:
         source: the repository and the commit.
-        files: the files of the source that the lists follow.
+        files: the source files that the lists follow.
         round: the calls of a round of training.
         start: the calls before the first round.
         graphs: whether SGLang's CUDA graphs are in the tag `cuda_graph`.
-        trainer: the variables of the trainer, which is one region as a whole; None for a trainer
-            without a memory saver.
-        tagged: whether the parameters and the gradients are in tags of their own, without a backup.
+        trainer: the environment variables of the trainer, all of whose memory is one region; None
+            for a trainer without a memory saver.
+        tagged: whether the parameters and the gradients are in separate tags without a backup.
     """
 
     source: str
@@ -73,7 +72,7 @@ def engine(call: str, **arguments: Any) -> Step:
 
 
 def trainer(call: str, **arguments: Any) -> Step:
-    """Return a call of the trainer's memory saver, or work of the trainer."""
+    """Return a call of the trainer's memory saver, or other work of the trainer."""
     return Step(TRAINER, call, arguments)
 
 
@@ -84,7 +83,7 @@ def update(source: str, requests: str, *, disabled: bool = False, pause: str = "
         source: the source of the weights.
         requests: the kind of the requests.
         disabled: whether the trainer's saver is disabled during the update.
-        pause: the mode in which generation is paused; "" if it is not.
+        pause: the mode in which generation is paused, or "".
     """
     arguments = {"source": source, "requests": requests, "disabled": disabled, "pause": pause}
     return Step(UPDATE, "update", arguments)
@@ -117,7 +116,7 @@ MILES = "radixark/miles, 31f1ca9"
 
 
 def miles(source: str) -> tuple[Step, ...]:
-    """Return miles's update between the two resumes of the engine."""
+    """Return the update that miles performs between the engine's two resumes."""
     return (
         engine("resume", tags=[WEIGHTS]),
         update(source, BUCKETS, disabled=True, pause="retract"),

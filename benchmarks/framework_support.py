@@ -1,4 +1,4 @@
-"""Fill in the GPU runs of training frameworks in README.md's table of what runs where."""
+"""Fill in the GPU runs of training frameworks in README.md's table of supported software."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def cells(
     replayed: Sequence[Mapping[str, Any]],
     shown: Mapping[str, Sequence[str]],
 ) -> dict[str, str]:
-    """Return the GPU runs by the beginning of the frameworks' lines.
+    """Return the GPU runs, by the beginnings of the frameworks' lines.
 
     Args:
         rows: the rows of the results.
         replayed: the rows of replayed calls.
-        shown: for each page of replayed calls, the lists of calls that it shows.
+        shown: the lists of calls that each page of replayed calls shows.
     """
     found = {row["metric"]: row for row in rows}
     done = {row["framework"] for row in replayed if row["saver"] == OURS}

@@ -1,4 +1,4 @@
-"""Make the tables of measurements in the pages of engines and training frameworks."""
+"""Create the tables of measurements for the pages on engines and training frameworks."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def table(
     wanted: Sequence[tuple[str, str]],
     figure: Figure,
 ) -> str:
-    """Return the rows of a benchmark as Markdown, and a list of the metrics without a row.
+    """Return a benchmark's rows as Markdown, and a list of the metrics without a row.
 
     Args:
         rows: the rows of all benchmarks.
@@ -117,21 +117,21 @@ def _of_one_gpu(shown: Sequence[tuple[Mapping[str, Any], str]], figure: Figure) 
 
 
 def circumstances(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the GPU, the dates and the versions of rows of one kind of GPU."""
+    """Return the GPU, the dates and the versions in the rows for one kind of GPU."""
     days = sorted({row["date"] for row in rows})
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     return f"{rows[0]['gpu']}, {when} ({results.versions_text(rows)})"
 
 
 def phases(rows: Sequence[Mapping[str, Any]], wanted: Sequence[tuple[str, str]]) -> str:
-    """Return tables of the phases of the steps of those wanted metrics that have phases."""
+    """Return tables of the steps' phases, for the wanted metrics with phases."""
     found = {row["metric"]: row for row in rows if row["bench"] == BENCH}
     shown = [metric for metric, _ in wanted if metric in found and metric in WITH_PHASES]
     return "\n\n".join(_phases(found[metric]) for metric in shown)
 
 
 def _phases(row: Mapping[str, Any]) -> str:
-    """Return the table of the phases of a row of steps, and a comparison of the runs' figures."""
+    """Return the table of the phases in a row, and a comparison of the runs' figures."""
     ours, theirs = row["detail"]["memsaver_phases"], row["detail"]["peer_phases"]
     others = sorted(set(ours) - set(PHASES))
     names = [name for name in (*PHASES[:-1], *others, PHASES[-1]) if name in ours]
@@ -152,7 +152,7 @@ def _phases(row: Mapping[str, Any]) -> str:
 
 
 def _compared(row: Mapping[str, Any]) -> str:
-    """Return a sentence about the differences between the figures of the two training runs."""
+    """Return a sentence on the differences between the two training runs' figures."""
     detail = row["detail"]
     steps = len(next(iter(detail["memsaver_phases"].values())))
     count = 4 * steps
@@ -166,12 +166,12 @@ def _compared(row: Mapping[str, Any]) -> str:
 
 
 def medians(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the first words of a table's heading, which say how its values were obtained."""
+    """Return the first words of a table's heading, which state how the values were obtained."""
     has_single = any(is_single(row, side) for row in rows for side in ("memsaver", "peer"))
     return 'Medians, or single measurements (marked "once"),' if has_single else "Medians"
 
 
 def is_single(row: Mapping[str, Any], side: str) -> bool:
-    """Return whether a value of a row, "memsaver" or "peer", was measured once."""
+    """Return whether a row's value, either "memsaver" or "peer", was measured only once."""
     cycles = (row.get("detail") or {}).get(side)
     return isinstance(cycles, list) and len(cycles) == 1

@@ -1,7 +1,7 @@
-"""Allocate a trainer's memory as Megatron does, and replay a framework's calls on its memory saver.
+"""Allocate a trainer's memory like Megatron, and replay a framework's calls to its memory saver.
 
-The process is preloaded with the saver's library, as frameworks start their training actors: all
-its device memory is one region, and so is the memory of the CUDA graph of its training step.
+The saver's library is preloaded into the process, as in frameworks' training actors. All of the
+process's device memory is one region, including the memory of the CUDA graph of the training step.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class TrainerWorker(Worker):
         return {"parameters": sum(tensor.nbytes for tensor in self.parameters.values())}
 
     def call(self, call: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Perform one call, and return its seconds."""
+        """Perform one call, and return its duration in seconds."""
         import torch
 
         torch.cuda.synchronize()
@@ -80,7 +80,7 @@ class TrainerWorker(Worker):
         return {"seconds": round(time.perf_counter() - begin, 6)}
 
     def begin_update(self, source: str, disabled: bool) -> dict[str, Any]:
-        """Begin to send weights; return the number of requests for each kind."""
+        """Start sending weights; return the number of requests of each kind."""
         if disabled:
             self._update.enter_context(self._saver.disable())
         self._source = source
@@ -95,9 +95,10 @@ class TrainerWorker(Worker):
         return {"buckets": len(self._buckets), "single": len(self.parameters)}
 
     def request(self, number: int, requests: str) -> dict[str, Any]:
-        """Return the serialized weights of a request, whose memory is kept until the end.
+        """Return the serialized weights of a request, and keep their memory until the end.
 
-        The engine replies when its copies are queued, not when they are complete.
+        The memory is needed because the engine replies when its copies are queued, not when they
+        are complete.
         """
         import torch
         from sglang.srt.utils import MultiprocessingSerializer
@@ -153,7 +154,7 @@ class TrainerWorker(Worker):
             self.parameters[name].copy_(master)
 
     def _train(self) -> None:
-        """Replay the step, and compare all contents with those of a trainer that never slept."""
+        """Replay the step, and compare all contents with those of a trainer that did not sleep."""
         import torch
 
         self._graph.replay()
@@ -178,7 +179,7 @@ class TrainerWorker(Worker):
             self.parameters[name].copy_(master)
 
     def _readable(self, name: str) -> Any:
-        """Return the parameter on the GPU, from the source of the update."""
+        """Return the parameter on the GPU, taken from the source of the update."""
         tensor = self.parameters[name]
         if self._source == COPY:
             return self.copies[name].cuda()

@@ -5,13 +5,13 @@
 The machine needs Python 3.12, torch, transformers and, for TRL's part, vLLM. The archive contains
 
     site/        TRL and accelerate, for PYTHONPATH
-    deepspeed/   DeepSpeed and the packages that it imports, for PYTHONPATH. It is separate
-                 because TRL and accelerate import it if they find it
-    standins/    one folder for each of the packages in STANDINS, which TRL imports and the
-                 benchmarks hardly use: copy those that the machine lacks to site/
+    deepspeed/   DeepSpeed and the packages that it imports, for PYTHONPATH. This folder is
+                 separate because TRL and accelerate import DeepSpeed if they find it
+    standins/    one folder for each of the packages in STANDINS, which TRL imports but the
+                 benchmarks hardly use. Copy the packages that the machine lacks to site/
 
-DeepSpeed is published as a source distribution; without its compiled operations it is Python code,
-which is copied. The archive is for benchmarks only: do not publish it.
+DeepSpeed is published as a source distribution. Without its compiled operations, DeepSpeed consists
+of Python code, which is copied. The archive is only for benchmarks. Do not publish it.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     python benchmarks/frameworks.py [--only trl,trainer,verl,calls]
 
-Each part trains a small Qwen3 model with random weights in processes of their own, one after the
-other, which use the GPU alone. A tokenizer is made locally; no part needs a network.
+Each part trains a small Qwen3 model with random weights in separate processes, which run one after
+the other and have exclusive use of the GPU. The tokenizer is created locally, so no part needs a
+network.
 
 Measurements
     trl       TRL's GRPOTrainer with a colocated vLLM in sleep mode: seconds of its sleeps and
@@ -19,7 +20,7 @@ Measurements
               and --calls-dropin; writes results/framework_calls.json instead of --output
 
 framework_wheels.py prepares the packages for a machine without a network. Progress goes to stderr.
-Prints a table and merges each row into --output as soon as it exists (see results.py).
+Prints a table, and merges each row into --output as soon as the row exists (see results.py).
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ class Part:
     """A framework.
 
     Attributes:
-        measure: yields its rows.
-        add_options: adds its options to the command line.
-        needs: modules that must be installed.
+        measure: a function that yields the part's rows.
+        add_options: a function that adds the part's options to the command line.
+        needs: the modules that must be installed.
     """
 
     measure: runs.Measure

@@ -1,9 +1,9 @@
 """Measure the overhead of the hooks for a cudaMalloc/cudaFree pair outside any region.
 
 In one preloaded process, pairs through the hooks and pairs of the runtime's own functions alternate
-every few milliseconds. Two processes would differ by more than the overhead, because of the
-addresses of their libraries and contexts. Several processes are measured one after another. Prints
-one JSON row for each size: nanoseconds per pair, medians over all turns.
+every few milliseconds. Two processes would differ by more than the overhead, because their
+libraries and contexts have different addresses. Several processes are measured one after the other.
+For each size, prints a JSON row with the nanoseconds per pair, as medians over all turns.
 
     python benchmarks/hook_overhead.py [--processes 5] [--turns 60]
 """
@@ -83,7 +83,7 @@ int main(int, char** arguments) {
 
 
 def find_runtime() -> Path:
-    """Return the path of torch's CUDA runtime, or of a toolkit's if torch has none."""
+    """Return the path of torch's CUDA runtime, or of a toolkit's runtime if torch has none."""
     folders: list[Path] = []
     spec = importlib.util.find_spec("nvidia")
     if spec is not None:
@@ -99,7 +99,7 @@ def find_runtime() -> Path:
 
 
 def build(folder: Path) -> Path:
-    """Compile the program, linked to the runtime like torch's own libraries."""
+    """Compile the program, and link it to the runtime like torch's own libraries."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if not compiler:
         raise RuntimeError("no C++ compiler found; install g++ or set CXX")
@@ -112,7 +112,7 @@ def build(folder: Path) -> Path:
 
 
 class Process:
-    """A running copy of the program, preloaded."""
+    """A running instance of the program, with memsaver preloaded."""
 
     def __init__(self, program: Path) -> None:
         env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
@@ -144,9 +144,9 @@ class Process:
 
 
 def measure(processes: int = 5, turns: int = 60) -> list[dict[str, Any]]:
-    """Measure on the current GPU. Needs a built memsaver, a compiler and a CUDA runtime.
+    """Measure on the current GPU. Requires a built memsaver, a compiler and a CUDA runtime.
 
-    Raises RuntimeError if one of these is missing.
+    Raises RuntimeError if one of these requirements is missing.
     """
     times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in SIZES}
     with tempfile.TemporaryDirectory() as folder:

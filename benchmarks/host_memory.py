@@ -2,8 +2,8 @@
 
     python host_memory.py BYTES     touches BYTES bytes and ends; prints the seconds
 
-A virtual machine may get its memory only at the first access by any process, once, at 2 to 3 GB/s.
-If the memory were not touched first, the first library measured would appear slower.
+A virtual machine may receive its memory only at the first access by any process, at 2 to 3 GB/s. If
+the memory were not touched before the measurements, the first measured library would appear slower.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def meminfo() -> dict[str, int]:
 
 
 def in_use() -> dict[str, int]:
-    """Return host memory in bytes: resident in this process, its anonymous part, and the machine's.
+    """Return bytes of host memory: resident in this process, its anonymous part, the machine's.
 
-    The driver may count pinned memory in the first two or only in the last. Figures that this
-    system lacks are left out.
+    The driver may count pinned memory in the first two figures or only in the last figure. Figures
+    that this system lacks are omitted.
     """
     found = {}
     for key, path, name in (
@@ -50,10 +50,10 @@ def in_use() -> dict[str, int]:
 
 
 def growth(before: dict[str, int], after: dict[str, int]) -> tuple[int, int]:
-    """Return the bytes allocated between two readings of `in_use`: by the process and the machine.
+    """Return the bytes that the process and the machine allocated between two readings of `in_use`.
 
-    The process's bytes are those of the figure that grew most. The machine's bytes include those of
-    other processes.
+    The process's bytes are the growth of the figure that grew most. The machine's bytes include
+    other processes' bytes.
     """
     grown = {key: after[key] - before[key] for key in before if key in after}
     machine = grown.pop("machine")
@@ -91,7 +91,7 @@ def touch(total: int) -> float:
 def touch_elsewhere(total: int) -> str:
     """Touch `total` bytes in child processes until the rate is high. Return a summary.
 
-    Each process exits and releases its memory to the system, which keeps it.
+    Each process exits and releases its memory to the operating system.
     """
     total = min(total, int(0.8 * meminfo()["MemAvailable"])) // MIB * MIB
     fast = min(FAST, FAST_CPU * len(os.sched_getaffinity(0)))

@@ -1,7 +1,7 @@
 """Search for the largest KV cache that fits, starting as few engines as possible.
 
-An engine that fits reports its minimum free memory. The next engine gets a KV cache that uses that
-memory; so the second engine is near the largest, and the third confirms it.
+An engine that fits reports its minimum free memory. The next engine's KV cache uses that memory.
+The second engine's cache is therefore near the largest size, which the third engine confirms.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class Trial:
     """The result of running one engine.
 
     Attributes:
-        tokens: the size of its KV cache.
-        spare: its minimum free memory in bytes; None if it did not fit.
-        why: the reason if it did not fit.
+        tokens: the size of the engine's KV cache in tokens.
+        spare: the minimum free memory in bytes; None if the engine did not fit.
+        why: the reason why the engine did not fit.
     """
 
     tokens: int
@@ -33,7 +33,7 @@ class Search:
     """The trials for one engine configuration.
 
     Args:
-        cell: bytes of the KV cache for each token.
+        cell: the bytes of the KV cache per token.
     """
 
     cell: int
@@ -46,18 +46,18 @@ class Search:
 
     @property
     def failing(self) -> Trial | None:
-        """Return the smallest trial that does not fit, above the largest that does."""
+        """Return the smallest trial that does not fit and is above the largest trial that fits."""
         least = self.best.tokens if self.best else 0
         larger = (one for one in self.trials if one.why and one.tokens > least)
         return min(larger, key=_tokens, default=None)
 
     @property
     def is_settled(self) -> bool:
-        """Return whether the largest size is known to the required resolution."""
+        """Return whether the largest size is known with the required resolution."""
         return self.best is not None and self.proposal() is None
 
     def proposal(self) -> int | None:
-        """Return the tokens to try next; None if no trial is useful, or there is no trial yet."""
+        """Return the tokens to try next; None if no trial is useful, or if no trial exists yet."""
         best, failing = self.best, self.failing
         if failing is None and best is None:
             return None

@@ -14,7 +14,7 @@ PEERS = {DEFAULT: "torch_memory_saver", RETAINED: "torch_memory_saver, retained 
 
 
 class Library(Protocol):
-    """The operations of a memory saver that are measured."""
+    """The operations of a memory saver that the benchmarks measure."""
 
     def region(
         self, tag: str, backup: str = "none", devices: Sequence[int] = (0,)
@@ -31,10 +31,10 @@ class Library(Protocol):
         """Pause one tag and resume another."""
 
     def trim(self) -> None:
-        """Release host memory that no paused tag needs, if the library can."""
+        """Release host memory that no paused tag needs, if the library supports it."""
 
     def use_disk(self, directory: str) -> None:
-        """Set the directory of backups on disk."""
+        """Set the directory for backups on disk."""
 
 
 class Memsaver:
@@ -68,7 +68,7 @@ class Memsaver:
 
 
 class TorchMemorySaver:
-    """torch_memory_saver, which must be importable."""
+    """The library torch_memory_saver, which must be importable."""
 
     def __init__(self, retained: bool) -> None:
         from torch_memory_saver import torch_memory_saver as saver
@@ -102,7 +102,7 @@ class TorchMemorySaver:
 
 
 def open_library(name: str) -> Library:
-    """Return a library by name: OURS, or one of PEERS. One per process."""
+    """Return the library with this name, either OURS or one of PEERS. One per process."""
     if name == OURS:
         return Memsaver()
     if name not in PEERS:

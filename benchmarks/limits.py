@@ -2,11 +2,12 @@
 
     python benchmarks/limits.py [--large 100000] [--output benchmarks/results/limits.json]
 
-The time inside driver calls is the simulator's and is excluded: a library between memsaver and the
-simulator, built here, measures it. The rest is memsaver's own time, in nanoseconds per allocation,
-the least of several rounds; `growth` is the ratio of the large tag's time to the small one's.
-Lookups are called from Python, which adds about 100 ns. In mixed order they jump across the tag's
-memory, and the growth is the time that a CPU waits for memory outside its caches.
+The time inside driver calls is the simulator's time and is excluded. A library between memsaver and
+the simulator, which this program builds, measures this time. The rest is memsaver's own time, in
+nanoseconds per allocation, as the minimum of several rounds. `growth` is the ratio of the large
+tag's time to the small tag's time. Lookups are called from Python, which adds about 100 ns. In
+mixed order, lookups jump across the tag's memory, so the growth is the time for which a CPU waits
+for memory outside its caches.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ word {0}(word a, word b, word c, word d, word e, word f, word g, word h, word i,
 
 
 def timing_driver(simulator: Path, folder: str) -> str:
-    """Build a driver that forwards every call to the simulator and times it; return its path."""
+    """Build a driver that forwards all calls to the simulator and times them; return its path."""
     listed = subprocess.run(["nm", "-D", str(simulator)], capture_output=True, text=True).stdout
     names = re.findall(r" T (cu\w+)", listed)
     lines = ["#define _GNU_SOURCE", "#include <dlfcn.h>", "#include <time.h>"]
@@ -63,7 +64,7 @@ def timing_driver(simulator: Path, folder: str) -> str:
 
 
 class Steps:
-    """The nanoseconds of memsaver's own work per allocation, the least of all rounds."""
+    """The nanoseconds of memsaver's own work per allocation, as the minimum of all rounds."""
 
     def __init__(self, inside: ctypes.CDLL) -> None:
         self.inside = inside.seconds_inside
@@ -80,7 +81,7 @@ class Steps:
 
 
 def measure(steps: Steps, count: int, backup: str, holes: bool) -> dict[str, float]:
-    """Measure one tag from its first allocation to its last."""
+    """Measure one tag, from its first allocation to its last allocation."""
     import memsaver
     from memsaver._runtime.native import _C, backup_code
 

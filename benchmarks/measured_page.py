@@ -217,7 +217,7 @@ pinned host memory for the next pause; by default, each resume releases it. Note
 
 
 def value_and_range(value: float, metric: str, cycles: object) -> str:
-    """Return a value, and the range of its cycles if there are several figures."""
+    """Return a value, with the range of its cycles if there are several figures."""
     shown = figure(value, metric)
     if not isinstance(cycles, list) or len(cycles) < 2:
         return shown
@@ -309,7 +309,7 @@ def reliability(found: Mapping[str, Any]) -> list[str]:
 
 
 def on_h100(rows: list[Mapping[str, Any]]) -> list[str]:
-    """Return the rows that were measured on H100s."""
+    """Return the rows that were measured on H100 GPUs."""
     gpus = " and ".join(sorted({row["gpu"] for row in rows}))
     return [
         f"All measurements of `benchmarks/results/h100.json`, on {gpus}, {dates(rows)}.",

@@ -1,10 +1,10 @@
-"""Compute the share of an engine's weights in pages that are equal in a trainer's memory.
+"""Compute the fraction of an engine's weights in pages with equal pages in a trainer's memory.
 
-Pages are equal if they contain the same bytes of the same tensors at the same places, and nothing
-else; unused bytes do not count. Only an equal page could be mapped in place of a copy. Physical
+Pages are equal if they contain the same bytes of the same tensors at the same offsets, and no other
+tensors; unused bytes are ignored. Only an equal page could be mapped instead of copied. Physical
 memory is mapped as a whole, so pages may be larger than the granularity of 2 MiB.
 
-Layouts are placed as torch's allocator places them ("torch"), or each allocation begins at a
+Allocations are placed as torch's allocator places them ("torch"), or each allocation begins at a
 multiple of 2 MiB ("boundaries"). See weight_layouts.py for the layouts.
 
 usage: page_shares.py      prints the table
@@ -96,7 +96,7 @@ def placed(layout: list[Allocation], placement: str) -> tuple[Placed, int]:
 
 
 def contents(runs: Placed, page: int) -> dict[int, Content]:
-    """Return the contents of the pages that contain weights, by their number."""
+    """Return the contents of the pages that contain weights, by page number."""
     found: dict[int, list[tuple[int, Run]]] = {}
     for address, run in runs:
         done = 0
@@ -127,8 +127,8 @@ def share(engine: Placed, trainer: Placed, page: int) -> tuple[int, int]:
     """Return the bytes of the engine's weights in equal pages, and the number of their runs.
 
     A run is a sequence of equal pages that are adjacent both in the engine's memory and in the
-    trainer's. Their number is the least number of pieces in which the trainer's memory must be
-    created so that they can be mapped.
+    trainer's. The number of runs is the minimum number of pieces from which the trainer's memory
+    must be created so that the engine can map the pages.
     """
     numbers = {content: number for number, content in contents(trainer, page).items()}
     total, count, last = 0, 0, (-2, -2)

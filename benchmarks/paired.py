@@ -1,12 +1,12 @@
-"""Compare two builds of memsaver on one GPU: an earlier one and the current one, alternately.
+"""Compare an earlier and the current build of memsaver on one GPU, alternately.
 
     pip install --no-build-isolation --no-deps --target /tmp/before SOURCE_OF_AN_EARLIER_COMMIT
     python benchmarks/paired.py --before /tmp/before --before-commit HASH [--after /tmp/after]
 
-The machine's speed changes between runs by more than the differences that matter, so both builds
-run in one run, cycle by cycle; the build that goes first alternates. Each has processes of its own,
-with its folder on PYTHONPATH. Both are measured by the programs of this tree, and the rows are
-written by the memsaver that this program imports.
+The machine's speed changes between runs by more than the differences of interest, so both builds
+are measured in one run, cycle by cycle. The build that goes first alternates. Each build runs in
+its own processes, with its folder on PYTHONPATH. The programs of this tree measure both builds, and
+the memsaver that this program imports writes the rows.
 
 Measurements (pause_resume.py describes them)
     kv, discarded, many     without a backup; bare driver calls take turns with both builds
@@ -19,8 +19,8 @@ without), and the CUDA contexts of three processes, or of twice --processes (bac
 32 GiB (backed), 64 GiB (swap with backups).
 
 Rows have the bench "paired", the current build's values as `memsaver`, and "memsaver at HASH" as
-the peer: a ratio above 1 means that the current build is faster. The values are trimmed means; the
-`detail` has the standard error of the ratio.
+the peer. A ratio above 1 means that the current build is faster. The values are trimmed means, and
+the `detail` contains the ratio's standard error.
 """
 
 from __future__ import annotations

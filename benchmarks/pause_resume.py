@@ -7,40 +7,42 @@ Measurements
     discarded   the 195 weight tensors of an 8-billion-parameter decoder, 16 GB, no backup
     many        10,000 allocations of 2 MiB in one tag, no backup
     backed      the decoder with a backup in host memory: the first pause of a process; later
-                cycles with all contents changed, with none, and with 1 % of the tensors (lora)
-    swap        one tag out, another in: 16 GB each with a backup; 64 GiB each without one
+                cycles with all, none, and 1 % (lora) of the tensors changed
+    swap        a pause of one tag and a resume of another: 16 GB each with a backup, and 64 GiB
+                each without a backup
     disk        8 GB with a backup on disk (--disk-dir)
-    host        host memory beyond the backed bytes, while paused and after trim
-    two_gpu     the decoder on each of two GPUs, backed; left out with one GPU
-    neighbour   the decoder on one of two GPUs, with a backup on the other one or on the host; left
-                out with one GPU
+    host        host memory in excess of the backed-up bytes, while paused and after trim
+    two_gpu     the decoder on each of two GPUs, with a backup; omitted with one GPU
+    neighbour   the decoder on one of two GPUs, with a backup on the other GPU or on the host;
+                omitted with one GPU
     sharing     16 GB sent to another process from a shareable region, or by CUDA IPC; an update
                 of an engine's weights from a region, or through a bucket outside regions
-    take_over   an engine that maps a trainer's pages, by bare driver calls, against a copy
-    bandwidth   a kernel on memory of a region against the same kernel on plain memory
+    take_over   an engine that maps a trainer's pages, by bare driver calls, compared with a copy
+    bandwidth   a kernel on a region's memory, compared with the same kernel on plain memory
     hook        a cudaMalloc/cudaFree pair outside any region, preloaded or not (hook_overhead.py)
 
-Each library and setting runs in a process of its own. Without a backup, the limit is the bare
+Each library and setting runs in a separate process. Without a backup, the limit is the bare
 sequence of driver calls (handles of 1 GiB, one reservation, nothing else), also in its own process.
-The processes take turns, cycle by cycle in rotating order; all processes but the current one are
-paused, so that each finds the device in the same state. With a backup, the limit is a plain copy of
-the same number of bytes between the device and 1 GiB of pinned memory. All values count: none is
-excluded as a warm-up or an outlier.
+The processes take turns, cycle by cycle in rotating order. All processes except the current process
+are paused, so each process finds the device in the same state. With a backup, the limit is a plain
+copy of the same number of bytes between the device and 1 GiB of pinned memory. All values count; no
+value is excluded as a warm-up or an outlier.
 
 Without a backup, a wait of --gap seconds between a pause and any later resume represents work, so
-that the driver's clearing of released memory is not measured. The metrics that end in
-_at_once_ms have no wait: each resume follows its pause immediately. Swaps of tags without a backup
-follow each other immediately; those in _spaced_ms follow a wait of --gap seconds.
+that the time in which the driver clears released memory is not measured. The metrics that end in
+_at_once_ms have no wait, so each resume follows its pause immediately. Swaps of tags without a
+backup follow each other immediately, except the swaps in _spaced_ms, which follow a wait of --gap
+seconds.
 
-A virtual machine may get its memory only at the first access by any process, at 2 to 3 GB/s, once.
-So before any library measures a backup, temporary processes touch --touch-gib of host memory
-repeatedly until that is fast, for all libraries.
+A virtual machine may receive its memory only at the first access by any process, at 2 to 3 GB/s.
+Therefore, before any library measures a backup, temporary processes touch --touch-gib of host
+memory repeatedly until the accesses are fast.
 
-Memory with a backup is full of random bits. In every cycle the sums of each MiB before the pause
-are compared with those after the resume. If a library loses bytes, its measurement fails and gets
+Memory with a backup is full of random bits. In every cycle, the sums of each MiB before the pause
+are compared with the sums after the resume. If a library loses bytes, its measurement fails and has
 no row.
 
-Prints a table and merges each row into --output as soon as it exists (see results.py).
+Prints a table, and merges each row into --output as soon as the row exists (see results.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The driver calls alone: a lower bound on the time of any pause or resume without a backup."""
+"""Driver calls only, as a lower bound on the time of any pause or resume without a backup."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def count_gpus() -> int:
 
 
 class RawDriver:
-    """The minimum of driver calls that any library must make, for several tags. Frees nothing."""
+    """The minimum of driver calls that any library must make for several tags. Frees nothing."""
 
     def __init__(self) -> None:
         from memsaver.cli.bare_driver import BareDriver

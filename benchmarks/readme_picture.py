@@ -24,7 +24,7 @@ PEER = "torch_memory_saver, default setting"
 
 
 def bars(rows: Sequence[dict[str, Any]]) -> list[tuple[str, float, float, float]]:
-    """Return the title, memsaver's and the peer's milliseconds, and the ratio of each metric."""
+    """Return each metric's title, memsaver's and the peer's milliseconds, and their ratio."""
     of = {row["metric"]: row for row in rows}
     return [
         (words, of[name]["memsaver"], of[name]["peer_value"], of[name]["ratio"])

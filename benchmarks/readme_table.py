@@ -85,7 +85,7 @@ def dates(rows: list[dict[str, Any]]) -> str:
 
 
 def table(rows: list[dict[str, Any]], wanted: tuple[tuple[str, str], ...] = LINES) -> str:
-    """Return the wanted rows as Markdown; metrics that the file lacks are omitted."""
+    """Return the wanted rows as Markdown, without the metrics that the file lacks."""
     shown = []
     for metric, words in wanted:
         by_peer = {row["peer"]: row for row in rows if row["metric"] == metric}
@@ -110,7 +110,7 @@ def table(rows: list[dict[str, Any]], wanted: tuple[tuple[str, str], ...] = LINE
 
 
 def their_figure(row: dict[str, Any] | None) -> str:
-    """Return the peer's value and ratio in a row, or the reason if there is no value."""
+    """Return the peer's value and ratio in a row, or the reason why there is no value."""
     if row is None:
         return "not measured"
     if row["peer_value"] is None:

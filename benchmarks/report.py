@@ -20,8 +20,8 @@ class Goal:
         at_most: the maximum value of memsaver; or
         alone: a value that memsaver must reach and the peer must not reach; or
         within: the maximum difference between memsaver's value and the peer's.
-        peer: the peer that the goal applies to; None for all.
-        otherwise: another metric, whose goal may be reached instead.
+        peer: the peer to which the goal applies; None for all peers.
+        otherwise: another metric whose goal may be reached instead.
     """
 
     ratio: float | None = None
@@ -123,7 +123,7 @@ def goal(row: Mapping[str, Any]) -> Goal | None:
 
 
 def verdict(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return whether a row reaches its goal: "", "yes", "by METRIC", "not met" or "no peer"."""
+    """Return whether a row reaches its goal, as "", "yes", "by METRIC", "not met" or "no peer"."""
     wanted = goal(row)
     if wanted is None:
         return ""

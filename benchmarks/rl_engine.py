@@ -12,8 +12,8 @@ A step begins with the engine awake and the trainer asleep:
     kv_wake          resume the KV cache                                          transition
     generate
 
-If everything wakes at once, weights_wake also resumes the KV cache, and there is no kv_wake. The
-first step of an engine has no trainer_wake: the trainer allocates its memory instead ("make").
+If everything wakes at once, weights_wake also resumes the KV cache, and there is no kv_wake. An
+engine's first step has no trainer_wake; instead, the trainer allocates its memory ("make").
 """
 
 from __future__ import annotations
@@ -47,19 +47,20 @@ REQUESTS, PROMPT, TOKENS = 8, 1024, 64
 
 
 class Loop(EngineWorker):
-    """Runs an engine, and a trainer in the process that calls it, through steps.
+    """Runs steps of an engine and of a trainer in the process that calls the engine.
 
     Args:
-        name: the memory saver of both.
+        name: the memory saver of engine and trainer.
         model: the model's directory.
         small: whether the model is the small one.
         fraction: mem_fraction_static.
         backup: whether the engine's weights have a backup.
-        wait: seconds of rest before the engine sleeps.
+        wait: the seconds to wait before the engine sleeps.
         device: the trainer's torch device.
         states: the number of optimizer states for each weight.
-        bucket_bytes: bytes of weights that are sent together, unless one weight is larger.
-        tokens: the KV cache's maximum number of tokens; 0: as many as the fraction allows.
+        bucket_bytes: the maximum bytes of weights that are sent together, unless one weight is
+            larger.
+        tokens: the KV cache's maximum number of tokens; 0 allows as many as the fraction allows.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Loop(EngineWorker):
         self._sent = ""  # the checksum of the engine's weights
 
     def start(self) -> dict[str, Any]:
-        """Start the engine; return the size of its KV cache in tokens, as it reports."""
+        """Start the engine; return the size of its KV cache in tokens, as the engine reports it."""
         with self._peaks.stage("start"):
             found = super().start()
         self._start_peak = self._peaks.stages.pop("start")
@@ -96,7 +97,7 @@ class Loop(EngineWorker):
     def alone(self) -> dict[str, Any]:
         """Generate without a trainer.
 
-        First drops torch's cache from the start, which a release drops too.
+        First drops torch's cache from the start, which a release also drops.
         """
         self._begin()
         self.rest()
@@ -115,10 +116,11 @@ class Loop(EngineWorker):
             raise
 
     def step(self, seed: int, at_once: bool = False) -> dict[str, Any]:
-        """Run a step; return the duration of each stage in seconds, and its bytes in use.
+        """Run a step; return each stage's duration in seconds and bytes in use.
 
-        "lost" reports changed contents, "unchecked" why the engine's contents are unknown;
-        "weights" is the checksum of the engine's weights after the update.
+        In the result, "lost" reports changed contents, "unchecked" is the reason why the engine's
+        contents are unknown, and "weights" is the checksum of the engine's weights after the
+        update.
         """
         self._begin()
         if self._backup and not self._sent:
@@ -168,8 +170,7 @@ class Loop(EngineWorker):
     def update_in_buckets(self) -> None:
         """Send the trainer's weights to the engine, in buckets outside any region.
 
-        On return the engine has released the buckets, and their memory has been returned to the
-        driver.
+        On return, the engine has released the buckets, and their memory was released to the driver.
         """
         from sglang.srt.utils import MultiprocessingSerializer
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
@@ -204,7 +205,7 @@ class Loop(EngineWorker):
         self._held.train(seed)
 
     def _is_want_of_memory(self, error: Exception) -> bool:
-        """Return whether an error is a lack of memory: the trainer's, a saver's or the engine's."""
+        """Return whether an error is a lack of memory in the trainer, a saver or the engine."""
         import torch
 
         if self._name == OURS:
@@ -224,7 +225,7 @@ class Loop(EngineWorker):
         self._peaks.stages.clear()
 
     def _stage(self, name: str, call: Callable[[], object]) -> None:
-        """Time a call, with the trainer's device idle before and after, and watch memory."""
+        """Time a call, with the trainer's device idle before and after it, and measure memory."""
         self._synchronise()
         with self._peaks.stage(name):
             begin = time.perf_counter()
@@ -254,7 +255,7 @@ class Loop(EngineWorker):
                 self._lost = f"the engine's weights: {problem or found}"
 
     def _checked(self) -> dict[str, Any]:
-        """Check the contents after an update; return the fields of `step`'s result for them."""
+        """Check the contents after an update; return the fields for the result of `step`."""
         if not self._backup:
             return {"lost": self._lost, "unchecked": "", "weights": ""}
         old, (self._sent, unchecked) = self._sent, self.checksum()
@@ -276,7 +277,7 @@ class Loop(EngineWorker):
 
 
 def buckets(weights: Iterable[tuple[str, Any]], at_most: int) -> Iterator[list[tuple[str, Any]]]:
-    """Yield weights in order, grouped up to `at_most` bytes; a larger weight alone."""
+    """Yield weights in order, in groups of up to `at_most` bytes; a larger weight is alone."""
     part: list[tuple[str, Any]] = []
     size = 0
     for name, tensor in weights:

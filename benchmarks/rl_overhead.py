@@ -1,8 +1,8 @@
-"""Run whole RL steps, as a training loop does, and their work alone.
+"""Run whole RL steps, as in a training loop, and run their work alone.
 
 A whole step has the stages of rl_engine.py and waits for nothing between them. If the library
 supports it, the trainer's weights and the optimizer's states are resumed while the trainer computes
-gradients (each layer waits only for its own weights), and the states are paused while the weights
+gradients, and each layer waits only for its own weights. The states are paused while the weights
 are sent. The trainer's gradients are those of a loss (`rl_trainer.Trainer.learn`).
 """
 
@@ -20,8 +20,8 @@ class Steps(Loop):
     """Runs whole steps.
 
     Args:
-        name: the memory saver of both.
-        learned: tokens for which the trainer computes gradients in a step.
+        name: the memory saver of engine and trainer.
+        learned: the number of tokens for which the trainer computes gradients in a step.
         options: see `Loop`.
     """
 
@@ -31,7 +31,7 @@ class Steps(Loop):
         self._loss = 0.0
 
     def apart(self, seed: int) -> dict[str, Any]:
-        """Run a step with the device idle between its stages; return the seconds of its work."""
+        """Run a step with an idle device between its stages; return the seconds of its work."""
         found = self.step(seed)
         work = {stage: found["seconds"].get(stage, 0.0) for stage in WORK}
         return {"work": work, "loss": self._loss, "lost": found["lost"]}
@@ -39,7 +39,7 @@ class Steps(Loop):
     def whole(self, seed: int) -> dict[str, Any]:
         """Run a whole step; return its seconds, its loss, and a checksum of the new weights.
 
-        `calls` has the milliseconds that each of the step's calls took on the host.
+        `calls` contains the duration of each of the step's calls on the host, in milliseconds.
         """
         trainer = self._held
         assert trainer is not None  # `apart` was called before

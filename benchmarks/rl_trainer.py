@@ -1,8 +1,8 @@
-"""A trainer next to an engine: weights and optimizer states in two tags of a memory saver.
+"""A trainer next to an engine, with weights and optimizer states in two tags of a memory saver.
 
-Both tags have a backup in host memory. With memsaver, `offload` moves them there; with
-torch_memory_saver, they are created in regions, as is usual for that library. Gradients exist for
-one step. Importing this module imports torch.
+Both tags have a backup in host memory. With memsaver, `offload` moves weights and states into the
+tags. With torch_memory_saver, they are created in regions, as is usual for that library. Gradients
+exist for one step. Importing this module imports torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BATCH = 4096  # tokens for which a trainer computes gradients at once
 
 
 class Averages(torch.optim.Optimizer):
-    """Running averages of the gradients, `count` of them, each as large as the parameters.
+    """An optimizer with `count` running averages of the gradients, each as large as the parameters.
 
     Adam has two. All kernels work in place.
     """
@@ -59,13 +59,13 @@ class Saver(Protocol):
         """Map memory for the tags again."""
 
     def begin_resume(self) -> None:
-        """Resume the weights, then the states, in the background if the library can do so."""
+        """Resume the weights and then the states, in the background if the library supports it."""
 
     def begin_pause(self, tag: str) -> None:
-        """Begin to pause a tag, if the library can do so in the background."""
+        """Begin to pause a tag, if the library supports background pauses."""
 
     def finish_pause(self) -> None:
-        """Wait for that pause to finish."""
+        """Wait until the background pause ends."""
 
 
 class Offloads:
@@ -108,7 +108,7 @@ class Offloads:
 
 
 class Regions:
-    """torch_memory_saver: allocations inside a region belong to its tag."""
+    """The library torch_memory_saver, in which allocations inside a region belong to its tag."""
 
     def __init__(self, name: str) -> None:
         self._library = libraries.open_library(name)
@@ -139,10 +139,10 @@ class Regions:
 
 
 class Trainer:
-    """A copy of a model's weights in bfloat16, and their optimizer. Created awake.
+    """A copy of a model's weights in bfloat16, and the weights' optimizer. Created awake.
 
     Args:
-        name: the name of its memory saver.
+        name: the name of the trainer's memory saver.
         states: the number of optimizer states for each weight.
         device: the torch device; "cpu" with memsaver's simulated driver.
         seed: the seed of the first weights.
@@ -184,9 +184,8 @@ class Trainer:
     def learn(self, seed: int, tokens: int) -> float:
         """Run a step with the gradients of a loss, and return the loss.
 
-        Each layer multiplies `tokens` random inputs, in batches; the loss is the mean square of the
-        outputs. A layer needs only its own weights, and the optimizer's states are needed by its
-        step alone.
+        Each layer multiplies `tokens` random inputs, in batches. The loss is the mean square of the
+        outputs. A layer needs only its own weights, and only the optimizer's step needs the states.
         """
         torch.manual_seed(seed)
         batches = max(1, tokens // BATCH)
@@ -204,17 +203,17 @@ class Trainer:
         return float(total)
 
     def wake_overlapped(self) -> None:
-        """Begin to resume the weights and the states, if the library can."""
+        """Begin to resume the weights and the states, if the library supports it."""
         self._saver.begin_resume()
 
     def begin_optimizer_sleep(self) -> None:
-        """Begin `sleep_optimizer`, if the library can do so in the background."""
+        """Begin `sleep_optimizer`, if the library supports background pauses."""
         if self._device == "cuda":
             torch.cuda.empty_cache()
         self._saver.begin_pause(OPTIMIZER)
 
     def finish_optimizer_sleep(self) -> None:
-        """Wait for that pause to finish."""
+        """Wait until the background pause ends."""
         self._saver.finish_pause()
 
     def sleep_optimizer(self) -> None:
@@ -240,12 +239,12 @@ class Trainer:
         self._sums = workloads.sums(self._tensors())
 
     def lost(self) -> str:
-        """Describe the contents that differ from the record; "" if none do."""
+        """Describe the contents that differ from the record; "" if no contents differ."""
         wrong = int((workloads.sums(self._tensors()) != self._sums).sum())
         return f"{wrong} of {len(self._sums)} pieces of the trainer's memory" if wrong else ""
 
     def synchronise(self) -> None:
-        """Wait until the device has done this process's work."""
+        """Wait until the device has finished this process's work."""
         if self._device == "cuda":
             torch.cuda.synchronize()
 

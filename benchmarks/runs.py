@@ -18,9 +18,9 @@ Measure = Callable[[argparse.Namespace, list[str]], Iterator[dict[str, Any]]]
 
 
 def run(measures: Iterable[Measure], options: argparse.Namespace) -> int:
-    """Measure, merge each row into `options.output` at once, print, and return an exit status.
+    """Measure, merge each row immediately into `options.output`, print, and return an exit status.
 
-    Results are kept even if the run is killed from outside.
+    Results are preserved even if the run is killed.
     """
     circumstances = results.stamp()
     rows: list[dict[str, Any]] = []
@@ -48,7 +48,7 @@ def run(measures: Iterable[Measure], options: argparse.Namespace) -> int:
 
 
 def part_names(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """Return the parser of the value of --only."""
+    """Return a parser for the value of --only."""
     names = list(known)
 
     def parse(text: str) -> list[str]:
@@ -61,7 +61,7 @@ def part_names(known: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Return a parser of integers that are at least `least`."""
+    """Return a parser for integers that are at least `least`."""
 
     def parse(text: str) -> int:
         number = int(text)

@@ -1,4 +1,4 @@
-"""Provide tensors whose contents must be restored, and a plain copy as the upper bound on speed."""
+"""Provide tensors with contents to restore, and a plain copy as the upper bound on speed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LEAST_RELEASED = 0.98  # least released part of the tensors' bytes, by the drive
 
 
 class Saved:
-    """A tag with a backup, full of random bits.
+    """A tag with a backup that is full of random bits.
 
     All methods raise RuntimeError if bytes, addresses or freed memory are wrong.
     """
@@ -49,7 +49,7 @@ class Saved:
         workloads.synchronise(self._devices)
 
     def check(self) -> None:
-        """Compare addresses and contents with the recorded ones."""
+        """Compare addresses and contents with the recorded addresses and contents."""
         if [tensor.data_ptr() for tensor in self.tensors] != self._addresses:
             raise RuntimeError(f"an address of {self.tag} moved")
         wrong = int((workloads.sums(self.tensors) != self._sums).sum())
@@ -108,7 +108,7 @@ class PlainCopy:
         return workloads.timed_ms(self.queue_in)
 
     def both_ms(self) -> float:
-        """Copy `total` bytes in each direction at once; return the duration in milliseconds."""
+        """Copy `total` bytes in both directions at once; return the duration in milliseconds."""
         if self._other is None:
             self._other = PlainCopy(sum(self._sizes))
             self._streams = self._torch.cuda.Stream(), self._torch.cuda.Stream()

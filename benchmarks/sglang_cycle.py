@@ -2,37 +2,37 @@
 
     PYTHONPATH=/parent/of/torch_memory_saver python benchmarks/sglang_cycle.py [--only cycle]
 
-Needs SGLang, and memsaver installed so that SGLang finds its plugin. The engine serves a model of
+Requires SGLang, and an installed memsaver whose plugin SGLang finds. The engine serves a model of
 Qwen3-8B's shape with random weights, 16.4 GB, on one GPU, including CUDA graphs.
 
 Measurements
     fraction    the largest mem_fraction_static with which an engine wakes up next to a trainer that
-                holds a copy of the weights: in stages, compared with all at once
+                has a copy of the weights, in stages and all at once
     cycle       release and resume of each tag, with weights backed up in host memory: as loaded,
                 without changes, and after a weight update; decoding before and after; the start of
                 the engine
     plain       decoding, alternating with an engine without a memory saver
-    switch      two engines that take turns on the GPU: from a request for the one that sleeps to
-                its first token; memory in use while the first one sleeps alone
+    switch      two engines that take turns on the GPU: the time from a request for the sleeping
+                engine to its first token; memory in use while only the first engine sleeps
     neighbour   the same with backups on another GPU, compared with backups in host memory; nothing
                 on a machine with one GPU
-    storm       requests of all kinds to a server of a small model while it sleeps and wakes up:
+    storm       requests of all kinds to a server of a small model while it sleeps and wakes up;
                 each must be answered with the tokens of an awake server
     tp2         memory in use while an engine on two GPUs sleeps, with suspended communicators
                 and without; nothing on a machine with one GPU
 
-Each engine runs in a process of its own. Except for plain, switch and neighbour, it has the GPU for
-itself, memsaver's and the peer's one after the other. The first engine of a run compiles kernels,
-and its start does not count. Before each step is a wait of --wait seconds, so that the driver's
-clearing of released memory is not measured. Times are those of the engine's caller. All values
-count.
+Each engine runs in a separate process. Except in plain, switch and neighbour, an engine has
+exclusive use of the GPU, and memsaver's and the peer's engines run one after the other. The first
+engine of a run compiles kernels, and its start does not count. Each step begins after a wait of
+--wait seconds, so that the time in which the driver clears released memory is not measured. Times
+are those of the engine's caller. All values count.
 
-New weights come from a trainer's tensors in the process that calls the engine, which are freed
-before the release. The engine's checksums of its weights before each release and after the resume
-are compared. If a library loses bytes, its measurement fails and gets no row.
+New weights come from a trainer's tensors in the process that calls the engine. These tensors are
+freed before the release. The engine's checksums of its weights before each release and after the
+resume are compared. If a library loses bytes, its measurement fails and has no row.
 
-Host memory is touched first (--touch-gib); see pause_resume.py. Progress goes to stderr. Prints a
-table and merges its rows into --output (see results.py), after each part.
+Host memory is touched first (--touch-gib); see pause_resume.py. Progress goes to stderr. After each
+part, prints a table and merges its rows into --output (see results.py).
 """
 
 from __future__ import annotations

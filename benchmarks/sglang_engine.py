@@ -1,6 +1,6 @@
-"""Run an SGLang engine in a process of its own, with one of the two memory savers.
+"""Run an SGLang engine in a separate process, with one of the two memory savers.
 
-SGLang finds the saver itself: memsaver through its plugin, or torch_memory_saver if the plugin is
+SGLang itself finds the saver: memsaver through its plugin, or torch_memory_saver if the plugin is
 disabled. Both may be installed. Every start is checked, so that all figures belong to the named
 saver.
 """
@@ -60,7 +60,7 @@ def why_no_peer() -> str:
 
 
 def environment(name: str, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables of an engine with the named saver, or PLAIN, for all its processes."""
+    """Return the variables for all processes of an engine with the named saver, or PLAIN."""
     found = inherited_without(DROPPED, inherited)
     found["MEMSAVER_SGLANG"] = "1" if name == OURS else "0"
     if name == RETAINED:
@@ -85,8 +85,8 @@ def engine_process(
         worker: the process's worker.
         name: the engine's memory saver, or PLAIN.
         options: the benchmark's options.
-        variables: further environment variables of the engine.
-        settings: further arguments of the worker.
+        variables: additional environment variables of the engine.
+        settings: additional arguments of the worker.
     """
     environ = environment(name) | dict(variables or {})
     return processes.process(worker, name, environ, options, **settings)
@@ -119,10 +119,10 @@ class EngineWorker(Worker):
         small: whether the model is the small one.
         fraction: mem_fraction_static.
         backup: whether weights have a backup.
-        wait: seconds that `rest` waits, while the driver clears released memory.
-        trainer_bytes: the trainer's memory, if that is more than the weights.
+        wait: the seconds for which `rest` waits, while the driver clears released memory.
+        trainer_bytes: the size of the trainer's memory, if larger than the weights.
         device: the trainer's torch device.
-        tokens: the KV cache's maximum number of tokens; 0: as many as the fraction allows.
+        tokens: the KV cache's maximum number of tokens; 0 allows as many as the fraction allows.
         gpus: the number of GPUs, for tensor parallelism.
     """
 
@@ -180,7 +180,7 @@ class EngineWorker(Worker):
         return {}
 
     def rest(self) -> None:
-        """Wait: the driver clears released memory, and the engine becomes idle."""
+        """Wait while the driver clears released memory and the engine becomes idle."""
         time.sleep(self._wait)
 
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> int:
@@ -191,7 +191,7 @@ class EngineWorker(Worker):
         return sum(len(reply["output_ids"]) for reply in replies)
 
     def release_ms(self, tag: str) -> float:
-        """Release a tag; return the duration in milliseconds, measured by the caller."""
+        """Release a tag; return the caller's measurement of the duration in milliseconds."""
         begin = time.perf_counter()
         answers = self.engine.release_memory_occupation(tags=[tag])
         spent = round((time.perf_counter() - begin) * 1e3, 3)
@@ -199,7 +199,7 @@ class EngineWorker(Worker):
         return spent
 
     def resume_ms(self, tag: str) -> float:
-        """Resume a tag; return the duration in milliseconds, measured by the caller."""
+        """Resume a tag; return the caller's measurement of the duration in milliseconds."""
         begin = time.perf_counter()
         answers = self.engine.resume_memory_occupation(tags=[tag])
         spent = round((time.perf_counter() - begin) * 1e3, 3)
@@ -207,13 +207,13 @@ class EngineWorker(Worker):
         return spent
 
     def update(self) -> None:
-        """Send the trainer's weights to the engine, which copies them into its own."""
+        """Send the trainer's weights to the engine, which copies them into its own weights."""
         done, message = self.engine.update_weights_from_tensor(self.trainer.weights)
         if not done:
             raise RuntimeError(f"the weights were not updated: {message}")
 
     def checksum(self) -> tuple[str, str]:
-        """Return the engine's checksum of all weights; or "" and the reason."""
+        """Return the engine's checksum of all weights, or "" and the reason why there is none."""
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
         ask = self.engine.tokenizer_manager.check_weights

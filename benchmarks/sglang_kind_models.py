@@ -1,7 +1,7 @@
-"""Make checkpoints of small models with random weights, of their draft models and adapters.
+"""Create checkpoints of small models with random weights, their draft models and adapters.
 
-Weights are as large as trained weights, so that the generated tokens depend on every layer. They
-depend only on the seed.
+Weights are as large as trained weights, so that the generated tokens depend on every layer. The
+weights depend only on the seed.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _quantize(folder: Path, method: str) -> None:
-    """Replace the linear layers' weights by fp8 values in blocks, or by int8 values in rows."""
+    """Replace the linear layers' weights with fp8 values in blocks, or with int8 values in rows."""
     import torch
 
     named: dict[str, Any] = {}
@@ -118,7 +118,8 @@ def save_draft(target: Path, folder: Path, algorithm: str, seed: int) -> None:
     """Save a draft model of one layer for a Llama, for "eagle" or "eagle3".
 
     The "eagle" draft proposes the token that the target's embedding and head compute from the last
-    token, with noise; it is usually right for a `predictable` target. The "eagle3" draft is random.
+    token, with noise. The proposal is usually correct for a `predictable` target. The "eagle3"
+    draft is random.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""The kinds of SGLang engine that are run with memsaver: models, arguments and ways to update.
+"""The kinds of SGLang engine that run with memsaver: models, arguments and ways to update.
 
 All models are small and have random weights; see `sglang_kind_models`.
 """
@@ -120,22 +120,25 @@ class Kind:
     """A kind of engine.
 
     Attributes:
-        name: the key of its row.
-        title: its name in the documentation.
+        name: the key of the kind's row.
+        title: the kind's name in the documentation.
         model: the configuration of the model, as in transformers.
-        arguments: arguments of the engine.
-        update: the device whose tensors update its weights, "cpu" or "cuda"; "" if SGLang cannot.
-        quantization: the checkpoint's quantisation: "fp8" in blocks, "w8a8_int8", or "" for
-            bfloat16.
-        draft: the draft model: "eagle", "eagle3", "target" (the target's first weights), or "".
+        arguments: the arguments of the engine.
+        update: the device of the tensors that update the weights, "cpu" or "cuda"; "" if SGLang
+            cannot update them.
+        quantization: the checkpoint's quantisation, which is "fp8" in blocks, "w8a8_int8", or ""
+            for bfloat16.
+        draft: the draft model, which is "eagle", "eagle3", "target" (the target's first weights),
+            or "".
         adapter: whether a LoRA adapter is loaded.
         pauses: whether generation is paused, in each mode, before releases.
-        tiers: whether the cache has a tier in host memory, whose prefixes are used after releases.
+        tiers: whether the cache has a tier in host memory with prefixes that are used after
+            releases.
         reloads: whether the outputs after an update of an awake engine differ from those of a fresh
             engine with the same weights, even without memsaver. Other updates are compared with
             such updates.
         gpus: the number of GPUs.
-        environment: further variables.
+        environment: additional environment variables.
     """
 
     name: str

@@ -71,7 +71,7 @@ class KindWorker(Worker):
         return {"seconds": seconds, "output": output}
 
     def cycle(self) -> dict[str, Any]:
-        """Release and resume each tag by itself; return the times, the sizes and the output."""
+        """Release and resume each tag separately; return the times, the sizes and the output."""
         released = [self.controller.sleep(tag) for tag in RELEASES]
         resumed = [self.controller.wake_up(tag) for tag in RESUMES]
         return {
@@ -89,18 +89,18 @@ class KindWorker(Worker):
         return {"output": self._output()}
 
     def update(self, seed: int) -> dict[str, Any]:
-        """Release everything, and send the weights of `seed` between the stages of the resume."""
+        """Release all memory, and send the weights of `seed` between the stages of the resume."""
         self.controller.sleep()
         with self.controller.staged_wake():
             self._load(seed)
         return {"output": self._output()}
 
     def pause(self, mode: str) -> dict[str, Any]:
-        """Pause generation with a request in flight, then without; release after each pause.
+        """Pause generation with a request in flight and then without one; release after each pause.
 
         Returns:
             The tokens of the request, the output after both releases, and the engine's refusal of
-            the release during the request; "" if it was not refused.
+            the release during the request, or "" if the release was not refused.
         """
         from memsaver.integrations.engine.errors import EngineBusyError
 
@@ -127,14 +127,15 @@ class KindWorker(Worker):
         }
 
     def tier(self) -> dict[str, Any]:
-        """Release memory while the host tier holds a prompt's prefix, which no flush has removed.
+        """Release memory while the host tier contains a prompt's prefix, without a flush before.
 
-        Raises RuntimeError if the output for the prompt differs afterwards: from the output with a
-        cached prefix if the prefix is still cached, otherwise from the output without one.
+        Raises RuntimeError if the output for the prompt differs after the release. The output is
+        compared with the output with a cached prefix if the prefix is still cached, otherwise with
+        the output without a cached prefix.
 
         Returns:
             The number of the prompt's tokens that were read from the host tier after a release of
-            the weights, and of all tags; and the output afterwards.
+            the weights and after a release of all tags, and the output after these releases.
         """
         prompt = _long_prompt(0)
         self._settle()
@@ -160,8 +161,8 @@ class KindWorker(Worker):
     def _cached(self, prompt: list[int]) -> tuple[list[int], int, int]:
         """Generate without a flush.
 
-        Returns the tokens; and the number of the prompt's tokens that were cached anywhere, and in
-        the host tier.
+        Returns the tokens, the number of the prompt's tokens that were cached anywhere, and the
+        number of those that were cached in the host tier.
         """
         reply = self.controller.generate(input_ids=prompt, sampling_params=_greedy(TOKENS))
         meta = reply["meta_info"]
@@ -247,7 +248,7 @@ class KindWorker(Worker):
             raise RuntimeError(f"the weights were not updated: {answer[1]}")
 
     def _send(self, named: dict[str, Any]) -> Any:
-        """Send tensors to the target model alone, which `Engine` has no argument for."""
+        """Send tensors only to the target model, for which `Engine` has no argument."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 
@@ -273,7 +274,7 @@ class KindWorker(Worker):
         """Return greedy tokens, one prompt at a time, because batching changes the arithmetic.
 
         With a draft model, each prompt's number of verifications precedes its tokens. With an
-        adapter, the prompts are run with it, too.
+        adapter, the prompts also run with the adapter.
         """
         self._settle()
         adapters: tuple[dict[str, Any], ...] = ({}, {"lora_path": "one"})

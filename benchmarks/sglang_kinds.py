@@ -2,22 +2,24 @@
 
     python benchmarks/sglang_kinds.py [--only dense,moe] [--at-once 4] [--seconds 400]
 
-Needs SGLang, transformers, and memsaver installed so that SGLang finds its plugin. Two engines of
-each kind (sglang_kind_table.py) are run, each in a process of its own, and several share a GPU:
+Requires SGLang, transformers, and an installed memsaver whose plugin SGLang finds. Two engines of
+each kind (sglang_kind_table.py) run, each in a separate process, and several engines share a GPU:
 
     with a backup       started with some weights. All tags are released and resumed one by one;
                         then other weights are sent between a release and a resume, and the first
                         weights again
     without a backup    started with the other weights. Both weights are sent in the same way
 
-An engine's output after a resume must equal the output before the release, and after an update the
-output of the other engine, which has loaded the same weights at its start: token by token, with the
-same number of verifications if a draft model proposes tokens. For kinds with `reloads`, it must
-equal the engine's own output after the same update without a release.
+An engine's output after a resume must equal the output before the release. Its output after an
+update must equal the output of the other engine, which loaded the same weights at its start.
+Outputs are equal if all tokens are equal, and if a draft model that proposes tokens needed the same
+number of verifications. For kinds with `reloads`, the output after an update must equal the
+engine's own output after the same update without a release.
 
-A kind that fails is a row, too. Kinds that need more GPUs than are visible, and those that are not
-started within --seconds, are recorded as not run, unless the file already has rows for them, which
-are kept. Each row is written to --output when its engines have exited. Progress goes to stderr.
+A kind that fails also has a row. Kinds that need more GPUs than are visible, and kinds that are not
+started within --seconds, are recorded as not run, unless the file already contains rows for these
+kinds, which are preserved. Each row is written to --output when its engines have exited. Progress
+goes to stderr.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ Steps = dict[str, dict[str, Any]]
 
 
 def run_engine(kind: Kind, backup: bool, folder: Path) -> Steps:
-    """Run one engine; return the results of its steps, and the error that ended them as "error"."""
+    """Run one engine; return its steps' results, and the error that ended the steps as "error"."""
     folder.mkdir(parents=True)
     found: Steps = {}
     step = "start"
@@ -174,14 +176,14 @@ def measure(kind: Kind, folder: Path) -> dict[str, Any]:
 
 
 class File:
-    """The file of results, to which rows are added one by one."""
+    """The file of results, to which rows are added one at a time."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
         self._stamp = results.stamp()
 
     def add(self, row: dict[str, Any]) -> None:
-        """Add a row, and drop an earlier row of its kind unless the kind was not run this time."""
+        """Add a row; replace an earlier row of its kind, unless the kind was not run this time."""
         with self._lock:
             rows = {known["name"]: known for known in results.read(self._path)}
             if row["resumed"] == NOT_RUN:
@@ -207,7 +209,7 @@ def gpus() -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the kinds, and return an exit status: 1 if one failed."""
+    """Run the kinds, and return an exit status, which is 1 if any kind failed."""
     file = File(options.output.resolve())
     end = time.monotonic() + options.seconds
     present = gpus()

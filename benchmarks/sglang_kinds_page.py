@@ -25,7 +25,7 @@ def rewritten(page: str, rows: list[dict[str, Any]]) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return the rows as Markdown, below the circumstances of their runs."""
+    """Return the rows as Markdown, below the conditions of their runs."""
     runs = {
         f"{row['gpu']}, {row['date']}, memsaver {row['versions']['memsaver']}, "
         f"SGLang {row['versions'].get('sglang', 'unknown')}"
@@ -63,7 +63,7 @@ def _number(value: float | None) -> str:
 
 
 def _note(kind: Kind, row: dict[str, Any]) -> str:
-    """Describe what a row's other cells do not show."""
+    """Describe the details that a row's other cells do not show."""
     notes = [row["why"]] if "why" in row else []
     if not kind.update and row["resumed"] != NOT_RUN:
         notes.append("SGLang cannot update such weights")
@@ -91,7 +91,7 @@ def _note(kind: Kind, row: dict[str, Any]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return text that stays within a cell and within backquotes."""
+    """Return the text in a form that is safe in a table cell and in backquotes."""
     return text.replace("|", "/").replace("`", "'")
 
 

@@ -35,13 +35,13 @@ class Server:
         self.url = f"http://{HOST}:{port}"
 
     def is_alive(self) -> bool:
-        """Return whether the server's main process runs."""
+        """Return whether the server's main process is running."""
         return self._process.poll() is None
 
     def request(self, path: str, payload: Any = None, within: float = 60) -> tuple[int, str]:
-        """Send a request, a POST if it has a payload; return the response's status and body.
+        """Send a request (a POST if it has a payload); return the response's status and body.
 
-        The status is 0 if no response arrives in `within` seconds; the body is then the error.
+        If no response arrives within `within` seconds, the status is 0 and the body is the error.
         """
         try:
             with contextlib.closing(self._connection(within)) as connection:
@@ -74,9 +74,9 @@ def serving(
 
     Args:
         model: the model's directory.
-        arguments: its options, with the names of `sglang.Engine`'s arguments.
-        variables: further environment variables.
-        log: the file for its output.
+        arguments: the server's options, with the names of `sglang.Engine`'s arguments.
+        variables: additional environment variables.
+        log: the file for the server's output.
     """
     port = free_port()
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
@@ -119,7 +119,7 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def free_port() -> int:
-    """Return a TCP port that no process listens on."""
+    """Return a TCP port on which no process listens."""
     with socket.socket() as listener:
         listener.bind((HOST, 0))
         return int(listener.getsockname()[1])

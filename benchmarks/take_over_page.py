@@ -1,6 +1,6 @@
-"""Write the figures in docs/how-to/weight_sync.md on pages that an engine could take over.
+"""Write the figures about pages that an engine could take over, in docs/how-to/weight_sync.md.
 
-The percentages are computed (page_shares.py); the times are those of results/.
+The percentages are computed (page_shares.py); the times are read from results/.
 
 usage: take_over_page.py     writes them between the page's markers
 """

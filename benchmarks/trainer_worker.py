@@ -1,9 +1,9 @@
-"""Run transformers' Trainer with a reference model in a process of its own.
+"""Run transformers' Trainer with a reference model in a separate process.
 
-The loss contains the divergence from a frozen reference model, which is needed only for its log
-probabilities. After each step, the trainer sleeps, as it would while an engine generates. The class
-of `MEMORY` decides how the memory of the reference, of the weights and of the optimizer is released
-and restored.
+The loss contains the divergence from a frozen reference model, which is needed only to compute
+log-probabilities. After each step, the trainer sleeps, as it would while an engine generates. A
+class in `MEMORY` determines how the memory of the reference, the weights and the optimizer is
+released and restored.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Resident:
         self._device = device
 
     def begin(self, model: Any, optimizer: Any, reference: Any) -> None:
-        """Take the objects, before the first step."""
+        """Store the objects before the first step."""
 
     def wake_reference(self) -> None:
         """Restore the reference model."""
@@ -132,8 +132,8 @@ class TrainerWorker(Worker):
         name: a key of `MEMORY`.
         model: a folder for the trainer's output.
         small: ignored.
-        wait: seconds of sleep after each step.
-        device: "cuda", or "cpu" with a small model.
+        wait: the seconds of sleep after each step.
+        device: either "cuda", or "cpu" with a small model.
         steps: the number of training steps.
     """
 
@@ -154,9 +154,9 @@ class TrainerWorker(Worker):
     def train(self) -> dict[str, Any]:
         """Train, and return the figures of each step.
 
-        "steps": for each step, KEPT, "seconds" of the step, "transitions" (the seconds of all
-        releases and restores, of which those of the reference are part of the step), and
-        "asleep_MiB" in use during the sleep after it.
+        The result's "steps" contain, for each step, KEPT, the "seconds" of the step, "transitions"
+        (the seconds of all releases and restores, of which those of the reference are part of the
+        step), and "asleep_MiB" (the memory in use during the sleep after the step).
         """
         self._used = DeviceMemory().used if self._device == "cuda" else lambda: 0
         trainer = self._trainer()

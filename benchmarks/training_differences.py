@@ -1,4 +1,4 @@
-"""Judge whether runs differ by more than FACTOR times the difference of the peer's two runs."""
+"""Determine whether runs differ by more than FACTOR times the difference of the peer's two runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Steps = Sequence[Mapping[str, Any]]  # the figures of each step
 
 
 def larger(ours: Steps, theirs: Steps, again: Steps, keys: Sequence[str]) -> list[str]:
-    """Return the figures that differ far more between the libraries than between the peer's runs.
+    """Return the figures that differ much more between the libraries than between the peer's runs.
 
     Args:
         ours: the run with memsaver.

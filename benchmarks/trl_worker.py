@@ -1,7 +1,7 @@
-"""Run TRL's GRPOTrainer with a colocated vLLM in a process of its own, and time its sleeps.
+"""Run TRL's GRPOTrainer with a colocated vLLM in a separate process, and time vLLM's sleeps.
 
-TRL and vLLM are unmodified. The worker replaces the class of engines that TRL uses with a subclass
-that records the duration of each `sleep` and `wake_up`, and adds the settings of vLLM for which
+TRL and vLLM are unmodified. The worker replaces the engine class that TRL uses with a subclass. The
+subclass records the duration of each `sleep` and `wake_up`, and adds the vLLM settings for which
 GRPOConfig has no option.
 """
 
@@ -41,7 +41,7 @@ class Calls:
         self._profile = profile
 
     def timed(self, name: str, call: Callable[[], Any]) -> Any:
-        """Make a call once the GPU is idle, and record its duration."""
+        """Make a call once the GPU is idle, and record the call's duration."""
         self._synchronize()
         profiler = cProfile.Profile() if self._profile and len(self.seconds) < PROFILED else None
         begin = time.perf_counter()
@@ -56,7 +56,7 @@ class Calls:
 
 
 def timed_engine(engine: type[Any], settings: dict[str, Any], calls: Calls) -> type[Any]:
-    """Return a subclass of vLLM's `LLM` with further settings, whose sleeps are recorded."""
+    """Return a subclass of vLLM's `LLM` with additional settings that records its sleeps."""
 
     class TimedEngine(engine):
         def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -78,11 +78,11 @@ class GrpoWorker(Worker):
     """Trains a small model with GRPO.
 
     Args:
-        name: OURS or THEIRS; checked against the allocator that the engine uses.
+        name: either OURS or THEIRS, which must match the allocator that the engine uses.
         model: the model's directory.
         small: ignored.
         wait: ignored.
-        device: "cpu" for a fake vLLM.
+        device: the device, which is "cpu" for a fake vLLM.
         fraction: vllm_gpu_memory_utilization.
         steps: the number of training steps.
         attention: vLLM's attention backend.
@@ -181,7 +181,7 @@ class GrpoWorker(Worker):
         )
 
     def _settings(self) -> dict[str, Any]:
-        """Return arguments of vLLM's `LLM`. They turn off compilation, which would take minutes."""
+        """Return arguments of vLLM's `LLM`. The arguments turn off compilation, which is slow."""
         return {
             "attention_config": {"backend": self._attention},
             "compilation_config": {
@@ -222,7 +222,7 @@ class GrpoWorker(Worker):
         return memsaver.stats()
 
     def _bare_driver(self) -> str:
-        """Time the driver's own calls for as many bytes as the sleeping engine has released."""
+        """Time bare driver calls for the number of bytes that the sleeping engine has released."""
         from raw_driver import RawDriver
 
         driver = RawDriver()

@@ -38,7 +38,7 @@ def save(folder: Path, *, small: bool, prompts: int) -> None:
 
 
 def row(number: int) -> dict[str, Any]:
-    """Return a row of verl's data: a prompt that begins like no other."""
+    """Return a row of verl's data, with a prompt whose beginning is unique."""
     begin = len(SPECIAL) + number * PROMPT
     text = " ".join(f"t{word}" for word in range(begin, begin + PROMPT))
     return {
@@ -51,7 +51,7 @@ def row(number: int) -> dict[str, Any]:
 
 
 def tokenizer(vocab: int) -> Any:
-    """Return a tokenizer with one word for each token id: "t5" is the token 5."""
+    """Return a tokenizer with one word for each token id; the word "t5" is the token 5."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Split

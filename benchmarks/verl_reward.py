@@ -1,4 +1,4 @@
-"""The reward of the measured verl trainer, which loads this file: even words of a response."""
+"""The measured verl trainer's reward for even words in a response; verl loads this file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _given = 0
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any
 ) -> float:
-    """Return the share of words "t0", "t2", ... among the words of a response."""
+    """Return the fraction of words such as "t0" and "t2" among the words of a response."""
     global _given
     _given += 1
     if _given > int(os.environ.get(FAILURE, _given)):

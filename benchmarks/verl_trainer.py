@@ -1,8 +1,8 @@
-"""Run verl's own trainer, with one of the two memory savers, and read its reports.
+"""Run verl's own trainer with one of the two memory savers, and read the trainer's reports.
 
-The trainer is `verl.trainer.main_ppo`: GRPO, a local Ray cluster, FSDP2, and SGLang on the same
-GPUs. verl's file logger and its dump of the responses are read afterwards; `verl_watch`, which verl
-imports, records the requests to the engine.
+The trainer is `verl.trainer.main_ppo`: The trainer uses GRPO, a local Ray cluster, FSDP2, and
+SGLang on the same GPUs. verl's file log and its dump of the responses are read after the run.
+`verl_watch`, which verl imports, records the requests to the engine.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Settings:
         steps: the number of steps.
         gpus: the number of GPUs, for FSDP2 and for tensor parallelism of the engine.
         fraction: verl's gpu_memory_utilization.
-        prompts: the number of prompts of a step.
-        answers: the number of responses to a prompt.
+        prompts: the number of prompts in a step.
+        answers: the number of responses to each prompt.
         tokens: the maximum length of a response.
-        variables: further environment variables.
+        variables: additional environment variables.
     """
 
     folder: Path
@@ -134,7 +134,7 @@ def environment(name: str, settings: Settings, results: Path) -> dict[str, str]:
 
 
 class Trainer:
-    """A running trainer, as a context manager whose exit ends the trainer and its processes.
+    """A running trainer, which is a context manager whose exit ends the trainer and its processes.
 
     Args:
         name: the memory saver.
@@ -156,7 +156,7 @@ class Trainer:
         )
 
     def wait(self, seconds: float) -> int:
-        """Wait for the end, and return the status. Raises Failed after `seconds`."""
+        """Wait until the trainer ends; return its exit status. Raises Failed after `seconds`."""
         try:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -184,7 +184,7 @@ class Trainer:
         return "\n".join([f"the end of {self.results / LOG}:", *text[-LOG_LINES:]])
 
     def left(self) -> list[int]:
-        """Return the ids of the trainer's running processes, which have its environment."""
+        """Return the ids of the trainer's running processes, identified by their environment."""
         marker = f"{verl_watch.FILE}={self.results / RECORD}".encode()
         found = []
         for entry in Path("/proc").iterdir():
@@ -219,9 +219,9 @@ class Found:
     """The results of a training run.
 
     Attributes:
-        metrics: for each step, verl's metrics.
-        responses: for each step, its responses with their prompts and scores, sorted.
-        cycles: for each step, the seconds of its release and resumes.
+        metrics: the metrics that verl reports for each step.
+        responses: the sorted responses of each step, with their prompts and scores.
+        cycles: the seconds of the release and the resumes in each step.
         sleeping: the bytes in use after each release of a step; None if NVML is missing.
         tokens: the capacity of the engine's KV cache, in tokens.
     """
@@ -234,7 +234,7 @@ class Found:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a JSON file; none if the file does not exist."""
+    """Return the complete lines of a JSON file; return none if the file does not exist."""
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 

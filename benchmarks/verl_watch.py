@@ -1,8 +1,8 @@
-"""Record verl's memory requests to its SGLang server, and the tokens of the server's KV cache.
+"""Record verl's memory requests to its SGLang server, and the capacity of the server's KV cache.
 
 verl imports this module in each of its processes, if VERL_USE_EXTERNAL_MODULES names it. Calls are
-measured, not changed. Each request appends one line of JSON to the file that FILE names: the
-request's name, tags and seconds, and the memory in use afterwards.
+measured, not changed. Each request appends one line of JSON to the file that FILE names. The line
+contains the request's name, tags and duration in seconds, and the memory in use after the request.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def used_bytes() -> int | None:
 
 
 def saver_of(pids: Sequence[int]) -> str | None:
-    """Return the name of the saver that the processes use; None if there is none.
+    """Return the name of the saver that the processes use; None if they use no saver.
 
     SGLang's plugin imports memsaver even if it is turned off. If memsaver is in use, the library of
     torch_memory_saver is not loaded.
@@ -90,7 +90,7 @@ def watch_client(module: ModuleType) -> None:
 
 
 def watch_engine(module: ModuleType) -> None:
-    """Record the memory saver and the KV cache's tokens of an engine that has started."""
+    """Record a started engine's memory saver and the number of tokens in its KV cache."""
     start = module.Engine.__dict__["_launch_subprocesses"].__func__
 
     @functools.wraps(start)
@@ -112,12 +112,12 @@ WATCHED: dict[str, Callable[[ModuleType], None]] = {
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Let other finders import a watched module, and start the measurement afterwards."""
+    """Let other finders import a watched module, and start the measurement after the import."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the specification of a watched module; None for any other."""
+        """Return the specification of a watched module; None for any other module."""
         if name not in WATCHED:
             return None
         for finder in sys.meta_path:

@@ -3,10 +3,10 @@
 
     python benchmarks/verl_wheels.py ARCHIVE.tar.xz
 
-The archive contains packages for Python 3.12 on x86-64, to be unpacked into a folder of PYTHONPATH
-that already has SGLang 0.5.16 and its packages. torch, accelerate, pandas, peft, pyarrow and
-tensorboard must be installed. Parts of Ray that a local cluster does not load are left out, and
-symbols are stripped. The archive is for tests only: do not publish it.
+The archive contains packages for Python 3.12 on x86-64. Unpack it into a folder on PYTHONPATH that
+already contains SGLang 0.5.16 and its packages. torch, accelerate, pandas, peft, pyarrow and
+tensorboard must be installed. Parts of Ray that a local cluster does not load are omitted, and
+symbols are stripped. The archive is only for tests. Do not publish it.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def write_fakes(folder: Path) -> None:
 
 
 def pack(folder: Path, archive: Path) -> None:
-    """Write the folder's contents to a compressed archive, with x86 code prepared for it."""
+    """Write the folder's contents to a compressed archive, with xz's filter for x86 code."""
     compress = "xz --format=xz --threads=2 --x86 --lzma2=preset=9e"
     names = sorted(path.name for path in folder.iterdir())
     command = ("tar", "--create", f"--use-compress-program={compress}", f"--file={archive}")

@@ -2,7 +2,7 @@
 
     python benchmarks/vllm_cycle.py [--only sleep]
 
-Needs vLLM, and memsaver installed so that vLLM finds its plugin. The engine serves a model of
+Requires vLLM, and an installed memsaver whose plugin vLLM finds. The engine serves a model of
 Qwen3-8B's shape with random weights, 16.4 GB, with CUDA graphs; its KV cache fills half of the GPU.
 
 Measurements
@@ -11,16 +11,15 @@ Measurements
               use while the engine sleeps; decoding before and after
     decode    alternate decoding of two awake engines; only if it is selected
 
-Each engine runs in a process of its own. In `sleep`, the two engines use the GPU one after the
-other. Each step begins after a wait of --wait seconds, so that the driver's clearing of released
-memory is not measured. Times are those of the engine's caller. All values
-count.
+Each engine runs in a separate process. In `sleep`, the two engines use the GPU one after the other.
+Each step begins after a wait of --wait seconds, so that the time in which the driver clears
+released memory is not measured. Times are those of the engine's caller. All values count.
 
 Checksums of the weights and the output before each sleep and after the wake-up are compared. If an
-engine loses bytes, its measurement fails and gets no row.
+engine loses bytes, its measurement fails and has no row.
 
-Host memory is touched first (--touch-gib), once for both; see pause_resume.py. Progress goes to
-stderr. Prints a table and merges its rows into --output (see results.py), after each part.
+Host memory is touched first (--touch-gib), once for both engines; see pause_resume.py. Progress
+goes to stderr. After each part, prints a table and merges its rows into --output (see results.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Run a vLLM engine in a process of its own, with memsaver or with vLLM's own allocator.
+"""Run a vLLM engine in a separate process, with memsaver or with vLLM's own allocator.
 
-vLLM finds memsaver's plugin itself; MEMSAVER_VLLM=0 turns it off. Every start is checked, so that
-all figures belong to the named allocator.
+vLLM itself finds memsaver's plugin; MEMSAVER_VLLM=0 turns the plugin off. Every start is checked,
+so that all figures belong to the named allocator.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ DEFAULTS = {
 
 
 def environment(name: str, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables of an engine with the named allocator, for all its processes."""
+    """Return the variables for all processes of an engine with the named allocator."""
     found = DEFAULTS | inherited_without(DROPPED, inherited)
     found["MEMSAVER_VLLM"] = "1" if name == OURS else "0"
     return found
@@ -71,11 +71,11 @@ class EngineWorker(Worker):
     """Starts the engine, and calls it for all measurements.
 
     Args:
-        name: OURS or THEIRS.
+        name: either OURS or THEIRS.
         model: the model's directory.
         small: whether the model is the small one.
-        wait: seconds of rest, in which the driver clears released memory.
-        device: "cpu" for a fake engine.
+        wait: the seconds to wait while the driver clears released memory.
+        device: the device, which is "cpu" for a fake engine.
         fraction: gpu_memory_utilization.
         gpus: the number of GPUs, for tensor parallelism.
         attention: the attention backend.
@@ -99,7 +99,7 @@ class EngineWorker(Worker):
         self._fraction, self._gpus, self._attention = fraction, gpus, attention
 
     def start(self) -> dict[str, Any]:
-        """Start the engine, check its allocator, and give it random weights."""
+        """Start the engine, check its allocator, and load random weights."""
         import vllm
 
         begin = time.perf_counter()
@@ -135,7 +135,7 @@ class EngineWorker(Worker):
         return {}
 
     def generate(self, tokens: int, at_once: int = REQUESTS) -> list[list[int]]:
-        """Return `tokens` greedy tokens for each of REQUESTS prompts, `at_once` in a batch."""
+        """Return `tokens` greedy tokens for each of REQUESTS prompts, in batches of `at_once`."""
         from vllm import SamplingParams
 
         greedy = SamplingParams(
@@ -157,7 +157,7 @@ class EngineWorker(Worker):
         return self._checksums(), self.generate(TOKENS // 8, at_once=1)
 
     def decode(self, times: int) -> dict[str, Any]:
-        """Return the tokens per second of `times` batches, after one that does not count."""
+        """Return the tokens per second of `times` batches, after one uncounted batch."""
         rates = []
         for _ in range(times + 1):
             begin = time.perf_counter()
@@ -166,11 +166,11 @@ class EngineWorker(Worker):
         return {"tokens_per_s": rates[1:]}
 
     def cycle(self, change: bool) -> dict[str, Any]:
-        """Sleep at level 1, and wake up, weights first; with `change`, change all weights before.
+        """Sleep at level 1, and wake up, weights first; with `change`, change all weights first.
 
-        Returns the duration of each step in milliseconds, measured by the caller, and the memory
-        in use, in MiB, while the engine sleeps.
-        "lost": the reason why the weights or the output count as lost.
+        Returns the duration of each step in milliseconds, measured by the caller, and the memory in
+        use, in MiB, while the engine sleeps. In the result, "lost" is the reason why the weights or
+        the output count as lost.
         """
         if change:
             old = self._checksums()

@@ -1,4 +1,4 @@
-"""Calls into the workers of a measured vLLM engine; vLLM adds them to its worker class."""
+"""Methods that vLLM adds to the worker class of a measured engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class WorkerCalls:
     """Methods for `worker_extension_cls`, which `collective_rpc` calls by name."""
 
     def bench_randomize(self, seed: int) -> None:
-        """Replace the weights by random numbers as large as trained weights.
+        """Replace the weights with random numbers as large as trained weights.
 
         vLLM's dummy weights are so small that all prompts have the same output.
         """
@@ -28,7 +28,7 @@ class WorkerCalls:
                     weight.normal_(0.0, scale, generator=random)
 
     def bench_change(self) -> None:
-        """Change the lowest bit of every weight in place; a second call restores them."""
+        """Change the lowest bit of every weight in place; a second call restores the weights."""
         import torch
 
         for weight in self.get_model().parameters():  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
-"""The bytes of model weights in a trainer's and in an engine's memory, computed without a GPU.
+"""The layout of model weights in a trainer's and an engine's memory, computed without a GPU.
 
-A layout is a list of allocations in the order in which they are made; an allocation is a list of
+A layout is a list of allocations in the order in which they are made. An allocation is a list of
 runs. A run is consecutive bytes of a named checkpoint tensor. A rank's columns of a tensor have a
-name of their own, because they are not consecutive bytes of the whole tensor.
+separate name, because they are not consecutive bytes of the whole tensor.
 
 Engines are SGLang and vLLM with unquantised weights: q, k and v are rows of one tensor, as are gate
 and up, and the experts of a layer are stacked. Trainers have bfloat16 weights without padding of
@@ -19,7 +19,7 @@ BYTES = 2  # of an element
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive bytes of a tensor: `nbytes` from `offset` on."""
+    """The `nbytes` consecutive bytes of a tensor that start at `offset`."""
 
     tensor: str
     offset: int
@@ -71,7 +71,7 @@ def columns(tensor: str, count: int, width: int, rank: int, ranks: int) -> Run:
 
 
 def tensors(model: Model) -> Iterator[tuple[str, int, int]]:
-    """Yield name, rows and width of the checkpoint's tensors, in the order of the modules."""
+    """Yield the name, rows and width of each of the checkpoint's tensors, in the modules' order."""
     hidden, q, kv = model.hidden, model.heads * model.head, model.kv_heads * model.head
     yield "embed", model.vocab, hidden
     for layer in range(model.layers):
@@ -97,12 +97,12 @@ def tensors(model: Model) -> Iterator[tuple[str, int, int]]:
 
 
 def experts(model: Model, layer: int) -> list[str]:
-    """Return the prefixes of the names of a layer's MLPs."""
+    """Return the name prefixes of a layer's MLPs."""
     return [f"{layer}.{number}" for number in range(model.experts)] or [f"{layer}.mlp"]
 
 
 def engine(model: Model, rank: int, ranks: int) -> list[Allocation]:
-    """Return the layout of a rank of an engine with tensor parallelism."""
+    """Return the layout of one rank of an engine with tensor parallelism."""
     shapes = {name: (count, width) for name, count, width in tensors(model)}
 
     def part(name: str) -> Run:
@@ -139,12 +139,12 @@ def whole(model: Model, rank: int, ranks: int) -> list[Allocation]:
 
 
 def fsdp2(model: Model, rank: int, ranks: int) -> list[Allocation]:
-    """Return the layout of a rank's shards between two steps: rows of each tensor."""
+    """Return the layout of a rank's shards between two steps, which are rows of each tensor."""
     return [[rows(name, count, width, rank, ranks)] for name, count, width in tensors(model)]
 
 
 def megatron(model: Model, rank: int, ranks: int) -> list[Allocation]:
-    """Return the layout of a rank of Megatron Core: q, k and v alternate by query group."""
+    """Return the layout of a Megatron Core rank, in which q, k and v alternate by query group."""
     found = []
     head, hidden, groups = model.head, model.hidden, model.kv_heads // ranks
     per_group = model.heads // model.kv_heads
@@ -162,7 +162,7 @@ def megatron(model: Model, rank: int, ranks: int) -> list[Allocation]:
 
 
 def megatron_buffer(model: Model, rank: int, ranks: int) -> list[Allocation]:
-    """Return Megatron's layout in its distributed optimizer's only buffer, last tensors first."""
+    """Return Megatron's layout in the distributed optimizer's single buffer, last tensors first."""
     found: Allocation = []
     for allocation in reversed(megatron(model, rank, ranks)):
         found += allocation

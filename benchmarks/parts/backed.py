@@ -1,9 +1,9 @@
-"""Measure pause and resume of 16 GB with a host backup: first, changed, unchanged, lora.
+"""Measure pause and resume of 16 GB with a host backup (first, changed, unchanged, lora).
 
-Each process exits before the next begins, so that at most one has a backup. First pauses are
-measured in separate processes; each library's last process then also runs the later cycles. In
-memsaver's process, a plain pinned copy of the same size precedes each pause and resume of changed
-contents.
+Each process exits before the next process starts, so that at most one process has a backup. First
+pauses are measured in separate processes. Each library's last process also runs the later cycles.
+In memsaver's process, a plain pinned copy of the same size precedes each pause and resume of
+changed contents.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Backed(Worker):
         self._library = open_library(name)
 
     def first(self) -> dict[str, Any]:
-        """Run this process's first pause, and a resume."""
+        """Run this process's first pause and first resume."""
         self._saved = Saved(self._library, "weights", "host", workloads.decoder)
         return {"pause": self._saved.pause(), "resume": self._saved.resume()}
 
@@ -66,7 +66,7 @@ class Backed(Worker):
 
 
 def later_cycles(child: Child, cycles: int) -> Values:
-    """Return the times of a child's cycles after its first pause, by kind and call."""
+    """Return the durations of a child's cycles after its first pause, by kind and call."""
     slow = child.name == DEFAULT
     planned = {
         "changed": min(cycles, SLOW_CHANGED) if slow else cycles,
@@ -85,7 +85,7 @@ def later_cycles(child: Child, cycles: int) -> Values:
 
 
 def rows(first: Values, later: dict[str, Values]) -> Iterator[dict[str, Any]]:
-    """Yield all rows, from the first pauses and the later times of each library."""
+    """Yield all rows, from each library's first pauses and later cycles."""
 
     def of(key: str) -> Values:
         return {name: found[key] for name, found in later.items() if key in found}

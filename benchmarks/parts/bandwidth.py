@@ -1,4 +1,4 @@
-"""Measure a kernel's bandwidth on a region's memory, compared with plain memory."""
+"""Measure a kernel's bandwidth on a region's memory, and compare it with plain memory."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Bandwidth(Worker):
 
 
 def rows(found: dict[str, dict[str, list[float]]]) -> Iterator[dict[str, Any]]:
-    """Yield region memory's bandwidth as a percentage of plain memory's; the detail has GB/s."""
+    """Yield a region's bandwidth as a percentage of plain memory's; the detail contains GB/s."""
     for when, speeds in found.items():
         plain = statistics.median(speeds["plain"])
         percent = round(100 * statistics.median(speeds["region"]) / plain, 2)

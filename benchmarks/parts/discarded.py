@@ -1,8 +1,8 @@
-"""Measure pause and resume without a backup: the workloads kv, discarded and many.
+"""Measure pause and resume without a backup, for the workloads kv, discarded and many.
 
 The processes of all libraries and of the bare driver calls take turns, cycle by cycle in rotating
-order; all processes except the current one are paused, so that each finds the device in the same
-state.
+order. All processes except the current process are paused, so each process finds the device in the
+same state.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Tensors:
         self._addresses: dict[str, list[int]] = {}
 
     def setup(self, workload: str, kv_gib: int) -> int:
-        """Create the tensors, and return their bytes."""
+        """Create the tensors, and return their total size in bytes."""
         before = self._segments()
         with self._library.region(workload):
             tensors = self._allocate(workload, kv_gib)
@@ -158,10 +158,10 @@ class Discarding(Worker):
 def take_turns(
     children: Sequence[Child], workload: str, cycles: int, gap: float, rounds: int = 1
 ) -> tuple[Times, Times]:
-    """Return each child's times with and without the wait.
+    """Return each child's durations with and without the wait.
 
-    The children take turns cycle by cycle with the wait, and in `rounds` rounds without it. All
-    children are left with their memory paused.
+    The children take turns, cycle by cycle with the wait, and in `rounds` rounds without the wait.
+    At the end, the memory of all children is paused.
     """
     spaced: Times = {child.name: {"pause_ms": [], "resume_ms": []} for child in children}
     at_once: Times = {child.name: {"pause_ms": [], "resume_ms": []} for child in children}
@@ -197,13 +197,13 @@ def take_turns(
 
 
 def rotated(children: Sequence[Child], turn: int) -> list[Child]:
-    """Return the children in the order of a turn: each begins every len(children)th turn."""
+    """Return the children in the order of a turn; each child begins every len(children)th turn."""
     first = turn % len(children)
     return [*children[first:], *children[:first]]
 
 
 def label(workload: str, kv_gib: int) -> str:
-    """Return the workload's part of a metric's name."""
+    """Return the part of a metric's name that identifies the workload."""
     return {"kv": f"kv_{kv_gib}GiB", "discarded": "discarded_16GB", "many": "many_10k"}[workload]
 
 

@@ -1,7 +1,7 @@
 """Measure pause and resume of 8 GB with a backup on disk, and direct I/O in the same directory.
 
-The libraries and the direct I/O take turns. Before a resume the files' pages are dropped from the
-page cache, so that the resume reads from the disk. Direct I/O uses a file that has already been
+The libraries and the direct I/O take turns. Before each resume, the files' pages are dropped from
+the page cache, so that the resume reads from the disk. Direct I/O uses a file that has already been
 written once.
 """
 
@@ -60,7 +60,7 @@ class Disk(Worker):
 
 @contextlib.contextmanager
 def place(directory: Path, copies: int) -> Iterator[Path]:
-    """Yield a new subdirectory with room for `copies` backups; remove it with its files."""
+    """Yield a new subdirectory with space for `copies` backups; remove it with its files."""
     try:
         free = shutil.disk_usage(directory).free
         if free < (copies * TOTAL) + GIB:
@@ -79,7 +79,7 @@ def place(directory: Path, copies: int) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def direct_file(directory: Path, failures: list[str]) -> Iterator[DirectFile | None]:
-    """Yield a file for direct I/O, written and read once; None if it is not supported."""
+    """Yield a file for direct I/O that was written and read once; None without direct I/O."""
     file: DirectFile | None = None
     try:
         file = DirectFile(directory, TOTAL)

@@ -1,6 +1,6 @@
 """Measure the driver calls and copies that no engine's sleep and wake-up can avoid.
 
-For as many bytes as the engine's tags have, in a process of its own, after the engine has exited:
+For the number of bytes in the engine's tags, in a separate process, after the engine has exited:
 
     sleep_unchanged_ms    bare driver calls that unmap and release all memory
     sleep_changed_ms      a plain pinned copy of the weights to the host; the cache can be released
@@ -28,7 +28,7 @@ class Limits(Worker):
         name: not used.
         weights: the bytes of the weights.
         kv_cache: the bytes of the KV cache.
-        wait: seconds of rest before each step, in which the driver clears released memory.
+        wait: the seconds to wait before each step, in which the driver clears released memory.
     """
 
     def __init__(self, name: str, weights: int, kv_cache: int, wait: float) -> None:
@@ -40,7 +40,7 @@ class Limits(Worker):
             self._driver.setup(tag, total)
 
     def cycle(self) -> dict[str, Any]:
-        """Return the duration of each step in milliseconds, by metric."""
+        """Return each step's duration in milliseconds, by metric."""
         found = {"sleep_changed_ms": self._ms(self._plain.queue_out)}
         found["sleep_unchanged_ms"] = self._ms(lambda: self._all(self._driver.pause))
         found["wake_weights_ms"] = self._ms(self._plain.queue_in)

@@ -1,19 +1,19 @@
 """Replay the calls of slime, miles, xtuner and LightRFT to their memory saver and to SGLang.
 
-The calls are those of the frameworks' sources, in their order; see framework_steps.py. A small
+The calls and their order are those in the frameworks' sources; see framework_steps.py. A small
 SGLang engine performs the engine's calls, with memsaver's plugin. A trainer in another process,
 preloaded with the library of the package torch_memory_saver, performs the trainer's calls, and
-sends its weights to the engine as CUDA IPC handles. The folder of --calls-dropin contains
-memsaver's package of that name and memsaver:
+sends its weights to the engine as CUDA IPC handles. The folder of --calls-dropin contains memsaver
+and memsaver's package torch_memory_saver:
 
     pip install --no-deps --target FOLDER . ./integrations/torch_memory_saver
 
 Unless --no-peer is given, the original torch_memory_saver also performs the calls.
 
-In each round, the trainer compares all its contents with those of a trainer that never slept. At
-the end, a plain trainer that made the same steps sends its weights to the engine: its checksum and
-its output must stay the same. A row for each framework and saver, which lists all calls, is merged
-into --calls-output.
+In each round, the trainer compares all its contents with those of a trainer that has never slept.
+At the end, a plain trainer that has made the same steps sends its weights to the engine, whose
+checksum and output must not change. A row for each framework and saver, which lists all calls, is
+merged into --calls-output.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Replay:
         name: the memory saver that the engine and the trainer use.
         framework: the framework's name.
         options: the options of the command line.
-        stack: stops the processes.
+        stack: the exit stack that stops the processes.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Replay:
             child.ask("start", within=START_SECONDS)
 
     def perform(self, step: Step) -> None:
-        """Perform a step, and record its seconds and the memory in use afterwards."""
+        """Perform a step; record its duration in seconds and the memory in use after the step."""
         begin = time.perf_counter()
         if step.side == ENGINE:
             reply = self._engine_call(step)
@@ -128,7 +128,7 @@ class Replay:
 
 
 def trainer_process(name: str, framework: str, options: argparse.Namespace) -> Child:
-    """Start a trainer; preload the saver's library if the framework does so for its trainers."""
+    """Start a trainer; preload the saver's library if the framework preloads it in trainers."""
     variables = inherited_without(DROPPED, os.environ)
     given = FRAMEWORKS[framework].trainer
     preload = ""
@@ -159,7 +159,7 @@ def original() -> Path:
 
 
 def replay(name: str, framework: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Replay a framework's calls for some rounds, and return the row. Raises Failed."""
+    """Replay several rounds of a framework's calls, and return the row. Raises Failed."""
     wait_until_free(options.idle_mib)
     say(f"{name}: {framework}")
     with ExitStack() as stack:
@@ -192,7 +192,7 @@ def replay(name: str, framework: str, options: argparse.Namespace) -> dict[str, 
 
 
 def merge(path: Path, row: dict[str, Any]) -> None:
-    """Write a row into a JSON file, in place of the row of the same framework and saver."""
+    """Write a row into a JSON file, and replace the row of the same framework and saver."""
     key = (row["framework"], row["saver"])
     found = [old for old in results.read(path) if (old["framework"], old["saver"]) != key]
     text = ",\n".join(json.dumps(each) for each in [*found, row])
@@ -201,7 +201,7 @@ def merge(path: Path, row: dict[str, Any]) -> None:
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Replay the selected frameworks' calls; yields no rows: they go to --calls-output."""
+    """Replay the selected frameworks' calls; write rows to --calls-output, and yield none."""
     if options.calls_dropin is None:
         raise Failed("calls: --calls-dropin is missing")
     if not (options.calls_dropin / LIBRARY).exists():

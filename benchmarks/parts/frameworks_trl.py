@@ -2,10 +2,10 @@
 
 TRL puts the engine to sleep at level 2 after each generation, wakes the weights, sends them, and
 wakes the KV cache. The same training runs with memsaver and with vLLM's own allocator, in processes
-one after the other. The losses, rewards, gradients and responses of each step must be identical. If
-they are not, the peer trains once more: if its two runs also differ, and the figures of NUMBERS
-differ by at most `training_differences.FACTOR` times as much as between them, the figures are used;
-otherwise no row is written.
+one after the other. The losses, rewards, gradients and responses of each step must be identical.
+Otherwise, the peer trains once more. The figures are used if the peer's two runs also differ, and
+if the figures of NUMBERS differ by at most `training_differences.FACTOR` times the difference of
+the peer's runs. In all other cases, no row is written.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Found:
     """One training run.
 
     Attributes:
-        steps: for each step, COMPARED and "seconds".
-        cycles: for each sleep, its seconds and those of the wake-ups that follow it.
+        steps: the figures in COMPARED and the "seconds" of each step.
+        cycles: the seconds of each sleep and of the wake-ups that follow the sleep.
         calls: the name and the seconds of each sleep and wake-up, in order.
         peak: the peak of the GPU's memory in use, in MiB.
     """
@@ -52,7 +52,7 @@ class Found:
 
     @property
     def seconds(self) -> list[float]:
-        """Return the duration of each step but the first, in which kernels are compiled."""
+        """Return the duration of each step except the first, in which kernels are compiled."""
         return [step["seconds"] for step in self.steps[1:]]
 
 
@@ -70,7 +70,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def cycles_of(calls: Sequence[tuple[str, float]]) -> list[float]:
-    """Return the seconds of each sleep and its wake-ups; a last sleep without them is omitted."""
+    """Return the seconds of each sleep and its wake-ups, except a last sleep without wake-ups."""
     found: list[float] = []
     woken = True
     for name, seconds in calls:
@@ -86,7 +86,7 @@ def cycles_of(calls: Sequence[tuple[str, float]]) -> list[float]:
 
 
 def differences(one: Found, other: Found) -> list[str]:
-    """Return the figures that differ between two training runs, as "step 2: loss 1.0, 1.1"."""
+    """Return the figures that differ between two training runs, such as "step 2: loss 1.0, 1.1"."""
     return [
         f"step {number}: {key} {mine[key]}, {others[key]}"
         for number, (mine, others) in enumerate(zip(one.steps, other.steps, strict=True), 1)

@@ -2,11 +2,12 @@
 
 verl releases the engine's memory after each generation, and resumes the weights and the KV cache
 around the update of the weights. The same training runs with memsaver and with torch_memory_saver,
-one after the other. If the losses, rewards or responses differ, the peer trains once more: if its
-two runs also differ, and the figures of SIZED differ by at most `training_differences.FACTOR` times
-as much as between them, the figures are used; otherwise no row is written. Nor is a row written if
-the engine's and the trainer's probabilities of the responses differ by more than MORE times as much
-as with the peer, which happens if the engine has other weights.
+one after the other. If the losses, rewards or responses differ, the peer trains once more. The
+figures are used if the peer's two runs also differ, and if the figures of SIZED differ by at most
+`training_differences.FACTOR` times the difference of the peer's runs. In all other cases, no row is
+written. A row is also omitted if the engine's and the trainer's probabilities of the responses
+differ by more than MORE times the difference with the peer, which happens if the engine has
+different weights.
 """
 
 from __future__ import annotations
@@ -83,13 +84,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Training:
-    """A training run that has finished: its results, and the peak of the memory in use in MiB."""
+    """A finished training run, with its results and the peak of the memory in use in MiB."""
 
     found: Found
     peak: float
 
     def seconds(self, phase: str) -> list[float]:
-        """Return verl's own seconds of a phase, without the first step, which compiles kernels."""
+        """Return verl's own times of a phase, without the first step, which compiles kernels."""
         return [step[f"timing_s/{phase}"] for step in self.found.metrics[1:]]
 
     @property
@@ -119,7 +120,7 @@ def settings(options: argparse.Namespace, folder: Path, **changed: Any) -> Setti
 
 
 def train(name: str, options: argparse.Namespace, chosen: Settings, run: int = 1) -> Training:
-    """Train with a memory saver, unless this training run has finished already. Raises Failed.
+    """Train with a memory saver, unless this training run has already finished. Raises Failed.
 
     `run` distinguishes training runs with the same settings.
     """
@@ -141,7 +142,7 @@ def train(name: str, options: argparse.Namespace, chosen: Settings, run: int = 1
 
 
 def peak_of_ended(place: Path, ran_with: Mapping[str, Any]) -> float | None:
-    """Return the peak in MiB of a finished run in this folder under the same conditions."""
+    """Return the peak in MiB of a finished run in this folder with the same settings."""
     path = place / ENDED
     ended = json.loads(path.read_text()) if path.exists() else {}
     return ended["peak"] if ended.get("ran_with") == ran_with else None
@@ -162,7 +163,7 @@ def train_in(place: Path, name: str, options: argparse.Namespace, chosen: Settin
 
 
 def differences(one: Found, other: Found) -> list[str]:
-    """Return the figures that differ between two training runs, as "step 2: name 1.0, 1.1"."""
+    """Return the figures that differ between two training runs, such as "step 2: name 1.0, 1.1"."""
     found = []
     for number, (mine, others) in enumerate(zip(one.metrics, other.metrics, strict=True), 1):
         for key in COMPARED:
@@ -204,7 +205,7 @@ def steps(
 
 
 def other_weights(ours: Found, theirs: Found) -> str:
-    """Return the sign that engine and trainer have different weights; "" if there is none."""
+    """Return a text if engine and trainer seem to have different weights, otherwise ""."""
     values = [[step[PROBABILITIES] for step in one.metrics] for one in (ours, theirs)]
     mine, others = map(max, values)
     if mine <= MORE * others and not any(map(math.isnan, (*values[0], *values[1]))):
@@ -213,7 +214,7 @@ def other_weights(ours: Found, theirs: Found) -> str:
 
 
 def prefix(options: argparse.Namespace) -> str:
-    """Return the beginning of the metrics' names."""
+    """Return the prefix of the metrics' names."""
     return f"verl_tp{options.verl_gpus}_" if options.verl_gpus > 1 else "verl_"
 
 
@@ -229,8 +230,8 @@ def rows(
     Args:
         ours: the training run with memsaver.
         theirs: the training run with the peer.
-        start: the beginning of the metrics' names.
-        differing: the differences between the two.
+        start: the prefix of the metrics' names.
+        differing: the differences between these two runs.
         again: the differences between two runs with the peer, if `differing` is not empty.
     """
     values: Mapping[str, tuple[Sequence[float], Sequence[float]]] = {
@@ -297,7 +298,7 @@ def fractions(
 def cycles(
     options: argparse.Namespace, folder: Path, failures: list[str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the row for the change of the memory in use while the engine sleeps, in many cycles."""
+    """Yield the row for the change, over many cycles, of the memory in use during sleep."""
     changes: dict[str, list[float]] = {}
     for name in (OURS, DEFAULT) if options.peer else (OURS,):
         chosen = settings(
@@ -323,10 +324,10 @@ def cycles(
 def interrupted(
     options: argparse.Namespace, folder: Path, failures: list[str]
 ) -> Iterator[dict[str, Any]]:
-    """Interrupt a training run during a step, and make a step of another run raise.
+    """Interrupt a training run during a step, and raise an error in a step of another run.
 
-    Both trainers must end. Yields the row of the additional memory in use, or no row if a process
-    is still running or more than NOISE_MIB remain in use.
+    Both trainers must end. Yields a row with the additional memory in use. Yields no row if a
+    process is still running or if more than NOISE_MIB MiB remain in use.
     """
     used: list[float] = []
     for how in ("interrupted", "raises"):
@@ -338,13 +339,13 @@ def interrupted(
 
 
 def end_early(how: str, options: argparse.Namespace, folder: Path) -> float:
-    """Interrupt a training run in its second step, or make a reward raise.
+    """Interrupt a training run in its second step, or raise an error in a reward.
 
     Returns:
-        The memory in use afterwards, in MiB more than at the start.
+        The growth of the memory in use since the start, in MiB.
 
     Raises:
-        Failed: the trainer ended without an error, or left processes or memory.
+        Failed: the trainer ended without an error, or processes or memory remain.
     """
     variables = {verl_reward.FAILURE: "40"} if how == "raises" else {}
     chosen = settings(options, folder, steps=100, variables=variables)
@@ -366,7 +367,7 @@ def end_early(how: str, options: argparse.Namespace, folder: Path) -> float:
 
 
 def leftovers(options: argparse.Namespace, trainer: Trainer) -> float:
-    """Wait for the end of a trainer's processes, and return the memory in use; see `end_early`.
+    """Wait until a trainer's processes end; return the memory in use (see `end_early`).
 
     Raises Failed if processes are still running or memory is still in use.
     """

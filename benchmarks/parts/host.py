@@ -1,11 +1,11 @@
-"""Measure host memory beyond the backed-up bytes, while paused and after a resume.
+"""Measure host memory in excess of the backed-up bytes, while paused and after a resume.
 
-The figures are MiB in addition to those before the first pause, each library in its own process:
-while 16 GB are paused, minus these 16 GB; and after a resume and, for memsaver, trim(wait=True).
-The process's figures are used if they include the backup; otherwise the machine's, because memory
-that the driver pinned may be counted only there. The metrics host_machine_* are always the
-machine's: they include page tables, memory that the driver keeps, and the memory of other
-processes.
+Each library runs in its own process. The figures are the growth in MiB since before the first
+pause. One figure is measured while 16 GB are paused, without these 16 GB. The other is measured
+after a resume and, for memsaver, trim(wait=True). The process's figures are used if they include
+the backup. Otherwise, the machine's figures are used, because only those may include memory that
+the driver pinned. The metrics host_machine_* are always the machine's figures. These metrics
+include page tables, memory that the driver retains, and the memory of other processes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Host(Worker):
     def cycle(self) -> dict[str, Any]:
         """Return host memory in MiB relative to `setup`.
 
-        While paused, it is the memory that exceeds the contents; after the trim, all that remains.
+        While paused, the figure is the memory in excess of the contents; after the trim, it is all
+        remaining memory.
         """
         self._saved.change()
         self._saved.pause()

@@ -1,8 +1,8 @@
-"""Measure pause and resume of 16 GB with a backup on a neighbour's GPU, against one on the host.
+"""Measure pause and resume of 16 GB with a backup on another GPU, compared with one on the host.
 
-Measures later cycles, with all contents changed in between; each backup in its own process, one
-after the other. A plain copy of the same number of bytes between the two GPUs, the limit,
-precedes each pause and resume.
+Measures cycles after the first, with all contents changed in between. Each kind of backup runs in
+its own process, one after the other. The limit, which is a plain copy of the same number of bytes
+between the two GPUs, precedes each pause and resume.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Neighbour(Worker):
         return {"pause": self._saved.pause(), "resume": self._saved.resume()}
 
     def cycle(self) -> dict[str, Any]:
-        """Change all contents, pause and resume, each after a plain copy."""
+        """Change all contents, then pause and resume, each after a plain copy."""
         self._saved.change()
         return {
             "plain_pause": self._copy_ms(0, 1),

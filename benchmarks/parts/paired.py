@@ -1,13 +1,14 @@
-"""Measure two builds of memsaver alternately: the parts of paired.py.
+"""Measure two builds of memsaver alternately, in the parts of paired.py.
 
-Both builds run the workers of discarded.py, backed.py and swap.py, each in processes of its own
+Both builds run the workers of discarded.py, backed.py and swap.py, each build in its own processes
 with its folder on PYTHONPATH. The build that goes first alternates from cycle to cycle. The cycles
-are divided among several sets of processes, because the speed of a copy depends on the place of a
-process's pinned memory, and the duration of a driver call on the place of its device memory.
+are divided among several sets of processes, because the speed of a copy depends on the location of
+a process's pinned memory, and the duration of a driver call depends on the location of its device
+memory.
 
-A driver call without a copy takes one of two durations, which differ by up to a factor of two and
-change from cycle to cycle, and a median is then decided by a few cycles. A mean is decided by a
-single cycle that the machine interrupts. So the rows have trimmed means.
+A driver call without a copy has one of two durations, which differ by up to a factor of two and
+change from cycle to cycle, so a few cycles would determine a median. A single cycle that the
+machine interrupts would determine a mean. The rows therefore contain trimmed means.
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ def rows(
 ) -> Iterator[dict[str, Any]]:
     """Yield the row for a metric, if both builds have values.
 
-    Its values are trimmed means; its `detail` also has their ratio's standard error, as a fraction
-    of the ratio.
+    The row's values are trimmed means. Its `detail` also contains the standard error of their
+    ratio, as a fraction of the ratio.
     """
     before, after = found[BEFORE], found[AFTER]
     if not before or not after:
@@ -110,7 +111,7 @@ def rows(
 
 
 def trimmed_mean(values: Sequence[float]) -> float:
-    """Return the mean without a fifth of the values at each end."""
+    """Return the mean of the values without the lowest and the highest fifth."""
     cut = int(TRIMMED * len(values))
     return statistics.mean(sorted(values)[cut : len(values) - cut])
 
@@ -118,8 +119,8 @@ def trimmed_mean(values: Sequence[float]) -> float:
 def relative_error(values: Sequence[float]) -> float:
     """Return the standard error of the trimmed mean, as a fraction of it (Tukey and McLaughlin).
 
-    Counts each cycle as independent, although the cycles of a process share the place of its
-    memory, so the result can be too small. A single value has the error 0.
+    Treats each cycle as independent, although the cycles of a process share the location of its
+    memory, so the result can be too small. The error of a single value is 0.
     """
     if len(values) < 2:
         return 0.0
@@ -188,7 +189,7 @@ def backed(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[st
 
 
 def backed_times(children: Sequence[Child], cycles: range) -> Iterator[tuple[str, str, float]]:
-    """Yield the operation, child and milliseconds of first pauses, and of cycles of each kind."""
+    """Yield the operation, child and milliseconds of first pauses and of cycles of each kind."""
     for child in children:
         yield "first_pause", child.name, child.ask("first")["pause"]
     for child in children:
@@ -224,7 +225,7 @@ def pair(worker: str, options: argparse.Namespace, **settings: Any) -> Iterator[
 
 
 def backed_swaps(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield the row for swaps with backups; the limit is plain copies both ways at once."""
+    """Yield the row for swaps with backups; the limit is simultaneous plain copies both ways."""
     found: Values = {name: [] for name in BUILDS}
     plain: list[float] = []
     for at in range(SWAPPING_PAIRS):
@@ -238,7 +239,7 @@ def backed_swaps(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def discarding_swaps(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield the rows for swaps without backups, immediately after one another and after waits."""
+    """Yield the rows for swaps without backups, with and without waits between them."""
     with pair("parts.swap:Discarding", options, gib=options.swap_gib) as children:
         for suffix, gap in (("", 0.0), ("_spaced", options.gap)):
             found: Values = {name: [] for name in BUILDS}

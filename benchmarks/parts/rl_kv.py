@@ -1,15 +1,15 @@
-"""Find the largest KV cache of an engine: alone on the GPU, and with a trainer that shares it.
+"""Find an engine's largest KV cache, alone on the GPU and next to a trainer.
 
 With the trainer, the engine runs a whole step (see rl_engine.py), in which the trainer has a copy
 of the weights until the engine has received them. If the engine wakes in stages, the KV cache is
-resumed after that copy is released; if it wakes all at once, it is resumed before. A KV cache fits
-if the engine starts, the step completes and the engine generates. The number of tokens is the
-capacity that the engine reports.
+resumed after this copy is released. If the engine wakes all at once, the KV cache is resumed
+before. A KV cache fits if the engine starts, the step completes and the engine generates. The
+number of tokens is the capacity that the engine reports.
 
-The first engine, with a small KV cache, is measured in all three ways; its remaining free memory
-determines where the search for each way continues (kv_search.py), with an engine for each trial.
-The peer, waking in stages, is first tried with the number of tokens that memsaver completed with,
-and then with fewer.
+The first engine, with a small KV cache, is measured in all three ways. Its remaining free memory
+determines where the search for each way continues (kv_search.py), with one engine per trial. The
+first trial of the peer, which wakes in stages, uses the number of tokens with which memsaver
+completed; further trials use fewer tokens.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ STEP_SECONDS = 150  # the limit for a step; the peer's takes a minute
 
 @dataclass
 class Way:
-    """A way to use the GPU's memory, and its trials.
+    """A way to use the GPU's memory, with its trials.
 
     Attributes:
         name: the way's name.
         saver: the engines' memory saver.
         search: the trials.
-        given_up: the reason why there are no more trials, or "".
+        given_up: the reason why no more trials follow, or "".
     """
 
     name: str
@@ -62,12 +62,12 @@ class Way:
 
     @property
     def tokens(self) -> int:
-        """Return the largest number of tokens that fit; 0 if none did."""
+        """Return the largest number of tokens that fit; 0 if no trial fit."""
         return self.search.best.tokens if self.search.best else 0
 
 
 def probe(ways: Sequence[Way], options: argparse.Namespace) -> None:
-    """Try each of memsaver's ways in one engine; alone first, because there is no trainer yet."""
+    """Try each of memsaver's ways in one engine, first alone, while there is no trainer yet."""
     own = [way for way in ways if way.saver == OURS]
     with engine(OURS, options, PROBE, 0) as (child, started):
         for way in sorted(own, key=lambda way: way.name != ALONE):
@@ -145,7 +145,7 @@ def proposal(way: Way, ways: Sequence[Way]) -> int | None:
 
 
 def look(ways: Sequence[Way], options: argparse.Namespace, failures: list[str]) -> None:
-    """Run trials of the ways in turn, until all are settled or the time is up."""
+    """Run trials of the ways in turn, until all ways are settled or the time has expired."""
     end = time.monotonic() + options.kv_seconds
     with attempt(failures):
         probe(ways, options)
@@ -163,7 +163,7 @@ def one_more(
     failures: list[str],
     end: float,
 ) -> bool:
-    """Run another trial of a way if it is useful and there is time; return whether it ran."""
+    """Run another trial of a way if a trial is useful and time remains; return whether it ran."""
     tokens = proposal(way, ways)
     if tokens is None or time.monotonic() > end:
         return False
@@ -176,7 +176,7 @@ def one_more(
 
 
 def rows(found: Mapping[str, Way], failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield rows with KV cache sizes as fractions of that of an engine alone on the GPU."""
+    """Yield rows with KV cache sizes, as fractions of the size for an engine alone on the GPU."""
     alone = found[ALONE]
     if not alone.search.is_settled:
         failures.append(f"{METRIC}: the engine alone was not settled; increase --kv-seconds")
@@ -204,7 +204,7 @@ def rows(found: Mapping[str, Way], failures: list[str]) -> Iterator[dict[str, An
 def peer_row(
     peer: Way, fractions: Mapping[str, float], failures: list[str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the peer's row for waking in stages: its largest KV cache, or why there is none."""
+    """Yield the peer's row for waking in stages, with its largest KV cache or a reason."""
     ended = next((one.why for one in peer.search.trials if one.why), "") or peer.given_up
     is_over = peer.given_up or len(peer.search.trials) >= PEER_TRIES
     if peer.tokens:
@@ -227,7 +227,7 @@ def measured(metric: str, ours: float, peer: str, theirs: float) -> dict[str, An
 
 
 def trials_of(way: Way) -> list[dict[str, Any]]:
-    """Return the trials of a way, in order, for the row's detail."""
+    """Return a way's trials in order, for the row's detail."""
     return [
         {"tokens": one.tokens}
         | ({"refused": one.why} if one.why else {"spare_MiB": (one.spare or 0) // MIB})

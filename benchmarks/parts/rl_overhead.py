@@ -1,12 +1,13 @@
 """Measure how much longer an RL step takes than its work: training, update and generation.
 
-rl_overhead.py describes a whole step. Its overhead is its duration minus that of its work, which is
-measured in steps with an idle device between the stages. The engine's weights have no backup, as
-the update rewrites them. The peer retains host memory, and runs its transitions one after the
-other. Each library's first two steps, which allocate backups, do not count.
+rl_overhead.py describes a whole step. The overhead is the step's duration minus the duration of its
+work. The work is measured in steps with an idle device between the stages. The engine's weights
+have no backup, because the update overwrites them. The peer retains host memory, and runs its
+transitions one after the other. Each library's first two steps, which allocate backups, do not
+count.
 
-All losses, the engine's weights after each step and the trainer's memory at the end are compared:
-libraries whose contents differ have no row.
+All losses, the engine's weights after each step and the trainer's memory at the end are compared.
+Libraries whose contents differ have no row.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Found:
     """Measurements for one library.
 
     Attributes:
-        work: for each kind of work, its duration in each step with an idle device, in seconds.
+        work: the duration of each kind of work in each step with an idle device, in seconds.
         whole: the duration of each whole step, in seconds.
         calls: the duration of each call in each whole step, in milliseconds on the host.
         contents: the losses and checksums, in order.
@@ -51,13 +52,13 @@ class Found:
 
     @property
     def overheads(self) -> list[float]:
-        """Return each whole step's overhead in seconds: its duration minus that of its work."""
+        """Return each whole step's overhead, its duration minus that of its work, in seconds."""
         work = sum(statistics.median(self.work[stage]) for stage in WORK)
         return [round(max(LEAST, seconds - work), 4) for seconds in self.whole]
 
 
 def measure_one(name: str, options: argparse.Namespace) -> Found:
-    """Measure one library. Raises Failed if it loses contents or ends early."""
+    """Measure one library. Raises Failed if the library loses contents or ends early."""
     found = Found()
     settings = {
         "fraction": options.fraction,

@@ -1,16 +1,16 @@
-"""Measure RL steps in which an engine and a trainer share a GPU: time and memory of each stage.
+"""Measure the time and memory of each stage of RL steps with an engine and a trainer on one GPU.
 
 rl_engine.py describes a step. The libraries use the GPU one after the other, each with an engine
-and a trainer whose weights and optimizer states are backed up. The first step of each library
-creates the trainer, and does not count; in the other steps, all backups exist already. Stages
-follow each other immediately, as in a real trainer, except for a rest before the engine sleeps.
+and a trainer whose weights and optimizer states are backed up. Each library's first step creates
+the trainer, and does not count. In the other steps, all backups already exist. Stages follow each
+other immediately, as in a real trainer, except for a wait before the engine sleeps.
 
-Contents are compared: all of the trainer's after each wake-up, and the engine's weights with its
-own checksum. Because the seeds are the same, the engine's weights after each update are also
-compared between the libraries. A library that loses contents has no figures.
+All contents of the trainer are compared after each wake-up, and the engine's weights are compared
+by the engine's own checksum. Because the seeds are the same, the engine's weights after each update
+are also compared between the libraries. A library that loses contents has no rows.
 
 The peer is measured with its default settings in SGLang, and once more with its option to retain
-host memory, for which only the whole step has a row.
+host memory. For this option, only the whole step has a row.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Found:
     """Measurements for one library.
 
     Attributes:
-        seconds: for each stage, its duration in each step.
-        peaks: for each stage, the peak of the GPU's memory in use in each step, in GiB.
+        seconds: the duration of each stage in each step.
+        peaks: the peak of the GPU's memory in use in each stage of each step, in GiB.
         weights: the checksum of the engine's weights after each update.
         failed: the reason why the measurement ended early, or "".
     """
@@ -75,7 +75,7 @@ class Found:
 
 
 def measure_one(name: str, options: argparse.Namespace, failures: list[str]) -> Found:
-    """Measure one library's steps, up to a failure; return no figures if contents were lost."""
+    """Measure one library's steps until a failure; return no figures if contents were lost."""
     found = Found()
     try:
         with running(
@@ -107,7 +107,7 @@ def measure_one(name: str, options: argparse.Namespace, failures: list[str]) -> 
 
 
 def rows(ours: Found, theirs: Found | None) -> Iterator[dict[str, Any]]:
-    """Yield the rows for whole steps, then one for each measured stage."""
+    """Yield the rows for whole steps, then one row for each measured stage."""
     if not ours.totals:
         return
     values = {
@@ -142,7 +142,7 @@ def retained_row(ours: Found, theirs: Found) -> dict[str, Any]:
 def compared(
     metric: str, ours: Sequence[float], peer: str, theirs: Sequence[float], why: str
 ) -> dict[str, Any]:
-    """Return a row; if the peer ended early, the row reports that."""
+    """Return a row, which reports it if the peer ended early."""
     if not theirs:
         return results.unanswered(metric, ours, PEERS[peer], why, bench=BENCH)
     row = results.measurement(metric, ours, PEERS[peer], theirs, bench=BENCH)
@@ -168,7 +168,7 @@ def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[s
 
 
 def peer_of(ours: Found, name: str, options: argparse.Namespace, failures: list[str]) -> Found:
-    """Measure a peer's steps; its engine must have the same weights as memsaver's."""
+    """Measure a peer's steps; its engine must have the same weights as memsaver's engine."""
     theirs = measure_one(name, options, failures)
     pairs = zip(ours.weights, theirs.weights, strict=False)
     if any(mine and other and mine != other for mine, other in pairs):

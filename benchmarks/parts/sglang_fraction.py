@@ -1,11 +1,11 @@
 """Find the largest mem_fraction_static with which an engine can wake up next to a trainer.
 
-The trainer allocates memory while the engine sleeps, and has a copy of the weights until the engine
-has received them. If the engine wakes all at once, it resumes all memory while the trainer still
-has its copy. If it wakes in stages, the weights are resumed and updated, the trainer drops its
-copy, and the KV cache is resumed. Both ways are tried in one engine for each fraction, first all at
-once: an engine that ran out of memory must stay alive, wake up after the trainer has released its
-memory, and continue.
+The trainer allocates memory while the engine sleeps, and owns a copy of the weights until the
+engine has received them. If the engine wakes all at once, it resumes all memory while the trainer
+still has its copy. If it wakes in stages, the weights are resumed and updated, the trainer drops
+its copy, and the KV cache is resumed. For each fraction, both ways are tried in one engine, first
+all at once. An engine that has run out of memory must keep running, wake up after the trainer has
+released its memory, and continue.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Waking(EngineWorker):
     """Puts the engine to sleep and wakes it up next to a trainer."""
 
     def at_once(self) -> dict[str, Any]:
-        """Resume all memory at once, while the trainer has its copy."""
+        """Resume all memory at once, while the trainer still has its copy."""
         self._sleep(seed=1)
         refused = self._wake(TAGS)
         if not refused:
@@ -63,7 +63,7 @@ class Waking(EngineWorker):
         self.trainer.take(seed)
 
     def _wake(self, tags: Sequence[str]) -> str:
-        """Resume tags; return the reason if they stay released, or ""."""
+        """Resume tags; return the reason if they remain released, otherwise ""."""
         import memsaver
 
         try:
@@ -116,7 +116,7 @@ def try_one(
 
 
 def rows(found: Mapping[str, Outcomes], failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the row for the largest fractions; record a failure if a way never completed."""
+    """Yield the row for the largest fractions; record a failure if one way never completed."""
     largest = {
         way: max((at for at, wrong in outcomes.items() if not wrong), default=None)
         for way, outcomes in found.items()

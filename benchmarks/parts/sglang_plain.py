@@ -1,8 +1,8 @@
-"""Compare the decoding speed of awake engines: one with memsaver, one without a memory saver.
+"""Compare the decoding speed of awake engines with memsaver and without a memory saver.
 
-Both engines are on the GPU at once, with KV caches of the same size, and alternate, so that
-changes of the GPU's speed affect both. The guard against requests to a sleeping engine is installed
-in memsaver's engine.
+Both engines share the GPU, have KV caches of the same size, and alternate, so that changes in the
+GPU's speed affect both. The guard against requests to a sleeping engine is installed in memsaver's
+engine.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Send requests of all kinds to a server while it sleeps and wakes up.
 
-The server holds requests while its memory is released (MEMSAVER_SGLANG_ASLEEP=wait). A part of the
-requests of each cycle arrives before and during the release, the others while the memory is
-released. Each must be answered as by an awake server: generations with the same tokens, all other
-requests with the same status. The updates alternate between two sets of weights, so that a skipped
-update changes later tokens. A generation that overlaps no update must return the tokens of the
-current weights; one that overlaps updates may return those of the weights before or after them.
+The server holds requests while its memory is released (MEMSAVER_SGLANG_ASLEEP=wait). In each cycle,
+some requests arrive before and during the release, and the others arrive while the memory is
+released. The server must answer each request as if it were awake: generations with the same tokens,
+and all other requests with the same status. The updates alternate between two sets of weights, so
+that a skipped update changes later tokens. A generation that overlaps no update must return the
+tokens of the current weights. A generation that overlaps updates may return the tokens of the
+weights before or after the updates.
 
 The server runs one generation at a time, because batching changes the arithmetic, and with it the
 tokens. The clients' requests overlap.
@@ -73,7 +74,7 @@ FIXED: dict[str, tuple[str, Any, tuple[int, ...]]] = {
 
 
 class Storm:
-    """Sends requests to a server, and judges the answers.
+    """Sends requests to a server, and evaluates the answers.
 
     Args:
         server: the server, which is awake.
@@ -109,7 +110,7 @@ class Storm:
         }
 
     def learn(self) -> None:
-        """Record the answers of the awake server. Raises Failed if they are not usable."""
+        """Record the answers of the awake server. Raises Failed if the answers are not usable."""
         self._tokens()  # compiles kernels
         found = []
         for _ in range(4):
@@ -128,7 +129,7 @@ class Storm:
             self._statuses[kind] = status
 
     def plan(self, count: int) -> list[str]:
-        """Return the kinds of `count` requests: each kind at least once, if there are enough."""
+        """Return the kinds of `count` requests, with each kind at least once if possible."""
         weights = [weight for weight, _ in self.kinds.values()]
         drawn = self._random.choices([*self.kinds], weights, k=max(0, count - len(self.kinds)))
         found = [*self.kinds, *drawn][:count]
@@ -136,7 +137,7 @@ class Storm:
         return found
 
     def send(self, kind: str, number: int) -> Outcome:
-        """Send a request, and judge the answer."""
+        """Send a request, and evaluate the answer."""
         try:
             return self.kinds[kind][1](number)
         except (OSError, LookupError, TypeError, ValueError) as error:
@@ -193,7 +194,7 @@ class Storm:
         return _among(last["output_ids"], [one[which] for one in expected()])
 
     def _expecting(self) -> Callable[[], list[list[list[int]]]]:
-        """Begin a generation. Returns a function that ends it and returns the possible tokens."""
+        """Begin a generation. Returns a function that ends it and returns possible tokens."""
         done = self._done
 
         def expected() -> list[list[list[int]]]:
@@ -249,7 +250,7 @@ def _prompt(ids: Any, tokens: int = TOKENS) -> dict[str, Any]:
 
 
 def _judged(status: int, statuses: tuple[int, ...], text: str) -> Outcome:
-    """Judge a response by its status. One without an answer, or a refusal, is a lost request."""
+    """Evaluate a response by its status. A missing answer or a refusal counts as a lost request."""
     if status in statuses:
         return "answered"
     return f"{'lost' if status in (0, 503) else 'wrong'}: status {status}: {text[:300]}"
@@ -268,15 +269,16 @@ def nap(
     requests: int,
     seconds: float,
 ) -> int:
-    """Put the server to sleep and wake it up `naps` times while the requests are sent.
+    """Put the server to sleep and wake it `naps` times while requests are sent.
 
-    Returns the number of cycles, which is smaller if they take more than `seconds`.
+    Returns the number of completed cycles, which is smaller if the cycles take longer than
+    `seconds`.
 
     Args:
         url: the server's URL.
-        send: starts the next requests, whose number is the argument.
-        catch_up: waits for answers, so that few requests wait for one.
-        before_waking: called at the end of each sleep.
+        send: a function that starts the next requests, whose number is its argument.
+        catch_up: a function that waits for answers, so that few requests are unanswered.
+        before_waking: a function that is called at the end of each sleep.
         naps: the number of cycles.
         requests: the number of requests.
     """

@@ -1,23 +1,25 @@
 """Measure how two SGLang engines take turns on one GPU.
 
-Each engine's memory fills most of the GPU, so that only one can be awake. A switch begins with a
-request for the sleeping engine: the other one releases all of its memory, and the sleeping engine
-wakes up and generates. It ends with the first token. The weights have backups in host memory.
+Each engine's memory fills most of the GPU, so only one engine can be awake. A switch begins with a
+request for the sleeping engine. The other engine releases all of its memory, and the sleeping
+engine wakes up and generates. The switch ends with the first token. The weights have backups in
+host memory.
 
-memsaver's engines wake up by themselves (MEMSAVER_SGLANG_ASLEEP=wake). torch_memory_saver's are
-resumed through SGLang. The first switch to each engine, in which memory for the backups is
+memsaver's engines wake up by themselves (MEMSAVER_SGLANG_ASLEEP=wake). torch_memory_saver's engines
+are resumed through SGLang. The first switch to each engine, in which memory for the backups is
 allocated, does not count. "A new engine" is the time in which an engine with the same model starts,
-with compiled kernels and without reading weights, and generates its first token; the start of its
+with compiled kernels and without reading weights, and generates its first token. The start of the
 process and its imports do not count.
 
-A greedy generation after each switch must equal the engine's first one. Otherwise memsaver gets no
-row; for the other library, whose times are still valid, the row's details contain a note.
+A greedy generation after each switch must equal the engine's first generation. Otherwise, memsaver
+has no row. For the other library, whose times are still valid, the row's details contain a note.
 
 The memory that a sleeping engine still uses is measured before the second engine starts.
 
 `measure_neighbour` compares switches of memsaver's engines with backups on another GPU
-(MEMSAVER_SGLANG_BACKUP=peer) with those of engines with backups in host memory. It fails if the
-other GPU's memory in use does not grow by the backups, which are in host memory without room there.
+(MEMSAVER_SGLANG_BACKUP=peer) with those of engines with backups in host memory. `measure_neighbour`
+fails if the other GPU's memory in use does not grow by the size of the backups, because backups
+that do not fit there are in host memory.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ class Switching(EngineWorker):
     """Releases all memory of its engine, and generates."""
 
     def start(self) -> dict[str, Any]:
-        """Start the engine, and record its output; return also the time to a first token in ms."""
+        """Start the engine, record its output, and return also the time to a first token in ms."""
         found = super().start()
         self.engine.flush_cache()
         self._first_token()  # may compile a kernel
@@ -63,15 +65,15 @@ class Switching(EngineWorker):
         return found | {"first_token": milliseconds}
 
     def release(self) -> dict[str, Any]:
-        """Release all memory; return what each rank still uses, if the saver reports it."""
+        """Release all memory; return each rank's memory in use, if the saver reports it."""
         answers = self.engine.release_memory_occupation()
         return {"held": [dict(rank.held) for answer in answers or () for rank in answer.ranks]}
 
     def generate_first(self, resume: bool) -> dict[str, Any]:
-        """Generate; return the milliseconds of the resume and to the first token.
+        """Generate; return the duration of the resume and the time to the first token, in ms.
 
         Args:
-            resume: whether to resume all memory first; otherwise the engine wakes up by itself.
+            resume: whether to resume all memory first; otherwise the request wakes the engine.
         """
         begin = time.perf_counter()
         if resume:
@@ -98,7 +100,7 @@ class Switching(EngineWorker):
 def measure_one(
     name: str, options: argparse.Namespace, failures: list[str], place: str = "host"
 ) -> Found:
-    """Measure one memory saver, up to a failure, with backups at a place: "host" or "peer"."""
+    """Measure one memory saver until a failure, with backups in "host" or "peer" memory."""
     found: Found = {
         name: [] for name in ("switch", "new", "asleep_MiB", "neighbour_MiB", "held", "lost")
     }
@@ -143,8 +145,8 @@ def measure_one(
 def switch(name: str, awake: Child, asleep: Child) -> tuple[float, float, str]:
     """Put one engine to sleep and generate with the other.
 
-    Returns the milliseconds to the first token of both steps together, and of the second step; and
-    how the output differs from the engine's first one, or "".
+    Returns the milliseconds to the first token for both steps together and for the second step, and
+    a description of how the output differs from the engine's first output, or "".
     """
     begin = time.perf_counter()
     awake.ask("release")
@@ -155,7 +157,7 @@ def switch(name: str, awake: Child, asleep: Child) -> tuple[float, float, str]:
 
 
 def row(ours: Found, peer: str, theirs: Found, values: str) -> dict[str, Any]:
-    """Return the row for METRIC against a peer's values of that name."""
+    """Return the row for METRIC, compared with a peer's values of that name."""
     made = results.measurement(METRIC, ours["switch"], peer, theirs[values], bench=BENCH)
     made["detail"]["memsaver_asleep_MiB"] = ours["asleep_MiB"]
     made["detail"]["memsaver_held"] = ours["held"]
@@ -191,7 +193,7 @@ def weights_mib(options: argparse.Namespace) -> float:
 
 
 def measure_neighbour(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the row for NEIGHBOUR; none on a machine with fewer than two GPUs."""
+    """Yield the row for NEIGHBOUR; yield none on a machine with fewer than two GPUs."""
     if options.device != "cpu" and count_gpus() < 2:
         say(f"{NEIGHBOUR} needs two GPUs")
         return

@@ -1,9 +1,9 @@
 """Measure release and resume of each tag of an SGLang engine, with decoding before and after.
 
-The engines use the GPU one after the other. Each runs one cycle with the weights as loaded, and
-then alternates cycles with unchanged weights and with new weights from a trainer. The engine's own
-checksums of its weights before a release and after the resume are compared. Measurements taken
-before an engine failed are valid, unless the engine lost contents.
+The engines use the GPU one after the other. Each engine runs one cycle with the loaded weights, and
+then alternates between cycles with unchanged weights and cycles with new weights from a trainer.
+The engine's own checksums of its weights before a release and after the resume are compared.
+Measurements before an engine's failure are valid, unless the engine lost contents.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Cycling(EngineWorker):
     """Releases and resumes tags, and decodes."""
 
     def decode(self, times: int) -> dict[str, Any]:
-        """Return the tokens per second of `times` batches, after one that does not count."""
+        """Return the tokens per second of `times` batches, after one uncounted batch."""
         starts = [10 + number * PROMPT for number in range(REQUESTS)]
         prompts = [list(range(start, start + PROMPT)) for start in starts]
         rates = []
@@ -47,10 +47,10 @@ class Cycling(EngineWorker):
         return {"tokens_per_s": rates[1:]}
 
     def cycle(self, seed: int | None) -> dict[str, Any]:
-        """Run a cycle, with new weights if there is a seed.
+        """Run a cycle, with new weights if a seed is given.
 
-        Returns the duration of each step in milliseconds.
-        "lost": the reason why the weights count as lost; "unchecked": why they were not compared.
+        Returns the duration of each step in milliseconds. In the result, "lost" is the reason why
+        the weights count as lost, and "unchecked" is the reason why the weights were not compared.
         """
         self.rest()
         before, problem = self.checksum()
@@ -86,7 +86,7 @@ def kinds(cycles: int) -> Iterator[tuple[str, int | None]]:
 
 
 def measure_one(name: str, options: argparse.Namespace, failures: list[str]) -> Found:
-    """Measure one library, up to a failure; return no values if contents were lost."""
+    """Measure one library until a failure; return no values if contents were lost."""
     found: Found = {}
     worker = f"{__name__}:Cycling"
     with (
@@ -147,7 +147,7 @@ def rows(found: Mapping[str, Found]) -> Iterator[dict[str, Any]]:
 
 
 def decode_row(ours: Found, theirs: Found) -> Iterator[dict[str, Any]]:
-    """Yield the row for decoding, before the first release and after the last resume together."""
+    """Yield the row for decoding before the first release and after the last resume, combined."""
     metric, parts = "sglang_decode_tokens_per_s", ("decode_before", "decode_after")
     values = [[value for part in parts for value in one.get(part, [])] for one in (ours, theirs)]
     if all(values):
@@ -164,7 +164,7 @@ def decode_row(ours: Found, theirs: Found) -> Iterator[dict[str, Any]]:
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows for sglang_*, except the fraction's."""
+    """Yield the rows for sglang_*, except the row for the fraction."""
     if options.touch_gib:
         say(host_memory.touch_elsewhere(int(options.touch_gib * host_memory.GIB)))
     found: dict[str, Found] = {}

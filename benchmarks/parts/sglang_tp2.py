@@ -1,10 +1,10 @@
 """Measure the memory that a sleeping SGLang engine uses with tensor parallelism on two GPUs.
 
-Compares suspended NCCL communicators (MEMSAVER_SGLANG_SUSPEND_NCCL=1, which bounds NCCL's channels)
-with communicators that keep their memory and have NCCL's own channels, and the resumes of all
-memory; both again with NCCL_MAX_CTAS=8, for which NCCL allocates less memory, and with 64, which
-leaves NCCL its own choice. The memory in use is the larger of the two GPUs' values. Needs NCCL
-2.29.7 or newer.
+Compares suspended NCCL communicators (MEMSAVER_SGLANG_SUSPEND_NCCL=1, which limits NCCL's channels)
+with communicators that keep their memory and NCCL's default channels. Also compares the resumes of
+all memory. Both comparisons are repeated with NCCL_MAX_CTAS=8, for which NCCL allocates less
+memory, and with 64, which lets NCCL choose. The memory in use is the larger of the two GPUs'
+values. Requires NCCL 2.29.7 or newer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FRACTION = 0.75
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows; none on a machine with fewer than two GPUs."""
+    """Yield the rows; yield none on a machine with fewer than two GPUs."""
     if options.device != "cpu" and count_gpus() < 2:
         say(f"{METRIC} needs two GPUs")
         return
@@ -68,7 +68,7 @@ class Found:
 
 
 def measure_one(options: argparse.Namespace, variables: dict[str, str]) -> Found:
-    """Release and resume an engine with environment variables. Raises Failed if it loses data."""
+    """Release and resume an engine with environment variables. Raises Failed if data are lost."""
     found = Found()
     wait_until_free(options.idle_mib)
     settings: dict[str, Any] = {"fraction": FRACTION, "backup": True, "gpus": 2}

@@ -1,18 +1,19 @@
-"""Measure tensors sent to another process: from a shareable region, and by CUDA IPC.
+"""Measure the transfer of tensors to another process, from a shareable region and by CUDA IPC.
 
-share_16GB_ms is the time until another process has read the last byte of each of 16 tensors of
-1 GB: pickling, unpickling with the mapping of the memory, and the kernels that read. Each time, the
-memory is new to the other process: the region has been paused and resumed, or, with CUDA IPC, the
-receiver has closed the memory. The tensors are sent --gap seconds later, so that the driver can
-clear the released memory. share_195_tensors_ms is the same for the 195 tensors of the decoder.
+share_16GB_ms is the time until another process has read the last byte of each of 16 tensors of 1
+GB. It includes pickling, unpickling, mapping the memory, and the kernels that read. In each
+measurement, the memory is new to the other process, because the region was paused and resumed or,
+with CUDA IPC, because the receiver has closed the memory. The tensors are sent --gap seconds later,
+so that the driver can clear the released memory. share_195_tensors_ms is the same for the 195
+tensors of the decoder.
 
-Each of these times is the sum of the two processes' own times; the transport of the pickle is left
-out.
+Each of these times is the sum of the two processes' own times, without the transport of the pickle.
 
 update_from_region_ms is the time of `memsaver.integrations.rollout.weights.update` for 16 GB of
 weights, without verification, to an engine on the same GPU, which is a process that copies the
-tensors into its own. The trainer's tensors are in a shareable region. They are sent once in place,
-and once in buckets outside of regions, to an engine that does not report that it can map them.
+tensors into its own tensors. The trainer's tensors are in a shareable region. The tensors are sent
+once in place, and once in buckets outside regions, to an engine that does not report that it can
+map regions.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def _expected(tensors: list[Any], seed: int) -> list[int]:
 
 
 class Sender(Worker):
-    """Owns tensors, in a shareable region or outside of regions, and sends them."""
+    """Owns tensors, in a shareable region or outside regions, and sends them."""
 
     def __init__(self, name: str, kind: str, in_region: bool) -> None:
         import memsaver
@@ -110,7 +111,7 @@ class Sender(Worker):
         return self.change()
 
     def change(self) -> dict[str, Any]:
-        """Write new contents; return the samples that the receiver must read."""
+        """Write new contents; return the samples that the receiver is expected to read."""
         self._seed += 1
         _fill(self._tensors, self._seed)
         return {"sums": _expected(self._tensors, self._seed)}
@@ -150,7 +151,7 @@ class _Backend:
 
     Attributes:
         receiver: the receiver's process.
-        maps: whether it reports that it can map shareable regions.
+        maps: whether the receiver reports that it can map shareable regions.
     """
 
     tp_size = 1
@@ -177,7 +178,7 @@ class _Backend:
 
 
 class Receiver(Worker):
-    """Receives tensors, and reads them or copies them into weights of its own."""
+    """Receives tensors, and reads them or copies them into its own weights."""
 
     def __init__(self, name: str, weights: bool) -> None:
         workloads.start_cuda((0,))
@@ -189,7 +190,7 @@ class Receiver(Worker):
         _last_bytes(small), _samples(small)  # loads the kernels
 
     def read(self, data: str) -> dict[str, Any]:
-        """Unpickle tensors, and read each one; then, untimed, read a byte of each MiB."""
+        """Unpickle and read tensors; then read one byte of each MiB, which is not timed."""
         pickled = base64.b64decode(data)
         start = time.perf_counter()
         self._received = pickle.loads(pickled)
@@ -229,7 +230,7 @@ def _check(found: list[int], expected: list[int], what: str) -> None:
 
 
 def _share(kind: str, in_region: bool, options: argparse.Namespace) -> list[float]:
-    """Return the times until another process has read the tensors."""
+    """Return the durations until another process has read the tensors."""
     sender = Child("parts.sharing:Sender", OURS, kind=kind, in_region=in_region)
     with sender, Child("parts.sharing:Receiver", OURS, weights=False) as receiver:
         times = []

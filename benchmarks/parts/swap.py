@@ -1,4 +1,4 @@
-"""Measure swaps of two tags: with backups, compared with a pause and a resume; without backups."""
+"""Measure swaps of two tags, with backups (compared with a pause and a resume) and without."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SPARE = GIB  # the tolerance for other changes of free device memory during a sw
 
 
 class Backed(Worker):
-    """Two tags of 16 GB with backups. Each was paused once before the first swap."""
+    """Two tags of 16 GB with backups. Each tag was paused once before the first swap."""
 
     def __init__(self, name: str) -> None:
         workloads.start_cuda()
@@ -39,7 +39,7 @@ class Backed(Worker):
         return {"bytes": self._here.bytes}
 
     def turn(self, swap_first: bool) -> dict[str, Any]:
-        """Swap in one direction, and then in the other, with all contents changed before each."""
+        """Swap in one direction and then in the other, and change all contents before each swap."""
         found = {"plain": self._plain.both_ms()}
         for kind in ("swap", "calls") if swap_first else ("calls", "swap"):
             found[kind] = self._move(kind == "swap")
@@ -124,7 +124,7 @@ def backed(cycles: int) -> Iterator[dict[str, Any]]:
 
 
 def discarding(gib: int, cycles: int, gap: float, peer: bool) -> Iterator[dict[str, Any]]:
-    """Yield the rows for swaps without backups, one after the other and each after a wait."""
+    """Yield the rows for swaps without backups, immediately after each other and after waits."""
     at_once: dict[str, list[float]] = {}
     spaced: dict[str, list[float]] = {}
     with contextlib.ExitStack() as stack:

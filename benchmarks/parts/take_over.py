@@ -1,19 +1,20 @@
-"""Measure the time that an engine saves if it takes over a trainer's pages instead of copying.
+"""Measure the time that an engine saves by taking over a trainer's pages instead of copying.
 
-take_over_16GB_ms: trainer and engine are both mapped, before and after. The peer is a copy, by
-torch, of the decoder's 195 tensors from another process's shareable region into the engine's
-tensors. A takeover replaces the copy with bare driver calls that import the trainer's physical
-memory, map it in place of the engine's, and create new memory, without contents, for the trainer.
+take_over_16GB_ms: trainer and engine are both mapped, before and after the takeover. The peer is a
+copy, by torch, of the decoder's 195 tensors from another process's shareable region into the
+engine's tensors. A takeover replaces the copy with bare driver calls that import the trainer's
+physical memory, map this memory in place of the engine's memory, and create new memory without
+contents for the trainer.
 
-take_over_asleep_16GB_ms: before, the engine is paused without a backup; afterwards, the trainer is
-paused without one. The peer's bare driver calls create and map the engine's memory, copy, and
-release the trainer's memory. The takeover's driver calls import and map the trainer's memory for
-the engine, and unmap and release it for the trainer.
+take_over_asleep_16GB_ms: the engine is paused without a backup before the takeover, and the trainer
+is paused without a backup after the takeover. The peer's bare driver calls create and map the
+engine's memory, copy, and release the trainer's memory. The takeover's driver calls import and map
+the trainer's memory for the engine, and unmap and release it for the trainer.
 
-The driver's calls are made for pieces of physical memory of several sizes, in one process; the
-values are those of the size with the lowest median, and the details list the values of all sizes. A
-real implementation would also send a descriptor for each piece, and could only take over pieces
-with equal contents: the details give their percentages (see page_shares.py).
+The driver calls are made for pieces of physical memory of several sizes, in one process. The values
+are those of the size with the lowest median. The details list the values of all sizes. A real
+implementation would also send a descriptor for each piece, and could take over only pieces with
+equal contents. The details contain the percentages of such pieces (see page_shares.py).
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Sides:
     """A trainer and an engine with memory of the same size, mapped, in equal pieces.
 
     The device's context must be current. Each measurement begins and ends with both sides mapped.
-    It checks that the engine's memory then contains the trainer's bytes.
+    At the end, it checks that the engine's memory contains the trainer's bytes.
     """
 
     def __init__(self, driver: BareDriver, total: int, piece: int, gap: float) -> None:
@@ -66,7 +67,7 @@ class Sides:
         self.engine.close()
 
     def awake(self) -> Times:
-        """Take over while both sides are mapped; the trainer receives new memory."""
+        """Take over the pages while both sides are mapped; the trainer receives new memory."""
         trainer, engine = self.trainer, self.engine
         return self._measured(
             ("engine unmaps", engine.unmap),
@@ -80,7 +81,7 @@ class Sides:
         )
 
     def asleep(self) -> Times:
-        """Take over while the engine is paused; the trainer is paused afterwards."""
+        """Take over the pages while the engine is paused, and leave the trainer paused."""
         trainer, engine = self.trainer, self.engine
         engine.pause()
         times = self._measured(
@@ -93,7 +94,7 @@ class Sides:
         return times
 
     def copied(self) -> Times:
-        """Copy while the engine is resumed; the trainer is paused afterwards."""
+        """Copy the contents while the engine is resumed, and leave the trainer paused."""
         trainer, engine = self.trainer, self.engine
         engine.pause()
         times = self._measured(
@@ -157,7 +158,7 @@ class Pages(Worker):
 
 
 class Engine(Receiver):
-    """Copies received tensors, which are mapped already, into its weights."""
+    """Copies received tensors, which are already mapped, into its weights."""
 
     def copy(self) -> dict[str, Any]:
         """Return the time of the copy of all tensors."""
@@ -170,7 +171,7 @@ class Engine(Receiver):
 
 
 def _copies(cycles: int) -> list[float]:
-    """Return the times of copies of the decoder from another process's region."""
+    """Return the durations of copies of the decoder from another process's region."""
     sender = Child("parts.sharing:Sender", OURS, kind="decoder", in_region=True)
     with sender, Child("parts.take_over:Engine", OURS, weights=True) as engine:
         expected = sender.ask("change")["sums"]
@@ -187,9 +188,9 @@ def rows(
     cycles: Mapping[int, Sequence[Mapping[str, Times]]],
     shares: Sequence[Mapping[str, Any]],
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows, from the times of copies, and of each way by the size of the pieces.
+    """Yield the rows, from the times of copies and from each way's times by size of the pieces.
 
-    Without times of copies, the row of take_over_16GB_ms is left out.
+    Without times of copies, the row of take_over_16GB_ms is omitted.
     """
 
     def best(way: str) -> tuple[int, list[float]]:
@@ -217,7 +218,7 @@ def rows(
 
 
 def _medians(cycles: Sequence[Times]) -> Times:
-    """Return the median of each step, and of the sums."""
+    """Return the median of each step and of the sums."""
     with_sums = [{**cycle, "all": sum(cycle.values())} for cycle in cycles]
     return {
         name: round(statistics.median(cycle[name] for cycle in with_sums), 3)

@@ -1,7 +1,7 @@
 """Measure a backed-up tag with 16 GB on each of two GPUs, compared with 16 GB on one GPU.
 
-Measures later cycles, with all contents changed in between; each tag in its own process, one after
-the other.
+Measures cycles after the first, with all contents changed in between. Each tag is in its own
+process, one after the other.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Spread(Worker):
         return {"pause": self._saved.pause(), "resume": self._saved.resume()}
 
     def plain(self) -> dict[str, Any]:
-        """Run plain copies of the same number of bytes, on all GPUs at once."""
+        """Run plain copies of the same number of bytes on all GPUs at the same time."""
         share = self._saved.bytes // len(self._gpus)
         copies = [PlainCopy(share, gpu) for gpu in self._gpus]
 

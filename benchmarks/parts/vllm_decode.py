@@ -1,7 +1,6 @@
-"""Compare decoding of two awake vLLM engines, with memsaver and with vLLM's own allocator.
+"""Compare the decoding of two awake vLLM engines, with memsaver and with vLLM's own allocator.
 
-Both engines are on the GPU at once and alternate, so that changes of the GPU's speed affect
-both.
+Both engines share the GPU and alternate, so that changes in the GPU's speed affect both.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Measure sleep and wake-up of a vLLM engine, with decoding before and after.
 
-The engines use the GPU one after the other. Each runs one cycle with the initial weights, and
-then alternates cycles with unchanged weights and with changed weights. Checksums of the weights and
-the output before a sleep and after the wake-up are compared. Measurements taken before an engine
-failed are valid, unless the engine lost contents. The limit, measured for one GPU, is the time of
-bare driver calls and plain copies of the same bytes (engine_limits.py).
+The engines use the GPU one after the other. Each engine runs one cycle with the initial weights,
+and then alternates between cycles with unchanged weights and cycles with changed weights. Checksums
+of the weights and the output before a sleep and after the wake-up are compared. Measurements before
+an engine's failure are valid, unless the engine lost contents. The limit, which is measured for one
+GPU, is the time of bare driver calls and plain copies of the same number of bytes
+(engine_limits.py).
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ def kinds(cycles: int) -> Iterator[str]:
 def measure_one(
     name: str, options: argparse.Namespace, failures: list[str], end: float, sizes: dict[str, int]
 ) -> Found:
-    """Measure one allocator, up to a failure or to `end`; return nothing if contents were lost.
+    """Measure one allocator until a failure or `end`; return nothing if contents were lost.
 
-    After `end`, a time of `time.monotonic`, only the first cycle of each kind is begun. Adds the
-    bytes of memsaver's tags to `sizes`.
+    After `end`, a time on the clock of `time.monotonic`, only the first cycle of each kind begins.
+    Adds the bytes of memsaver's tags to `sizes`.
     """
     found: Found = {}
     with (
@@ -91,7 +92,7 @@ def decode(child: Child, options: argparse.Namespace, found: Found) -> None:
 
 
 def limits(options: argparse.Namespace, failures: list[str], sizes: Mapping[str, int]) -> Found:
-    """Return the times of bare driver calls and plain copies of as many bytes as the tags have."""
+    """Return the durations of bare driver calls and plain copies for the tags' number of bytes."""
     found: Found = {}
     with attempt(failures), Child(LIMITS, LIMIT, wait=options.wait, **sizes) as child:
         for _ in range(LIMITING_CYCLES):
@@ -101,7 +102,7 @@ def limits(options: argparse.Namespace, failures: list[str], sizes: Mapping[str,
 
 
 def rows(found: Mapping[str, Found], start: str) -> Iterator[dict[str, Any]]:
-    """Yield a row for each metric that both have; print metrics of memsaver alone."""
+    """Yield a row for each metric that both allocators have; print metrics of memsaver alone."""
     ours, theirs = (found.get(name, {}) for name in (OURS, THEIRS))
     for metric in METRICS:
         if metric in ours and metric in theirs:
@@ -119,7 +120,7 @@ def rows(found: Mapping[str, Found], start: str) -> Iterator[dict[str, Any]]:
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows for vllm_*, or of vllm_tp2_* for an engine on two GPUs."""
+    """Yield the rows for vllm_*, or for vllm_tp2_* with an engine on two GPUs."""
     if options.touch_gib:
         say(host_memory.touch_elsewhere(int(options.touch_gib * host_memory.GIB)))
     names = (OURS, THEIRS) if options.peer else (OURS,)

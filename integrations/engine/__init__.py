@@ -1,9 +1,9 @@
 """The parts of memsaver's integration with inference engines that are independent of the engine.
 
-The package owns the engine's status, its tags, reports and errors, its sleep, the requests in
-flight, and the verification of new weights. An integration implements `interface.Engine`, for an
-engine's sleep, and `interface.Backend`, for rollouts: see `memsaver.integrations.sglang` and
-`memsaver.integrations.vllm`.
+The package defines an engine's tags, status, reports and errors. It implements the engine's sleep,
+counts the requests in flight, and verifies new weights. An integration implements
+`interface.Engine`, for an engine's sleep, and `interface.Backend`, for rollouts. See
+`memsaver.integrations.sglang` and `memsaver.integrations.vllm`.
 
 | module | content |
 |---|---|
@@ -20,5 +20,5 @@ engine's sleep, and `interface.Backend`, for rollouts: see `memsaver.integration
 | `admission`, `admitted`, `policies`, `refusals`, `idle` | requests to a sleeping engine |
 | `http` | a client for engines behind a URL; the responses of a sleeping server |
 
-No module here imports an engine or another package of `memsaver.integrations`.
+No module of this package imports an engine or another package of `memsaver.integrations`.
 """

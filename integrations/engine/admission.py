@@ -1,7 +1,8 @@
 """`Admission`: the policy for requests that reach an engine whose memory is released.
 
-An engine's integration calls `admit` before it sends a request to the processes that own
-the memory. Depending on the policy, the call raises, waits until the memory is mapped, or maps it.
+An engine's integration calls `admit` before it sends a request to the processes that own the
+memory. Depending on the policy, the call raises an error, waits until the memory is mapped, or maps
+the memory.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Sleeper(Protocol):
         """Query the released tags; return None if the engine does not report them."""
 
     async def resume(self, tags: Collection[str]) -> frozenset[str]:
-        """Resume tags, and return the tags that are released afterwards. Raises if it fails."""
+        """Resume tags, and return the tags that are still released. Raises if the resume fails."""
 
 
 class ClientGoneError(MemsaverError, ValueError):
@@ -79,15 +80,15 @@ class Admission:
     """Admits requests to an engine. All calls must be made on one event loop.
 
     The recorded set of released tags may be out of date, because other processes may also release
-    and resume memory. A request is therefore refused only after the engine has been queried again,
-    and while requests wait, the query is repeated. Requests that fail are logged; see `RefusalLog`.
+    and resume memory. Therefore, the engine is queried again before a request is refused, and
+    repeatedly while requests wait. Failed requests are logged; see `RefusalLog`.
 
     Args:
         policy: the policy for requests that need released memory.
-        sleeper: makes the calls to the engine.
-        without_backup: tags whose contents a release discards, or that lack the new contents that
-            replace discarded ones. After a wake-up, a request that reads them would return wrong
-            results, so the request is refused.
+        sleeper: the object that makes the calls to the engine.
+        without_backup: tags whose contents a release discards, or whose contents were discarded and
+            are not completely loaded again. A request that reads such a tag is refused, because its
+            results would be wrong after a wake-up.
 
     Attributes:
         changing: a lock that prevents wake-ups while its owner releases or resumes tags.
@@ -121,7 +122,7 @@ class Admission:
         return len(self._waiters)
 
     def learn(self, released: Collection[str]) -> None:
-        """Record the released tags, and admit waiting requests that need none of them, in order."""
+        """Record the released tags, and admit, in order, the requests that need none of them."""
         self._released = frozenset(released)
         if not self._released:
             self._log.awake()
@@ -130,17 +131,17 @@ class Admission:
                 waiter.admitted.set_result(None)
 
     async def refresh(self) -> frozenset[str]:
-        """Query the released tags, and return them."""
+        """Query the engine for the released tags, and return them."""
         released = await self._sleeper.released()
         if released is not None:
             self.learn(released)
         return self._released
 
     def abort(self, ids: Collection[str], every: bool = False) -> None:
-        """Record that a caller aborts the generations with one of these names, or all generations.
+        """Record that a caller aborts all generations, or those with one of these names.
 
-        Waiting generations fail. The engine aborts the generations that it has received; refused
-        ones are not sent again.
+        Waiting generations fail. The engine aborts the generations that it has received. Refused
+        generations are not sent again.
         """
         if self._ignores_aborts:
             return
@@ -152,7 +153,8 @@ class Admission:
     def own_aborts(self) -> Iterator[None]:
         """Ignore aborts during the block.
 
-        memsaver makes such aborts itself before it sends a request again. The block must not await.
+        Such aborts are memsaver's own, made before a request is sent again. The block must not
+        await.
         """
         self._ignores_aborts = True
         try:
@@ -166,8 +168,8 @@ class Admission:
 
         Args:
             request: the generation.
-            whole: the generation that contains `request`, if any; its aborts apply to `request`
-                too.
+            whole: the generation that contains `request`, if any; an abort of `whole` applies to
+                `request` too.
         """
         before = self._generations.get(whole, set())
         self._generations[request] = before.intersection([None, *request.ids])
@@ -182,7 +184,7 @@ class Admission:
             raise RequestAbortedError("the request was aborted while it waited for the engine")
 
     def deadline(self) -> float:
-        """Return the event loop's time until which a request that arrives now may wait."""
+        """Return the latest time, on the event loop's clock, until which a new request may wait."""
         return asyncio.get_running_loop().time() + self.policy.wait_seconds
 
     async def admit(
@@ -194,23 +196,24 @@ class Admission:
         reads: bool = True,
         is_gone: Callable[[], Awaitable[bool]] | None = None,
     ) -> None:
-        """Wait until the tags that a request needs are mapped; earlier requests go first.
+        """Wait until the tags that a request needs are mapped; earlier requests are admitted first.
 
-        A request does not wait for an earlier one whose tags are still released.
+        A request does not wait for an earlier request whose tags are still released.
 
         Args:
-            needs: the tags.
-            what: the request's operation, for the error message.
-            deadline: an earlier result of `deadline()`; None computes it now.
-            reads: whether the request reads the contents; False if it only replaces them.
-            is_gone: returns whether the client has disconnected, or raises `RequestAbortedError`;
-                called while the request waits.
+            needs: the tags that the request needs.
+            what: the name of the request's operation, for the error message.
+            deadline: a result of `deadline()`; None computes the deadline now.
+            reads: whether the request reads the tags' contents; False if it only overwrites them.
+            is_gone: a function that returns whether the client has disconnected, or raises
+                `RequestAbortedError`; called while the request waits.
 
         Raises:
             EngineAsleepError: a needed tag is released. With "refuse", or if too many requests are
-                held, it is raised at once; with "wait", at the deadline; with "wake", if the
-                wake-up fails (its error is the cause), or if the engine does not answer the wake-up
-                by the deadline or within 60 s, whichever is later.
+                held, the error is raised immediately. With "wait", the error is raised at the
+                deadline. With "wake", the error is raised if the wake-up fails (the failure is the
+                cause), or if the engine does not answer the wake-up by the deadline or within 60 s,
+                whichever is later.
             ClientGoneError: the client has disconnected.
             RequestAbortedError: `is_gone` raised it.
         """
@@ -265,7 +268,7 @@ class Admission:
     async def _follow(
         self, waiter: _Waiter, deadline: float, is_gone: Callable[[], Awaitable[bool]] | None
     ) -> None:
-        """Wait, until the deadline, for earlier requests whose tags are mapped."""
+        """Wait until the deadline for earlier requests whose tags are mapped."""
         now = asyncio.get_running_loop().time
         while (left := deadline - now()) > 0:
             while (one := waiter.before) and (one.left.done() or one.needs & self._released):
@@ -350,11 +353,11 @@ class Admission:
         until: float,
         is_gone: Callable[[], Awaitable[bool]] | None,
     ) -> bool:
-        """Resume tags in one task, which all requests that need a wake-up now share.
+        """Resume tags in a task that all requests that now need a wake-up share.
 
-        If a request is cancelled or stops waiting, the wake-up continues. Returns False if the
-        recorded state was out of date, or if the task was already in progress for another request,
-        and resumed only some of the tags.
+        The wake-up continues even if a request is cancelled or stops waiting. Returns False if the
+        recorded state was out of date, or if a task that another request had started resumed only
+        some of the tags.
         """
         now = asyncio.get_running_loop().time
         begun = now()
@@ -378,7 +381,7 @@ class Admission:
         return self._released, self.without_backup
 
     async def _resume(self, tags: frozenset[str], known: object) -> bool:
-        """Resume tags. Return False if the state is no longer `known`: contents may be lost."""
+        """Resume tags; return False if the state is no longer `known`, as contents may be lost."""
         async with self.changing:
             await self.refresh()
             if self._state != known:

@@ -1,7 +1,7 @@
 """Requests that an engine's integration sends after `Admission` has admitted them.
 
-The engine's own processes make the final check of each request. If they refuse one, because a
-release arrived first, it is sent again, or it raises the same error as `Admission`.
+The engine's own processes check each request again. If they refuse a request because a release
+arrived before it, memsaver sends the request again, or raises the same error as `Admission`.
 """
 
 from __future__ import annotations
@@ -27,28 +27,29 @@ class Generation(Protocol):
 
     @property
     def ids(self) -> Collection[str]:
-        """The names by which a caller may abort the request."""
+        """The names that a caller can use to abort the request."""
 
     async def is_gone(self) -> bool:
-        """Return whether the client has disconnected. May raise if the engine has exited."""
+        """Return whether the client has disconnected. Can raise if the engine has exited."""
 
     def send(self) -> AsyncGenerator[Any, None]:
         """Send the request, and return its outputs. Raises `EngineAsleepError` if refused."""
 
     def refusal_in(self, output: Any) -> EngineAsleepError | None:
-        """Return the refusal that the first output contains; None for any other output."""
+        """Return the refusal that the first output contains, or None."""
 
     def refused_part(self, output: Any) -> Generation | None:
-        """Return the part of the request that a later output refuses, so that it is sent again.
+        """Return the part of the request to send again because a later output refuses this part.
 
         Returns:
-            A part without earlier output; None if the output does not refuse such a part.
+            Only a part without earlier outputs is returned. Returns None if the output refuses no
+            such part.
         """
 
     async def take_back(self, deadline: float) -> None:
-        """Prepare to send a refused request again.
+        """Prepare a refused request to be sent again.
 
-        Aborts its parts that the engine has received, if there are any, in `Admission.own_aborts`.
+        Inside `Admission.own_aborts`, aborts the parts that the engine has received, if any.
         """
 
 
@@ -56,7 +57,7 @@ async def generation(admission: Admission, what: str, request: Generation) -> As
     """Admit a generation, send it, and yield its outputs.
 
     Args:
-        admission: the engine's.
+        admission: the engine's `Admission`.
         what: the request's operation, for the error message.
         request: the generation.
 
@@ -126,11 +127,11 @@ async def call(
     """Admit a request with a single result, send it, and return the result.
 
     Args:
-        admission: the engine's.
+        admission: the engine's `Admission`.
         needs: the tags that the request needs.
         what: the request's operation, for the error message.
-        send: sends the request. May raise `EngineAsleepError`.
-        refusal_in: returns the refusal that a result contains, or None.
+        send: a function that sends the request, and can raise `EngineAsleepError`.
+        refusal_in: a function that returns the refusal that a result contains, or None.
         reads: see `Admission.admit`.
         is_gone: see `Admission.admit`.
 

@@ -20,7 +20,7 @@ _NAME = "_memsaver_name"
 
 
 def name_of(owner: Any) -> str:
-    """Return a scheduler's unique name: containers may share host names and pids."""
+    """Return a unique name for a scheduler, because containers may share host names and pids."""
     if not hasattr(owner, _NAME):
         name = f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(8)}"
         setattr(owner, _NAME, name)
@@ -61,12 +61,12 @@ def next_answer(
 
 
 def failure_of(ranks: Sequence[RankReport], what: str, then: str) -> Failure | None:
-    """Return the first rank's failure with a message that names the rank; None if none failed.
+    """Return the first failure among the ranks, naming its rank; None if no rank failed.
 
     Args:
         ranks: the reports of all ranks.
         what: the operation, such as "release of weights".
-        then: the state of the memory afterwards.
+        then: a description of the memory's state after the failure.
     """
     rank = first_failure(ranks)
     if rank is None or rank.failure is None:

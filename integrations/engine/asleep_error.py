@@ -1,4 +1,4 @@
-"""`AsleepError`: the error of a refused request; an engine's server responds with status 503."""
+"""`AsleepError`: the error of a refused request, which an engine's server reports as status 503."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["AsleepError"]
 
 
 class AsleepError(EngineAsleepError, fastapi.HTTPException):  # type: ignore[misc]
-    """An `EngineAsleepError` that the server's endpoints treat as their own errors.
+    """An `EngineAsleepError` that the server's endpoints handle like their own errors.
 
     Attributes:
-        status_code: 503.
-        detail: the message.
-        headers: None.
+        status_code: the HTTP status 503.
+        detail: the error's message.
+        headers: always None.
     """
 
     status_code = int(HTTPStatus.SERVICE_UNAVAILABLE)

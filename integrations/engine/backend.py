@@ -31,13 +31,15 @@ class EngineBackend(Generic[Link]):
 
     Attributes:
         link: the connection to the engine.
-        other_ranks: the engine's arguments that add ranks outside its tensor-parallel group; or "".
+        other_ranks: the engine's arguments that add ranks outside its tensor-parallel group, or "".
 
     Args:
         link: the connection to the engine.
         arguments: the engine's arguments.
-        other_ranks: the values of the arguments that may add such ranks.
-        end: shuts the engine down; called once. None if the engine's owner does this.
+        other_ranks: the values of the engine's arguments that can add ranks outside its
+            tensor-parallel group.
+        end: a function that shuts the engine down, called once; None if the engine's owner shuts it
+            down.
     """
 
     tp_size: int
@@ -96,7 +98,7 @@ class EngineBackend(Generic[Link]):
 
 
 def ranks_in(arguments: Mapping[str, Any], name: str) -> int:
-    """Return a number of ranks from an engine's arguments; 1 if it is missing."""
+    """Return a number of ranks from an engine's arguments; 1 if the argument is missing."""
     value = arguments.get(name)
     if value is None:
         return 1

@@ -18,11 +18,11 @@ _Result = TypeVar("_Result")
 
 
 def run(work: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
-    """Run a coroutine to its end, and return its result.
+    """Run a coroutine to completion, and return its result.
 
-    The calling thread runs it, unless it has a running event loop, as in a notebook: then another
-    thread runs it. Unlike `asyncio.run`, this leaves the thread's current event loop unchanged. An
-    interrupt cancels the coroutine.
+    The coroutine runs on the calling thread. If that thread already runs an event loop, as in a
+    notebook, the coroutine runs on another thread. Unlike `asyncio.run`, this function leaves the
+    thread's current event loop unchanged. An interrupt cancels the coroutine.
     """
     loop = asyncio.new_event_loop()
     if not is_in_loop():

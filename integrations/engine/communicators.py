@@ -1,9 +1,10 @@
 """Suspends an engine's NCCL communicators while its memory is released, on all ranks or on none.
 
-NCCL waits in each call for the other ranks of the communicator, indefinitely. A communicator is
-therefore suspended only if all of its ranks take part; to verify this, the ranks exchange lists of
-their communicators. Before a resume, all ranks check that there is enough free memory: if NCCL's
-call failed on one rank, the other ranks would wait in theirs, and the communicator would be lost.
+In each call, NCCL waits indefinitely for the communicator's other ranks. A communicator is
+therefore suspended only if all of its ranks participate. To verify this condition, the ranks
+exchange lists of their communicators. Before a resume, all ranks check that enough memory is free:
+if NCCL's call failed on one rank, the other ranks would wait in their calls, and the communicator
+would be lost.
 
 A call spends most of its time on NCCL's messages between the ranks, so the calls for several
 communicators run at the same time.
@@ -36,7 +37,7 @@ class Suspender:
     """Suspends and resumes this process's communicators. Every method is collective.
 
     Args:
-        find: returns the communicators in this process that may be suspended.
+        find: a function that returns the communicators in this process that may be suspended.
         device: the device of their memory.
     """
 
@@ -49,8 +50,8 @@ class Suspender:
     def suspend(self, group: Group) -> list[RankReport]:
         """Suspend the communicators that have memory and whose ranks all belong to `group`.
 
-        After a failure, some communicators may be suspended. `resume` resumes them. Exceptions: if
-        a communicator is suspended on only some of its ranks, every later `resume` fails; if a rank
+        After a failure, some communicators may be suspended. `resume` resumes them. If a
+        communicator is suspended on only some of its ranks, every later `resume` fails. If a rank
         still waits in NCCL for a failed rank, every later `suspend` and `resume` fails.
         """
         found: list[Communicator] = []
@@ -84,22 +85,23 @@ class Suspender:
     ) -> tuple[list[RankReport], list[RankReport]]:
         """Resume all suspended communicators, and call `work`.
 
-        If every rank has ample memory for both, they run at the same time, because `work` mostly
-        waits for copies, and the resume mostly waits for the driver. Otherwise, `work` runs after
-        the resume.
+        If every rank has ample memory, the resume and `work` run at the same time, because `work`
+        mostly waits for copies and the resume mostly waits for the driver. Otherwise, `work` runs
+        after the resume.
 
-        Raises, without any effect, if a rank lacks memory for the communicators, or if a
+        Raises, and changes nothing, if a rank lacks memory for the communicators, or if a
         communicator cannot be resumed because `suspend` failed. `work` may have run even if a
         communicator's resume fails.
 
         Args:
             group: the ranks.
-            nbytes: returns the device memory that `work` allocates on this rank.
-            work: a collective call that reports its failures, and uses no communicator.
+            nbytes: a function that returns the bytes of device memory that `work` allocates on this
+                rank.
+            work: a collective call that reports its failures and uses no communicator.
 
         Returns:
-            The ranks' reports of the resume, and those of `work`; the latter are empty if it did
-            not run.
+            The ranks' reports of the resume and of `work`; the reports of `work` are empty if it
+            did not run.
         """
         chosen, lacking, is_any = _complete(group, list(self._suspended.values()))
         has_room = False
@@ -135,7 +137,7 @@ class Suspender:
     def _check(
         self, chosen: Sequence[Communicator], lacking: Sequence[Communicator], nbytes: int
     ) -> bool:
-        """Raise if a resume would fail; return whether `nbytes` can be mapped at the same time."""
+        """Raise if a resume would fail; return whether `nbytes` can be mapped during the resume."""
         if self._lost:
             raise EngineError(self._lost)
         if lacking:
@@ -160,8 +162,9 @@ class Suspender:
     def _ended(self, calls: Iterable[tuple[Communicator, Call]]) -> Iterator[Communicator]:
         """Yield the communicators whose calls succeed, then raise the first error.
 
-        NCCL cannot cancel a call that still waits for other ranks. Such a timeout is recorded for
-        later calls, and raised only if no call has another error, which may be its cause.
+        NCCL cannot cancel a call that still waits for other ranks. The timeout of such a call is
+        recorded for later calls. It is raised only if no call failed with another error, because
+        that error may be the cause of the timeout.
         """
         deadline = time.monotonic() + nccl.SECONDS
         errors: list[Exception] = []
@@ -182,9 +185,9 @@ class Suspender:
 def _complete(
     group: Group, mine: Sequence[Communicator]
 ) -> tuple[list[Communicator], list[Communicator], bool]:
-    """Split communicators into those that all of their ranks list, and the others. Collective.
+    """Separate the communicators that all of their ranks list from the others. Collective.
 
-    Also returns whether any rank lists a communicator.
+    Also returns whether any rank lists any communicator.
     """
     listed = group.gather({"each": [[one.name, list(one.ranks), one.rank] for one in mine]})
     places: dict[Key, list[int]] = {}
@@ -200,7 +203,7 @@ def _complete(
 
 
 def of_torch(device: int) -> list[Communicator]:
-    """Return the communicators of torch's process groups on a device, except unused ones."""
+    """Return the communicators of torch's process groups on a device, without unused ones."""
     torch: Any = sys.modules.get("torch")  # a process without torch has none of its communicators
     library = loaded()
     if library is None or torch is None:
@@ -222,8 +225,9 @@ def of_groups(engine: str, module: str) -> list[Communicator]:
     """Return the communicators that an engine creates itself for its groups of ranks.
 
     Args:
-        engine: the beginning of the communicators' names.
-        module: the engine's module of its groups; nothing is returned unless it is imported.
+        engine: the prefix of the communicators' names.
+        module: the engine's module that defines its groups; the result is empty unless this module
+            is imported.
     """
     found = []
     for name, reference in list(getattr(sys.modules.get(module), "_groups", {}).items()):
@@ -241,7 +245,7 @@ def of_groups(engine: str, module: str) -> list[Communicator]:
 
 
 def _handle(group: Any, device: Any) -> int:
-    """Return the address of a process group's communicator on a device; 0 if there is none."""
+    """Return the address of a process group's communicator on a device; 0 if it has none."""
     try:
         return int(group._get_backend(device)._comm_ptr())
     except (AttributeError, RuntimeError):  # not an NCCL group, or not used yet

@@ -14,7 +14,7 @@ __all__ = [
 
 
 class EngineError(MemsaverError):
-    """The engine did not complete a request, because it died or reported an error.
+    """The engine died or reported an error, and did not complete a request.
 
     Attributes:
         http_status: the HTTP status of a server's answer; 0 if there was no answer.
@@ -37,7 +37,7 @@ class EngineTimeoutError(EngineError, TimeoutError):
 
 
 class EngineBusyError(InvalidStateError):
-    """The engine has requests in flight, which need the memory."""
+    """The engine has requests in flight that need the memory."""
 
     _status = "ENGINE_BUSY"
 

@@ -1,7 +1,7 @@
-"""Reads JSON from another process, and checks each field. Any defect raises an `EngineError`.
+"""Parses JSON from another process, and checks each field. Raises `EngineError` for any defect.
 
-JSON allows lone surrogates, which no encoding can represent. They are escaped, so that messages
-with such text can be printed and sent.
+JSON allows lone surrogates, which no encoding can represent. Lone surrogates are escaped, so
+messages that contain them can be printed and sent.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def parsed(text: str, source: str) -> Any:
     """Parse JSON text.
 
     Args:
-        text: the JSON.
-        source: a description of the text's origin, for errors.
+        text: the JSON text.
+        source: a description of the text's origin, for error messages.
     """
     try:
         return json.loads(text)
@@ -61,7 +61,7 @@ class Fields:
 
     Args:
         value: the object.
-        source: a description of the object's origin, for errors.
+        source: a description of the object's origin, for error messages.
     """
 
     def __init__(self, value: Any, source: str) -> None:
@@ -89,7 +89,7 @@ class Fields:
         return float(value) if is_number(value) else self._refuse(name, "a number", value)
 
     def texts(self, name: str, known: Collection[str] | None = None) -> tuple[str, ...]:
-        """Return a list of strings; () if missing. With `known`, each must be in `known`."""
+        """Return a list of strings; () if missing. If given, `known` must contain each one."""
         values = self._read(name, (list, tuple), "a list", [])
         for value in values:
             if not isinstance(value, str):

@@ -3,11 +3,11 @@
 | part | contents |
 |---|---|
 | `tags` | memory that is still mapped in memsaver's tags |
-| `graphs` | torch's private pools outside tags: CUDA graphs that cannot be paused |
+| `graphs` | torch's private pools outside tags, used by CUDA graphs that cannot be paused |
 | `tensors` | torch's tensors outside tags and private pools, including cuBLAS's workspaces |
 | `cache` | torch's cached memory without a tensor |
 | `nccl` | memory of NCCL's communicators, if NCCL reports it |
-| `context` | the process's remaining memory: its CUDA context, allocations of libraries |
+| `context` | the process's remaining memory, such as its CUDA context and libraries' allocations |
 | `rest` | all other memory in use on the device, such as that of other processes |
 """
 
@@ -54,17 +54,17 @@ def device() -> int:
 
 
 def use_device(device: int) -> None:
-    """Make a device the current one of this thread, if torch has a CUDA context in this process."""
+    """Make a device this thread's current device, if torch has a CUDA context in this process."""
     torch = torch_with_cuda()
     if torch is not None:
         torch.cuda.set_device(device)
 
 
 def measure(device: int, communicators: Iterable[Communicator] = ()) -> dict[str, int]:
-    """Return the bytes of each part.
+    """Return the number of bytes in each part.
 
     `nccl` is missing if NCCL cannot report its memory. `context` is missing if NVML is not
-    available, does not report this process, as in some containers, or disagrees with the driver.
+    available, does not report this process (as in some containers), or disagrees with the driver.
     """
     free, total = memsaver.device_memory(device)
     own = own_bytes(device)
@@ -110,8 +110,8 @@ def release_cache() -> None:
 def clear_workspaces(device: int) -> None:
     """Release cuBLAS's workspaces, which torch allocates again when they are needed.
 
-    Does nothing if torch has a private pool outside tags: CUDA graphs use such pools, and graphs
-    contain the workspaces' addresses. The caller checks for graphs in tags.
+    Does nothing if torch has a private pool outside tags, because CUDA graphs use such pools and
+    contain the workspaces' addresses. The caller must check whether there are graphs in tags.
     """
     torch = torch_with_cuda()
     if torch is not None and not of_segments(_segments(device))["graphs"]:

@@ -27,7 +27,7 @@ def modules_of(*all_hooks: Hooks) -> tuple[str, ...]:
 
 
 def install(module: ModuleType, hooks: Hooks, optional: Hooks) -> set[str]:
-    """Install the hooks of an imported module's methods. Idempotent.
+    """Install the hooks of an imported module's methods. This function is idempotent.
 
     Returns:
         The methods of `optional` that the module lacks.
@@ -53,7 +53,7 @@ def install(module: ModuleType, hooks: Hooks, optional: Hooks) -> set[str]:
 
 
 def around(owner: Any, name: str, hook: Callable[..., Any]) -> None:
-    """Install an AROUND hook in a function of a class or a module. Idempotent.
+    """Install an AROUND hook in a function of a class or a module. This function is idempotent.
 
     Raises:
         AttributeError: the owner lacks the function.
@@ -67,7 +67,7 @@ def around(owner: Any, name: str, hook: Callable[..., Any]) -> None:
 
 
 def wrapped(kind: str, original: Callable[..., Any], hook: Callable[..., Any]) -> Any:
-    """Return the method with its hook, which receives the caller's named arguments by position."""
+    """Return the hooked method; the hook receives the caller's keyword arguments by position."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)

@@ -10,7 +10,7 @@ __all__ = ["to_host"]
 def to_host(tensor: Any) -> Any:
     """Copy a tensor to new host memory, and return the copy.
 
-    For a tensor on a GPU, the memory is pinned if the driver can pin it: copies to and from
+    For a tensor on a GPU, the memory is pinned if the driver allows it, because copies to and from
     pageable memory take several times as long. torch keeps freed pinned memory for later copies
     until the process exits; memsaver's statistics do not count this memory.
 

@@ -9,11 +9,11 @@ __all__ = ["IdleTimer"]
 
 
 class IdleTimer:
-    """Measures the time since the last request, for an engine that releases its memory when idle.
+    """Measures the time since the last request to an engine that releases its memory when idle.
 
     Args:
-        seconds: the time after which the engine is due to release its memory.
-        clock: returns the time in seconds.
+        seconds: the idle time after which the engine should release its memory.
+        clock: a function that returns the time in seconds.
     """
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -23,9 +23,9 @@ class IdleTimer:
 
     @property
     def left(self) -> float:
-        """The remaining seconds; 0 if the engine is due to release its memory."""
+        """The remaining seconds; 0 if the engine should release its memory now."""
         return max(0.0, self._since + self._seconds - self._clock())
 
     def restart(self) -> None:
-        """Restart the timer: a request has arrived, or the engine cannot release memory now."""
+        """Restart the timer, because a request arrived or the engine cannot release memory now."""
         self._since = self._clock()

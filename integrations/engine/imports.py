@@ -1,7 +1,7 @@
 """Callbacks that run after other code has imported a module.
 
-A platform plugin of SGLang runs during SGLang's own imports. The modules that the plugin needs
-cannot be imported at that time, because their dependencies are only partly imported.
+SGLang loads its platform plugins during its own imports. The plugin cannot import the modules that
+it needs at that time, because their dependencies are only partly imported.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ __all__ = ["no_longer", "when_imported"]
 
 
 def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
-    """Call `then(module)` once: now if the module is imported, otherwise right after its import.
+    """Call `then(module)` once: now if the module is imported, otherwise just after its import.
 
-    Calls it on the importing thread, before other code can use the module. An exception that `then`
-    raises ends the import. After a failed import, waits for the next one. Does nothing if the
-    module is being imported now (the caller must call again later), or if an earlier call is
-    already waiting for its import.
+    The callback runs on the importing thread, before other code can use the module. If the callback
+    raises an exception, the import fails. After a failed import, the function waits for the next
+    import of the module. It does nothing if the module is being imported now (the caller must call
+    it again later), or if an earlier call is already waiting for this import.
     """
     module = sys.modules.get(name)
     if module is None:
@@ -39,7 +39,7 @@ def no_longer(name: str) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module through the other finders, and removes itself after the import."""
+    """Finds one module with the other finders, and removes itself after the import."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
         self.name = name
@@ -61,7 +61,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Loads with the module's own loader, and restores that loader in the module's attributes."""
+    """Loads a module with its own loader, and restores that loader in the module's attributes."""
 
     def __init__(self, loader: Loader, finder: _Finder) -> None:
         self._loader = loader
@@ -72,7 +72,7 @@ class _Loader(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Call the module's own loader, then the callback."""
+        """Call the module's own loader, and then the callback."""
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader

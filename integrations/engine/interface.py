@@ -1,4 +1,4 @@
-"""The calls that an inference engine implements: `Engine` for its sleep, `Backend` for rollouts.
+"""The calls that an engine implements: in `Engine` for its sleep, in `Backend` for rollouts.
 
 `memsaver.integrations.sglang` and `memsaver.integrations.vllm` implement both.
 """
@@ -38,23 +38,24 @@ PauseMode = Literal["abort", "retract", "in_place", "wait"]
 class Engine(Protocol):
     """The calls that `EngineController` makes to an engine.
 
-    Each call is one request and keeps no state. Every `timeout` is in seconds, for the whole call.
+    Each call is one request, and stores no state. Every `timeout` is in seconds and limits the
+    whole call.
 
-    Errors: `EngineTimeoutError` if there is no answer in time; `EngineError` if the engine died or
-    rejects the call; memsaver's own errors if its hooks in the schedulers report one. Without the
+    Errors: `EngineTimeoutError` if no answer arrives in time; `EngineError` if the engine died or
+    rejects the call; and the errors that memsaver's hooks in the schedulers report. Without the
     hooks, a `ConfigError` means that the engine did not receive the call.
     """
 
     def release(
         self, tags: Sequence[str], timeout: float, keep_weights: bool = True
     ) -> list[Answer]:
-        """Release memory. Returns the schedulers' answers; [] if they do not reach the caller.
+        """Release memory. Returns the schedulers' answers; [] if none reach the caller.
 
         Args:
-            tags: the tags.
-            timeout: see above.
-            keep_weights: False if the weights' contents are no longer needed, so that the engine
-                need not save them.
+            tags: the engine's tags to change.
+            timeout: the limit for the call, in seconds.
+            keep_weights: whether the weights' contents are still needed; if False, the engine need
+                not save them.
         """
 
     def resume(
@@ -63,10 +64,10 @@ class Engine(Protocol):
         """Resume memory. Returns answers like `release`.
 
         Args:
-            tags: the tags.
-            timeout: see above.
-            keep_weights: False if the weights are about to be overwritten, so that the engine need
-                not restore them.
+            tags: the engine's tags to change.
+            timeout: the limit for the call, in seconds.
+            keep_weights: whether the weights' contents are still needed; if False, they are about
+                to be overwritten, and the engine need not restore them.
         """
 
     def states(self, timeout: float) -> list[SchedulerState]:
@@ -82,23 +83,23 @@ class Engine(Protocol):
         """Generate, with the engine's own arguments and results.
 
         Args:
-            args: the engine's arguments.
-            kwargs: the engine's arguments, and `timeout`: seconds for the call, by default
-                `GENERATION_SECONDS`. For an engine in this process with blocking calls, the timeout
-                limits only the wait for other threads' calls.
+            args: the engine's positional arguments.
+            kwargs: the engine's keyword arguments, and `timeout`, the seconds for the call (by
+                default `GENERATION_SECONDS`). For an engine in this process with blocking calls,
+                the timeout limits only the wait for other threads' calls.
         """
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt for which one sample is requested.
+    """A prompt for which the engine generates one sample.
 
     Attributes:
-        input_ids: the prompt's tokens; [] if the prompt is a text.
+        input_ids: the prompt's tokens; [] if the prompt is text.
         sampling_params: the engine's sampling parameters, without "n".
-        multimodal: the prompt's parts other than tokens, such as "image_data", under the engine's
-            names; or None.
-        text: the prompt's text, which the engine tokenizes; None if it consists of tokens.
+        multimodal: the prompt's parts other than tokens, such as "image_data", by the engine's
+            names for them; or None.
+        text: the prompt's text, which the engine tokenizes; None if the prompt consists of tokens.
     """
 
     input_ids: list[int]
@@ -112,11 +113,11 @@ class Sample:
     """The output for one request.
 
     Attributes:
-        token_ids: the generated tokens, without the prompt's.
-        logprobs: the log-probability with which each token was sampled; None if the engine reports
-            none.
-        finish_reason: "stop", "length" or "abort", or the engine's own name for another reason.
-        weight_version: the version of the weights at the end of the sample; None if unknown.
+        token_ids: the generated tokens, without the prompt's tokens.
+        logprobs: the log-probability of each sampled token; None if the engine does not report it.
+        finish_reason: either "stop", "length" or "abort", or the engine's own name for another
+            reason.
+        weight_version: the version of the weights when the sample ended; None if unknown.
     """
 
     token_ids: list[int]
@@ -127,13 +128,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class SharedTensors:
-    """Tensors in the sender's memory, which the engine's ranks map into their own processes.
+    """Tensors in the sender's memory that the engine's ranks map into their own processes.
 
     Attributes:
         payloads: the serialised tensors for each of the engine's ranks, in rank order.
-        layout: "whole": tensors as in a checkpoint, for the model's loader. "engine": tensors in
-            the layout and under the names of the model's parameters.
-        in_bucket: whether whole tensors are in one piece of memory; shards never are.
+        layout: either "whole", for tensors as in a checkpoint, which the model's loader reads, or
+            "engine", for tensors with the layout and the names of the model's parameters.
+        in_bucket: whether whole tensors are in one contiguous piece of memory; always False for
+            shards.
     """
 
     payloads: tuple[str, ...]
@@ -143,13 +145,13 @@ class SharedTensors:
 
 @dataclass(frozen=True)
 class Broadcast:
-    """Whole tensors that rank 0 of a process group broadcasts during the call, in this order.
+    """Whole tensors that rank 0 of a process group broadcasts in this order during the call.
 
     Attributes:
-        group_name: the group, which the engine's ranks have joined.
+        group_name: the name of the group, which the engine's ranks have joined.
         names: the tensors' names.
-        dtypes: their types, such as "bfloat16".
-        shapes: their shapes.
+        dtypes: the tensors' types, such as "bfloat16".
+        shapes: the tensors' shapes.
     """
 
     group_name: str
@@ -179,7 +181,7 @@ class WeightLoad:
 
 @dataclass(frozen=True)
 class JoinRequest:
-    """A request to join a process group. Rank 0 of the group sends the weights.
+    """A request to join a process group, whose rank 0 sends the weights.
 
     Attributes:
         name: the group's name.
@@ -187,7 +189,7 @@ class JoinRequest:
         port: the port of the group's store.
         backend: the torch.distributed backend, "nccl" or "gloo".
         world_size: the number of ranks in the group.
-        rank_offset: the rank in the group of the engine's first rank.
+        rank_offset: the group rank of the engine's first rank.
     """
 
     name: str
@@ -201,17 +203,18 @@ class JoinRequest:
 class Backend(Protocol):
     """The calls that `RolloutEngine` makes to an engine, in the leader of a tensor-parallel group.
 
-    Threads: any; calls may wait for each other. Every `timeout` is in seconds, for the whole call.
+    Any thread may make calls; calls may wait for each other. Every `timeout` is in seconds and
+    limits the whole call.
 
-    Errors: `EngineTimeoutError` if there is no answer in time (the engine may still complete the
-    call); `EngineDiedError` if the engine died; `EngineError` if it rejects the call;
+    Errors: `EngineTimeoutError` if no answer arrives in time (the engine may still complete the
+    call); `EngineDiedError` if the engine died; `EngineError` if it rejects the call; and
     `InvalidStateError` if memory that the call needs is released (the engine did not receive the
     call).
     """
 
     @property
     def tp_size(self) -> int:
-        """The number of the engine's ranks, each with its own payload.
+        """The number of the engine's ranks, each of which has its own payload.
 
         Ranks are numbered by data-parallel replica, then by pipeline stage, then by rank in the
         tensor-parallel group.
@@ -219,52 +222,53 @@ class Backend(Protocol):
 
     @property
     def control(self) -> EngineController:
-        """The controller of the engine's sleep."""
+        """The controller that puts the engine to sleep and wakes it."""
 
     def generate(self, requests: Sequence[Request], timeout: float) -> list[Sample]:
-        """Return a sample for each request, in order. After `timeout` the requests are aborted."""
+        """Return a sample for each request, in order. The requests are aborted after `timeout`."""
 
     def pause_generation(self, mode: PauseMode, timeout: float) -> None:
-        """Stop generating until `continue_generation`; new requests wait.
+        """Stop generation until `continue_generation` is called; new requests wait.
 
         Args:
             mode: the treatment of requests in flight. "abort" ends them with the tokens generated
-                so far; "retract" drops their KV cache, and computes it again later; "in_place"
-                keeps the KV cache, so that they continue with values computed by the old weights;
-                "wait" lets them finish first, if the engine can.
-            timeout: seconds; after a timeout, generation may or may not be paused.
+                so far. "retract" drops their KV cache and recomputes it later. "in_place" keeps the
+                KV cache, so they continue with values computed by the old weights. "wait" waits
+                until they finish, if the engine supports it.
+            timeout: the limit in seconds; after a timeout, it is unknown whether generation is
+                paused.
         """
 
     def continue_generation(self, timeout: float) -> None:
         """Resume a paused generation. Does nothing if generation is not paused."""
 
     def maps_regions(self, timeout: float) -> bool:
-        """Return whether the engine's ranks can map tensors of this process's shareable regions."""
+        """Return whether the engine's ranks can map tensors in this process's shareable regions."""
 
     def begin_update(self, timeout: float) -> None:
-        """Convert the weights to the form for loading, if the engine uses a different one."""
+        """Convert the weights to the format for loading, if the engine has a separate one."""
 
     def load_weights(self, load: WeightLoad) -> list[RankCheck]:
         """Load a bucket of new weights.
 
         Returns:
-            The checks of each of the engine's ranks, even if they found a defect; the engine keeps
-            the old version in this case. [] if there was no verification request, or the
+            The checks of each of the engine's ranks, even if they found a defect, in which case the
+            engine keeps the old version. Returns [] if there was no verification request, or if the
             engine cannot verify.
         """
 
     def end_update(self, timeout: float, complete: bool = True) -> None:
-        """Convert the weights to the form for generation, even after a failed load.
+        """Convert the weights to the format for generation, even after a failed load.
 
         Args:
-            timeout: seconds for the call.
+            timeout: the maximum duration of the call, in seconds.
             complete: whether all weights were loaded.
         """
 
     def checksums(self, timeout: float) -> Sequence[str]:
-        """Return the checksum of each rank's weights; () if the engine has none.
+        """Return the checksum of each rank's weights; () if the engine computes none.
 
-        The checksums are computed in the engine's own layout, for comparison with other engines.
+        Each engine computes the checksums of its own layout, for comparison with other engines.
         """
 
     def join_group(self, group: JoinRequest, timeout: float) -> None:
@@ -277,7 +281,7 @@ class Backend(Protocol):
         """Make the engine's ranks leave a process group that they joined."""
 
     def death(self) -> str:
-        """Describe the end of one of the engine's processes; "" if none is known to have ended."""
+        """Describe how one of the engine's processes ended; "" if none is known to have ended."""
 
     def close(self) -> None:
         """Stop the engine if the backend started it; other engines keep running. Idempotent."""

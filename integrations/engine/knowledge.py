@@ -1,4 +1,4 @@
-"""`Knowledge`: the state of an engine's memory as a controller knows it."""
+"""`Knowledge`: a controller's record of the state of an engine's memory."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ __all__ = ["Knowledge"]
 
 
 class Knowledge:
-    """The tags that are known to be released. Any thread; no call here queries the engine.
+    """The tags that are known to be released. Any thread may call it; no call queries the engine.
 
-    A reply may be late and belong to an earlier query, because some engines do not match replies to
-    queries: they accept any replies until they have one for each scheduler. Therefore `fits` and
-    `are_new` check replies before `learn` adopts them.
+    A late reply may belong to an earlier query, because some engines do not match replies to
+    queries: they accept replies until they have one for each scheduler. Therefore, `fits` and
+    `are_new` check replies before `learn` records them.
 
     Attributes:
         anywhere: the tags that are released on at least one scheduler.
-        everywhere: the tags that are released on all schedulers, and have no memory on any rank.
+        everywhere: the tags that are released on all schedulers and have no memory on any rank.
             Data-parallel schedulers may differ after a failure.
         lost: the tags whose contents were lost when the last release or resume failed.
         is_known: whether `anywhere` is the current state.
         guarded: whether memsaver's plugin is in the engine.
-        admits: whether the engine accepts requests while it sleeps, and holds them or wakes up.
+        admits: whether the engine accepts requests while it sleeps, and then holds them or wakes
+            up.
 
     Args:
         released: the tags that are released initially.
@@ -46,12 +47,12 @@ class Knowledge:
             return self.anywhere if self.is_known else None
 
     def learn(self, states: Sequence[SchedulerState]) -> None:
-        """Adopt the states that the schedulers report; change nothing if `states` is empty.
+        """Record the states that the schedulers report; change nothing if `states` is empty.
 
         Raises:
-            EngineError: `states` is empty, and earlier ones were not: the engine was replaced by
-                one without memsaver's plugin. The state is unknown until an engine with the plugin
-                reports it.
+            EngineError: `states` is empty although earlier states were not, because an engine
+                without memsaver's plugin has replaced the earlier engine. The state is unknown
+                until an engine with the plugin reports it.
         """
         if not states:
             if self.guarded:
@@ -72,7 +73,7 @@ class Knowledge:
             self.guarded = self.is_known = True
 
     def check_done(self, operation: str, tags: Sequence[str]) -> None:
-        """Raise `EngineError` if an accepted release or resume of `tags` did not take effect."""
+        """Raise `EngineError` if an accepted release or resume of `tags` had no effect."""
         with self._lock.locked():
             if operation == "release":
                 undone = set(tags).difference(self.everywhere)
@@ -86,7 +87,7 @@ class Knowledge:
             )
 
     def note(self, operation: str, tags: Sequence[str], answers: Sequence[Answer]) -> None:
-        """Record a successful release or resume, from its answers if there are any."""
+        """Record a successful release or resume, using the answers if there are any."""
         if answers:
             when = "wait" if self.admits else "refuse"
             self.learn([SchedulerState(a.scheduler, a.released, True, a, when) for a in answers])
@@ -99,17 +100,17 @@ class Knowledge:
             self.is_known = True
 
     def doubt(self) -> None:
-        """Mark the state as unknown until the next report."""
+        """Mark the state as unknown until the schedulers' next report."""
         with self._lock.locked():
             self.is_known = False
 
     def trust(self) -> None:
-        """Mark the state as known: the engine did not receive a request."""
+        """Mark the state as known, because the engine did not receive the request."""
         with self._lock.locked():
             self.is_known = True
 
     def fits(self, states: Sequence[SchedulerState]) -> bool:
-        """Return whether `states` has one state for each scheduler, and no outdated state."""
+        """Return whether `states` contains one current state for each scheduler."""
         with self._lock.locked():
             return _is_one_of_each(states) and not any(
                 (state.last.number if state.last else 0) < self._numbers.get(state.scheduler, 0)
@@ -117,7 +118,7 @@ class Knowledge:
             )
 
     def are_new(self, answers: Sequence[Answer]) -> bool:
-        """Return whether these are the answers of all schedulers to the latest request."""
+        """Return whether the answers are those of all schedulers to the latest request."""
         with self._lock.locked():
             return (
                 _is_one_of_each(answers)
@@ -126,7 +127,7 @@ class Knowledge:
             )
 
     def newer(self, answers: Sequence[Answer | None]) -> list[Answer]:
-        """Return the answers that are later than the known ones."""
+        """Return the answers that are later than the recorded ones."""
         with self._lock.locked():
             return [a for a in answers if a and a.number > self._numbers.get(a.scheduler, 0)]
 

@@ -1,4 +1,4 @@
-"""Protocols for the functions of an engine's package that start an engine or create its backend.
+"""Protocols for the functions with which a package starts an engine or creates its backend.
 
 mypy checks the packages' modules against these protocols.
 """
@@ -15,10 +15,10 @@ __all__ = ["Connector", "Launcher", "NodeLauncher"]
 
 
 class Launcher(Protocol):
-    """The module `launch` of an engine's package. See its functions for their errors."""
+    """The module `launch` of an engine's package. Its functions document their errors."""
 
     def sizes_of(self, arguments: Mapping[str, Any], ranks: int | None) -> Sizes:
-        """Return the parallel sizes that an engine's arguments set, for at most `ranks` ranks."""
+        """Return the parallel sizes that an engine's arguments set for at most `ranks` ranks."""
 
     def place(
         self, gpus: Sequence[Gpu | None], dp_rank: int, sizes: Sizes | None = None
@@ -26,7 +26,7 @@ class Launcher(Protocol):
         """Return the placement of an engine on the GPUs of the group's ranks."""
 
     def policy_variables(self, arguments: Mapping[str, Any]) -> dict[str, str]:
-        """Return the environment variables of an engine with a policy for requests.
+        """Return the environment variables that set an engine's policy for requests.
 
         Args:
             arguments: `asleep`, `asleep_wait`, `asleep_requests` and `sleep_after`; see
@@ -45,11 +45,11 @@ class Launcher(Protocol):
         timeout: float,
         variables: Mapping[str, str],
     ) -> Backend:
-        """Start an engine within `timeout` seconds, with further environment variables."""
+        """Start an engine within `timeout` seconds, with additional environment variables."""
 
 
 class NodeLauncher(Launcher, Protocol):
-    """The module `launch` of a package whose engines can be on several hosts."""
+    """The module `launch` of a package whose engines can span several hosts."""
 
     def launch_node(
         self,
@@ -59,7 +59,7 @@ class NodeLauncher(Launcher, Protocol):
         timeout: float,
         variables: Mapping[str, str],
     ) -> Callable[[], None]:
-        """Start the part of an engine on another host; return a function that ends the part."""
+        """Start the part of an engine on another host; return a function that stops the part."""
 
 
 class Connector(Protocol):

@@ -1,4 +1,4 @@
-"""Calls to an engine in this process, run by another thread or by an event loop."""
+"""Calls to an engine in this process that run on another thread or on an event loop."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def check_call(timeout: float, ended: str, loop: Any = None) -> None:
 
     Args:
         timeout: the call's timeout in seconds.
-        ended: a description of a process of the engine that ended; or "".
-        loop: the engine's event loop, if it runs the call.
+        ended: a description of an engine process that has ended, or "".
+        loop: the engine's event loop, if the loop runs the call.
 
     Raises:
         ConfigError: the timeout is not a positive number.
@@ -51,15 +51,16 @@ def result_of(
     wait: Callable[[float], object] | None = None,
     kinds: Mapping[str, type[MemsaverError]] | None = None,
 ) -> Result:
-    """Return the result of a call.
+    """Wait for a call, and return its result.
 
     Args:
         done: the call, which is cancelled after the timeout.
-        what: a description of the call, for errors.
+        what: a description of the call, for error messages.
         timeout: seconds to wait.
-        death: describes a process of the engine that ended; "" if none has.
-        wait: waits for the call for some seconds; None waits for another thread.
-        kinds: memsaver's errors by the class names of the engine's errors that they replace.
+        death: a function that describes an engine process that has ended, or returns "".
+        wait: a function that waits for the call for a number of seconds; None waits for another
+            thread.
+        kinds: memsaver's errors, by the class names of the engine's errors that they replace.
 
     Raises:
         EngineTimeoutError: the call did not return in time.

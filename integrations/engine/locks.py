@@ -1,4 +1,4 @@
-"""Locks with a bounded wait, which are released even after an interrupt."""
+"""Locks with a limited wait, which are released even after an interrupt."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _HANDLERS_SECONDS = 0.05  # the longest time for which a wait defers signal hand
 def locked(
     lock: threading.Lock, seconds: float, late: Callable[[], Exception]
 ) -> Iterator[list[threading.Lock]]:
-    """Own a lock during the block, which receives the lock in a list.
+    """Acquire a lock for the block, and pass it to the block in a list.
 
-    If the block empties the list, another thread releases the lock instead.
+    If the block empties the list, another thread must release the lock instead.
 
     Args:
-        lock: the lock. Unlike a `Gate`, the lock may be released by another thread.
-        seconds: the longest wait. Signal handlers run during the wait.
-        late: returns the error that is raised after the wait.
+        lock: the lock. Unlike a `Gate`, the lock can be released by another thread.
+        seconds: the limit on the wait. Signal handlers run during the wait.
+        late: a function that returns the error to raise after the limit.
     """
     deadline = time.monotonic() + seconds
     owned: list[threading.Lock] = []
@@ -56,11 +56,11 @@ def _release(owned: list[threading.Lock]) -> None:
 
 
 def late_generation(seconds: float, more: str = "") -> EngineTimeoutError:
-    """Return the error for a call that could not begin because of another thread's generation.
+    """Return the error for a call that another thread's generation prevented from starting.
 
     Args:
-        seconds: the time that has passed.
-        more: further advice for the caller.
+        seconds: the duration of the wait.
+        more: additional advice for the caller.
     """
     return EngineTimeoutError(
         f"another thread's generation did not end within {seconds:.3g} s, and the engine makes one "

@@ -1,4 +1,4 @@
-"""Event loops of asyncio, for callers outside of them."""
+"""Event loops of asyncio, for callers outside the loops."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def is_in_loop() -> bool:
 
 
 def check_outside_loop() -> None:
-    """Raise `InvalidStateError` if the calling thread runs an event loop, which cannot wait."""
+    """Raise `InvalidStateError` if the calling thread runs an event loop, which must not block."""
     if is_in_loop():
         raise InvalidStateError(
             "the controller cannot wait inside an event loop: call it with "
@@ -36,7 +36,7 @@ def check_outside_loop() -> None:
 
 
 def settle(done: Future[Result], work: Callable[[], Result]) -> None:
-    """Run `work`, unless `done` is cancelled, for the thread that waits for its result."""
+    """Run `work` for the thread that waits for its result, unless `done` is cancelled."""
     if not done.set_running_or_notify_cancel():
         return
     try:
@@ -46,7 +46,7 @@ def settle(done: Future[Result], work: Callable[[], Result]) -> None:
 
 
 class LoopThread:
-    """A thread that runs an event loop until `close`.
+    """A thread that runs an event loop until `close` is called.
 
     Attributes:
         loop: the event loop.
@@ -63,7 +63,7 @@ class LoopThread:
         self.loop.run_forever()
 
     def run(self, work: Callable[[], Result]) -> Result:
-        """Return the result of `work`, which runs on the thread, inside the loop.
+        """Run `work` on the thread, inside the loop, and return its result.
 
         Exceptions propagate.
         """

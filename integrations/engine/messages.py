@@ -1,8 +1,8 @@
 """Messages of an engine's scheduler processes about their memory.
 
 Schedulers and callers are different processes, possibly on different hosts, so the messages are
-sent as JSON: `asdict` returns the fields of a message, and its `from_fields` checks and reads them.
-Each engine's integration decides how to send the JSON.
+sent as JSON. `asdict` returns a message's fields, and the class's `from_fields` checks and reads
+them. Each engine's integration decides how to send the JSON.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ _WANTS = (errors.BackupError, errors.OutOfDeviceMemoryError, errors.OutOfHostMem
 
 @dataclass(frozen=True)
 class Failure:
-    """The parts of an exception that are sent.
+    """The parts of an exception that are sent to another process.
 
     Attributes:
-        kind: the exception's class.
-        message: its text.
-        tag: the tag concerned, or "".
-        needed: bytes that were needed, if memory or disk space was short.
-        free: bytes that were free, if memory or disk space was short.
+        kind: the name of the exception's class.
+        message: the exception's text.
+        tag: the affected tag, or "".
+        needed: the required bytes, if memory or disk space was insufficient.
+        free: the free bytes, if memory or disk space was insufficient.
     """
 
     kind: str
@@ -70,7 +70,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """Return the parts of an exception that are sent."""
+        """Return the parts of an exception that are sent to another process."""
         # In exceptions other than memsaver's, attributes with these names may be anything.
         tag: Any = getattr(error, "tag", "")
         needed: Any = getattr(error, "needed", 0)
@@ -85,7 +85,10 @@ class Failure:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any] | None) -> Failure | None:
-        """Read a failure from its `asdict`; None yields None. Raises `EngineError` otherwise."""
+        """Read a failure from the result of `asdict`; None yields None.
+
+        Raises `EngineError` for other values.
+        """
         if fields is None:
             return None
         read = Fields(fields, "a failure")
@@ -104,14 +107,14 @@ class RankReport:
 
     Attributes:
         rank: the rank among the answer's ranks.
-        host: the name of its host.
-        pid: its process id on that host.
-        seconds: the duration of the transition on this rank.
+        host: the name of the rank's host.
+        pid: the rank's process id on that host.
+        seconds: the duration of the release or resume on this rank.
         device_bytes: device memory released or mapped, by tag.
         copied_bytes: bytes copied to or from the backup, by tag.
         failure: the rank's failure, or None.
-        held: the bytes in use on the rank's device after a release of all memory, by owner (see
-            `held`); empty after any other operation.
+        held: the bytes that remain in use on the rank's device after a release of all memory, by
+            owner (see the module `held`); empty after any other operation.
     """
 
     rank: int
@@ -125,12 +128,12 @@ class RankReport:
 
     @property
     def bytes(self) -> int:
-        """Device memory released or mapped, in total."""
+        """The total device memory that was released or mapped."""
         return sum(self.device_bytes.values())
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> RankReport:
-        """Read a report from its `asdict`. Raises `EngineError` for anything else."""
+        """Read a report from the result of `asdict`. Raises `EngineError` for other values."""
         read = Fields(fields, "a rank's report")
         return cls(
             read.whole("rank"),
@@ -149,20 +152,20 @@ class Answer:
     """A scheduler's answer to a release or a resume, for all ranks of its group.
 
     Attributes:
-        scheduler: its unique name.
-        operation: "release" or "resume".
-        tags: the tags of the operation, even if it failed, except tags that were already in the
+        scheduler: the scheduler's unique name.
+        operation: either "release" or "resume".
+        tags: the operation's tags, even if it failed, without the tags that were already in the
             requested state.
         released: the tags whose memory is currently released.
-        held: the released tags whose memory is still allocated on a rank, because the rank could
-            not release it after a failure; the next release retries.
-        ranks: the reports of the ranks that release and resume together: the scheduler's
-            tensor-parallel group or, in a pipeline, those of all stages.
+        held: the released tags with memory that a rank could not release after a failure; the next
+            release tries again.
+        ranks: the reports of the ranks that release and resume together, which are those of the
+            scheduler's tensor-parallel group or, in a pipeline, of all stages.
         failure: the operation's failure, or None.
         number: the answer's sequence number, which starts at 1 for each scheduler.
-        lost: tags whose contents are lost. A failed release loses contents without a backup, and
-            maps the tags again; a failed resume loses contents that were to be overwritten, and
-            releases the tags again.
+        lost: tags whose contents are lost. A failed release maps the tags again, but loses contents
+            without a backup. A failed resume releases the tags again, but loses contents that were
+            about to be overwritten.
     """
 
     scheduler: str
@@ -177,9 +180,9 @@ class Answer:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Answer:
-        """Read an answer from its `asdict`, whose tuples may have become lists.
+        """Read an answer from the result of `asdict`, whose tuples may have become lists.
 
-        Raises `EngineError` for anything else.
+        Raises `EngineError` for other values.
         """
         read = Fields(fields, "a scheduler's answer")
         return cls(
@@ -200,16 +203,16 @@ class SchedulerState:
     """The state of one scheduler's memory.
 
     Attributes:
-        scheduler: its unique name.
+        scheduler: the scheduler's unique name.
         released: the tags whose memory is released.
-        idle: whether no request is in flight, so a release is possible.
-        last: the last answer, or None.
+        idle: whether no request is in flight, so that memory can be released.
+        last: the scheduler's last answer, or None.
         when_asleep: the treatment of requests that need released memory; see `Policy`.
-        update_ranks: the number of ranks for which a weight update of this engine contains
-            separate tensors; 0 if unknown.
-        domain: the domain of the processes whose shareable regions the scheduler's ranks can map;
-            "" if unknown.
-        lost: released tags whose contents are lost.
+        update_ranks: the number of ranks that receive their own tensors in a weight update; 0 if
+            unknown.
+        domain: the name of the domain whose shareable regions the scheduler's ranks can map; "" if
+            unknown.
+        lost: the released tags whose contents are lost.
     """
 
     scheduler: str
@@ -223,7 +226,7 @@ class SchedulerState:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> SchedulerState:
-        """Read a state from its `asdict`. Raises `EngineError` for anything else."""
+        """Read a state from the result of `asdict`. Raises `EngineError` for other values."""
         read = Fields(fields, "a scheduler's state")
         last = read.optional("last")
         return cls(
@@ -257,5 +260,5 @@ def raisable(failure: Failure) -> MemsaverError:
 
 
 def kind_of(failure: Failure) -> type[MemsaverError]:
-    """Return the exception class that a failure names; `EngineError` for any other name."""
+    """Return the exception class that a failure names; `EngineError` if the name is unknown."""
     return _KINDS.get(failure.kind, EngineError)

@@ -23,30 +23,30 @@ __all__ = ["are_memsavers", "is_mapped", "pause", "paused_bytes", "resume"]
 
 
 def are_memsavers(tags: Sequence[str]) -> bool:
-    """Return whether memsaver, rather than another saver, allocated memory in one of these tags."""
+    """Return whether memsaver, not another saver, has allocated memory in any of these tags."""
     return bool(_names(tags))
 
 
 def is_mapped(tags: Sequence[str]) -> bool:
-    """Return whether memory of one of these tags is mapped on this rank."""
+    """Return whether any of these tags has mapped memory on this rank."""
     return any(memsaver.state(name) != "paused" for name in _names(tags))
 
 
 def paused_bytes(tags: Sequence[str]) -> int:
-    """Return an upper bound of the device memory that a resume of these tags maps on this rank."""
+    """Return an upper bound on the device memory that a resume of these tags maps on this rank."""
     known = memsaver.stats()
     rows = (row for name in _names(tags) for row in known[name] if row.state != "mapped")
     return sum(max(row.paused_now_bytes, row.last_paused_bytes) for row in rows)
 
 
 def resume(group: Group, tags: Sequence[str], unrestored: Collection[str] = ()) -> list[RankReport]:
-    """Resume the tags on every rank; mapped tags stay as they are. Collective.
+    """Resume the tags on every rank; mapped tags do not change. Collective.
 
     Args:
         group: the ranks.
         tags: the engine's tags.
-        unrestored: those of `tags` whose contents are about to be overwritten. They are resumed
-            last, so that a failure leaves all of them paused with their contents.
+        unrestored: the subset of `tags` whose contents are about to be overwritten. These tags are
+            resumed last, so that a failure leaves all of them paused, with their contents.
     """
 
     def work() -> Figures:
@@ -66,18 +66,18 @@ def resume(group: Group, tags: Sequence[str], unrestored: Collection[str] = ()) 
 def pause(
     group: Group, tags: Sequence[str], backups: Mapping[str, Backup] | None = None
 ) -> list[RankReport]:
-    """Pause the tags on every rank; paused tags stay as they are. Collective.
+    """Pause the tags on every rank; paused tags do not change. Collective.
 
     Args:
         group: the ranks.
         tags: the engine's tags.
-        backups: by tag, the backup of this pause; the regions' policy applies to other tags.
+        backups: the backup that this pause uses, by tag; other tags use their regions' policies.
 
-    Runs in two steps: all ranks begin the pause, and run it if no rank has rejected it, so that a
-    rejection precedes any loss of contents without a backup. After a rejection no rank has
-    changed; after a later failure some ranks have paused some tags. On a rank that failed, tags
-    whose pause failed or had not begun to run are mapped with their contents, and the other tags
-    are paused; a KV cache that was discarded has lost its contents. The rank's report contains its
+    The pause has two steps: all ranks begin it, and then run it if no rank has rejected it. A
+    rejection therefore precedes any loss of contents without a backup. After a rejection, no rank
+    has changed. After a later failure, some ranks have paused some tags. On a rank that failed, the
+    tags whose pause failed or did not run are mapped with their contents, and the other tags are
+    paused. A KV cache that was discarded has lost its contents. The rank's report contains its
     first error.
     """
 
@@ -95,7 +95,7 @@ def pause(
 
 
 class _Pause:
-    """A pause in two steps, on this rank. Closing `held` before the pause has run cancels it.
+    """A pause on this rank, in two steps. Closing `held` before the pause has run cancels it.
 
     The pause consists of one or more calls to memsaver: see `_steps`.
     """
@@ -136,7 +136,7 @@ class _Pause:
         return _figures(seconds, reports, self._names, self._tags)
 
     def _run_step(self, calls: Sequence[Call]) -> list[Report]:
-        """Run the calls at the same time, and raise the first error when all have ended."""
+        """Run the calls concurrently, and raise the first error after all of them have ended."""
         _C.Transition.run_all([call.native for call in calls if call.native is not None])
         reports, first = [], None
         for call in calls:
@@ -150,15 +150,19 @@ class _Pause:
         return reports
 
     def _steps(self) -> list[list[tuple[Backup | None, list[str]]]]:
-        """Group the names into steps of (backup to pass, names). A step's pauses run together.
+        """Group the names into steps, each a list of pairs of a backup to pass and the names.
+
+        The pauses of a step run together.
 
         If all tags to save already have backups, the first step saves them and discards the KV
         cache, so that the driver clears the cache's memory during the copies. If the save fails,
-        losing the cache is harmless, because the engine has already flushed it; if the pause of
-        the cache fails, the saved tags are still paused. Otherwise the pauses run one after the
-        other, because a first save is the most likely to fail, for lack of host memory: first all
-        pauses with the regions' own policies, in one call; then pauses with other backups; last,
-        pauses that discard contents which the policy would save.
+        the loss of the cache is harmless, because the engine has already flushed the cache. If the
+        pause of the cache fails, the saved tags are still paused.
+
+        Otherwise, the pauses run one after the other, because a first save is the pause most likely
+        to fail, for lack of host memory. The order is: all pauses with the regions' own policies,
+        in one call; pauses with other backups; and pauses that discard contents that the policy
+        would save.
         """
         policies = {name: policy_of(name) for name in self._names}
         wanted = {
@@ -188,7 +192,7 @@ class _Pause:
 
 
 def _has_backup(name: str) -> bool:
-    """Return whether a tag is empty or still has the memory of a backup from an earlier pause."""
+    """Return whether a tag is empty or still owns the memory of an earlier pause's backup."""
     rows = memsaver.stats()[name]
     if not any(row.allocated_bytes for row in rows):
         return True
@@ -206,7 +210,7 @@ def _figures(
 
 
 def _names(tags: Sequence[str]) -> dict[str, str]:
-    """Map memsaver's tags to the engine's; return {} if another saver manages the memory."""
+    """Map memsaver's tags to the engine's tags; return {} if another saver manages the memory."""
     try:
         return {name: tag for tag in tags for name in names_of(tag)}
     except NotLoadedError:

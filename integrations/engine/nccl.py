@@ -1,10 +1,10 @@
-"""The functions of a loaded NCCL library that release and restore a communicator's memory.
+"""Functions of a loaded NCCL library that release and restore a communicator's memory.
 
-NCCL has them since version 2.29.7. A suspended communicator keeps its connections and its
-addresses, so CUDA graphs that contain its kernels stay valid; until it is resumed, each use of it
-is an illegal memory access. Both functions wait for the communicator's other ranks. They apply only
-to memory that NCCL allocates through the driver's virtual memory functions, that is, with
-NCCL_CUMEM_ENABLE=1.
+NCCL has provided these functions since version 2.29.7. A suspended communicator keeps its
+connections and its addresses, so CUDA graphs that contain its kernels stay valid. Until the
+communicator is resumed, each use is an illegal memory access. Both functions wait for the
+communicator's other ranks. The functions apply only to memory that NCCL allocates with the driver's
+virtual memory functions (NCCL_CUMEM_ENABLE=1).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Nccl:
     """A loaded NCCL library. Any thread.
 
     Args:
-        library: the library; one without NCCL's functions counts as an old version.
+        library: the loaded library; a library without these functions counts as an old version.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -45,7 +45,7 @@ class Nccl:
 
     @property
     def version(self) -> int:
-        """The library's version, such as 22907 for 2.29.7; 0 if it is unknown."""
+        """The library's version, such as 22907 for 2.29.7; 0 if the version is unknown."""
         found = ctypes.c_int(0)
         try:
             self._library.ncclGetVersion(ctypes.byref(found))
@@ -59,16 +59,16 @@ class Nccl:
         return self.version >= SINCE and hasattr(self._library, "ncclCommSuspend")
 
     def begin_suspend(self, handle: int) -> Call:
-        """Begin releasing a communicator's memory. The call waits for the other ranks."""
+        """Start to release a communicator's memory. The returned call waits for the other ranks."""
         arguments = ctypes.c_void_p(handle), ctypes.c_int(_MEMORY)
         return Call("ncclCommSuspend", self._library.ncclCommSuspend, *arguments)
 
     def begin_resume(self, handle: int) -> Call:
-        """Begin reallocating a suspended communicator's memory. See `begin_suspend`."""
+        """Start to allocate a suspended communicator's memory again. See `begin_suspend`."""
         return Call("ncclCommResume", self._library.ncclCommResume, ctypes.c_void_p(handle))
 
     def suspendable_bytes(self, handle: int) -> int:
-        """Return the bytes that a suspend releases, or has released. Raises `EngineError`."""
+        """Return the bytes that a suspension releases, or has released. Raises `EngineError`."""
         return self._statistic(handle, _SUSPENDABLE)
 
     def held_bytes(self, handle: int) -> int:
@@ -89,12 +89,12 @@ class Nccl:
 
 
 class Call:
-    """A call that waits for other ranks, running on its own thread.
+    """A call that runs on its own thread, because it waits for other ranks.
 
     Args:
         name: the function's name.
-        function: returns NCCL's status.
-        arguments: its arguments.
+        function: the function to call, which returns NCCL's status.
+        arguments: the function's arguments.
     """
 
     def __init__(self, name: str, function: Callable[..., int], *arguments: object) -> None:
@@ -120,7 +120,7 @@ class Call:
 
         Raises:
             EngineError: NCCL reports an error.
-            EngineTimeoutError: another rank does not make the call.
+            EngineTimeoutError: another rank did not make the call in time.
             RuntimeError: no thread could be started.
         """
         concurrent.futures.wait([self._status], seconds)
@@ -142,11 +142,12 @@ class Communicator:
     """A communicator in this process.
 
     Attributes:
-        name: its name, the same on all of its ranks.
-        ranks: the names of its ranks in the engine's world, in the communicator's order.
-        rank: this process's place in it.
+        name: the communicator's name, which is the same on all of its ranks.
+        ranks: the names of the communicator's ranks in the engine's world, in the communicator's
+            order.
+        rank: this process's rank in the communicator.
         handle: the address of NCCL's object.
-        nccl: the library that created it.
+        nccl: the library that created the communicator.
     """
 
     name: str
@@ -157,7 +158,7 @@ class Communicator:
 
     @property
     def key(self) -> Key:
-        """Identifies the communicator on all of its ranks."""
+        """An identifier of the communicator, equal on all of its ranks."""
         return self.name, self.ranks
 
 

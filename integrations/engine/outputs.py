@@ -1,4 +1,4 @@
-"""Names an engine's requests, and builds samples from its outputs."""
+"""Creates the ids of an engine's requests, and builds samples from its outputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INVALID = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 
 
 def request_ids(count: int) -> list[str]:
-    """Return new ids for the requests of a call."""
+    """Return new ids for a call's requests."""
     name = f"memsaver-{uuid.uuid4().hex}"
     return [f"{name}-{number}" for number in range(count)]
 
@@ -33,9 +33,9 @@ def sample(
 
     Args:
         token_ids: the generated tokens.
-        logprobs: their log-probabilities, of which None becomes NaN; or None. After an abort, the
-            engine may report some for tokens other than these.
-        finish: the reason for the end.
+        logprobs: the tokens' log-probabilities, or None; a value that is None becomes NaN. After an
+            abort, the engine may report log-probabilities of other tokens.
+        finish: the reason why the generation ended.
         version: the version of the weights, or None.
 
     Raises:
@@ -55,7 +55,7 @@ def sample(
 
 
 def format_error(engine: str, output: Any, error: Exception) -> EngineError:
-    """Return the error for an output whose reading raised an exception of `INVALID`."""
+    """Return the error for an output that could not be read because of `error`."""
     return EngineError(
         f"the engine's output does not have {engine}'s format ({type(error).__name__}: {error}): "
         f"{excerpt(output)}"
@@ -63,7 +63,7 @@ def format_error(engine: str, output: Any, error: Exception) -> EngineError:
 
 
 def excerpt(value: Any) -> str:
-    """Return the beginning of a value's text for a message, without secrets."""
+    """Return the beginning of a value's text, without secrets, for a message."""
     return plain_text(redacted(str(value)))[:200]
 
 

@@ -1,4 +1,4 @@
-"""The GPUs and the ports of an engine, which shares the GPUs of a tensor-parallel group."""
+"""The GPUs and the ports of an engine that shares the GPUs of a tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Gpu:
     """The GPU that a rank uses.
 
     Attributes:
-        host: the machine's name.
+        host: the name of the GPU's host.
         visible: the rank's CUDA_VISIBLE_DEVICES; None if it is not set.
-        index: the GPU's number among the visible ones.
+        index: the GPU's number among the visible GPUs.
     """
 
     host: str
@@ -52,9 +52,10 @@ class Placement:
     """The GPUs and the ports of an engine.
 
     Attributes:
-        arguments: arguments of the engine.
-        visible: CUDA_VISIBLE_DEVICES for its processes; None leaves it unchanged.
-        nodes: the placements of the engine's parts on other hosts, in the order of the hosts.
+        arguments: the engine's arguments for this placement.
+        visible: the value of CUDA_VISIBLE_DEVICES for the engine's processes; None leaves the
+            variable unchanged.
+        nodes: the placements of the engine's parts on the other hosts, in the hosts' order.
     """
 
     arguments: Mapping[str, Any]
@@ -69,7 +70,7 @@ class Sizes:
     Attributes:
         width: the number of ranks in a tensor-parallel group.
         stages: the number of pipeline stages in a replica.
-        replicas: the number of data-parallel replicas that do not share ranks.
+        replicas: the number of data-parallel replicas that have their own ranks.
     """
 
     width: int
@@ -83,10 +84,10 @@ class Sizes:
 
 
 def gpu_of_this_process() -> Gpu | None:
-    """Return torch's current GPU, or None if there is no GPU. Starts CUDA in this process.
+    """Return torch's current GPU, or None if there is no GPU. Initializes CUDA in this process.
 
-    CUDA must start before an engine does; otherwise the environment for the engine's processes
-    would apply to this process as well.
+    CUDA must be initialized before an engine starts; otherwise, the environment for the engine's
+    processes would also apply to this process.
     """
     try:
         import torch
@@ -98,14 +99,14 @@ def gpu_of_this_process() -> Gpu | None:
 
 
 def by_host(gpus: Sequence[Gpu | None]) -> list[list[Gpu]]:
-    """Return the GPUs of an engine's ranks, grouped by host; [] if there are no GPUs.
+    """Return the GPUs of an engine's ranks, grouped by host; [] if the ranks have none.
 
     Args:
         gpus: the GPUs of the group's ranks, in the engine's order.
 
     Raises:
-        ConfigError: two ranks use the same GPU, only some ranks have a GPU, or the ranks of a host
-            are not adjacent or are fewer than those of another host.
+        ConfigError: two ranks use the same GPU, only some ranks have a GPU, a host's ranks are not
+            adjacent, or a host has fewer ranks than another host.
     """
     known = [gpu for gpu in gpus if gpu is not None]
     if known and len(known) != len(gpus):
@@ -128,7 +129,7 @@ def by_host(gpus: Sequence[Gpu | None]) -> list[list[Gpu]]:
 
 
 def free_port() -> int:
-    """Return a free port on this host, chosen by the system."""
+    """Return a free port on this host that the system chooses."""
     with socket.socket() as listener:
         listener.bind(("", 0))
         return int(listener.getsockname()[1])

@@ -15,14 +15,14 @@ class Policy:
     """The policy for requests that need released memory.
 
     Attributes:
-        when_asleep: "refuse" raises; "wait" holds a request until another caller has resumed the
-            memory; "wake" resumes the memory for the request.
-        wait_seconds: the longest time for which a request is held, or a wake-up without enough
-            memory is retried.
-        sleep_after: seconds without a request after which the engine releases its memory itself; 0
-            disables this.
-        most_held: the largest number of requests that are held at the same time; a batch counts as
-            one. Further requests raise `EngineAsleepError`.
+        when_asleep: "refuse" raises an error, "wait" holds a request until another caller has
+            resumed the memory, and "wake" resumes the memory for the request.
+        wait_seconds: the longest time for which a request is held, or for which a wake-up is
+            retried if memory is insufficient.
+        sleep_after: the seconds without a request after which the engine itself releases its
+            memory; 0 disables this release.
+        most_held: the maximum number of requests that are held at the same time; a batch counts as
+            one request. Further requests raise `EngineAsleepError`.
     """
 
     when_asleep: WhenAsleep = "refuse"

@@ -1,4 +1,4 @@
-"""The processes of an engine: the thread that starts them, and their end."""
+"""Starts an engine's processes on a thread, tracks them, and kills them."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Descendant:
     """A process, identified by its id and its start time, because ids are reused.
 
     Attributes:
-        pid: its id.
-        born: the time of its start, in the kernel's units.
+        pid: the process's id.
+        born: the time at which the process started, in the kernel's units.
     """
 
     pid: int
@@ -42,16 +42,16 @@ class Descendant:
 
     @property
     def runs(self) -> bool:
-        """Whether the process has not ended. A process that ended has released its GPU memory."""
+        """Whether the process is running. A process that has ended has released its GPU memory."""
         state, born = _state_of(self.pid)
         return born == self.born and state not in ("Z", "X", "")
 
 
 class Parent:
-    """A thread that starts processes, and lives until `end`.
+    """A thread that starts processes, and runs until `end` is called.
 
-    An engine's processes ask Linux to kill them when their parent dies. Linux regards the thread
-    that started a process as its parent. The main thread lives as long as the process.
+    An engine's processes request that Linux kill them when their parent dies. Linux treats the
+    thread that started a process as the parent. The main thread runs as long as the process.
     """
 
     def __init__(self) -> None:
@@ -61,8 +61,8 @@ class Parent:
     def run(self, work: Callable[[], Result]) -> Result:
         """Run the work on this thread, and return its result.
 
-        If the main thread calls, the work runs on the main thread. Called once. Exceptions
-        propagate.
+        If the caller is the main thread, the work runs on the main thread. Call this method once.
+        Exceptions propagate.
         """
         if threading.current_thread() is threading.main_thread():
             return work()
@@ -105,7 +105,7 @@ class Processes:
     def record(self) -> None:
         """Record the processes and their descendants.
 
-        `end` can then also kill the descendants of processes that have exited.
+        This record allows `end` to kill the descendants of processes that have exited.
         """
         self._found = [child for child in self._children() if child not in self._before]
         for child in self._found:
@@ -117,7 +117,7 @@ class Processes:
 
 
 def death_among(processes: Iterable[Any]) -> str:
-    """Describe the first of an engine's processes that has exited; "" if none has."""
+    """Describe the first of an engine's processes that has exited; "" if none has exited."""
     for process in processes:
         if not process.is_alive():
             return f"its process {process.pid} exited with status {process.exitcode}"
@@ -147,8 +147,8 @@ def kill(processes: Sequence[Any], started: Iterable[Descendant] = ()) -> None:
 
     Args:
         processes: the processes, which may be dead.
-        started: further processes to kill. A dead process no longer has descendants, but processes
-            that it started may still be running.
+        started: additional processes to kill. A dead process has no descendants, but processes that
+            it started may still be running.
     """
     # The id of a process that has exited may belong to a new process.
     alive = [process for process in processes if process.is_alive()]
@@ -167,7 +167,7 @@ def kill(processes: Sequence[Any], started: Iterable[Descendant] = ()) -> None:
 
 
 def _state_of(pid: int) -> tuple[str, str]:
-    """Return a process's state and the time of its start; ("", "") if it has exited."""
+    """Return a process's state and start time; ("", "") if the process has exited."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()

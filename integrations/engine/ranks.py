@@ -1,4 +1,4 @@
-"""The ranks of an engine that make calls together, and their collective attempts."""
+"""The ranks of an engine that make calls together, and the exchange of their results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Figures", "Group", "first_failure"]
 
 @dataclass(frozen=True)
 class Figures:
-    """The statistics of the work on one rank. See `RankReport` for the fields."""
+    """The statistics of one rank's work. `RankReport` describes the fields."""
 
     seconds: float = 0.0
     device_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -28,7 +28,7 @@ class Figures:
 
 
 class Group:
-    """The ranks of a torch process group with a CPU backend; None is a group of one rank.
+    """The ranks of a torch process group with a CPU backend; None stands for a single rank.
 
     Every wait for the other ranks ends after the group's timeout.
     """
@@ -39,10 +39,10 @@ class Group:
     def attempt(self, work: Callable[[], Figures | None]) -> list[RankReport]:
         """Run the work on this rank, and return the reports of all ranks, in rank order.
 
-        Collective: every rank of the group calls it, even a rank without work. An exception that
-        the work raises becomes its rank's failure; an interrupt or an exit is raised again on its
-        own rank. If the work of all ranks returns None, the ranks exchange messages once instead
-        of twice; the reports of such ranks have no host and no process id.
+        The call is collective: every rank of the group makes it, even a rank without work. An
+        exception in the work becomes the failure in its rank's report. An interrupt or an exit is
+        raised again on its own rank. If the work of all ranks returns None, the ranks exchange
+        messages once instead of twice, and their reports contain no host and no process id.
 
         Raises:
             GroupError: a rank is unreachable.
@@ -76,8 +76,9 @@ class Group:
         other ranks have received its fields.
 
         Args:
-            work: returns this rank's fields, with values that JSON can represent.
-            failed: returns the fields of a rank whose work raised the exception.
+            work: a function that returns this rank's fields, with values that JSON can represent.
+            failed: a function that returns the fields of a rank whose work raised the given
+                exception.
             uninterrupted: whether signal handlers are deferred during the work.
 
         Raises:
@@ -116,7 +117,7 @@ class Group:
     def barrier(self) -> None:
         """Wait until every rank has made this call.
 
-        Other ranks may call a barrier in the engine's own code instead.
+        Other ranks may instead call a barrier in the engine's own code.
         """
         if self._group is not None and self.size > 1:
             import torch.distributed
@@ -125,7 +126,7 @@ class Group:
 
     @property
     def rank(self) -> int:
-        """This process's place in the group."""
+        """This process's rank in the group."""
         ranks = self._ranks()
         return ranks.ranks.index(ranks.rank)
 

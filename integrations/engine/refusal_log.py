@@ -11,10 +11,10 @@ _logger = logging.getLogger("memsaver.engine")
 
 
 class RefusalLog:
-    """Logs up to 20 different reasons while an engine is asleep, and counts all other requests.
+    """Logs up to 20 different reasons while an engine is asleep, and counts the other requests.
 
-    A storm of requests to a sleeping engine therefore writes at most 21 lines, even if the reasons
-    differ in details such as numbers of bytes.
+    A burst of requests to a sleeping engine therefore produces at most 21 log lines, even if the
+    reasons differ in details such as numbers of bytes.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class RefusalLog:
         self._unlogged = 0
 
     def add(self, reason: str) -> None:
-        """Log that a request was not served, as a warning.
+        """Log a warning that a request was not served.
 
         Args:
             reason: a text that names the operation and the released tags; see `asleep_text`.
@@ -38,7 +38,7 @@ class RefusalLog:
         )
 
     def awake(self) -> None:
-        """Log the number of requests that were only counted. Called when nothing is released."""
+        """Log the number of counted requests. Called when nothing is released."""
         if self._unlogged:
             _logger.warning(
                 "the engine is awake; %d more requests were not served while it was asleep",

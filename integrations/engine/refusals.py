@@ -1,10 +1,10 @@
-"""Messages of an engine that refuses requests for released memory.
+"""The messages with which an engine refuses requests that need released memory.
 
 An engine's processes exchange errors as text in the engine's own messages. The text therefore
 contains the released tags, and `asleep_in` parses it.
 
-Inside a server, a `Refusal` passes the error from the refused request to the middleware that
-writes the response (`http.asleep_answers`).
+Inside a server, a `Refusal` passes a refused request's error to the middleware that writes the
+response (`http.asleep_answers`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def asleep_text(released: Collection[str], what: str, more: str = "") -> str:
     """Return the text of a refusal.
 
     Args:
-        released: the engine's released tags; at least one.
+        released: the engine's released tags, at least one.
         what: the refused operation, such as "generate".
-        more: a further clause, or "".
+        more: an additional clause, or "".
     """
     tags = ", ".join(tag for tag in RELEASE_ORDER if tag in released)
     text = f"the engine is asleep (released: {tags}) and cannot {what}: wake it up first"
@@ -36,7 +36,7 @@ def asleep_text(released: Collection[str], what: str, more: str = "") -> str:
 
 
 def asleep_in(text: object) -> EngineAsleepError | None:
-    """Return the refusal in a text, such as an engine's error message; None if it contains none."""
+    """Return the refusal in a text, such as an engine's error message; None without a refusal."""
     found = _TEXT.search(text) if isinstance(text, str) else None
     if found is None:
         return None
@@ -64,7 +64,8 @@ refusal_here: ContextVar[Refusal | None] = ContextVar("memsaver_refusal", defaul
 def refused(error: EngineAsleepError) -> EngineAsleepError:
     """Return the error that a refused request raises, and record it for the middleware.
 
-    An engine's endpoints treat the error as one of their own. Needs FastAPI, as engines do.
+    An engine's endpoints handle the error like their own errors. Requires FastAPI, which engines
+    require as well.
     """
     from .asleep_error import AsleepError
 

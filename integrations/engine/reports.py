@@ -19,9 +19,9 @@ class Step:
     Attributes:
         name: "abort", "wait_idle", "flush", "release" or "resume".
         tags: the tags of a release or a resume.
-        seconds: the time from the request to the answer, measured by the caller.
-        ranks: the reports of the ranks for a release or a resume; () if the engine sends none, for
-            example without memsaver's plugin.
+        seconds: the time from the request to the answer, as the caller measures it.
+        ranks: the ranks' reports of a release or a resume; () if the engine sends none, for example
+            if it lacks memsaver's plugin.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Step:
 
     @property
     def bytes(self) -> int:
-        """Device memory released or mapped, on all ranks."""
+        """The device memory that was released or mapped on all ranks."""
         return sum(rank.bytes for rank in self.ranks)
 
 
@@ -41,7 +41,7 @@ class SleepReport:
 
     Attributes:
         steps: the requests to the engine, in order.
-        skipped: tags that were already in the requested state.
+        skipped: the tags that were already in the requested state.
     """
 
     steps: tuple[Step, ...]
@@ -49,19 +49,19 @@ class SleepReport:
 
     @property
     def seconds(self) -> float:
-        """The duration of all steps."""
+        """The total duration of all steps."""
         return sum(step.seconds for step in self.steps)
 
     @property
     def bytes(self) -> int:
-        """Device memory released or mapped, on all ranks."""
+        """The device memory that was released or mapped on all ranks."""
         return sum(step.bytes for step in self.steps)
 
     @property
     def held(self) -> dict[str, int]:
-        """Device memory still in use after a release of all memory, by owner, on all ranks.
+        """The device memory in use on all ranks after a release of all memory, by owner.
 
-        The keys are those of `RankReport.held`. Empty after any other operation.
+        The keys are those of `RankReport.held`. The result is empty after any other operation.
         """
         totals: Counter[str] = Counter()
         for step in self.steps:
@@ -76,7 +76,9 @@ class SleepReport:
 
 
 def rank_reports(answers: Iterable[Answer]) -> tuple[RankReport, ...]:
-    """Return the reports in all answers, one per rank: data-parallel schedulers may share ranks.
+    """Return the reports in all answers, without duplicates of a rank.
+
+    Data-parallel schedulers may share ranks.
 
     Reports without a process id are distinguished by their position in an answer.
     """
@@ -88,7 +90,7 @@ def rank_reports(answers: Iterable[Answer]) -> tuple[RankReport, ...]:
 
 
 def timed(name: str, work: Callable[[], None]) -> Step:
-    """Time the work, and return it as a step without tags. Exceptions of `work` propagate."""
+    """Run and time the work, and return a step without tags. Exceptions of `work` propagate."""
     started = time.monotonic()
     work()
     return Step(name, (), time.monotonic() - started)

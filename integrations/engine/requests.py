@@ -15,7 +15,7 @@ __all__ = ["Requests", "busy"]
 
 
 class Requests:
-    """A counter of requests in flight, which rejects new ones while it is closed. Any thread."""
+    """A counter of requests in flight that rejects new requests while it is closed. Any thread."""
 
     def __init__(self) -> None:
         self._lock = Mutex()  # protects the attributes below; never owned during a wait
@@ -30,7 +30,7 @@ class Requests:
 
     @contextlib.contextmanager
     def one(self, check: Callable[[], None]) -> Iterator[None]:
-        """Count the block as a request, unless `check` raises."""
+        """Count the block as a request in flight, unless `check` raises."""
         counted: list[bool] = []
         count_down = functools.partial(self._count_down, counted)
         try:
@@ -53,15 +53,15 @@ class Requests:
     def none(
         self, wait: bool, hurry: Callable[[], None], left: Callable[[], float]
     ) -> Iterator[None]:
-        """Reject new requests during the block, which begins when no request is in flight.
+        """Reject new requests during the block, which starts once no request is in flight.
 
         Args:
-            wait: wait for requests in flight, instead of raising.
-            hurry: called before the wait; may end the requests.
-            left: returns the remaining seconds for the wait.
+            wait: whether to wait for requests in flight, instead of raising an error.
+            hurry: a function that is called before the wait, and may end the requests.
+            left: a function that returns the remaining seconds of the wait.
 
         Raises:
-            EngineBusyError: requests are in flight; with `wait`, after the timeout.
+            EngineBusyError: requests are in flight, with `wait` even after the timeout.
         """
         closed: list[bool] = []
         open_again = functools.partial(self._open, closed)
@@ -94,7 +94,7 @@ class Requests:
 
 
 def busy() -> EngineBusyError:
-    """Return the error for a sleep that finds requests in flight."""
+    """Return the error for a sleep that is rejected because requests are in flight."""
     return EngineBusyError(
         "the engine has requests in flight, and memory that they use cannot be released: wait for "
         "the requests (wait_idle=True), or abort them (abort=True)"

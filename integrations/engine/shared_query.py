@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 
 def retrieve(task: asyncio.Future[Any]) -> None:
-    """Retrieve a task's exception, even if every request that waited for it was cancelled."""
+    """Retrieve a task's exception, even if every request that waited for the task was cancelled."""
     if not task.cancelled():
         task.exception()
 
@@ -24,8 +24,8 @@ class SharedQuery(Generic[Result]):
     """A query of an engine's memory, whose answer all waiting requests share. None cancels it.
 
     Args:
-        send: sends the query, and returns the answer.
-        logger: logs failures.
+        send: a function that sends the query and returns the answer.
+        logger: the logger for failures.
     """
 
     def __init__(self, send: Callable[[], Awaitable[Result]], logger: logging.Logger) -> None:
@@ -33,7 +33,7 @@ class SharedQuery(Generic[Result]):
         self._last: asyncio.Future[Result] | None = None
 
     async def answer(self) -> Result | None:
-        """Return the answer; None if it takes more than 5 s or the query fails."""
+        """Return the answer; None if the query fails or takes more than 5 s."""
         if self._last is None or self._last.done():
             self._last = asyncio.ensure_future(self._send())
             self._last.add_done_callback(retrieve)

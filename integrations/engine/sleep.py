@@ -30,7 +30,7 @@ _NOT_PASSED_ON = (307, 308, 401, 403, 404, 405, 422)
 
 
 class EngineController:
-    """Puts an engine to sleep and wakes it, by tag: "kv_cache", "weights", "cuda_graph".
+    """Puts an engine to sleep and wakes it by tag ("kv_cache", "weights", "cuda_graph").
 
     Every call skips tags that are already in the requested state. Calls that would crash the engine
     are rejected before the engine receives them: releasing memory that requests use, and generating
@@ -40,9 +40,9 @@ class EngineController:
     not call them in an event loop: use `await asyncio.to_thread(controller.sleep)`.
 
     Args:
-        engine: the calls to the engine.
-        released: the tags that are already released; needed only without memsaver's plugin.
-        timeout: seconds for queries of the engine's state.
+        engine: the object that makes the calls to the engine.
+        released: the tags that are already released; required only without memsaver's plugin.
+        timeout: the limit on queries of the engine's state, in seconds.
 
     Raises:
         ConfigError: a tag is unknown, or the timeout is invalid.
@@ -79,9 +79,9 @@ class EngineController:
     def lost(self) -> frozenset[str]:
         """The tags whose contents were lost when the last sleep or wake-up failed.
 
-        A failed sleep leaves them mapped, without contents that had no backup; a failed wake-up
-        with `keep_weights=False` releases the weights again without their contents. The set is
-        empty after the engine's next successful sleep or wake-up.
+        After a failed sleep, these tags are mapped, but contents that had no backup are lost. After
+        a failed wake-up with `keep_weights=False`, the weights are released again, without their
+        contents. The set is empty after the engine's next successful sleep or wake-up.
         """
         return self._knowledge.lost
 
@@ -94,8 +94,8 @@ class EngineController:
         """Query the state of an engine with memsaver's plugin. Does nothing without the plugin.
 
         Raises:
-            EngineError: the engine does not answer within the controller's `timeout`; or it had
-                memsaver's plugin and no longer has it, so it was replaced.
+            EngineError: the engine does not answer within the controller's `timeout`, or no longer
+                has memsaver's plugin, because another engine has replaced it.
         """
         deadline = time.monotonic() + self._timeout
         with self._exclusive(deadline):
@@ -103,9 +103,9 @@ class EngineController:
             return self.status
 
     def check(self, operation: str) -> None:
-        """Raise `InvalidStateError` if the engine would not accept an operation.
+        """Raise `InvalidStateError` if the engine cannot accept an operation now.
 
-        An engine that holds requests while it sleeps, or wakes up for them, accepts every
+        An engine that holds requests while asleep, or wakes up for requests, accepts every
         operation.
 
         Args:
@@ -118,14 +118,15 @@ class EngineController:
             raise InvalidStateError(f"the engine is about to sleep: it cannot {operation} now")
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate with the engine's own arguments and results, if the memory for it is mapped.
+        """Generate with the engine's own arguments and results, if the required memory is mapped.
 
-        A stream is a request in flight from the moment its first item is requested until it ends.
-        An engine that holds requests while it sleeps, or wakes up for them, receives every request.
+        A stream is a request in flight from the request for its first item until the stream ends.
+        An engine that holds requests while asleep, or wakes up for requests, receives every
+        request.
 
         Raises:
             EngineAsleepError: memory that generation needs is released.
-            InvalidStateError: that memory is being released.
+            InvalidStateError: memory that generation needs is being released.
             EngineError: the engine failed.
         """
         if kwargs.get("stream"):
@@ -136,9 +137,9 @@ class EngineController:
 
     @contextlib.contextmanager
     def request(self, operation: str = "generate") -> Iterator[None]:
-        """Count the block as a request in flight, for a caller that calls the engine directly.
+        """Count the block as a request in flight, for callers that call the engine directly.
 
-        During the block, a sleep raises or waits, as during `generate`.
+        During the block, a sleep raises an error or waits, as during `generate`.
 
         Raises:
             ConfigError, InvalidStateError: see `check`.
@@ -162,27 +163,27 @@ class EngineController:
 
         Args:
             tags: a tag, or several.
-            wait_idle: wait until no request is in flight, instead of raising.
-            abort: abort the requests in flight, and wait until they have ended.
-            flush: flush the prefix cache even if only other tags are released, for example before
-                new weights. Without the plugin the cache is always flushed, because a failed flush
-                shows that the engine is busy.
-            keep_weights: False if all weights will be loaded again before they are used: an engine
-                that normally keeps its weights during a sleep then need not save them. With the
-                plugin, an engine with a draft model keeps them; SGLang without the plugin keeps
-                them in any case.
-            timeout: seconds for the whole call, including the wait for another thread's call and
-                the query of the state.
+            wait_idle: whether to wait until no request is in flight, instead of raising an error.
+            abort: whether to abort the requests in flight and wait until they have ended.
+            flush: whether to flush the prefix cache even if "kv_cache" is not released, for example
+                before new weights are loaded. Without the plugin, the cache is always flushed,
+                because a failed flush shows that the engine is busy.
+            keep_weights: whether the weights' contents are still needed. If False, all weights will
+                be loaded again before they are used, and an engine that normally keeps its weights
+                during a sleep need not save them. With the plugin, an engine with a draft model
+                still keeps its weights; without the plugin, SGLang always does.
+            timeout: the limit on the whole call, in seconds, including the wait for another
+                thread's call and the query of the state.
 
         Raises:
             ConfigError: a tag is unknown, the list of tags is empty, or the timeout is invalid.
-            EngineBusyError: requests are in flight, after `timeout` if the call waits for them. The
-                engine is unchanged.
-            EngineTimeoutError: the engine did not answer, and the status is unknown until it does;
-                or another thread's call did not end in time, and nothing was done.
+            EngineBusyError: requests are in flight; if the call waits for them, they are still in
+                flight after `timeout`. The engine is unchanged.
+            EngineTimeoutError: the engine did not answer, and the status is unknown until it
+                answers; or another thread's call did not end in time, and nothing was done.
             EngineError: the engine failed. With the plugin, it is unchanged if it still answers.
-            MemsaverError: with the plugin, memory could not be released, and the schedulers' own
-                error is raised; everything is mapped.
+            MemsaverError: the schedulers' own error, which is raised with the plugin if memory
+                could not be released; everything is mapped.
         """
         wanted = selected(tags, RELEASE_ORDER)
         check_timeout(timeout)
@@ -211,21 +212,22 @@ class EngineController:
     ) -> SleepReport:
         """Allocate memory for `tags` again; None means all released tags.
 
-        Skips tags that are not released. The contents of tags with a backup are restored, weights
-        without a backup must be loaded, and the KV cache is empty.
+        Skips tags that are not released. The contents of tags with a backup are restored. Weights
+        without a backup must be loaded. The KV cache is empty.
 
         Args:
             tags: a tag, or several.
-            keep_weights: False if all weights will be loaded again before they are used. Until
-                then, their contents are undefined: with the plugin, nothing but the model's buffers
-                is copied, unless there is a draft model.
-            timeout: seconds for the whole call; see `sleep`.
+            keep_weights: whether the weights' contents are still needed. If False, all weights will
+                be loaded again before they are used, and their contents are undefined until this
+                load. With the plugin, only the model's buffers are copied, unless there is a draft
+                model.
+            timeout: the limit on the whole call, in seconds; see `sleep`.
 
         Raises:
             ConfigError: a tag is unknown, the list of tags is empty, or the timeout is invalid.
-            OutOfDeviceMemoryError: with the plugin, too little memory is free on a rank, for
-                example because a trainer still uses it. The tags stay released, the engine is
-                alive, and the call can be repeated.
+            OutOfDeviceMemoryError: with the plugin, a rank has too little free memory, for example
+                because a trainer still uses the memory. The tags remain released, the engine keeps
+                running, and the call can be repeated.
             EngineTimeoutError, EngineError, MemsaverError: see `sleep`.
         """
         wanted = selected(tags, RESUME_ORDER)
@@ -244,7 +246,7 @@ class EngineController:
     def asleep(self, tags: Tags = None, **options: Any) -> Iterator[SleepReport]:
         """Sleep during the block, and wake the same tags at its end, even after an exception.
 
-        Args and errors are those of `sleep` and `wake_up`. Yields the report of `sleep`.
+        The arguments and errors are those of `sleep` and `wake_up`. Yields the report of `sleep`.
         """
         report = self.sleep(tags, **options)
         try:
@@ -255,15 +257,15 @@ class EngineController:
 
     @contextlib.contextmanager
     def staged_wake(self, *, timeout: float = 60.0) -> Iterator[list[SleepReport]]:
-        """Wake the weights before a block that updates them, and the other tags after the block.
+        """Wake the weights before a block that updates them, and wake the other tags after it.
 
-        The KV cache and the graphs need their memory only after the block, when the block's own
-        copy of the weights is already released. After an exception in the block the other tags stay
-        released, and the weights are mapped: update them again and call `wake_up()`, or call
+        The memory of the KV cache and the graphs is therefore mapped only after the block has freed
+        its own copy of the weights. After an exception in the block, the other tags remain
+        released, and the weights are mapped: update the weights again and call `wake_up()`, or call
         `sleep()`.
 
-        Yields a list of the two reports; the second one is appended after the block. Errors are
-        those of `wake_up`.
+        Yields a list of the two wake-ups' reports; the second report is appended after the block.
+        The errors are those of `wake_up`.
         """
         reports = [self.wake_up(WEIGHTS, timeout=timeout)]
         yield reports
@@ -308,7 +310,7 @@ class EngineController:
     # --- the engine -------------------------------------------------------------------------------
 
     def _exclusive(self, deadline: float) -> contextlib.AbstractContextManager[None]:
-        """Prevent other threads from changing the state during the block."""
+        """Prevent other threads from changing the engine's state during the block."""
         return self._gate.passed(
             seconds_until(deadline),
             lambda: EngineTimeoutError(
@@ -318,11 +320,11 @@ class EngineController:
         )
 
     def _states(self, deadline: float) -> list[SchedulerState]:
-        """Query the schedulers' states; query again if a reply belonged to an earlier query.
+        """Query the schedulers' states; repeat the query if a reply belonged to an earlier query.
 
         Raises:
-            EngineError: no query returned exactly one reply from each scheduler. The state is
-                unknown afterwards.
+            EngineError: no query returned exactly one reply from each scheduler; the state is now
+                unknown.
         """
         for _ in range(_MOST_QUERIES):
             states = self._engine.states(min(self._timeout, seconds_until(deadline)))
@@ -339,7 +341,7 @@ class EngineController:
     def _request(
         self, operation: str, tags: Sequence[str], deadline: float, keep_weights: bool = True
     ) -> Step:
-        """Request a release or a resume, and update the known state."""
+        """Request a release or a resume, and record the resulting state."""
         options = {} if keep_weights or WEIGHTS not in tags else {"keep_weights": False}
         if time.monotonic() >= deadline:
             raise EngineTimeoutError(f"there was no time left for the {operation}")
@@ -367,7 +369,7 @@ class EngineController:
         return Step(operation, tuple(tags), seconds, rank_reports(answers))
 
     def _after_failure(self, error: BaseException, deadline: float) -> None:
-        """Query the state after a failure. Raises the schedulers' own error if they report one."""
+        """Query the state after a failure. Raises the error that the schedulers report, if any."""
         is_passed_on = not isinstance(error, ConfigError) or self.guarded
         if isinstance(error, EngineError) and error.http_status in _NOT_PASSED_ON:
             is_passed_on = False
@@ -386,7 +388,7 @@ class EngineController:
             raise reported from error
 
     def _settle(self, deadline: float) -> None:
-        """Ensure that the state is known."""
+        """Query the engine's state, and raise if it is unknown."""
         if self.guarded or self._knowledge.is_known:  # the engine may have been replaced
             self._knowledge.learn(self._states(deadline))
         if not self._knowledge.is_known:

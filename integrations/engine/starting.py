@@ -1,4 +1,4 @@
-"""Starts an engine's processes in the environment that they need, and within a timeout."""
+"""Starts an engine's processes in the required environment and within a timeout."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def environment(
     variables: Mapping[str, str] | None = None,
     kept: Collection[str] = (),
 ) -> Iterator[None]:
-    """Set the environment for an engine's processes in the block, and restore it afterwards.
+    """Set the environment for an engine's processes during the block, and restore it afterwards.
 
     Args:
-        visible: the GPUs that the processes see; None for those of this process.
-        defaults: variables to set unless they are set.
-        variables: further variables to set.
-        kept: prefixes of variables that are not restored after the block.
+        visible: the GPUs that are visible to the processes; None selects the GPUs of this process.
+        defaults: variables to set if they are not set already.
+        variables: additional variables to set.
+        kept: the prefixes of variables that are not restored after the block.
     """
     before = dict(os.environ)
     for name in before:
@@ -67,17 +67,17 @@ def environment(
 def started(
     start: Callable[[], Result], thread_id: int, deadline: float, engine: str, log: str = ""
 ) -> tuple[Result, Processes]:
-    """Return the result of `start`, and the processes that it has started.
+    """Call `start`; return its result and the processes that it started.
 
-    Ends these processes if `start` fails. At the deadline, ends them so that `start` fails: engines
-    wait for their processes, and detect that they have exited.
+    Kills these processes if `start` fails. At the deadline, kills them to make `start` fail,
+    because engines wait for their processes and detect their exit.
 
     Args:
-        start: starts the engine.
-        thread_id: the native id of the thread on which it starts processes.
-        deadline: the time at which the engine must be ready, as `time.monotonic` reports it.
-        engine: the name of the engine's kind, for errors.
-        log: a hint about the engine's log, for errors.
+        start: a function that starts the engine.
+        thread_id: the native id of the thread on which `start` starts processes.
+        deadline: the time by which the engine must be ready, on the clock of `time.monotonic`.
+        engine: the name of the kind of engine, for error messages.
+        log: a hint about the engine's log, for error messages.
 
     Raises:
         ConfigError: the engine does not start with these arguments.

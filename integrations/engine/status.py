@@ -1,4 +1,4 @@
-"""The status of an engine's memory, and the operations that each status allows."""
+"""The status of an engine's memory, and the operations that it allows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Status", "check_operation", "status_of"]
 
 
 class Status(str, Enum):
-    """The status of an engine's memory. The values are the names in lower case."""
+    """The status of an engine's memory. Each value is the member's name in lower case."""
 
     AWAKE = "awake"
     WEIGHTS_ONLY = "weights_only"  # no KV cache; with or without graphs
@@ -43,8 +43,7 @@ _NEEDS = {
 
 
 def status_of(released: frozenset[str] | None) -> Status:
-    """Return the status of an engine that has released these tags; None means that the tags are
-    unknown.
+    """Return the status of an engine that has released these tags; None stands for unknown tags.
 
     Raises:
         EngineError: the engine reports an unknown tag.
@@ -61,7 +60,7 @@ def status_of(released: frozenset[str] | None) -> Status:
 
 
 def check_operation(operation: str, released: frozenset[str] | None) -> None:
-    """Check that an engine can run an operation.
+    """Check that an engine can execute an operation.
 
     Args:
         operation: "generate" or "update_weights".

@@ -1,4 +1,4 @@
-"""The tags of an engine's memory, and their order in a sleep and in a wake-up."""
+"""The tags of an engine's memory, and the order in which a sleep and a wake-up process them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Tags: TypeAlias = str | Sequence[str] | None
 def selected(tags: Tags, order: Sequence[str]) -> list[str]:
     """Return the tags that a caller selects, in `order`.
 
-    The result is never empty, because engines treat () as all tags.
+    The result is never empty, because engines interpret () as all tags.
 
     Raises:
         ConfigError: a tag is unknown, or the list is empty.

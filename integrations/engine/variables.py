@@ -29,7 +29,7 @@ _ATTRIBUTE = "_memsaver_policy"  # an attribute of an engine, or of an object in
 
 
 def flag(name: str, default: bool) -> bool:
-    """Return the value of a flag. Raises `ConfigError` if it is not a flag."""
+    """Return the value of a flag. Raises `ConfigError` if the value is not a flag's."""
     text = os.environ.get(name, "").strip().lower()
     if text not in _VALUES:
         raise ConfigError(f"{name}={text!r} is not a flag: set it to 1 or 0")
@@ -38,7 +38,7 @@ def flag(name: str, default: bool) -> bool:
 
 
 def backup(name: str) -> Backup:
-    """Return the place for backups that a variable names; "host" if it is not set.
+    """Return the backing store that a variable selects; "host" if the variable is not set.
 
     Raises:
         ConfigError: the value is unknown.
@@ -54,8 +54,8 @@ class EnginePolicies:
     """The policies of one kind of engine.
 
     Args:
-        prefix: the variable that turns the engine's plugin off, and the prefix of the variables
-            `prefix`_ASLEEP, _ASLEEP_WAIT, _ASLEEP_REQUESTS and _SLEEP_AFTER.
+        prefix: the name of the variable that turns the engine's plugin off, and the prefix of the
+            variables `prefix`_ASLEEP, _ASLEEP_WAIT, _ASLEEP_REQUESTS and _SLEEP_AFTER.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -71,7 +71,7 @@ class EnginePolicies:
         The first call for an object, at its creation, reads the variables.
 
         Raises:
-            ConfigError: a variable is invalid, or no request would wake an engine that fell asleep.
+            ConfigError: a variable is invalid, or `sleep_after` is set without "wake".
         """
         found = vars(owner).get(_ATTRIBUTE)
         if found is None:
@@ -107,11 +107,11 @@ def _policy(prefix: str, arguments: Mapping[str, Any] = MappingProxyType({})) ->
 
     Args:
         prefix: see `EnginePolicies`.
-        arguments: values by the name of their variable in lower case, without the prefix. An
-            argument that is not None overrides its variable.
+        arguments: the values, by the variable's name in lower case without the prefix. An argument
+            other than None overrides its variable.
 
     Raises:
-        ConfigError: a value is invalid, or no request would wake an engine that fell asleep.
+        ConfigError: a value is invalid, or `sleep_after` is set without "wake".
     """
     names: dict[str, str] = {}  # the arguments and variables in effect
     values: dict[str, Any] = {}

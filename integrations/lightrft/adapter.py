@@ -29,10 +29,10 @@ _USED = ("args", "inference_engine", "inference_engine_status", "sync_and_clear_
 
 
 class Adapted:
-    """The memory methods of a strategy, returned by `adapt`.
+    """The memory methods of a strategy, which `adapt` returns.
 
-    LightRFT calls them as methods of the strategy. Every rank makes the same calls, from one
-    thread.
+    LightRFT calls these methods as methods of the strategy. Every rank makes the same calls, from
+    one thread.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class Adapted:
     def status(self) -> Status | None:
         """The status of this rank's engine; None on a rank without an engine.
 
-        The strategy's `inference_engine_status` is set as LightRFT sets it, and is `SLEEPED` until
-        all memory is mapped.
+        The strategy's own `inference_engine_status` is set as in LightRFT, and remains `SLEEPED`
+        until all memory is mapped.
         """
         controller = self._engine.controller() if self._is_ours() else None
         return controller.status if controller is not None else None
@@ -60,10 +60,10 @@ class Adapted:
         """Wait until the engine is idle, and release its memory, if `args.enable_engine_sleep`.
 
         Raises:
-            RankError: the sleep failed on a rank, which the message names; the call may be
+            RankError: the sleep failed on a rank, which the message names; the call can be
                 repeated.
-            EngineBusyError, EngineTimeoutError, EngineError, MemsaverError: the failure, if there
-                are no other ranks.
+            EngineBusyError, EngineTimeoutError, EngineError, MemsaverError: the sleep failed, and
+                this is the only rank.
         """
         if not self._is_ours():
             self._originals["maybe_sleep_inference_engine"]()
@@ -73,15 +73,16 @@ class Adapted:
             self._strategy.sync_and_clear_cache()
 
     def wakeup_inference_engine(self) -> None:
-        """Map the engine's memory again; in an update of the weights, only the weights.
+        """Map the engine's memory again; during an update of the weights, map only the weights.
 
         Raises:
             RankError: the wake-up failed on a rank, which the message names, for example because a
-                trainer still uses the memory. The engine is alive, the tags stay released, and the
-                call may be repeated.
-            OutOfDeviceMemoryError, EngineError, MemsaverError: the failure, if there are no other
-                ranks.
-            InvalidStateError: the weights were released without a backup, and were not sent again.
+                trainer still uses the memory. The engine keeps running, the tags remain released,
+                and the call can be repeated.
+            OutOfDeviceMemoryError, EngineError, MemsaverError: the wake-up failed, and this is the
+                only rank.
+            InvalidStateError: the weights were released without a backup and have not been sent
+                again.
         """
         if not self._is_ours():
             self._originals["wakeup_inference_engine"]()
@@ -91,11 +92,11 @@ class Adapted:
                 self._note("WAKEUP")
 
     def update_engine_weights(self, actor: Any) -> None:
-        """Call LightRFT's method, without waking the KV cache and the graphs.
+        """Call LightRFT's method without waking the KV cache and the graphs.
 
-        The KV cache and the graphs therefore use no memory while there are two copies of the
-        weights; the next generation wakes them. Raises LightRFT's errors, and those of
-        `wakeup_inference_engine`.
+        The KV cache and the graphs therefore use no memory while two copies of the weights exist.
+        The next generation wakes the KV cache and the graphs. Raises LightRFT's errors, and those
+        of `wakeup_inference_engine`.
         """
         if not self._is_ours():
             self._originals["update_engine_weights"](actor)
@@ -104,16 +105,16 @@ class Adapted:
             self._originals["update_engine_weights"](actor)
 
     def maybe_offload_optimizer(self, optimizer: Any) -> Any:
-        """Release the optimizer's memory, with a backup on the host, if offloading is on.
+        """Release the optimizer's memory, with a backup on the host, if offloading is enabled.
 
-        The first call moves the memory into a tag; during the move, a batch of tensors (512 MiB at
-        most, or one larger tensor) exists twice. A step before `maybe_load_optimizer` raises an
+        The first call moves the memory into a tag. During the move, a batch of tensors (at most 512
+        MiB, or one larger tensor) exists twice. A step before `maybe_load_optimizer` raises an
         error.
 
         Raises:
             RankError: the call failed on a rank, and nothing is released on any rank.
-            ConfigError, OutOfHostMemoryError, MemsaverError: the failure, if there are no other
-                ranks.
+            ConfigError, OutOfHostMemoryError, MemsaverError: the release failed, and this is the
+                only rank.
         """
         if self._offloads():
             self._optimizers.pause(optimizer)
@@ -123,9 +124,9 @@ class Adapted:
         """Map the optimizer's memory again, at its addresses and on its device.
 
         Raises:
-            RankError: the call failed on a rank; the memory stays released on all ranks, with its
+            RankError: the call failed on a rank; the memory remains released on all ranks, with its
                 backup.
-            OutOfDeviceMemoryError, MemsaverError: the failure, if there are no other ranks.
+            OutOfDeviceMemoryError, MemsaverError: the call failed, and this is the only rank.
         """
         if self._offloads():
             self._optimizers.resume(optimizer)
@@ -145,9 +146,9 @@ class Adapted:
             return self._originals["load_ckpt"](*args, **kwargs)
 
     def close(self) -> None:
-        """Restore the strategy's own methods, and resume the optimizers. A collective.
+        """Restore the strategy's original methods, and resume the optimizers. A collective.
 
-        The engine's state does not change: wake it first if LightRFT continues to use it.
+        The engine's state does not change. Wake the engine first if LightRFT continues to use it.
 
         Raises:
             RankError, MemsaverError: an optimizer could not be resumed; nothing has changed.
@@ -182,28 +183,29 @@ def adapt(
     tag: str = "optimizer",
     timeout: float = 300.0,
 ) -> Adapted:
-    """Make memsaver manage the memory of a LightRFT strategy. Call this on every rank.
+    """Make memsaver manage the memory of a LightRFT strategy. Call this function on every rank.
 
     Call it before the strategy creates its engine (`setup_inference_engine`), and before the first
     training step. LightRFT still manages engines other than SGLang's.
 
     Args:
-        strategy: the result of LightRFT's `get_strategy`. Its methods are replaced on this object.
-        weights: the policy for the engine's weights during a sleep. "keep", LightRFT's own: the
-            sleep releases only the KV cache and the graphs. "backup": the sleep releases the
-            weights too, and the wake-up restores them from the host; the engine must have been
-            started with `enable_weights_cpu_backup`. "resend": the sleep releases the weights
-            without a backup, and LightRFT sends them from the actor when the engine wakes, unless
-            it was just updated.
+        strategy: the result of LightRFT's `get_strategy`. The methods of this object are replaced.
+        weights: the policy for the engine's weights during a sleep. "keep", which is LightRFT's own
+            policy: the sleep releases only the KV cache and the graphs. "backup": the sleep
+            releases the weights too, and the wake-up restores them from the host; the engine must
+            have been started with `enable_weights_cpu_backup`. "resend": the sleep releases the
+            weights without a backup, and LightRFT sends the weights from the actor when the engine
+            wakes, unless the engine was just updated.
         offload_optimizer: whether `maybe_offload_optimizer` has an effect. None follows LightRFT's
-            `--adam_offload`. With DeepSpeed, that flag keeps the states on the host permanently:
-            omit the flag, and pass True.
-        tag: the tag of the first optimizer; later ones append a number.
-        timeout: seconds for an engine's sleep or wake-up, including the wait for requests.
+            `--adam_offload`. With DeepSpeed, that flag keeps the optimizer's states on the host
+            permanently, so omit the flag and pass True.
+        tag: the tag of the first optimizer; the tags of later optimizers append a number.
+        timeout: the limit on an engine's sleep or wake-up, in seconds, including the wait for
+            requests.
 
     Raises:
-        ConfigError: `strategy` does not have this interface or is already adapted, the policy for
-            the weights is unknown, or the tag or the timeout is invalid.
+        ConfigError: `strategy` lacks LightRFT's interface or is already adapted, the policy for the
+            weights is unknown, or the tag or the timeout is invalid.
     """
     missing = [name for name in (*_METHODS, *_USED) if not hasattr(strategy, name)]
     if missing:

@@ -22,8 +22,9 @@ _AGAIN = "the other ranks' engines succeeded; the call may be repeated, and skip
 class EngineMemory:
     """The engines of all ranks. Every rank makes the same calls, from one thread.
 
-    LightRFT creates an engine in the process of rank 0 of each tensor-parallel group, as attribute
-    `_engine` of an object that exists on every rank. The other ranks only join the collectives.
+    In each tensor-parallel group, LightRFT creates an engine in the process of rank 0, as the
+    attribute `_engine` of an object that exists on every rank. The other ranks only participate in
+    the collectives.
 
     Attributes:
         weights: the policy for the weights during a sleep, one of `WEIGHTS_POLICIES`.
@@ -61,7 +62,7 @@ class EngineMemory:
         Raises:
             RankError: the sleep failed on a rank.
             EngineBusyError, EngineTimeoutError, EngineError, MemsaverError: this is the only rank,
-                and `SleepController.sleep` raised this.
+                and `SleepController.sleep` raised this error.
             ConfigError: this is the only rank, the policy is "backup", and the engine has no backup
                 of the weights.
         """
@@ -84,17 +85,17 @@ class EngineMemory:
         on_every_rank("the engine's sleep", work, _AGAIN)
 
     def wake_up(self) -> bool:
-        """Map the memory again on every rank; in an update of the weights, only the weights.
+        """Map the memory again on every rank, or only the weights during an update of the weights.
 
         Returns:
             Whether the engine is awake afterwards; False in an update.
 
         Raises:
-            InvalidStateError: the weights were released without a backup, and LightRFT has no
-                actor to send them from; nothing is done.
+            InvalidStateError: the weights were released without a backup, and LightRFT has no actor
+                from which to send the weights; nothing is done.
             RankError: the wake-up failed on a rank.
             OutOfDeviceMemoryError, EngineTimeoutError, EngineError, MemsaverError: this is the only
-                rank, and `SleepController.wake_up` raised this.
+                rank, and `SleepController.wake_up` raised this error.
         """
         if self._updating:
             self._wake([WEIGHTS])
@@ -108,7 +109,7 @@ class EngineMemory:
 
     @contextlib.contextmanager
     def update(self) -> Iterator[None]:
-        """Limit wake-ups in the block, which replaces the weights, to the weights."""
+        """During the block, which replaces the weights, limit wake-ups to the weights."""
         self._updating = True
         try:
             yield
@@ -139,7 +140,7 @@ class EngineMemory:
 
 
 def _is_without_weights(controller: EngineController) -> bool:
-    """Return whether an engine without a backup of its weights may have lost their contents."""
+    """Return whether an engine may have lost its weights' contents, because it has no backup."""
     gone = controller.released | controller.lost
     return controller.status is Status.UNKNOWN or WEIGHTS in gone
 

@@ -35,8 +35,8 @@ class OptimizerMemory:
 
         Raises:
             RankError: the pause failed on a rank; the memory is mapped on all ranks.
-            ConfigError, MemsaverError: `offload` or `memsaver.pause` raised this; the memory is
-                mapped.
+            ConfigError, MemsaverError: `offload` or `memsaver.pause` raised this error; the memory
+                is mapped.
         """
         inner, is_wrapped = _inner(optimizer)
         if not self._is_settled(inner):
@@ -52,9 +52,9 @@ class OptimizerMemory:
         """Map an optimizer's memory again, on every rank or on none. Does nothing if it is mapped.
 
         Raises:
-            RankError: the resume failed on a rank, for example without enough memory; the memory
-                is paused on all ranks.
-            MemsaverError: `memsaver.resume` raised this; the memory is paused.
+            RankError: the resume failed on a rank, for example for lack of memory; the memory is
+                paused on all ranks.
+            MemsaverError: `memsaver.resume` raised this error; the memory is paused.
         """
         inner, _ = _inner(optimizer)
         if self._is_settled(inner):
@@ -73,7 +73,7 @@ class OptimizerMemory:
                 _transitions().pause(*tags)
 
     def close(self) -> None:
-        """Resume all optimizers, and stop moving their new memory. Raises like `resume`."""
+        """Resume all optimizers, and stop moving new memory into tags. Raises like `resume`."""
         tags = sorted(handle.tag for handle in self._handles.values() if _is_paused(handle))
         if tags:
             _transitions().resume(*tags)
@@ -103,10 +103,11 @@ class OptimizerMemory:
 
 
 def _inner(optimizer: Any) -> tuple[Any, bool]:
-    """Return the optimizer that has the states, and whether a wrapper contains it.
+    """Return the optimizer that owns the states, and whether a wrapper contains it.
 
-    LightRFT's mixed-precision wrapper contains the optimizer as `optim`, which updates master
-    weights instead of the model's parameters. The wrapper's own optimizer hooks are never called.
+    LightRFT's mixed-precision wrapper contains the optimizer as the attribute `optim`, which
+    updates master weights instead of the model's parameters. The wrapper's own optimizer hooks are
+    never called.
     """
     inner = optimizer
     while hasattr(getattr(inner, "optim", None), "param_groups"):

@@ -1,4 +1,4 @@
-"""Runs work on ranks, and raises a failure of one rank on all of them."""
+"""Runs work on ranks, and raises a failure of one rank on all ranks."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ def has_other_ranks() -> bool:
 def on_every_rank(what: str, work: Callable[[], Value], after: str) -> list[Value]:
     """Run this rank's part, and return the results of all ranks. A collective over the world.
 
-    An interrupt on one rank raises `RankError` on the others, and is raised again on its own rank.
+    An interrupt on one rank raises `RankError` on the other ranks, and is raised again on its own
+    rank.
 
     Args:
         what: a description of the call, for messages.
-        work: this rank's part; may do nothing. Its result is sent as JSON.
+        work: this rank's part of the work, whose result is sent as JSON; it may do nothing.
         after: a description of the state after a failure, for the error message.
 
     Raises:
-        RankError: the work failed on a rank. Equal on all ranks; on a rank that failed, `__cause__`
-            is the rank's own exception.
+        RankError: the work failed on a rank. The error is equal on all ranks; on a rank that
+            failed, `__cause__` is the rank's own exception.
         GroupError: a rank is unreachable.
-        MemsaverError: the exception that the work raised, if there are no other ranks.
+        MemsaverError: the exception that the work raised, if this is the only rank.
     """
     if not has_other_ranks():
         return [work()]

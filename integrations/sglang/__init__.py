@@ -1,15 +1,17 @@
 """memsaver as SGLang's memory saver.
 
 With memsaver installed, an unmodified SGLang (0.5.11 or newer) uses it as its memory saver in every
-process of an engine that has `enable_memory_saver=True`; nothing has to be imported or configured,
-and torch_memory_saver is not needed. `memsaver.integrations.sglang.plugin` describes the mechanism,
-and `memsaver.integrations.sglang.settings` the variables that turn it off.
+process of an engine that has `enable_memory_saver=True`; no import or configuration is necessary,
+and torch_memory_saver is not needed. `memsaver.integrations.sglang.plugin` describes the mechanism.
+`memsaver.integrations.sglang.settings` describes the environment variables that configure it or
+turn it off.
 
-A program that drives an engine imports from this package: `SleepController`, its status and
-reports, and the errors that it raises in addition to memsaver's own. The other modules implement
+A program that drives an engine imports `SleepController` from this package, with its status, its
+reports and the errors that it raises in addition to memsaver's own. The other modules implement
 `memsaver.integrations.engine` for SGLang.
 
-Importing this package imports neither SGLang nor torch. It does not replace the name `sglang`.
+Importing this package imports neither SGLang nor torch. The package does not replace the name
+`sglang`.
 """
 
 from __future__ import annotations

@@ -31,31 +31,31 @@ class MemsaverAdapter:
 
     @property
     def enabled(self) -> bool:
-        """Return True: this saver always saves memory."""
+        """Return True, because this saver is always enabled."""
         return True
 
     def check_validity(self, caller_name: str) -> None:
-        """Do nothing: SGLang's own method warns about a saver that is not enabled."""
+        """Do nothing; SGLang's own method warns if a saver is not enabled."""
 
     def configure_subprocess(self) -> AbstractContextManager[None]:
         """Return a context manager in which SGLang starts a scheduler process.
 
-        The process starts in preload mode if `settings` request it.
+        The process starts in preload mode if `settings` requests it.
 
-        In this case `os.environ` is changed during the block: see `memsaver.preload`.
+        In this case, `os.environ` changes during the block; see `memsaver.preload`.
         """
         return memsaver.preload() if settings.is_preloading() else contextlib.nullcontext()
 
     def region(self, tag: str, enable_cpu_backup: bool = False) -> memsaver.region:
-        """Put tensors that are created in the block into `tag`, with a backup if requested.
+        """Allocate tensors that are created in the block in `tag`, with a backup if requested.
 
-        See `memsaver.region`. Regions of one tag may have different policies, which become parts of
-        the tag (`memsaver._transitions.parts`): a draft model always keeps its weights, and the
-        main model only if requested (`draft_weights`).
+        See `memsaver.region`. Regions of one tag may have different policies, each of which becomes
+        a part of the tag (`memsaver._transitions.parts`): a draft model's weights always have a
+        backup, but the main model's weights only on request (`draft_weights`).
 
-        The region does not start cuBLAS: SGLang sizes its KV cache from the memory that is free
-        before its first matrix product, and runs no model while a tag is paused. If a model
-        computes while it is loaded, the workspace is in `tag`.
+        The region does not initialize cuBLAS, because SGLang derives the size of its KV cache from
+        the memory that is free before its first matrix product, and runs no model while a tag is
+        paused. If a model computes while it is loaded, cuBLAS's workspace is in `tag`.
         """
         tag, keep = draft_weights.placed(tag, enable_cpu_backup)
         backup = _backup(keep)
@@ -70,7 +70,7 @@ class MemsaverAdapter:
         tag: str = "cuda_graph",
         enable_cpu_backup: bool = False,
     ) -> AbstractContextManager[None]:
-        """Capture a graph with its memory in `tag`: see `memsaver.graph` and `graph_pools`."""
+        """Capture a graph with its memory in `tag`; see `memsaver.graph` and `graph_pools`."""
         backup = _backup(enable_cpu_backup)
         capture = memsaver.graph(
             cuda_graph,
@@ -83,13 +83,13 @@ class MemsaverAdapter:
         return _captured(capture)
 
     def disable(self) -> AbstractContextManager[object]:
-        """Keep tensors that are created in the block outside of all tags."""
+        """Allocate tensors that are created in the block outside all tags."""
         return memsaver.disabled()
 
     def pause(self, tag: str) -> Report | None:
         """Release the memory of `tag`.
 
-        Does nothing, and returns None, if no region has named the tag.
+        Does nothing and returns None if no region uses the tag.
         """
         names = parts.names_of(tag)
         if not names:
@@ -98,7 +98,7 @@ class MemsaverAdapter:
         return memsaver.pause(*names)
 
     def resume(self, tag: str) -> Report | None:
-        """Map the memory of `tag` again. Returns None if no region has named the tag."""
+        """Map the memory of `tag` again. Returns None if no region uses the tag."""
         names = parts.names_of(tag)
         if not names:
             _logger.debug("nothing to resume: tag %r has no region and no graph", tag)

@@ -1,8 +1,8 @@
 """Hooks in SGLang's tokenizer manager for requests to a sleeping engine.
 
 The hooks apply the policy of `settings.policy_of` before a request is sent to the schedulers. The
-scheduler's own guard (`guard`) checks the request last: if it refuses the request, because a
-release arrived first, the request is sent again, or raises the same error.
+scheduler's own guard (`guard`) then checks the request again. If the guard refuses the request
+because a release arrived first, the hooks send the request again, or raise the same error.
 
 | policy | a request that needs released memory |
 |---|---|
@@ -10,8 +10,9 @@ release arrived first, the request is sent again, or raises the same error.
 | wait | is held, in order, until the memory is resumed; raises after a timeout |
 | wake | resumes the memory that it needs; if too little is free, retries for a time, then raises |
 
-A health check neither waits nor wakes the engine. An abort ends a request that is held, or
-that a scheduler has refused, with `RequestAbortedError`, for which the server answers with status
+A health check does not wait, and does not wake the engine. An abort ends a request that is held, or
+that a scheduler has refused, with the error `RequestAbortedError`, for which the server answers
+with status
 400. Without `enable_memory_saver`, the hooks do nothing.
 """
 
@@ -54,7 +55,7 @@ _logger = logging.getLogger("memsaver.sglang")
 
 
 def admission_of(manager: Any) -> Admission | None:
-    """Return a tokenizer manager's `Admission`; None if the engine has no memory saver."""
+    """Return the `Admission` of a tokenizer manager; None if the engine has no memory saver."""
     found = vars(manager).get(_ATTRIBUTE, False)
     if found is False:
         found = _made(manager)
@@ -70,7 +71,7 @@ def _made(manager: Any) -> Admission | None:
 
 
 def _without_backup(manager: Any, release: Any = None) -> frozenset[str]:
-    """Return the tags whose contents `release` discards; None stands for any release."""
+    """Return the tags whose contents `release` discards; None stands for an arbitrary release."""
     kept = getattr(manager.server_args, "enable_weights_cpu_backup", False)
     is_rewritten = getattr(release, "rid", None) == REWRITTEN
     return frozenset() if kept and not is_rewritten else frozenset(_WEIGHTS)
@@ -111,13 +112,13 @@ class _Schedulers:
 
 
 def _asleep(released: Any) -> frozenset[str]:
-    """Return the released tags that have memory: without pausable graphs, GRAPH has none."""
+    """Return the released tags that have memory; GRAPH has memory only if graphs are pausable."""
     tags = frozenset(released)
     return tags if settings.graphs_are_pausable() else tags - {GRAPH}
 
 
 def _asked(obj: Any) -> frozenset[str]:
-    """Return the known tags that a request names; all of them if it names none.
+    """Return the known tags that a request names, or all known tags if it names none.
 
     The schedulers reject a request whose tags are not a list of known tags.
     """
@@ -138,7 +139,7 @@ async def _sent(
 
 
 async def change(manager: Any, operation: str, communicator: Any, obj: Any) -> list[Answer]:
-    """Send a release or a resume, and return the schedulers' answers, or log and raise an error."""
+    """Send a release or a resume; return the schedulers' answers, or log and raise an error."""
     admission = admission_of(manager)
     if admission is None:
         answers, error = await _sent(manager, communicator, obj)
@@ -174,8 +175,8 @@ def call(what: str, *, reads: bool = True) -> Callable[..., Awaitable[Any]]:
     """Return a hook around a control request that needs the weights.
 
     Args:
-        what: the request's operation, for errors.
-        reads: whether the request reads the weights; False if it only replaces them.
+        what: the name of the request's operation, for error messages.
+        reads: whether the request reads the weights; False if it only overwrites them.
     """
 
     async def hook(original: Callable[..., Awaitable[Any]], manager: Any, *args: Any) -> Any:
@@ -227,7 +228,7 @@ def generate(original: Callable[..., Any], manager: Any, obj: Any, request: Any 
 def abort(
     original: Callable[..., Any], manager: Any, rid: str = "", abort_all: bool = False
 ) -> Any:
-    """Wrap `TokenizerManager.abort_request`, which aborts only requests that were sent."""
+    """Wrap `TokenizerManager.abort_request`: also abort requests that have not been sent."""
     admission = admission_of(manager)
     if admission is not None:
         admission.abort([rid], abort_all)
@@ -238,9 +239,9 @@ class _Generation:
     """See `admitted.Generation`.
 
     Args:
-        original: SGLang's method.
-        manager: its tokenizer manager.
-        obj: SGLang's request.
+        original: the SGLang method.
+        manager: the engine's tokenizer manager.
+        obj: the SGLang request.
         request: the server's request, or None.
     """
 
@@ -283,7 +284,10 @@ class _Generation:
 
 
 class _RefusedPart(_Generation):
-    """A prompt of a streamed batch, which is sent again alone. Its outputs have its index."""
+    """A prompt of a streamed batch that is sent again separately.
+
+    The outputs contain the prompt's index in the batch.
+    """
 
     def __init__(
         self, original: Callable[..., Any], manager: Any, obj: Any, request: Any, index: int
@@ -304,7 +308,7 @@ def _rids_of(obj: Any) -> list[str]:
 
 
 def _refusal_in(output: Any) -> EngineAsleepError | None:
-    """Return the refusal in the first output of a stream; None for any other output."""
+    """Return the refusal in the first output of a stream, or None."""
     try:
         reason = output["meta_info"]["finish_reason"]
         return asleep_in(reason["message"]) if reason["type"] == "abort" else None
@@ -313,10 +317,11 @@ def _refusal_in(output: Any) -> EngineAsleepError | None:
 
 
 async def _discard(manager: Any, obj: Any, deadline: float) -> None:
-    """Abort the parts of a refused request that a scheduler has accepted, and wait until they end.
+    """Abort the parts of a refused request that a scheduler accepted, and wait until they end.
 
-    A part ends, and SGLang removes its state, when its scheduler has answered. The state must stay
-    until then, because SGLang 0.5.12 exits if it receives an answer for a part without a state.
+    A part ends when its scheduler has answered, and SGLang then removes the part's state. The state
+    must exist until then, because SGLang 0.5.12 exits if it receives an answer for a part without a
+    state.
     """
     rids = _rids_of(obj)
     with _own_aborts(manager):
@@ -331,7 +336,7 @@ async def _discard(manager: Any, obj: Any, deadline: float) -> None:
 
 
 def _own_aborts(manager: Any) -> contextlib.AbstractContextManager[None]:
-    """Return a block whose aborts are not a caller's; see `Admission.own_aborts`."""
+    """Return a context manager for memsaver's own aborts; see `Admission.own_aborts`."""
     admission = admission_of(manager)
     return contextlib.nullcontext() if admission is None else admission.own_aborts()
 

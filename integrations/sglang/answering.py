@@ -22,18 +22,18 @@ _logger = logging.getLogger("memsaver.sglang")
 
 
 class Answering:
-    """Creates the answer to one request, and keeps it for `scheduler.add_state`.
+    """Creates the answer to one request, and stores the answer for `scheduler.add_state`.
 
     Args:
         updater: the updater that handles the request.
-        operation: "release" or "resume".
-        group: see Attributes.
-        is_idle: whether memsaver made the request itself because the engine is idle. No client then
-            waits for a reply, so a failure is logged instead.
+        operation: either "release" or "resume".
+        group: the ranks that handle the request together.
+        is_idle: whether memsaver itself made the request because the engine is idle. In this case,
+            no client waits for a reply, so a failure is logged instead.
 
     Attributes:
         group: the ranks that handle the request together.
-        held: the previous answer's `held`; see `Answer`.
+        held: the tags in the previous answer's `held`; see `Answer`.
     """
 
     def __init__(self, updater: Any, operation: str, group: Group, is_idle: bool) -> None:
@@ -46,7 +46,7 @@ class Answering:
         self.held: frozenset[str] = frozenset(before.held if before else ())
 
     def refused(self, error: ConfigError | InvalidStateError) -> Any:
-        """Answer a request that was rejected before it did anything."""
+        """Answer a request that was rejected before it had any effect."""
         return self._made([], [], Failure.of(error))
 
     def done(
@@ -55,7 +55,7 @@ class Answering:
         ranks: Sequence[RankReport],
         held: Collection[str] | None = None,
     ) -> Any:
-        """Answer a request that has released or resumed the tags; None keeps `held`."""
+        """Answer a request that has released or resumed the tags; None leaves `held` unchanged."""
         return self._made(tags, ranks, None, held)
 
     def failed(
@@ -66,7 +66,7 @@ class Answering:
         held: Collection[str] | None = None,
         lost: Collection[str] = (),
     ) -> Any:
-        """Answer with the first failure of a rank; `then` describes the state afterwards."""
+        """Answer with the first failure of a rank; `then` describes the state after the failure."""
         rank = first_failure(ranks)
         failure = rank.failure if rank is not None else None
         if failure is not None and failure.kind != EngineBusyError.__name__:

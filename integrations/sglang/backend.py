@@ -33,8 +33,8 @@ def backend_of(engine: Any, *, api_key: str | None = None, timeout: float = 60.0
 
     Args:
         engine: an `sglang.Engine` in this process, or a server's URL.
-        api_key: the server's API key (its admin key, if it has one).
-        timeout: seconds for the query of the engine's arguments and state.
+        api_key: the server's API key, or its admin key if it has one.
+        timeout: the limit on the query of the engine's arguments and state, in seconds.
 
     Raises:
         ConfigError: `engine` is neither an `sglang.Engine` nor a URL, its version is not
@@ -51,9 +51,10 @@ class SGLangBackend(WeightCalls):
     """See `engine.interface.Backend`.
 
     Args:
-        link: the connection with the engine.
-        timeout: seconds for the query of the engine's arguments and state.
-        end: shuts the engine down; called once. None if the engine's owner does this.
+        link: the connection to the engine.
+        timeout: the limit on the query of the engine's arguments and state, in seconds.
+        end: a function that shuts the engine down, called once; None if the engine's owner shuts it
+            down.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class SGLangBackend(WeightCalls):
 
 
 def _outer_sizes(server_args: Mapping[str, Any]) -> dict[str, int]:
-    """Return the sizes of the dimensions that multiply the number of the engine's ranks."""
+    """Return the sizes of the parallel dimensions other than the tensor-parallel group."""
     replicas = ranks_in(server_args, "dp_size")
     if server_args.get("enable_dp_attention"):
         replicas = 1  # they use the ranks of the tensor-parallel group

@@ -1,9 +1,9 @@
-"""Keeps the weights of a draft model, for speculative decoding, during a sleep.
+"""Preserves the weights of a draft model, for speculative decoding, during a sleep.
 
 A trainer sends the main model's weights after each sleep, but usually not the draft model's. SGLang
-up to 0.5.23 loads both into the same tag, and keeps the draft model's weights only if an option
-requests it. memsaver always backs up the draft model's weights, as a part of the tag with its own
-policy.
+up to 0.5.23 loads both models into the same tag, and preserves the draft model's weights only if an
+option requests it. memsaver always backs up the draft model's weights, which are a part of the tag
+with their own policy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _kept: list[bool] = []  # not empty if this process has loaded a draft model
 
 
 def load(original: Callable[..., Any], runner: Any) -> Any:
-    """Wrap `ModelRunner.load_model`: mark the regions inside it that are for a draft model."""
+    """Wrap `ModelRunner.load_model`: mark the regions in it that belong to a draft model."""
     if not getattr(runner, "is_draft_worker", False):
         return original(runner)
     before = _is_loading.set(True)
@@ -43,7 +43,7 @@ def is_loaded() -> bool:
 
 
 def placed(tag: str, keep: bool) -> tuple[str, bool]:
-    """Return the region's tag and backup, given those that SGLang requests."""
+    """Return a region's tag and backup, from the tag and backup that SGLang requests."""
     if tag == DRAFTER:
         return WEIGHTS, True
     return tag, keep or (tag == WEIGHTS and _is_loading.get())
@@ -52,8 +52,8 @@ def placed(tag: str, keep: bool) -> tuple[str, bool]:
 def drop_copy(updater: Any) -> None:
     """Delete the copy of a draft model's weights that SGLang makes at a release.
 
-    The copy is not needed, because memsaver backs up these weights, and it may use memory of the
-    device. Without the copy, SGLang's resume handler restores nothing.
+    The copy is not needed, because memsaver backs up these weights, and it may occupy device
+    memory. Without the copy, SGLang's resume handler restores nothing.
     """
     copy = getattr(updater, _COPY, None) if _kept else None
     if copy is None:

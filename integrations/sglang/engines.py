@@ -1,7 +1,7 @@
 """SGLang as an `Engine`: an `sglang.Engine` in this process, or a server at a URL.
 
-Every call has a timeout in seconds. The timeout of a generation by an engine in this process limits
-only the wait for other threads' calls.
+Every call has a timeout in seconds. For a generation by an engine in this process, the timeout
+limits only the wait for other threads' calls.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ def connect(engine: Any, api_key: str | None = None) -> LocalEngine | ServedEngi
     """Return an `Engine` for the calls to `engine`.
 
     Args:
-        engine: an `sglang.Engine`, the URL of an SGLang server, or the result of an earlier call.
-        api_key: the server's API key (its admin key, if it has one).
+        engine: an `sglang.Engine`, the URL of an SGLang server, or the result of an earlier call of
+            this function.
+        api_key: the server's API key, or its admin key if it has one.
 
     Raises:
         ConfigError: `engine` is none of these, or the URL or the key is invalid. The message
@@ -77,8 +78,8 @@ class LocalEngine:
     """An `sglang.Engine` in this process.
 
     Any thread may call it, except a thread that runs an event loop. Calls run on the engine's event
-    loop, which one thread can drive at a time. While another thread drives the loop, for example
-    during generation, that thread runs the calls; generations are serialised.
+    loop, which only one thread can drive at a time. While another thread drives the loop, for
+    example during generation, that thread runs the calls. Generations are serialised.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -126,11 +127,11 @@ class LocalEngine:
         self._abort([{"abort_all": True}], timeout)
 
     def abort_requests(self, rids: Sequence[str], timeout: float) -> None:
-        """Abort requests by their ids, if they are in flight."""
+        """Abort the requests with these ids that are in flight."""
         self._abort([{"rid": rid} for rid in rids], timeout)
 
     def arguments(self, timeout: float) -> dict[str, Any]:
-        """Return the engine's arguments about its ranks, and its version if known."""
+        """Return the engine's arguments that concern its ranks, and its version if known."""
         try:
             from sglang.version import __version__ as version
         except ImportError:
@@ -140,7 +141,7 @@ class LocalEngine:
         return {**{name: getattr(server_args, name, None) for name in names}, "version": version}
 
     def generated(self, payload: Mapping[str, Any], timeout: float) -> Any:
-        """Return the outputs for the fields of a `GenerateReqInput` with several prompts."""
+        """Return the outputs for a `GenerateReqInput` with several prompts and these fields."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         manager = self._engine.tokenizer_manager
@@ -151,10 +152,10 @@ class LocalEngine:
         return self.run("a generation", generate, timeout)
 
     def ask(self, name: str, fields: Mapping[str, Any], timeout: float) -> Reply:
-        """Send the SGLang request with this method name, and return the reply.
+        """Send the SGLang request with this method name, and return SGLang's reply.
 
         Raises:
-            UnknownRequestError: this version of SGLang does not have the method.
+            UnknownRequestError: this version of SGLang lacks the method.
         """
         if not hasattr(self._engine.tokenizer_manager, name):
             raise UnknownRequestError(f"this version of SGLang has no {name}")
@@ -168,9 +169,10 @@ class LocalEngine:
         """See `Engine`.
 
         Args:
-            args: the arguments.
-            kwargs: the arguments, and `timeout`: seconds to wait for other threads' calls, by
-                default an hour; for a stream, before each item.
+            args: the positional arguments of `sglang.Engine.generate`.
+            kwargs: the keyword arguments of `sglang.Engine.generate`, and `timeout`, the seconds to
+                wait for other threads' calls (by default an hour); for a stream, it applies to each
+                item.
 
         Raises:
             ConfigError: the timeout is not a positive number.
@@ -230,12 +232,12 @@ class LocalEngine:
             )
 
     def run(self, what: str, work: Callable[[], Coroutine[Any, Any, Any]], timeout: float) -> Any:
-        """Run a coroutine on the engine's event loop, and return its result.
+        """Run a coroutine on the engine's event loop, and return the coroutine's result.
 
         Args:
-            what: a description of the call, for errors.
-            work: returns the coroutine.
-            timeout: seconds until the coroutine is cancelled.
+            what: a description of the call, for error messages.
+            work: a function that returns the coroutine.
+            timeout: the seconds until the coroutine is cancelled.
 
         Raises:
             ConfigError: the timeout is not a positive number.
@@ -257,9 +259,10 @@ class LocalEngine:
         deadline: float,
         seconds: float,
     ) -> None:
-        """Run `loop` until `future` is done, the deadline passes or an engine process exits.
+        """Run `loop` until `future` is done, the deadline passes, or an engine process exits.
 
-        Waits for `seconds` if another thread drives the loop, which may begin or stop at any time.
+        Waits for `seconds` if another thread drives the loop; other threads may start or stop
+        driving it at any time.
         """
 
         async def watch() -> None:

@@ -10,7 +10,7 @@ __all__ = ["failed_reply", "fields_of"]
 
 
 def failed_reply(messages: Any, kind: str, text: str) -> Any:
-    """Return SGLang's reply to a failed request of this kind."""
+    """Return the reply that SGLang sends for a failed request of this kind."""
     reply = getattr(messages, _name_of_reply(kind))
     fields = fields_of(reply)
     values: dict[str, Any] = {
@@ -30,6 +30,6 @@ def _name_of_reply(kind: str) -> str:
 
 @functools.cache
 def fields_of(reply: type) -> dict[str, bool]:
-    """Return the arguments of a reply's class, and whether each is required."""
+    """Return the arguments of a reply's class, and whether each argument is required."""
     parameters = inspect.signature(reply).parameters.values()
     return {p.name: p.default is inspect.Parameter.empty for p in parameters}

@@ -1,9 +1,9 @@
 """Passes SGLang the id of the torch pool that a pausable graph is captured into.
 
-SGLang makes the id of a pool, and finds the pool of its graphs by that id: symmetric memory leaves
-the pool for its allocations during a capture, and borrowing (SGLANG_ENABLE_GRAPH_POOL_BORROW) uses
-the pool's free blocks between replays. A pausable graph is captured into a pool of memsaver's, so
-SGLang must use that pool's id instead.
+SGLang creates an id for the pool of its graphs and finds the pool by this id. Symmetric memory is
+allocated outside the pool during a capture, and borrowing (SGLANG_ENABLE_GRAPH_POOL_BORROW) uses
+the pool's free blocks between replays. A pausable graph is captured into one of memsaver's pools,
+so SGLang must use that pool's id instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SHARED = "sglang.srt.model_executor.runner_utils.pool"
 
 @contextlib.contextmanager
 def named(pool: tuple[int, int]) -> Iterator[None]:
-    """Make SGLang capture into `pool` inside the block, and borrow from `pool` afterwards."""
+    """Make SGLang capture into `pool` during the block, and borrow from `pool` after the block."""
     capture = sys.modules.get(_CAPTURE)
     if capture is None or not hasattr(capture, "set_graph_pool_id"):
         yield

@@ -1,10 +1,11 @@
 """Refuses requests that need released memory, in SGLang's scheduler processes.
 
 Without the guard, such a request causes an illegal memory access, which crashes the engine. The
-guard runs between SGLang's broadcast of received requests and their handlers, so all ranks of a
-tensor-parallel group decide how to handle the same requests in the same order, from the same state:
-the tags that their release handlers have recorded. The guard uses no clock. While nothing is
-released, it adds one check to each request, and nothing to a decoding step.
+guard runs after SGLang has broadcast the received requests and before their handlers run. All ranks
+of a tensor-parallel group therefore handle the same requests in the same order, and decide from the
+same state, which is the set of tags that their release handlers have recorded. The guard uses no
+clock. While nothing is released, the guard adds one check to each request, and nothing to a
+decoding step.
 
 | request | while memory is released |
 |---|---|
@@ -16,8 +17,8 @@ released, it adds one check to each request, and nothing to a decoding step.
 | remote call, other known request | refused if it needs a released tag |
 | unknown request | refused; only logged if its reply's type is unknown (see `unknown_requests`) |
 
-No request can be in SGLang's queues while memory is released, because a release requires an idle
-engine; the exception is a paused generation without a pipeline, whose requests wait for the
+SGLang's queues contain no requests while memory is released, because a release requires an idle
+engine. The exception is a paused generation without a pipeline, whose requests wait for the
 continuation.
 """
 
@@ -146,7 +147,7 @@ _logger = logging.getLogger("memsaver.sglang")
 
 
 def install(result: Any, scheduler: Any) -> Any:
-    """Install a guard before a scheduler's handlers.
+    """Install a guard that runs before a scheduler's handlers.
 
     Called after `Scheduler.init_request_dispatcher`. Does nothing if the scheduler has no memory
     saver. Logs an error if the scheduler does not have the expected interface.
@@ -174,12 +175,12 @@ def is_known(kind: str) -> bool:
 
 
 def has_failed(scheduler: Any) -> bool:
-    """Return whether no guard could be installed; a request may then crash a sleeping engine."""
+    """Return whether no guard could be installed, so that a request may crash a sleeping engine."""
     return bool(getattr(scheduler, _FAILED, False))
 
 
 def when_asleep(scheduler: Any) -> WhenAsleep:
-    """Return the policy in effect; always "refuse" behind SGLang's Rust server."""
+    """Return the policy in effect, which is always "refuse" with SGLang's Rust server."""
     return "refuse" if is_rust_served(scheduler) else settings.policy_of(scheduler).when_asleep
 
 
@@ -189,13 +190,13 @@ def is_rust_served(scheduler: Any) -> bool:
 
 
 def guard_of(scheduler: Any) -> Guard | None:
-    """Return a scheduler's guard, or None."""
+    """Return a scheduler's guard, or None if there is none."""
     found = getattr(scheduler, _DISPATCHER, None)
     return found if isinstance(found, Guard) else None
 
 
 def _check_server(scheduler: Any) -> None:
-    """Keep an idle engine awake if its server is SGLang's Rust server, which cannot wake it."""
+    """Keep an idle engine awake if SGLang's Rust server, which cannot wake it, is in use."""
     if when_asleep(scheduler) != settings.policy_of(scheduler).when_asleep:
         remove(scheduler)
         _logger.warning(
@@ -208,9 +209,9 @@ def _check_server(scheduler: Any) -> None:
 def flush(original: Callable[..., bool], scheduler: Any, *args: Any) -> bool:
     """Wrap `Scheduler.flush_cache`: succeed without a flush while the KV cache is released.
 
-    The release has flushed the cache, and trainers flush it again between a resume of the weights
-    and a resume of the cache. Some caches write to device memory in a flush. A flush also empties
-    the cache of image embeddings.
+    The release has flushed the cache, but trainers flush it again between a resume of the weights
+    and a resume of the cache. Some caches write to device memory during a flush. A flush also
+    empties the cache of image embeddings.
     """
     image_cache.clear()
     if moves.are_memsavers([KV_CACHE]) and not moves.is_mapped([KV_CACHE]):
@@ -222,9 +223,9 @@ def flush(original: Callable[..., bool], scheduler: Any, *args: Any) -> bool:
 def dispatch_unread(
     original: Callable[..., None], scheduler: Any, request: Any, errors: Any
 ) -> None:
-    """Wrap `Scheduler._dispatch_tokenized_mm_requests`, which calls the handlers itself.
+    """Wrap `Scheduler._dispatch_tokenized_mm_requests`, which calls the handlers directly.
 
-    SGLang 0.5.23 calls it for requests of which some images could not be read.
+    SGLang 0.5.23 calls this method for requests with images that could not be read.
     """
     guard = guard_of(scheduler)
     if guard is not None and guard.refuses(request):
@@ -259,7 +260,7 @@ class Guard:
         return getattr(self._dispatch, name)
 
     def __call__(self, request: Any) -> Any:
-        """Dispatch a request, or refuse it; return the reply for the tokenizer manager, or None."""
+        """Dispatch or refuse a request; return the reply for the tokenizer manager, or None."""
         if not self._updater.offload_tags:
             return self._dispatch(request)
         kind = type(request).__name__
@@ -274,7 +275,7 @@ class Guard:
         return self._refuse(kind, request, asleep_text(released, what))
 
     def refuses(self, request: Any) -> bool:
-        """Return whether a request would be refused."""
+        """Return whether the guard would refuse a request now."""
         kind = type(request).__name__
         if kind == _CONTINUE or kind in _PASSING:
             return False
@@ -304,7 +305,7 @@ class Guard:
         return output
 
     def after_resume(self) -> None:
-        """Continue a paused generation if no memory is released any more."""
+        """Continue a paused generation once no memory is released."""
         if self._continuation is not None and not self._released():
             request, self._continuation = self._continuation, None
             self._dispatch(request)
@@ -330,7 +331,7 @@ class Guard:
         return None
 
     def _abort(self, request: Any, text: str) -> None:
-        """End a generation or an embedding, and free its images, which other processes own."""
+        """End a generation or an embedding, and free its images in other processes' memory."""
         self._send_abort(request, self._aborted(text, getattr(request, "rid", None)))
         for item in getattr(getattr(request, "mm_inputs", None), "mm_items", None) or ():
             if hasattr(item, "release_transport_proxies"):
@@ -351,7 +352,7 @@ class Guard:
         self._scheduler.send_abort_output(message, begun)
 
     def _aborted(self, text: str, rid: str | None = None) -> Any:
-        """Return SGLang's message for a request that the scheduler rejects."""
+        """Return the message that SGLang uses for a request that the scheduler rejects."""
         reason = {
             "type": "abort",
             "status_code": int(HTTPStatus.SERVICE_UNAVAILABLE),
@@ -362,8 +363,8 @@ class Guard:
     def _reply(self, kind: str, text: str) -> Any:
         """Return the reply to a failed control request.
 
-        Returns None if memsaver cannot build a reply of its type; the sender then receives no
-        reply.
+        Returns None if memsaver cannot build a reply of the required type; the sender then receives
+        no reply.
         """
         try:
             return failed_reply(self._messages, kind, text)
@@ -381,7 +382,7 @@ def _has_memory(tag: str) -> bool:
 
 
 def _generations_in(kind: str, request: Any) -> Iterable[Any] | None:
-    """Return the generations or embeddings in a request; None for any other request."""
+    """Return the generations or embeddings in a request, or None."""
     if not kind.startswith(("Tokenized", "BatchTokenized")):
         return None
     return list(request) if kind.startswith("Batch") else [request]

@@ -1,7 +1,7 @@
-"""Calls to SGLang's own handlers for release and resume, for memsaver's hooks.
+"""Calls from memsaver's hooks to SGLang's own handlers for release and resume.
 
-The handlers do their part (caches, model buffers, queues, bookkeeping) with a saver that does
-nothing: memsaver releases and maps memory before or after them, on all ranks together.
+The handlers process caches, model buffers, queues and bookkeeping, with a saver that does nothing.
+memsaver releases or maps the memory before or after the handlers run, on all ranks together.
 """
 
 from __future__ import annotations
@@ -97,19 +97,20 @@ def output_of(operation: str, text: str, trouble: str = "") -> Any:
     """Return SGLang's reply to a release or a resume, with `text` as its `rid`.
 
     Args:
-        operation: "release" or "resume".
-        text: memsaver's answer.
-        trouble: the reason for a failure, for versions whose replies report it; or "".
+        operation: either "release" or "resume".
+        text: the answer from memsaver.
+        trouble: the reason for a failure, for versions whose replies report it, or "".
     """
     result = {"success": not trouble, "message": trouble} if reports_states() else {}
     return _reply(operation)(rid=text, **result)
 
 
 def reports_states() -> bool:
-    """Return whether SGLang reports a release of released tags, or a resume of others, as an error.
+    """Return whether SGLang reports redundant releases and redundant resumes as errors.
 
-    SGLang's pull request 24123 adds `success` and `message` to the replies for this purpose, and
-    raises a `RuntimeError` with the message in the main process. 0.5.23 does not contain it.
+    For this purpose, SGLang's pull request 24123 adds `success` and `message` to the replies, and
+    raises a `RuntimeError` with the message in the main process. SGLang 0.5.23 does not contain
+    this change.
     """
     return "success" in fields_of(_reply("release"))
 
@@ -124,10 +125,10 @@ def check_states(
 ) -> None:
     """Check that no tag of a strict request is already in the requested state.
 
-    A request for all tags means the remaining ones, of which there must be at least one.
+    A request for all tags applies to the remaining tags, of which there must be at least one.
 
     Raises:
-        InvalidStateError: a tag to release is already released, or one to resume is not released.
+        InvalidStateError: a tag to release is already released, or a tag to resume is not released.
     """
     if getattr(request, "rid", None) != STRICT:
         return
@@ -146,7 +147,7 @@ def requested_tags(request: Any, order: Sequence[str]) -> list[str]:
     """Return the tags of a request, in the order in which SGLang processes them.
 
     Raises:
-        ConfigError: SGLang does not have one of the tags, or the request's tags are not a list.
+        ConfigError: SGLang does not know one of the tags, or the request's tags are not a list.
     """
     tags = request.tags or order  # SGLang treats None and an empty list as all tags
     if isinstance(tags, str) or not isinstance(tags, Iterable):
@@ -157,14 +158,14 @@ def requested_tags(request: Any, order: Sequence[str]) -> list[str]:
 
 
 def request_for(request: Any, tags: Sequence[str]) -> Any:
-    """Return a copy of the request, with these tags."""
+    """Return a copy of the request with these tags."""
     request = copy.copy(request)
     request.tags = list(tags)
     return request
 
 
 def is_idle(updater: Any) -> bool:
-    """Return whether the engine is idle, with the same check as this version's handler.
+    """Return whether the engine is idle, using the check of this version's own handler.
 
     While the generation is paused, waiting requests do not count, except in a pipeline, whose loop
     runs them.
@@ -187,20 +188,20 @@ def check_idle(updater: Any) -> None:
 
 
 def stash_of(updater: Any) -> Any:
-    """Return the model's buffers that a release keeps for the resume; None if there are none."""
+    """Return the model's buffers that a release stores for the resume; None if there are none."""
     return getattr(updater, _STASH, None)
 
 
 def keep_stash(updater: Any, stash: Any) -> None:
-    """Keep buffers for the next resume."""
+    """Store buffers for the next resume."""
     setattr(updater, _STASH, stash)
 
 
 def move_stash_to_host(updater: Any) -> None:
-    """Move the stash, copies of the model's buffers on the device, to host memory.
+    """Move the stash, which contains copies of the model's buffers, from the device to host memory.
 
-    SGLang's resume handler copies the stash from host memory. Releases the stash's device memory
-    to the driver, with all other memory in torch's cache.
+    SGLang's resume handler copies the stash from host memory. Releases the stash's device memory to
+    the driver, together with all other memory in torch's cache.
     """
     stash = stash_of(updater)
     buffers = stash.get("buffers", []) if isinstance(stash, dict) else []
@@ -216,8 +217,9 @@ def move_stash_to_host(updater: Any) -> None:
 def run(original: Callable[..., Any], updater: Any, request: Any, tags: Sequence[str]) -> None:
     """Run SGLang's part of a release or a resume, while all memory is mapped.
 
-    Collective if the weights are among the tags: the handlers wait at a barrier, which a rank joins
-    even if its handler raises before it. The handler's exceptions propagate.
+    The call is collective if the weights are among the tags, because the handlers wait at a
+    barrier. A rank joins this barrier even if its handler raises before the barrier. The handler's
+    exceptions propagate.
     """
     saver = _NoSaver()
     adapter, updater.memory_saver_adapter = updater.memory_saver_adapter, saver
@@ -234,7 +236,7 @@ def run(original: Callable[..., Any], updater: Any, request: Any, tags: Sequence
 
 
 def is_running(updater: Any) -> bool:
-    """Return whether `run` is in progress, that is, whether memsaver is calling the handlers."""
+    """Return whether `run` is in progress, which means that memsaver is calling the handlers."""
     return isinstance(getattr(updater, "memory_saver_adapter", None), _NoSaver)
 
 
@@ -242,7 +244,7 @@ class _NoSaver:
     """A saver for SGLang's handlers that does nothing.
 
     Attributes:
-        received: the tags of its calls to `pause` and `resume`.
+        received: the tags that were passed to `pause` and `resume`.
     """
 
     enabled = True

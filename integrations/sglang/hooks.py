@@ -1,4 +1,4 @@
-"""The methods of SGLang that memsaver hooks, and the installation of the hooks."""
+"""The SGLang methods that memsaver hooks, and the installation of the hooks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _HYBRID = "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool"
 
 
 def _after(first: Callable[..., Any], second: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook that runs `first` around `second`."""
+    """Return a hook that runs the hook `first` around the hook `second`."""
 
     def hook(original: Callable[..., Any], *args: Any) -> Any:
         return first(functools.partial(second, original), *args)
@@ -75,7 +75,7 @@ _missing: set[str] = set()  # methods that imported modules lack
 def install() -> None:
     """Import the modules to hook, and install all hooks. Idempotent.
 
-    Call this before the scheduler is created, and when SGLang's modules can be imported.
+    Call this function before the scheduler is created, once SGLang's modules can be imported.
     """
     for name in modules():
         try:
@@ -88,15 +88,15 @@ def install() -> None:
 
 
 def modules() -> tuple[str, ...]:
-    """Return SGLang's modules with methods to hook, for `install_in`.
+    """Return the names of SGLang's modules with methods to hook, for `install_in`.
 
-    No version of SGLang has all of them, because the handlers have moved.
+    No version of SGLang contains all of these modules, because the handlers have moved.
     """
     return hooking.modules_of(_hooks(), _optional_hooks())
 
 
 def left_out_by(name: str) -> tuple[str, ...]:
-    """Return the modules of `modules()` that SGLang lacks if `name` was imported without them.
+    """Return the modules of `modules()` that SGLang lacks if importing `name` did not import them.
 
     The scheduler imports the module with its handlers.
     """
@@ -111,26 +111,27 @@ def lacks_guard() -> bool:
 
 
 def _add_state(result: Any, *args: Any) -> Any:
-    """Report no state if requests cannot be refused; see `scheduler.add_state`."""
+    """Report the memory's state only if requests can be refused; see `scheduler.add_state`."""
     return result if lacks_guard() else scheduler.add_state(result, *args)
 
 
 def _sleep_when_idle(result: Any, scheduler: Any) -> Any:
-    """Keep the memory of an idle engine that could not refuse requests; see `idle_sleep`."""
+    """Keep an idle engine's memory if it cannot refuse requests; see `idle_sleep`."""
     return result if lacks_guard() else idle_sleep.install(result, scheduler)
 
 
 def install_in(module: ModuleType) -> None:
-    """Install the hooks in one of `modules()`, which has been imported. Idempotent.
+    """Install the hooks in an imported module of `modules()`. Idempotent.
 
-    Does not use SGLang's registry: some processes do not apply it, and it imports each module with
-    a hook, for example the whole scheduler in a process that only detokenizes.
+    Does not use SGLang's registry, because some processes do not apply it. The registry also
+    imports each module with a hook, for example the whole scheduler in a process that only
+    detokenizes.
     """
     _missing.update(hooking.install(module, _hooks(), _optional_hooks()))
 
 
 def _hooks() -> dict[str, tuple[str, Callable[..., Any]]]:
-    """Return the hook for each method, and its kind as in SGLang's registry; see `hooking`."""
+    """Return the hook for each method, with its kind as in SGLang's registry; see `hooking`."""
     return {
         f"{_UPDATER}.release_memory_occupation": ("AROUND", scheduler.release),
         f"{_UPDATER}.resume_memory_occupation": ("AROUND", scheduler.resume),
@@ -143,7 +144,7 @@ def _hooks() -> dict[str, tuple[str, Callable[..., Any]]]:
 
 
 def _optional_hooks() -> dict[str, tuple[str, Callable[..., Any]]]:
-    """Return the hooks of methods that a version of SGLang may lack."""
+    """Return the hooks for methods that some versions of SGLang lack."""
     return {
         **_hooks_of_requests(),
         **_hooks_of_updates(),

@@ -1,6 +1,6 @@
 """HTTP responses of a sleeping SGLang server; see `..engine.http.asleep_answers`.
 
-Normally, `/health` and `/health_generate` generate a token.
+While the engine is awake, `/health` and `/health_generate` generate a token.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Makes the KV cache of models with sliding windows pausable in older versions, such as 0.5.16.
 
-`SWAKVPool` consists of two pools, for the layers with full attention and for those with a sliding
-window. In these versions, it builds both without a memory saver and ignores the engine's option.
+`SWAKVPool` consists of two pools, one for the layers with full attention and one for the layers
+with a sliding window. In these versions, it builds both pools without a memory saver and ignores
+the engine's option.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ _is_building: ContextVar[bool] = ContextVar("memsaver_builds_hybrid_pool", defau
 
 
 def build(original: Callable[..., Any], pool: Any, *args: Any, **named: Any) -> Any:
-    """Wrap `SWAKVPool.__init__`, so that its pools get an enabled saver if the engine has one.
+    """Wrap `SWAKVPool.__init__`, so that its pools use an enabled saver if the engine has one.
 
-    Does nothing in versions in which the engine passes the option to the pool.
+    The hook does nothing in versions in which the engine passes the option to the pool.
     """
     if "enable_memory_saver" in inspect.signature(original).parameters:
         return original(pool, *args, **named)

@@ -1,11 +1,11 @@
-"""Releases an idle engine's memory after some time, in SGLang's scheduler processes.
+"""Releases an idle engine's memory after a timeout, in SGLang's scheduler processes.
 
-The time is measured only on the rank that receives requests from the tokenizer manager: it adds its
-own message to the received requests before SGLang broadcasts them, so that all ranks release memory
-at the same position in their requests. SGLang provides a hook for this, the input blocker, which it
-calls between the reception and the broadcast. With several data-parallel schedulers, each one
-releases its memory independently; with data-parallel attention, the first one decides for all of
-them.
+Only the rank that receives requests from the tokenizer manager measures the time. This rank adds
+its own message to the received requests before SGLang broadcasts them, so all ranks release memory
+at the same position in their sequence of requests. SGLang's hook for this purpose is the input
+blocker, which it calls between the reception and the broadcast. With several data-parallel
+schedulers, each scheduler releases its memory independently. With data-parallel attention, the
+first scheduler decides for all of them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _logger = logging.getLogger("memsaver.sglang")
 
 @dataclass(frozen=True)
 class IdleRelease:
-    """A request that an idle scheduler sends to itself and its other ranks.
+    """A request that an idle scheduler's first rank sends to all of the scheduler's ranks.
 
     Attributes:
         tags: the tags to release.
@@ -44,7 +44,7 @@ class IdleRelease:
 
 
 def install(result: Any, scheduler: Any) -> Any:
-    """Make an idle scheduler release its memory, if the settings request it.
+    """Make a scheduler release its memory when idle, if the settings request it.
 
     Called after `Scheduler.init_watch_dog_memory_saver_input_blocker`.
     """
@@ -81,13 +81,13 @@ class IdleSleep:
     """Adds an `IdleRelease` to the received requests after a period without requests.
 
     Attributes:
-        inner: SGLang's own input blocker, or None.
+        inner: the input blocker of SGLang itself, or None.
 
     Args:
         scheduler: the scheduler.
-        seconds: the length of the period.
-        inner: SGLang's own input blocker, or None.
-        clock: returns the time in seconds.
+        seconds: the length of the period without requests.
+        inner: the input blocker of SGLang itself, or None.
+        clock: a function that returns the time in seconds.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class IdleSleep:
         self._is_first_stage = _stage_of(scheduler) == 0
 
     def handle(self, requests: list[Any] | None) -> list[Any] | None:
-        """Return the requests to broadcast. `requests` is None on ranks that receive none."""
+        """Return the requests to broadcast. `requests` is None on ranks without requests."""
         if self.inner is not None:
             requests = self.inner.handle(requests)
         if requests is None or not self._is_first_stage:
@@ -138,7 +138,7 @@ class IdleSleep:
 
 
 def with_handler(scheduler: Any, dispatcher: Any) -> Any:
-    """Return a scheduler's dispatcher, with a handler for `IdleRelease` that sends no reply."""
+    """Return a scheduler's dispatcher after adding a handler for `IdleRelease` without a reply."""
     if not isinstance(getattr(scheduler, _BLOCKER, None), IdleSleep):
         return dispatcher
 
@@ -158,5 +158,5 @@ def _is_monitoring(request: Any) -> bool:
 
 
 def _stage_of(scheduler: Any) -> int:
-    """Return a scheduler's pipeline stage."""
+    """Return the number of a scheduler's pipeline stage."""
     return int(getattr(parallel_of(scheduler), "pp_rank", 0) or 0)

@@ -1,4 +1,4 @@
-"""Starts an `sglang.Engine` in the leader's process, on the GPUs of its tensor-parallel group."""
+"""Starts an `sglang.Engine` in a leader's process, on the GPUs of its tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -53,20 +53,21 @@ def launch(
 ) -> SGLangBackend:
     """Start an engine.
 
-    Restores this process's environment, its start method for processes and its signal handlers
-    afterwards, except for variables that SGLang sets during its import, and SGLang's own variables
-    (SGLANG_*, PROMETHEUS_*), which it reads again. Removes SGLang's handler, which would kill this
-    process if one of the engine's processes dies; calls raise an `EngineError` instead.
+    Afterwards, restores this process's environment, start method for processes and signal handlers.
+    Variables that SGLang sets during its import, and SGLang's own variables (SGLANG_*,
+    PROMETHEUS_*), are not restored, because SGLang reads them again. Removes SGLang's signal
+    handler, which would kill this process if one of the engine's processes dies. Instead, calls
+    raise an `EngineError`.
 
     Args:
         placement: the engine's GPUs and ports.
         tp_size: the number of tensor-parallel ranks; None leaves it to `arguments`.
-        arguments: the arguments of `sglang.Engine`. They override the placement and the defaults
-            for rollouts.
-        timeout: seconds until the engine must be ready; after that its processes are killed.
-            SGLang's work in this process before it starts them, such as a download of the model,
-            is not limited.
-        variables: environment variables of the engine, such as those of `policy_variables`.
+        arguments: the arguments of `sglang.Engine`. The arguments override the placement and the
+            defaults for rollouts.
+        timeout: the seconds until the engine must be ready; after the timeout, the engine's
+            processes are killed. SGLang's work in this process before these processes start, such
+            as a download of the model, is not limited.
+        variables: environment variables of the engine, such as the result of `policy_variables`.
 
     Raises:
         NotLoadedError: SGLang is not installed.
@@ -99,17 +100,17 @@ def launch_node(
     timeout: float,
     variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[[], None]:
-    """Start the part of an engine on a host other than the first, which receives all requests.
+    """Start the part of an engine on a host other than the first host, which receives all requests.
 
     Args:
         placement: the part's GPUs, and the address of the first host.
         tp_size: the number of the engine's ranks on all hosts.
         arguments: see `launch`.
-        timeout: seconds until the whole engine must be ready.
+        timeout: the seconds until the whole engine must be ready.
         variables: see `launch`.
 
     Returns:
-        A function that ends the part's processes; it is called once.
+        A function that ends the part's processes, and that must be called once.
 
     Raises:
         NotLoadedError, ConfigError, EngineError, EngineTimeoutError: see `launch`.
@@ -135,10 +136,10 @@ def _starting(
     timeout: float,
     variables: Mapping[str, str],
 ) -> Iterator[tuple[float, Any, _Signals, Parent, Processes]]:
-    """Start an engine during the block, in which the environment is that of its processes.
+    """Start an engine, and run the block in the environment of the engine's processes.
 
     Yields the deadline, the engine, the handlers to restore, the thread that started the engine's
-    processes, and the processes. Args and errors are those of `launch`.
+    processes, and the processes. The arguments and errors are those of `launch`.
     """
     check_timeout(timeout)
     try:
@@ -167,7 +168,7 @@ def _starting(
 
 
 def engine_failed(number: int, frame: FrameType | None) -> None:
-    """Ignore SIGQUIT, which a dying process of the engine sends: waiting calls detect its death."""
+    """Ignore SIGQUIT, which a dying engine process sends; waiting calls detect its death."""
 
 
 def _end(engine: Any, signals: _Signals, parent: Parent, processes: Processes) -> None:
@@ -175,7 +176,7 @@ def _end(engine: Any, signals: _Signals, parent: Parent, processes: Processes) -
 
     Args:
         engine: the `sglang.Engine`.
-        signals: this process's handlers, which are restored.
+        signals: the signal handlers of this process, to be restored.
         parent: the thread that started the processes.
         processes: the processes.
     """
@@ -205,8 +206,8 @@ def _end(engine: Any, signals: _Signals, parent: Parent, processes: Processes) -
 class _Signals:
     """This process's signal handlers.
 
-    SGLang's handlers would kill the process if an engine process dies. Only the main thread can set
-    handlers; in other threads, neither SGLang nor this class sets any.
+    SGLang's handlers would kill this process if an engine process dies. Only the main thread can
+    set handlers, so neither SGLang nor this class sets handlers in other threads.
     """
 
     def __init__(self) -> None:
@@ -214,7 +215,7 @@ class _Signals:
         self._before = {number: signal.getsignal(number) for number in _TAKEN}
 
     def take(self, engine: Any, timeout: float) -> None:
-        """Make SGLang set its handlers now, then restore the earlier ones, but ignore SIGQUIT."""
+        """Make SGLang set its handlers now, then restore earlier handlers, but ignore SIGQUIT."""
         manager = engine.tokenizer_manager
         manager.signal_handler_class = _Deaf
 

@@ -1,10 +1,11 @@
-"""Reduces and reports the memory that a scheduler process holds after a release of all tags.
+"""Reduces and reports the memory that a scheduler process still uses after a release of all tags.
 
 Torch's cache is always released to the driver; cuBLAS's workspaces are released if the engine
-captures no CUDA graphs. NCCL's communicators are suspended if MEMSAVER_SGLANG_SUSPEND_NCCL is set,
-and if no code uses them while memory is released: the guard must refuse requests, and on no rank
-may the engine have a setting with which it communicates even if idle. The communicators are resumed
-together with the first memory: at the same time if there is room for both, otherwise before it.
+captures no CUDA graphs. NCCL's communicators are suspended if MEMSAVER_SGLANG_SUSPEND_NCCL is set
+and no code uses them while memory is released. The guard must therefore refuse requests, and no
+rank may have a setting with which the engine communicates even if idle. The communicators are
+resumed together with the first memory: at the same time if enough memory is free for both,
+otherwise before that memory.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ _logger = logging.getLogger("memsaver.sglang")
 
 
 def after_release(updater: Any, group: Group, ranks: Sequence[RankReport]) -> list[RankReport]:
-    """Release memory outside tags, if no tag has memory; return the reports of the ranks.
+    """If no tag has memory, release memory outside tags; return the reports of the ranks.
 
-    The bytes that each rank still uses are added to the reports. A failure is logged, and the
-    release still counts as done; see `Suspender.suspend` for the communicators after it.
-    Collective.
+    Adds the bytes that each rank still uses to the reports. A failure is logged, but the release
+    still counts as successful. `Suspender.suspend` describes the state of the communicators after a
+    failure. Collective.
     """
     scheduler = scheduler_of(updater)
     # The ranks decide together, because only some of them may have a setting or a tag.
@@ -74,7 +75,7 @@ def after_release(updater: Any, group: Group, ranks: Sequence[RankReport]) -> li
 def resume(
     updater: Any, group: Group, tags: Sequence[str], work: Callable[[], list[RankReport]]
 ) -> tuple[list[RankReport], list[RankReport]]:
-    """Resume NCCL's communicators, and the tags by calling `work`; see `Suspender.resume`."""
+    """Resume NCCL's communicators, and call `work` to resume the tags; see `Suspender.resume`."""
     # Either all ranks have a suspender, or no rank has one.
     suspender = getattr(scheduler_of(updater), _ATTRIBUTE, None)
     if suspender is None:
@@ -86,12 +87,12 @@ def resume(
 
 
 def communicators(device: int) -> list[Communicator]:
-    """Return the NCCL communicators of this scheduler: torch's, and SGLang's own."""
+    """Return this scheduler's NCCL communicators, which torch or SGLang created."""
     return [*of_torch(device), *of_groups("sglang", _PARALLEL)]
 
 
 def _suspender(scheduler: Any) -> Suspender:
-    """Return the scheduler's suspender, which the first call creates."""
+    """Return the scheduler's `Suspender`, which the first call creates."""
     found: Suspender | None = getattr(scheduler, _ATTRIBUTE, None)
     if found is None:
         device = held.device()
@@ -101,7 +102,7 @@ def _suspender(scheduler: Any) -> Suspender:
 
 
 def _is_silent_asleep(scheduler: Any) -> bool:
-    """Return whether a sleeping engine does not use its communicators; False if that is unknown."""
+    """Return whether a sleeping engine is known not to use its communicators."""
     arguments = effective_arguments(scheduler)
     if arguments is None or guard_of(scheduler) is None:
         return False

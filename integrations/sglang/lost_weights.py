@@ -1,4 +1,4 @@
-"""Whether the contents of a scheduler's weights are lost."""
+"""Records whether the contents of a scheduler's weights are lost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def are_lost(scheduler: Any) -> bool:
 
 
 def lose(updater: Any) -> None:
-    """Record that the contents of the weights, which are released, are lost."""
+    """Record that the contents of the released weights are lost."""
     setattr(scheduler_of(updater), _ATTRIBUTE, True)
     end_update(updater)
 
@@ -52,9 +52,9 @@ def loaded(updater: Any, request: Any) -> None:
 
 
 def end_update(updater: Any) -> None:
-    """End an update session (SGLang 0.5.21), because it failed or what it loaded is lost.
+    """End an update session (SGLang 0.5.21), because it failed or the loaded weights are lost.
 
-    SGLang then rejects the session's further requests.
+    SGLang then rejects all later requests of the session.
     """
     if getattr(updater, "_session", None) is not None:
         updater._session = None

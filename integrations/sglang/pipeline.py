@@ -1,14 +1,14 @@
 """Runs a weight update, a release or a resume in all stages of a pipeline at the same time.
 
-SGLang's stages handle a request one after the other: a stage handles it and replies, and only then
-sends it to the next stage. No stage may therefore wait for a later stage in its handler, and the
-reply, which only the first stage sends, would not contain the results of later stages. With these
-hooks, a stage first sends the request on, and then does the work, in which all stages exchange
-their results.
+SGLang's stages handle a request one after the other: a stage handles the request and replies, and
+only then sends the request to the next stage. Therefore, a stage's handler must not wait for a
+later stage. In addition, the reply, which only the first stage sends, would not contain the results
+of later stages. With these hooks, a stage first forwards the request and then does the work, in
+which all stages exchange their results.
 
-The work must not begin while a batch is in the pipeline: a later stage might wait for the batch's
-data, which an earlier stage, waiting for the later one, would not send. All stages make this
-decision in the same round of their loops and from the same state, so their decisions are the same.
+The work must not begin while a batch is in the pipeline. Otherwise, a later stage might wait for
+the batch's data from an earlier stage that itself waits for the later stage. All stages decide in
+the same round of their loops and from the same state, so their decisions are identical.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class _Deferred:
     """A request whose work has not begun.
 
     Attributes:
-        request: SGLang's request.
-        work: returns the reply, or None for no reply; its argument is the reason why it must do
-            nothing, or None.
-        busy: the error if the pipeline does not become empty.
+        request: the SGLang request.
+        work: a function that returns the reply, or None for no reply; its argument is None, or the
+            reason why the function must do nothing.
+        busy: the error to report if the pipeline does not become empty.
         rounds: the number of rounds for which the work may still wait.
     """
 
@@ -47,16 +47,16 @@ class _Deferred:
 
 
 def defer(scheduler: Any, request: Any, work: Work, then: str) -> Any:
-    """Do the work after the request was sent to the next stage, and then send its reply.
+    """Do the work after the request was sent to the next stage, and then send the reply.
 
     Args:
         scheduler: this stage's scheduler.
-        request: SGLang's request.
+        request: the SGLang request.
         work: see `_Deferred`.
-        then: the end of the error for a busy engine: advice, and the state afterwards.
+        then: the end of the error message for a busy engine, with advice and the resulting state.
 
     Returns:
-        None, for the handler to return: SGLang then sends no reply yet.
+        The value None for the handler to return, so that SGLang does not yet send a reply.
     """
     if not can_defer(scheduler):  # nothing would run the work
         mode = _disaggregation(scheduler)
@@ -80,7 +80,7 @@ def can_defer(scheduler: Any) -> bool:
 
 
 def is_waiting(scheduler: Any) -> bool:
-    """Return whether work of earlier requests has not begun."""
+    """Return whether an earlier request's work has not begun."""
     return bool(vars(scheduler).get(_WAITING))
 
 
@@ -89,7 +89,7 @@ def _disaggregation(scheduler: Any) -> str:
 
 
 def is_installed(scheduler: Any) -> bool:
-    """Return whether a scheduler's loop has the hooks."""
+    """Return whether memsaver's hooks are installed in a scheduler's loop."""
     hooked: frozenset[str] = getattr(type(scheduler), INSTALLED, frozenset())
     return hooked.issuperset(("process_input_requests", "_pp_send_pyobj_to_next_stage"))
 

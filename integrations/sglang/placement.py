@@ -23,8 +23,9 @@ def sizes_of(arguments: Mapping[str, Any], ranks: int | None) -> Sizes:
 
     Args:
         arguments: arguments of `sglang.Engine`.
-        ranks: the number of the trainer's ranks, which the engine's may not exceed; None for no
-            limit. Without `tp_size` the engine uses as many of them as it can.
+        ranks: the number of the trainer's ranks, which is the maximum for the engine's ranks; None
+            for no limit. Without `tp_size`, the engine uses as many of the trainer's ranks as
+            possible.
 
     Raises:
         ConfigError: a size is not a positive integer, or the engine needs more than `ranks` ranks.
@@ -50,12 +51,12 @@ def place(gpus: Sequence[Gpu | None], dp_rank: int, sizes: Sizes | None = None) 
 
     Args:
         gpus: the GPUs of the group's ranks, in the engine's order.
-        dp_rank: the engine's number.
-        sizes: the engine's parallel sizes; None for a tensor-parallel group only.
+        dp_rank: the engine's data-parallel rank.
+        sizes: the engine's parallel sizes; None for a single tensor-parallel group.
 
     Raises:
-        ConfigError: two ranks use the same GPU, only some ranks have a GPU, or the ranks of a host
-            are not adjacent or are fewer than those of another host.
+        ConfigError: two ranks use the same GPU, only some ranks have a GPU, a host's ranks are not
+            adjacent, or a host has fewer ranks than another host.
     """
     adjacent = sizes is not None and sizes.stages > 1
     placement = _placed(gpus, dp_rank, adjacent)
@@ -69,8 +70,8 @@ def place(gpus: Sequence[Gpu | None], dp_rank: int, sizes: Sizes | None = None) 
 def _placed(gpus: Sequence[Gpu | None], dp_rank: int, adjacent: bool) -> Placement:
     """See `place`.
 
-    With `adjacent`, the engine's GPU numbers must be adjacent: SGLang ignores `gpu_id_step` between
-    the stages of a pipeline.
+    With `adjacent`, the engine's GPU numbers must be adjacent, because SGLang ignores `gpu_id_step`
+    between the stages of a pipeline.
     """
     hosts = by_host(gpus)
     if not hosts:
@@ -111,10 +112,11 @@ def _on_one_host(known: Sequence[Gpu], dp_rank: int, adjacent: bool) -> Placemen
 
 
 def _ports(slot: int) -> dict[str, int]:
-    """Return free ports for an engine; a mesh's engines on one host have different slots.
+    """Return free ports for an engine; the engines of a mesh on one host have different slots.
 
-    The engine may listen on a port only later. Engines of other meshes have the same slots and may
-    start at the same time, but get a different `nccl_port`, because the system chooses it.
+    The engine may start to listen on a port some time later. Engines of other meshes have the same
+    slots and may start at the same time, but receive a different `nccl_port`, because the system
+    chooses this port.
     """
     first = _FIRST_PORT + _PORTS_EACH * (slot % _SLOTS)
     free = [port for port in range(first, first + _PORTS_EACH) if _is_free(port)]

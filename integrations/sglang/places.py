@@ -1,9 +1,9 @@
-"""The place of a scheduler process among the ranks of its whole engine.
+"""The number of a scheduler process among all ranks of its engine.
 
-SGLang numbers ranks only within a tensor-parallel group. A process uses this number to choose its
+SGLang numbers ranks only within a tensor-parallel group. A process uses its number to choose a
 payload and to join a group for weights, so processes of different pipeline stages or data-parallel
-replicas would choose the same ones. This module numbers the ranks of an engine by replica, then by
-stage, then by rank in the tensor-parallel group.
+replicas would choose the same payload and the same rank. This module numbers an engine's ranks by
+replica, then by stage, and then by rank in the tensor-parallel group.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ LOCAL_CONTROL = "enable_dp_attention_local_control_broadcast"  # SGLang's option
 
 @dataclass(frozen=True)
 class Place:
-    """The place of this process among its engine's ranks.
+    """The position of this process among its engine's ranks.
 
     Attributes:
-        rank: its number among all ranks of the engine.
-        first: the number of the first rank in its tensor-parallel group.
-        width: the number of ranks in its tensor-parallel group.
+        rank: the process's number among all ranks of the engine.
+        first: the number of the first rank in the process's tensor-parallel group.
+        width: the number of ranks in the tensor-parallel group.
         size: the number of the engine's ranks.
         stages: the number of pipeline stages.
     """
@@ -54,9 +54,9 @@ class Place:
     stages: int
 
     def own(self, request: Any) -> Any:
-        """Return the request as SGLang reads it in this process: with its group's payloads.
+        """Return the request as SGLang reads it in this process, with the group's payloads only.
 
-        The request is unchanged if it has payloads for a single tensor-parallel group.
+        A request with payloads for a single tensor-parallel group is returned unchanged.
         """
         payloads = getattr(request, "serialized_named_tensors", None)
         if payloads is None or self.size == self.width or len(payloads) != self.size:
@@ -75,7 +75,7 @@ class Place:
 
 
 def place_of(updater: Any) -> Place:
-    """Return this process's place, from its weight updater."""
+    """Return this process's place, which its weight updater determines."""
     scheduler = scheduler_of(updater)
     own = Group(updater.tp_cpu_group)
     width, rank = own.size, own.rank
@@ -91,7 +91,7 @@ def place_of(updater: Any) -> Place:
 def group_of(updater: Any) -> Group:
     """Return the ranks of all stages that handle each control request in the same round.
 
-    If `has_local_control`, returns only the ranks of this stage.
+    If `has_local_control` is true, returns only the ranks of this stage.
     """
     scheduler = scheduler_of(updater)
     is_one_stage = ranks_in(effective_arguments(scheduler), "pp_size") == 1
@@ -108,9 +108,9 @@ def stage_group_of(updater: Any) -> Group:
 
 
 def holds_model(updater: Any, has_all_stages: bool) -> bool:
-    """Return whether the ranks of a group contain the whole model.
+    """Return whether the ranks of a group together contain the whole model.
 
-    The group is that of `group_of` if `has_all_stages`, otherwise that of `stage_group_of`.
+    The group is the result of `group_of` if `has_all_stages`, otherwise of `stage_group_of`.
     """
     scheduler = scheduler_of(updater)
     if has_local_control(scheduler):  # the experts may be spread over all replicas
@@ -123,8 +123,8 @@ def has_local_control(scheduler: Any) -> bool:
 
     With data-parallel attention, the replicas share the ranks of one tensor-parallel group. By
     default, the first replica sends control requests to all of them. If `LOCAL_CONTROL` is set,
-    each replica receives its own copy, and a collective of the whole group in the handler could
-    deadlock with replicas that wait for this one in another collective.
+    each replica receives its own copy. A collective of the whole group in the handler could then
+    deadlock with replicas that wait for this replica in another collective.
     """
     return has_parallel_attention(scheduler) and _is_set(scheduler, LOCAL_CONTROL)
 
@@ -136,7 +136,7 @@ def has_parallel_attention(scheduler: Any) -> bool:
 
 
 def effective_arguments(owner: Any) -> Any:
-    """Return the arguments with the values that SGLang uses; None if there are none.
+    """Return the arguments with the values that SGLang uses; None if they are missing.
 
     Since SGLang 0.5.19, `server_args` keeps the values that the user passed, and SGLang stores the
     values that it chooses separately.
@@ -159,7 +159,7 @@ def _is_set(scheduler: Any, option: str) -> bool:
 
 
 def ranks_in(arguments: Any, name: str) -> int:
-    """Return a number of ranks from SGLang's arguments; 1 if it is not set."""
+    """Return a number of ranks from SGLang's arguments; 1 if the argument is not set."""
     return int(getattr(arguments, name, 1) or 1)
 
 

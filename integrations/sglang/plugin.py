@@ -1,10 +1,10 @@
-"""The entry points through which SGLang finds memsaver, and their effects.
+"""The entry points through which SGLang finds memsaver, and the effects of the entry points.
 
-SGLang has two groups of entry points, and neither is sufficient. `sglang.srt.plugins` is loaded in
-the main process and in spawned schedulers, but not in SGLang's Ray actors, and in 0.5.16 not in the
-data-parallel controller; `sglang.srt.platforms` is loaded in every process, during SGLang's
-imports. memsaver is therefore in both, under the name `memsaver`; its effects do not depend on the
-order in which they are loaded:
+SGLang has two groups of entry points, neither of which is sufficient alone. `sglang.srt.plugins` is
+loaded in the main process and in spawned schedulers, but not in SGLang's Ray actors, and in 0.5.16
+not in the data-parallel controller; `sglang.srt.platforms` is loaded in every process, during
+SGLang's imports. memsaver is therefore registered in both groups, as `memsaver`, and has the same
+effects for every load order:
 
 - The factory of SGLang's memory savers, `TorchMemorySaverAdapter.create`, returns memsaver's saver
   if an enabled one is requested.
@@ -13,9 +13,9 @@ order in which they are loaded:
   neither do requests that need released memory (`guard`).
 - SGLang receives tensors in shareable regions (`shared_tensors`).
 
-The effects begin when SGLang imports the modules concerned. Before the first request for a saver no
-driver is opened and torch is not imported. With `enable_memory_saver=False`, SGLang works as it
-does without memsaver.
+The effects begin when SGLang imports the affected modules. Until the first request for a saver,
+memsaver opens no driver and does not import torch. With `enable_memory_saver=False`, SGLang works
+as it does without memsaver.
 """
 
 from __future__ import annotations
@@ -86,11 +86,12 @@ def load_platform() -> None:
 def create(original: Callable[..., Any], enable: bool) -> Any:
     """Wrap SGLang's `TorchMemorySaverAdapter.create`. Any thread.
 
-    A pool that ignores the engine's option (`hybrid_pools`) gets an enabled saver if the process
-    has already requested one, because a model runner requests its own saver before the pool's.
+    A pool that ignores the engine's option (`hybrid_pools`) receives an enabled saver if the
+    process has already requested one, because a model runner requests its own saver before the pool
+    requests one.
 
     Raises:
-        NotLoadedError: an enabled saver is requested, and there is no CUDA driver.
+        NotLoadedError: an enabled saver is requested, but there is no CUDA driver.
     """
     if not enable and not (hybrid_pools.is_building() and "started" in _done):
         return original(enable=enable)
@@ -158,7 +159,7 @@ def _start() -> None:
 
 
 def _hook_schedulers() -> None:
-    """Install the hooks in imported modules now, and in others at their import. Idempotent."""
+    """Install the hooks in imported modules now, and in the others at their import. Idempotent."""
     for name in hooks.modules():
         when_imported(name, _hook)
     when_imported(_SERVER, _hook_server)
@@ -199,7 +200,7 @@ def _is_being_imported(module: ModuleType) -> bool:
 
 
 def _await_no_more(name: str) -> None:
-    """Stop waiting for modules that `name` would already have imported if SGLang had them."""
+    """Stop waiting for modules that importing `name` would have imported if SGLang had them."""
     for other in hooks.left_out_by(name):
         no_longer(other)
 
@@ -207,8 +208,9 @@ def _await_no_more(name: str) -> None:
 def _keep_nccl_from_registering() -> None:
     """Prevent NCCL from registering a graph's pages, in this process and its children.
 
-    A resume maps new pages at a graph's addresses, but collectives that NCCL registered during the
-    capture would still use the old pages. SGLang 0.5.23 sets the variable itself.
+    A resume maps new pages at a graph's addresses, but collectives with pages that NCCL registered
+    during the capture would still use the old pages. SGLang 0.5.23 sets the environment variable
+    itself.
     """
     if settings.graphs_are_pausable():
         os.environ.setdefault(_NCCL, "0")
@@ -217,8 +219,8 @@ def _keep_nccl_from_registering() -> None:
 def _let_nccl_suspend() -> None:
     """Make NCCL allocate memory that it can release, in this process and its children.
 
-    Must run before SGLang turns off NCCL's use of the virtual memory functions. NCCL restores the
-    memory of its channels in small pieces, one after the other, so a smaller number of channels is
+    This function must run before SGLang turns off NCCL's use of the virtual memory functions. NCCL
+    restores the memory of its channels in small pieces, one after the other, so fewer channels are
     resumed faster.
     """
     if settings.suspends_nccl():

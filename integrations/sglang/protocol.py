@@ -1,17 +1,17 @@
 """Sends memsaver's messages between SGLang's processes inside SGLang's own messages.
 
 SGLang's requests and replies have no field for memsaver's messages. The string `rid`, which SGLang
-ignores in update requests and in replies to releases and resumes, carries them as JSON after a
-prefix; the reply's message carries the result of an update. A scheduler's state is a part of the
+ignores in update requests and in replies to releases and resumes, contains a message as JSON after
+a prefix. The result of an update is in the reply's message. A scheduler's state is part of the
 server information, under the key "memsaver".
 
 The `rid` of a request to release or resume has one of these values on its way to the schedulers:
 
 - FORGIVING: memsaver's controller sends the request.
-- REWRITTEN: memsaver's controller sends it, and the weights are about to be rewritten.
-- IDLE: an idle scheduler sends it to itself and its other ranks, and expects no reply.
-- STRICT: another client sends it, and this version of SGLang reports tags that are already in the
-  requested state. With older versions, the `rid` is the client's.
+- REWRITTEN: memsaver's controller sends the request, and the weights are about to be overwritten.
+- IDLE: an idle scheduler itself creates the request, on each of its ranks, and expects no reply.
+- STRICT: another client sends the request, and this version of SGLang reports an error for tags
+  that are already in the requested state. In older versions, another client's `rid` is unchanged.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ _HEALTH = "HEALTH_CHECK"  # the beginning of a health check's rid
 
 
 def is_health_check(request: Any) -> bool:
-    """Return whether one of SGLang's requests is a health check of its own server."""
+    """Return whether a request is a health check that SGLang's own server sends."""
     rid = getattr(request, "rid", None)
     return isinstance(rid, str) and rid.startswith(_HEALTH)
 
 
 def text_of(message: Answer | VerificationRequest) -> str:
-    """Return a message as text, for `answers_of` or `verification_of`."""
+    """Return a message as text for `answers_of` or `verification_of`."""
     return _PREFIX + json.dumps(asdict(message))
 
 
 def text_of_checks(checks: Iterable[RankCheck]) -> str:
-    """Return the checks of a scheduler's ranks as text, for `checks_in`."""
+    """Return the checks of a scheduler's ranks as text for `checks_in`."""
     return _PREFIX + json.dumps([asdict(check) for check in checks])
 
 
@@ -66,7 +66,7 @@ def states_of(internal_states: object) -> list[SchedulerState]:
     """Read the schedulers' states from SGLang's `internal_states`.
 
     Returns:
-        The states; [] if a scheduler lacks memsaver's hooks.
+        The schedulers' states; [] if a scheduler lacks memsaver's hooks.
 
     Raises:
         EngineError: `internal_states` is not a list of objects, or a state is invalid.
@@ -82,7 +82,7 @@ def states_of(internal_states: object) -> list[SchedulerState]:
 
 
 def answers_of(outputs: Iterable[object]) -> list[Answer]:
-    """Return the answers in SGLang's outputs, which only schedulers with memsaver's hooks send.
+    """Return the answers in SGLang's outputs; only schedulers with memsaver's hooks send answers.
 
     Raises:
         EngineError: an answer is invalid.
@@ -96,7 +96,7 @@ def answers_of(outputs: Iterable[object]) -> list[Answer]:
 
 
 def verification_of(rid: object) -> VerificationRequest | None:
-    """Return the verification request in a request's `rid`; None if it carries none.
+    """Return the verification request in a request's `rid`, or None.
 
     Raises:
         EngineError: the text begins like a verification request, but is invalid.
@@ -107,9 +107,9 @@ def verification_of(rid: object) -> VerificationRequest | None:
 
 
 def checks_in(message: str) -> list[RankCheck]:
-    """Return the ranks' checks in SGLang's message about an update; [] if it has none.
+    """Return the ranks' checks in SGLang's message about an update; [] if there are none.
 
-    SGLang joins the messages of several schedulers, and adds its own text.
+    SGLang concatenates the messages of several schedulers and adds its own text.
 
     Raises:
         EngineError: a part of the message begins like checks, but is invalid.

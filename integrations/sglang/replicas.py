@@ -1,9 +1,9 @@
 """Weight updates of an engine with data-parallel replicas, in SGLang's tokenizer manager.
 
-SGLang sends these requests to all replicas and waits for all replies, but rejects them if there is
-more than one replica, because its schedulers would take each other's payloads and ranks. memsaver's
-hooks in the schedulers (`places`) assign each scheduler its own payloads and ranks, so the hooks of
-this module send the requests.
+SGLang can send these requests to all replicas and wait for all replies, but rejects them if there
+is more than one replica, because different schedulers would use the same payloads and ranks.
+memsaver's hooks in the schedulers (`places`) assign separate payloads and ranks to each scheduler,
+so the hooks of this module do send the requests.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _merged(results: Any) -> tuple[bool, str]:
 
 
 def _normalise(obj: Any) -> None:
-    """Convert payloads as SGLang's own method does, if this version converts them."""
+    """Convert payloads as SGLang's own method does, if this version converts payloads."""
     convert = getattr(
         sys.modules.get("sglang.srt.utils"), "normalize_serialized_named_tensor_payloads", None
     )

@@ -21,8 +21,8 @@ class Reply:
 
     Attributes:
         success: whether SGLang reports success.
-        message: the reply's text; may be "".
-        ranks: a row for each of the engine's ranks, in the reply to a checksum request.
+        message: the reply's text, or "".
+        ranks: one row for each of the engine's ranks, in the reply to a checksum request.
     """
 
     success: bool = True
@@ -30,6 +30,6 @@ class Reply:
     ranks: Sequence[Any] = ()
 
     def check(self, request: str) -> None:
-        """Raise `EngineError` if the request failed; `request` describes it for the message."""
+        """Raise `EngineError` if the request failed; `request` describes it in the message."""
         if not self.success:
             raise EngineError(f"the engine refused {request}: {self.message}")

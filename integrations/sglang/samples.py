@@ -18,7 +18,7 @@ _MULTIMODAL = ("image_data", "video_data", "audio_data")
 
 
 def payload_of(requests: Sequence[Request]) -> dict[str, Any]:
-    """Return the fields of one `GenerateReqInput` for the requests, with ids to abort them."""
+    """Return the fields of one `GenerateReqInput` for all requests, with ids for aborts."""
     payload: dict[str, Any] = {
         "rid": request_ids(len(requests)),
         "sampling_params": [dict(request.sampling_params) for request in requests],
@@ -53,7 +53,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def samples_of(outputs: Any) -> list[Sample]:
-    """Return the samples in SGLang's outputs. Raises `EngineError` if their format is invalid."""
+    """Return the samples in SGLang's outputs. Raises `EngineError` if an output is invalid."""
     if not isinstance(outputs, list):
         raise EngineError(f"the engine must return a list of samples, not {excerpt(outputs)!r}")
     return [sample_of(output) for output in outputs]

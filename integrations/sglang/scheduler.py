@@ -1,11 +1,11 @@
-"""Release and resume in SGLang's scheduler processes: on all ranks or none, and never fatal.
+"""Release and resume in SGLang's scheduler processes, on all ranks or none, and never fatal.
 
 SGLang's handlers trust their caller: they assert that the engine is idle, raise a KeyError for a
 tag that is not released, and propagate the saver's exceptions; each of these crashes the engine.
-The hooks here wrap these handlers. They skip tags that are already in the requested state, reject
-fatal calls, and do the saver's work themselves, with an exchange of failures between the ranks of a
-tensor-parallel group and of all pipeline stages before any rank continues. SGLang's own handlers do
-the rest (caches, model buffers, queues, bookkeeping), with a saver that does nothing.
+The hooks in this module wrap these handlers. The hooks skip tags that are already in the requested
+state, reject fatal calls, and do the saver's work themselves. The ranks of a tensor-parallel group
+and of all pipeline stages exchange failures before any rank continues. SGLang's own handlers
+process caches, model buffers, queues and bookkeeping, with a saver that does nothing.
 
 | event | state afterwards, on every rank |
 |---|---|
@@ -16,15 +16,15 @@ the rest (caches, model buffers, queues, bookkeeping), with a saver that does no
 | a release fails later | mapped; contents without a backup may be lost, the KV cache is flushed |
 | a resume fails | still released, with backups; the same call may be repeated |
 
-If the rollback fails as well, on some ranks, the tags count as released, and the answer names the
-tags that still have memory on a rank (`Answer.held`). The next release of the tags releases that
-memory, and the next resume uses it.
+If the rollback also fails on some ranks, the tags count as released, and the answer names the tags
+that still have memory on a rank (`Answer.held`). The next release of the tags releases this memory,
+and the next resume uses it.
 
 The result is part of the answer to the tokenizer manager, whose methods return the answers of all
-schedulers, or raise. The server information contains it as well. If the stages of a pipeline cannot
-work at the same time (see `pipeline.can_defer`), each one decides independently, and only the first
-one's answer is sent. With a different saver, an engine gets only the checks. An engine with
-unexpected handlers gets no hooks, and is not protected.
+schedulers or raise an error. The server information also contains the result. If the stages of a
+pipeline cannot work at the same time (see `pipeline.can_defer`), each stage decides independently,
+and only the first stage's answer is sent. If an engine uses a different saver, the hooks only run
+the checks. An engine with unexpected handlers has no hooks, and is not protected.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def _answered(
 ) -> Any:
     """Check a release or a resume, then call `work(original, updater, request, tags, answer)`.
 
-    The stages of a pipeline do this after the request was sent to the next stage; then the result
-    is None, and the reply is sent later. A resume of mapped tags does not involve the other stages:
-    its answer waits only for earlier requests, not for a batch.
+    The stages of a pipeline call `work` after the request was sent to the next stage. In this case,
+    the result is None, and the reply is sent later. A resume of mapped tags does not involve the
+    other stages, so its answer waits only for earlier requests, not for a batch.
     """
     if handlers.is_running(updater) or not handlers.is_as_expected(updater):
         return original(updater, request)
@@ -185,7 +185,8 @@ def _release(
 def _rewritten(request: Any) -> tuple[str, ...]:
     """Return the tags whose contents a request declares to be no longer needed.
 
-    Empty if there is a draft model, which may share the tag, and whose weights are not sent again.
+    The result is empty if there is a draft model, because it may share the tag, and its weights are
+    not sent again.
     """
     is_rewritten = _rid(request) == REWRITTEN and not draft_weights.is_loaded()
     return (WEIGHTS,) if is_rewritten else ()
@@ -201,7 +202,7 @@ def _discards_weights(updater: Any, request: Any, tags: Collection[str]) -> bool
 def _prepare_release(
     original: Callable[..., Any], updater: Any, request: Any, tags: Sequence[str]
 ) -> None:
-    """Run SGLang's part, and leave no copy of the model's buffers on the device."""
+    """Run SGLang's part, and remove the copy of the model's buffers from the device."""
     handlers.run(original, updater, request, tags)
     if WEIGHTS in tags:
         handlers.move_stash_to_host(updater)
@@ -215,7 +216,7 @@ def _release_by_another(
     tags: Sequence[str],
     answer: Answering,
 ) -> Any:
-    """Release with a different saver: memsaver only runs the checks."""
+    """Release with a different saver, for which memsaver only runs the checks."""
     if not tags:
         return answer.done([], [])
 
@@ -288,8 +289,8 @@ def _resume(
 def add_state(result: Any, scheduler: Any, *_: Any) -> Any:
     """Add the state of the memory to the result of `Scheduler.get_internal_state`, as "memsaver".
 
-    Omits it if SGLang's handlers are not as expected, or if requests cannot be refused, so that
-    callers see an unprotected engine.
+    The state is omitted if SGLang's handlers are not as expected, or if requests cannot be refused.
+    Callers then treat the engine as unprotected.
     """
     try:
         updater = updater_of(scheduler)
@@ -323,9 +324,10 @@ def _log_once(why: str) -> None:
 
 
 def _restore(updater: Any, request: Any, tags: Sequence[str]) -> None:
-    """Run SGLang's part of a resume, after a failed release. Called on every rank, or on none.
+    """Run SGLang's part of a resume, after a failed release. Called on every rank or on none.
 
-    Works tag by tag, because a release may have failed before SGLang's part ran for some tags.
+    The function processes tags one by one, because a release may have failed before SGLang's part
+    ran for some tags.
     """
     again = resume_of(updater)
     stashed = handlers.stash_of(updater) is not None
@@ -343,7 +345,7 @@ def _restore(updater: Any, request: Any, tags: Sequence[str]) -> None:
 
 
 def _record_moved(updater: Any, ranks: Sequence[RankReport]) -> None:
-    """Record the tags that had memory on any rank, so that the guards of all ranks agree."""
+    """Record the tags that had memory on any rank, so that all ranks' guards use the same tags."""
     scheduler = scheduler_of(updater)
     moved = {tag for tag in RELEASE_ORDER if _is_moved(tag, ranks)}
     setattr(scheduler, guard.MOVED, moved.union(getattr(scheduler, guard.MOVED, ())))
@@ -364,7 +366,7 @@ def _troubles(ranks: Sequence[RankReport]) -> str:
 def _lost(undone: Sequence[RankReport]) -> set[str]:
     """Return the tags whose contents a failed release lost.
 
-    These are the tags for which its rollback mapped more bytes than it copied back.
+    For these tags, the release's rollback mapped more bytes than it copied back.
     """
     return {
         tag

@@ -74,10 +74,10 @@ class ServedEngine(served.ServedEngine):
         self._client.post("/abort_request", {"abort_all": True}, timeout)
 
     def abort_requests(self, rids: Sequence[str], timeout: float) -> None:
-        """Abort as many requests as the time allows, by their ids.
+        """Abort as many of the requests with these ids as the time allows.
 
-        Requests that are not aborted in time are left to the server, which detects disconnected
-        clients itself.
+        The other requests remain on the server, which itself detects that their clients have
+        disconnected.
         """
         deadline = time.monotonic() + timeout
         for rid in rids:
@@ -89,7 +89,7 @@ class ServedEngine(served.ServedEngine):
         """Return the server's arguments and its version.
 
         Raises:
-            EngineError: see `info`; or the server reports no version.
+            EngineError: the server reports no version, or `info` raises this error.
         """
         info = self.info(timeout)
         if not isinstance(info.get("version"), str):
@@ -125,10 +125,10 @@ class ServedEngine(served.ServedEngine):
 
 
 def _fields_in(text: str, *, required: bool) -> dict[str, Any]:
-    """Return the fields of a JSON object; {} for other JSON and, if not `required`, other text.
+    """Return the fields of a JSON object; {} for other JSON and, unless `required`, other text.
 
     Raises:
-        EngineError: the text is `required` to be JSON and is not.
+        EngineError: the text is `required` to be JSON, but is not JSON.
     """
     try:
         found = parsed(text, "the server's answer")

@@ -1,7 +1,7 @@
-"""Let SGLang receive tensors of a trainer's shareable regions.
+"""Allows SGLang to receive tensors of a trainer's shareable regions.
 
-SGLang's unpickler of tensors rejects all functions that are not on its list. memsaver adds its
-functions that map memory of a shareable region, and no others.
+SGLang's unpickler for tensors rejects all functions that are not on its list. memsaver adds only
+its functions that map memory of a shareable region.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FUNCTIONS = {(known.__module__, known.__name__): known for known in (rebuild, r
 
 
 def install(module: ModuleType) -> None:
-    """Extend the unpickler of the module, if it has one. Idempotent."""
+    """Extend the module's unpickler, if the module has one. Idempotent."""
     owner: Any = getattr(module, _CLASS, None)
     if hasattr(owner, "find_class"):
         hooking.around(owner, "find_class", _find_class)

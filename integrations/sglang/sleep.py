@@ -13,11 +13,11 @@ __all__ = ["SleepController", "Status"]
 
 
 class SleepController(EngineController):
-    """Puts an SGLang engine to sleep and wakes it, by tag: "kv_cache", "weights", "cuda_graph".
+    """Puts an SGLang engine to sleep and wakes it by tag ("kv_cache", "weights", "cuda_graph").
 
     Every call skips tags that are already in the requested state. Calls that would crash the engine
-    are rejected before the engine receives them: releasing memory that requests use, and generating
-    while that memory is released.
+    are rejected before the engine receives them. Such calls release memory that requests use, or
+    generate while that memory is released.
 
         engine = SleepController(sglang.Engine(enable_memory_saver=True, ...))
         engine.sleep(wait_idle=True)          # all tags; the trainer may use the memory
@@ -25,31 +25,30 @@ class SleepController(EngineController):
             update_weights()                  # trainer's copy
         engine.generate(...)                  # the KV cache and the graphs are mapped, too
 
-    With memsaver's plugin in the engine, a call that fails (for example without enough memory)
-    leaves the engine alive and unchanged on all ranks, and can be repeated. The engine itself
-    reports its state, even after errors and if other clients release or resume tags. Without the
-    plugin, a failure crashes the engine, and the controller knows only its own calls and
-    `released`.
+    With memsaver's plugin in the engine, a call that fails, for example for lack of memory, leaves
+    the engine running and unchanged on all ranks, and can be repeated. The engine itself reports
+    its state, even after errors and if other clients release or resume tags. Without the plugin, a
+    failure crashes the engine, and the controller knows only its own calls and `released`.
 
     `generate` accepts the arguments of `sglang.Engine.generate`. For a server at a URL, arguments
-    and results are JSON, there are no streams, and `timeout` is in seconds for the whole call, by
-    default an hour. For an engine in this process, `timeout` limits only the wait for other
-    threads' calls. In a callback of `on_pause` or `on_resume`, pass a short timeout: the other
-    thread may be waiting for the callback's tag.
+    and results are JSON, streams are not supported, and `timeout` limits the whole call, in seconds
+    (by default an hour). For an engine in this process, `timeout` limits only the wait for other
+    threads' calls. In a callback of `on_pause` or `on_resume`, pass a short timeout, because the
+    other thread may be waiting for the callback's tag.
 
     Threads: any. Calls of `sleep` and `wake_up` are serialised; generations run concurrently. Do
     not call them in an event loop: use `await asyncio.to_thread(controller.sleep)`. When `sleep`
     begins, it detects requests that bypassed the controller. Without the plugin, a request that
-    arrives just after this check crashes the engine, as does any request while the engine sleeps,
-    including those that SGLang's `/health` sends. With the plugin, such requests are
-    refused, wait, or wake the engine: see `memsaver.integrations.sglang.settings`.
+    arrives just after this check crashes the engine. So does any request while the engine sleeps,
+    including the requests that SGLang's `/health` sends. With the plugin, such requests are
+    refused, wait, or wake the engine; see `memsaver.integrations.sglang.settings`.
 
     Args:
         engine: an `sglang.Engine` in this process, a server's URL, or a result of
             `engines.connect`.
-        api_key: the server's API key (its admin key, if it has one).
-        released: the tags that are already released; needed only without the plugin.
-        timeout: seconds for queries of the engine's state.
+        api_key: the server's API key, or its admin key if it has one.
+        released: the tags that are already released; required only without the plugin.
+        timeout: the limit on queries of the engine's state, in seconds.
 
     Raises:
         ConfigError: `engine` is none of these, a tag is unknown, or the timeout, the address or the

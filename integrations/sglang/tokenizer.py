@@ -14,7 +14,7 @@ __all__ = ["request_release", "request_resume"]
 
 
 def request_release(manager: Any, obj: Any, request: Any = None) -> Awaitable[list[Answer]]:
-    """Replace `TokenizerControlMixin.release_memory_occupation`; return the answers, or raise."""
+    """Replace `TokenizerControlMixin.release_memory_occupation`; return the answers or raise."""
     _mark(obj)
     return change(manager, "release", manager.release_memory_occupation_communicator, obj)
 
@@ -26,9 +26,9 @@ def request_resume(manager: Any, obj: Any, request: Any = None) -> Awaitable[lis
 
 
 def _mark(obj: Any) -> None:
-    """Mark a request STRICT if SGLang reports states, unless memsaver's controller sends it.
+    """Mark a request as STRICT if SGLang reports states, unless memsaver's controller sends it.
 
-    A scheduler would send no reply to a client's request that is marked IDLE.
+    A client's request must not be marked as IDLE, because a scheduler would not reply to it.
     """
     if obj.rid == IDLE:
         obj.rid = None

@@ -1,11 +1,11 @@
 """Refuses requests of unknown types to a sleeping engine, in SGLang's tokenizer manager.
 
-A scheduler's guard refuses such a request too, but cannot answer it if the reply's type is also
-unknown: the sender would wait indefinitely. The hooks therefore query the schedulers' memory before
-the request is sent, and again while it has no reply.
+A scheduler's guard also refuses such a request, but cannot answer it if the reply's type is unknown
+as well, so the sender would wait indefinitely. The hooks therefore query the state of the
+schedulers' memory before the request is sent, and again while the request has no reply.
 
-The requests are those of SGLang's communicators: each sends requests of one type to all schedulers,
-and collects their replies.
+The hooks apply to SGLang's communicators, each of which sends requests of one type to all
+schedulers and collects the replies.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Sender:
 
     Attributes:
         manager: the tokenizer manager.
-        lock: a lock for one request of an unknown type at a time, so that each request is sent
+        lock: a lock that serialises requests of unknown types, so that each request is sent
             immediately after its check.
     """
 
@@ -42,7 +42,7 @@ class _Sender:
 
 
 def attach(result: Any, manager: Any, *_: Any) -> Any:
-    """Run after `TokenizerControlMixin.init_communicators`: make communicators find the manager."""
+    """Run after `TokenizerControlMixin.init_communicators`: store the manager in communicators."""
     for communicator in list(vars(manager).values()):
         if hasattr(communicator, "handle_recv"):
             setattr(communicator, _SENDER, _Sender(manager, asyncio.Lock()))
@@ -53,8 +53,9 @@ async def call(original: Callable[..., Awaitable[Any]], communicator: Any, obj: 
     """Wrap `FanOutCommunicator.__call__`.
 
     Raises:
-        EngineAsleepError: memory is released, and the request is of an unknown type. It was not
-            sent; or it was sent, then memory was released, and no scheduler has replied.
+        EngineAsleepError: memory is released, and the request is of an unknown type. The request
+            was not sent, or memory was released after the request was sent and no scheduler has
+            replied.
     """
     sender: _Sender | None = vars(communicator).get(_SENDER)
     admission = None if sender is None else admission_of(sender.manager)
@@ -94,7 +95,7 @@ async def _is_done(replies: asyncio.Future[Any]) -> bool:
 
 
 async def _end(communicator: Any, replies: asyncio.Future[Any]) -> None:
-    """End the communicator's request, so that later ones do not wait for its replies."""
+    """End the communicator's request, so that later requests do not wait for its replies."""
     if communicator._result_event is not None:
         communicator._result_event.set()
     await _is_done(replies)

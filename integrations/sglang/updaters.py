@@ -1,7 +1,8 @@
-"""The object that has SGLang's handlers for release and resume, and their state.
+"""Access to the object with SGLang's handlers for release and resume, and their state.
 
-It is the scheduler's weight updater, or in older versions such as 0.5.12 the scheduler itself,
-through a mixin. memsaver's hooks are written for an updater, and wrap such a scheduler as one.
+This object is the scheduler's weight updater or, in older versions such as 0.5.12, the scheduler
+itself, through a mixin. memsaver's hooks expect an updater, and wrap such a scheduler as an
+updater.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _HANDLER = "release_memory_occupation"
 
 
 class SchedulerAsUpdater:
-    """A scheduler with the handlers, used as a weight updater: its attributes are the scheduler's.
+    """A weight updater with the handlers and attributes of a scheduler.
 
     Attributes:
         scheduler: the scheduler.
@@ -37,7 +38,7 @@ class SchedulerAsUpdater:
 
 
 def updater_of(scheduler: Any) -> Any:
-    """Return a scheduler's updater. Raises `AttributeError` if it has no updater or handlers."""
+    """Return a scheduler's updater. Raises `AttributeError` if one is missing."""
     if hasattr(scheduler, "weight_updater") or not hasattr(scheduler, _HANDLER):
         return scheduler.weight_updater
     return SchedulerAsUpdater(scheduler)
@@ -46,7 +47,7 @@ def updater_of(scheduler: Any) -> Any:
 def scheduler_of(updater: Any) -> Any:
     """Return an updater's scheduler, or None.
 
-    SGLang 0.5.13's updater does not refer to the scheduler, only to some of its bound methods.
+    The updater of SGLang 0.5.13 does not refer to the scheduler, only to some of its bound methods.
     """
     scheduler = getattr(updater, "scheduler", None)
     if scheduler is None:
@@ -55,7 +56,7 @@ def scheduler_of(updater: Any) -> Any:
 
 
 def resume_of(updater: Any) -> Callable[..., Any]:
-    """Return SGLang's resume handler, as a function of the updater."""
+    """Return SGLang's resume handler as a function of the updater."""
     owner = updater.scheduler if isinstance(updater, SchedulerAsUpdater) else updater
     handler: Callable[..., Any] = type(owner).resume_memory_occupation
     return handler

@@ -16,7 +16,7 @@ SELECTORS_SINCE = "0.5.21"
 def doubt(version: str) -> str | None:
     """Return a warning for users of this version of SGLang, or None.
 
-    A post release or a local version counts as the release that it is based on.
+    A post release or a local version counts as the release on which it is based.
     """
     release = _release(version)
     if release in [_release(known) for known in (*TRIED, *SIMULATED)]:
@@ -41,9 +41,10 @@ def is_too_old(version: str) -> bool:
 
 
 def selects_models(version: str | None) -> bool:
-    """Return whether update requests name the models that receive the weights.
+    """Return whether update requests select the models that receive the weights.
 
-    These are the engine's main model and its draft model. False for an unknown version.
+    The models are the engine's main model and its draft model. Returns False for an unknown
+    version.
     """
     return version is not None and not _is_before(version, SELECTORS_SINCE)
 

@@ -1,4 +1,4 @@
-"""Sends new weights to SGLang: a part of `memsaver.integrations.engine.interface.Backend`."""
+"""Sends new weights to SGLang for `memsaver.integrations.engine.interface.Backend`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FORMATS = {"whole": "flattened_bucket", "engine": "direct"}  # SGLang's names f
 class WeightCalls(EngineBackend[LocalEngine | ServedEngine]):
     """The calls of a `Backend` that update weights.
 
-    `other_ranks` receive weights only with memsaver's plugin in the engine.
+    The ranks in `other_ranks` receive weights only if memsaver's plugin is in the engine.
 
     Attributes:
         selects: whether SGLang's update requests name the models that receive the weights.
@@ -115,7 +115,7 @@ class WeightCalls(EngineBackend[LocalEngine | ServedEngine]):
         self.link.ask(name, fields, timeout).check(name.replace("_", " "))
 
     def _do_if_known(self, name: str, timeout: float) -> None:
-        """Send a request without arguments, if SGLang supports it: 0.5.16 lacks some."""
+        """Send a request without arguments if this version of SGLang supports it."""
         with contextlib.suppress(UnknownRequestError):
             self._do(name, {}, timeout)
 
@@ -124,11 +124,11 @@ def checks_of(reply: Reply) -> list[RankCheck]:
     """Return the checks of the engine's ranks from SGLang's reply to an update.
 
     Returns:
-        The checks; [] if the engine lacks memsaver's plugin and the update succeeded.
+        The ranks' checks; [] if the engine lacks memsaver's plugin and the update succeeded.
 
     Raises:
-        EngineError: the update failed. If a rank failed with one of memsaver's other errors, raises
-            that error instead.
+        EngineError: the update failed. If a rank failed with another memsaver error, this error is
+            raised instead.
     """
     checks = checks_in(reply.message)
     raise_failure(checks)

@@ -1,12 +1,12 @@
-"""Run weight updates in SGLang's scheduler processes so that failures do not crash the engine.
+"""Runs weight updates in SGLang's scheduler processes so that failures do not crash the engine.
 
-SGLang only logs names that the model does not use, and an exception raised in a loader (for
-example, on a shape mismatch) crashes the engine. With these hooks, each rank runs SGLang's own
-handler, and the ranks of a group exchange their results before any of them replies: an update that
-fails on one rank fails on all.
+SGLang only logs names that the model does not use. An exception in a loader, for example because of
+a shape mismatch, crashes the engine. With these hooks, each rank runs SGLang's own handler, and the
+ranks of a group exchange their results before any rank replies. An update that fails on one rank
+fails on all ranks.
 
-For an update that carries a `VerificationRequest`, each rank runs the checks of `LoadCheck` around
-the handler, and then waits for its device: the sender may overwrite its memory as soon as it
+For an update with a `VerificationRequest`, each rank runs the checks of `LoadCheck` around the
+handler, and then waits for its device, because the sender may overwrite its memory as soon as it
 receives the reply. The reply contains the results of all ranks. For any other update, each rank
 runs the checks of `PlainCheck`; if they succeed, the reply is SGLang's own.
 """
@@ -104,10 +104,10 @@ def _load(
     Args:
         original: the handler.
         updater: the handler's object.
-        request: SGLang's request, which may carry a verification request.
-        kind: the name of the class of the handler's reply, among SGLang's messages.
-        has_barrier: whether the handler ends with a barrier of the group, at which the
-            other ranks wait for a rank that failed.
+        request: the SGLang request, which may contain a verification request.
+        kind: the class name of the handler's reply, among SGLang's messages.
+        has_barrier: whether the handler ends with a barrier of the group, at which the other ranks
+            would wait for a failed rank.
     """
     place = place_of(updater)
     output_of = _message(kind)
@@ -177,7 +177,7 @@ def _load_checked(
 
 
 def plain(kind: str, *, has_barrier: bool, ends_session: bool = False) -> Callable[..., Any]:
-    """Return a hook around an updater's handler, which ignores verification requests.
+    """Return a hook around an updater's handler that itself ignores verification requests.
 
     Args:
         kind: see `_load`.
@@ -199,9 +199,9 @@ def plain(kind: str, *, has_barrier: bool, ends_session: bool = False) -> Callab
 def plain_load(kind: str, *, has_barrier: bool) -> Callable[..., Any]:
     """Return a hook around an updater's handler that loads weights without a verification request.
 
-    A failure in one stage of a pipeline fails the update in all of them. If the stages cannot work
-    at the same time (see `can_defer` and `has_local_control`), each replies independently, as in
-    SGLang, and accepts names that it does not use.
+    If the update fails in one stage of a pipeline, it fails in all stages. If the stages cannot
+    work at the same time (see `can_defer` and `has_local_control`), each stage replies
+    independently, as in SGLang, and accepts names that it does not use.
 
     Args:
         kind: see `_load`.
@@ -227,14 +227,14 @@ def plain_load(kind: str, *, has_barrier: bool) -> Callable[..., Any]:
 
 
 def everywhere(kind: str, hook: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """Return a hook around an updater's handler that has to succeed on all stages of a pipeline.
+    """Return a hook around an updater's handler that must succeed on all stages of a pipeline.
 
-    The exception is an engine for which `has_local_control` is true: see `plain_load`.
+    An engine for which `has_local_control` is true is an exception; see `plain_load`.
 
     Args:
         kind: see `_load`.
-        hook: a hook that runs the handler; None runs it with this process's place in a group for
-            weights.
+        hook: a hook that runs the handler; None runs the handler with this process's rank in a
+            group for weights.
     """
 
     def handle(original: Callable[..., Any], updater: Any, request: Any) -> Any:
@@ -284,7 +284,7 @@ def _load_plainly(
     output_of: Any,
     stages: Group | None = None,
 ) -> Any:
-    """Run SGLang's handler; return its reply, or any rank's failure. Collective.
+    """Run SGLang's handler; return its reply, or the failure of any rank. Collective.
 
     Args:
         original: see `_load`.
@@ -333,7 +333,10 @@ def _load_plainly(
 
 
 def _pass_barrier(group: Group) -> None:
-    """Make the barrier of a handler that failed before it. Its own failure is logged only."""
+    """Run the barrier of a handler that failed before reaching the barrier.
+
+    A failure of the barrier itself is only logged.
+    """
     try:
         group.barrier()
     except Exception:
@@ -343,14 +346,14 @@ def _pass_barrier(group: Group) -> None:
 def _watched(
     updater: Any, request: Any, check: PlainCheck
 ) -> contextlib.AbstractContextManager[None]:
-    """Watch the model's loader in older versions of SGLang, whose runners have no hooks."""
+    """Observe the model's loader in older versions of SGLang, whose runners have no hooks."""
     if not isinstance(updater, SchedulerAsUpdater) or hasattr(request, "model_path"):
         return contextlib.nullcontext()
     return check.around_loader(updater.tp_worker.model_runner.model)
 
 
 def _known_to(updater: Any) -> Known:
-    """Return the names and shapes of a scheduler's successful updates."""
+    """Return the names and shapes in a scheduler's successful updates."""
     owner = scheduler_of(updater)
     if not hasattr(owner, _KNOWN):
         setattr(owner, _KNOWN, set())
@@ -362,9 +365,9 @@ def _known_to(updater: Any) -> Known:
 def _flushing_past_waiting(updater: Any) -> Iterator[None]:
     """Allow a paused scheduler to flush its cache while requests wait, during the block.
 
-    Waiting requests have no data in the KV cache, because a pause dropped it. SGLang 0.5.16 rejects
-    the flush, so that these requests would continue with values computed by the old weights; later
-    versions flush.
+    Waiting requests have no data in the KV cache, because a pause dropped these data. SGLang 0.5.16
+    rejects the flush, so these requests would continue with values computed by the old weights.
+    Later versions flush the cache.
     """
     scheduler = scheduler_of(updater)
     if not getattr(scheduler, "_engine_paused", False) or (

@@ -1,1 +1,1 @@
-"""An HTTP client with bounds on time and size, for engines behind a URL."""
+"""An HTTP client for engines at a URL, with limits on time and size."""

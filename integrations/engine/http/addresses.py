@@ -1,7 +1,7 @@
 """Validation of a caller's arguments for a server: addresses and API keys.
 
-Errors are `ConfigError`. They never contain the rejected address or key, either of which may be a
-secret.
+Errors are `ConfigError`. The messages never contain the rejected address or key, because either may
+be a secret.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _SHORTEST_REDACTED = 4  # characters; a shorter key may occur in ordinary words
 
 
 class Secret:
-    """An API key that does not appear in a `repr`, nor in the message of any memsaver error.
+    """An API key that never appears in a `repr` or in the message of a memsaver error.
 
     Args:
-        text: the key; "" if there is none.
+        text: the key, or "" for no key.
     """
 
     __slots__ = ("__weakref__", "_text")
@@ -53,7 +53,7 @@ class Secret:
 
 
 def secret_of(api_key: object) -> Secret:
-    """Return the checked API key; an empty `Secret` for None.
+    """Return a valid API key as a `Secret`; an empty `Secret` for None.
 
     Raises:
         ConfigError: the key is not a string, is empty, or contains characters that an HTTP header
@@ -82,7 +82,7 @@ def address_of(url: object) -> str:
     """Check the address of a server, and return it without a slash at its end.
 
     Args:
-        url: such as "http://host:30000", "https://host", or "http://host/below/a/proxy".
+        url: an address such as "http://host:30000", "https://host" or "http://host/below/a/proxy".
 
     Raises:
         ConfigError: the address is invalid, or contains a user name, a password, a query or a
@@ -114,7 +114,7 @@ def address_of(url: object) -> str:
 
 
 def host_of(location: str) -> str:
-    """Return the host and port of a redirect's target, for a message; "" if it names none."""
+    """Return the host and port of a redirect's target for a message, or "" if it has none."""
     if not location.isprintable():
         return ""
     _, host, port = _split(location)
@@ -122,7 +122,7 @@ def host_of(location: str) -> str:
 
 
 def _split(url: str) -> tuple[SplitResult, str, str]:
-    """Return an address's parts, its host and its ":port"; host "" if host or port is invalid."""
+    """Return an address's parts, its host and its ":port"; an invalid host or port yields ""."""
     try:
         parts = urlsplit(url)
         host, number = parts.hostname or "", parts.port

@@ -1,14 +1,15 @@
-"""HTTP responses of a sleeping server: status 503 with the released tags, and its health.
+"""HTTP responses of a sleeping server: status 503 with the released tags, and health reports.
 
 `AsleepAnswers` is a middleware of an engine's server that does nothing while all memory is known to
 be mapped. The endpoints report errors in several formats, some of them inside a stream that begins
-with status 200. While memory is released, or may be released (the engine sleeps when it is idle, or
-other processes change its memory), the middleware therefore delays the start of each response until
-the first part of its body, and replaces the response if the request was refused.
+with status 200. The middleware therefore delays the start of each response until the first part of
+its body, and replaces the response if the request was refused. This delay applies while memory is
+released. It also applies if memory can be released without a record, because the engine sleeps when
+idle or because other processes change its memory.
 
-While memory is released, the server's health reports the released tags, without a generation, and
-with the status that a load balancer expects: 503 if requests are refused, and 200 if they wait or
-wake the engine.
+While memory is released, a health request returns the released tags and causes no generation. Its
+status is the one that a load balancer expects: 503 if requests are refused, and 200 if requests
+wait or wake the engine.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 def add_innermost(app: Any, **arguments: Any) -> None:
     """Add the middleware to a FastAPI application, before the server starts.
 
-    It is added as the innermost middleware: the server's other middlewares add their headers (CORS)
-    to its responses, and reject requests without a valid key first.
+    The middleware is the innermost one: the server's other middlewares reject requests without a
+    valid key before it, and add their headers (CORS) to its responses.
 
     Args:
         app: the application.
@@ -59,13 +60,15 @@ def add_innermost(app: Any, **arguments: Any) -> None:
 
 
 class AsleepAnswers:
-    """The middleware; see the description of this module.
+    """The middleware that this module describes.
 
     Args:
         app: the application that serves the requests.
-        admission: returns the engine's `Admission`; None if it has none, or before it exists.
-        is_shared: returns whether other processes of the server also release and resume memory.
-        health: the paths of the requests for the server's health.
+        admission: a function that returns the engine's `Admission`; None if it has none or does not
+            exist yet.
+        is_shared: a function that returns whether other processes of the server also release and
+            resume memory.
+        health: the paths of health requests.
     """
 
     def __init__(
@@ -96,11 +99,11 @@ class AsleepAnswers:
         return await self._app(scope, receive, send)
 
     def _may_be_asleep(self, admission: Admission) -> bool:
-        """Return whether memory is released, or may have been released without a record."""
+        """Return whether memory is released, or might have been released without a record."""
         return bool(admission.released or admission.policy.sleep_after or self._is_shared())
 
     async def _is_asleep(self, admission: Admission) -> bool:
-        """Return whether memory is released. Query the engine if the recorded state may be old."""
+        """Return whether memory is released. Queries the engine if the record might be old."""
         if not self._may_be_asleep(admission):
             return False
         try:
@@ -128,7 +131,7 @@ class _Response:
     """A response whose start is delayed until the first part of its body.
 
     Attributes:
-        has_begun: whether the start was sent.
+        has_begun: whether the start of the response was sent.
     """
 
     def __init__(self, send: Send, refusal: Refusal) -> None:

@@ -1,4 +1,4 @@
-"""An HTTP client of one server, based on httpx, with bounds on time and size.
+"""An HTTP client for one server, based on httpx, with limits on time and size.
 
 The client follows no redirects and uses no proxies, and its messages contain no secrets. Importing
 this module does not need httpx; creating an `HttpClient` does.
@@ -35,17 +35,17 @@ _AGENT = "memsaver"
 
 
 class HttpClient:
-    """A client of one server. Any thread may call it; each call opens its own connection.
+    """A client for one server. Any thread may use it; each call opens its own connection.
 
     The client follows no redirect and uses no proxy, so only the server receives the key. No
     message contains the key, even if the server repeats it.
 
     Attributes:
-        address: the server's address, as it appears in messages.
+        address: the server's address as it appears in messages.
 
     Args:
         url: the server's address.
-        api_key: sent as a bearer token; None sends none.
+        api_key: the key to send as a bearer token; None sends no key.
 
     Raises:
         ConfigError: the address or the key is invalid; the message contains neither.
@@ -63,13 +63,13 @@ class HttpClient:
         return f"<memsaver HttpClient: {self.address}>"
 
     def separate(self) -> HttpClient:
-        """Return a client of the same server whose `disconnect` ends only its own calls."""
+        """Return a client for the same server whose `disconnect` ends only its own calls."""
         other = copy.copy(self)
         other._sockets = set()
         return other
 
     def disconnect(self) -> None:
-        """Close the connections of the calls in progress, which fail. Calls may connect later."""
+        """Close the connections of the calls in progress, so they fail. Calls may connect later."""
         for connection in tuple(self._sockets):
             with contextlib.suppress(OSError):  # closed already
                 connection.shutdown(socket.SHUT_RDWR)
@@ -81,31 +81,31 @@ class HttpClient:
     def post(
         self, path: str, payload: Mapping[str, Any], timeout: float, max_bytes: int = ANSWER_BYTES
     ) -> str:
-        """Post JSON, and return the server's answer if its status is 200.
+        """Send JSON in a POST, and return the server's answer if its status is 200.
 
         Args:
             path: the path, starting with a slash.
-            payload: the values to send as JSON.
+            payload: the fields to send as JSON.
             timeout: seconds for the whole call, from the lookup of the host to the last byte of the
                 answer.
-            max_bytes: the largest accepted answer.
+            max_bytes: the maximum size of the answer in bytes.
 
         Raises:
             ConfigError: the timeout is not a positive number, or JSON cannot represent the payload.
             EngineTimeoutError: the answer was not complete in time.
             EngineAsleepError: the server's engine is asleep, and refuses the request.
-            EngineError: the server answered with another status (`http_status`), including
-                redirects; it cannot be reached, or its answer is too large or is not HTTP.
+            EngineError: the server answered with another status (`http_status`) such as a redirect,
+                cannot be reached, or sent an answer that is too large or is not HTTP.
         """
         return self._successful(path, self.ask(path, payload, timeout, max_bytes))
 
     def ask(
         self, path: str, payload: Mapping[str, Any], timeout: float, max_bytes: int = ANSWER_BYTES
     ) -> tuple[int, str]:
-        """Post JSON, and return the status and the text of the server's answer.
+        """Send JSON in a POST, and return the status and the text of the server's answer.
 
-        Args and errors are those of `post`, except that only a redirect's status is an error. If
-        the status is not 200, the API key is redacted from the text.
+        Arguments and errors are those of `post`, but only a redirect's status is an error. If the
+        status is not 200, the API key is redacted from the text.
         """
         return self._answer("POST", path, _json(payload), timeout, max_bytes)
 
@@ -123,7 +123,7 @@ class HttpClient:
             raise asleep
 
     def hidden_in(self, text: str) -> str:
-        """Return a server's text in full, with the API key redacted, encodable as UTF-8."""
+        """Return a server's full text, encodable as UTF-8, with the API key redacted."""
         return encodable(self._key.hidden_in(text))
 
     def excerpt(self, text: object) -> str:
@@ -160,7 +160,7 @@ class HttpClient:
     def _exchange(
         self, method: str, path: str, body: bytes, timeout: float, max_bytes: int
     ) -> tuple[int, str, str] | EngineError:
-        """Return the status, the host of a redirect's target and the text, or an error."""
+        """Return the status, the host of a redirect's target and the text; or return an error."""
         httpx, httpcore = _import("httpx"), _import("httpcore")
         from .sockets import DeadlineTransport
 
@@ -221,7 +221,7 @@ class HttpClient:
 
 
 def _reason(text: str) -> str:
-    """Return the message in a server's JSON error; "" if the text is anything else."""
+    """Return the message in a server's JSON error; "" for any other text."""
     try:
         return str(parsed(text, "an error")["error"]["message"])
     except (EngineError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""`ServedEngine`: the parts of an engine's server at a URL that all engines share."""
+"""`ServedEngine`: an engine's server at a URL, with the code that all engines share."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class ServedEngine:
     """A server at a URL. Any thread may call it.
 
     Every call has a timeout, which covers the time from the lookup of the host to the last byte of
-    the answer. An answer may have at most 64 MiB, or 1 GiB for a generation. Redirects are errors,
-    and no proxy is used.
+    the answer. An answer may be at most 64 MiB long, or 1 GiB for a generation. Redirects are
+    errors, and no proxy is used.
 
     Args:
         url: the server's address, such as "http://host:8000".
@@ -41,16 +41,16 @@ class ServedEngine:
         return f"<memsaver ServedEngine: {self._client.address}>"
 
     def death(self) -> str:
-        """Return "": it is unknown whether a server's processes have exited."""
+        """Return "", because it is unknown whether a server's processes have exited."""
         return ""
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Send a request to generate, which is not streamed, and return the answer's JSON.
+        """Send a generation request without streaming, and return the JSON of the answer.
 
         Args:
-            args: the prompt, unless it is passed by name.
-            kwargs: the engine's own arguments, and `timeout`: seconds for the whole call, by
-                default an hour.
+            args: the prompt, unless it is a keyword argument.
+            kwargs: the engine's own arguments, and `timeout`, the seconds for the whole call (by
+                default an hour).
         """
         if kwargs.get("stream"):
             raise ConfigError(
@@ -63,6 +63,6 @@ class ServedEngine:
         return self.generated({**({"prompt": args[0]} if args else {}), **kwargs}, timeout)
 
     def generated(self, payload: Mapping[str, Any], timeout: float) -> Any:
-        """Return the server's answer to a request to generate with these JSON fields."""
+        """Return the server's answer to a generation request with these JSON fields."""
         text = self._client.post(self._GENERATE, payload, timeout, GENERATION_BYTES)
         return parsed(text, "the server's answer")

@@ -1,8 +1,8 @@
-"""A transport for httpx with one deadline for a whole call.
+"""An httpx transport with one deadline for a whole call.
 
 httpx's own timeouts apply to each read, so a server that occasionally sends a byte never exceeds
-them. Here the timeout of every socket operation is the time until the deadline. Importing this
-module needs httpx.
+them. This transport sets the timeout of every socket operation to the time that remains until the
+deadline. Importing this module requires httpx.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class DeadlineTransport(httpx.BaseTransport):  # type: ignore[misc]  # its base 
     Raises `httpcore`'s exceptions; `httpcore.TimeoutException` at the deadline.
 
     Args:
-        deadline: a time of `time.monotonic()`.
+        deadline: a time on the clock of `time.monotonic()`.
         tls: the TLS context, if the server uses https.
-        opened: contains the connection's socket until it is closed.
+        opened: a collection that contains the connection's socket until the socket is closed.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class _Body(httpx.SyncByteStream):  # type: ignore[misc]  # its base is Any to m
 
 
 class _Sockets(httpcore.NetworkBackend):  # type: ignore[misc]  # its base is Any to mypy
-    """A backend that connects within the deadline and ignores the timeouts that httpcore passes."""
+    """A network backend that enforces the deadline and ignores httpcore's own timeouts."""
 
     def __init__(self, deadline: float, opened: set[socket.socket]) -> None:
         self._deadline, self._opened = deadline, opened
@@ -107,7 +107,7 @@ class _Sockets(httpcore.NetworkBackend):  # type: ignore[misc]  # its base is An
 
 
 class _Stream(httpcore.NetworkStream):  # type: ignore[misc]  # its base is Any to mypy
-    """A connection whose every operation ends at the deadline."""
+    """A connection on which every operation ends by the deadline."""
 
     def __init__(
         self, connection: socket.socket, deadline: float, opened: set[socket.socket]
@@ -163,7 +163,7 @@ class _Stream(httpcore.NetworkStream):  # type: ignore[misc]  # its base is Any 
         self._socket.close()
 
     def get_extra_info(self, info: str) -> Any:
-        """Return None for every name, so that httpcore uses the defaults of HTTP/1.1."""
+        """Return None for every name, which makes httpcore use the defaults of HTTP/1.1."""
         return None
 
 
@@ -176,7 +176,7 @@ def _left(deadline: float) -> float:
 
 
 def _addresses(host: str, port: int, deadline: float) -> list[Any]:
-    """Return the addresses of a host, given as a numeric address or a name.
+    """Return the addresses of a host that is specified as a numeric address or a name.
 
     The system's resolver accepts no timeout, so it runs in its own thread. If the deadline passes
     first, that thread outlives the call.

@@ -1,8 +1,8 @@
-"""Removes LoRA's wrappers from a model while its weight loader runs.
+"""Removes LoRA's wrappers from a model while the model's weight loader runs.
 
-An engine with LoRA replaces each layer that an adapter may change with a wrapper, whose attribute
-`base_layer` is the layer. The parameters' names then contain ".base_layer", and the loaders of many
-models reject the names of a checkpoint, or do not find the parameters.
+An engine with LoRA replaces each layer that an adapter can change with a wrapper. The wrapper's
+attribute `base_layer` is the layer, so the parameters' names contain ".base_layer". Many models'
+loaders then reject a checkpoint's names or do not find the parameters.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ Renamed = Callable[[Tensors], Tensors]
 
 @contextlib.contextmanager
 def without_adapters(model: Any) -> Iterator[Renamed]:
-    """Replace the wrappers in a model with the layers that they wrap, during the block.
+    """During the block, replace the wrappers in a model with the layers that they wrap.
 
     The model must not run in the block. The layers, their memory and the adapters do not change.
     Blocks may be nested.
 
     Yields:
-        A function that returns named tensors with the names that the model's loader expects in the
-        block. The function removes ".base_layer", which some trainers add to the names of such a
-        model.
+        A function that renames named tensors to the names that the model's loader expects during
+        the block. The function removes ".base_layer", which some trainers add to the names of a
+        model with LoRA.
     """
     wrapped = [
         (parent, name, child)

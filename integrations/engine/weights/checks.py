@@ -1,6 +1,7 @@
-"""The verification of weights between their sender and an engine's ranks: request and results.
+"""The messages with which a sender and an engine's ranks verify weights: request and results.
 
-Both are sent as JSON: `asdict` returns the fields, and `from_fields` checks and reads them.
+Requests and results are sent as JSON. `asdict` returns the fields, and `from_fields` checks and
+reads them.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ _REQUEST = "a verification request"
 class VerificationRequest:
     """The checks that an engine's ranks run when they load a bucket.
 
-    Even an empty request detects tensors from which the model loads nothing, and turns an
-    exception of the load, which would otherwise crash the engine, into an answer.
+    Even an empty request detects tensors from which the model loads nothing. It also converts an
+    exception in the load, which would otherwise crash the engine, into an answer.
 
     Attributes:
-        names: the bucket's tensors, in their order.
-        looked_at: the indices in `names` of the tensors to compare: with the sent tensors on
-            arrival, and with the model's contents after the load.
-        sent: one row per rank, with the digests of these tensors; a single row applies to all
+        names: the names of the bucket's tensors, in order.
+        looked_at: the indices in `names` of the tensors to compare, with the sent tensors on
+            arrival and with the model's contents after the load.
+        sent: the digests of the compared tensors, one row per rank; a single row applies to all
             ranks.
     """
 
@@ -45,9 +46,9 @@ class VerificationRequest:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> VerificationRequest:
-        """Read a request from its `asdict`, whose tuples may have become lists.
+        """Read a request from the result of `asdict`, whose tuples may have become lists.
 
-        Raises `EngineError` for anything else.
+        Raises `EngineError` for other values.
         """
         read = Fields(fields, _REQUEST)
         names, places, rows = read.texts("names"), read.each("looked_at"), read.each("sent")
@@ -60,7 +61,7 @@ class VerificationRequest:
         return cls(names, tuple(places), tuple(map(tuple, rows)))
 
     def check_ranks(self, count: int) -> None:
-        """Raise `EngineError` if some of `count` ranks have no digests."""
+        """Raise `EngineError` if any of `count` ranks has no digests."""
         if 1 < len(self.sent) < count:
             raise EngineError(
                 f"{_REQUEST} is for {len(self.sent)} ranks, and the engine has {count}"
@@ -80,17 +81,19 @@ class RankCheck:
 
     Attributes:
         rank: the rank's number in its engine (see `Backend.tp_size`).
-        host: the name of its host.
-        pid: its process id on that host.
-        received: the number of compared tensors that arrived intact.
-        held: the number of compared tensors whose contents equal the model's.
-        damaged: tensors that arrived with different contents; the bucket was not loaded.
-        differing: tensors whose contents differ from the model's.
-        unused: tensors from which nothing was written to the model's memory: the model does not
-            use the name, or no part of the tensor is on this rank.
+        host: the name of the rank's host.
+        pid: the rank's process id on that host.
+        received: the number of compared tensors that arrived unchanged.
+        held: the number of compared tensors whose contents equal the model's contents.
+        damaged: the tensors that arrived with different contents; if there are any, the bucket was
+            not loaded.
+        differing: the tensors whose contents differ from the model's contents.
+        unused: the tensors from which nothing was written to the model's memory, because the model
+            does not use the name or because no part of the tensor belongs to this rank.
         unverified: the reason why the model's contents could not be compared, or "".
-        failure: the failure of the load, or None. Some of the bucket may have been loaded.
-        engine: the name of the rank's engine, if the caller updates several; otherwise "".
+        failure: the failure of the load, or None; after a failure, a part of the bucket may have
+            been loaded.
+        engine: the name of the rank's engine if the caller updates several engines, otherwise "".
     """
 
     rank: int
@@ -107,9 +110,9 @@ class RankCheck:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> RankCheck:
-        """Read a check from its `asdict`, whose tuples may have become lists.
+        """Read a check from the result of `asdict`, whose tuples may have become lists.
 
-        Raises `EngineError` for anything else.
+        Raises `EngineError` for other values.
         """
         read = Fields(fields, "a rank's check")
         return cls(
@@ -127,7 +130,7 @@ class RankCheck:
 
     @property
     def place(self) -> str:
-        """The rank and its process's host, for messages."""
+        """The rank and the host of its process, for messages."""
         return f"rank {self.rank} ({', '.join(filter(None, (self.host, self.engine)))})"
 
 
@@ -137,14 +140,14 @@ def unknown_to_all(checks: Sequence[RankCheck]) -> set[str]:
 
 
 def is_good(checks: Sequence[RankCheck]) -> bool:
-    """Return whether the checks found no defect, so the update counts as successful."""
+    """Return whether the checks found no defect, so that the update counts as successful."""
     return not unknown_to_all(checks) and not any(
         check.failure or check.damaged or check.differing for check in checks
     )
 
 
 def raise_failure(checks: Sequence[RankCheck]) -> None:
-    """Raise the error of the first rank whose load failed, as an instance of the same class."""
+    """Raise the error of the first rank whose load failed, as an instance of its own class."""
     for check in checks:
         if check.failure is not None:
             raise kind_of(check.failure)(

@@ -1,4 +1,4 @@
-"""Digests of tensors, which a sender and an engine's ranks can compare."""
+"""Digests of tensors that a sender and an engine's ranks can compare."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def digest(tensor: Any, like: str = "") -> str:
     """Return a digest of the tensor's bytes, computed on its GPU or on the host.
 
     Args:
-        tensor: dense, on a GPU or on the host.
-        like: the digest to compare with; if it was computed on the host, the result is as well.
+        tensor: a dense tensor on a GPU or on the host.
+        like: the digest to compare with; if this digest was computed on the host, so is the result.
 
     Raises:
         ConfigError, DriverError: see `memsaver.fingerprint`.

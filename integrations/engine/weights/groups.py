@@ -1,7 +1,7 @@
-"""Process groups of a trainer and an engine's ranks, outside of torch's table of groups.
+"""Process groups of a trainer and an engine's ranks that torch's table of groups does not contain.
 
-SGLang's side of such a group is `init_custom_process_group`, which makes torch build the group over
-a store with the group's name as a prefix. `create_group` uses the same prefixes.
+SGLang joins such a group with `init_custom_process_group`, in which torch creates the group on a
+store with the group's name as the prefix. `create_group` uses the same prefixes.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def create_group(
     Args:
         store: the group's store.
         name: the group's name.
-        backend: "nccl" or "gloo".
+        backend: either "nccl" or "gloo".
         rank: this process's rank.
         size: the number of ranks.
-        timeout: the limit on the wait for the other ranks and, with gloo, on each operation.
-        gloo_device: gloo's device; None lets torch choose it.
+        timeout: the limit on the wait for the other ranks; with gloo, also on each operation.
+        gloo_device: the device that gloo uses; None lets torch choose the device.
     """
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
@@ -74,14 +74,14 @@ def create_group(
 
 
 class Receiver:
-    """A rank of an engine in a group whose rank 0 broadcasts tensors. One thread at a time.
+    """An engine's rank in a group whose rank 0 broadcasts tensors. Use it in one thread at a time.
 
     Args:
         name: the group's name.
         address: the address of the group's store.
         port: the port of the group's store.
-        backend: "nccl" or "gloo".
-        rank: this process's rank in the group, from 1.
+        backend: either "nccl" or "gloo".
+        rank: this process's rank in the group, at least 1.
         size: the number of ranks.
         timeout: seconds to wait for the other ranks.
     """
@@ -104,14 +104,14 @@ class Receiver:
         self._group = create_group(store, name, backend, rank, size, wait)
 
     def device(self, own: Any) -> Any:
-        """Return the device for received tensors: `own`, this process's GPU, or the host."""
+        """Return the device for received tensors: the GPU `own` of this process, or the host."""
         return "cpu" if self._backend == "gloo" else own
 
     def receive(self, tensors: Sequence[Any], timeout: float) -> None:
         """Receive tensors from rank 0 into these contiguous tensors.
 
         Raises:
-            EngineTimeoutError: they did not arrive in time. The group is closed.
+            EngineTimeoutError: the tensors did not arrive in time. The group is closed.
             EngineError: a broadcast failed. The group is closed.
             InvalidStateError: the group is closed.
         """
@@ -145,7 +145,7 @@ class Receiver:
         raise EngineTimeoutError(f"the weights did not arrive within {timeout:g} s")
 
     def close(self) -> None:
-        """Leave the group without waiting for other ranks. Idempotent."""
+        """Leave the group, without waiting for other ranks. Idempotent."""
         group, self._group = self._group, None
         if group is not None and self._backend == "nccl":
             group.abort()

@@ -1,14 +1,14 @@
-"""Comparison of a model's contents with the tensors that it loaded, in any layout of the model.
+"""Comparison of a model's contents with the tensors that it loaded, for any layout of the model.
 
-Models fuse, shard, transpose and cast tensors when they load them, each in its own way. To be
-independent of the layout, this module runs the model's own loader again on the same tensors.
-Instead of writing into the model's memory, it compares the data of each write, bit for bit, with
-the memory's contents. A comparison needs little memory: `_PIECE_BYTES` at a time, plus the loader's
-own temporaries. If contents seem to differ, the loader runs a last time, on copies of the storages
-with a difference, to decide.
+Each model fuses, shards, transposes and casts the tensors that it loads in its own way. To be
+independent of the layout, this module runs the model's own loader again on the same tensors. The
+module compares the data of each write, bit for bit, with the contents of the model's memory,
+instead of writing to this memory. A comparison needs only `_PIECE_BYTES` of memory at a time, plus
+the loader's own temporary tensors. If contents seem to differ, the loader runs one more time, on
+copies of the storages with a difference, to confirm the difference.
 
-A loader's other writes, for example to attributes that are neither parameters nor buffers, are
-repeated as in any load, and not compared.
+Other writes of a loader, for example to attributes that are neither parameters nor buffers, are
+repeated but not compared.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _SOME = "?"  # represents any tensor, if the source of a write is unknown
 def watched(model: Any, named: Named, load: Load) -> tuple[Any, tuple[str, ...]]:
     """Load the tensors, and return those from which nothing was written to the model's memory.
 
-    Copies that a loader submits to a thread pool are made by this thread.
+    Copies that a loader submits to a thread pool run on this thread.
 
     Args:
         model: a `torch.nn.Module`.
-        named: names and tensors.
+        named: the tensors with their names.
         load: the model's loader. Its exceptions propagate.
 
     Returns:
-        The loader's result, and the tensors' names; no names if a loader reads all tensors before
-        it writes the first one, with copies in between, because the copies hide the source of a
+        The loader's result and the names of these tensors. There are no names if the loader copies
+        all tensors before it writes the first tensor, because the copies hide the source of a
         write.
     """
     source = Source(named)
@@ -51,18 +51,19 @@ def watched(model: Any, named: Named, load: Load) -> tuple[Any, tuple[str, ...]]
 def differing(model: Any, named: Named, load: Load) -> tuple[str, ...]:
     """Return the tensors for which the model's contents differ from those that `load` writes.
 
-    For each byte the last write counts. If a byte differs, the result names every tensor from which
-    a view with this byte was written, even if a later write went to the same byte.
+    Only the last write to each byte counts. If a byte differs, the result names every tensor from
+    which a view with this byte was written, even if a later write overwrote the byte.
 
     Waits for the device.
 
     Args:
         model: a `torch.nn.Module`.
-        named: names and tensors.
+        named: the tensors with their names.
         load: the model's loader. Its exceptions propagate.
 
     Raises:
-        RuntimeError: some tensors may differ, and their comparison failed; the message names them.
+        RuntimeError: some tensors, which the message names, may differ, but their comparison
+            failed.
     """
     comparison = _Comparison(model, Source(named))
     comparison.run(load)
@@ -86,7 +87,7 @@ def differing(model: Any, named: Named, load: Load) -> tuple[str, ...]:
 
 
 class _Comparison(Writes):
-    """Compares each write with the model's contents, and writes nothing.
+    """Compares each write with the model's contents, without writing anything.
 
     Attributes:
         differences: the writes that differ from the contents.
@@ -121,12 +122,13 @@ class _Comparison(Writes):
 class _Replay(Writes):
     """Runs the load on copies of some of a model's storages, and leaves all others unchanged.
 
-    Operations read the copies as well, so that a loader can depend on its own earlier writes.
+    Operations also read the copies, so a loader can depend on its own earlier writes.
 
     Args:
         model: see `Writes`.
         source: see `Writes`.
-        storages: the storages to copy. In all other storages, every write equals the contents.
+        storages: the storages to copy. Every write to another storage equals the storage's
+            contents.
     """
 
     def __init__(self, model: Any, source: Source, storages: set[Storage]) -> None:
@@ -152,7 +154,7 @@ class _Replay(Writes):
         return operation.run(twins)
 
     def _twins(self, operation: Operation) -> dict[int, Any]:
-        """Return the views of the copies of the operation's tensors, by the tensors' ids."""
+        """Return, by tensor id, the views of the copies that replace the operation's tensors."""
         tensors = operation.tensors()
         return {id(t): self._twin(t) for t in tensors if storage_of(t) in self._copied}
 
@@ -165,7 +167,7 @@ class _Replay(Writes):
         return differences
 
     def _twin(self, tensor: Any) -> Any:
-        """Return the tensor's view into the copy of its storage."""
+        """Return the tensor's view of its storage's copy."""
         import torch
 
         storage = storage_of(tensor)
@@ -182,7 +184,7 @@ class _Replay(Writes):
 
 
 class _Differences:
-    """The writes that differ from the contents. The results stay on the device until the end."""
+    """The writes that differ from the contents. Comparisons stay on the device until the end."""
 
     def __init__(self) -> None:
         self._all: list[tuple[list[str], Storage, Any]] = []
@@ -192,15 +194,15 @@ class _Differences:
 
         Args:
             names: the tensors that the write's data comes from; empty if unknown.
-            held: the model's tensor that is written.
-            differs: one boolean, on the device.
+            held: the model's tensor that the write changes.
+            differs: a boolean tensor with one element, on the device.
         """
         self._all.append((names or [_SOME], storage_of(held), differs))
 
     def found(self) -> list[tuple[list[str], Storage]]:
         """Return the source tensors and the storage of each write that differs.
 
-        `_SOME` stands for any tensor.
+        `_SOME` stands for an unknown tensor.
         """
         import torch
 
@@ -221,7 +223,7 @@ class _Differences:
 
 
 def _pieces(held: Any, expected: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield parts of both along their first dimension, of `_PIECE_BYTES` or one row each."""
+    """Yield parts of both along the first dimension, each of `_PIECE_BYTES` or one row."""
     if held.numel() == 0:
         return
     if held.dim() == 0:
@@ -235,7 +237,7 @@ def _pieces(held: Any, expected: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _bits(tensor: Any) -> Any:
-    """Return a tensor's bits as integers, so that NaN equals itself, and 0 differs from -0."""
+    """Return a tensor's bits as integers, so that NaN equals itself and 0 differs from -0."""
     import torch
 
     tensor = _elements(tensor)
@@ -244,7 +246,7 @@ def _bits(tensor: Any) -> Any:
 
 
 def _elements(tensor: Any) -> Any:
-    """Return a tensor's values, with complex numbers as pairs."""
+    """Return a tensor's values, with complex numbers as pairs of real numbers."""
     import torch
 
     tensor = tensor.detach().resolve_conj().resolve_neg()
@@ -252,7 +254,7 @@ def _elements(tensor: Any) -> Any:
 
 
 def _bytes_of(tensor: Any) -> Any:
-    """Return a view of a tensor's bytes in memory, with one more dimension."""
+    """Return a view of a tensor's bytes in memory, with one additional dimension."""
     import torch
 
     size = tensor.element_size()

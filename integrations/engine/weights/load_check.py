@@ -1,4 +1,4 @@
-"""`LoadCheck`: the verification of a weight load on one of an engine's ranks."""
+"""`LoadCheck`: the verification of a weight load on one rank of an engine."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _logger = logging.getLogger("memsaver.engine")
 class LoadCheck:
     """The checks of one load on this rank.
 
-    1. Compares the digests of the tensors that arrived with those sent, and loads nothing if one
-       differs.
+    1. Compares the digests of the received tensors with those of the sent tensors, and loads
+       nothing if any digest differs.
     2. Loads the tensors, and detects tensors from which nothing was written to the model.
     3. Compares the model's contents with the tensors (`held`).
 
     Attributes:
-        trouble: the reason why the load counts as failed even if the engine reports success; or "".
+        trouble: the reason why the load counts as failed even if the engine reports success, or "".
         failure: the failure of the load, or None.
 
     Args:
@@ -57,7 +57,7 @@ class LoadCheck:
         self._has_caught = False  # whether the load or the comparison raised an exception
 
     def fail(self, error: BaseException) -> None:
-        """Record an exception as the failure, unless a failure is recorded already."""
+        """Record an exception as the failure, unless a failure is already recorded."""
         self._has_caught = True
         failure = Failure.of(error)
         if not isinstance(error, MemsaverError):
@@ -80,22 +80,22 @@ class LoadCheck:
         )
 
     def around_loader(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        """Make the model's loader run the checks around its work, during the block."""
+        """During the block, make the model's loader run the checks before and after its work."""
         return replaced_loader(model, lambda given, load: self.run(model, list(given), load, load))
 
     def run(self, model: Any, tensors: Named, load: Load, again: Load) -> Any:
-        """Load tensors with the checks, and return the result of `load`; None if one is damaged.
+        """Load tensors with the checks, and return the result of `load`; None for damaged tensors.
 
         Args:
             model: a `torch.nn.Module`.
-            tensors: names and tensors.
-            load: loads all of them.
-            again: loads the tensors that are passed to it, for the comparison.
+            tensors: the tensors with their names.
+            load: a function that loads all tensors.
+            again: a function that loads only the tensors that it receives, for the comparison.
         """
         return None if self.is_damaged(tensors) else self.load(model, tensors, load, again)
 
     def load(self, model: Any, tensors: Named, load: Load, again: Load) -> Any:
-        """Load tensors that arrived intact, and check the model's weights. See `run`."""
+        """Load tensors that arrived undamaged, and check the model's weights. See `run`."""
         with without_adapters(model) as renamed:
             result, unused = watched(model, tensors, _with_names(renamed, load))
             self._used.update(name for name, _ in tensors if name not in unused)
@@ -104,14 +104,14 @@ class LoadCheck:
         return result
 
     def load_unseen(self, model: Any, tensors: Named, load: Load, why: str) -> None:
-        """Load tensors that arrived intact, without checking the model's weights.
+        """Load tensors that arrived undamaged, without checking the model's weights.
 
         The loader itself must reject names that the model does not use.
 
         Args:
             model: a `torch.nn.Module`.
-            tensors: names and tensors.
-            load: loads all of them.
+            tensors: the tensors with their names.
+            load: a function that loads all tensors.
             why: the reason why the model's contents cannot be compared.
         """
         with without_adapters(model) as renamed:
@@ -122,7 +122,7 @@ class LoadCheck:
             self._unverified.append(why)
 
     def is_damaged(self, named: Named) -> bool:
-        """Compare the tensors that arrived with those sent, and return whether one differs."""
+        """Compare the received tensors with the sent tensors; return whether any tensor differs."""
         came = dict(named)
         for name, sent in self._digests.items():
             if name in came and digest(came[name], like=sent) == sent:
@@ -135,7 +135,7 @@ class LoadCheck:
         return bool(self._damaged)
 
     def _refuse_taken(self, model: Any, named: Named) -> None:
-        """Raise if the model keeps using the sender's memory."""
+        """Raise an error if the model continues to use the sender's memory."""
         storages = {t.untyped_storage().data_ptr() for _, t in named if t.numel()}
         for name, tensor in model.named_parameters():
             if tensor.numel() and tensor.untyped_storage().data_ptr() in storages:
@@ -145,7 +145,7 @@ class LoadCheck:
                 )
 
     def _compare(self, model: Any, named: Named, load: Load) -> None:
-        """Compare the model's contents with those loaded tensors that the request names."""
+        """Compare the model's contents with the loaded tensors that the request names."""
         chosen = [(n, t) for n, t in named if n in self._looked_at and n in self._used]
         if not chosen:
             return
@@ -172,8 +172,8 @@ class LoadCheck:
     def synchronize(self) -> None:
         """Wait until the device has read the sender's memory. Records a failure; never raises.
 
-        Call it after the load, but not in an `except` block, because the block keeps its exception
-        alive.
+        Call this method after the load, but not in an `except` block, because the block keeps its
+        exception alive.
         """
         import torch
 

@@ -19,14 +19,14 @@ def replaced_loader(
 ) -> Iterator[None]:
     """Replace `model.load_weights` during the block.
 
-    The tensors of a load may be on a device that this process uses for the first time. That device
-    writes them into the model's memory, so it is given access to all tags.
+    The tensors of a load may be on a device that this process uses for the first time. Because that
+    device writes into the model's memory, it receives access to all tags.
 
     Args:
         model: the model.
-        run: called with the names and tensors of a load, and with a function that loads tensors as
-            the model does; returns the result of the load. The function may be called several
-            times.
+        run: a function that returns the result of a load. Its arguments are the names and tensors
+            of the load and a function that loads tensors as the model does, which it may call
+            several times.
     """
     original = vars(model).get("load_weights")
     load = model.load_weights

@@ -1,9 +1,9 @@
-"""Opens tensors of another process that arrive as text.
+"""Opens another process's tensors from a text.
 
 The tensors are in CUDA memory, in shared host memory, or in shareable regions of the other process.
 
-The text is a pickle. Unpickling calls only the functions that rebuild tensors, so that a text can
-open memory but do nothing else.
+The text is a pickle. Unpickling calls only the functions that rebuild tensors, so a text can open
+memory, but cannot do anything else.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _ALLOWED = {
 
 
 def named_tensors(text: str) -> Named:
-    """Return the tensors in a serialised payload: named tensors, or views of one piece of memory.
+    """Return a serialised payload's tensors, either named or as views of one piece of memory.
 
-    Tensors of a shareable region keep its tag from being paused until they are deleted.
+    Tensors of a shareable region prevent its tag from being paused until they are deleted.
 
-    The tensors may be on a GPU that this process uses for the first time. That GPU writes them into
-    the memory of tags, so it is given access to all tags.
+    The tensors may be on a GPU that this process uses for the first time. Because that GPU writes
+    into the memory of tags, it receives access to all tags.
 
     Raises:
         ConfigError: the tensors' GPU is not visible to this process.
@@ -101,7 +101,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _rebuild(rebuild: Callable[..., Any], *arguments: Any) -> Any:
-    """Rebuild a tensor with torch's function, after translating a GPU's UUID to its index."""
+    """Rebuild a tensor with torch's function, after converting a GPU's UUID to its index."""
     at = DEVICE_ARGUMENT
     if len(arguments) <= at or not isinstance(arguments[at], str):
         return rebuild(*arguments)

@@ -1,8 +1,8 @@
 """`PlainCheck`: checks of a weight load without a verification request.
 
 An engine's loader skips names that the model does not use, and may load only a part of a tensor
-that is too large. Detecting this takes time, because each of the loader's operations is watched.
-It is therefore done once for each name and shape; later loads only look up the result.
+that is too large. Detection of such tensors takes time, because each of the loader's operations is
+observed. Each name and shape is therefore checked only once; later loads look up the result.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Part:
     Attributes:
         copied: the number of bytes.
         whole: the number of bytes of the whole tensor.
-        digest: a digest of the part's position, which is equal for equal parts.
+        digest: a digest of the part's position; equal parts have equal digests.
     """
 
     copied: int
@@ -57,8 +57,9 @@ class Found:
         success: whether the engine reports success; False if the load raised.
         message: the engine's message.
         failure: the exception that the load raised, or None.
-        unused: the number of elements of each tensor from which nothing was written to the model.
-        partial: the parts of tensors of which only a part was written.
+        unused: the tensors from which nothing was written to the model, with their numbers of
+            elements.
+        partial: the written parts of the tensors of which only a part was written.
     """
 
     rank: int
@@ -70,7 +71,7 @@ class Found:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Found:
-        """Read a result from its `asdict`.
+        """Read a result from the output of `asdict`.
 
         Raises `EngineError` if the fields are invalid.
         """
@@ -96,8 +97,8 @@ class PlainCheck:
         unused, partial: see `Found`.
 
     Args:
-        known: see `Known`; the check only reads it.
-        watches: whether to search for unused and partial tensors.
+        known: the results of earlier loads (see `Known`), which the check does not change.
+        watches: whether to detect unused and partial tensors.
     """
 
     def __init__(self, known: Known, *, watches: bool = True) -> None:
@@ -110,7 +111,7 @@ class PlainCheck:
 
     @property
     def seen(self) -> Known:
-        """The names and shapes that this load was the first to use."""
+        """The names and shapes that no earlier load has used."""
         return self._seen
 
     def around_loader(self, model: Any) -> contextlib.AbstractContextManager[None]:
@@ -151,7 +152,7 @@ class _Coverage(Writes):
     """Records which parts of each tensor are copied.
 
     Attributes:
-        converted: names of tensors whose data were written other than by copying a view.
+        converted: the names of tensors whose data were not written by copying a view.
     """
 
     def __init__(self, model: Any, source: Source) -> None:
@@ -176,7 +177,7 @@ class _Coverage(Writes):
     def part(self, name: str, whole: int) -> Part:
         """Return the part that was copied of a tensor of `whole` bytes.
 
-        Views that overlap without being equal count in full.
+        Different views that overlap count in full.
         """
         views = sorted(self._views[name])
         copied = sum(size * math.prod(sizes) for _, size, _, sizes in views)
@@ -200,7 +201,7 @@ def _is_skipped(model: Any, name: str) -> bool:
 
 
 def verdict(ranks: Sequence[Found]) -> str:
-    """Return the reason why a load counts as failed; "" if it succeeded on all ranks."""
+    """Return the reason why a load counts as failed; "" if the load succeeded on all ranks."""
     count = len(ranks)
     for found in ranks:
         if found.failure is not None:
@@ -232,10 +233,10 @@ def _partial_names(ranks: Sequence[Found]) -> set[str]:
 
 
 def _is_cut(name: str, ranks: Sequence[Found]) -> bool:
-    """Return whether the ranks together loaded less than the whole tensor.
+    """Return whether all ranks together loaded less than the whole tensor.
 
-    Ranks that hold replicas load the same part, which counts once. Parts that overlap without being
-    equal count in full, so such a tensor may be accepted.
+    Ranks with replicas load the same part, which counts once. Different parts that overlap count in
+    full, so a tensor that is not completely loaded may be accepted.
     """
     if any(name not in found.partial and name not in found.unused for found in ranks):
         return False  # a rank loaded all of it, or converted it

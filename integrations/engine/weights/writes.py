@@ -1,8 +1,8 @@
 """Observation of a loader's writes into its model's memory.
 
-The loader runs unchanged, in a torch dispatch mode that intercepts every operation and the tensors
-that it writes to. The model's tensors are recognised by their storages, and the loader's input
-tensors by their addresses, so that the code depends on no model's layout.
+The loader runs unchanged, inside a torch dispatch mode that intercepts every operation and the
+tensors to which the operation writes. The model's tensors are identified by their storages, and the
+loader's input tensors by their addresses. The code is therefore independent of the model's layout.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Operation:
         """Run the operation and return its result.
 
         Args:
-            instead: replacements of arguments, by the arguments' ids. In the result, replacements
-                are mapped back to the original arguments.
+            instead: replacements for arguments, by the arguments' ids. In the result, the
+                replacements are replaced with the original arguments.
         """
         if not instead:
             return self.function(*self.args, **self.kwargs)
@@ -90,7 +90,7 @@ class Writes:
     def run(self, load: Load) -> Any:
         """Run a loader and return its result.
 
-        Work that the loader submits to thread pools runs in this thread.
+        Work that the loader submits to thread pools runs on this thread.
         """
         import torch
 
@@ -129,22 +129,22 @@ class Writes:
 
         Args:
             operation: the operation.
-            written: the arguments in the model's memory that it writes to.
+            written: the arguments in the model's memory to which the operation writes.
             names: the names of the write's source tensors.
         """
         return operation.run()
 
 
 class Source:
-    """A loader's input tensors, which the loader reads one by one.
+    """A loader's input tensors, which the loader reads one at a time.
 
-    Tensors that operations compute from them are followed, because some loaders keep several inputs
-    and later write one tensor that is made of all of them.
+    The tensors that operations compute from the input tensors are tracked, because some loaders
+    store several inputs and later write one tensor that combines all of them.
 
     Attributes:
         named: the input tensors with their names, in the loader's order.
         used: the names of tensors from which something was written.
-        blurred: whether there was a write whose source is unknown.
+        blurred: whether the source of any write is unknown.
     """
 
     def __init__(self, named: Named) -> None:
@@ -167,7 +167,7 @@ class Source:
         self._name = None
 
     def writes(self, tensors: Iterable[Any]) -> list[str]:
-        """Return the names of the source tensors of a write, and add them to `used`."""
+        """Return the names of a write's source tensors, and add these names to `used`."""
         names = list(dict.fromkeys(name for tensor in tensors for name in self._names_of(tensor)))
         if not names and self._name is not None:
             names = [self._name]
@@ -176,7 +176,7 @@ class Source:
         return names
 
     def follow(self, operation: Operation, result: Any) -> None:
-        """Record which input tensors an operation computed its result from."""
+        """Record the input tensors from which an operation computed its result."""
         given = list(operation.tensors())
         names = frozenset(name for tensor in given for name in self._names_of(tensor))
         before = {storage_of(tensor) for tensor in given}
@@ -193,11 +193,11 @@ class Source:
         return names or sorted(self._computed.get(storage_of(tensor), ()))
 
     def views(self, tensor: Any) -> list[str]:
-        """Return the names of the tensors of which a tensor is a view."""
+        """Return the names of the input tensors of which a tensor is a view."""
         return self._at(_span(tensor))
 
     def _at(self, span: tuple[Any, int, int]) -> list[str]:
-        """Return the tensors of which a tensor in this span is a view."""
+        """Return the input tensors of which a tensor with this span is a view."""
         device, begin, end = span
         places = self._places.get(device, [])
         at = bisect.bisect_right(places, begin, key=lambda place: place[0])
@@ -212,7 +212,7 @@ class Source:
 
 
 def _span(tensor: Any) -> tuple[Any, int, int]:
-    """Return the device and the addresses from a tensor's first element to its last one."""
+    """Return a tensor's device, and the range of addresses from its first to its last element."""
     if tensor.numel() == 0:
         return tensor.device, 0, 0
     begin = tensor.data_ptr()
@@ -264,7 +264,7 @@ def _tensors_in(value: Any) -> Iterator[Any]:
 
 
 def _replaced(value: Any, by: Mapping[int, Any]) -> Any:
-    """Return the value, in which tensors whose ids are in `by` are replaced."""
+    """Return the value with the replacements in `by` for the tensors with these ids."""
     from torch.utils import _pytree
 
     return _pytree.tree_map(lambda leaf: by.get(id(leaf), leaf), value)
@@ -275,9 +275,9 @@ def _replaced(value: Any, by: Mapping[int, Any]) -> Any:
 
 @contextlib.contextmanager
 def _pools_inline() -> Iterator[None]:
-    """Run work that this thread submits to thread pools inline, for the duration of the block.
+    """During the block, run the work that this thread submits to thread pools on this thread.
 
-    A dispatch mode applies to one thread. Other threads' work is not affected.
+    A dispatch mode applies to one thread. The work of other threads is not affected.
     """
     pool = concurrent.futures.ThreadPoolExecutor
     submit: Any = pool.submit
