@@ -47,6 +47,11 @@ def control() -> ctypes.CDLL:
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "sim_fail": (ctypes.c_int, [ctypes.c_char_p, ctypes.c_uint64, ctypes.c_int, ctypes.c_uint64]),
+    "sim_begin_fault": (
+        ctypes.c_int64,
+        [ctypes.c_char_p, ctypes.c_uint64, ctypes.c_int, ctypes.c_uint64],
+    ),
+    "sim_end_fault": (None, [ctypes.c_int64]),
     "sim_clear_faults": (None, []),
     "sim_calls": (ctypes.c_uint64, [ctypes.c_char_p]),
     "sim_violation": (ctypes.c_int, [ctypes.c_uint64, ctypes.c_char_p, ctypes.c_size_t]),
@@ -68,15 +73,23 @@ def fault(call: str, code: int, *, nth: int = 1, times: int = 1) -> Iterator[Non
     If `times` is 0, all calls fail until the block ends. A call that fails has no effect.
 
     Raises:
-        ConfigError: the simulator has no such function.
+        ConfigError: the simulator has no such function, or an argument is invalid.
     """
+    if not isinstance(call, str):
+        raise ConfigError(f"a driver function is named by a string, not {call!r}")
     library = control()
-    if library.sim_fail(call.encode(), nth, code, times) != 0:
+    number = library.sim_begin_fault(
+        call.encode(errors="replace"),
+        _count(nth, "nth"),
+        _count(code, "a driver's code", bits=31),
+        _count(times, "times"),
+    )
+    if number < 0:
         raise ConfigError(f"the simulated driver has no call {call!r}, or nth is zero")
     try:
         yield
     finally:
-        library.sim_clear_faults()
+        library.sim_end_fault(number)
 
 
 class Buffer:
@@ -99,13 +112,13 @@ def _free(address: int) -> None:
     emit_warnings()
 
 
-def _count(number: Any, what: str) -> int:
+def _count(number: Any, what: str, bits: int = 64) -> int:
     try:
         count = operator.index(number)
     except TypeError:
         raise ConfigError(f"{what} must be an integer, not {number!r}") from None
-    if not 0 <= count < 1 << 64:
-        raise ConfigError(f"{what} must be from 0 to 2^64 - 1, not {count}")
+    if not 0 <= count < 1 << bits:
+        raise ConfigError(f"{what} must be from 0 to 2^{bits} - 1, not {count}")
     return count
 
 

@@ -37,10 +37,20 @@ int sim_settings_problem(char* buffer, size_t size) {
   return copy_text(state().settings_problem, buffer, size);
 }
 
-int sim_fail(const char* call, uint64_t nth, int code, uint64_t times) {
+int64_t sim_begin_fault(const char* call, uint64_t nth, int code, uint64_t times) {
   if (in_forked_child() || call == nullptr) return -1;
   Lock lock(state().mutex);
-  return state().faults.add({call, nth, code, times}) ? 0 : -1;
+  return state().faults.add({call, nth, code, times});
+}
+
+void sim_end_fault(int64_t number) {
+  if (in_forked_child()) return;
+  Lock lock(state().mutex);
+  state().faults.remove(number);
+}
+
+int sim_fail(const char* call, uint64_t nth, int code, uint64_t times) {
+  return sim_begin_fault(call, nth, code, times) < 0 ? -1 : 0;
 }
 
 void sim_clear_faults(void) {

@@ -1,5 +1,7 @@
 #include "faults.h"
 
+#include <algorithm>
+
 namespace memsaver::sim {
 namespace {
 
@@ -87,11 +89,22 @@ Faults::Faults() {
   for (const char* call : kCalls) entries_[call];
 }
 
-bool Faults::add(const Fault& fault) {
+int64_t Faults::add(const Fault& fault) {
   auto found = entries_.find(fault.call);
-  if (found == entries_.end() || fault.nth == 0) return false;
-  found->second.pending.push_back({fault.nth - 1, static_cast<CUresult>(fault.code), fault.times});
-  return true;
+  if (found == entries_.end() || fault.nth == 0) return -1;
+  const int64_t number = added_++;
+  found->second.pending.push_back(
+      {number, fault.nth - 1, static_cast<CUresult>(fault.code), fault.times});
+  return number;
+}
+
+void Faults::remove(int64_t number) {
+  for (auto& [name, entry] : entries_) {
+    auto& pending = entry.pending;
+    pending.erase(std::remove_if(pending.begin(), pending.end(),
+                                 [&](const Pending& one) { return one.number == number; }),
+                  pending.end());
+  }
 }
 
 void Faults::clear() {

@@ -22,8 +22,10 @@ class Faults {
  public:
   Faults();
 
-  // Adds a fault. Returns false if the name is unknown or nth is 0.
-  bool add(const Fault& fault);
+  // Adds a fault, and returns its number, or -1 if the name is unknown or nth is 0.
+  int64_t add(const Fault& fault);
+  // Removes a fault, if it still exists.
+  void remove(int64_t number);
   void clear();
   // Counts a call. Returns CUDA_SUCCESS unless a fault applies.
   CUresult count(std::string_view call);
@@ -31,6 +33,7 @@ class Faults {
 
  private:
   struct Pending {
+    int64_t number;
     uint64_t calls_before;
     CUresult code;
     uint64_t times;
@@ -40,6 +43,7 @@ class Faults {
     std::vector<Pending> pending;
   };
   std::map<std::string, Entry, std::less<>> entries_;
+  int64_t added_ = 0;
 };
 
 }  // namespace memsaver::sim

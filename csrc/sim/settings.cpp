@@ -111,7 +111,7 @@ std::string read_settings(Settings* settings) {
   if (text == nullptr) return "";
   Faults known;
   bool read = read_faults(text, &settings->faults);
-  for (const Fault& fault : settings->faults) read = read && known.add(fault);
+  for (const Fault& fault : settings->faults) read = read && known.add(fault) >= 0;
   return read ? ""
               : refusal(kFaults, text,
                         "calls that fail, call:nth:code[:times], separated by commas, such as "

@@ -69,6 +69,10 @@ int sim_settings_problem(char* buffer, size_t size);
 // ("cuMemCreate", not "cuMemAlloc_v2"). Several faults may be set for one name; each counts every
 // call. Returns 0, or -1 if the simulated driver has no such function or nth is 0.
 int sim_fail(const char* call, uint64_t nth, int code, uint64_t times);
+// Like sim_fail, but returns a number for sim_end_fault, or -1.
+int64_t sim_begin_fault(const char* call, uint64_t nth, int code, uint64_t times);
+// Removes the fault with this number, if it still exists.
+void sim_end_fault(int64_t number);
 // Removes all faults, including those from the environment.
 void sim_clear_faults(void);
 // Returns the number of calls of that name so far, including failed calls; 0 if the name is

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from memsaver._memory.devices import Device, index_of
 from memsaver._runtime.native import _C, STATES, Backup, State, backup_of, check_tag
 from memsaver._runtime.text import size_text
+from memsaver.errors import ConfigError
 
 __all__ = [
     "Deferred",
@@ -222,6 +224,9 @@ class Stats:
         return rows
 
 
+_CURRENT = -1  # the current device
+
+
 def _rate(nbytes: int, seconds: float) -> float:
     return nbytes / seconds if seconds > 0 else 0.0
 
@@ -242,18 +247,27 @@ def stats() -> Stats:
     return Stats(tags, *_C.host_memory(), Deferred(*_C.deferred_releases()))
 
 
-def ranges(tag: str, device: int | None = None) -> tuple[Range, ...]:
+def ranges(tag: str, device: Device | None = None) -> tuple[Range, ...]:
     """Return a tag's live allocations on one device or on all devices, in address order.
 
     The tag can be in any state.
 
     Raises:
+        ConfigError: the device does not exist, or it is "cuda", which has no index.
         UnknownTagError: no region has ever named the tag.
     """
-    rows = _C.ranges(check_tag(tag), -1 if device is None else device)
+    index = -1 if device is None else index_of(device)
+    if index is None:
+        raise ConfigError("ranges needs a device's index, such as 'cuda:0', not 'cuda'")
+    rows = _C.ranges(check_tag(tag), index)
     return tuple(Range(*row) for row in rows)
 
 
-def device_memory(device: int = 0) -> tuple[int, int]:
-    """Return the free bytes and the total bytes of a device, as reported by the driver."""
-    return _C.device_memory(device)
+def device_memory(device: Device = 0) -> tuple[int, int]:
+    """Return the free bytes and the total bytes of a device, as reported by the driver.
+
+    Raises:
+        ConfigError: the device does not exist.
+    """
+    index = index_of(device)
+    return _C.device_memory(_CURRENT if index is None else index)

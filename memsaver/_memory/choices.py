@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
+from memsaver._memory.preload import is_preloaded
 from memsaver._runtime.native import Backup, note, policy_of, tag_totals
 from memsaver._runtime.text import size_text
 from memsaver.errors import InvalidStateError, UsageWarning
@@ -34,9 +35,25 @@ NAMED = 8
 """The maximum number of tags that an error names."""
 
 _undecided: set[str] = set()
-if os.environ.get("MEMSAVER_TAG") and not os.environ.get("MEMSAVER_BACKUP"):
-    _undecided.add(os.environ["MEMSAVER_TAG"])  # the process's own tag
+_process_tag = os.environ.get("MEMSAVER_TAG", "")
+if _process_tag and not os.environ.get("MEMSAVER_BACKUP"):
+    _undecided.add(_process_tag)
 _paused: set[str] = set()  # tags that were paused before, or that need no warning
+
+# Reasons why a tag has no memory.
+_NOT_IN_REGIONS = (
+    "no tensor was allocated on a GPU in its regions. Tensors that were created on the CPU, or "
+    "moved to the GPU after the region, are not in the tag: move them to the GPU inside "
+    "memsaver.region({!r})"
+)
+_NOT_PRELOADED = (
+    "MEMSAVER_TAG is set, but memsaver's library is not preloaded, so it intercepts no "
+    "allocations: start the process with `memsaver run --tag`"
+)
+_NOT_INTERCEPTED = (
+    "the process has allocated no device memory outside regions through a CUDA runtime that is "
+    "linked dynamically, which memsaver's library intercepts"
+)
 
 
 def expect_empty(tag: str) -> None:
@@ -99,9 +116,12 @@ def check_chosen(tags: Iterable[str], backup: Backup | None) -> None:
         some = f"tag{'s' if len(largest) > 1 else ''} {', '.join(map(repr, largest[:NAMED]))}"
         if (more := len(largest) - NAMED) > 0:
             some += f" and {more} other{'s' if more > 1 else ''}"
+        where = "to the tag's regions, or to this call,"
+        if _process_tag in largest:
+            where = "to this call, or start the process with `memsaver run --backup host`,"
         raise InvalidStateError(
             f"this pause would discard {size_text(total)} of {some}, and no backup was chosen: "
-            "pass backup='host' to the tag's regions, or to this call, to keep the contents "
+            f"pass backup='host' {where} to keep the contents "
             "(memsaver.region lists other places), or backup='none' to discard them",
             tag=largest[0],
         )
@@ -113,10 +133,10 @@ def warn_of_empty(changes: Iterable[tuple[str, int, bool, int, int]]) -> None:
     _paused.update(row[0] for row in rows)
     for tag, device, *_ in rows:
         if device < 0:
+            why = _NOT_IN_REGIONS.format(tag)
+            if tag == _process_tag:
+                why = _NOT_INTERCEPTED if is_preloaded() else _NOT_PRELOADED
             note(
-                f"tag {tag!r} has no device memory, so its pause released nothing: no tensor was "
-                "allocated on a GPU in its regions. Tensors that were created on the CPU, or moved "
-                f"to the GPU after the region, are not in the tag: move them to the GPU inside "
-                f"memsaver.region({tag!r})",
+                f"tag {tag!r} has no device memory, so its pause released nothing: {why}",
                 UsageWarning,
             )

@@ -46,8 +46,8 @@ def preload_env(
             `memsaver.disabled()`, as if the whole process were a region. None keeps the value in
             `env`, if any. Without a process-wide tag, only regions of the child use memsaver.
         backup: the tag's policy, "none", "host", "pageable", "disk" or "peer" (see
-            `memsaver.region`). None keeps the value in `env`. If `env` has no value, a pause
-            discards the contents.
+            `memsaver.region`). None keeps the value in `env`. If `env` has no value, each pause of
+            256 MiB or more must pass a backup, and smaller ones discard the contents by default.
         env: the base of the child's environment, by default this process's environment. The mapping
             is not changed.
 

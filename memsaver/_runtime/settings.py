@@ -6,6 +6,7 @@ The native library defines the options in the table in csrc/core/platform/option
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, fields
 from typing import Literal, NoReturn, TypeAlias
@@ -151,6 +152,8 @@ def configure(
 def _text_of(name: str, value: Size | Flag | Directory | float) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
+    if isinstance(value, float) and math.isfinite(value) and name == "importer_seconds":
+        return f"{value:.3f}"  # milliseconds
     text = os.fsdecode(value) if isinstance(value, os.PathLike) else str(value)
     if "\0" in text:
         raise ConfigError(f"option {name} cannot be {text!r}: it contains a NUL character")

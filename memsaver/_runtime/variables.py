@@ -47,6 +47,7 @@ KNOWN_VARIABLES = frozenset(
         "MEMSAVER_VLLM_GRAPHS",
         "MEMSAVER_VLLM_SLEEP_AFTER",
         # Read only by the build.
+        "MEMSAVER_BY_FOLDER",
         "MEMSAVER_CUDA_INCLUDE",
         "MEMSAVER_CXXFLAGS",
         "MEMSAVER_LDFLAGS",

@@ -43,7 +43,8 @@ def command(
             "--backup",
             metavar="none|host|pageable|disk|peer",
             help="The tag's backup: a pause discards the contents, or saves them in pinned host "
-            "memory, in ordinary host memory, in a file, or in another GPU's memory.",
+            "memory, in ordinary host memory, in a file, or in another GPU's memory. Without it, "
+            "a pause of 256 MiB or more must pass a backup.",
             show_default=False,
         ),
     ] = None,

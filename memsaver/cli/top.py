@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 import memsaver
+from memsaver._inspection.statistics import Stats, TagStats
 from memsaver.cli.failures import FAILURE, USAGE, fail
 from memsaver.cli.process_tables import HOW_TO_BE_SEEN, view
 from memsaver.cli.tables import is_redrawable, output_console
@@ -101,13 +102,18 @@ def document(found: Found) -> dict[str, Any]:
                 "driver": None if process.driver is None else process.driver._asdict(),
                 "host_bytes": process.host_bytes,
                 "host_available_bytes": process.host_available_bytes,
+                **_properties(
+                    Stats(
+                        tuple(tag.stats for tag in process.tags),
+                        process.host_bytes,
+                        process.host_available_bytes,
+                    )
+                ),
                 "devices": [device._asdict() for device in process.devices],
                 "tags": [
                     {
                         **dataclasses.asdict(tag.stats),
-                        "paused_now_bytes": tag.stats.paused_now_bytes,
-                        "last_pause_rate": tag.stats.last_pause_rate,
-                        "last_resume_rate": tag.stats.last_resume_rate,
+                        **_properties(tag.stats),
                         "in_state_seconds": tag.age,
                         "caller": tag.caller,
                     }
@@ -119,6 +125,12 @@ def document(found: Found) -> dict[str, Any]:
         "silent": [dataclasses.asdict(process) for process in found.silent],
         "refused": list(found.refused),
     }
+
+
+def _properties(stats: Stats | TagStats) -> dict[str, Any]:
+    """Return the figures that `stats` computes from its fields."""
+    found = vars(type(stats)).items()
+    return {name: getattr(stats, name) for name, value in found if isinstance(value, property)}
 
 
 def _watch(console: Console, interval: float, pid: int | None) -> NoReturn:

@@ -167,7 +167,7 @@ def show(trace: Trace, console: Console) -> None:
         return
     console.print(_table(tags, console))
     for device, free in _least_free(trace).items():
-        console.print(Text(f"GPU {device}: at least {size_text(free)} free"))
+        console.print(Text(f"GPU {device}: at least {size_text(free, down=True)} free"))
 
 
 def _table(tags: tuple[TagSummary, ...], console: Console) -> Table:
@@ -201,7 +201,8 @@ def _figures(moves: Moves) -> dict[str, Text | str]:
         **counts,
         "Memory": size_text(moves.device_bytes),
         "Copied": size_text(moves.copied_bytes),
-        "Time": format_seconds(moves.seconds),
+        # The duration is unknown if the beginnings were dropped.
+        "Time": format_seconds(moves.seconds) if moves.seconds else "",
         "Rate": format_rate(moves.rate) if moves.rate else "",
     }
 

@@ -171,11 +171,10 @@ def find_processes(pid: int | None = None) -> Found:
 
 def runtime_folders() -> list[Path]:
     """Return the folders in which a process may create its socket, depending on its environment."""
-    folders = [Path(f"{FALLBACK}-{os.geteuid()}")]
-    named = os.environ.get("XDG_RUNTIME_DIR", "")
-    if named.startswith("/"):
-        folders.insert(0, Path(named, "memsaver"))
-    return folders
+    # cron, su and `docker exec` do not set the variable; a login has this folder.
+    named = os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.geteuid()}"
+    folders = [Path(named, "memsaver")] if named.startswith("/") else []
+    return [*folders, Path(f"{FALLBACK}-{os.geteuid()}")]
 
 
 @contextmanager

@@ -192,6 +192,11 @@ def test_a_driver_that_fails_leaves_nothing(sim):
                 assert getattr(left, kind) <= getattr(idle, kind), f"{kind} after {call} {nth}"
 
 
+def test_poisoned_memory_is_measured():
+    done = run_bench("--size", "64MiB", "--rounds", "1", MEMSAVER_POISON="1")
+    assert done.returncode == 0, done.stderr
+
+
 def test_other_contents_are_an_error(sim):
     with BareDriver().context(0):
         tag = cycles.CycledTag(BareDriver(), 0, LEAST, "host", [])

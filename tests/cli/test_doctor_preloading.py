@@ -85,15 +85,17 @@ def test_hooks_without_their_core_are_bad(plain, libraries):
 
 @pytest.mark.preloads
 @pytest.mark.parametrize(
-    ("env", "level", "says"),
+    ("env", "is_loaded", "level", "says"),
     [
-        ({"MEMSAVER_TAG": "trainer"}, "warned", "memsaver is not preloaded"),
-        ({"MEMSAVER_TAG": "trainer", "LD_PRELOAD": OURS}, "good", "backup none"),
-        ({"MEMSAVER_BACKUP": "host"}, "warned", "without MEMSAVER_TAG"),
-        ({"MEMSAVER_TAG": "t", "MEMSAVER_BACKUP": "tape"}, "bad", "tape"),
+        ({"MEMSAVER_TAG": "trainer"}, False, "warned", "memsaver is not preloaded"),
+        ({"MEMSAVER_TAG": "trainer", "LD_PRELOAD": OURS}, True, "good", "backup none"),
+        ({"MEMSAVER_TAG": "trainer", "LD_PRELOAD": OURS}, False, "bad", "did not find the library"),
+        ({"MEMSAVER_BACKUP": "host"}, True, "warned", "without MEMSAVER_TAG"),
+        ({"MEMSAVER_TAG": "t", "MEMSAVER_BACKUP": "tape"}, True, "bad", "tape"),
     ],
 )
-def test_the_processs_own_tag_is_judged(plain, env, level, says):
+def test_the_processs_own_tag_is_judged(plain, env, is_loaded, level, says):
+    plain.setattr(preloading, "is_preloaded", lambda: is_loaded)
     for name, value in env.items():
         plain.setenv(name, value)
     found = of(preloading.check_preloading(), "process tag")

@@ -22,6 +22,12 @@ def test_sizes_as_people_read_them(nbytes, text):
     assert size_text(nbytes) == text
 
 
+def test_a_lower_bound_is_rounded_down():
+    nearly = (80 << 30) - 1
+    assert size_text(nearly) == "80 GiB" and size_text(nearly, down=True) == "79.9 GiB"
+    assert size_text(80 << 30, down=True) == "80 GiB"
+
+
 def test_sizes_as_people_write_them():
     assert [parse_bytes(text) for text in ("16GiB", "1 KiB", "77")] == [16 << 30, 1024, 77]
     for text in ("", "GiB", "-1", "1.5GiB", "3x", "1GB"):

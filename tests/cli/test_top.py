@@ -68,10 +68,14 @@ def test_two_processes_are_listed_with_their_tags(runtime):
             figures = [{name: tag[name] for name in names} for tag in row["tags"]]
             assert figures == list(own["tags"])
             assert row["host_bytes"] == own["host_bytes"]
+            for figure in ("resident_bytes", "paused_now_bytes", "disk_bytes", "peer_bytes"):
+                assert row[figure] == sum(tag[figure] for tag in row["tags"])
             assert row["driver"] == {"opened": "sim", "version": 13000, "simulated": True}
         weights, cache = by_pid[first.pid]["tags"]
         assert weights["paused_now_bytes"] == weights["allocated_bytes"] > 0
         assert cache["last_pause_rate"] == cache["last_paused_bytes"] / cache["last_pause_seconds"]
+        assert cache["last_save_rate"] == cache["last_saved_bytes"] / cache["last_pause_seconds"]
+        assert "last_restore_rate" in cache
         assert by_pid[second.pid]["tags"][0]["paused_now_bytes"] == 0
 
         alone = json.loads(run_top(runtime, "--json", "--pid", str(second.pid)).stdout)

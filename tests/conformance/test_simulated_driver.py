@@ -40,6 +40,19 @@ def test_sim_fails_on_demand(sim):
     assert sim.fail("cuMemUnmap", nth=0) == -1
 
 
+def test_sim_removes_single_faults(sim):
+    begin, end = sim.opened.sim_begin_fault, sim.opened.sim_end_fault
+    begin.argtypes = [ctypes.c_char_p, ctypes.c_uint64, c_int, ctypes.c_uint64]
+    begin.restype, end.argtypes = ctypes.c_int64, [ctypes.c_int64]
+    outer, inner = (begin(b"cuMemUnmap", 1, code, 0) for code in (999, OUT_OF_MEMORY))
+    assert begin(b"cuNoSuchCall", 1, 999, 0) == -1
+    end(inner)
+    end(inner)  # no longer exists
+    assert sim.cuMemUnmap(0, 0) == 999
+    end(outer)
+    assert sim.cuMemUnmap(0, 0) == INVALID_VALUE
+
+
 def test_sim_other_processes_take_memory(sim):
     occupy = sim.opened.sim_occupy
     occupy.argtypes = [c_int, ctypes.c_uint64]

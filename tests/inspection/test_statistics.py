@@ -190,3 +190,26 @@ def test_a_row_is_what_the_constructor_makes(tag, make_paused):
     assert vars(row) == vars(made) and hash(row) == hash(made)
     assert [one["tag"] for one in _C.stats(name)] == [name] and _C.stats("no such tag") == []
     del blocks
+
+
+@pytest.mark.parametrize("device", [-1, True, 9, "cpu", 1.5, None])
+def test_other_values_are_no_device(sim, tag, device):
+    name = tag()
+    with memsaver.region(name):
+        pass
+    for call in (memsaver.device_memory, lambda device: memsaver.ranges(name, device)):
+        if device is None and call is not memsaver.device_memory:
+            continue  # all devices
+        with pytest.raises(memsaver.ConfigError):
+            call(device)
+
+
+def test_a_device_is_named_as_in_regions(sim, tag):
+    name = tag()
+    with memsaver.region(name):
+        block = memsaver.simulator.buffer(4096)
+    assert memsaver.device_memory("cuda:0") == memsaver.device_memory("cuda")
+    assert memsaver.ranges(name, "cuda:0") == memsaver.ranges(name) != ()
+    with pytest.raises(memsaver.ConfigError, match="cuda:0"):
+        memsaver.ranges(name, "cuda")
+    assert block

@@ -172,6 +172,31 @@ def test_a_first_pause_without_memory_warns_once(sim, tag, call):
     assert block
 
 
+@pytest.mark.parametrize(
+    ("is_loaded", "says"),
+    [(False, "memsaver's library is not preloaded"), (True, "linked dynamically")],
+)
+def test_a_processs_own_tag_without_memory_warns_of_the_cause(
+    sim, tag, monkeypatch, is_loaded, says
+):
+    name = tag()
+    monkeypatch.setattr(choices, "_process_tag", name)
+    monkeypatch.setattr(choices, "is_preloaded", lambda: is_loaded)
+    with memsaver.region(name, backup="host"):
+        pass
+    with pytest.warns(UsageWarning, match=says):
+        memsaver.pause(name)
+
+
+def test_a_pause_of_a_processs_own_tag_names_the_commands_option(sim, tag, monkeypatch):
+    name = tag()
+    monkeypatch.setattr(choices, "_process_tag", name)
+    large = filled(name, LARGE_BYTES)
+    with pytest.raises(InvalidStateError, match="`memsaver run --backup host`"):
+        memsaver.pause(name)
+    assert large
+
+
 def test_a_refused_region_chooses_nothing(sim, tag):
     name = tag()
     kept = filled(name, MIB)

@@ -224,7 +224,14 @@ def test_nonsense_of_every_kind_in_the_environment(run_python, variable, value):
 
 @pytest.mark.parametrize(
     "value, text",
-    [(0, "0"), (1.5, "1.5"), ("0.001", "0.001"), ("03.50", "3.5"), (3600, "3600")],
+    [
+        (0, "0"),
+        (1.5, "1.5"),
+        ("0.001", "0.001"),
+        ("03.50", "3.5"),
+        (3600, "3600"),
+        (1 / 3, "0.333"),
+    ],
 )
 def test_seconds(options, value, text):
     options(importer_seconds=value)

@@ -48,3 +48,23 @@ def test_without_torch_the_error_gives_advice(run_python):
         assert "pip install torch" in text and "simulator.buffer" in text, text
         """
     )
+
+
+def test_the_end_of_an_inner_fault_keeps_the_outer_one(sim, tag):
+    with memsaver.region(tag()), simulator.fault("cuMemCreate", 2, times=0):
+        with simulator.fault("cuMemUnmap", 999):
+            pass
+        with pytest.raises(memsaver.OutOfDeviceMemoryError):
+            simulator.buffer(4096)
+    with memsaver.region(tag()):
+        assert simulator.buffer(4096)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(3, 2), ("cuNoSuchCall", 2), ("cuMemCreate", "x"), ("cuMemCreate", 2.5), ("cuMemCreate", -1)],
+)
+@pytest.mark.parametrize("more", [{}, {"nth": 0}, {"nth": "1"}, {"times": -1}])
+def test_invalid_faults_are_rejected(sim, arguments, more):
+    with pytest.raises(memsaver.ConfigError), simulator.fault(*arguments, **more):
+        pass

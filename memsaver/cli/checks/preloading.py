@@ -104,8 +104,12 @@ def _tag(kinds: list[str]) -> list[Finding]:
             return [warned("process tag", text, "set both, as `memsaver run --tag` does")]
         return []
     data = {"tag": tag, "backup": backup or "none"}
-    if not (is_preloaded() or OURS in kinds or DROP_IN in kinds):
+    if not is_preloaded():
         text = f"MEMSAVER_TAG={tag} has no effect: memsaver is not preloaded"
+        if OURS in kinds or DROP_IN in kinds:
+            text += ", although LD_PRELOAD names it: the dynamic linker did not find the library"
+            advice = "start the process with `memsaver run --tag`, which passes the full path"
+            return [bad("process tag", text, advice, **data)]
         advice = "start the process with `memsaver run --tag`, or unset it"
         return [warned("process tag", text, advice, **data)]
     text = f"all memory outside regions belongs to the tag {tag!r}"

@@ -88,8 +88,9 @@ class CycledTag:
             MemsaverError: the contents differ.
         """
         seconds = seconds_of(lambda: memsaver.resume(self._tag))
+        lost = 0xFF if memsaver.options().poison else 0  # a byte without a backup
         for index, address in enumerate(self._addresses):
-            expected = bytes([self._byte(index) if self._has_backup else 0]) * _SAMPLE
+            expected = bytes([self._byte(index) if self._has_backup else lost]) * _SAMPLE
             for at in (address, address + self._block - _SAMPLE):
                 if self._driver.read(at, _SAMPLE) != expected:
                     raise MemsaverError(
