@@ -1,5 +1,5 @@
-/* memsaver_inspection.h: statistics, the timeline, addresses and fingerprints. No function here
- * changes a tag or its memory. The contract in memsaver.h applies.
+/* memsaver_inspection.h: statistics, the timeline, addresses and fingerprints. No function in this
+ * header changes a tag or its memory. The contract in memsaver.h applies to every function.
  */
 #ifndef MEMSAVER_INSPECTION_H_
 #define MEMSAVER_INSPECTION_H_
@@ -12,11 +12,11 @@ extern "C" {
 
 /* --- statistics */
 
-/* The statistics of one tag on one device: X(type, name, meaning). This is the only list of the
- * fields: ms_usage, the JSON of `memsaver top`, Python's rows, the metrics for Prometheus and the
- * fields of TagStats (build_support/usage_fields.py) are generated from it. Counters and durations
- * are per tag, and equal in the tag's rows for all devices; byte counts are per device. A failed
- * transition changes only `failures`. */
+/* The fields of the statistics of one tag on one device: X(type, name, meaning). The fields are
+ * listed only here: ms_usage, the JSON of `memsaver top`, the rows in Python, the Prometheus
+ * metrics and the fields of TagStats (build_support/usage_fields.py) are generated from this list.
+ * Counters and durations are per tag and are equal in the tag's rows for all devices. Byte counts
+ * are per device. A failed transition changes only `failures`. */
 #define MS_USAGE_FIELDS(X)                                                                   \
   X(uint64_t, allocations,                                                                   \
     "live allocations: torch's segments, not its tensors; a freed one counts until its "     \
@@ -63,20 +63,20 @@ typedef struct ms_usage {
 #undef MS_USAGE_MEMBER
 } ms_usage;
 
-/* Returns one row for each tag and device. A tag without memory has one row, with device -1. Waits
- * for no transition. */
+/* Returns one row for each tag and device. A tag without memory has one row, with device -1. Does
+ * not wait for transitions. */
 MS_API ms_status ms_stats(ms_usage** rows, size_t* row_count, ms_error* error);
 
-/* Returns the host memory in use for all backups, including their temporary buffers, and the
- * additional host memory that they may allocate now, within option host_bytes and the system's
- * available memory.
- * Errors: MS_BAD_CONFIG if the environment variable of the option is invalid. */
+/* Returns the host memory in use for all backups, including their temporary buffers. Also returns
+ * the additional host memory that backups can allocate now, within option host_bytes and the
+ * system's available memory.
+ * Errors: MS_BAD_CONFIG if the option's environment variable is invalid. */
 MS_API ms_status ms_host_memory(uint64_t* held_bytes, uint64_t* available_bytes, ms_error* error);
 
 /* Returns the number of driver objects that could not be released, and the device memory (an upper
  * bound) and pinned host memory that they use. Every transition, allocation and trim retries the
- * releases. The statistics of tags do not include this device memory; ms_host_memory includes the
- * host memory. */
+ * releases. The tags' statistics do not include this device memory, but ms_host_memory includes
+ * this host memory. */
 MS_API ms_status ms_deferred_releases(uint64_t* objects, uint64_t* device_bytes,
                                       uint64_t* host_bytes, ms_error* error);
 
@@ -86,10 +86,10 @@ MS_API ms_status ms_deferred_releases(uint64_t* objects, uint64_t* device_bytes,
 typedef enum ms_event_kind {
   MS_EVENT_BASELINE = 0, /* the state of a tag on a device before its first recorded event */
   MS_EVENT_ALLOCATE = 1, /* memory was allocated */
-  MS_EVENT_FREE = 2,     /* memory was freed; a free during a transition is recorded at its end */
+  MS_EVENT_FREE = 2,     /* memory was freed; a free during a transition is recorded when it ends */
   MS_EVENT_BEGIN = 3,    /* a transition began; one event for each of its tags and devices */
   MS_EVENT_END = 4,      /* a transition ended; one event for each of its tags and devices */
-  MS_EVENT_MEMORY = 5    /* a sample of the driver's free and total memory of a device */
+  MS_EVENT_MEMORY = 5    /* a sample of a device's free and total memory */
 } ms_event_kind;
 
 /* The kind of a transition. */
@@ -112,39 +112,40 @@ typedef struct ms_event {
   int32_t act;         /* an ms_act */
   int32_t outcome;     /* an ms_outcome, for MS_EVENT_END */
   int64_t thread;      /* the system's id of the thread that began the transition */
-  /* the tag's memory on the device after the event, as in ms_usage */
+  /* the tag's memory on the device after the event; see ms_usage */
   uint64_t allocated_bytes, resident_bytes;
   uint64_t transition; /* identifies the transition in all of its events */
-  /* for MS_EVENT_END with MS_DONE: as in ms_change */
+  /* for MS_EVENT_END with outcome MS_DONE; see ms_change */
   uint64_t device_bytes, copied_bytes;
-  /* for MS_EVENT_MEMORY: as in ms_device_memory */
+  /* for MS_EVENT_MEMORY; see ms_device_memory */
   uint64_t free_bytes, total_bytes;
-  /* for MS_EVENT_END: the text of ms_transition_set_caller; only the end of a long text */
+  /* for MS_EVENT_END: the text from ms_transition_set_caller, or the end of a text that is too long
+   */
   char caller[256];
 } ms_event;
 
-/* Starts recording the memory events of this process's tags in a ring for `capacity` events, of
- * about 140 bytes each. When the ring is full, new events replace the oldest. A process records one
- * timeline at a time. Recording an allocation takes tens of nanoseconds; transitions also query the
- * devices' free memory at their start and end.
+/* Starts recording the memory events of this process's tags in a ring buffer for `capacity` events
+ * of about 140 bytes each. When the buffer is full, new events replace the oldest events. A process
+ * can record only one timeline at a time. Recording an allocation takes tens of nanoseconds;
+ * transitions also query the devices' free memory at their start and end.
  * Errors: MS_INVALID_ARGUMENT if `capacity` is 0 or above 2^24; MS_INVALID_STATE if a timeline is
- * being recorded. */
+ * already being recorded. */
 MS_API ms_status ms_timeline_start(size_t capacity, ms_error* error);
 
-/* Returns the recorded events: first a baseline for each tag and device that existed before its
- * first event, then the events in chronological order. Sets `dropped`, which may be NULL, to the
- * number of events that were replaced. Blocks other calls for about a millisecond for each 10,000
- * events.
- * Errors: MS_INVALID_STATE if nothing is being recorded. */
+/* Returns the recorded events. A baseline for each combination of tag and device that existed
+ * before its first event comes first, followed by the events in chronological order. Sets
+ * `dropped`, which may be NULL, to the number of events that were replaced. Blocks other calls for
+ * about a millisecond per 10,000 events.
+ * Errors: MS_INVALID_STATE if no timeline is being recorded. */
 MS_API ms_status ms_timeline_read(ms_event** rows, size_t* row_count, uint64_t* dropped,
                                   ms_error* error);
 
 /* Records a sample (MS_EVENT_MEMORY) for each device on which tags have memory, with one driver
- * call for each. Does nothing if nothing is being recorded. */
+ * call per device. Does nothing if no timeline is being recorded. */
 MS_API ms_status ms_timeline_sample(ms_error* error);
 
-/* Stops recording and frees the ring.
- * Errors: MS_INVALID_STATE if nothing is being recorded. */
+/* Stops recording and frees the ring buffer.
+ * Errors: MS_INVALID_STATE if no timeline is being recorded. */
 MS_API ms_status ms_timeline_stop(ms_error* error);
 
 /* --- addresses and their contents */
@@ -161,14 +162,14 @@ typedef struct ms_location {
   int32_t state;           /* an ms_state: the tag's state */
   uint64_t address, bytes; /* the live allocation that contains the address; 0 bytes if none */
   double since_seconds;    /* when the tag entered its state, in seconds since 1970 */
-  int64_t thread;          /* the system's id of the thread that began the state's transition */
-  /* the text of ms_transition_set_caller for that transition; only the end of a long text */
+  int64_t thread; /* the system's id of the thread that began the transition to the state */
+  /* the text from ms_transition_set_caller, or the end of a text that is too long */
   char caller[1024];
 } ms_location;
 
-/* Returns the allocation and the tag of an address, and the transition that brought the tag into
- * its state. Makes no driver call and does not wait for transitions, so it also works after an
- * illegal access.
+/* Returns the allocation and the tag of an address, and the transition that led to the tag's state.
+ * Makes no driver call and does not wait for transitions, so this function also works after an
+ * illegal memory access.
  * Errors: MS_NOT_OURS if the address is not in memory that this library reserved. */
 MS_API ms_status ms_locate(const void* pointer, ms_location* location, ms_error* error);
 
@@ -177,16 +178,16 @@ typedef struct ms_digest {
   uint64_t lanes[4];
 } ms_digest;
 
-/* Computes fingerprints of device memory, regardless of the library that allocated it. Each range
- * is divided into pieces of 1 MiB from its own start (the last piece may be shorter), and `rows`
- * has one row for each piece, in order. A fingerprint depends only on the bytes, not on addresses:
- * equal contents have equal fingerprints in every process. Two different pieces of equal length
- * have equal fingerprints with a probability of 2^-128, unless they were constructed to collide.
- * Waits while a transition of a tag in the ranges is in progress, and for work submitted earlier to
- * the devices.
- * Errors: MS_INVALID_ARGUMENT if a range is not device memory; MS_INVALID_STATE if a range is in a
- * paused tag or outside its live allocations, or the wait would deadlock; MS_DRIVER_FAILED also if
- * the library has no device code for the GPU or driver. */
+/* Computes fingerprints of device memory, regardless of which library allocated the memory. Each
+ * range is divided into pieces of 1 MiB, starting at the range's first byte; the last piece may be
+ * shorter. `rows` receives one row for each piece, in order. A fingerprint depends only on the
+ * bytes, not on addresses: equal contents have equal fingerprints in every process. Two different
+ * pieces of equal length have equal fingerprints with a probability of 2^-128, unless they were
+ * constructed to collide. Waits for transitions of the ranges' tags that are in progress, and for
+ * work submitted earlier to the devices.
+ * Errors: MS_INVALID_ARGUMENT if a range is not device memory; MS_INVALID_STATE if a range belongs
+ * to a paused tag or is not in live allocations of its tag, or if the wait would deadlock; also
+ * MS_DRIVER_FAILED if the library has no device code for the GPU or driver. */
 MS_API ms_status ms_fingerprint(const ms_range* ranges, size_t count, ms_digest** rows,
                                 size_t* row_count, ms_error* error);
 

@@ -1,37 +1,38 @@
-// The functions of the CUDA runtime that libmemsaver_preload.so interposes, and those it calls.
+// The functions of the CUDA runtime that libmemsaver_preload.so interposes, and the functions that
+// it calls.
 //
-// All uses are generated from this list: the exported symbols, their signatures, the handlers and
-// the table of real functions. A hook is one line here and one on_NAME in preload.cpp; without the
-// latter the library does not link.
+// The exported symbols, their signatures, the handlers and the table of real functions are all
+// generated from this list. A hook consists of one line in this list and one on_NAME in
+// preload.cpp; without on_NAME, the library does not link.
 //
-// The runtime's types are written out instead of included, so that one binary supports CUDA 11.2 to
-// 13: cudaError_t and the enumerations are int, cudaStream_t is a pointer, and the 64 bytes of a
-// cudaIpcMemHandle_t are only forwarded.
+// The runtime's types are written out, and its headers are not included, so that one binary
+// supports CUDA 11.2 to 13. cudaError_t and the enumerations are int, cudaStream_t is a pointer,
+// and the 64 bytes of a cudaIpcMemHandle_t are only forwarded.
 //
-// Reason for each function
-//   cudaMalloc           used by torch's caching allocator, graph capture and most programs.
-//   cudaFree             frees memory of cudaMalloc and also of cudaMallocAsync.
-//   cudaMallocAsync      used by torch's backend:cudaMallocAsync, and by CuPy's and RMM's pools.
-//   cudaFreeAsync        may receive memsaver's memory of either allocation function.
-//   ..._ptsz             the same two in programs built with --default-stream per-thread, whose
-//                        headers rename them; stream 0 is then the thread's own stream.
-//   cudaIpcGetMemHandle  memsaver's memory has no such handle. The runtime would record an error,
-//                        and torch would report it at a later, unrelated call.
+// These functions are interposed:
+//   - cudaMalloc is used by torch's caching allocator, graph capture and most programs.
+//   - cudaFree frees memory from cudaMalloc and from cudaMallocAsync.
+//   - cudaMallocAsync is used by torch's backend:cudaMallocAsync, and by CuPy's and RMM's pools.
+//   - cudaFreeAsync can receive memsaver's memory from either allocation function.
+//   - The variants ..._ptsz replace cudaMallocAsync and cudaFreeAsync in programs built with
+//     --default-stream per-thread, whose headers rename the functions. In these variants, stream 0
+//     is the thread's own stream.
+//   - cudaIpcGetMemHandle has no handle for memsaver's memory. Without the hook, the runtime would
+//     record an error, and torch would report this error at a later, unrelated call.
 //
-// Reason for not interposing others
-//   cudaMallocFromPoolAsync      names a pool that the caller creates, limits, shares and trims.
-//   cudaMallocManaged, ...Host   not device memory: they migrate, or are on the host.
-//   cudaMallocPitch, 3D, Array   rows, textures and mipmaps have a layout that the driver chooses.
-//                                cudaFree and cudaFreeAsync forward it to the runtime.
-//   cudaMemGetInfo               the driver's answer is correct: paused memory is free.
-//   cudaPointerGetAttributes, copies, memsets   work on mapped memory as on other memory.
-//   cudaDeviceReset              does not change memory from the virtual-memory calls.
-//   dlsym, dlopen                a program that looks up a library's own cudaMalloc gets that
-//                                function, for allocations and frees alike; a changed dlsym
-//                                would break other tools.
-//   cuMemAlloc, cuMemCreate      the driver's own calls (torch's expandable segments, Numba, and
-//                                runtimes linked in statically): the layer that this library
-//                                uses itself.
+// These functions are not interposed:
+//   - cudaMallocFromPoolAsync names a pool that the caller creates, limits, shares and trims.
+//   - cudaMallocManaged and ...Host do not allocate device memory: their memory migrates or is on
+//     the host.
+//   - cudaMallocPitch, 3D and Array allocate rows, textures and mipmaps, whose layout the driver
+//     chooses. The hooks of cudaFree and cudaFreeAsync forward such memory to the runtime.
+//   - cudaMemGetInfo returns the driver's answer, which is correct: paused memory is free.
+//   - cudaPointerGetAttributes, copies and memsets work on mapped memory as on other memory.
+//   - cudaDeviceReset does not change memory from the virtual-memory calls.
+//   - dlsym and dlopen need no hook: a program that looks up a library's own cudaMalloc gets that
+//     function, for allocations and frees alike. A changed dlsym would break other tools.
+//   - cuMemAlloc and cuMemCreate are the driver's own calls, which torch's expandable segments,
+//     Numba and statically linked runtimes use. This library itself uses the same calls.
 #ifndef MEMSAVER_HOOKS_PRELOAD_LIST_H_
 #define MEMSAVER_HOOKS_PRELOAD_LIST_H_
 

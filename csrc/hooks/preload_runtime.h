@@ -1,17 +1,21 @@
 // Finds the function that a hook's caller would call if this library were not in the process.
 //
-// A process may have several CUDA runtimes: torch's, a renamed copy bundled with another package,
-// one of another major version; in the global scope, or in a local scope that RTLD_NEXT does not
-// search. Each runtime has its own current device and last error, so a call must reach the runtime
-// that the rest of the caller uses. The search follows the dynamic linker's order:
-//   1. the global scope after this library: other preloaded interposers first, then a runtime,
-//      unless the caller was linked against another symbol version (libcudart.so.12 / .13);
-//   2. the scope of the caller's own dependencies: a runtime loaded with RTLD_LOCAL;
+// A process can contain several CUDA runtimes, for example torch's runtime, a renamed copy in
+// another package, or a runtime of another major version. A runtime can be in the global scope, or
+// in a local scope that RTLD_NEXT does not search. Each runtime has its own current device and last
+// error, so a call must reach the runtime that the caller also uses for its other calls. The search
+// follows the dynamic linker's order:
+//   1. the global scope after this library, which contains other preloaded interposers and then a
+//      runtime, unless the caller was linked against another symbol version (libcudart.so.12 /
+//      .13);
+//   2. the scope of the caller's own dependencies, which can contain a runtime loaded with
+//      RTLD_LOCAL;
 //   3. a global runtime of another version;
-//   4. any loaded runtime, of the caller's version first: for callers that are linked to none, such
-//      as ctypes, a plug-in that relies on its host, or an interposer that precedes this library.
-// If the compiler turned a call into a jump, the search starts at the caller's caller. The memory
-// is the driver's, whichever runtime allocates it.
+//   4. any loaded runtime, starting with those of the caller's version. This step is for callers
+//      that are not linked to a runtime, such as ctypes, a plug-in that relies on its host, or an
+//      interposer that precedes this library.
+// If the compiler turned a call into a jump, the search starts at the caller's caller. Memory
+// always belongs to the driver, regardless of which runtime allocates it.
 #ifndef MEMSAVER_HOOKS_PRELOAD_RUNTIME_H_
 #define MEMSAVER_HOOKS_PRELOAD_RUNTIME_H_
 
@@ -45,24 +49,24 @@ MEMSAVER_CALLED(X)
 // clang-format on
 
 // The real functions to which the hooked calls of one loaded object resolve. Never freed. Entries
-// of `real` are resolved lazily. The shared objects that define the functions stay loaded. An
-// object that is loaded later at the caller's addresses inherits the entry.
+// of `real` are resolved lazily. The shared objects that define the functions stay loaded. If
+// another object is later loaded at the caller's addresses, it inherits the entry.
 struct Caller {
   uintptr_t begin, bytes;
   Caller* next;
   std::atomic<void*> real[static_cast<unsigned>(Call::kCount)];
 };
 
-// The callers known so far, latest first.
+// The list of known callers, with the latest first.
 extern std::atomic<Caller*> first_caller;
 
-// Searches for a function. Returns null if the process has no such function; nothing is cached
-// then, and the next call searches again. Any thread, at any time. Takes none of memsaver's
-// locks, only the dynamic linker's, which a thread may already own (in a constructor). Preserves
-// errno.
+// Searches for a function. Returns null if the process has no such function; this result is not
+// cached, so the next call searches again. Any thread may call this function at any time. It
+// acquires none of memsaver's locks, only the dynamic linker's lock, which the thread may already
+// own (in a constructor). Preserves errno.
 void* find_real(Call call, const void* return_address) noexcept;
 
-// Returns the function for a caller, or null. After the first call, costs some loads and a
+// Returns the function for a caller, or null. After the first call, a call costs a few loads and a
 // comparison.
 template <Call call>
 typename Signature<call>::Function* real(const void* return_address) noexcept {

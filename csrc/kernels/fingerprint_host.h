@@ -11,7 +11,7 @@
 
 namespace memsaver {
 
-// Adds the whole chunks of the first `size` bytes. Returns the number of bytes added. Builds with
+// Adds the whole chunks in the first `size` bytes. Returns the number of added bytes. Builds with
 // sanitizers do not check this loop (build_support/variants.py).
 MS_FINGERPRINT_FUNCTION uint32_t add_chunks(uint64_t lanes[fingerprint::kLanes], const char* at,
                                             uint64_t size, const uint32_t* key) {
@@ -25,8 +25,8 @@ MS_FINGERPRINT_FUNCTION uint32_t add_chunks(uint64_t lanes[fingerprint::kLanes],
   return offset;
 }
 
-// Returns the fingerprint of at most kFingerprintBytes bytes. Any thread. Allocates a table of 1
-// MiB on first use.
+// Returns the fingerprint of `size` bytes, which must be at most kFingerprintBytes. Any thread. The
+// first call allocates a table of 1 MiB.
 inline Digest fingerprint_of(const void* bytes, uint64_t size) {
   using namespace fingerprint;
   static const std::vector<uint32_t>* const table = [] {
@@ -37,8 +37,8 @@ inline Digest fingerprint_of(const void* bytes, uint64_t size) {
   const uint32_t* const key = table->data();
   const char* const at = static_cast<const char*>(bytes);
   Digest digest{};
-  // Adds the last chunk here, even if it is whole: sanitizers check this access, but not those of
-  // add_chunks, and so detect a `size` that exceeds the memory.
+  // The last chunk is added here, even if it is whole. Sanitizers check this access, but not those
+  // in add_chunks(), and therefore detect a `size` that exceeds the memory.
   const uint32_t offset = size == 0 ? 0 : add_chunks(digest.lanes, at, size - 1, key);
   if (offset < size) {
     const uint32_t rest = static_cast<uint32_t>(size) - offset;

@@ -1,4 +1,5 @@
-// calls: calls of the C ABI from Python: without the GIL, with exceptions and Python lists.
+// calls: calls C ABI functions from Python without the GIL, and converts their results to
+// exceptions and Python lists.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -21,9 +22,9 @@ namespace memsaver::python {
 
 namespace py = pybind11;
 
-// Releases the GIL for its lifetime. Unlike pybind11's gil_scoped_release, its destructor may
-// throw: during interpreter exit, Python ends a daemon thread that takes the GIL again by unwinding
-// its stack.
+// Releases the GIL for its lifetime. Unlike the destructor of pybind11's gil_scoped_release, this
+// destructor may throw: during interpreter exit, Python ends a daemon thread that reacquires the
+// GIL by unwinding the thread's stack.
 class WithoutGil {
  public:
   WithoutGil() : state_(PyEval_SaveThread()) {}
@@ -31,7 +32,7 @@ class WithoutGil {
   WithoutGil(const WithoutGil&) = delete;
   WithoutGil& operator=(const WithoutGil&) = delete;
 
-  // Calls `body()` with the GIL, and returns its result.
+  // Calls `body()` with the GIL and returns the result.
   template <typename Body>
   bool with_gil(Body body) {
     PyEval_RestoreThread(state_);
@@ -44,7 +45,7 @@ class WithoutGil {
   PyThreadState* state_;
 };
 
-// Decodes a text from the library. Invalid UTF-8, for example in a path, is escaped.
+// Decodes a text from the library, and escapes invalid UTF-8, which can occur in a path.
 inline py::str text_of(const char* text) {
   PyObject* const decoded =
       PyUnicode_DecodeUTF8(text, static_cast<py::ssize_t>(std::strlen(text)), "backslashreplace");
@@ -52,8 +53,8 @@ inline py::str text_of(const char* text) {
   return py::reinterpret_steal<py::str>(decoded);
 }
 
-// The function of memsaver.errors that creates exceptions. Looked up when the module is loaded,
-// because finalizers at interpreter exit cannot import anything. Never released.
+// The function of memsaver.errors that creates exceptions. It is looked up when the module is
+// loaded, because finalizers at interpreter exit cannot import modules, and is never released.
 inline py::handle error_of;
 
 inline void find_errors() {
@@ -70,7 +71,8 @@ inline void check(ms_status status, const ms_error& error) {
   throw py::error_already_set();
 }
 
-// Makes the call without the GIL, then raises its error. The call receives the ms_error to fill.
+// Makes the call without the GIL, and raises an exception if the call fails. The call receives the
+// ms_error to fill.
 template <typename Call>
 inline void without_gil(Call call) {
   ms_error error{};
@@ -82,7 +84,8 @@ inline void without_gil(Call call) {
   check(status, error);
 }
 
-// Returns whether the interpreter is exiting: only the calling thread can still run Python code.
+// Returns whether the interpreter is exiting, so that only the calling thread can still run Python
+// code.
 inline bool is_exiting() {
 #if PY_VERSION_HEX >= 0x030D0000
   return Py_IsFinalizing() != 0;
@@ -91,11 +94,11 @@ inline bool is_exiting() {
 #endif
 }
 
-// While this exists, Python runs pending signal handlers during the calling thread's waits for
-// tags. A handler that raises ends the wait; so does the interpreter's exit, because Python has
-// stopped the threads that own the tags. Python runs handlers only on the main thread, so other
-// threads wait without running them; if the interpreter exits during a wait, those threads end when
-// they acquire the GIL.
+// While this object exists, Python runs pending signal handlers during the calling thread's waits
+// for tags. A wait ends if a handler raises an exception. A wait also ends if the interpreter
+// exits, because Python has then stopped the threads that own the tags. Python runs handlers only
+// on the main thread, so other threads wait without running handlers. If the interpreter exits
+// during a wait, these threads end when they acquire the GIL.
 //
 // `seconds` limits the waits (negative: no limit).
 class HandlersInWaits {
@@ -148,7 +151,8 @@ class HandlersInWaits {
   bool is_late_ = false;
 };
 
-// Like without_gil, for a call that may wait for a tag. A signal handler's exception propagates.
+// Like without_gil(), but for a call that may wait for a tag. A signal handler's exception
+// propagates.
 // If `seconds` is not negative, each wait ends after about that time, with MS_INVALID_STATE.
 template <typename Call>
 inline void interruptibly(Call call, double seconds = -1) {

@@ -12,11 +12,11 @@
 
 namespace memsaver::python {
 
-// A context manager over ms_reservation, for one block. Without tags it reserves nothing. The
-// destructor releases the reservation if it was not released.
+// A context manager for an ms_reservation, which is used for one block. Without tags, it reserves
+// nothing. The destructor releases the reservation if it has not been released.
 //
-// Threads: any. take() and wait() may wait, and release the GIL; they run signal handlers on the
-// main thread. The other methods release the GIL and do not wait for tags.
+// Threads: any. All methods release the GIL. take() and wait() may wait for tags; on the main
+// thread, they run signal handlers during the wait. The other methods do not wait for tags.
 class Reservation {
  public:
   Reservation(std::vector<std::string> tags, double seconds)
@@ -25,9 +25,9 @@ class Reservation {
   Reservation(const Reservation&) = delete;
   Reservation& operator=(const Reservation&) = delete;
 
-  // Waits for the tags, about `seconds` at most (negative: without a limit), and reserves them.
-  // Raises like ms_reserve, InvalidStateError if the wait took longer, and a signal handler's
-  // exception.
+  // Waits for the tags, but at most about `seconds` seconds (negative: without a limit), and
+  // reserves them. Raises the errors of ms_reserve, InvalidStateError if the wait took longer, and
+  // a signal handler's exception.
   void take() {
     if (tags_.empty() || reservation_) return;
     const std::vector<const char*> names = pointers(tags_);
@@ -53,8 +53,8 @@ class Reservation {
     without_gil([&](ms_error* error) { return ms_reservation_take_over(reservation_, error); });
   }
 
-  // Waits at most `seconds` (negative: without a limit); returns whether the reservation was
-  // released.
+  // Waits at most `seconds` seconds (negative: without a limit) until the reservation is released.
+  // Returns whether it was released.
   bool wait(double seconds) {
     int is_over = 1;
     if (!reservation_) return true;

@@ -5,7 +5,7 @@
 
 namespace memsaver::python {
 
-// Adds the classes Importer and ForeignSpan and the functions around them to the module.
+// Adds the classes Importer and ForeignSpan and their related functions to the module.
 void define_sharing(pybind11::module_& m);
 
 }  // namespace memsaver::python

@@ -1,19 +1,21 @@
-// signals: deferral of Python's signal handlers, for calls that must not be interrupted halfway.
+// signals: defers Python's signal handlers during calls that must not be interrupted halfway.
 //
-// Python calls a signal's handler on its main thread, between any two instructions of Python code,
-// and a handler's exception leaves that code incomplete. While a SignalsDeferred exists, each
-// Python handler is replaced by one that only records the signal. The rules:
+// Python calls a signal's handler on the main thread, between any two instructions of Python code.
+// If the handler raises an exception, that code is not completed. While a SignalsDeferred exists,
+// each Python handler is replaced by a handler that only records the signal. These rules apply:
 //
 // - The handlers are called at the end of the outermost block that defers signals, or earlier in a
 //   kOpen block inside kBetween blocks.
-// - A signal that arrives several times is handled once, like a signal that a process blocks.
-//   Otherwise handlers that begin transitions, during which more signals arrive, would multiply.
+// - A signal that arrives several times is handled only once, like a signal that a process blocks.
+//   Otherwise, if handlers began transitions during which more signals arrived, the handler calls
+//   would multiply.
 // - If several handlers raise at the end, only the first exception is raised.
-// - A handler that a program sets in a block stays set.
+// - A handler that a program sets in a block stays set after the block.
 // - Blocks of all kinds nest, and may end in any order. A block that is destroyed without
-//   finish() no longer defers signals; the handlers of recorded signals are called soon afterwards.
-// - Blocks affect the main thread. On other threads, which run no handlers, they do nothing; in a
-//   forked child they have ended.
+//   finish() no longer defers signals; the handlers of signals that were recorded are called soon
+//   afterwards.
+// - Blocks affect only the main thread. On other threads, which run no handlers, blocks do nothing.
+//   In a forked child, all blocks have ended.
 //
 // Threads: every function needs the GIL.
 #pragma once
@@ -42,19 +44,20 @@ enum class Deferral {
 
 class SignalsDeferred {
  public:
-  // Throws the exception of a handler that runs before the deferral begins or, if kOpen, of a
-  // recorded signal's handler. If kPatient, finish() returns the exception instead.
+  // Throws the exception of a handler that runs before the deferral begins. If the kind is kOpen,
+  // also throws the exception of a recorded signal's handler. If the kind is kPatient, finish()
+  // returns the exception instead.
   explicit SignalsDeferred(Deferral kind);
   ~SignalsDeferred();
   SignalsDeferred(const SignalsDeferred&) = delete;
   SignalsDeferred& operator=(const SignalsDeferred&) = delete;
 
   // Ends the block. Calls the handlers of the recorded signals, unless an enclosing block defers
-  // them, and returns their exception.
+  // these signals, and returns the handlers' exception.
   Raised finish();
 
   // Calls the handlers of the recorded signals while a call waits for a tag, if every block allows
-  // that. Returns false, with Python's error set, if a handler raised.
+  // handlers during waits. Returns false, with Python's error set, if a handler raised.
   static bool deliver_in_wait();
 
   // Restores the handlers in a forked child, whose main thread may be a different one, and discards
@@ -76,15 +79,15 @@ class SignalsDeferred {
   static PyObject* note(PyObject* self, PyObject* args);
   static py::object signal_module() { return py::module_::import("_signal"); }
   static const py::object& noter();
-  // Sets a handler. Returns false on a thread that may not set handlers, or, unless `insist`, after
-  // a pending handler raised.
+  // Sets a handler. Returns false on a thread that may not set handlers. Unless `insist` is true,
+  // also returns false if a pending handler raised an exception.
   static bool set_handler(int number, const py::object& handler, const struct sigaction& action,
                           Raised& raised, bool insist);
   // Returns whether signals are deferred now, or would be if the main thread waited for a tag.
   static bool defers(bool in_wait);
-  // Adds a signal to `came_`, unless it is in the list.
+  // Adds a signal to `came_`, unless the list already contains it.
   static void keep_waiting(Signal signal);
-  // Removes the signals from `came_`, unless they are deferred, and returns them.
+  // Removes the signals that are not deferred from `came_` and returns them.
   static std::vector<Signal> take_due(bool in_wait);
   // Calls the handlers of these signals.
   static void deliver(Raised& raised, bool in_wait);
@@ -108,7 +111,7 @@ class SignalsDeferred {
   static inline auto* last_ = new std::map<int, py::object>;  // the handlers behind noter()
 };
 
-// A SignalsDeferred as a Python context manager. No handler runs in its methods.
+// A Python context manager for a SignalsDeferred. No handler runs in its methods.
 class DeferredBlock {
  public:
   void enter() { block_.emplace(Deferral::kBetween); }
@@ -118,24 +121,26 @@ class DeferredBlock {
   std::optional<SignalsDeferred> block_;
 };
 
-// Calls function() with signals deferred, and returns its result. If a handler raises at the end,
-// throws that exception instead of returning the result or throwing function()'s exception.
+// Calls function() with signals deferred, and returns the result. If a handler raises an exception
+// at the end, throws that exception instead of returning the result or throwing function()'s
+// exception.
 py::object uninterrupted(py::handle function, bool is_patient);
 
-// Calls the handlers of recorded signals, then function(), during which handlers run despite
-// enclosing kBetween blocks. After a handler raises, further signals are deferred again.
+// Calls the handlers of recorded signals, and then calls function(), during which handlers run
+// despite enclosing kBetween blocks. After a handler raises an exception, further signals are
+// deferred again.
 py::object interruptible(py::handle function);
 
-// `__enter__` and `__exit__` of a context manager that has `_enter()` and `_leave(type, error,
-// traceback)`. No handler runs within either. If a handler raises at the end of `_enter()`,
-// `_leave()` is called before the exception is thrown. leave_block() returns the result of
-// `_leave()`, which determines whether the error is suppressed.
+// These functions implement `__enter__` and `__exit__` for a context manager that has `_enter()`
+// and `_leave(type, error, traceback)`. No handler runs during either function. If a handler raises
+// an exception at the end of `_enter()`, `_leave()` is called before the exception is thrown.
+// leave_block() returns the result of `_leave()`, which determines whether the error is suppressed.
 py::object enter_block(py::handle manager);
 py::object leave_block(py::handle manager, py::handle type, py::handle error, py::handle traceback);
 
-// Implements `__enter__` for a context manager whose `_enter(place)` takes a long time, so that
-// handlers may interrupt it. `_enter` appends each entered object to the list `place`; if it
-// raises, `_undo(place, error)` is called with signals deferred.
+// Implements `__enter__` for a context manager whose `_enter(place)` takes a long time. Handlers
+// may interrupt `_enter`. `_enter` appends each entered object to the list `place`. If `_enter`
+// raises an exception, `_undo(place, error)` is called with signals deferred.
 py::object enter_interruptibly(py::handle manager);
 
 }  // namespace memsaver::python

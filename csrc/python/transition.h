@@ -28,14 +28,14 @@ inline py::list list_of_changes(ms_change* rows, size_t count) {
   });
 }
 
-// A transition that has begun. The run releases its tags; the transition is then freed. Any thread
-// may use it; needs the GIL.
+// A transition that has begun. Running the transition releases its tags and then frees the
+// transition. Any thread may use the object; every method needs the GIL.
 class Transition {
  public:
   Transition() = default;
   Transition(const Transition&) = delete;
   Transition& operator=(const Transition&) = delete;
-  // Cancels a transition that was not run; this may wait for the devices' work.
+  // Cancels a transition that was not run. Cancelling may wait for the devices' work.
   ~Transition() {
     if (result_) ms_list_free(result_->rows);
     if (!transition_) return;
@@ -50,8 +50,8 @@ class Transition {
   // Takes ownership of a transition that has begun.
   void adopt(ms_transition* begun) { transition_.reset(begun, &ms_transition_free); }
 
-  // Returns the transition's rows or throws its error; runs it first, unless run_all() already has.
-  // Can be called once.
+  // Returns the transition's rows or throws its error. Runs the transition first, unless run_all()
+  // has already run it. May be called only once.
   py::list run() {
     if (!result_) run_all({*this});
     const ms_run_result result = *result_;
@@ -60,7 +60,7 @@ class Transition {
     return list_of_changes(result.rows, result.row_count);
   }
 
-  // Runs transitions at the same time, like ms_transition_run_all, and keeps their results for
+  // Runs transitions at the same time, like ms_transition_run_all, and stores their results for
   // run(). No Python code runs on the other threads.
   static void run_all(const std::vector<std::reference_wrapper<Transition>>& all) {
     std::vector<ms_transition*> begun(all.size());
@@ -91,7 +91,8 @@ class Transition {
     });
   }
 
-  // Returns the bytes copied so far and in total; after the run, the final values.
+  // Returns the number of bytes copied so far and the total number of bytes to copy. After the run,
+  // returns the final values.
   std::pair<uint64_t, uint64_t> progress() const {
     return transition_ ? read_progress() : progress_;
   }
@@ -102,7 +103,7 @@ class Transition {
     });
   }
 
-  // Without a stream, this thread waits.
+  // If there is no stream, the calling thread waits.
   void wait_ranges(const std::vector<Pair>& ranges, std::optional<uint64_t> stream) {
     const std::vector<ms_range> wanted = ranges_of(ranges);
     void* const waiting = stream ? pointer(*stream) : nullptr;
@@ -118,7 +119,8 @@ class Transition {
   }
 
  private:
-  // Calls `wait`, unless the transition is over, so that every stream is ordered after it.
+  // Calls `wait`, unless the transition has ended: in that case, every stream is already ordered
+  // after the transition.
   template <typename Wait>
   void unless_over(Wait wait) {
     const std::shared_ptr<ms_transition> transition = transition_;
@@ -149,7 +151,7 @@ class Transition {
     return progress;
   }
 
-  // Frees the transition, after the threads that wait for it in wait_stream() have left.
+  // Frees the transition after the threads that wait for it in wait_stream() have returned.
   void free_transition() {
     std::shared_ptr<ms_transition> last = std::move(transition_);
     const WithoutGil released;

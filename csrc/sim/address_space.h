@@ -1,10 +1,11 @@
-// Virtual addresses: reservations, mappings of physical memory into them, and access rights.
+// Virtual addresses: reservations, mappings of physical memory into reservations, and access
+// rights.
 //
-// A reservation is PROT_NONE address space; a mapping is a shared mapping of a part of the device's
-// file into it, PROT_NONE until access is set. Two mappings of the same memory are therefore
-// aliases, and a host access to unmapped or inaccessible memory faults. cuMemAlloc's blocks are
-// mappings without a reservation, accessible from the start; they lie in chunks, which blocks below
-// kGranularity share.
+// A reservation is address space with protection PROT_NONE. A mapping is a shared mapping of a part
+// of the device's file into a reservation; its protection is PROT_NONE until access is set. Two
+// mappings of the same memory are therefore aliases, and a host access to unmapped or inaccessible
+// memory faults. cuMemAlloc's blocks are mappings without a reservation and are accessible from the
+// start. They are in chunks, which blocks below kGranularity share.
 //
 // Every call needs the lock of state.h. A call that returns an error has no effect.
 #pragma once
@@ -20,8 +21,8 @@
 
 namespace memsaver::sim {
 
-// Passed as the device of an access check: access by any device suffices, which also permits access
-// by the host.
+// Passed as the device of an access check if access by any device suffices, which also permits
+// access by the host.
 constexpr int kAnyDevice = -1;
 
 struct Range {
@@ -46,7 +47,8 @@ struct Mapping {
   bool allows(int device, bool write) const;
 };
 
-// A part of a mapping, described as a part of its physical memory. Keeps that memory alive.
+// A part of a mapping, described as a part of the mapping's physical memory. Keeps that memory
+// alive.
 struct Piece {
   std::shared_ptr<PhysicalMemory> memory;
   uint64_t offset = 0;  // within the memory
@@ -56,35 +58,35 @@ struct Piece {
 class AddressSpace {
  public:
   // Reserves addresses. Arguments are multiples of granularity(); an `alignment` of 0 means
-  // granularity(). `hint` is used if it is free and aligned.
+  // granularity(). The range is reserved at `hint` if these addresses are free and aligned.
   CUresult reserve(uint64_t size, uint64_t alignment, uint64_t hint, uint64_t* address);
   // Frees a reservation. The range must be exactly one reservation without mappings.
   CUresult free(Range range);
 
-  // Maps the whole memory. The range must be reserved (one reservation or adjacent ones) and
-  // unmapped.
+  // Maps the whole memory. The range must be inside one reservation or several adjacent
+  // reservations, and must be unmapped.
   CUresult map(Range range, std::shared_ptr<PhysicalMemory> memory);
   // Removes all mappings in a reserved range, if there are any; none may extend beyond the range.
   CUresult unmap(Range range);
-  // Sets access rights. The range must begin at a mapping and must not split a mapping; it is
-  // processed up to the first hole, which is not an error. `descriptions` replace the rights of the
-  // devices that they name.
+  // Sets access rights. The range must begin at a mapping and must not split a mapping. The range
+  // is processed only up to the first hole; a hole is not an error. `descriptions` replace the
+  // access rights of the devices that they name.
   CUresult set_access(Range range, const CUmemAccessDesc* descriptions, size_t count,
                       int device_count);
 
-  // Allocates a block for cuMemAlloc, of `size` bytes rounded up, with the id `id`.
+  // Allocates a block for cuMemAlloc with `size` bytes (rounded up) and the id `id`.
   CUresult allocate(DeviceMemory* device, uint64_t size, uint64_t id, uint64_t* address);
   CUresult free_block(uint64_t address);
   void free_blocks_of(int device);
 
-  // Returns the mapping or block that contains `address`; null if there is none.
+  // Returns the mapping or block that contains `address`, or null if there is none.
   const Mapping* find(uint64_t address) const;
-  // Returns the memory of the range, in order. Returns false if a byte is unmapped, or if `device`
-  // does not have the required access.
+  // Writes the memory of the range to `out`, in order. Returns false if a byte is unmapped, or if
+  // `device` does not have the required access.
   bool pieces(Range range, int device, bool write, std::vector<Piece>* out) const;
-  // Returns the reservation that contains `address`; empty if there is none.
+  // Returns the reservation that contains `address`, or an empty range if there is none.
   Range reservation(uint64_t address) const;
-  // Returns whether the address is reserved or in a chunk, mapped or not.
+  // Returns whether the address is reserved or in a chunk, regardless of whether it is mapped.
   bool owns(uint64_t address) const;
 
   uint64_t reservation_count() const { return reservations_.size(); }
@@ -97,7 +99,8 @@ class AddressSpace {
   using Chunks = std::map<uint64_t, std::shared_ptr<PhysicalMemory>>;
   bool is_reserved(Range range) const;  // the whole range
   bool is_unmapped(Range range) const;  // the whole range
-  // Returns an address with `size` free bytes in a chunk of the device; 0 if there is none.
+  // Returns an address at which `size` bytes are free in a chunk of the device, or 0 if there is no
+  // such address.
   uint64_t room_in_chunks(int device, uint64_t size) const;
   CUresult add_chunk(std::shared_ptr<PhysicalMemory> memory, uint64_t* address);
   Chunks::const_iterator find_chunk(uint64_t address) const;

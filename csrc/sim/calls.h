@@ -19,7 +19,7 @@ enum class Needs {
 //   Call call("cuMemGetInfo", Needs::kContext);
 //   if (call.refused()) return call.status();
 //
-// In a forked child the call takes no lock and fails.
+// In a forked child, the call acquires no lock and fails.
 class Call {
  public:
   Call(const char* name, Needs needs);
@@ -28,7 +28,7 @@ class Call {
   CUresult status() const { return status_; }
   const char* name() const { return name_; }
   Lock* lock() { return &lock_; }
-  // Returns the current context. Only with Needs::kContext.
+  // Returns the current context. Valid only for calls with Needs::kContext.
   Context* context() const { return context_; }
   Device* device() const { return state().devices[context_->device].get(); }
 

@@ -1,6 +1,6 @@
-// Primary contexts, one per device, and each thread's stack of current ones.
+// Primary contexts, one per device, and each thread's stack of current contexts.
 //
-// Needs the lock of state.h, except for the calls on the thread's own stack.
+// Functions need the lock of state.h, except those that use only the calling thread's stack.
 #pragma once
 
 #include <cuda.h>
@@ -12,8 +12,8 @@
 
 namespace memsaver::sim {
 
-// A primary context; its address is the CUcontext. Never destroyed. Owns no objects while it is not
-// retained.
+// A primary context. Its address is the CUcontext. The context is never destroyed and owns no
+// objects while it is not retained.
 struct Context {
   explicit Context(int ordinal) : device(ordinal) {}
 
@@ -27,13 +27,13 @@ struct Context {
   StreamPtr stream_of_this_thread();
 };
 
-// Returns the context of a handle; null if it is not a retained context's.
+// Returns the context of a handle, or null if the handle is not that of a retained context.
 Context* find_context(CUcontext handle);
 
 void retain(Context* context);
 // Releases a reference. The last release waits for the context's work (with the lock released),
-// then frees its streams, events, modules, cuMemAlloc blocks and host memory. Memory from
-// the virtual-memory calls stays.
+// then frees its streams, events, modules, cuMemAlloc blocks and host memory. Memory from the
+// virtual-memory calls is not freed.
 CUresult release(Lock* lock, Context* context);
 
 // The calling thread's stack.

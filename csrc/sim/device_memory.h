@@ -1,10 +1,11 @@
 // Physical memory of one simulated device.
 //
-// Each device has one memfd, and exportable memory has its own file, which other processes can map;
-// its last page states the device and the size. In the device's file every allocation gets a file
-// offset that was never used before (the file is sparse and 2^62 bytes long), so new memory reads
-// as zero, nothing fragments, and allocations in sequence are adjacent in the file. Released memory
-// is punched out of the file and returns to the operating system at once.
+// Each device has one memfd. Exportable memory has its own file, which other processes can map and
+// whose last page states the device and the size. In the device's file, every allocation gets a
+// file offset that was never used before (the file is sparse and 2^62 bytes long). Therefore, new
+// memory reads as zero, the file does not fragment, and consecutive allocations are adjacent in the
+// file. Released memory is punched out of the file and returned to the operating system
+// immediately.
 #pragma once
 
 #include <cuda.h>
@@ -15,22 +16,22 @@
 
 namespace memsaver::sim {
 
-// The unit of physical memory, and of reserved addresses: as on GPUs, unless sim_granularity set
-// another. Constant after cuInit.
+// The unit of physical memory and of reserved addresses. The unit is that of GPUs, unless
+// sim_granularity() has set another. It is constant after cuInit.
 constexpr uint64_t kGranularity = 2ull << 20;
 uint64_t granularity();
-// Sets the unit, before cuInit. Needs the lock. Returns false if `bytes` is not a power of two from
-// the system's page size to kGranularity.
+// Sets the unit. Must be called before cuInit. Needs the lock. Returns false if `bytes` is not a
+// power of two from the system's page size to kGranularity.
 bool set_granularity(uint64_t bytes);
 
 class DeviceMemory;
 
-// Owns one piece of a device's memory, which is released with the last owner. Immutable. The last
-// owner may be destroyed on any thread, with or without the lock.
+// Owns one piece of a device's memory, which is released when the last owner is destroyed.
+// Immutable. The last owner may be destroyed on any thread, with or without the lock.
 class PhysicalMemory {
  public:
   // `own_file` is the memory's own file, or -1 for a part of the device's file. `counted` is false
-  // for memory of another process, which that process counts.
+  // for memory of another process, because that process counts the memory.
   PhysicalMemory(DeviceMemory* device, uint64_t offset, uint64_t size, uint64_t id,
                  const CUmemAllocationProp& properties, int own_file = -1, bool counted = true);
   ~PhysicalMemory();
@@ -56,8 +57,8 @@ class PhysicalMemory {
   const bool counted_;
 };
 
-// Capacity and accounting of a device. create() and occupy() need the caller's lock; the rest does
-// not.
+// The capacity and the accounting of a device. create() and occupy() need the caller's lock; the
+// other functions do not.
 class DeviceMemory {
  public:
   DeviceMemory(int ordinal, uint64_t capacity_bytes);
@@ -65,13 +66,13 @@ class DeviceMemory {
   DeviceMemory(const DeviceMemory&) = delete;
   DeviceMemory& operator=(const DeviceMemory&) = delete;
 
-  // Creates the backing file. Returns false if the operating system fails.
+  // Creates the backing file. Returns false if a system call fails.
   bool open();
   // Allocates `size` bytes, a multiple of granularity(). Returns null if not enough memory is free.
   std::shared_ptr<PhysicalMemory> create(uint64_t size, uint64_t id,
                                          const CUmemAllocationProp& properties);
   // Returns the memory of a descriptor that another process exported from the device with the same
-  // ordinal. The descriptor stays with the caller. Returns null if it is not such a descriptor.
+  // ordinal. The caller keeps ownership of the descriptor. Returns null for any other descriptor.
   std::shared_ptr<PhysicalMemory> import_file(int descriptor, uint64_t id);
   // Returns the ordinal of the device to whose memory the descriptor refers, or -1.
   static int ordinal_of(int descriptor);

@@ -1,4 +1,5 @@
-// Records violations and illegal accesses (see sim.h) for tests. Needs the lock of state.h.
+// Records violations and illegal accesses (see sim.h) for tests. Every function needs the lock of
+// state.h.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +16,7 @@ class Diagnostics {
 
   uint64_t violations() const { return violations_; }
   uint64_t illegal_accesses() const { return illegal_accesses_; }
-  // Returns the first kKept entries of both kinds, in order.
+  // Returns the first kKept entries, which include both kinds, in order.
   const std::vector<std::string>& entries() const { return entries_; }
 
  private:

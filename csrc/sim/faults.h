@@ -1,4 +1,5 @@
-// The simulated driver's calls by name: counters, and injected failures. Needs the lock of state.h.
+// Counters and injected failures for each of the simulated driver's calls, by name. Every function
+// needs the lock of state.h.
 #pragma once
 
 #include <cuda.h>

@@ -1,4 +1,5 @@
-// Host memory that the simulated device can access without staging: pinned and registered.
+// Host memory that the simulated device can access without staging: pinned memory and registered
+// memory.
 //
 // Every call needs the lock of state.h. A call that returns an error has no effect.
 #pragma once
@@ -17,9 +18,9 @@ class HostMemory {
   // Allocates zeroed pages, for the context of `device`.
   CUresult allocate(uint64_t size, int device, uint64_t* address);
   CUresult free(uint64_t address);
-  // Registers a range. The pages around it must be mapped. It must not overlap a registered range
-  // (CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED; a shared page is not an overlap) or lie in pages
-  // that allocate() returned (CUDA_ERROR_INVALID_VALUE).
+  // Registers a range. The pages that contain the range must be mapped. The range must not overlap
+  // a registered range (CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED; a shared page is not an overlap)
+  // or be in pages that allocate() returned (CUDA_ERROR_INVALID_VALUE).
   CUresult add(Range range, int device);
   CUresult remove(uint64_t address);
   // Frees the memory of a device's context.
@@ -31,7 +32,7 @@ class HostMemory {
     int device = 0;
     bool registered = false;
   };
-  // Returns the entry whose range contains the address; null if there is none.
+  // Returns the entry whose range contains the address, or null if there is none.
   const Entry* find(uint64_t address) const;
   // Returns whether one entry contains the whole range.
   bool contains(Range range) const;

@@ -1,5 +1,5 @@
-// The only kernel of the simulated device: memsaver's own, run on the CPU. Only the first bytes of
-// an image are examined.
+// The simulated device has only one kernel, memsaver's own, which runs on the CPU. Only the first
+// bytes of an image are examined.
 #pragma once
 
 #include <cuda.h>
@@ -18,14 +18,14 @@ bool is_image(const void* image);
 bool is_kernel(const char* name);
 
 // Sets the operands of a launch. `arguments` are those of cuLaunchKernel. Returns false for a
-// geometry that the kernel does not support.
+// launch geometry that the kernel does not support.
 bool prepare_launch(unsigned blocks, unsigned threads, void* const* arguments, Operation* launch);
 
 // Records the ranges that the launch would read if it ran now. Needs the lock of state.h.
 void note_reads(Operation* launch, int device);
 
 // Runs the launch with the lock released. Returns false and sets *culprit if the device cannot
-// access memory: unmapped, without access, or unpinned host memory.
+// access memory because it is unmapped, has no access rights, or is unpinned host memory.
 bool run_launch(Lock* lock, const Operation& launch, int device, Range* culprit);
 
 }  // namespace memsaver::sim

@@ -15,8 +15,8 @@ struct Settings {
   std::vector<Fault> faults;
 };
 
-// Describes the problem with the first invalid variable; *settings is then unspecified. Returns ""
-// if all are valid.
+// Reads the variables into *settings. Returns "" if all variables are valid. Otherwise, returns a
+// description of the problem with the first invalid variable, and *settings is unspecified.
 std::string read_settings(Settings* settings);
 
 }  // namespace memsaver::sim

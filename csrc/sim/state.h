@@ -1,7 +1,8 @@
-// The single state of the simulated driver, and access to it.
+// The single state of the simulated driver, and functions that access the state.
 //
-// One mutex guards everything. Each call locks it, and unlocks it only while waiting for work or
-// running it. The state is never destroyed, because streams may run until the process exits.
+// One mutex guards the whole state. Each call locks the mutex, and unlocks it only while the call
+// waits for work or runs work. The state is never destroyed, because streams may run until the
+// process exits.
 #pragma once
 
 #include <cuda.h>
@@ -61,19 +62,21 @@ struct State {
   std::map<CUgraphExec, Graph> executables;
   std::map<CUmodule, Module> modules;
 
-  // Returns a value for a handle of any kind; never 0, 1 or 2, and unique in a process.
+  // Returns a value for a handle of any kind. The value is unique in a process and is never 0, 1 or
+  // 2.
   uint64_t next_handle();
   Device* device(int ordinal);  // null for an unknown device
 };
 
 State& state();
 
-// Returns whether this is a child forked after cuInit: its state is a copy, without the threads.
+// Returns whether this process is a child that was forked after cuInit. The state of such a child
+// is a copy without the threads.
 bool in_forked_child();
 
 // Reads the environment and creates the devices, once. Needs the lock.
 CUresult initialize();
-// Reads only the environment's faults, so that cuInit itself can be made to fail.
+// Reads only the faults from the environment, so that a fault can apply to cuInit itself.
 CUresult read_environment();
 
 }  // namespace memsaver::sim

@@ -1,9 +1,9 @@
-// Streams: in-order queues of operations, each run by its own thread.
+// Streams: in-order queues of operations. Each stream has its own thread.
 //
 // Every function needs the lock of state.h; functions that are documented to wait release it. An
 // operation starts when its dependencies are complete. A context's legacy stream depends on all of
-// its blocking streams, and they depend on it; streams created with CU_STREAM_NON_BLOCKING are
-// independent of it.
+// the context's blocking streams, and these depend on the legacy stream. Streams that were created
+// with CU_STREAM_NON_BLOCKING are independent of the legacy stream.
 #pragma once
 
 #include <cuda.h>
@@ -75,13 +75,14 @@ struct Event {
 class Streams {
  public:
   StreamPtr create(Context* context, CUstream handle, bool blocking);
-  // Closes a stream: it accepts no operations, and is removed when it is idle.
+  // Closes a stream. A closed stream accepts no operations and is removed when it is idle.
   void close(const StreamPtr& stream);
 
-  // Returns the stream of a handle, including special values; null if it is unknown. The special
-  // per-thread handle means the calling thread's stream in `current`.
+  // Returns the stream of a handle, which may be a special value, or null if the handle is unknown.
+  // The special per-thread handle means the calling thread's stream in `current`.
   StreamPtr find(CUstream handle, Context* current);
-  // Returns all streams that run or may run operations, including closed ones with work left.
+  // Returns all streams that run or may run operations, including closed streams that still have
+  // work.
   const std::vector<StreamPtr>& all() const { return all_; }
   uint64_t created() const;
 
@@ -108,7 +109,7 @@ class Streams {
  private:
   static void* work(void* argument);
   void run(const StreamPtr& stream);
-  // Returns whether the stream's thread has an operation to start, or has to end.
+  // Returns whether the stream's thread has an operation to start or must end.
   bool is_ready(const Stream& stream) const;
   // Wakes the threads of all streams that are ready.
   void wake();

@@ -12,10 +12,11 @@ enum class Completion {
   kBeforeReturn,  // the call waits for the work, with the lock released
 };
 
-// Submits the operation to the stream, or records it into the stream's capture.
+// Submits the operation to the stream, or records it in the stream's capture.
 CUresult submit(Call* call, const StreamPtr& stream, Operation operation, Completion completion);
 
-// Returns the stream of a handle in the call's context, or CUDA_ERROR_INVALID_HANDLE.
+// Finds the stream of a handle in the call's context. Returns CUDA_ERROR_INVALID_HANDLE if there is
+// no such stream.
 CUresult find_stream(Call* call, CUstream handle, StreamPtr* stream);
 
 }  // namespace memsaver::sim

@@ -1,8 +1,9 @@
 // transfer: copies of bytes for the simulated device.
 //
-// Accesses device memory through the device's file, never through its mapping, and host memory
-// through system calls, so that nothing here faults if a caller unmaps memory during a copy. No
-// function opens a descriptor, and the process's limit on file sizes does not apply.
+// These functions access device memory through the device's file, never through a mapping, and
+// access host memory through system calls. Therefore, no function faults if a caller unmaps memory
+// during a copy. No function opens a descriptor, and the process's limit on file sizes does not
+// apply.
 #pragma once
 
 #include <cstdint>
@@ -20,21 +21,22 @@ struct Span {
   uint64_t size = 0;
 };
 
-// Returns the memory that an address range currently refers to, for `device` to read or write.
-// Returns false if a device address in it is unmapped or inaccessible. Needs the lock of state.h.
+// Finds the memory to which an address range currently refers, for `device` to read or write.
+// Returns false if a device address in the range is unmapped or inaccessible. Needs the lock of
+// state.h.
 bool resolve(const Range& range, int device, bool write, std::vector<Span>* spans);
 
-// Copies, without the lock; both sides have equal sizes. Returns false if host memory was not
-// readable or writable, or the operating system was out of memory; bytes before that point are
-// copied.
+// Copies from `source` to `destination`, which must have equal sizes, without the lock. Returns
+// false if host memory was not readable or writable, or if the operating system was out of memory;
+// the bytes before that point are copied.
 bool copy(const std::vector<Span>& destination, const std::vector<Span>& source);
-// Fills the spans with the lowest `width` bytes (1 or 4) of `value`; sizes are multiples of
-// `width`. Filling with zeros returns the memory to the operating system. Returns false like
-// copy().
+// Fills the spans with the lowest `width` bytes (1 or 4) of `value`; sizes must be multiples of
+// `width`. Filling with zeros returns the memory to the operating system. Returns false in the same
+// cases as copy().
 bool fill(const std::vector<Span>& destination, uint32_t value, unsigned width);
 
-// Copy spans to or from one of the simulator's own buffers, with or without the lock. Return false
-// like copy().
+// These functions copy spans to or from one of the simulator's own buffers, with or without the
+// lock. They return false in the same cases as copy().
 bool fetch(const std::vector<Span>& source, void* buffer);
 bool store(const void* buffer, const std::vector<Span>& destination);
 

@@ -19,23 +19,25 @@
 
 namespace memsaver {
 
-// Every function on tags calls this first. Creates the process's own tag. Throws kInvalidState in a
-// forked child.
+// Creates the process's own tag. Every ABI function that uses tags calls this function first.
+// Throws kInvalidState in a forked child.
 void require_tags();
 
-// --- arguments; a null pointer to a text, a place or a non-empty list throws kInvalidArgument
+// --- Arguments. If a pointer to a text, an output place or a non-empty list is null, these
+// functions throw kInvalidArgument.
 
 std::string_view view_of(const char* text, const char* what);
 std::string text_of(const char* text, const char* what);
-// Throws kInvalidArgument for MS_ALL_TAGS too.
+// Also throws kInvalidArgument if the count is MS_ALL_TAGS.
 std::vector<std::string> names_of(const char* const* tags, size_t count);
-// Returns nothing for MS_BACKUP_DEFAULT. Throws kInvalidArgument for an unknown backup.
+// Returns no value for MS_BACKUP_DEFAULT. Throws kInvalidArgument for an unknown backup.
 std::optional<Backup> policy_of(int backup);
 // Truncates ranges that extend beyond the last address.
 std::vector<Range> ranges_of(const ms_range* ranges, size_t count);
 std::optional<uint64_t> value_of(const uint64_t* number);
 void require_place(const void* place);
-// Returns the core's object behind a handle of the ABI. Throws kInvalidArgument if it is null.
+// Returns the core's object behind a handle of the ABI. Throws kInvalidArgument if the handle is
+// null.
 template <typename Object>
 Object* unwrapped(void* handle, const char* what) {
   if (!handle) throw Error(Status::kInvalidArgument, std::string(what) + " is null");
@@ -51,7 +53,7 @@ void copy_text(char* field, size_t capacity, const std::string& text);
 // Copies the end of a text into a fixed-size field, truncated at a UTF-8 boundary.
 void copy_end_of_text(char* field, size_t capacity, const std::string& text);
 
-// Writes the failure to `error`, unless it is null, and returns its status.
+// Writes the failure to `error`, unless `error` is null, and returns the failure's status.
 ms_status report(const Error& failure, ms_error* error) noexcept;
 
 // Runs `body` and converts its exceptions to a status.
@@ -78,7 +80,7 @@ ms_status guarded(ms_error* error, Body body) noexcept {
   }
 }
 
-// Like guarded. Fails with kInvalidState in a forked child.
+// Like guarded(), but fails with kInvalidState in a forked child.
 template <typename Body>
 ms_status in_own_process(ms_error* error, Body body) noexcept {
   return guarded(error, [&] {
@@ -87,7 +89,7 @@ ms_status in_own_process(ms_error* error, Body body) noexcept {
   });
 }
 
-// Like guarded, after require_tags().
+// Like guarded(), but calls require_tags() first.
 template <typename Body>
 ms_status on_tags(ms_error* error, Body body) noexcept {
   return guarded(error, [&] {
@@ -96,8 +98,8 @@ ms_status on_tags(ms_error* error, Body body) noexcept {
   });
 }
 
-// Like on_tags, but passes `body` the tag with this name, and locks the registry while it runs.
-// Fails with kUnknownTag.
+// Like on_tags(), but passes the tag with this name to `body`, and locks the registry while `body`
+// runs. Fails with kUnknownTag.
 template <typename Body>
 ms_status on_tag(const char* tag, ms_error* error, Body body) noexcept {
   return on_tags(error, [&] {
@@ -107,7 +109,8 @@ ms_status on_tag(const char* tag, ms_error* error, Body body) noexcept {
   });
 }
 
-// Allocates a list of `count` rows, which the caller of the ABI frees; null if `count` is 0.
+// Allocates a list of `count` rows, which the caller of the ABI frees. Returns null if `count` is
+// 0.
 template <typename Row>
 std::unique_ptr<Row, decltype(&std::free)> make_list(size_t count) {
   std::unique_ptr<Row, decltype(&std::free)> list(nullptr, &std::free);
@@ -117,8 +120,8 @@ std::unique_ptr<Row, decltype(&std::free)> make_list(size_t count) {
   return list;
 }
 
-// Returns a list with `convert` of each element of `source`, and its length; if `rows` is null,
-// only the length.
+// Returns a list with the result of `convert` for each element of `source`, and the length of the
+// list. If `rows` is null, returns only the length.
 template <typename Row, typename Source, typename Convert>
 void return_list(const std::vector<Source>& source, Convert convert, Row** rows, size_t* count) {
   if (count) *count = source.size();

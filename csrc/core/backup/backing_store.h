@@ -1,9 +1,10 @@
-// backing_store: the physical storage of a backup. It handles device addresses only, not tags,
-// states or fingerprints.
+// backing_store: the physical storage of a backup. A backing store handles only device addresses,
+// not tags, states or fingerprints.
 //
-// A backing store mirrors a heap's spans: every device address has one place in it, at the same
-// offset from the start of its span. Nothing is stored at a place until a chunk around it is
-// attached. A chunk is a range of device addresses on boundaries of chunk_unit() bytes.
+// A backing store mirrors a heap's spans: every device address has one place in the store, at the
+// same offset from the start of the address's span. Data can be stored at a place only after a
+// chunk that contains the place is attached. A chunk is a range of device addresses on boundaries
+// of chunk_unit() bytes.
 #pragma once
 
 #include <cstdint>
@@ -14,54 +15,58 @@
 
 namespace memsaver {
 
-// Offsets, sizes and buffers of write() and read() are multiples of this, as direct I/O requires.
+// Offsets, sizes and buffer addresses of write() and read() are multiples of this number, as direct
+// I/O requires.
 constexpr uint64_t kBackingUnit = 4096;
 
-// Chunk boundaries are multiples of this, which is a multiple of kBackingUnit, because whole pages,
-// which are 64 KiB on some systems, are pinned and released.
+// Returns the unit of chunk boundaries, which is a multiple of kBackingUnit. Chunks consist of
+// whole pages, which are 64 KiB on some systems, because only whole pages can be pinned and
+// released.
 uint64_t chunk_unit();
 
 class BackingStore {
  public:
   virtual ~BackingStore() = default;
 
-  // Reserves places for the spans. Throws kOutOfHostMemory if no addresses are left.
+  // Reserves places for the spans. Throws kOutOfHostMemory if no addresses are available.
   virtual void cover(const std::vector<VaReservation>& spans) = 0;
 
-  // The next three calls, in this order, create backup chunks. claim() counts the chunks against
-  // the host budget before any page is touched (a store on disk claims in populate()); a store on
-  // another device allocates its memory. Throws kOutOfHostMemory; a store on another device also
-  // throws kBadConfig, kDriverFailed. If it throws, nothing is claimed.
+  // The next three functions, called in this order, create backup chunks. claim() counts the chunks
+  // against the host budget before any page is touched. A store on disk instead claims space in
+  // populate(), and a store on another device allocates memory in claim(). Throws kOutOfHostMemory;
+  // a store on another device also throws kBadConfig and kDriverFailed. If claim() throws, no chunk
+  // is claimed.
   virtual void claim(const std::vector<Range>& chunks) = 0;
-  // Allocates the storage of a part of a chunk, once for each part: memory pages, or blocks of the
-  // file. Thread-safe. Throws kOutOfHostMemory, kBackupFailed; the caller must then
+  // Allocates the storage of one part of a chunk: memory pages or blocks of the file. Called once
+  // for each part. Thread-safe. Throws kOutOfHostMemory and kBackupFailed; the caller must then
   // drop the chunk.
   virtual void populate(const Range& part) = 0;
   // Prepares the chunk for copies. Call inside a DeviceScope. Throws kOutOfHostMemory.
   virtual void attach(const Range& chunk) = 0;
-  // Releases a chunk, attached or not, and its claim. Throws kDriverFailed if the memory cannot be
-  // unpinned (the chunk is unchanged); kBackupFailed if a file cannot be shrunk; kOutOfHostMemory
-  // if the system refuses to release pages (the contents are undefined, and the chunk may be
-  // dropped again).
+  // Releases a chunk, whether attached or not, and its claim. Throws kDriverFailed if the memory
+  // cannot be unpinned; the chunk is then unchanged. Throws kBackupFailed if a file cannot be
+  // shrunk. Throws kOutOfHostMemory if the system refuses to release pages; the contents are then
+  // undefined, and the chunk may be dropped again.
   virtual void drop(const Range& chunk) = 0;
 
-  // Bytes of dropped chunks that stay allocated until the last chunk is dropped, because the file
-  // system cannot free part of a file.
+  // Returns the bytes of dropped chunks that stay allocated until the last chunk is dropped,
+  // because the file system cannot free a part of a file.
   virtual uint64_t unreturned_bytes() const { return 0; }
 
-  // The bytes of another device's memory that contain a chunk; 0 for a chunk in host memory or a
-  // file.
+  // Returns the number of bytes that a chunk occupies in another device's memory, or 0 for a chunk
+  // in host memory or a file.
   virtual uint64_t peer_bytes(const Range&) const { return 0; }
-  // The address in another device's memory that the device copies from and to, in an attached
-  // chunk. 0 if the place is elsewhere.
+  // Returns the address in another device's memory that the device copies from and to, or 0 if the
+  // place is not on another device. The chunk must be attached.
   virtual uint64_t peer(uint64_t) const { return 0; }
-  // The address in host memory that devices copy from and to at full speed, in an attached chunk.
-  // Null if bytes must be copied by write() and read(), and undefined if peer() is not 0.
+  // Returns the address in host memory that devices copy from and to at full speed, or null if
+  // bytes must be copied with write() and read(). The result is undefined if peer() is not 0. The
+  // chunk must be attached.
   virtual void* direct(uint64_t address) const = 0;
-  // The address at which a CPU may read the saved bytes, or null.
+  // Returns the address at which the CPU can read the saved bytes, or null.
   virtual void* view(uint64_t address) const = 0;
 
-  // Copy whole units of attached chunks. Thread-safe. Throw kBackupFailed.
+  // These functions copy whole units of attached chunks. Thread-safe. They throw kBackupFailed.
   virtual void write(uint64_t address, const void* source, uint64_t bytes) = 0;
   virtual void read(uint64_t address, void* target, uint64_t bytes) = 0;
 };

@@ -1,12 +1,13 @@
 // backup_file: a private file for backup='disk'.
 //
-// The file has no name, so that no other process can open it, and it disappears if the process is
-// killed. If the file system allows it, transfers bypass the page cache; otherwise the pages that
-// they leave in it are dropped, because the backup is meant to save memory.
+// The file has no name, so no other process can open it, and the file disappears if the process is
+// killed. If the file system allows direct I/O, transfers bypass the page cache. Otherwise, the
+// pages that transfers leave in the page cache are dropped, because the purpose of the backup is to
+// save memory.
 //
 // Errors: kBackupFailed, with the errno in os_error, the size of the operation in needed_bytes and,
-// if the disk is full, its free space in free_bytes. The signal of the file size limit (SIGXFSZ)
-// does not reach the process.
+// if the disk is full, the disk's free space in free_bytes. SIGXFSZ, the signal for the file size
+// limit, does not reach the process.
 #pragma once
 
 #include <sys/types.h>
@@ -17,17 +18,19 @@
 
 namespace memsaver {
 
-// Offsets, sizes and buffer addresses must be multiples of this, because direct I/O requires
-// alignment to the disk's block size, which is 512 or 4096 bytes. Other values throw kInternal.
+// Offsets, sizes and buffer addresses must be multiples of this number, because direct I/O requires
+// alignment to the disk's block size, which is 512 or 4096 bytes. Functions throw kInternal for
+// other values.
 constexpr uint64_t kFileAlignment = 4096;
 
-// Movable. Any number of threads may transfer, reserve and punch disjoint ranges concurrently. Must
-// not be used in a forked child: its copy of the descriptor does not keep disk space allocated.
+// Movable. Any number of threads may transfer, reserve and punch disjoint ranges concurrently. A
+// BackupFile must not be used in a forked child, because the child's copy of the descriptor does
+// not keep disk space allocated.
 class BackupFile {
  public:
-  // Creates an empty file in `directory` (the option disk_dir); if that is empty, in the first
-  // writable directory of $TMPDIR, /var/tmp and /tmp. /var/tmp comes before /tmp, which is often in
-  // memory.
+  // Creates an empty file in `directory` (the value of option disk_dir). If `directory` is empty,
+  // creates the file in the first writable directory of $TMPDIR, /var/tmp and /tmp. /var/tmp
+  // precedes /tmp because /tmp is often in memory.
   static BackupFile create(const std::string& directory);
 
   BackupFile(BackupFile&& other) noexcept;
@@ -35,9 +38,9 @@ class BackupFile {
   ~BackupFile();
 
   // Reserves disk space for a range, so that writes to it cannot fail for lack of space. The range
-  // keeps its contents; unwritten bytes read as zero. If it throws, parts of the range may have
-  // space, which punch() frees. If the file system cannot reserve space (such as NFS before 4.2),
-  // only checks that enough space is free now.
+  // keeps its contents; unwritten bytes read as zero. If reserve() throws, parts of the range may
+  // have space, which punch() frees. If the file system cannot reserve space (for example, NFS
+  // before 4.2), reserve() only checks that enough space is currently free.
   void reserve(uint64_t offset, uint64_t bytes);
 
   // Frees the disk space of a range; its bytes read as zero afterwards. Returns false if the file
@@ -47,17 +50,18 @@ class BackupFile {
   // Frees the disk space of the whole file. No other call may be in progress.
   void clear();
 
-  // Transfers all bytes; if it throws, an unknown part has been transferred. Reading beyond the
-  // written or reserved ranges is an error. Read buffers must not be inherited by a forked child
-  // (MADV_DONTFORK): data that a direct transfer writes to a page shared with a child may be lost.
+  // These functions transfer all bytes. If they throw, an unknown part of the bytes has been
+  // transferred. Reading beyond the written or reserved ranges is an error. Forked children must
+  // not inherit read buffers (use MADV_DONTFORK), because data that a direct transfer writes to a
+  // page that is shared with a child may be lost.
   void write(uint64_t offset, const void* from, uint64_t bytes);
   void read(uint64_t offset, void* to, uint64_t bytes);
 
-  // Disk space in use, in bytes.
+  // Returns the disk space in use, in bytes.
   uint64_t held_bytes() const noexcept;
 
   const std::string& directory() const { return directory_; }
-  // Whether transfers bypass the page cache.
+  // Returns whether transfers bypass the page cache.
   bool direct() const { return direct_; }
 
  private:

@@ -1,5 +1,5 @@
-// copy_events: events between the copies that a resume queues on one device, so that a stream can
-// wait for the contents of some addresses instead of all of them.
+// copy_events: events between the copies that a resume queues on one device, which allow a stream
+// to wait for the contents of some addresses instead of all addresses.
 #pragma once
 
 #include <cstdint>
@@ -11,25 +11,26 @@
 
 namespace memsaver {
 
-// Owns the events. One thread fills it, inside a DeviceScope; after close() it is constant, and any
-// thread may read it.
+// Owns the events. One thread adds events inside a DeviceScope; after close(), the object is
+// constant, and any thread may read it.
 class CopyEvents {
  public:
   explicit CopyEvents(Device& device) : device_(&device) {}
 
-  // Records that all copies and fills into a range are queued. After every kMarkBytes, records an
-  // event. Each address is added at most once, here or in add_without_work. Throws kDriverFailed.
-  void add(const Range& queued);
-  // Records a range into which nothing is queued, so that it needs no event.
-  void add_without_work(const Range& range);
-  // Records an event after the ranges that were added since the previous event, if there are any.
+  // Records that all copies and fills into a range are queued, and records an event after every
+  // kMarkBytes bytes. Each address may be added at most once, by add() or add_without_work().
   // Throws kDriverFailed.
+  void add(const Range& queued);
+  // Records a range that needs no event because no copy or fill into the range is queued.
+  void add_without_work(const Range& range);
+  // Records an event after the ranges that were added since the previous event, if any. Throws
+  // kDriverFailed.
   void close();
 
-  // Returns the event that follows the last work queued in `ranges`, or null if none is queued
-  // there. Increases `*found_bytes` by the bytes of `ranges` that were added.
+  // Returns the event that follows the last work queued for `ranges`, or null if no work is queued
+  // for them. Increases `*found_bytes` by the bytes of `ranges` that were added.
   const Event* last_in(const std::vector<Range>& ranges, uint64_t* found_bytes) const;
-  // Returns the event that follows all queued work, or null if none is queued.
+  // Returns the event that follows all queued work, or null if no work is queued.
   const Event* last() const { return marks_.empty() ? nullptr : &marks_.back().event; }
 
  private:

@@ -12,7 +12,7 @@
 
 namespace memsaver {
 
-// Places are offsets in one sparse file.
+// A backing store whose places are offsets in one sparse file.
 class FileBackingStore : public BackingStore {
  public:
   // Throws kBackupFailed if no file can be created in the directory.

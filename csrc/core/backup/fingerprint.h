@@ -17,39 +17,40 @@
 
 namespace memsaver {
 
-// One job on one device. Used by one thread, inside a DeviceScope of the device, from construction
-// to destruction. Legal inside a stream capture.
+// One fingerprint job on one device. A single thread uses the object, inside a DeviceScope of the
+// device, from construction to destruction. May be used inside a stream capture.
 class Fingerprinter {
  public:
-  // Returns false if the kernel cannot be loaded, permanently (no image matches the GPU or driver)
-  // or temporarily (for example, out of memory); the caller then works without fingerprints. The
-  // first failure on a device adds a warning. The kernel is loaded once per device. Any thread,
-  // inside or outside a DeviceScope.
+  // Returns false if the kernel cannot be loaded, either permanently (no image matches the GPU or
+  // driver) or temporarily (for example, because memory is exhausted). The caller then works
+  // without fingerprints. The first failure on each device adds a warning. The kernel is loaded
+  // once per device. Any thread, inside or outside a DeviceScope.
   static bool available(Device& device) noexcept;
 
-  // Throws the reason if the kernel cannot be loaded: kDriverFailed, kOutOfDeviceMemory.
+  // If the kernel cannot be loaded, throws kDriverFailed or kOutOfDeviceMemory.
   explicit Fingerprinter(Device& device);
   ~Fingerprinter();  // waits for queued work
   Fingerprinter(const Fingerprinter&) = delete;
   Fingerprinter& operator=(const Fingerprinter&) = delete;
 
-  // Queues all of `pieces`, none of them larger than kFingerprintBytes, on a separate stream, and
-  // does not wait: the caller has drained the device. Called once per object. The pieces must
-  // stay mapped and unchanged until they are done or the object is destroyed. Throws kDriverFailed,
-  // kOutOfHostMemory.
+  // Queues the computation for all of `pieces` on a separate stream. No piece may be larger than
+  // kFingerprintBytes. Does not wait for other work: the caller must have drained the device.
+  // Called once per object. The pieces must stay mapped and unchanged until their fingerprints are
+  // computed or the object is destroyed. Throws kDriverFailed, kOutOfHostMemory.
   void start(const std::vector<Range>& pieces);
 
-  // Waits for the batch of kBatchPieces pieces that contains pieces[piece], and returns its
-  // fingerprint. Valid for the object's lifetime. Throws kDriverFailed.
+  // Waits for the batch of kBatchPieces pieces that contains pieces[piece], and returns the piece's
+  // fingerprint. The reference is valid for the object's lifetime. Throws kDriverFailed.
   const Digest& wait(size_t piece);
 
   static constexpr size_t kBatchPieces = 1024;
 
-  // Releases the host memory that is kept for the next job, on every device; returns the bytes
-  // released. Any thread.
+  // Releases the host memory that is kept for the next job on every device, and returns the number
+  // of released bytes. Any thread.
   static uint64_t trim() noexcept;
 
-  // The per-device state of the process, and the host memory of a job; see fingerprint.cpp.
+  // Kept is the process's state for each device; Exchange is a job's host memory (see
+  // fingerprint.cpp).
   struct Kept;
   class Exchange;
 

@@ -13,17 +13,17 @@
 
 namespace memsaver {
 
-// Places are host addresses that are reserved without memory. Their pages are allocated near the
-// device's NUMA node, as huge pages if the system allows it. Devices copy to and from a pinned
-// backing store directly; a pageable one is ordinary memory. Forked children do not inherit the
-// memory.
+// A backing store whose places are host addresses that are reserved without memory. Pages are
+// allocated near the device's NUMA node, as huge pages if the system allows them. Devices copy to
+// and from a pinned backing store directly; a pageable backing store is ordinary memory. Forked
+// children do not inherit the memory.
 class HostBackingStore : public BackingStore {
  public:
   enum class Kind { kPinned, kPageable };
   // The memory is pinned for `device`, preferably on its NUMA node.
   HostBackingStore(Kind kind, const Device& device) : kind_(kind), device_(device) {}
-  // Any thread, inside or outside a DeviceScope. Pages that the driver refuses to unpin stay
-  // claimed until a retry succeeds (deferred_release.h).
+  // Any thread may destroy the store, inside or outside a DeviceScope. Pages that the driver
+  // refuses to unpin stay claimed until a retry succeeds (deferred_release.h).
   ~HostBackingStore() override;
 
   void cover(const std::vector<VaReservation>& spans) override;
@@ -37,7 +37,7 @@ class HostBackingStore : public BackingStore {
   void read(uint64_t address, void* target, uint64_t bytes) override;
 
  private:
-  // Host addresses for one span; pages are allocated when touched.
+  // The host addresses for one span; pages are allocated when they are touched.
   class Mirror {
    public:
     Mirror(uint64_t device_address, uint64_t bytes, int node);
@@ -47,8 +47,9 @@ class HostBackingStore : public BackingStore {
     bool contains(uint64_t address) const { return address - device_address_ < bytes_; }
     char* at(uint64_t address) const { return base_ + (address - device_address_); }
     uint64_t device_address() const { return device_address_; }
-    // Transfers the pages of a range to another owner, and unmaps the pages before it. Call with
-    // ranges in ascending order; afterwards the mirror can only be destroyed.
+    // Transfers ownership of a range's pages to another owner, and unmaps the pages before the
+    // range. Must be called with ranges in ascending order; afterwards, the mirror can only be
+    // destroyed.
     void leave(char* start, uint64_t bytes) noexcept;
 
    private:

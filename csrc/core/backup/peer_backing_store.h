@@ -1,4 +1,4 @@
-// peer_backing_store: backups in another device's memory, and in host memory if there is no room.
+// peer_backing_store: backups in another device's memory, or in host memory if that device is full.
 #pragma once
 
 #include <map>
@@ -10,9 +10,10 @@
 
 namespace memsaver {
 
-// Each chunk is wholly in memory of the neighbour (neighbour.h), at addresses that both devices can
-// access, or in pinned host memory. A claim decides where a new chunk lies; it stays there until it
-// is dropped. The device copies to and from both kinds of chunks directly.
+// Each chunk is entirely in memory of the neighbour (neighbour.h), at addresses that both devices
+// can access, or entirely in pinned host memory. A claim determines the place of a new chunk, which
+// does not change until the chunk is dropped. The device copies to and from both kinds of chunks
+// directly.
 class PeerBackingStore : public BackingStore {
  public:
   explicit PeerBackingStore(const Device& device)
@@ -38,7 +39,7 @@ class PeerBackingStore : public BackingStore {
   };
   using PeerChunks = std::map<uint64_t, PeerChunk>;  // by the chunk's address
 
-  // Allocates memory of the neighbour for the chunks that fit there. Throws kDriverFailed.
+  // Allocates memory of the neighbour for the chunks that fit into it. Throws kDriverFailed.
   static PeerChunks allocate(Device& neighbour, const std::vector<Range>& chunks);
   const PeerChunk* around(uint64_t address) const;
 

@@ -1,4 +1,4 @@
-// staging: copies through pinned buffers, several at once, for memory that devices cannot access.
+// staging: concurrent copies through pinned buffers, for memory that devices cannot access.
 #pragma once
 
 #include <cuda.h>
@@ -14,8 +14,8 @@
 
 namespace memsaver {
 
-// The largest size of a buffer, in bytes: large enough for the bus and a disk, small enough that
-// several buffers are in flight in a transfer of 100 MiB.
+// The maximum size of a buffer, in bytes. This size is large enough for the bus and for a disk, and
+// small enough that a transfer of 100 MiB has several buffers in flight.
 constexpr uint64_t kStagingBytes = 16ull << 20;
 
 // Pinned host memory with its own stream.
@@ -31,7 +31,7 @@ class StagingBuffer {
   char* data() const { return memory_.data(); }
   uint64_t bytes() const { return memory_.bytes(); }
   CUstream stream() const { return stream_.get(); }
-  // Waits for the work queued on the stream, even if that work has failed.
+  // Waits for the work that is queued on the stream, even if that work has failed.
   void wait() noexcept;
 
  private:
@@ -40,12 +40,13 @@ class StagingBuffer {
   Stream stream_;
 };
 
-// Runs job(i, buffer) for i in [0, count) on threads, inside a DeviceScope of the device, each with
-// a buffer of `bytes` (whole pages) that no other job uses at the same time. Returns when all are
-// done. If there is not enough host memory for all buffers, fewer threads are used. Throws the
-// first failing job's exception (later jobs are not started), and kOutOfHostMemory if there is no
-// memory for one buffer. A `reserve` of `bytes` or more is used as one of the buffers, so that at
-// least one exists; when the function returns or throws, no work is queued on it.
+// Runs job(i, buffer) for each i in [0, count) on several threads, inside a DeviceScope of the
+// device. Each job has a buffer of `bytes` bytes (whole pages) that no other job uses at the same
+// time. Returns when all jobs are done. If there is not enough host memory for all buffers, fewer
+// threads are used. Throws the exception of the first job that fails; later jobs are not started.
+// Throws kOutOfHostMemory if there is no memory even for one buffer. If `reserve` has at least
+// `bytes` bytes, it is used as one of the buffers, so that at least one buffer exists. When the
+// function returns or throws, no work is queued on `reserve`.
 void stage(Device& device, size_t count, uint64_t bytes,
            const std::function<void(size_t, StagingBuffer&)>& job,
            StagingBuffer* reserve = nullptr);

@@ -1,9 +1,9 @@
 // transfer: moves the bytes of one heap between its device and its backup.
 //
-// A Save or a Restore is used by one thread, inside a DeviceScope of its device, from construction
-// to destruction; several on one device share its copy streams. If the device can access the
-// backup, copies are queued and run asynchronously; otherwise threads stage them when finish(),
-// wait() or run_staged() is called.
+// A single thread uses a Save or a Restore, inside a DeviceScope of its device, from construction
+// to destruction. Several such objects on one device share its copy streams. If the device can
+// access the backup, copies are queued and run asynchronously. Otherwise, threads copy through
+// staging buffers when finish(), wait() or run_staged() is called.
 #pragma once
 
 #include <atomic>
@@ -21,53 +21,56 @@
 
 namespace memsaver {
 
-// The progress of a transition's copies. Any thread.
+// The progress of a transition's copies. Any thread may use it.
 struct Progress {
   std::atomic<uint64_t> done_bytes{0};
   std::atomic<uint64_t> total_bytes{0};  // shrinks as pieces are found unchanged
 };
 
-// Waits for a copy stream and ignores the driver's result: if the context is gone, no copies are in
-// flight.
+// Waits for a copy stream. Ignores the driver's result, because if the context is lost, no copies
+// are in flight.
 void wait_for_copies(Device& device, Device::Direction direction) noexcept;
 
 // Returns the size in bytes of the largest staging buffer that these ranges (sorted) need.
 uint64_t staged_bytes(const std::vector<Range>& ranges);
 
-// Restores `ranges` (sorted, saved, mapped; whole pieces, as for BackupStore::read) on the calling
-// thread, inside a DeviceScope, without host memory. When it returns or throws, no copy is in
-// progress. `buffer`, of staged_bytes(ranges) or more, is used only if the device cannot access the
-// store. Throws like BackupStore::read and copy_end, and kDriverFailed.
+// Restores `ranges` on the calling thread, inside a DeviceScope, without allocating host memory.
+// The ranges must be sorted, saved and mapped, and consist of whole pieces, as for
+// BackupStore::read. When the function returns or throws, no copy is in progress. `buffer` has at
+// least staged_bytes(ranges) bytes and is used only if the device cannot access the store. Throws
+// the same errors as BackupStore::read and copy_end, and kDriverFailed.
 void restore_now(Device& device, BackupStore& store, const std::vector<Range>& ranges,
                  const StagingBuffer* buffer);
 
-// Saves `ranges` (as for BackupStore::prepare; mapped, and not written to during the save) to the
-// store. Skips pieces whose fingerprint equals the stored fingerprint.
+// Saves `ranges` to the store. The requirements of BackupStore::prepare apply; the ranges must also
+// be mapped and must not be written to during the save. Skips pieces whose fingerprint equals the
+// stored fingerprint.
 class Save {
  public:
-  // Prepares the chunks, and starts populating them and computing fingerprints. Staging also uses
-  // `reserve`, which is null or outlives this object. Throws kBackupFailed, kDriverFailed, and
-  // kOutOfHostMemory (before touching any of the chunks' memory).
+  // Prepares the chunks, and starts to populate them and to compute fingerprints. Staging also uses
+  // `reserve`, which must be null or outlive this object. Throws kBackupFailed and kDriverFailed,
+  // and throws kOutOfHostMemory before it touches any of the chunks' memory.
   Save(Device& device, BackupStore& store, const std::vector<VaReservation>& spans,
        std::vector<Range> ranges, Progress& progress, StagingBuffer* reserve = nullptr);
-  // Waits for queued copies; if neither finish() nor keep() was called, drops the new chunks.
+  // Waits for queued copies. Drops the new chunks if neither finish() nor keep() was called.
   ~Save();
   Save(const Save&) = delete;
   Save& operator=(const Save&) = delete;
 
-  // Queues the copies of all ranges below an address. Throws like the constructor.
+  // Queues the copies of all ranges below the address `end`. Throws the same errors as the
+  // constructor.
   void queue(uint64_t end);
-  // Waits until everything below an address is in the store.
+  // Waits until the contents of all ranges below the address `end` are in the store.
   void wait(uint64_t end);
   // Queues and waits for all copies, stores the fingerprints, and returns the number of bytes
   // copied.
   uint64_t finish();
   // Returns the pieces that queue() has skipped so far.
   const Unchanged& unchanged() const { return unchanged_; }
-  // Waits for queued copies and releases the driver objects. Afterwards the object needs no
-  // DeviceScope, except to drop new chunks, and only keep() may be called.
+  // Waits for queued copies and releases the driver objects. Afterwards, only keep() may be called,
+  // and the object needs a DeviceScope only to drop new chunks.
   void stop() noexcept;
-  // Ends the save early, leaving the bytes saved so far in the store.
+  // Ends the save early and keeps the bytes that are already saved in the store.
   void keep() noexcept;
 
  private:
@@ -116,8 +119,8 @@ class Save {
 // Restores bytes from a store.
 class Restore {
  public:
-  // `saved` (sorted): the ranges in the store. `ranges` (sorted): the ranges to restore. `reserve`:
-  // as for Save.
+  // `saved` (sorted) contains the ranges in the store. `ranges` (sorted) contains the ranges to
+  // restore. `reserve` has the same meaning as for Save.
   Restore(Device& device, BackupStore& store, std::vector<Range> saved, std::vector<Range> ranges,
           Progress& progress, StagingBuffer* reserve = nullptr);
   ~Restore();  // waits for queued copies
@@ -125,13 +128,13 @@ class Restore {
   Restore& operator=(const Restore&) = delete;
 
   // Queues the copies into a mapped range. If `events` is not null, adds the range's addresses to
-  // it, in the order of the copies. Staged backups are copied by run_staged(), which returns when
-  // its copies are done: `events` is not used. Throws kDriverFailed.
+  // `events` in the order of the copies. For staged backups, run_staged() makes the copies and
+  // returns when they are done, so `events` is not used. Throws kDriverFailed.
   void queue(const Range& mapped, CopyEvents* events = nullptr);
   // Runs the queued copies of staged backups and returns when they are done. Has no effect on other
-  // backups. Throws like BackupStore::read, and kOutOfHostMemory, kDriverFailed.
+  // backups. Throws the same errors as BackupStore::read, and kOutOfHostMemory and kDriverFailed.
   void run_staged();
-  // Waits for all copies, and returns the number of bytes copied.
+  // Waits for all copies and returns the number of copied bytes.
   uint64_t finish();
 
  private:

@@ -6,7 +6,7 @@
 namespace memsaver {
 
 // A context that lives as long as the process (a device's primary context; see device.h). A program
-// may reset it; entering it then fails.
+// may reset the context; entering the context then fails.
 class Context {
  public:
   CUcontext context() const { return context_; }
@@ -17,9 +17,9 @@ class Context {
   CUcontext context_ = nullptr;
 };
 
-// Makes the context current on the calling thread while it exists. The destructor restores the
-// previous context, and ignores errors. Throws kDriverFailed. It suffices for calls that are legal
-// during every stream capture.
+// Makes the context current on the calling thread while the scope exists. The constructor throws
+// kDriverFailed. The destructor restores the previous context and ignores errors. This scope
+// suffices for calls that are legal during every stream capture.
 class ContextScope {
  public:
   explicit ContextScope(const Context& context);
@@ -31,9 +31,10 @@ class ContextScope {
   bool pushed_ = false;
 };
 
-// Like ContextScope, and also prevents stream captures from forbidding the thread's driver calls.
-// Also throws kDriverFailed if the driver refuses this three times: a waiting call would then break
-// a capture, so the caller must not make it.
+// Like ContextScope, but also prevents stream captures from forbidding the thread's driver calls.
+// The constructor also throws kDriverFailed if the driver refuses three times to change the capture
+// mode. In that case, the caller must not make a call that waits, because such a call would break a
+// capture.
 class DeviceScope {
  public:
   explicit DeviceScope(const Context& context);

@@ -1,22 +1,22 @@
 // deferred_release: the owner of a driver object, and the list of objects that the driver refused
 // to release.
 //
-// A DriverObject destroys its object with the one driver call for its type. If the driver refuses
-// the call, the object moves to the process's list of deferred releases, with a warning (log.h),
-// and retry_releases() makes the same call again: in every transition, in every allocation (only
-// calls that do not wait) and in trim(). Room in the list is reserved before the object is created,
-// so its destructor needs no host memory.
+// A DriverObject destroys its object with the one driver call for the object's type. If the driver
+// refuses the call, the object moves to the process's list of deferred releases, with a warning
+// (log.h). retry_releases() makes the same call again in every transition, in every allocation
+// (only calls that do not wait) and in trim(). Room in the list is reserved before the object is
+// created, so the destructor needs no host memory.
 //
-// Streams, events and modules are not deferred. They belong to a context; a program may reset that
-// context in the meantime, and destroying an object of a reset context crashes the driver. The
-// destroy call is repeated once immediately; if it fails again, the object is leaked, with a
+// Streams, events and modules are not deferred. These objects belong to a context, which a program
+// may reset before a later attempt, and destroying an object of a reset context crashes the driver.
+// The destroy call is repeated once immediately; if it fails again, the object is leaked, with a
 // warning.
 //
 // When the driver shuts down with the process, every object counts as released.
 //
-// Any thread may use an object, but only one at a time. The list has its own mutex, which is
-// locked during retried calls that do not wait: when retry_releases() returns, no other thread is
-// in the middle of such a call.
+// Any thread may use an object, but only one thread at a time. The list has its own mutex, which is
+// locked during retried calls that do not wait. Therefore, when retry_releases() returns, no other
+// thread is in the middle of such a call.
 #pragma once
 
 #include <cuda.h>
@@ -28,7 +28,7 @@
 
 namespace memsaver {
 
-// Describes how objects of one kind are destroyed. Constants.
+// Describes how objects of one kind are destroyed. All instances are constants.
 struct ObjectKind {
   enum class Memory { kNone, kDevice, kHost };
   enum class Scope { kNone, kContext, kDevice };
@@ -44,36 +44,38 @@ struct ObjectKind {
 class DriverObject {
  public:
   DriverObject() noexcept = default;
-  // Reserves room in the list. Owns nothing until own() is called. Throws std::bad_alloc.
+  // Reserves room in the list of deferred releases. The object owns nothing until own() is called.
+  // Throws std::bad_alloc.
   explicit DriverObject(const ObjectKind& kind) : DriverObject(kind, nullptr) {}
   DriverObject(const ObjectKind& kind, const Context& context) : DriverObject(kind, &context) {}
   DriverObject(DriverObject&& other) noexcept;
   DriverObject& operator=(DriverObject&& other) noexcept;
   ~DriverObject();
 
-  // Owns an object that was just created. `claim` is released after the object.
+  // Takes ownership of an object that was just created. `claim` is released after the object.
   void own(uint64_t object, uint64_t bytes = 0, HostClaim claim = {}) noexcept;
   // Changes the kind of the object, which determines its destroy call, to another deferred kind.
   void change_kind(const ObjectKind& kind, HostClaim claim) noexcept;
 
   explicit operator bool() const { return parts_.object != 0; }
-  // Returns whether room is reserved: false for a default-constructed object and after a deferred
-  // release.
+  // Returns whether room in the list is reserved, which is false for a default-constructed object
+  // and after a deferred release.
   bool has_room() const { return parts_.kind != nullptr; }
   uint64_t get() const { return parts_.object; }
   uint64_t bytes() const { return parts_.bytes; }
   const Context* context() const { return parts_.context; }
 
-  // Destroys the object. Throws kDriverFailed; the object is then still owned.
+  // Destroys the object. If this function throws kDriverFailed, the object is still owned.
   void destroy();
-  // Destroys the object as the destructor does. Returns false if the driver refused.
+  // Destroys the object as the destructor does. Returns false if the driver refused the call.
   bool release() noexcept;
-  // Moves the object to the list of deferred releases, without a call or a warning: destroy() has
-  // just thrown, so the caller's error reports it. Only for kinds that are deferred.
+  // Moves the object to the list of deferred releases, without a driver call or a warning. Called
+  // after destroy() has thrown, so the caller's error reports the failure. May be called only for
+  // kinds that are deferred.
   void defer() noexcept;
 
-  // Removes a deferred object of the given kind and of at least `bytes` bytes from the list for
-  // reuse; returns an empty object if there is none.
+  // Removes a deferred object of the given kind and of at least `bytes` bytes from the list, and
+  // returns the object for reuse. Returns an empty object if the list contains no such object.
   static DriverObject take_deferred(const ObjectKind& kind, uint64_t bytes) noexcept;
 
   // The arguments of a destroy call.
@@ -93,7 +95,8 @@ class DriverObject {
 };
 
 // Deferred releases: the number of objects and their memory, in bytes. `device_bytes` is an upper
-// bound: if the driver refuses to unmap memory and to release it, its bytes are counted twice.
+// bound: if the driver refuses both to unmap and to release a piece of memory, its bytes are
+// counted twice.
 struct Deferred {
   uint64_t objects = 0, device_bytes = 0, host_bytes = 0;
 };
@@ -103,8 +106,9 @@ Deferred deferred_releases() noexcept;
 
 enum class Retry { kWithoutWaiting, kAll };
 
-// Retries the refused calls, oldest first, and returns the amounts released. kAll waits for work on
-// the devices. Any thread, inside or outside a DeviceScope, but not under the registry's lock.
+// Retries the refused calls, oldest first, and returns the amounts released. With kAll, waits for
+// work on the devices. Any thread may call this function, inside or outside a DeviceScope, but not
+// under the registry's lock.
 Deferred retry_releases(Retry which) noexcept;
 
 }  // namespace memsaver

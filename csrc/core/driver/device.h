@@ -1,5 +1,5 @@
-// device: one GPU of this process: its primary context, limits and copy streams, and waiting for
-// its work.
+// device: a GPU of this process, with its primary context, its limits, its copy streams and
+// functions that wait for its work.
 #pragma once
 
 #include <cuda.h>
@@ -14,13 +14,13 @@
 
 namespace memsaver {
 
-// Lives as long as the process. The primary context stays retained, because memsaver's memory may
-// be freed at any time. Any thread.
+// A Device lives as long as the process. The primary context stays retained, because memsaver's
+// memory may be freed at any time. Any thread.
 class Device : public Context {
  public:
-  // Returns the device with an ordinal, and starts its primary context on first use. Throws
-  // kInvalidArgument for an ordinal that does not exist, kNotLoaded for a device without virtual
-  // memory management, kDriverFailed.
+  // Returns the device with this ordinal, and starts the device's primary context on first use.
+  // Throws kInvalidArgument if no device has this ordinal, kNotLoaded if the device lacks virtual
+  // memory management, and kDriverFailed.
   static Device& get(int ordinal);
 
   // Returns the ordinal of the device of the calling thread's context, or 0 if the thread has no
@@ -34,7 +34,7 @@ class Device : public Context {
   static bool can_access(int from, int to);
 
   // Returns a bit mask of the devices whose primary context is active. Throws kDriverFailed if a
-  // device cannot be queried, rather than omit one that may have work in flight.
+  // device cannot be queried, because such a device may have work in flight.
   static uint64_t active();
 
   int ordinal() const { return ordinal_; }
@@ -45,7 +45,7 @@ class Device : public Context {
   // If the calling thread has no context, makes the primary context current, as cudaMalloc does.
   void adopt_thread() const noexcept;
 
-  // Free and total bytes, as reported by the driver.
+  // The free and total bytes, as reported by the driver.
   struct Memory {
     uint64_t free_bytes, total_bytes;
   };
@@ -55,37 +55,39 @@ class Device : public Context {
   // an active context uses device memory. Throws kDriverFailed.
   static uint64_t probe_free_bytes(int ordinal);
 
-  // Locks out other threads that must leave a margin free, from a thread's check to its last
-  // allocation, so that the next thread's check sees the allocated memory.
+  // Locks out other threads that must leave a margin of free memory. A thread owns this lock from
+  // its check to its last allocation, so that the next thread's check includes the allocated
+  // memory.
   std::unique_lock<std::mutex> lock_room() { return std::unique_lock<std::mutex>(room_mutex_); }
 
   // Total memory, in bytes.
   uint64_t total_bytes() const { return total_bytes_; }
 
-  // True if network cards can directly read memory created by cuMemCreate.
+  // True if network cards can directly read memory that cuMemCreate allocates.
   bool rdma_supported() const { return rdma_supported_; }
 
-  // Returns the access rights to this device's memory, for cuMemSetAccess: the device itself, and
-  // the peers whose context is active. Throws kDriverFailed.
+  // Returns the access rights to this device's memory, for cuMemSetAccess: rights for the device
+  // itself and for the peers whose context is active. Throws kDriverFailed.
   std::vector<CUmemAccessDesc> access() const;
 
-  // The streams for memsaver's copies (non-blocking, in order), one for each direction, created at
-  // the first use.
+  // Returns the stream for memsaver's copies in one direction. The streams are non-blocking and in
+  // order, and are created on first use.
   enum class Direction { kToHost, kToDevice };
   CUstream copy_stream(Direction direction);
 
-  // The nearest NUMA node of the host, or -1 if there is only one.
+  // The host's nearest NUMA node, or -1 if the host has only one node.
   int numa_node() const { return numa_node_; }
-  // The PCI bus id as the system and NVML write it; "" if the driver does not report it.
+  // The PCI bus id in the format that the system and NVML use, or "" if the driver does not report
+  // it.
   const std::string& bus_id() const { return bus_id_; }
 
-  // Waits until all work submitted to the device before the call is done, on every stream, because
-  // cuMemUnmap does not. Legal inside a stream capture. Throws kDriverFailed for an earlier error
-  // of the device.
+  // Waits until all work that was submitted to any stream of the device before the call is done.
+  // Callers must drain the device before cuMemUnmap, which does not wait. May be called inside a
+  // stream capture. Throws kDriverFailed if the device had an earlier error.
   void drain();
 
-  // Like drain(), for every device in use: kernels of one device may access memory of another.
-  // Throws like active() and drain().
+  // Like drain(), but for every device in use, because kernels on one device may access memory of
+  // another device. Throws the same errors as active() and drain().
   static void drain_active();
 
  private:
@@ -101,7 +103,7 @@ class Device : public Context {
   std::string bus_id_;
   std::mutex mutex_;  // guards the streams
   CUstream copy_streams_[2] = {};
-  // A small block, so that the driver keeps the slab from which drain() allocates another.
+  // A small block, which makes the driver keep the slab from which drain() allocates another block.
   CUdeviceptr keeper_ = 0;
   static constexpr size_t kPageBytes = 4096;
   std::mutex page_mutex_;  // guards the two fields below

@@ -1,9 +1,9 @@
-// driver: the table of the CUDA driver's entry points, filled once. Nothing else opens libcuda.
+// driver: the table of the CUDA driver's entry points, filled once. No other code opens libcuda.
 //
-// MEMSAVER_DRIVER names another library: "sim" means the simulated driver beside libmemsaver.so;
-// any other value is a path. The names are those of cuda.h, whose macros choose the versioned
-// symbols (cuMemAlloc is cuMemAlloc_v2), so that a library built with CUDA 12 or 13 headers uses
-// the same symbols.
+// The environment variable MEMSAVER_DRIVER names another library: "sim" means the simulated driver
+// beside libmemsaver.so; any other value is a path. The names in the table are those of cuda.h,
+// whose macros select the versioned symbols (cuMemAlloc is cuMemAlloc_v2). A library that was built
+// with the headers of CUDA 12 or 13 therefore uses the same symbols.
 #pragma once
 
 #include <cuda.h>
@@ -73,13 +73,13 @@ struct DriverTable {
 #undef MS_DRIVER_MEMBER
   std::string opened;  // the opened library: "libcuda.so.1", or the value of MEMSAVER_DRIVER
   bool simulated;
-  // The simulated driver's sim_explain_host_faults (csrc/sim/sim.h); null for another driver.
+  // The simulated driver's sim_explain_host_faults (csrc/sim/sim.h); null for any other driver.
   void (*explain_host_faults)(const char* (*paused_tag)(uint64_t address));
   int version;  // 13000 for 13.0
 };
 
-// Returns the table, opened and initialised (cuInit) on first use. Creates no context. Any thread.
-// Throws kNotLoaded at every call until a usable driver is found.
+// Returns the table. The first call opens and initialises the driver (cuInit). Creates no context.
+// Any thread. Throws kNotLoaded at every call until a usable driver is found.
 const DriverTable& driver();
 
 // Returns the table if it is open, otherwise null. Any thread.
@@ -93,8 +93,8 @@ void check(CUresult result, const char* call);
 // argument". Never throws.
 std::string describe(CUresult result, const char* call) noexcept;
 
-// Returns whether the driver is shutting down because the process exits; in that case nothing
-// needs undoing.
+// Returns whether the result means that the driver is shutting down because the process exits. In
+// that case, nothing needs to be undone.
 bool is_shutdown(CUresult result) noexcept;
 
 // CU_CHECK(cuMemMap, address, bytes, 0, handle, 0) makes the call and throws if it failed.

@@ -1,9 +1,11 @@
-// handles: one owner for each driver object; the call that destroys it is written once.
+// handles: owner classes for driver objects; the call that destroys each kind of object is written
+// once.
 //
-// All are move-only; a default-constructed or moved-from object owns nothing. Factories make the
-// driver call and throw if it fails. Destructors destroy like DriverObject (deferred_release.h).
-// The driver's virtual-memory calls need no current context, and are legal during stream capture.
-// Any thread may use an object, but only one thread at a time.
+// All classes are move-only; a default-constructed or moved-from object owns nothing. Factories
+// make the driver call and throw if the call fails. Destructors destroy the driver object in the
+// same way as DriverObject (deferred_release.h). The driver's virtual-memory calls need no current
+// context, and are legal during stream capture. Any thread may use an object, but only one thread
+// at a time.
 #pragma once
 
 #include <cuda.h>
@@ -19,27 +21,28 @@
 
 namespace memsaver {
 
-// Device memory without an address. Fresh memory reads as zero: the driver clears it. Memory that
-// several processes share is released when the last of them releases it.
+// Device memory without an address. New memory reads as zero, because the driver clears it. Memory
+// that several processes share is released when the last of these processes releases it.
 class PhysicalMemory {
  public:
   // `bytes` must be a multiple of the device's granularity. Other processes can import the memory
-  // only if it is `exportable`. Throws kOutOfDeviceMemory, kDriverFailed.
+  // only if `exportable` is true. Throws kOutOfDeviceMemory, kDriverFailed.
   static PhysicalMemory create(const Device& device, uint64_t bytes, bool exportable = false);
-  // Imports the memory of a descriptor that another process exported; `bytes` is its whole size.
-  // The caller owns the descriptor, and may close it afterwards. Throws kDriverFailed.
+  // Imports the memory of a descriptor that another process exported. `bytes` is the whole size of
+  // the memory. The caller keeps ownership of the descriptor and may close it after the call.
+  // Throws kDriverFailed.
   static PhysicalMemory import_from(int descriptor, uint64_t bytes);
 
   PhysicalMemory() = default;
 
   uint64_t bytes() const { return object_.bytes(); }
   CUmemGenericAllocationHandle handle() const { return object_.get(); }
-  // The number under which the memory is exported, unique in this process; 0 if it is not
+  // The number under which the memory is exported, unique in this process; 0 if the memory is not
   // exportable.
   uint64_t export_id() const { return export_id_; }
-  // Gives exportable memory a new number. Does nothing for other memory.
+  // Assigns a new export number to exportable memory. Does nothing for other memory.
   void renew_export_id() noexcept;
-  // Exports the memory. The descriptor keeps the memory allocated. Throws kDriverFailed,
+  // Exports the memory. The returned descriptor keeps the memory allocated. Throws kDriverFailed,
   // kOutOfHostMemory.
   Descriptor export_memory() const;
 
@@ -49,18 +52,19 @@ class PhysicalMemory {
       : object_(std::move(object)), mapped_(std::move(mapped)), export_id_(export_id) {}
 
   DriverObject object_;
-  // The range at which a Mapping maps the memory. It is stored here so that mapping needs no host
-  // memory, and after `object_` so that the range is unmapped before the memory is released.
+  // The range at which a Mapping maps the memory. The field is a member of this class so that
+  // mapping needs no host memory. The field follows `object_` so that the range is unmapped before
+  // the memory is released.
   DriverObject mapped_;
   uint64_t export_id_ = 0;
 };
 
-// A range of addresses without memory.
+// A reserved range of addresses without memory.
 class VaReservation {
  public:
   // Reserves a range that is aligned to `alignment` (a power of two). If the driver refuses the
-  // alignment, reserves a larger range with an aligned part of `bytes` in it. Throws kDriverFailed,
-  // kOutOfDeviceMemory.
+  // alignment, reserves a larger range that contains an aligned part of `bytes` bytes. Throws
+  // kDriverFailed, kOutOfDeviceMemory.
   static VaReservation reserve(uint64_t bytes, uint64_t alignment);
 
   VaReservation() = default;
@@ -77,18 +81,18 @@ class VaReservation {
 };
 
 // Physical memory at an address, readable and writable for the devices that `access` names. The
-// caller drains the device before destroying a Mapping.
+// caller must drain the device before it destroys a Mapping.
 class Mapping {
  public:
-  // Takes ownership of the memory, unless it throws. The range must lie in a live VaReservation and
-  // contain no other mapping. `access` is the result of Device::access(), which may be used for
-  // many mappings. Needs no host memory, except if an earlier map() of this memory failed and the
-  // driver refused to undo it. Throws kDriverFailed, kOutOfDeviceMemory.
+  // Takes ownership of the memory, unless the function throws. The range must be inside a live
+  // VaReservation and contain no other mapping. `access` is a result of Device::access(), which may
+  // be used for many mappings. Needs no host memory, unless an earlier map() of this memory failed
+  // and the driver refused to undo that mapping. Throws kDriverFailed, kOutOfDeviceMemory.
   static Mapping map(uint64_t address, PhysicalMemory&& memory,
                      const std::vector<CUmemAccessDesc>& access);
   // The two halves of map(), for several mappings at adjacent addresses: place() maps memory
-  // without device access, and allow() sets the access for all mappings in a range. Both throw like
-  // map().
+  // without device access, and allow() sets the access for all mappings in a range. Both throw the
+  // same errors as map().
   static Mapping place(uint64_t address, PhysicalMemory&& memory);
   static void allow(const Range& range, const std::vector<CUmemAccessDesc>& access);
 
@@ -102,11 +106,11 @@ class Mapping {
   uint64_t bytes() const { return memory_.bytes(); }
   uint64_t end() const { return address() + bytes(); }
   const PhysicalMemory& memory() const { return memory_; }
-  // Renews the export number. Called when the memory is mapped again, or for another tag.
+  // Renews the export number. Called when the memory is mapped again or is mapped for another tag.
   void renew_export_id() noexcept { memory_.renew_export_id(); }
 
-  // Unmaps the memory and returns it with its contents. The caller has drained the device. Throws
-  // kDriverFailed; the mapping is then unchanged.
+  // Unmaps the memory and returns it with its contents. The caller must have drained the device. If
+  // this function throws kDriverFailed, the mapping is unchanged.
   PhysicalMemory unmap();
 
  private:
@@ -115,8 +119,8 @@ class Mapping {
   PhysicalMemory memory_;  // and the range
 };
 
-// A memsaver stream on a device: non-blocking, in order. Queued work completes even if the
-// owner is destroyed.
+// A stream of memsaver on a device, non-blocking and in order. Queued work completes even if the
+// Stream object is destroyed.
 class Stream {
  public:
   static Stream create(const Device& device);  // throws kDriverFailed

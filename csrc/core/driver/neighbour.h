@@ -1,14 +1,15 @@
-// neighbour: the choice of the device whose memory holds another device's backups.
+// neighbour: chooses the device whose memory stores another device's backups.
 #pragma once
 
 #include "core/driver/device.h"
 
 namespace memsaver {
 
-// Returns the device of option `peer`. For auto, returns the device with the most free memory among
-// those that `device` can access, chosen at the first call for `device`; null if it can access none
-// (with a warning, once). Any thread. Throws kBadConfig for a device that does not exist, is
-// `device` itself or cannot be accessed by it; kDriverFailed.
+// Returns the device that option `peer` selects. If the option is auto, the first call for `device`
+// chooses the device with the most free memory among those that `device` can access. Returns null
+// if `device` can access no other device, and issues a warning once. Any thread. Throws kBadConfig
+// if the selected device does not exist, is `device` itself or cannot be accessed by `device`, and
+// kDriverFailed.
 Device* neighbour_of(const Device& device);
 
 }  // namespace memsaver

@@ -1,7 +1,7 @@
-// pinned_memory: host pages that every device copies from and to at full speed.
+// pinned_memory: host pages that every device can copy from and to at full speed.
 //
 // Pages that are still pinned must not be allocated for anything else. If the driver refuses to
-// unpin pages of a PinnedMemory, they stay mapped, pinned and claimed until a retry succeeds
+// unpin pages of a PinnedMemory, these pages stay mapped, pinned and claimed until a retry succeeds
 // (deferred_release.h).
 #pragma once
 
@@ -25,16 +25,16 @@ class PinnedMemory {
 
   // Maps and pins the claimed number of bytes in new pages, which forked children do not inherit.
   // With the default flags, reuses pages whose release was deferred (possibly more than claimed),
-  // so that a driver that keeps refusing does not use more memory with every call. `flags` are
-  // cuMemHostRegister's, `purpose` is for the message. Call inside a DeviceScope. Throws
+  // so memory use does not grow with every call if the driver keeps refusing. `flags` are those of
+  // cuMemHostRegister; `purpose` appears in error messages. Call inside a DeviceScope. Throws
   // kOutOfHostMemory.
   static PinnedMemory allocate(const Context& context, HostClaim claim, const char* purpose,
                                unsigned int flags = CU_MEMHOSTREGISTER_PORTABLE);
 
-  // Pins whole pages that the caller owns; call unpin() or adopt() before releasing them. Call
-  // inside a DeviceScope. Throws kOutOfHostMemory.
+  // Pins whole pages that the caller owns; call unpin() or adopt() before you release the pages.
+  // Call inside a DeviceScope. Throws kOutOfHostMemory.
   void pin(void* start, uint64_t bytes, unsigned int flags = CU_MEMHOSTREGISTER_PORTABLE);
-  // Unpins the caller's pages. Throws kDriverFailed; the pages then stay pinned.
+  // Unpins the caller's pages. If this function throws kDriverFailed, the pages stay pinned.
   void unpin() { object_.destroy(); }
   // Takes ownership of the caller's pages and their claim; the pages are unmapped after a retry
   // unpins them.

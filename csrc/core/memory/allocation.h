@@ -1,4 +1,5 @@
-// allocation: allocates and frees device memory; the exclusive right to change a tag's memory.
+// allocation: allocates and frees device memory, and defines the exclusive right to change a tag's
+// memory.
 #pragma once
 
 #include <cstdint>
@@ -11,13 +12,13 @@ namespace memsaver {
 
 // The exclusive right to change the memory of some tags, combined with the registry's lock. The
 // constructor waits until the tags satisfy `need` (kMemory or kTransition), then acquires all of
-// them at once, so that two threads cannot deadlock. The creating thread owns the Hold until
-// set_owner. The owner unlocks the registry during slow work. The destructor releases the memory
-// that was freed while the Hold existed, then the tags.
+// the tags at once, so that two threads cannot deadlock. The creating thread owns the Hold until
+// set_owner() is called. The owner unlocks the registry during slow work. The destructor first
+// releases the memory that was freed while the Hold existed, and then releases the tags.
 class Hold {
  public:
-  // `lock` must own the registry's lock. Throws kInvalidState like wait_for_tags, and unlocks
-  // `lock`.
+  // `lock` must own the registry's lock. Throws kInvalidState like wait_for_tags(); `lock` is then
+  // unlocked.
   Hold(std::unique_lock<std::mutex> lock, std::vector<Tag*> tags, Need need = Need::kMemory);
   ~Hold();
   Hold(const Hold&) = delete;
@@ -25,13 +26,13 @@ class Hold {
 
   const std::vector<Tag*>& tags() const { return tags_; }
 
-  // Sets the owner: the calling thread, or 0 until another thread calls this. Needs the registry's
-  // lock.
+  // Sets the owning thread: the calling thread, or 0 if another thread will become the owner. Needs
+  // the registry's lock.
   void set_owner(uint64_t thread) { claim_.owner = thread; }
   // Returns whether the calling thread owns the Hold. Needs the registry's lock.
   bool is_mine() const { return claim_.owner == this_thread(); }
 
-  // Releases all tags except these. Needs the registry's lock.
+  // Releases all tags except `tags`. Needs the registry's lock.
   void keep_only(const std::vector<Tag*>& tags);
 
   void unlock() { lock_.unlock(); }
@@ -45,23 +46,24 @@ class Hold {
   Claim claim_;
 };
 
-// Allocates device memory of a tag and returns its address, which is aligned to kBlockBytes, or to
-// the granularity if `bytes` reaches it. Contents are undefined. Waits while a transition of the
-// tag is in progress. Legal inside a stream capture.
+// Allocates device memory of a tag and returns its address. The address is aligned to kBlockBytes,
+// or to the granularity if `bytes` is at least the granularity. The contents are undefined. Waits
+// while a transition of the tag is in progress. May be called inside a stream capture.
 // Errors: kInvalidState if the tag is paused or the wait would deadlock; kOutOfDeviceMemory;
-// kDriverFailed. Allocates nothing if it fails.
+// kDriverFailed. If this function fails, no memory is allocated.
 uint64_t allocate(Tag& tag, Device& device, uint64_t bytes);
 
 // Allows devices that came into use since the last call to access memory that is already mapped.
-// Waits for tags in use, but skips a tag if the wait would deadlock; the next call tries it again.
-// Returns quickly if nothing changed. Warns if a device cannot access the memory.
+// Waits for tags in use, but skips a tag if the wait would deadlock; the next call retries a
+// skipped tag. Returns quickly if no new device came into use. Issues a warning if a device cannot
+// access the memory.
 // Errors: kDriverFailed if the driver does not report which devices are in use.
 void share_with_active_devices();
 
-// Frees an allocation in any state of its tag: at once, or at the end of the transition that owns
-// the tag. Waits for the device's work before memory is released to the driver or reused.
-// Errors: kNotOurs for a foreign address; kInvalidArgument if a live allocation does not start
-// there.
+// Frees an allocation in any state of its tag, either at once or at the end of the transition that
+// owns the tag. Waits for the device's work before the memory is released to the driver or reused.
+// Errors: kNotOurs for a foreign address; kInvalidArgument if no live allocation starts at the
+// address.
 void deallocate(uint64_t address);
 
 }  // namespace memsaver

@@ -1,4 +1,4 @@
-// backups: views of kept backups, and their release.
+// backups: provides views of kept backups, and releases backups.
 #pragma once
 
 #include <cstdint>
@@ -9,24 +9,25 @@
 
 namespace memsaver {
 
-// Returns the host address of a range's backup, valid until the tag's next change. `writable`: the
-// caller may write to the backup, and the resume restores the written bytes. Waits while another
-// thread owns the tag. Throws kInvalidArgument (the range is empty); kNotOurs; kInvalidState (the
-// tag is not paused, the range was not saved, or its backup is not in host memory).
+// Returns the host address of a range's backup. The address is valid until the tag's next change.
+// If `writable` is true, the caller may write to the backup, and the resume restores the written
+// bytes. Waits while another thread owns the tag. Throws kInvalidArgument if the range is empty;
+// kNotOurs; and kInvalidState if the tag is not paused, the range was not saved, or its backup is
+// not in host memory.
 void* view_backup(const Range& range, bool writable);
 
-// Like view_backup, but for a mapped tag: returns the host address of the copy that its last pause
-// saved, valid until the tag's next change or trim. `writable`: the caller may write to the copy,
-// and the next pause always saves the range. Also throws kInvalidState if the copy was not
-// retained, or belongs to an earlier allocation.
+// Like view_backup(), but for a mapped tag: returns the host address of the copy that the tag's
+// last pause saved. The address is valid until the tag's next change or trim. If `writable` is
+// true, the caller may write to the copy, and the next pause always saves the range. Also throws
+// kInvalidState if the copy was not retained, or belongs to an earlier allocation.
 void* view_retained(const Range& range, bool writable);
 
-// Releases the host memory and disk space of the named tags' backups (no names: of all tags),
-// except backups of paused tags; returns the number of bytes. Skips tags that are in a transition.
-// Throws kUnknownTag.
+// Releases the host memory and disk space of the backups of the named tags, or of all tags if there
+// are no names. Backups of paused tags are not released. Returns the number of released bytes.
+// Skips tags that are in a transition. Throws kUnknownTag.
 uint64_t trim_backups(const std::vector<std::string>& names);
 
-// Returns the host memory in use for all backups, including temporary buffers.
+// Returns the host memory in use for all backups and their temporary buffers, in bytes.
 uint64_t held_host_bytes();
 
 }  // namespace memsaver

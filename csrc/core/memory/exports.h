@@ -1,4 +1,4 @@
-// exports: exports memory of tags to other processes.
+// exports: exports the memory of tags to other processes.
 //
 // A shareable tag's memory is exportable: another process can import each of its extents through a
 // file descriptor, and then shares the pages. Code outside the core sends the descriptors.
@@ -18,14 +18,14 @@ namespace memsaver {
 struct ExportedExtent {
   Range range;
   Range span;  // the span of the heap that contains the extent
-  // Unique in this process. A resume or a swap gives a new id to all memory that it maps.
+  // Unique in this process. A resume or a swap assigns a new id to all memory that it maps.
   uint64_t id;
   int device;
   Descriptor descriptor;
 };
 
-// Marks a tag as shareable: its new memory is exportable. Memory that it already has becomes
-// exportable when a resume replaces it.
+// Marks a tag as shareable, so that memory that the tag allocates later is exportable. Memory that
+// the tag already has becomes exportable when a resume replaces it.
 void make_shareable(Tag& tag) noexcept;
 
 // Returns the extents that back a range of a live allocation, without descriptors, in address
@@ -33,11 +33,12 @@ void make_shareable(Tag& tag) noexcept;
 // outside live allocations, or its memory is not exportable.
 std::vector<ExportedExtent> exportable_extents(const Range& range);
 
-// Exports the extents under ranges of one tag on one device, except extents that the process of
-// `to` has already imported; at most `most` extents. Records that the process has imported them.
-// Waits while a transition of the tag is in progress. Exports all or none. Errors: those of
-// exportable_extents; kInvalidArgument if there is no range, or ranges of several tags or devices;
-// kDriverFailed; kInvalidState if the wait would deadlock.
+// Exports the extents that back ranges of one tag on one device, but at most `most` extents. Skips
+// extents that the process of `to` has already imported. Records that the process has imported the
+// exported extents. Waits while a transition of the tag is in progress. If this function fails, no
+// extent is exported. Errors: those of exportable_extents; kInvalidArgument if there are no ranges,
+// or the ranges belong to several tags or devices; kDriverFailed; kInvalidState if the wait would
+// deadlock.
 std::vector<ExportedExtent> export_extents(Importer& to, const std::vector<Range>& ranges,
                                            size_t most);
 

@@ -1,8 +1,8 @@
-// foreign_span: memory of another process, mapped into this one.
+// foreign_span: memory of another process that is mapped into this process.
 //
-// The other process's span is mirrored: a reservation of the same size, in which each imported
-// extent lies at its offset in that span. Several tensors therefore share one mapping, and
-// addresses are converted by an addition.
+// A ForeignSpan mirrors a span of the other process: it is a reservation of the same size, in which
+// each imported extent has the same offset as in that span. Several tensors therefore share one
+// mapping, and addresses are converted by an addition.
 #pragma once
 
 #include <cstdint>
@@ -20,28 +20,28 @@ struct ForeignExtent {
   int descriptor;
 };
 
-// Any thread may use an object, but only one at a time.
+// Any thread may use an object, but only one thread at a time.
 class ForeignSpan {
  public:
   // Reserves addresses on a device of this process; `bytes` is rounded up to the granularity.
   // Throws kInvalidArgument for 0 bytes, kDriverFailed, kOutOfDeviceMemory.
   static std::unique_ptr<ForeignSpan> reserve(Device& device, uint64_t bytes);
 
-  // Waits for work on the devices, then unmaps and releases everything.
+  // Waits for work on the devices, then unmaps and releases all extents and the addresses.
   ~ForeignSpan();
   ForeignSpan(const ForeignSpan&) = delete;
   ForeignSpan& operator=(const ForeignSpan&) = delete;
 
   uint64_t address() const { return addresses_.address(); }
 
-  // Imports and maps extents, all or none, with read and write access for the device and its active
-  // peers. Errors: kInvalidArgument if an extent is empty, lies outside the span or overlaps a
-  // mapped one; kDriverFailed, kOutOfDeviceMemory.
+  // Imports and maps either all of the extents or none of them, with read and write access for the
+  // device and its active peers. Errors: kInvalidArgument if an extent is empty, is outside the
+  // span or overlaps a mapped extent; kDriverFailed, kOutOfDeviceMemory.
   void map(std::vector<ForeignExtent> extents);
 
-  // Waits for work on the devices, then unmaps and releases the extents at these offsets; without
-  // offsets it only waits. Ignores other offsets. If the driver refuses (kDriverFailed), the call
-  // may be repeated.
+  // Waits for work on the devices, then unmaps and releases the extents at `offsets`. If there are
+  // no offsets, this function only waits. Ignores offsets at which no extent is mapped. If the
+  // driver refuses a call (kDriverFailed), the function may be called again.
   void unmap(const std::vector<uint64_t>& offsets);
 
  private:

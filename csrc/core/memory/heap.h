@@ -1,19 +1,19 @@
 // heap: the memory of one tag on one device: its address ranges, and the physical memory in them.
 //
-//   span    a large reserved range of addresses; a heap that outgrows its first span gets more
-//   block   an allocation: a part of a span, a multiple of 512 bytes
-//   extent  a mapping: one piece of physical memory under some of the blocks
+// A span is a large reserved range of addresses; a heap that outgrows its first span gets more
+// spans. A block is an allocation: a part of a span whose size is a multiple of 512 bytes. An
+// extent is a mapping: one piece of physical memory under some of the blocks.
 //
-// Blocks are adjacent; extents cover the same addresses without gaps, but with different
-// boundaries. Therefore 10,000 small tensors can be paused as a few dozen extents (the number of
-// extents determines the cost of a pause), and a resume can choose different extents from those
-// that the pause released. Every byte of a block of a mapped heap is covered by an extent, and
-// every extent lies under a block.
+// Blocks are adjacent; extents cover the same addresses without gaps, but have different
+// boundaries. Therefore, 10,000 small tensors can be paused as a few dozen extents (the number of
+// extents determines the cost of a pause), and a resume can map other extents than those that the
+// pause released. In a mapped heap, every byte of a block is covered by an extent, and every extent
+// is under at least one block.
 //
-// A Heap only computes and records addresses; it makes no driver call: plan_* functions only
-// compute, commit_* functions only record the work that the caller did between them. Not
-// thread-safe: plans and commits run under the registry's lock, and between a plan and its commit
-// the caller has a Hold (allocation.h) on the tag, so that the heap does not change. Addresses and
+// A Heap only computes and records addresses and makes no driver calls. plan_* functions only
+// compute; commit_* functions only record the work that the caller did after the plan. Not
+// thread-safe: plans and commits run under the registry's lock. Between a plan and its commit, the
+// caller owns a Hold (allocation.h) on the tag, so that the heap does not change. Addresses and
 // sizes are in bytes.
 #pragma once
 
@@ -29,18 +29,18 @@
 
 namespace memsaver {
 
-// The granularity of blocks, in bytes. cudaMalloc promises an alignment of at least 256, and torch
-// expects 512.
+// The granularity of blocks, in bytes. cudaMalloc guarantees an alignment of at least 256 bytes,
+// and torch expects 512 bytes.
 constexpr uint64_t kBlockBytes = 512;
 
 // The alignment and granularity of spans: one slot of the address table (registry.h).
 constexpr uint64_t kSlotBytes = 32ull << 30;
 
-// The largest size of one piece of physical memory. On an H200, 64 GiB in pieces of 2 GiB are
-// unmapped and mapped in 1.2 and 2.4 ms, in pieces of 1 GiB in 1.8 and 3.4 ms; with 4 GiB or more,
-// releasing takes longer. A piece of 3 GiB fits two layers of an 8B model's KV cache (1.22 GiB
-// each), and a piece of 2 GiB only one: with 3 GiB, SGLang's cache of such layers was released in
-// 31 ms.
+// The largest size of one piece of physical memory. On an H200, unmapping and mapping 64 GiB takes
+// 1.2 and 2.4 ms in pieces of 2 GiB, and 1.8 and 3.4 ms in pieces of 1 GiB. Releasing pieces of 4
+// GiB or more takes longer. Two layers of an 8B model's KV cache (1.22 GiB each) fit into a piece
+// of 3 GiB, but only one layer fits into a piece of 2 GiB. With pieces of 3 GiB, SGLang's cache of
+// such layers was released in 31 ms.
 constexpr uint64_t kPieceBytes = 3ull << 30;
 
 class Heap {
@@ -62,11 +62,12 @@ class Heap {
     std::vector<Range> missing;  // extents to map first, in multiples of the granularity
     std::vector<Range> least;    // the smallest such extents, without room for later blocks
   };
-  // Returns the place for an allocation. A block of `large_bytes` or more is large: it takes free
-  // memory that is mapped, or else gets its own extents. Smaller blocks share extents of about
+  // Returns the place for an allocation. A block of at least `large_bytes` bytes is large: it uses
+  // free memory that is mapped, or else gets its own extents. Smaller blocks share extents of about
   // `slab_bytes`.
   Placement plan_block(uint64_t bytes, uint64_t large_bytes, uint64_t slab_bytes) const;
-  // If either throws std::bad_alloc, it changes nothing, and `span` stays with the caller.
+  // If one of the next two functions throws std::bad_alloc, nothing has changed, and the caller
+  // keeps `span`.
   void commit_span(VaReservation&& span);
   void commit_block(const Placement& plan, std::map<uint64_t, Mapping>& mapped);
 
@@ -79,18 +80,20 @@ class Heap {
   std::vector<uint64_t> plan_free(const std::vector<uint64_t>& blocks) const;
   // Removes `extents` and returns them; the caller destroys them.
   std::map<uint64_t, Mapping> take_extents(const std::vector<uint64_t>& extents) noexcept;
-  // Completes the pending frees of `blocks`. If it throws std::bad_alloc, they stay pending.
+  // Completes the pending frees of `blocks`. If this function throws std::bad_alloc, the frees stay
+  // pending.
   void commit_free(const std::vector<uint64_t>& blocks);
 
   bool needs(const Range& range) const;  // whether a block, freed or not, overlaps the range
 
   // --- pause and resume
   std::vector<Range> live() const;  // blocks that are not freed, in address order
-  std::vector<Range> live_within(const Range& window) const;  // their parts in `window`
+  std::vector<Range> live_within(const Range& window) const;  // the parts of live() in `window`
   // Plans how a resume maps the live blocks: neighbouring blocks share pieces of up to
   // `share_bytes`, larger blocks get their own pieces, and no piece exceeds kPieceBytes.
   std::vector<Range> plan_tiles(uint64_t share_bytes) const;
-  // These three allocate nothing and cannot fail, so that a transition's commit cannot.
+  // The next three functions allocate no memory and cannot fail, so a transition's commit cannot
+  // fail.
   void take_extent(uint64_t address, std::map<uint64_t, Mapping>& taken) noexcept;
   void commit_extents(std::map<uint64_t, Mapping>& mapped) noexcept;  // moves all extents
   std::map<uint64_t, Mapping> take_all_extents() noexcept;
@@ -103,7 +106,8 @@ class Heap {
   uint64_t resident_bytes() const;
 
  private:
-  // The nodes of a free range in both maps, so that a change of the maps allocates nothing.
+  // The nodes of a free range in both maps. Keeping the nodes avoids allocations when the maps
+  // change.
   struct FreePlaces {
     std::map<uint64_t, uint64_t>::node_type by_address;
     std::set<std::pair<uint64_t, uint64_t>>::node_type by_size;
@@ -114,8 +118,8 @@ class Heap {
   void add_free(FreePlaces places, Range range) noexcept;
   void remove_free(FreePlaces spare, const Range& range) noexcept;
   bool starts_span(uint64_t address) const;
-  // Return the first address in `free` at which `need` bytes are entirely covered by extents, or
-  // entirely uncovered.
+  // These functions return the first address in `free` at which `need` bytes are entirely covered
+  // by extents, or entirely uncovered.
   std::optional<uint64_t> find_covered(const Range& free, uint64_t need) const;
   std::optional<uint64_t> find_uncovered(const Range& free, uint64_t need) const;
   std::vector<Range> uncovered(uint64_t begin, uint64_t end) const;

@@ -1,7 +1,7 @@
 // importer: the record of another process that maps memory of this process's tags.
 //
-// A tag is not paused while a process has imported memory of it. The driver itself keeps imported
-// memory allocated until its last importer has released it.
+// A tag is not paused while another process has imported memory of the tag. The driver itself keeps
+// imported memory allocated until the last importer has released it.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@ namespace memsaver {
 class Importer {
  public:
   static std::unique_ptr<Importer> open(int64_t pid);
-  // Ends the record: the process must have released everything, or have exited.
+  // Ends the record. The process must have released all imported memory or have exited.
   ~Importer();
   Importer(const Importer&) = delete;
   Importer& operator=(const Importer&) = delete;
@@ -32,11 +32,11 @@ class Importer {
   // The functions below need the registry's lock.
 
   bool has(uint64_t id) const { return pieces_.count(id) > 0; }
-  // Records that the process has imported a piece of a tag. Changes nothing if it throws
-  // std::bad_alloc.
+  // Records that the process has imported a piece of a tag's memory. If this function throws
+  // std::bad_alloc, nothing has changed.
   void add(uint64_t id, Tag& tag, uint64_t bytes);
   void forget(uint64_t id) noexcept;
-  // Returns the bytes that the process has imported, by tag.
+  // Returns the number of bytes that the process has imported from each tag.
   const std::map<Tag*, uint64_t>& bytes() const { return bytes_; }
 
  private:
@@ -56,17 +56,18 @@ class Importer {
 bool is_imported(const std::vector<Tag*>& tags) noexcept;
 
 // Waits until a transition of `all` can begin (Need::kTransition) and no process has imported
-// memory of `out`. `lock` is the registry's lock, which is locked on return. Requests that
-// importers release memory that they keep only for later imports. Errors: kTagShared after the
-// option importer_seconds, with the processes and their bytes; kInvalidState like wait_for_tags.
+// memory of `out`. `lock` is the registry's lock, which is locked on return. Requests the release
+// of memory that importers keep only for later imports. Errors: kTagShared after the time of option
+// importer_seconds, with the processes and their bytes in the message; kInvalidState like
+// wait_for_tags.
 void wait_for_importers(std::unique_lock<std::mutex>& lock, const std::vector<Tag*>& all,
                         const std::vector<Tag*>& out);
 
 // Returns an eventfd that becomes readable when importers should release memory that no tensor
-// uses: a pause waits for them, or the memory was freed. Every call returns the same eventfd.
-// Throws kOutOfHostMemory if no file descriptor is available.
+// uses, because a pause is waiting for the importers or the memory was freed. Every call returns
+// the same eventfd. Throws kOutOfHostMemory if no file descriptor is available.
 int release_requests();
-// Makes the eventfd readable, if it exists. Any thread.
+// Makes the eventfd of release_requests() readable, if it exists. Any thread.
 void request_release() noexcept;
 
 }  // namespace memsaver

@@ -16,12 +16,12 @@ struct Location {
   TransitionRecord transition;  // the transition that led to the state
 };
 
-// Returns the location of an address. Makes no driver call, so it works with a lost context, and
-// does not wait for transitions. Takes the registry's lock. Throws kNotOurs.
+// Returns the location of an address. Makes no driver call, so this function works even if the
+// context is lost. Does not wait for transitions. Acquires the registry's lock. Throws kNotOurs.
 Location locate(uint64_t address);
 
 // Returns the name of the address's tag if the tag is paused or in a transition, otherwise null.
-// The name is valid for the life of the process. Async-signal-safe; takes no lock.
+// The name is valid until the process exits. Async-signal-safe; acquires no lock.
 const char* paused_tag(uint64_t address) noexcept;
 
 }  // namespace memsaver

@@ -1,10 +1,10 @@
 // registry: the tags, their memory, and the owner of each address.
 //
-// One lock guards the maps and the fields. No driver call, copy, file access or log happens under
-// it. Slow work is done by the one thread that owns the tag's Hold, between two short sections
-// under the lock. Other threads wait on `changed` (reservation.h), except for a free during a
-// transition, which only marks its block. The owner of an address is looked up without the lock, so
-// foreign pointers cost almost nothing.
+// One lock guards the maps and the fields. No code makes driver calls, copies memory, accesses
+// files or logs under this lock. The one thread that owns the tag's Hold does slow work between two
+// short sections under the lock. Other threads wait on `changed` (reservation.h), except for a free
+// during a transition, which only marks its block. The owner of an address is looked up without the
+// lock, so calls with foreign pointers cost almost nothing.
 #pragma once
 
 #include <atomic>
@@ -27,7 +27,7 @@ enum class State : int32_t { kMapped = 0, kSaving = 1, kPaused = 2, kRestoring =
 
 const char* name_of(State state);
 
-// The call that caused a tag's state, and its time.
+// The call that led to a tag's state, and the time of the call.
 struct TransitionRecord {
   static TransitionRecord now();  // returns a record of the calling thread
 
@@ -41,7 +41,8 @@ struct Claim;    // a thread's right to change tags; see reservation.h
 struct Waiting;  // a thread that waits for tags; see reservation.h
 class Importer;  // a process that maps memory of tags; see importer.h
 
-// Bytes moved by a pool's pauses, or by its resumes: the last one, and in total.
+// The number of bytes that a pool's pauses, or its resumes, have moved: by the last one and in
+// total.
 struct TransitionCounters {
   void add(uint64_t device_bytes, uint64_t copied_bytes) noexcept;
 
@@ -49,7 +50,7 @@ struct TransitionCounters {
   uint64_t device_bytes = 0, copied_bytes = 0;
 };
 
-// Physical memory with its contents, and the address at which it belongs.
+// Physical memory with its contents, and the address at which it must be mapped again.
 struct UnmappedPage {
   uint64_t address;
   PhysicalMemory memory;
@@ -59,19 +60,21 @@ struct UnmappedPage {
 struct Pool {
   Pool(Tag& owner, Device& device) : tag(owner), heap(device) {}
 
-  // Returns the device memory in use, mapped or retained unmapped, in bytes.
+  // Returns the device memory in use, in bytes, including retained unmapped pages.
   uint64_t resident_bytes() const noexcept;
 
   Tag& tag;
   Heap heap;
-  // Used only by the owner of the tag's Hold; the pointer changes under the registry's lock.
+  // Only the owner of the tag's Hold uses the backup; the pointer changes under the registry's
+  // lock.
   std::unique_ptr<BackupStore> backup;
   std::vector<Range> saved;  // the ranges of a paused heap that are in the backup, sorted
-  // For a mapped heap: the sorted ranges whose last saved copy is still in the backup. A new
-  // allocation is removed from them; a save and a trim clear them.
+  // For a mapped heap, the sorted ranges whose last saved copy is still in the backup. A new
+  // allocation is removed from these ranges; a save or a trim clears them.
   std::vector<Range> retained;
   // Retained unmapped pages: pages that a failed transition had unmapped and could not map again.
-  // They contain the bytes that are not in `saved`. The tag is paused, and its resume maps them.
+  // These pages contain the bytes that are not in `saved`. The tag is paused, and its resume maps
+  // these pages.
   std::vector<UnmappedPage> unmapped_pages;
   TransitionCounters paused, resumed;
   Unchanged last_unchanged, unchanged;  // pieces that the last pause, and all pauses, did not copy
@@ -86,7 +89,7 @@ struct Tag {
   const std::string name;
   Backup policy = Backup::kNone;
   State state = State::kMapped;
-  TransitionRecord last_transition;        // the last that succeeded; at first, the tag's creation
+  TransitionRecord last_transition;        // the last successful one; initially, the tag's creation
   TransitionRecord current_transition;     // valid in kSaving and kRestoring
   Claim* hold = nullptr;                   // the claim of the thread that changes the tag's memory
   std::vector<const Claim*> reservations;  // nested reservations of one thread
@@ -110,16 +113,18 @@ class Registry {
   Waiting* waiting = nullptr;        // the list of waiting threads; needs the lock
   std::vector<Importer*> importers;  // needs the lock
 
-  // Incremented by every allocation, free and opened region, which invalidate an earlier list of
-  // torch's free blocks. Any thread.
+  // A counter that every allocation, free and opened region increments, because each of them
+  // invalidates an earlier list of torch's free blocks. Any thread.
   std::atomic<uint64_t> changes{0};
 
   // The caller of the functions below must have locked `mutex`, unless stated otherwise.
 
-  Tag& tag(const std::string& name);  // Returns the tag, created if it is missing.
-  // Allocates host memory only for the error. Throws kUnknownTag, with the known tags.
+  Tag& tag(const std::string& name);  // Returns the tag, and creates it if it is missing.
+  // Returns the tag with this name. Allocates host memory only for the error. Throws kUnknownTag;
+  // the message lists the known tags.
   Tag& known(std::string_view name) const;
-  // Returns `names` without duplicates, in that order, or every tag if empty. Throws kUnknownTag.
+  // Returns the tags with these names in the same order, without duplicates, or every tag if
+  // `names` is empty. Throws kUnknownTag.
   std::vector<Tag*> select(const std::vector<std::string>& names) const;
   // Returns all tags in order of creation.
   const std::vector<std::unique_ptr<Tag>>& tags() const { return tags_; }
@@ -137,13 +142,13 @@ class Registry {
     return slot < kSlots ? slots_[slot].load(std::memory_order_acquire) : nullptr;
   }
 
-  // Returns the error for a lack of device memory, with needed and free bytes and the memory of
-  // each tag. Takes the lock.
+  // Returns the error for a lack of device memory, with the needed and free bytes and the memory of
+  // each tag. Acquires the lock.
   Error shortage(const std::string& what, const Device& device, uint64_t needed_bytes);
 
  private:
-  // One slot for each kSlotBytes of the addresses that GPUs use: below 2^49 on every platform CUDA
-  // runs on.
+  // One slot for each kSlotBytes bytes of the addresses that GPUs use. These addresses are below
+  // 2^49 on every platform that CUDA supports.
   static constexpr uint64_t kSlots = (1ull << 49) / kSlotBytes;
 
   std::map<std::string, Tag*, std::less<>> by_name_;

@@ -1,13 +1,14 @@
-// reservation: rights to change tags, the threads that own them, and the threads that wait.
+// reservation: rights to change tags, the threads that own these rights, and the threads that wait
+// for them.
 //
-// There are two rights to a tag. One Hold (allocation.h) at a time owns the tag's memory, for as
-// long as an allocation, a free or a transition that has begun needs it. One thread at a time may
-// begin the tag's transitions: a Reservation spans a transition and its callbacks, during which
-// other threads may still allocate in the tag.
+// There are two kinds of rights to a tag. At any time, at most one Hold (allocation.h) owns the
+// tag's memory, as long as an allocation, a free or a transition that has begun needs the memory.
+// At most one thread at a time may begin the tag's transitions: a Reservation spans a transition
+// and its callbacks, during which other threads may still allocate memory of the tag.
 //
 // Each right records its owner. A thread that starts to wait can therefore determine whether the
-// owners wait for it in turn; if they do, the wait fails (kInvalidState), because it would never
-// end.
+// owners are waiting for this thread. If they are, the wait fails (kInvalidState), because it would
+// deadlock.
 #pragma once
 
 #include <chrono>
@@ -24,8 +25,8 @@ namespace memsaver {
 
 using Deadline = std::optional<std::chrono::steady_clock::time_point>;
 
-// Returns the calling thread's number, which is above 0 and, unlike the system's thread ids, never
-// reused. Any thread.
+// Returns the calling thread's number. The number is above 0 and, unlike the system's thread ids,
+// is never reused. Any thread.
 uint64_t this_thread() noexcept;
 
 // The condition that a thread waits for tags to satisfy.
@@ -36,7 +37,7 @@ enum class Need {
   kSettled,      // no transition is in progress
 };
 
-// A right to some tags: a Hold's or a Reservation's. Needs the registry's lock.
+// The right of a Hold or of a Reservation to some tags. Needs the registry's lock.
 struct Claim {
   uint64_t owner = 0;  // the owning thread, or 0 between hand_over() and take_over()
   bool is_over = false;
@@ -55,12 +56,12 @@ struct Waiting {
 // Waits until `tags` satisfy `need`. `lock` is the registry's lock, which is locked on return.
 // Returns false if `deadline` passed first.
 // Errors: kInvalidState if the wait would deadlock, or the thread's callback (see while_waiting)
-// ended it.
+// ended the wait.
 bool wait_for_tags(std::unique_lock<std::mutex>& lock, const std::vector<Tag*>& tags, Need need,
                    const Deadline& deadline = std::nullopt);
 
-// Waits until another thread changes a tag, a right or an importer, at most until `deadline`. May
-// return early. `lock` is the registry's lock, which is locked on return.
+// Waits until another thread changes a tag, a right or an importer, but at most until `deadline`.
+// May return early. `lock` is the registry's lock, which is locked on return.
 // Errors: kInvalidState, which names `tags`, if the thread's callback ended the wait.
 void wait_for_a_change(std::unique_lock<std::mutex>& lock, const std::vector<Tag*>& tags,
                        std::chrono::steady_clock::time_point deadline);
@@ -72,9 +73,9 @@ bool would_wait(const std::vector<Tag*>& tags, Need need) noexcept;
 // lock.
 bool would_wait_for_ever(const std::vector<Tag*>& tags, Need need);
 
-// Declares, while it exists, that this thread waits for the end of the transition in progress on
-// `tags` outside wait_for_tags. The constructor throws kInvalidState if the wait would deadlock.
-// Constructor and destructor take the registry's lock.
+// While this object exists, it declares that this thread is waiting, outside wait_for_tags(), for
+// the end of the transition in progress on `tags`. The constructor throws kInvalidState if the wait
+// would deadlock. The constructor and the destructor acquire the registry's lock.
 class WaitsForTransition {
  public:
   explicit WaitsForTransition(const std::vector<Tag*>& tags);
@@ -87,33 +88,36 @@ class WaitsForTransition {
 };
 
 // A callback for waits: a call on this thread that waits for a tag runs `look(data)` about every
-// 50 ms, without a lock. A result other than 0 ends the wait. A null `look` disables the callback.
+// 50 ms, without a lock. If the result is not 0, the wait ends. If `look` is null, there is no
+// callback.
 struct Look {
   int (*look)(void*) = nullptr;
   void* data = nullptr;
 };
 void while_waiting(const Look& look) noexcept;
 
-// The right to begin transitions of some tags. The owning thread may take further reservations of
+// The right to begin transitions of some tags. The owning thread may make further reservations of
 // the same tags.
 class Reservation {
  public:
-  // Waits until no other thread has one of the tags reserved or in a transition, then acquires all
-  // of them at once. Throws like Registry::select, and kInvalidState like wait_for_tags.
+  // Waits until no other thread owns a reservation or a transition of any of the tags, then
+  // acquires all of the tags at once. Throws the errors of Registry::select, and kInvalidState like
+  // wait_for_tags.
   static std::unique_ptr<Reservation> take(const std::vector<std::string>& names);
   ~Reservation() { release(); }
   Reservation(const Reservation&) = delete;
   Reservation& operator=(const Reservation&) = delete;
 
   // Ends the calling thread's ownership of the reservation and of transitions of its tags that this
-  // thread has begun. They have no owner until another thread calls take_over. Does nothing if
-  // another thread has already done so.
+  // thread has begun. The reservation and these transitions have no owner until another thread
+  // calls take_over(). Does nothing if another thread has already called take_over().
   void hand_over();
-  // Makes the calling thread the owner of the reservation and of these transitions.
+  // Makes the calling thread the owner of the reservation and of the transitions that hand_over()
+  // released.
   void take_over();
   // Ends the reservation. Only the first call has an effect. Any thread.
   void release() noexcept;
-  // Waits until the reservation is released. Returns false if `deadline` passed first. Any thread.
+  // Waits until the reservation is released. Returns false if `deadline` passes first. Any thread.
   // Throws kInvalidState like wait_for_tags.
   bool wait(const Deadline& deadline);
 

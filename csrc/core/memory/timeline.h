@@ -1,10 +1,10 @@
 // timeline: records allocations, frees, transitions and the driver's free memory.
 //
-// Records are kept in a ring of fixed size, which is allocated when recording starts; new records
-// replace the oldest, and the replaced records are counted. A record is written under the
+// Records are kept in a ring buffer of fixed size, which is allocated when recording starts. New
+// records replace the oldest, and the replaced records are counted. A record is written under the
 // registry's lock when its change is committed. Writing needs no driver call, and allocates memory
-// only for a tag's first baseline, which is omitted if there is no memory for it. While nothing is
-// recorded, a write costs a load and a branch.
+// only for a tag's first baseline, which is omitted if there is no memory for it. While no timeline
+// is being recorded, a write costs a load and a branch.
 #pragma once
 
 #include <atomic>
@@ -57,8 +57,8 @@ extern std::atomic<bool> on;
 
 inline bool recording() noexcept { return on.load(std::memory_order_relaxed); }
 
-// --- writing. Needs the registry's lock, except for note_memory. Does nothing if nothing is
-// recorded.
+// --- Writing. These functions need the registry's lock, except for note_memory(). They do nothing
+// if no timeline is being recorded.
 
 // Records a change of a pool; `kind` is kAllocate or kFree.
 void write(Record::Kind kind, const Pool& pool) noexcept;
@@ -66,18 +66,19 @@ inline void note(Record::Kind kind, const Pool& pool) noexcept {
   if (recording()) write(kind, pool);
 }
 
-// These write one record for each of the tag's devices. `origin` is the call that began the
-// transition.
+// The next two functions write one record for each of the tag's devices. `origin` is the call that
+// began the transition.
 void note_begin(const Tag& tag, Act act, uint64_t transition,
                 const TransitionRecord& origin) noexcept;
 void note_end(const Tag& tag, Act act, uint64_t transition, const TransitionRecord& origin,
               Outcome outcome, bool pausing) noexcept;
 
 // Records the free memory of the devices on which tags have memory. Queries the driver without the
-// registry's lock, which it then locks for the record. Makes no driver call if no tag has memory.
+// registry's lock, then acquires the lock to write the record. Makes no driver call if no tag has
+// memory.
 void note_memory() noexcept;
 
-// --- reading. Takes the registry's lock.
+// --- Reading. These functions acquire the registry's lock.
 
 // Starts recording, with room for `capacity` records.
 // Errors: kInvalidState if a recording is in progress; kInvalidArgument if `capacity` is 0 or above
@@ -88,9 +89,9 @@ struct Recorded {
   std::vector<Record> records;  // baselines, then the other records in chronological order
   uint64_t dropped = 0;         // older records that were replaced
 };
-// Returns the records so far. Throws kInvalidState if nothing is being recorded.
+// Returns the records so far. Throws kInvalidState if no timeline is being recorded.
 Recorded read();
-// Stops recording and frees the ring. Throws kInvalidState if nothing is being recorded.
+// Stops recording and frees the ring buffer. Throws kInvalidState if no timeline is being recorded.
 void stop();
 
 }  // namespace timeline

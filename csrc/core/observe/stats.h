@@ -17,10 +17,12 @@ struct Usage : ms_usage {
   std::shared_ptr<const std::string> caller;  // the caller of that transition, or null
 };
 
-// Returns the statistics of all tags at one moment, oldest tag first. Takes the registry's lock.
+// Returns the statistics of all tags at one moment, with the oldest tag first. Acquires the
+// registry's lock.
 std::vector<Usage> usage();
 
-// Returns the devices on which tags have memory, by ordinal. Takes the registry's lock.
+// Returns the devices on which tags have memory, in order of their ordinals. Acquires the
+// registry's lock.
 std::vector<const Device*> devices_of_tags();
 
 // Host memory of all backups.
@@ -30,7 +32,8 @@ struct HostUsage {
   uint64_t available_bytes;
 };
 
-// Returns the host memory of backups. Reads system files. Throws kBadConfig for an invalid option.
+// Returns the host memory of all backups. Reads system files. Throws kBadConfig if an option is
+// invalid.
 HostUsage host_usage();
 
 }  // namespace memsaver

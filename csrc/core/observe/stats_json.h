@@ -8,15 +8,19 @@ namespace memsaver {
 // The version of the format, incremented when a key changes its meaning or is removed.
 constexpr int kStatsFormat = 1;
 
-// Returns an object and a newline: `format`, `memsaver` (its version), `pid`, `command` (the
-// process's name), `time_seconds` (now, since 1970), `driver` (null, or an object of `library`,
-// `version` and `simulated`), `host_bytes` and `host_available_bytes`, `devices` (objects of
-// `device`, `bus_id` and `total_bytes`, for devices on which tags have memory), `tags` (an object
-// for each tag and device: the fields of Usage, with the names of `state` and `backup`, and a
-// `caller` that may be null). Invalid UTF-8 in names is copied unchanged.
+// Returns a JSON object and a newline. The keys of the object are:
+//   - `format`, `memsaver` (the library's version), `pid` and `command` (the process's name)
+//   - `time_seconds` (the current time, since 1970)
+//   - `driver` (null, or an object with the keys `library`, `version` and `simulated`)
+//   - `host_bytes` and `host_available_bytes`
+//   - `devices` (a list with an object for each device on which tags have memory, with the keys
+//     `device`, `bus_id` and `total_bytes`)
+//   - `tags` (a list with an object for each tag and device, with the fields of Usage; `state` and
+//     `backup` are names, and `caller` may be null)
+// Invalid UTF-8 in names is copied unchanged.
 //
-// Opens no driver and makes no driver call. Reads system files. Takes the registry's lock twice,
-// briefly. Any thread.
+// Does not open the driver and makes no driver call. Reads system files. Acquires the registry's
+// lock twice for a short time. Any thread.
 // Errors: std::bad_alloc, kBadConfig.
 std::string stats_json();
 

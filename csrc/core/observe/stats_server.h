@@ -1,16 +1,17 @@
 // stats_server: serves this process's statistics (stats_json.h) to other processes of the same
 // user.
 //
-// The server is a socket in the user's runtime folder (runtime_folder.h), named PID-NUMBER, and a
-// thread that sleeps until a client connects. A client of the same user receives one answer, then
-// the connection is closed; the server reads nothing. The thread owns no lock of the library while
-// it writes, and drops a client that does not read within one second.
+// The server consists of a socket in the user's runtime folder (runtime_folder.h), which is named
+// PID-NUMBER, and a thread that sleeps until a client connects. A client of the same user receives
+// one response, and then the connection is closed. The server reads no data. The thread owns no
+// lock of the library while it writes, and drops a client that does not read within one second.
 //
-// Failures of the server are ignored: without a folder, descriptor, memory or thread, or with
-// option `top` off, the process is not visible to `memsaver top`. A forked child has neither the
-// socket nor the thread, and starts its own for its own tags. The socket's file is removed at
-// process exit. The socket file left by a process that was killed or called exec refuses
-// connections; any client, or the next process with the same PID, removes it.
+// Failures of the server are ignored: if the folder, a descriptor, memory or a thread is
+// unavailable, or if option `top` is off, the process is not visible to `memsaver top`. A forked
+// child has neither the socket nor the thread, and starts its own server for its own tags. The
+// socket's file is removed at process exit. If a process was killed or called exec, the socket file
+// that it left refuses connections. Any client, or the next process with the same PID, removes this
+// file.
 #pragma once
 
 #include <atomic>

@@ -7,8 +7,8 @@
 
 namespace memsaver {
 
-// Closes its descriptor. Move-only; a default-constructed or moved-from object owns nothing. Any
-// thread may use an object, but only one at a time.
+// The destructor closes the descriptor. Move-only; a default-constructed or moved-from object owns
+// nothing. Any thread may use an object, but only one thread at a time.
 class Descriptor {
  public:
   Descriptor() = default;
@@ -23,7 +23,7 @@ class Descriptor {
   }
 
   int get() const { return number_; }  // -1 if the object owns nothing
-  // Returns the descriptor, which the caller must close.
+  // Releases ownership and returns the descriptor, which the caller must close.
   int release() noexcept { return std::exchange(number_, -1); }
 
  private:

@@ -1,9 +1,10 @@
-// lifecycle: fork and process exit.
+// lifecycle: the library's behaviour after fork and at process exit.
 //
 // A child that was forked after the driver was opened shares the parent's tables but has no CUDA
-// context, so the library is inert there. Every entry point that would take a lock or use the
-// driver checks this first. (A child forked earlier is like any other process, as for CUDA itself.)
-// The library destroys nothing at exit, because other code may still free its memory.
+// context, so the library is inert in that child. Every entry point that would acquire a lock or
+// use the driver calls forked() first. (A child that was forked earlier behaves like any other
+// process, as it does for CUDA itself.) At process exit, the library destroys nothing, because
+// other code may still free the library's memory.
 #pragma once
 
 #include <atomic>
@@ -14,10 +15,10 @@ namespace lifecycle {
 extern std::atomic<bool> inert_child;
 }
 
-// Returns whether this process is a child in which the library is inert. A load.
+// Returns whether this process is a child in which the library is inert. Costs a load.
 inline bool forked() noexcept { return lifecycle::inert_child.load(std::memory_order_relaxed); }
 
-// Throws kInvalidState in such a child.
+// Throws kInvalidState in a child in which the library is inert.
 void require_not_forked();
 
 // Makes the library inert in children that are forked later. Called when the driver is opened.

@@ -1,19 +1,19 @@
-// log: failures that cannot be returned to a caller (in a destructor or a hook), kept until
-// queried.
+// log: stores failures that cannot be returned to a caller, such as those in a destructor or a
+// hook, until they are queried.
 //
-// Python queries them after each of its calls and emits a MemsaverWarning for each. Any thread;
-// never throws.
+// Python code queries the failures after each of its calls and emits a MemsaverWarning for each
+// failure. Any thread may call these functions, which never throw.
 #pragma once
 
 #include <string>
 
 namespace memsaver {
 
-// Keeps the first 64 failures; the last entry counts later ones.
+// Stores the first 64 failures; one additional entry counts the failures after them.
 void warn(const std::string& text) noexcept;
 
-// Like warn, for destructors: calls `make_text`, and drops the failure if there is no memory for
-// the text.
+// Like warn(), but for destructors: calls `make_text` for the text, and drops the failure if there
+// is no memory for the text.
 template <typename MakeText>
 void warn_of(MakeText make_text) noexcept {
   try {
@@ -22,7 +22,7 @@ void warn_of(MakeText make_text) noexcept {
   }
 }
 
-// Removes and returns the oldest failure; false if there is none.
+// Removes the oldest failure and writes it to `text`. Returns false if there is no failure.
 bool next_warning(std::string* text) noexcept;
 
 }  // namespace memsaver

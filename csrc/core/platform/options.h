@@ -1,7 +1,8 @@
 // options: all settings in one table: name, kind, environment variable, default, bounds, meaning.
 //
-// To add an option, add a line to MS_OPTIONS. Values come from the environment on first use, and
-// from configure(). Any thread, at any time; no function takes a lock.
+// To add an option, add a line to MS_OPTIONS. Values are read from the environment on first use;
+// configure() changes them. Any thread may call these functions at any time; no function acquires a
+// lock.
 #pragma once
 
 #include <chrono>
@@ -21,11 +22,12 @@ enum class OptionKind {
   kSeconds,  // a number of seconds with up to three decimals, kept in milliseconds
 };
 
-// The value auto of an option of kind kDevice.
+// The value of a kDevice option that is set to auto.
 constexpr uint64_t kAnyDevice = UINT64_MAX;
 
-// name, kind, environment variable, default, least, greatest, meaning. Sizes are in bytes, times in
-// milliseconds; a flag is 1 or 0; a path is empty by default and has no bounds.
+// The columns are: name, kind, environment variable, default, minimum, maximum, meaning. Sizes are
+// in bytes; times are in milliseconds. A flag is 1 or 0. A path is empty by default and has no
+// bounds.
 #define MS_OPTIONS(X)                                                                           \
   X(share_bytes, kSize, "MEMSAVER_SHARE_BYTES", 512ull << 20, 2ull << 20, 1ull << 30,           \
     "after a resume, adjacent allocations share one piece of physical memory of up to this "    \
@@ -65,28 +67,29 @@ enum class Option {
 #undef MS_OPTION_NAME
 };
 
-// Return the value of an option of kind kSize (in bytes), kFlag, kPath, kDevice (an ordinal, or
-// kAnyDevice) or kSeconds. Throw kBadConfig if the environment's text is invalid, kInternal for an
-// option of another kind.
+// Each of these functions returns the value of an option of one kind: kSize (in bytes), kFlag,
+// kPath, kDevice (an ordinal, or kAnyDevice) or kSeconds. The functions throw kBadConfig if the
+// environment variable is invalid, and kInternal if the option is of another kind.
 uint64_t option(Option which);
 bool flag(Option which);
 std::string path(Option which);
 uint64_t device_option(Option which);
 std::chrono::milliseconds time_option(Option which);
 
-// Reads the environment now, so that an invalid value is reported before any other work. Throws
-// kBadConfig.
+// Reads all options from the environment, so that an invalid value is reported before any other
+// work. Throws kBadConfig.
 void check_options();
 
-// Sets an option by name, from a text in the format of its kind. Changes nothing if it throws
-// kBadConfig.
+// Sets the option `name` to the value in `text`, which has the format of the option's kind. If the
+// function throws kBadConfig, nothing has changed.
 void set_option(const std::string& name, const std::string& text);
 
-// Returns the value as text for set_option: a size in bytes, "on" or "off", a path,
+// Returns the option's value as text that set_option() accepts: a size in bytes, "on" or "off", a
+// path,
 // an ordinal or "auto", or seconds. Throws kBadConfig for an unknown name.
 std::string option_text(const std::string& name);
 
-// Returns the names, for messages.
+// Returns the names of all options, for messages.
 std::vector<std::string> option_names();
 
 }  // namespace memsaver

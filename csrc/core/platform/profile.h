@@ -1,8 +1,8 @@
-// profile: reports long operations as ranges to a profiler (Nsight Systems), through NVTX.
+// profile: reports long operations to a profiler (Nsight Systems) as NVTX ranges.
 //
-// The first range determines the profiler of the process: NVTX loads the library in
-// NVTX_INJECTION64_PATH, which profilers set for programs that they start. Without a profiler a
-// range costs a load and a branch.
+// The first range determines the process's profiler: NVTX loads the library that
+// NVTX_INJECTION64_PATH names. Profilers set this variable for programs that they start. Without a
+// profiler, a range costs a load and a branch.
 #pragma once
 
 #include <cstdint>
@@ -11,18 +11,19 @@
 
 namespace memsaver {
 
-// A range on the calling thread, in the NVTX domain "memsaver", for the lifetime of the object. The
-// message contains the action, the tags and the size ("pause 'weights' 15.00 GiB (16106127360
-// bytes)"); the payload is only the number of bytes.
+// A range in the NVTX domain "memsaver" on the calling thread, which lasts as long as the object.
+// The message contains the action, the tags and the size ("pause 'weights' 15.00 GiB (16106127360
+// bytes)"); the payload contains only the number of bytes.
 //
-// Any thread, but each range is created and destroyed by one thread, innermost first. Must not
-// exist under the registry's lock, because creating and destroying it runs the profiler's library,
-// nor before the driver is open, because a child forked during the creation of the first range
-// could wait indefinitely. Never throws: without memory for the message there is no range.
+// Any thread may create a range, but the same thread must destroy it, and inner ranges must be
+// destroyed before outer ranges. A range must not exist under the registry's lock, because creating
+// and destroying the range runs the profiler's library. A range must not exist before the driver is
+// open, because a child that is forked during the creation of the first range could wait
+// indefinitely. Never throws: if there is no memory for the message, no range is reported.
 class ProfileRange {
  public:
-  // `what` is a verb. `make_names` returns the tags as a std::vector<std::string>; it is called
-  // only if a profiler is attached.
+  // `what` is a verb. `make_names` returns the tags as a std::vector<std::string>; the function is
+  // called only if a profiler is attached.
   template <typename MakeNames>
   ProfileRange(const char* what, MakeNames make_names, uint64_t bytes) noexcept {
     if (!attached()) return;

@@ -1,4 +1,4 @@
-// quiet_start: starts the library's threads with the process's signals blocked.
+// quiet_start: starts the library's threads with signals blocked.
 #pragma once
 
 #include <pthread.h>
@@ -6,8 +6,8 @@
 
 namespace memsaver {
 
-// While it exists, threads that this thread starts have every signal blocked, except signals that
-// report the thread's own faults, because they cannot be deferred.
+// While a QuietStart exists, threads that the calling thread starts have all signals blocked,
+// except signals that report the new thread's own faults, because such signals cannot be deferred.
 class QuietStart {
  public:
   QuietStart() {

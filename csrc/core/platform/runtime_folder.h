@@ -1,33 +1,35 @@
 // runtime_folder: the folder for the sockets of one user's processes.
 //
 // The path is $XDG_RUNTIME_DIR/memsaver if that variable names a folder of this user, otherwise
-// /tmp/memsaver-UID. The folder is used only if it belongs to the user and no other user has
-// access, because another user may have created it, or a link, in /tmp.
+// /tmp/memsaver-UID. The folder is used only if it belongs to the user and no other user can access
+// it, because another user may have created the folder, or a link with the same name, in /tmp.
 #pragma once
 
 #include <string>
 
 namespace memsaver {
 
-// Owns a descriptor, which is closed on exec. Not copyable. Any number of objects may exist.
+// Owns a descriptor of the folder, which is closed on exec. Not copyable. Any number of objects may
+// exist.
 class RuntimeFolder {
  public:
-  // Opens the first candidate folder that only the user can access, creating it if it is missing.
-  // is_open() is false if no candidate is usable, or if there are not enough descriptors or host
-  // memory.
+  // Opens the first candidate folder that only the user can access, and creates the folder if it is
+  // missing. is_open() is false if no candidate is usable, or if not enough descriptors or host
+  // memory are available.
   RuntimeFolder() noexcept;
   ~RuntimeFolder();
   RuntimeFolder(const RuntimeFolder&) = delete;
   RuntimeFolder& operator=(const RuntimeFolder&) = delete;
 
   bool is_open() const { return descriptor_ >= 0; }
-  // Descriptor of the checked folder, even if the path has been replaced since. For calls on files
-  // in the folder (such as unlinkat), not for reading.
+  // The descriptor of the checked folder, even if the path has been replaced since the check. Use
+  // the descriptor for calls on files in the folder (such as unlinkat), not for reading.
   int descriptor() const { return descriptor_; }
   const std::string& path() const { return path_; }  // its last part is not a link
 
-  // Returns a path of a file in the folder that fits into a socket's address, however long path()
-  // is. Valid in this process while this object exists.
+  // Returns a path to the file `name` in the folder that fits into a socket's address, regardless
+  // of the length of path(). The returned path is valid only in this process and while this object
+  // exists.
   std::string short_path(const std::string& name) const;
 
  private:

@@ -1,7 +1,8 @@
 // status: the only error type of the core.
 //
-// The core throws failures as an Error; marshal.h converts it to an ms_status and an ms_error.
-// Nothing else crosses the ABI. Destructors, which cannot throw, report through log.h.
+// The core reports a failure by throwing an Error, which marshal.h converts to an ms_status and an
+// ms_error. No exception crosses the ABI. Destructors, which cannot throw, report failures through
+// log.h.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +11,7 @@
 
 namespace memsaver {
 
-// The values are those of ms_status in memsaver.h; marshal.cpp asserts it.
+// The values are those of ms_status in memsaver.h; marshal.cpp asserts that the values are equal.
 enum class Status : int32_t {
   kOk = 0,
   kInvalidArgument = 1,
@@ -28,8 +29,8 @@ enum class Status : int32_t {
   kSharingFailed = 13,
 };
 
-// The message states what went wrong, to which tag, how many bytes, and what to do. Copyable.
-// Immutable once thrown, except that callers may add details (the tag, sizes, a longer message).
+// The message states the problem, the tag, the number of bytes and a remedy. Copyable. A thrown
+// error is immutable, except that callers may add details (the tag, sizes, a longer message).
 class Error : public std::exception {
  public:
   Error(Status status, std::string message) : status(status), message(std::move(message)) {}
@@ -43,14 +44,16 @@ class Error : public std::exception {
 
   Status status;
   std::string message;
-  // Appended to the message. Static storage, because there may be no host memory.
+  // A text that is appended to the message. The text has static storage, because there may be no
+  // host memory.
   const char* addition = "";
   std::string tag;
   const char* call = "";   // a driver call's name, with static storage
-  int32_t cuda_error = 0;  // its CUresult
+  int32_t cuda_error = 0;  // the CUresult of `call`
   int32_t os_error = 0;    // the errno of the failed system call, or 0
-  // The device has no memory for the requested pages, or option margin_bytes leaves none. Reported
-  // as Registry::shortage, with the tags that use memory.
+  // True if the device has no memory for the requested pages, or if option margin_bytes leaves no
+  // memory for them. The caller then throws the error of Registry::shortage, which lists the tags
+  // that use memory.
   bool no_physical_memory = false;
   int32_t device = -1;  // the device that is out of memory
   uint64_t needed_bytes = 0;

@@ -1,10 +1,10 @@
-// workers: threads for host work (touching pages, reading and writing files).
+// workers: threads for work on the host (touching pages, reading and writing files).
 //
 // There is no thread pool: threads exist only during the call that needs them, so fork and exit
 // need no special handling. The threads block all signals except those of their own faults, so that
-// no signal handler of the program runs on them. They do not use CUDA: a job that needs a device
-// enters its own DeviceScope. If the system cannot start threads, fewer threads, or only the
-// calling thread, do the work.
+// no signal handler of the program runs on them. The threads themselves do not use CUDA: a job that
+// needs a device enters its own DeviceScope. If the system cannot start enough threads, fewer
+// threads or only the calling thread do the work.
 #pragma once
 
 #include <condition_variable>
@@ -17,33 +17,33 @@
 
 namespace memsaver {
 
-// Returns the number of threads that keep this process's CPUs busy: the number of CPUs in its
-// affinity mask, limited by the quota of its control groups, rounded up; from 1 to 16. (16 threads
-// saturate the memory: they touch pages at 65 GB/s, 4 threads at 32, on an H200's host.) Reads
-// system files: tens of microseconds.
+// Returns the number of threads that keep this process's CPUs busy, from 1 to 16. This is the
+// number of CPUs in the process's affinity mask, limited by the quota of its control groups and
+// rounded up. (On the host of an H200, 16 threads saturate the memory: they touch pages at 65 GB/s,
+// and 4 threads touch pages at 32 GB/s.) Reads system files, which takes tens of microseconds.
 unsigned worker_count();
 
-// Runs job(0) to job(count - 1) in the background. Each thread takes the next index, so jobs start
-// in order and finish in any order.
+// Runs job(0) to job(count - 1) in the background. Each thread runs the job with the next index, so
+// jobs start in order and finish in any order.
 //
 // The job and the objects that it refers to must outlive this object. A job must not wait for
-// another job. Any thread except a job's may call wait_for and cancel.
+// another job. Any thread that does not run a job may call wait_for() and cancel().
 class Workers {
  public:
   // Starts at most `threads` threads, and at most one per job. Throws only std::bad_alloc.
   Workers(size_t count, std::function<void(size_t)> job, unsigned threads = worker_count());
 
-  // Calls cancel(), and drops errors that wait_for has not reported.
+  // Calls cancel() and drops errors that wait_for() has not reported.
   ~Workers();
   Workers(const Workers&) = delete;
   Workers& operator=(const Workers&) = delete;
 
-  // Returns when job(index) has ended, and rethrows its exception, at every call. If no thread
-  // could be started, the calling thread runs the jobs up to that index. Throws kInternal for a
-  // cancelled job or an invalid index.
+  // Returns when job(index) has ended. If the job threw an exception, every call rethrows it. If no
+  // thread could be started, the calling thread runs the jobs up to that index. Throws kInternal
+  // for a cancelled job or an invalid index.
   void wait_for(size_t index);
 
-  // Starts no further job, and returns when running jobs have ended.
+  // Prevents further jobs from starting, and returns when all running jobs have ended.
   void cancel() noexcept;
 
  private:
@@ -53,7 +53,7 @@ class Workers {
     std::exception_ptr error;
   };
 
-  // Unlocks mutex_ while it runs the next job; returns false if no job may start.
+  // Runs the next job with mutex_ unlocked. Returns false if no job may start.
   bool run_next(std::unique_lock<std::mutex>& lock);
   void work() noexcept;
 
@@ -68,9 +68,9 @@ class Workers {
 };
 
 // Runs call(0) to call(count - 1), each on its own thread (the first on the calling thread), and
-// returns when all have ended. Throws the exception of the lowest index that failed. If threads
-// cannot be started, their calls run on the calling thread, one after the other, so calls must not
-// wait for each other.
+// returns when all have ended. Throws the exception of the failed call with the lowest index. If
+// threads cannot be started, their calls run on the calling thread, one after the other. Therefore,
+// the calls must not wait for each other.
 void run_in_parallel(size_t count, const std::function<void(size_t)>& call);
 
 }  // namespace memsaver

@@ -1,9 +1,9 @@
-// device_transition: a transition's work on one device: copies, mappings, and their undoing.
+// device_transition: performs and undoes a transition's copies and mappings on one device.
 //
-// The transition owns the tags' Hold. Nothing here changes a tag's state, a heap, or the meaning of
-// a backup: the transition commits these. on_each_device runs the work of all devices concurrently;
-// the functions marked "inside on_each_device" run on the device's own thread, in a DeviceScope.
-// The others run on the transition's thread.
+// The transition owns the tags' Hold. This class does not change a tag's state, a heap, or the
+// meaning of a backup; the transition commits these changes. on_each_device runs the work of all
+// devices concurrently; the functions marked "inside on_each_device" run on the device's own
+// thread, in a DeviceScope. The other functions run on the transition's thread.
 #pragma once
 
 #include <functional>
@@ -35,36 +35,36 @@ class DeviceTransition {
   Device& device() const { return device_; }
   // Returns the tag that was being processed when the work failed, or null.
   const Tag* failed_at() const { return at_; }
-  // Returns the bytes of new memory in the last plan.
+  // Returns the number of bytes of new memory in the last plan.
   uint64_t new_bytes() const;
 
   // Plans which pages are transferred (see plan_page_transfers), and reserves room in the undo
   // journal. Throws kDriverFailed.
   void plan(bool allow_larger);
-  // Removes from the pools the pages that exchange() moves. Under the registry's lock.
+  // Removes the pages that exchange() will move from their pools. Needs the registry's lock.
   void take_pages() noexcept;
-  // Receives the events of a resume's copies.
+  // The type of the function that receives the events of a resume's copies.
   using Queued = std::function<void(CopyEvents)>;
   // Copies contents, transfers pages, and maps the remaining memory. Returns when all bytes have
   // arrived. In a resume, calls `queued` when all memory is mapped and all copies are queued,
-  // before waiting for the last copies. Throws the errors of Save and Restore, and
-  // kOutOfDeviceMemory. Inside on_each_device.
+  // before it waits for the last copies. Throws the errors of Save and Restore, and
+  // kOutOfDeviceMemory. Called inside on_each_device.
   void exchange(const Queued& queued);
 
-  // Removes all other pages of `out` from the pools. Under the registry's lock.
+  // Removes all other pages of `out` from their pools. Needs the registry's lock.
   void take_rest() noexcept;
-  // Unmaps these pages. Throws kDriverFailed. Inside on_each_device.
+  // Unmaps the pages that take_rest() removed. Throws kDriverFailed. Called inside on_each_device.
   void unmap();
-  // After success: releases the unmapped pages. Inside on_each_device, or without a scope if the
-  // device cannot be entered.
+  // Releases the unmapped pages after all steps have succeeded. Called inside on_each_device, or
+  // without a scope if the device cannot be entered.
   void release() noexcept;
 
-  // Moves the pages back, with their contents, without host memory. Returns false if the driver
-  // refuses a call or a backup cannot be read.
+  // Moves the pages and their contents back, without allocating host memory. Returns false if the
+  // driver refuses a call or a backup cannot be read.
   bool undo() noexcept;
-  // Completes undo(). Unless `whole`, the pools of `out` stay unmapped and keep their contents in
-  // their backups or in unmapped pages. Needs no host memory, because a lack of it may have caused
-  // the failure.
+  // Completes undo(). Unless `whole` is true, the pools of `out` stay unmapped and keep their
+  // contents in their backups or in unmapped pages. Allocates no host memory, because a lack of
+  // host memory may have caused the failure.
   void finish_undo(bool whole) noexcept;
 
  private:
@@ -92,8 +92,8 @@ class DeviceTransition {
   const Tag* at_ = nullptr;
 };
 
-// Runs call(work) for each device's work concurrently, each on its own thread, inside a
-// DeviceScope. Errors carry the tag that was being processed.
+// Runs call(work) for the work of each device concurrently, on one thread per device, inside a
+// DeviceScope. Errors contain the tag that was being processed.
 void on_each_device(const std::vector<std::unique_ptr<DeviceTransition>>& works,
                     const std::function<void(DeviceTransition&)>& call);
 

@@ -1,4 +1,4 @@
-// page_transfer: plans which pages of the leaving tags are mapped into the arriving tags. Makes no
+// page_transfer: plans which pages of the leaving tags are mapped for the arriving tags. Makes no
 // driver call.
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace memsaver {
 
-// Moves the page at `page` of a leaving tag to the address `at` of an arriving tag.
+// A move of the page at address `page` of a leaving tag to the address `at` of an arriving tag.
 struct PageTransfer {
   Leaving* from;
   uint64_t page, bytes;

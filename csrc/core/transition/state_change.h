@@ -1,5 +1,5 @@
-// state_change: the states of tags during a transition, and the only place that writes them:
-// mapped -> saving -> paused -> restoring -> mapped.
+// state_change: the states of tags during a transition: mapped -> saving -> paused -> restoring ->
+// mapped. No other unit writes these states.
 #pragma once
 
 #include <vector>
@@ -18,13 +18,13 @@ struct TransitionLabel {
   uint64_t number;  // unique in the process
 };
 
-// Sets tags to kSaving or kRestoring while it exists; afterwards to kPaused or kMapped if commit()
-// was called, otherwise to their former state. Records the transition with the tags and on the
-// timeline. The caller owns the tags' Hold, and locks the registry only for the functions that
-// require it.
+// While a StateChange exists, its tags are in state kSaving or kRestoring. Afterwards, they are in
+// state kPaused or kMapped if commit() was called, otherwise in their former state. Records the
+// transition in the tags and on the timeline. The caller owns the tags' Hold, and locks the
+// registry only for the functions that require its lock.
 class StateChange {
  public:
-  // Under the registry's lock.
+  // Needs the registry's lock.
   StateChange(Hold& hold, std::vector<Tag*> tags, State during, const TransitionLabel& label);
   ~StateChange() { end(Outcome::kGivenUp); }
   StateChange(const StateChange&) = delete;
@@ -33,13 +33,13 @@ class StateChange {
   const std::vector<Tag*>& tags() const { return tags_; }
   bool is_committed() const { return committed_; }
 
-  // Under the lock.
+  // Needs the registry's lock.
   void commit() noexcept;
-  // Counts a successful transition. Under the lock, after commit(), when the pools' counters are up
-  // to date.
+  // Counts a successful transition. Called under the lock, after commit(), when the pools' counters
+  // are up to date.
   void count(double seconds) noexcept;
-  // Ends the change; calls after the first do nothing. `outcome` applies to a transition that was
-  // not counted. Takes the lock.
+  // Ends the change; only the first call has an effect. `outcome` applies to a transition that was
+  // not counted. Acquires the lock.
   void end(Outcome outcome) noexcept;
 
  private:

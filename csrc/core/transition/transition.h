@@ -1,15 +1,15 @@
-// transition: pauses the tags of `out` and resumes the tags of `into`, all of them or none, on all
-// of their devices.
+// transition: pauses the tags in `out` and resumes the tags in `into`, either all of them or none,
+// on all of their devices.
 //
-// Every transition has three parts. It begins under the registry's lock: the leaving and arriving
-// pools are planned (transition_plan.h), and after that it owns the tags. It runs without the
-// lock, on any thread. It commits under the lock. In a pause no tag arrives, and in a resume none
+// Every transition has three parts. A transition begins under the registry's lock: it plans the
+// leaving and arriving pools (transition_plan.h), and then owns the tags. It runs without the lock,
+// on any thread. It commits under the lock. In a pause no tag arrives, and in a resume no tag
 // leaves.
 //
-// The work of each device (device_transition.h) runs concurrently: contents are saved; pages that
-// fit are transferred from leaving to arriving tags, one by one, as soon as their bytes are saved;
-// memory is mapped and contents are restored piece by piece; the remaining pages are unmapped, and
-// released at the end.
+// The work of all devices (device_transition.h) runs concurrently. First, contents are saved. Each
+// page that fits is transferred from a leaving tag to an arriving tag as soon as its bytes are
+// saved. Memory is mapped and contents are restored piece by piece. The remaining pages are
+// unmapped, and are released at the end.
 #pragma once
 
 #include <cuda.h>
@@ -30,10 +30,10 @@ namespace memsaver {
 
 class Transition {
  public:
-  // Waits until the tags are free (Need::kTransition), then begins. Tags of `out` that are paused
-  // and tags of `into` that are mapped are left as they are.
-  // Errors: kUnknownTag; kInvalidState (an open region of a tag of `out`, or a wait that would
-  // never end); kInvalidArgument (a tag in both, or no tag).
+  // Waits until a transition of the tags can begin (Need::kTransition), then begins it. Tags in
+  // `out` that are already paused and tags in `into` that are already mapped are not changed.
+  // Errors: kUnknownTag; kInvalidState if a region of a tag in `out` is open or the wait would
+  // deadlock; kInvalidArgument if a tag is in both lists or there are no tags.
   static std::unique_ptr<Transition> begin(const TransitionRequest& request);
 
   // Destroying a transition that has not run cancels it and leaves the tags unchanged.
@@ -41,34 +41,35 @@ class Transition {
   Transition(const Transition&) = delete;
   Transition& operator=(const Transition&) = delete;
 
-  // Runs the transition, once, and releases the tags. Returns one row for each tag and device, in
-  // the order of the request. If `out` has memory, waits for all work submitted earlier to the
-  // devices.
+  // Runs the transition and releases the tags. May be called only once. Returns one row for each
+  // tag and device, in the order of the request. If tags in `out` have memory, waits for all work
+  // submitted earlier to the devices.
   //
   // Errors: kOutOfDeviceMemory, kOutOfHostMemory, kBackupFailed, kDriverFailed.
-  // After an error every tag of `out` is mapped with its contents, and every tag of `into` is
-  // paused with its backup and uses no memory. There are two exceptions:
-  //   - The contents of tags of `out` without a backup may be lost if `into` has tags: other
-  //     contents overwrote them.
+  // After an error, every tag in `out` is mapped and has its contents, and every tag in `into` is
+  // paused, has its backup and uses no memory. This guarantee has two exceptions:
+  //   - If `into` has tags, the contents of tags in `out` without a backup may be lost, because
+  //     other contents overwrote them.
   //   - If undoing also fails, because the driver refuses a call or a backup cannot be read, the
-  //     tags of `out` are paused. Their contents are in their backups, in retained unmapped pages
-  //     or in pages that are still mapped, and a resume restores all of them.
+  //     tags in `out` are paused. Their contents are in their backups, in retained unmapped pages
+  //     or in pages that are still mapped. A resume restores all of these contents.
   std::vector<Change> run();
 
-  // Waits for the devices' work in advance, so that run() need not: a later wait would include the
-  // copies of other transitions. Throws kDriverFailed.
+  // Waits for the devices' work before run(), so that run() does not wait for it. A later wait
+  // would include the copies of other transitions. Throws kDriverFailed.
   void drain();
 
-  // Ends a transition that has not run; waits for it fail. The tags are unchanged.
+  // Ends a transition that has not run. Calls that wait for the transition fail. The tags are
+  // unchanged.
   void cancel() noexcept;
 
-  // Sets the description of the caller that errors report after an access to paused memory. Call
-  // before run(), on one thread. Throws kInvalidState after run().
+  // Sets the description of the caller, which errors report after an access to paused memory. Must
+  // be called before run(), on one thread at a time. Throws kInvalidState after run().
   void set_caller(const std::string& caller);
 
-  // Hands the transition over from the calling thread, which began it, to another one.
-  // Afterwards the calling thread's calls wait for it, like those of any other thread. Throws
-  // kInvalidState after run().
+  // Hands the transition over from the calling thread, which began it, to another thread.
+  // Afterwards, calls on the calling thread wait for the transition like calls on any other thread.
+  // Throws kInvalidState after run().
   void hand_over();
 
   // The number of rows that run() returns.
@@ -79,13 +80,13 @@ class Transition {
 
   // Makes work that is submitted to the stream after this call wait for the transition. Returns
   // when all copies of a resume are queued on the devices, or when the transition has ended. Any
-  // thread. Throws kInvalidState if the transition failed, or if the wait would deadlock, because
-  // this thread must run the transition or the running thread waits for this one.
+  // thread. Throws kInvalidState if the transition failed, or if the wait would deadlock because
+  // this thread must run the transition or because the running thread waits for this thread.
   void wait_stream(CUstream stream);
-  // Like wait_stream(), but the work waits only for the contents of some addresses of a resume: for
-  // the copies into them and those queued before. If an address does not belong to the resume,
-  // waits for all copies. If `stream` is null, this thread waits. Throws like wait_stream(), and
-  // kDriverFailed.
+  // Like wait_stream(), but the work waits only for the contents of some addresses of a resume,
+  // that is, for the copies into these addresses and the copies queued before them. If an address
+  // does not belong to the resume, the work waits for all copies. If `stream` is null, this thread
+  // waits instead. Throws the errors of wait_stream(), and kDriverFailed.
   void wait_ranges(const std::vector<Range>& ranges, const CUstream* stream);
 
  private:

@@ -1,4 +1,5 @@
-// transition_completion: the phase of a transition, for threads that order a stream after it.
+// transition_completion: the phase of a transition, for threads that make a stream wait for the
+// transition.
 #pragma once
 
 #include <cuda.h>
@@ -16,15 +17,15 @@ namespace memsaver {
 // Any thread may call any function.
 class TransitionCompletion {
  public:
-  // Records that all memory is mapped and all copies are queued, with each device's events: work
-  // after an event sees the contents that were queued before it.
+  // Records that all memory is mapped and all copies are queued, and stores each device's events.
+  // Work after an event sees the contents that were queued before the event.
   void set_queued(std::vector<CopyEvents> events);
-  // Records a failure after set_queued. Returns whether set_queued was called.
+  // Records a failure after set_queued(). Returns whether set_queued() was called.
   bool withdraw() noexcept;
   void end(bool succeeded) noexcept;
 
-  // Waits until the copies are queued, or the transition has ended; then makes work that is
-  // submitted to the stream after this call wait for the copies. `tags` are the transition's.
+  // Waits until the copies are queued or the transition has ended. Then makes work that is
+  // submitted to the stream after this call wait for the copies. `tags` are the transition's tags.
   // Throws kInvalidState if the transition failed, or if the wait would deadlock.
   void wait_stream(const std::vector<Tag*>& tags, CUstream stream);
   // See Transition::wait_ranges.
@@ -32,8 +33,8 @@ class TransitionCompletion {
                    const CUstream* stream);
 
  private:
-  // Waits until the copies are queued, or the transition has ended. Returns the lock of `mutex_`.
-  // Throws like wait_stream.
+  // Waits until the copies are queued or the transition has ended. Returns the lock of `mutex_`.
+  // Throws the same errors as wait_stream().
   std::unique_lock<std::mutex> await_copies(const std::vector<Tag*>& tags);
   // The next three functions need the lock.
   void require_not_failed() const;

@@ -1,7 +1,7 @@
-// transition_plan: the pools that a transition changes: those whose memory leaves the device, and
-// those whose memory arrives.
+// transition_plan: the pools that a transition changes: pools whose memory leaves the device, and
+// pools whose memory arrives.
 //
-// In a pause no tag arrives, and in a resume none leaves. Planning reads tags and heaps under the
+// In a pause no tag arrives, and in a resume no tag leaves. Planning reads tags and heaps under the
 // registry's lock, changes nothing, and makes no driver call.
 #pragma once
 
@@ -17,7 +17,7 @@
 
 namespace memsaver {
 
-// Tags by name, or every tag.
+// A selection of tags by name, or of every tag.
 struct TagSelection {
   std::vector<std::string> names;
   bool is_every_tag = false;
@@ -27,15 +27,15 @@ struct TagSelection {
 
 struct TransitionRequest {
   TagSelection out, into;  // to pause, and to resume
-  // Overrides the policies of the tags of `out`. kNone in a resume restores nothing.
+  // Overrides the policies of the tags in `out`. In a resume, kNone means that nothing is restored.
   std::optional<Backup> policy;
-  // Ranges of `out` that no tensor owns: they are neither saved nor restored if Registry::changes
-  // still equals `changes`.
+  // Ranges of tags in `out` that no tensor owns. These ranges are neither saved nor restored if
+  // Registry::changes still equals `changes`.
   std::vector<Range> unowned;
   std::optional<uint64_t> changes;
 };
 
-// The transition's result for one tag on one device.
+// The result of a transition for one tag on one device.
 struct Change {
   const Tag* tag;
   int device;
@@ -44,7 +44,7 @@ struct Change {
   uint64_t copied_bytes;
 };
 
-// The memory of one tag on one device, in a transition.
+// The memory of one tag on one device that a transition changes.
 struct PoolChange {
   explicit PoolChange(Pool& pool) : pool(&pool) {}
 
@@ -52,11 +52,11 @@ struct PoolChange {
 
   Pool* pool;
   std::vector<Range> ranges;  // the ranges to save or to restore, sorted
-  // Removed from the heap, or created for it. The entry of a mapping that was unmapped stays as an
-  // empty entry.
+  // Mappings that were removed from the heap or created for it. After a mapping is unmapped, its
+  // entry stays in the map as an empty entry.
   std::map<uint64_t, Mapping> mappings;
-  // The pool's retained unmapped pages. A pause that cannot be undone leaves pages here; the resume
-  // maps them, and keeps the entries in case it must be undone.
+  // The pool's retained unmapped pages. A pause that cannot be undone stores pages in this list.
+  // The resume maps these pages, and keeps the entries because the resume may have to be undone.
   std::vector<UnmappedPage> unmapped_pages;
   uint64_t device_bytes = 0;  // bytes to release or to map
   uint64_t copied_bytes = 0;
@@ -67,8 +67,8 @@ struct Leaving : PoolChange {
 
   Backup policy = Backup::kNone;
   Unchanged unchanged;
-  // The saved ranges of pages that were transferred to another tag. Their room is reserved before
-  // the first transfer.
+  // The saved ranges of pages that were transferred to another tag. The list's capacity is reserved
+  // before the first transfer.
   std::vector<Range> transferred;
 };
 
@@ -87,18 +87,20 @@ struct TransitionPlan {
   std::vector<Change> rows;  // for each tag and device of the request, in its order
 };
 
-// The tags of a request. "Every tag" means those that exist when the request is made: a tag that is
-// created while the transition waits for its tags is not included.
+// The tags of a request. "Every tag" means every tag that exists when the request is made; a tag
+// that is created while the transition waits for its tags is not included.
 struct SelectedTags {
   std::vector<Tag*> all() const;  // `out`, then `into`
 
   std::vector<Tag*> out, into;
 };
 
-// Throws kUnknownTag, kInvalidArgument (a tag in both, or no tag requested).
+// Returns the tags of a request. Throws kUnknownTag, and kInvalidArgument if a tag is in both lists
+// or no tag is requested.
 SelectedTags select_tags(const TransitionRequest& request);
 
-// The caller owns the tags. Throws kInvalidState if a region of a tag of `out` is open.
+// Returns the plan for a request. The caller must own the tags. Throws kInvalidState if a region of
+// a tag in `out` is open.
 TransitionPlan plan_transition(const TransitionRequest& request, const SelectedTags& tags);
 
 std::vector<std::string> names_of(const std::vector<Tag*>& tags);

@@ -1,10 +1,10 @@
-// undo_journal: the pages that a transition moves on one device, with their previous places, so
-// that all of them can be moved back.
+// undo_journal: records the pages that a transition moves on one device and their previous places,
+// so that all pages can be moved back.
 //
-// A page is a piece of physical memory with its contents. The journal makes every move, and records
-// it in room that was reserved before the first one: undoing needs no host memory. It makes only
-// calls that need no context. One thread at a time may use a journal. The caller drains the device
-// before pages are unmapped.
+// A page is a piece of physical memory with its contents. The journal makes every move and records
+// it. Room for all records is reserved before the first move, so undoing needs no host memory. The
+// journal makes only driver calls that need no context. One thread at a time may use a journal. The
+// caller must drain the device before pages are unmapped.
 #pragma once
 
 #include <cuda.h>
@@ -18,15 +18,16 @@ namespace memsaver {
 
 class UndoJournal {
  public:
-  // Reserves room for `pages` moves. Pages are mapped for `access` (Device::access).
+  // Reserves room for the records of `pages` moves. Pages are mapped with the access rights
+  // `access` (a result of Device::access).
   void reserve(size_t pages, std::vector<CUmemAccessDesc> access);
 
-  // --- The moves. If one of these functions throws, undo() restores its page too. All throw
-  // kDriverFailed.
+  // --- The moves. If one of these functions throws, undo() also restores the page of the failed
+  // move. All of these functions throw kDriverFailed.
 
   // Unmaps a page, which is later released or mapped again.
   void unmap(Leaving& from, uint64_t address, Mapping& mapping);
-  // Also adds the page's saved ranges to Leaving::transferred.
+  // Transfers a page to an arriving tag, and adds the page's saved ranges to Leaving::transferred.
   void transfer(const PageTransfer& transfer);
   // Throws kOutOfDeviceMemory.
   void map_new(Arriving& to, const Range& tile);
@@ -41,10 +42,11 @@ class UndoJournal {
   // address, or to unmap a transferred page. A page of an Arriving that the driver does not unmap
   // stays mapped.
   bool undo() noexcept;
-  // After undo() returned false on any device: the pools of `out` keep their contents but stay
-  // unmapped. Releases the pages that were transferred, which other contents may have overwritten.
+  // Called after undo() returned false on any device. The pools of `out` then keep their contents
+  // but stay unmapped. Releases the pages that were transferred, because other contents may have
+  // overwritten them.
   void give_up_transferred() noexcept;
-  // Ends the journal. Pages that are still unmapped are retained in Pool::unmapped_pages.
+  // Ends the journal, and retains pages that are still unmapped in Pool::unmapped_pages.
   void close() noexcept;
 
  private:
