@@ -33,7 +33,8 @@ def backup_view(tensor: Any, writable: bool = False, retained: bool = False) -> 
             pause saved, at the same host address. A resume never restores writes to this view.
 
     Raises:
-        ConfigError: the tensor's memory is in no region.
+        ConfigError: the tensor's memory is in no region, or the tensor is sparse, nested, or a
+            conjugated or negated view.
         InvalidStateError: the tag is not paused, or it was paused without a backup, or with a
             backup on disk or on another GPU. With `retained`, the tag is not mapped, or no copy of
             the tensor is retained.
@@ -47,6 +48,13 @@ def backup_view(tensor: Any, writable: bool = False, retained: bool = False) -> 
         ) from None
     if not isinstance(tensor, torch.Tensor):
         raise ConfigError(f"backup_view takes a torch tensor, not {type(tensor).__name__}")
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise ConfigError("backup_view takes a dense tensor, not a sparse or nested one")
+    if tensor.is_conj() or tensor.is_neg():
+        raise ConfigError(
+            "the backup has the contents of the tensor's memory, and this tensor is a conjugated "
+            "or negated view: pass the original tensor, and conjugate or negate the result"
+        )
     if tensor.numel() == 0:
         view = torch.empty_like(tensor, device="cpu")
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from memsaver._runtime.native import _C
 from memsaver.errors import ConfigError
 
 __all__ = ["ranges_of"]
@@ -37,11 +38,12 @@ def ranges_of(memory: Any) -> list[tuple[int, int]]:
 
 def _range_of_tensor(tensor: Any) -> tuple[int, int]:
     """Return the memory range from a tensor's first element to its last."""
-    try:
-        address, shape = int(tensor.data_ptr()), tensor.shape
-        last = sum((n - 1) * step for n, step in zip(shape, tensor.stride(), strict=True))
-    except Exception as error:  # of several kinds, for tensors without their own memory
-        raise ConfigError(f"a {type(tensor).__name__} has no address: {error}") from error
+    with _C.SignalsDeferred():  # a handler's exception is not one of torch's
+        try:
+            address, shape = int(tensor.data_ptr()), tensor.shape
+            last = sum((n - 1) * step for n, step in zip(shape, tensor.stride(), strict=True))
+        except Exception as error:  # of several kinds, for tensors without their own memory
+            raise ConfigError(f"a {type(tensor).__name__} has no address: {error}") from error
     return address, (last + 1) * int(tensor.element_size()) if 0 not in shape else 0
 
 

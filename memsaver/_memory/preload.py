@@ -105,7 +105,7 @@ def preload(tag: str | None = None, backup: Backup | None = None) -> Iterator[No
 
     The block changes `os.environ` for the whole process, so children that other threads start
     during the block are also preloaded. The end of the block restores the changed variables, even
-    after an exception. Blocks may be nested.
+    after an exception. Blocks may be nested, but blocks in several threads must not overlap.
 
     Raises:
         ConfigError, NotLoadedError: see `preload_env`. After an error, all variables are unchanged.

@@ -1,7 +1,9 @@
 """Tensors that can be read but not written. Importing this module imports torch.
 
-The tensors reject writes by torch's own operations and by NumPy. A write through `data_ptr()` is
-not detected.
+The tensors reject writes by torch's own operations, by torch.distributed's collectives and by
+NumPy. A write through `data_ptr()` is not detected. Functions in C++ that receive a tensor in a
+nested list, such as `torch.distributed.scatter`, need a copy, and so does
+`torch.utils.dlpack.to_dlpack`.
 """
 
 from __future__ import annotations
@@ -53,6 +55,9 @@ class ReadOnlyTensor(torch.Tensor):  # type: ignore[misc]  # torch is not follow
         """Reject operations that write, and make views of read-only memory read-only too."""
         kwargs = kwargs or {}
         arguments = func._schema.arguments
+        # The schemas of torch.distributed's collectives do not mark the written arguments.
+        if func.namespace == "c10d" and func._schema.name.endswith("_"):
+            raise InvalidStateError(f"{func} may write in place, and {_ADVICE}")
         for index, argument in enumerate(arguments):
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             written = argument.alias_info is not None and argument.alias_info.is_write

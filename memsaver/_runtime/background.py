@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 from memsaver._runtime.latches import Latch
 from memsaver._runtime.native import _C, emit_warnings
-from memsaver.errors import InvalidStateError, MemsaverWarning
+from memsaver.errors import ConfigError, InvalidStateError, MemsaverWarning
 
 __all__ = ["Job", "can_start_threads", "start_daemon"]
 
@@ -90,11 +90,15 @@ class Failure:
     def __del__(self, warn: Callable[..., None] = warnings.warn) -> None:
         if not self.is_delivered:
             warn(
-                f"{self.what} failed in the background, and its result was never requested: "
-                f"{self.error!s}",
+                f"{self.what} raised an error in the background, and its result was never "
+                f"requested: {self.error!s}",
                 MemsaverWarning,
                 stacklevel=2,
             )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
 
 
 def _fill(places: list[Outcome[Result]], work: Callable[[], Result]) -> None:
@@ -182,6 +186,7 @@ class Job(Generic[Result]):
             timeout: the maximum time to wait, in seconds; None means no limit.
 
         Raises:
+            ConfigError: the timeout is not a number.
             TimeoutError: the work did not end within the timeout, and continues.
             MemsaverError: the error that the work raised.
         """
@@ -189,6 +194,8 @@ class Job(Generic[Result]):
 
     def _waited(self, timeout: float | None) -> Result:
         """Wait, and emit warnings that point to the caller of the public method."""
+        if timeout is not None and not _is_number(timeout):
+            raise ConfigError(f"timeout must be a number of seconds or None, not {timeout!r}")
         self._wait(None if timeout is None else time.monotonic() + timeout, timeout)
         emit_warnings(stacklevel=4)
         return self._collected()

@@ -45,7 +45,8 @@ class Latch:
             waiter.acquire()
             self._waiters.append(waiter)
             if not self._is_open:  # `open` sets the flag before it reads the list
-                waiter.acquire(timeout=-1 if seconds is None else max(seconds, 0))
+                timeout = -1 if seconds is None else min(max(seconds, 0), threading.TIMEOUT_MAX)
+                waiter.acquire(timeout=timeout)
             self._waiters.remove(waiter)
         return self._is_open
 

@@ -165,10 +165,11 @@ def check_new_tag(tag: object) -> str:
 def _add_similar_tag(error: MemsaverError) -> None:
     """Add the known tag with the most similar name to an UnknownTagError."""
     if isinstance(error, UnknownTagError) and error.tag:
-        try:
-            known = dict.fromkeys(str(row["tag"]) for row in _C.stats())
-        except Exception:
-            return  # the error itself is more important
+        with _C.SignalsDeferred():
+            try:
+                known = dict.fromkeys(str(row["tag"]) for row in _C.stats())
+            except Exception:
+                return  # the error itself is more important
         error.message += did_you_mean(error.tag, known)
 
 

@@ -6,7 +6,6 @@ Only `Transition` is public. The module `transitions` contains the public functi
 from __future__ import annotations
 
 import time
-import warnings
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -15,7 +14,7 @@ from memsaver._memory.memory_ranges import ranges_of
 from memsaver._memory.torch_mode import torch_pools
 from memsaver._runtime.background import Job
 from memsaver._runtime.callers import caller
-from memsaver._runtime.native import _C, STATES, State, check_tag
+from memsaver._runtime.native import _C, STATES, State, check_tag, note
 from memsaver._transitions import observers
 from memsaver._transitions.progress import Callback, callback_of
 from memsaver._transitions.reports import Change, Report
@@ -112,8 +111,20 @@ class Call:
         """Cancel a transition that has not run, and notify callbacks of tags that stay mapped."""
         if self.native is not None:
             self.native.give_up()
+        leaving: BaseException | None = None
         for name in self._notified:
-            _notify_after(error, name)
+            try:
+                observers.notify_resume(name)
+            except Exception as second:
+                note(
+                    f"a callback for tag {name!r} failed after the pause had failed ({error}): "
+                    f"{second!r}",
+                    MemsaverWarning,
+                )
+            except BaseException as second:  # an exit or an interrupt
+                leaving = leaving or second
+        if leaving is not None:
+            raise leaving from error
 
     def _unowned_ranges(self, going: list[str]) -> list[tuple[int, int]]:
         pools = torch_pools(required=False)
@@ -305,19 +316,9 @@ def _address_of(stream: Any) -> int:
             f"wait_stream takes a torch.cuda.Stream or a stream's address, not "
             f"{type(stream).__name__}"
         )
+    if not 0 <= address < 1 << 64:
+        raise ConfigError(f"a stream's address must be from 0 to 2^64 - 1, not {address}")
     return address
-
-
-def _notify_after(error: BaseException, tag: str) -> None:
-    """Notify callbacks that a tag stays mapped, and turn the callbacks' errors into warnings."""
-    try:
-        observers.notify_resume(tag)
-    except Exception as second:
-        warnings.warn(
-            f"a callback for tag {tag!r} failed after the pause had failed ({error}): {second!r}",
-            MemsaverWarning,
-            stacklevel=5,
-        )
 
 
 def _notify_all(tags: list[str]) -> None:

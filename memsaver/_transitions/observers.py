@@ -180,7 +180,8 @@ def _call(callbacks: list[Registration], kind: str, tag: str, keep_going: bool =
 def _name_callback(error: BaseException, what: str) -> None:
     """Add a note about an error's origin, which Python 3.11 and newer show."""
     text = f"raised by the {what}"
-    if hasattr(error, "add_note"):
-        error.add_note(text)
-    else:
-        setattr(error, "__notes__", [*getattr(error, "__notes__", []), text])  # noqa: B010
+    with contextlib.suppress(Exception):  # some exceptions, such as frozen dataclasses, accept none
+        if hasattr(error, "add_note"):
+            error.add_note(text)
+        else:
+            setattr(error, "__notes__", [*getattr(error, "__notes__", []), text])  # noqa: B010

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Literal, overload
@@ -54,7 +55,9 @@ def pause(
         backup: "none", "host", "pageable", "disk" or "peer" (see `region`). This value overrides
             the regions' policy for this call only.
         wait: if False, the call returns a `Transition` as soon as the tags are reserved, and
-            another thread completes the pause. The caller must not use the memory after the call.
+            another thread completes the pause. If other processes use tensors of the tags, the call
+            first waits for them, up to the option `importer_seconds`. The caller must not use the
+            memory after the call.
         progress: a function that the waiting thread calls as `progress(done_bytes, total_bytes)`,
             about every 50 ms and at the end, while another thread does the work. The function is
             never called if there is nothing to copy. The value True shows a progress bar on stderr.
@@ -128,6 +131,7 @@ def resume(
         UnknownTagError: no region has ever named one of the tags.
         OutOfDeviceMemoryError: the device has too little free memory; the error contains the needed
             and the free bytes.
+        OutOfHostMemoryError: there is not enough host memory for the buffers of a copy.
         InvalidStateError: waiting for a tag would deadlock, as in `pause`.
         BackupError: the backup could not be read.
         DriverError: a driver call failed.
@@ -281,11 +285,15 @@ def _transition(call: Call, wait: bool, progress: Progress) -> Report | Transiti
         )
     try:
         if wait and (progress is None or progress is False):
-            return _C.uninterrupted(call.finish)
-        handle = _C.uninterrupted(partial(Transition, call, progress))
-    finally:
-        emit_warnings(stacklevel=4)
-    return handle.wait() if wait else handle
+            done: Report | Transition = _C.uninterrupted(call.finish)
+        else:
+            done = _C.uninterrupted(partial(Transition, call, progress))
+    except BaseException:
+        with contextlib.suppress(Warning):  # warnings that are errors do not replace the call's own
+            emit_warnings(stacklevel=4)
+        raise
+    emit_warnings(stacklevel=4)
+    return done.wait() if wait and isinstance(done, Transition) else done
 
 
 def _side(tags: str | Sequence[str], side: str) -> list[str]:

@@ -37,7 +37,11 @@ Result = TypeVar("Result")
 
 
 def run_on_all_ranks(
-    what: Callable[[], str], prepare: Callable[[], Call], group: Any, timeout: float | None
+    what: Callable[[], str],
+    prepare: Callable[[], Call],
+    group: Any,
+    timeout: float | None,
+    done: Callable[[Report], None] = lambda report: None,
 ) -> GroupReport:
     """Run a call on every rank of the group, or on none.
 
@@ -51,6 +55,8 @@ def run_on_all_ranks(
         group: a `torch.distributed` group; None means the world.
         timeout: seconds to wait for the other ranks at each step; None means the group's own
             timeout.
+        done: a function that is called with this rank's report before warnings are emitted, which
+            raise exceptions if warnings are errors.
 
     Raises:
         RankError: the call failed on a rank.
@@ -63,6 +69,7 @@ def run_on_all_ranks(
         attempt = _Attempt(what(), group, timeout)
         try:
             report, figures = attempt.make(prepare)
+            done(report)
         except MemsaverError as error:
             if attempt.leaving is not None:
                 raise attempt.leaving from error

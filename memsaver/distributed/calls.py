@@ -10,6 +10,7 @@ from memsaver._runtime.blocks import block
 from memsaver._runtime.interrupts import signals_deferred
 from memsaver._runtime.native import _C, Backup
 from memsaver._transitions.handles import Call, state
+from memsaver._transitions.reports import Report
 from memsaver._transitions.transitions import pause_call, resume_call, swap_call
 from memsaver.distributed.agreement import run_on_all_ranks
 from memsaver.distributed.reports import GroupReport
@@ -43,12 +44,7 @@ def pause(
         InvalidStateError: torch.distributed is not initialised, or this rank is not in the group.
         NotLoadedError: torch is not installed, or the group needs gloo and torch lacks it.
     """
-    return run_on_all_ranks(
-        lambda: f"pause({listed(tags) or 'every tag'})",
-        lambda: pause_call(tags, backup),
-        group,
-        timeout,
-    )
+    return _pause(tags, group, backup, timeout)
 
 
 def resume(*tags: str, group: Any = None, timeout: float | None = None) -> GroupReport:
@@ -125,16 +121,32 @@ def paused(
     pause's report. The arguments and errors are those of `pause` and `resume`. If the resume fails,
     the tags stay paused on all ranks.
     """
-    resume_paused: Callable[[], None] | None = None
+    going: list[tuple[str, ...]] = []
     try:
         with signals_deferred():  # an interrupt must not lose the tags to resume
-            report = pause(*tags, group=group, backup=backup, timeout=timeout)
-            going = report.local.changed
-            resume_paused = partial(_resume_paused, tags, going, group, timeout)
+            report = _pause(
+                tags, group, backup, timeout, lambda report: going.append(report.changed)
+            )
         yield report
     finally:
-        if resume_paused is not None:
-            _C.uninterrupted(resume_paused, True)
+        if going:
+            _C.uninterrupted(partial(_resume_paused, tags, going[0], group, timeout), True)
+
+
+def _pause(
+    tags: Sequence[str],
+    group: Any,
+    backup: Backup | None,
+    timeout: float | None,
+    done: Callable[[Report], None] = lambda report: None,
+) -> GroupReport:
+    return run_on_all_ranks(
+        lambda: f"pause({listed(tags) or 'every tag'})",
+        lambda: pause_call(tags, backup),
+        group,
+        timeout,
+        done,
+    )
 
 
 def _resume_paused(

@@ -80,6 +80,24 @@ def test_a_backup_view_of_a_tensor(sim, tag):
             memsaver.backup_view(bad)
 
 
+def test_tensors_whose_values_differ_from_their_memory_have_no_backup_view(sim, tag):
+    torch = pytest.importorskip("torch")
+    with memsaver.region(name := tag(), backup="host"):
+        pairs = simulator.empty(8, dtype=torch.complex64).fill_(1 + 2j)
+    memsaver.pause(name)
+    others = [
+        pairs.conj(),
+        pairs.conj().imag,
+        torch.eye(2).to_sparse(),
+        torch.eye(2).to_sparse_csr(),
+    ]
+    for tensor in others:
+        with pytest.raises(memsaver.ConfigError, match="backup"):
+            memsaver.backup_view(tensor)
+    assert memsaver.backup_view(pairs).imag.tolist() == [2] * 8
+    memsaver.resume(name)
+
+
 def test_memory_that_was_not_saved_has_no_backup_view(sim, tag, make_blocks):
     torch = pytest.importorskip("torch")
     name = tag()

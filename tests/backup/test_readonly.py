@@ -59,7 +59,20 @@ WRITES = {
     "storage": lambda v: v.untyped_storage().fill_(0),
     "dlpack": lambda v: torch.from_dlpack(v).zero_(),
     "share_memory_": lambda v: v.share_memory_(),
+    "all_reduce": lambda v: collective("all_reduce", v),
+    "broadcast": lambda v: collective("broadcast", v, 0),
+    "reduce": lambda v: collective("reduce", v, 0),
 }
+
+
+def collective(name, *arguments):
+    """Call one of torch.distributed's functions in a group of this process alone."""
+    dist = torch.distributed
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        getattr(dist, name)(*arguments)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)

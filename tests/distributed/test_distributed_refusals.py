@@ -175,3 +175,27 @@ def test_invalid_calls_are_rejected_before_anything_changes(run_ranks):
         """,
         3,
     )
+
+
+def test_a_warning_that_is_an_error_does_not_keep_the_tags_paused(run_ranks):
+    """Its rank waits at the end of the block, like a rank whose block raises."""
+    run_ranks(
+        """
+        import warnings
+        begin("gloo")
+        kept = blocks("w", [MIB] * (RANK == 0), "host")  # rank 1 has no memory in the tag
+        if RANK == 1:
+            with memsaver.region("w", backup="host"):
+                pass
+
+        def block():
+            with md.paused("w"):
+                assert states("w") == ["paused"]
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            raises(memsaver.errors.UsageWarning, block) if RANK == 1 else block()
+        assert states("w") == ["mapped"] and intact(kept)
+        """,
+        2,
+    )

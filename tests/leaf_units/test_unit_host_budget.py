@@ -174,7 +174,7 @@ def test_a_claim_is_seen_until_it_is_touched(system):
 def test_a_claim_beyond_the_systems_memory_is_refused(system):
     said = system(TEN)("claim", "take", 10241, "take", 10000, "grow", 1000)
     assert said[0].startswith(
-        f"error 5 needed {10241 * MIB} free {10 * GIB}: the test needs 10.001 GiB"
+        f"error 5 needed {10241 * MIB} free {10 * GIB}: a backup needs 10.001 GiB"
     )
     assert "MemAvailable" in said[0] and "backup='disk'" in said[0] and "trim()" in said[0]
     assert said[1].startswith("claimed 0 available 10240 this 0")

@@ -7,6 +7,7 @@ import copyreg
 import io
 import pickle
 import re
+import signal
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -14,6 +15,8 @@ import pytest
 import memsaver
 from memsaver import simulator
 from memsaver._memory import pickling
+from memsaver._memory.memory_ranges import ranges_of
+from memsaver._memory.sharing import sending
 
 torch = pytest.importorskip("torch")
 
@@ -196,3 +199,32 @@ def test_the_registered_functions_are_not_stacked(make):
     pickling.register(torch)
     assert copyreg.dispatch_table[torch.Tensor] is before
     assert pickle.loads(pickle.dumps(tensor)).shape == tensor.shape
+
+
+@pytest.mark.parametrize("look", [sending.located, ranges_of])
+def test_an_exception_of_a_signal_handler_is_not_taken_for_one_of_torch(look, monkeypatch):
+    def expire(*_):
+        raise TimeoutError("the alarm")
+
+    class Tensor:
+        shape = (1,)
+
+        def data_ptr(self):
+            signal.raise_signal(signal.SIGUSR1)
+            return 0
+
+        def untyped_storage(self):
+            return self
+
+        def stride(self):
+            return (1,)
+
+        def element_size(self):
+            return 4
+
+    before = signal.signal(signal.SIGUSR1, expire)
+    try:
+        with pytest.raises(TimeoutError, match="the alarm"):
+            look(Tensor())
+    finally:
+        signal.signal(signal.SIGUSR1, before)

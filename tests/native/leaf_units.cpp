@@ -46,8 +46,8 @@ void claim(const Arguments& arguments) {
   for (size_t i = 0; i + 1 < arguments.size(); i += 2) {
     const uint64_t bytes = number(arguments[i + 1]) << 20;
     attempt([&] {
-      if (arguments[i] == "take") claim = HostClaim::take(bytes, "the test");
-      if (arguments[i] == "grow") claim.grow(bytes, "the test");
+      if (arguments[i] == "take") claim = HostClaim::take(bytes, HostUse::kBackup);
+      if (arguments[i] == "grow") claim.grow(bytes, HostUse::kBackup);
       if (arguments[i] == "touched") claim.touched(bytes);
       if (arguments[i] == "shrink") claim.shrink(bytes);
       if (arguments[i] == "untouched") claim.shrink_untouched(bytes);
@@ -68,7 +68,7 @@ void claims_at_once(const Arguments& arguments) {
   std::atomic<int> granted{0}, refused{0};
   run_in_parallel(claims.size(), [&](size_t index) {
     try {
-      claims[index] = HostClaim::take(bytes, "the test");
+      claims[index] = HostClaim::take(bytes, HostUse::kBackup);
       ++granted;
     } catch (const Error&) {
       ++refused;

@@ -207,6 +207,15 @@ def test_invalid_calls_are_rejected_at_once(sim, tag, make_blocks):
     for bad in ("0", 1.5, object(), True):
         with pytest.raises(ConfigError, match="wait_stream"):
             under_way.wait_stream(bad)
+    for bad in (-1, 1 << 64):
+        with pytest.raises(ConfigError, match="a stream's address"):
+            under_way.wait_stream(bad)
+    for job in (under_way, memsaver.trim()):
+        for bad in ("5", float("nan"), True, [1]):
+            with pytest.raises(ConfigError, match="timeout must be a number"):
+                job.wait(bad)
+        job.wait(float("inf"))
+        job.wait(1e12)
     under_way.wait()
 
 

@@ -41,7 +41,7 @@ def test_exit_with_a_transition_that_fails(run_python):
     """
     )
     assert done.stdout == "end\n"
-    assert "MemsaverWarning: the pause of 't' failed" in done.stderr
+    assert "MemsaverWarning: the pause of 't' raised an error" in done.stderr
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
 
 

@@ -1,8 +1,10 @@
 """Tests callbacks of pauses and resumes: when they run, their arguments, thread and failures."""
 
+import dataclasses
 import gc
 import threading
 import time
+import warnings
 import weakref
 from typing import ClassVar
 
@@ -302,6 +304,55 @@ def test_a_failed_pause_notifies_all_and_raises_its_own_error(sim, tag, make_blo
             memsaver.pause(first, second)
     assert [(what, name) for what, name, _ in events] == [("resume", first), ("resume", second)]
     assert len(blocks) == 2
+
+
+def test_a_callbacks_exit_after_a_failed_pause_follows_the_other_callbacks(
+    sim, tag, make_blocks, events
+):
+    first, second = tag("first"), tag("second")
+    blocks = make_blocks(first, [MIB]) + make_blocks(second, [MIB])
+
+    def leave(tag):
+        raise SystemExit(tag)
+
+    events.on(memsaver.on_resume, leave, first)
+    events.on(memsaver.on_resume, events.note("resume"))
+    with sim.fault("cuMemUnmap"), pytest.raises(SystemExit) as caught:
+        memsaver.pause(first, second)
+    assert isinstance(caught.value.__cause__, memsaver.DriverError)
+    assert [name for _, name, _ in events] == [first, second] and len(blocks) == 2
+
+
+def test_warnings_that_are_errors_do_not_replace_a_pauses_error(sim, tag, make_blocks, events):
+    name = tag()
+    blocks = make_blocks(name, [MIB])
+    events.on(memsaver.on_resume, lambda tag: 1 / 0)
+    events.on(memsaver.on_resume, events.note("resume"))
+    with warnings.catch_warnings(), sim.fault("cuMemUnmap"):
+        warnings.simplefilter("error")
+        with pytest.raises(memsaver.DriverError):
+            memsaver.pause(name)
+    assert [what for what, _, _ in events] == ["resume"] and blocks
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenError(Exception):
+    code: int
+
+
+def test_an_error_that_accepts_no_note_is_raised_unchanged(sim, tag, make_blocks, events):
+    name = tag()
+    blocks = make_blocks(name, [MIB])
+
+    def fail(tag):
+        raise FrozenError(7)
+
+    events.on(memsaver.on_resume, fail)
+    events.on(memsaver.on_resume, events.note("resume"))
+    memsaver.pause(name)
+    with pytest.raises(FrozenError):
+        memsaver.resume(name)
+    assert [what for what, _, _ in events] == ["resume"] and blocks
 
 
 def test_a_failed_resume_announces_nothing(sim, tag, make_blocks, events):

@@ -104,7 +104,7 @@ char* HostBackingStore::place(uint64_t address) const {
 }
 
 void HostBackingStore::claim(const std::vector<Range>& chunks) {
-  claim_.grow(total(chunks), "a backup");
+  claim_.grow(total(chunks), HostUse::kBackup);
 }
 
 void HostBackingStore::populate(const Range& part) {

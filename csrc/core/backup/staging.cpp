@@ -73,7 +73,7 @@ std::vector<HostClaim> claim_buffers(size_t most, size_t least, uint64_t bytes) 
   std::vector<HostClaim> claims;
   while (claims.size() < most) {
     try {
-      claims.push_back(HostClaim::take(bytes, "a staging buffer"));
+      claims.push_back(HostClaim::take(bytes, HostUse::kStaging));
     } catch (const Error& error) {
       if (claims.size() < least || error.status != Status::kOutOfHostMemory) throw;
       break;

@@ -72,38 +72,42 @@ Available ask_system() {
   return available;
 }
 
-[[noreturn]] void refuse(uint64_t bytes, uint64_t free, const std::string& what,
-                         const std::string& limit, const std::string& remedy) {
+const char* name_of(HostUse use) {
+  return use == HostUse::kBackup ? "a backup" : "a staging buffer";
+}
+
+[[noreturn]] void refuse(uint64_t bytes, uint64_t free, HostUse use, const std::string& limit,
+                         const std::string& remedy) {
   Error error(Status::kOutOfHostMemory,
-              what + " needs " + format_bytes(bytes) + " of host memory, and " +
-                  format_bytes(free) + " are available: the limit is " + limit +
-                  ", and backups use " + format_bytes(claimed_bytes) + "; " + remedy +
-                  ", or use backup='disk' or backup='none'");
+              std::string(name_of(use)) + " needs " + format_bytes(bytes) +
+                  " of host memory, and " + format_bytes(free) + " are available: the limit is " +
+                  limit + ", and backups use " + format_bytes(claimed_bytes) + "; " + remedy +
+                  (use == HostUse::kBackup ? ", or use backup='disk' or backup='none'" : ""));
   error.needed_bytes = bytes;
   error.free_bytes = free;
   throw error;
 }
 
-void claim(uint64_t bytes, const std::string& what) {
+void claim(uint64_t bytes, HostUse use) {
   if (bytes == 0) return;
   const uint64_t most = option(Option::host_bytes);
   std::lock_guard<std::mutex> lock(mutex);
   if (most != 0 && bytes > less(most, claimed_bytes)) {
-    refuse(bytes, less(most, claimed_bytes), what,
+    refuse(bytes, less(most, claimed_bytes), use,
            "the option host_bytes (MEMSAVER_HOST_BYTES), which is " + format_bytes(most),
            "raise host_bytes, release memory with trim()");
   }
   const Available available = ask_system();
   if (available.bytes == UINT64_MAX && is_out_of_descriptors()) {
     Error error(Status::kOutOfHostMemory,
-                what + " needs " + format_bytes(bytes) +
+                std::string(name_of(use)) + " needs " + format_bytes(bytes) +
                     " of host memory, and the available memory is unknown because no file can be "
                     "opened; close files or raise their limit (ulimit -n)");
     error.needed_bytes = bytes;
     throw error;
   }
   if (bytes > available.bytes) {
-    refuse(bytes, available.bytes, what, available.limit,
+    refuse(bytes, available.bytes, use, available.limit,
            "free host memory or raise that limit, release memory with trim()");
   }
   claimed_bytes += bytes;
@@ -114,9 +118,9 @@ void claim(uint64_t bytes, const std::string& what) {
 
 uint64_t host_available_bytes() { return ask_system().bytes; }
 
-HostClaim HostClaim::take(uint64_t bytes, const std::string& what) {
+HostClaim HostClaim::take(uint64_t bytes, HostUse use) {
   HostClaim taken;
-  taken.grow(bytes, what);
+  taken.grow(bytes, use);
   return taken;
 }
 
@@ -143,8 +147,8 @@ HostClaim& HostClaim::operator=(HostClaim&& other) noexcept {
 
 HostClaim::~HostClaim() { shrink(bytes_); }
 
-void HostClaim::grow(uint64_t bytes, const std::string& what) {
-  claim(bytes, what);
+void HostClaim::grow(uint64_t bytes, HostUse use) {
+  claim(bytes, use);
   bytes_ += bytes;
 }
 

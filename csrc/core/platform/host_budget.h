@@ -22,6 +22,9 @@ namespace memsaver {
 // processes' allocations. Returns UINT64_MAX if the system reports no values.
 uint64_t host_available_bytes();
 
+// The use of claimed memory, for the message and the advice of errors.
+enum class HostUse { kBackup, kStaging };
+
 // A claim on bytes of the budget; the destructor returns the bytes. Movable. One thread at a time
 // may use a claim, but several threads may call touched() at the same time.
 class HostClaim {
@@ -29,12 +32,11 @@ class HostClaim {
   // Claims nothing.
   HostClaim() noexcept = default;
 
-  // Claims `bytes` bytes. `what`, such as "the backup of tag 'weights'", appears in the error
-  // message. Errors: kOutOfHostMemory if host_available_bytes() is less than `bytes` or if all
-  // claims together would exceed option host_bytes; no bytes are claimed. In this error,
+  // Claims `bytes` bytes. Errors: kOutOfHostMemory if host_available_bytes() is less than `bytes`
+  // or if all claims together would exceed option host_bytes; no bytes are claimed. In this error,
   // needed_bytes is `bytes`, and free_bytes is the available memory. kBadConfig if the option is
   // invalid.
-  static HostClaim take(uint64_t bytes, const std::string& what);
+  static HostClaim take(uint64_t bytes, HostUse use);
 
   // Records `bytes` bytes to which the limits do not apply: the small amount that a transition
   // itself needs. held() includes these bytes; claimed() does not.
@@ -45,7 +47,7 @@ class HostClaim {
   ~HostClaim();
 
   // Claims `bytes` additional bytes. Throws the same errors as take(), without changing the claim.
-  void grow(uint64_t bytes, const std::string& what);
+  void grow(uint64_t bytes, HostUse use);
 
   // Records that `bytes` bytes of the claim are now allocated memory of this process, so the
   // system's available memory no longer includes them. Call this function after touching the

@@ -134,7 +134,7 @@ void DeviceTransition::reserve_undo() {
     if (from.pool->backup->kind() == Backup::kDisk) fingerprint_of("", 0);  // makes its table
   }
   if (bytes == 0) return;
-  staging_ = std::make_unique<StagingBuffer>(device_, HostClaim::take(bytes, "a staging buffer"));
+  staging_ = std::make_unique<StagingBuffer>(device_, HostClaim::take(bytes, HostUse::kStaging));
 }
 
 void DeviceTransition::map(Arriving& to) {

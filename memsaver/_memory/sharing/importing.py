@@ -81,6 +81,9 @@ def rebuild_named(named: Sequence[tuple[str, Sequence[Any]]]) -> list[tuple[str,
     """
     import torch
 
+    from memsaver._memory import pickling
+
+    pickling.register(torch)  # which rejects a received tensor that is sent again
     places = [Place(*reduced[-1]) for _, reduced in named]
     memories = _memories_at(places)
     return [

@@ -193,10 +193,11 @@ def located(tensor: Any) -> tuple[str, State] | None:
 
 def _address(tensor: Any) -> int:
     """Return the address of a tensor's memory, or 0 if the tensor has no memory of its own."""
-    try:
-        return int(tensor.untyped_storage().data_ptr())
-    except Exception:
-        return 0  # sparse, on the meta device, or a subclass
+    with _C.SignalsDeferred():  # a handler's exception is not one of torch's
+        try:
+            return int(tensor.untyped_storage().data_ptr())
+        except Exception:
+            return 0  # sparse, on the meta device, or a subclass
 
 
 def can_send(tensor: Any) -> bool:
@@ -250,11 +251,15 @@ def kept() -> int:
 def _add_importers(error: MemsaverError) -> None:
     """Add the processes that use a tag's tensors to a TagSharedError."""
     if isinstance(error, TagSharedError):
-        try:
-            rows = _C.importers()
-        except Exception:
-            return  # the error itself is more important
-        error.importers = tuple((pid, nbytes) for tag, pid, nbytes in rows if tag == error.tag)
+        with _C.SignalsDeferred():
+            try:
+                rows = _C.importers()
+            except Exception:
+                return  # the error itself is more important
+        # The core truncates a long tag in an error.
+        error.importers = tuple(
+            (pid, nbytes) for tag, pid, nbytes in rows if tag.startswith(error.tag)
+        )
 
 
 completions.append(_add_importers)

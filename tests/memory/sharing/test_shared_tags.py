@@ -27,6 +27,16 @@ def shared(importer, make, name, options):
     both.clear()  # pytest keeps the list
 
 
+@pytest.mark.parametrize("name", ["long" * 50])
+def test_the_importers_of_a_tag_with_a_long_name_are_reported(make, importer, options, name):
+    mine = make(MIB)
+    importer.load("x", mine)
+    options(importer_seconds=0.1)
+    with pytest.raises(memsaver.TagSharedError) as caught:
+        memsaver.pause(name)
+    assert [pid for pid, _ in caught.value.importers] == [importer.pid]
+
+
 CALLS = {
     "pause": lambda name, other: memsaver.pause(name),
     "all": lambda name, other: memsaver.pause(),

@@ -301,3 +301,18 @@ def test_arguments_of_the_native_calls(sim, make, name, tag):
     os.close(file)
     record.released([number, 999])
     record.close()
+
+
+def test_a_receiver_that_has_not_used_memsaver_cannot_forward_a_tensor(sender, run_python):
+    _, message = sender
+    run_python(
+        f"""
+        import pickle
+        from multiprocessing.reduction import ForkingPickler
+        from refusals import raises
+        tensor = pickle.loads(bytes.fromhex("{message.hex()}"))
+        from memsaver.errors import SharingError
+        assert "cannot be forwarded" in raises(SharingError, ForkingPickler.dumps, tensor)
+        del tensor
+        """
+    )
