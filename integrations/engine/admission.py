@@ -23,13 +23,7 @@ from .refusals import asleep_in, asleep_text
 from .shared_query import retrieve
 from .tags import RELEASE_ORDER, RESUME_ORDER
 
-__all__ = [
-    "EVERYTHING",
-    "Admission",
-    "ClientGoneError",
-    "RequestAbortedError",
-    "Sleeper",
-]
+__all__ = ["EVERYTHING", "Admission", "ClientGoneError", "RequestAbortedError", "Sleeper"]
 
 EVERYTHING = frozenset(RELEASE_ORDER)
 

@@ -287,10 +287,7 @@ def _load_plainly(
     """Run SGLang's handler; return its reply, or the failure of any rank. Collective.
 
     Args:
-        original: see `_load`.
-        updater: see `_load`.
-        request: see `_load`.
-        has_barrier: see `_load`.
+        original, updater, request, has_barrier: see `_load`.
         output_of: the class of the handler's reply.
         stages: the ranks of all stages of a pipeline, if they run the handler at the same time;
             None exchanges results only within `stage_group_of`.

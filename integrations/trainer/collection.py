@@ -48,8 +48,7 @@ __all__ = ["Collection"]
 _STEP = "the optimizer's step"
 # Packages whose frames are between the program's step and a hook that runs after it.
 _BETWEEN = {"memsaver", "torch", "contextlib"}
-# The collections that are watched, by their ids. `list` copies a dictionary's values in one step,
-# even if other threads or garbage collections change it; the iteration of a WeakSet can fail.
+# By id. `list` copies a dictionary's values in one step, even if other threads change it.
 _watching: dict[int, weakref.ref[Collection]] = {}
 
 
@@ -160,8 +159,7 @@ class Collection:
 
         Raises:
             OutOfDeviceMemoryError: too little memory is free for a storage or a batch. Memory that
-                was moved stays in the tag. All other memory stays in place, and a repeated call
-                moves it.
+                was moved stays in the tag, and a repeated call moves the rest.
             InvalidStateError: the tag is paused.
         """
         with self._lock.locked():

@@ -25,7 +25,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from memsaver._memory.sharing import sending
+from memsaver._memory.sharing import importing, sending
 from memsaver.errors import InvalidStateError
 
 __all__ = ["register"]
@@ -42,7 +42,7 @@ _pickling: dict[type, _Pickling] = {}
 def register(torch: Any) -> None:
     """Register checks of tensors that are pickled or sent. Thread-safe.
 
-        Only the first call in a process has an effect. This function acquires no lock, because a
+    Only the first call in a process has an effect. This function acquires no lock, because a
     finalizer or a signal handler might call it during another call on this thread.
     """
     global _registered
@@ -59,6 +59,9 @@ def register(torch: Any) -> None:
         ways[kind] = _pickling.setdefault(kind, _Pickling(ways.get(kind, _reduced)))
     sending.cover(torch)
     _registered = True
+
+
+importing.first_uses.append(register)  # rejects a received tensor that is sent again
 
 
 def _reduced(tensor: Any) -> Any:

@@ -265,9 +265,7 @@ class TorchPools:
         return sorted(live)
 
     def tensor_around(self, address: int) -> tuple[bool, tuple[int, int] | None]:
-        """Return whether an address is in a torch segment, and the range of the tensor there, if
-        any.
-        """
+        """Return whether an address is in a torch segment, and the tensor's range there, if any."""
         for segment in self._segments():
             if not segment["address"] <= address < segment["address"] + segment["total_size"]:
                 continue
@@ -353,9 +351,7 @@ class Route:
 
 @contextlib.contextmanager
 def suspended() -> Iterator[None]:
-    """Suspend this thread's routes during the block, for example for a graph capture with its own
-    pool.
-    """
+    """Suspend this thread's routes during the block, for example during a graph's capture."""
     route = _routes.current
     if route is None:
         yield

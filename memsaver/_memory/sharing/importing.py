@@ -6,7 +6,7 @@ import ctypes
 import functools
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from memsaver._memory.sharing import peers, wire
@@ -14,7 +14,11 @@ from memsaver._memory.sharing.uses import Place, Use
 from memsaver._runtime.native import _C
 from memsaver.errors import SharingError
 
-__all__ = ["is_imported", "name_of", "rebuild", "rebuild_named"]
+__all__ = ["first_uses", "is_imported", "name_of", "rebuild", "rebuild_named"]
+
+
+first_uses: list[Callable[[Any], None]] = []
+"""Functions to call with the module torch before tensors are created in imported memory."""
 
 
 def name_of(device: int) -> str:
@@ -81,9 +85,8 @@ def rebuild_named(named: Sequence[tuple[str, Sequence[Any]]]) -> list[tuple[str,
     """
     import torch
 
-    from memsaver._memory import pickling
-
-    pickling.register(torch)  # which rejects a received tensor that is sent again
+    for function in first_uses:
+        function(torch)
     places = [Place(*reduced[-1]) for _, reduced in named]
     memories = _memories_at(places)
     return [
