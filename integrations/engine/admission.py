@@ -80,11 +80,12 @@ class Admission:
     Args:
         policy: the policy for requests that need released memory.
         sleeper: the object that makes the calls to the engine.
-        without_backup: tags whose contents a release discards, or whose contents were discarded and
-            are not completely loaded again. A request that reads such a tag is refused, because its
-            results would be wrong after a wake-up.
+        without_backup: tags whose contents a release discards. A request that reads such a tag is
+            refused while the tag is released, because its results would be wrong after a wake-up.
 
     Attributes:
+        lost: tags that the engine reported to have no contents, or not all of their new contents,
+            even if they are mapped. A request that reads such a tag does not wake the engine.
         changing: a lock that prevents wake-ups while its owner releases or resumes tags.
     """
 
@@ -94,6 +95,7 @@ class Admission:
         self.policy = policy
         self._sleeper = sleeper
         self.without_backup = frozenset(without_backup)
+        self.lost: frozenset[str] = frozenset()
         self._released: frozenset[str] = frozenset()
         self._waiters: deque[_Waiter] = deque()  # in the order of their arrival
         self.changing = asyncio.Lock()
@@ -307,10 +309,10 @@ class Admission:
         until = max(deadline, now() + _WAKE_SECONDS)
         pause = _FIRST_PAUSE_SECONDS
         while missing := self._released & needs:
-            if reads and needs & self.without_backup:
+            if reads and self._without_contents(needs):
                 await self.refresh()
                 missing = self._released & needs
-                if missing and (lost := needs & self.without_backup):
+                if missing and (lost := self._without_contents(needs)):
                     more = f"{', '.join(sorted(lost))} has no backup: resume it, and load it again"
                     if not missing & lost:
                         more = f"load all of {', '.join(sorted(lost))}, and resume the rest"
@@ -370,9 +372,12 @@ class Admission:
                     )
         return waking.result() and has_all
 
+    def _without_contents(self, needs: frozenset[str]) -> frozenset[str]:
+        return needs & (self.lost | self._released & self.without_backup)
+
     @property
-    def _state(self) -> tuple[frozenset[str], frozenset[str]]:
-        return self._released, self.without_backup
+    def _state(self) -> tuple[frozenset[str], ...]:
+        return self._released, self.without_backup, self.lost
 
     async def _resume(self, tags: frozenset[str], known: object) -> bool:
         """Resume tags; return False if the state is no longer `known`, as contents may be lost."""

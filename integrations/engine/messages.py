@@ -212,7 +212,7 @@ class SchedulerState:
             unknown.
         domain: the name of the domain whose shareable regions the scheduler's ranks can map; "" if
             unknown.
-        lost: the released tags whose contents are lost.
+        lost: the tags whose contents are lost, or not completely loaded again. A tag can be mapped.
     """
 
     scheduler: str

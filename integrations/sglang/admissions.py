@@ -93,7 +93,8 @@ class _Schedulers:
         if not states:
             return None
         if (admission := admission_of(self._manager)) is not None:
-            admission.without_backup = frozenset(tag for state in states for tag in state.lost)
+            admission.lost = frozenset(tag for state in states for tag in state.lost)
+            admission.without_backup = admission.lost
         return _asleep(tag for state in states for tag in state.released)
 
     async def resume(self, tags: Collection[str]) -> frozenset[str]:

@@ -5,9 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from ..engine.tags import KV_CACHE, WEIGHTS
+from .protocol import INCOMPLETE
 from .updaters import scheduler_of
 
-__all__ = ["are_lost", "end_update", "loaded", "lose", "resumed"]
+__all__ = [
+    "are_lost",
+    "end_update",
+    "loaded",
+    "lose",
+    "resumed",
+    "session_ended",
+    "session_of",
+]
 
 _ATTRIBUTE = "_memsaver_lost_weights"  # of a scheduler
 _DISK = "UpdateWeightFromDiskReqInput"  # replaces all weights
@@ -45,10 +54,28 @@ def resumed(updater: Any, without_contents: bool) -> None:
 def loaded(updater: Any, request: Any) -> None:
     """Record that a request loaded weights.
 
-    The last load of an update flushes the prefix cache, which the old weights computed.
+    The last load of an update flushes the prefix cache, which the old weights computed. In an
+    update session (SGLang 0.5.21), the weights can be used only after the end of the session.
     """
-    if getattr(request, "flush_cache", False) or type(request).__name__ == _DISK:
+    is_last = getattr(request, "flush_cache", False) or type(request).__name__ == _DISK
+    if is_last and session_of(updater) is None and _includes_target(request):
         setattr(scheduler_of(updater), _ATTRIBUTE, False)
+
+
+def session_of(updater: Any) -> Any:
+    """Return the open update session (SGLang 0.5.21), or None."""
+    return getattr(updater, "_session", None)
+
+
+def session_ended(updater: Any, session: Any, request: Any) -> None:
+    """Record that SGLang has ended a session at a client's request."""
+    if _includes_target(session) and getattr(request, "rid", None) != INCOMPLETE:
+        setattr(scheduler_of(updater), _ATTRIBUTE, False)
+
+
+def _includes_target(chosen: Any) -> bool:
+    """Return whether a request or a session selects more than the draft model."""
+    return getattr(chosen, "selector", None) != "draft"
 
 
 def end_update(updater: Any) -> None:
@@ -56,5 +83,5 @@ def end_update(updater: Any) -> None:
 
     SGLang then rejects all later requests of the session.
     """
-    if getattr(updater, "_session", None) is not None:
+    if session_of(updater) is not None:
         updater._session = None

@@ -29,6 +29,7 @@ from ..engine.weights.checks import RankCheck, VerificationRequest
 __all__ = [
     "FORGIVING",
     "IDLE",
+    "INCOMPLETE",
     "REWRITTEN",
     "STRICT",
     "answers_of",
@@ -43,6 +44,7 @@ __all__ = [
 _PREFIX = "memsaver:"
 FORGIVING, STRICT = f"{_PREFIX}forgiving", f"{_PREFIX}strict"
 REWRITTEN, IDLE = f"{_PREFIX}rewritten", f"{_PREFIX}idle"
+INCOMPLETE = f"{_PREFIX}incomplete"  # of the end of an update that has not loaded all weights
 _HEALTH = "HEALTH_CHECK"  # the beginning of a health check's rid
 
 

@@ -13,7 +13,7 @@ from ..engine.fields import Fields
 from ..engine.interface import JoinRequest, SharedTensors, WeightLoad
 from ..engine.weights.checks import RankCheck, is_good, raise_failure
 from .engines import LocalEngine, ServedEngine
-from .protocol import checks_in, text_of
+from .protocol import INCOMPLETE, checks_in, text_of
 from .replies import Reply, UnknownRequestError
 
 __all__ = ["WeightCalls", "checks_of"]
@@ -45,7 +45,8 @@ class WeightCalls(EngineBackend[LocalEngine | ServedEngine]):
 
     def end_update(self, timeout: float, complete: bool = True) -> None:
         """See `Backend`."""
-        self._do_if_known("end_weight_update", timeout)
+        fields = {} if complete else {"rid": INCOMPLETE}
+        self._do_if_known("end_weight_update", timeout, **fields)
 
     def checksums(self, timeout: float) -> Sequence[str]:
         """See `Backend`."""
@@ -114,10 +115,10 @@ class WeightCalls(EngineBackend[LocalEngine | ServedEngine]):
         """Send a request. Raises `EngineError` if SGLang reports a failure."""
         self.link.ask(name, fields, timeout).check(name.replace("_", " "))
 
-    def _do_if_known(self, name: str, timeout: float) -> None:
+    def _do_if_known(self, name: str, timeout: float, **fields: str) -> None:
         """Send a request without arguments if this version of SGLang supports it."""
         with contextlib.suppress(UnknownRequestError):
-            self._do(name, {}, timeout)
+            self._do(name, fields, timeout)
 
 
 def checks_of(reply: Reply) -> list[RankCheck]:

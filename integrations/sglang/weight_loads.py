@@ -180,17 +180,19 @@ def plain(kind: str, *, has_barrier: bool, ends_session: bool = False) -> Callab
     """Return a hook around an updater's handler that itself ignores verification requests.
 
     Args:
-        kind: see `_load`.
-        has_barrier: see `_load`.
+        kind, has_barrier: see `_load`.
         ends_session: whether a failure ends the updater's session (SGLang 0.5.23).
     """
 
     def hook(original: Callable[..., Any], updater: Any, request: Any) -> Any:
         # SGLang refuses to begin a session within another one, which stays open.
-        stays = kind.startswith("Begin") and getattr(updater, "_session", None) is not None
+        session = lost_weights.session_of(updater)
+        stays = kind.startswith("Begin") and session is not None
         output = _load_plainly(original, updater, request, has_barrier, _message(kind))
         if ends_session and not output.success and not stays:
             lost_weights.end_update(updater)
+        elif kind.startswith("End") and output.success:
+            lost_weights.session_ended(updater, session, request)
         return output
 
     return hook
@@ -204,8 +206,7 @@ def plain_load(kind: str, *, has_barrier: bool) -> Callable[..., Any]:
     independently, as in SGLang, and accepts names that it does not use.
 
     Args:
-        kind: see `_load`.
-        has_barrier: see `_load`.
+        kind, has_barrier: see `_load`.
     """
     own = plain(kind, has_barrier=has_barrier)
 
@@ -233,8 +234,7 @@ def everywhere(kind: str, hook: Callable[..., Any] | None = None) -> Callable[..
 
     Args:
         kind: see `_load`.
-        hook: a hook that runs the handler; None runs the handler with this process's rank in a
-            group for weights.
+        hook: a hook that runs the handler; None only sets this process's rank in a group.
     """
 
     def handle(original: Callable[..., Any], updater: Any, request: Any) -> Any:

@@ -132,7 +132,7 @@ def record_memory(engine: Any, memory: Memory) -> frozenset[str]:
         return frozenset()
     if memory.released and admission.is_ours is None:
         admission.is_ours = True
-    admission.without_backup = memory.lost
+    admission.without_backup = admission.lost = memory.lost
     return memory.released
 
 

@@ -23,8 +23,12 @@ from .protocol import (
 
 __all__ = [
     "CHANGES",
+    "FINISH",
     "MODEL",
-    "UPDATE_ENDS",
+    "RELOAD",
+    "START",
+    "START_DRAFT",
+    "UPDATE_CALLS",
     "Need",
     "check_level",
     "is_known",
@@ -35,7 +39,10 @@ __all__ = [
 MODEL = frozenset({KV_CACHE, WEIGHTS})
 _WEIGHTS = frozenset({WEIGHTS})
 CHANGES = (RELEASE, RESUME)  # memsaver's own calls that release or resume memory
-UPDATE_ENDS = ("finish_weight_update", "reload_weights")  # vLLM's own
+# vLLM's own calls that begin or end a weight update.
+START, START_DRAFT = "start_weight_update", "start_draft_weight_update"
+FINISH, RELOAD = "finish_weight_update", "reload_weights"
+UPDATE_CALLS = (START, START_DRAFT, FINISH, RELOAD)
 _LEVELS = (0, 1, 2)
 _RPC = "collective_rpc"
 # Calls that monitoring makes continually.
@@ -78,17 +85,17 @@ _NEEDS = {
     "add_lora": _LOAD,
     "compute_weight_checksums": _READ,
     "execute_dummy_batch": _BATCH,
-    "finish_weight_update": _UPDATE,
+    FINISH: _UPDATE,
     BEGIN: _UPDATE,
     END: _UPDATE,
     LOAD: _UPDATE,
     "pin_lora": _LOAD,
-    "reload_weights": _UPDATE,
+    RELOAD: _UPDATE,
     "reset_weights": _UPDATE,
     "save_sharded_state": _SAVE,
     "save_tensorized_model": _SAVE,
-    "start_draft_weight_update": _UPDATE,
-    "start_weight_update": _UPDATE,
+    START_DRAFT: _UPDATE,
+    START: _UPDATE,
     "update_weights": _UPDATE,
 }
 

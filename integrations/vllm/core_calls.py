@@ -28,7 +28,7 @@ from ..engine.loops import settle
 from ..engine.messages import Answer, Failure, SchedulerState
 from ..engine.tags import GRAPH, KV_CACHE, RELEASE_ORDER, WEIGHTS, check_known
 from ..engine.weights.checks import RankCheck, is_good
-from .calls import UPDATE_ENDS, is_known
+from .calls import UPDATE_CALLS, is_known
 from .guard import guard_of
 from .local import MARK, arguments_of
 from .protocol import (
@@ -77,8 +77,8 @@ def install(core: Any) -> None:
             if not is_known(method):
                 return guard_of(self).run_unknown(method, call)
             result = call()
-            if method in UPDATE_ENDS:
-                guard_of(self).loaded()
+            if method in UPDATE_CALLS:
+                guard_of(self).updated(method)
             return result
         return _then(answer(self, *args), lambda result: [result])
 

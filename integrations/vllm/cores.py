@@ -37,7 +37,7 @@ class Memory:
 
     Attributes:
         released: the tags that are released on at least one core.
-        lost: the released tags whose contents a release discarded.
+        lost: the tags that lack contents while memory is released; see `guard.Guard`.
         is_others: whether an allocator other than memsaver has released memory.
         error: the error of the last sleep or wake-up, if the call failed and its error was queried;
             otherwise None.

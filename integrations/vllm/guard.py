@@ -35,7 +35,7 @@ from ..engine.errors import EngineError
 from ..engine.refusals import asleep_text
 from ..engine.tags import WEIGHTS
 from . import settings
-from .calls import MODEL, check_level, need_of
+from .calls import MODEL, RELOAD, START, START_DRAFT, check_level, need_of
 from .idle_sleep import IdleRelease, IdleSleep
 from .protocol import RANK_STATE
 from .rewritten import has_draft
@@ -149,6 +149,7 @@ class Guard:
         self._logged: set[str] = set()  # requests refused since the last wake-up
         self._unknown: set[str] = set()  # unknown methods that have run while memory was released
         self.lost: frozenset[str] = frozenset()
+        self._updates_draft = False  # whether the last update that began is the draft model's
         self.idle = IdleSleep.of(core, settings.policy_of(core).sleep_after)
 
     @property
@@ -216,6 +217,13 @@ class Guard:
     def loaded(self) -> None:
         """Record that an update has loaded all weights."""
         self.lost -= {WEIGHTS}
+
+    def updated(self, method: str) -> None:
+        """Record a successful call of `UPDATE_CALLS`."""
+        if method in (START, START_DRAFT):
+            self._updates_draft = method == START_DRAFT
+        elif method == RELOAD or not self._updates_draft:
+            self.loaded()
 
     def wake_failed(self) -> None:
         """Record the contents that were lost in a failed wake-up that does not restore contents."""

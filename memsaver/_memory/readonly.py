@@ -55,12 +55,12 @@ class ReadOnlyTensor(torch.Tensor):  # type: ignore[misc]  # torch is not follow
         """Reject operations that write, and make views of read-only memory read-only too."""
         kwargs = kwargs or {}
         arguments = func._schema.arguments
-        # The schemas of torch.distributed's collectives do not mark the written arguments.
-        if func.namespace == "c10d" and func._schema.name.endswith("_"):
-            raise InvalidStateError(f"{func} may write in place, and {_ADVICE}")
+        # The schemas of torch.distributed's collectives do not mark the arguments that they write.
+        is_collective = func.namespace == "c10d" and func._schema.name.endswith("_")
         for index, argument in enumerate(arguments):
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             written = argument.alias_info is not None and argument.alias_info.is_write
+            written = written or (is_collective and not argument.name.startswith("input"))
             if written and any(isinstance(part, ReadOnlyTensor) for part in _parts(value)):
                 raise InvalidStateError(f"{func} writes in place, and {_ADVICE}")
         guarded: set[int] = set()

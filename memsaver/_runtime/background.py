@@ -197,7 +197,11 @@ class Job(Generic[Result]):
         if timeout is not None and not _is_number(timeout):
             raise ConfigError(f"timeout must be a number of seconds or None, not {timeout!r}")
         self._wait(None if timeout is None else time.monotonic() + timeout, timeout)
-        emit_warnings(stacklevel=4)
+        if self._outcome.failure is None:
+            emit_warnings(stacklevel=4)
+        else:  # warnings that are errors do not replace the job's own error
+            with contextlib.suppress(Warning):
+                emit_warnings(stacklevel=4)
         return self._collected()
 
     def _wait(self, deadline: float | None, timeout: float | None) -> None:

@@ -153,7 +153,7 @@ def _text_of(name: str, value: Size | Flag | Directory | float) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, float) and math.isfinite(value) and name == "importer_seconds":
-        return f"{value:.3f}"  # milliseconds
+        return f"{max(value, 0.001) if value > 0 else value:.3f}"  # milliseconds; 0 does not wait
     text = os.fsdecode(value) if isinstance(value, os.PathLike) else str(value)
     if "\0" in text:
         raise ConfigError(f"option {name} cannot be {text!r}: it contains a NUL character")

@@ -6,6 +6,7 @@ ranks make the same decision.
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import time
 import warnings
@@ -67,17 +68,22 @@ def run_on_all_ranks(
     start = time.perf_counter()
     with signals_deferred():
         attempt = _Attempt(what(), group, timeout)
+
+        def warn() -> None:
+            emit_warnings(stacklevel=5)
+            if attempt.warning:
+                warnings.warn(attempt.warning, MemsaverWarning, stacklevel=4)
+
         try:
             report, figures = attempt.make(prepare)
             done(report)
-        except MemsaverError as error:
-            if attempt.leaving is not None:
+        except BaseException as error:
+            with contextlib.suppress(Warning):  # warnings that are errors do not replace this one
+                warn()
+            if attempt.leaving is not None and isinstance(error, MemsaverError):
                 raise attempt.leaving from error
             raise
-        finally:
-            emit_warnings(stacklevel=4)
-            if attempt.warning:
-                warnings.warn(attempt.warning, MemsaverWarning, stacklevel=3)
+        warn()
     return GroupReport(report, figures, time.perf_counter() - start)
 
 

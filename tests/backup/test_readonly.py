@@ -75,6 +75,12 @@ def collective(name, *arguments):
         dist.destroy_process_group()
 
 
+def test_collectives_may_read(base):
+    parts = [torch.zeros(4, 6)]
+    collective("all_gather", parts, read_only(base))
+    assert torch.equal(parts[0], base)
+
+
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_writing_operations_are_rejected(base, write):
     view, before = read_only(base), base.clone()

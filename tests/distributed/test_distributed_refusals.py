@@ -196,6 +196,16 @@ def test_a_warning_that_is_an_error_does_not_keep_the_tags_paused(run_ranks):
             warnings.simplefilter("error")
             raises(memsaver.errors.UsageWarning, block) if RANK == 1 else block()
         assert states("w") == ["mapped"] and intact(kept)
+
+        def broken(tag):
+            raise LookupError(tag)
+
+        failing = memsaver.on_resume(broken)
+        with warnings.catch_warnings(), fault("cuMemUnmap", on=0, times=1):
+            warnings.simplefilter("error")
+            raises(md.RankError, md.pause, "w")
+        failing.remove()
+        assert states("w") == ["mapped"] and intact(kept)
         """,
         2,
     )

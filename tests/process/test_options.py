@@ -231,6 +231,7 @@ def test_nonsense_of_every_kind_in_the_environment(run_python, variable, value):
         ("03.50", "3.5"),
         (3600, "3600"),
         (1 / 3, "0.333"),
+        (1e-6, "0.001"),
     ],
 )
 def test_seconds(options, value, text):

@@ -20,7 +20,7 @@ from memsaver import simulator
 from memsaver.integrations.engine.errors import EngineError
 from memsaver.integrations.engine.interface import SharedTensors, WeightLoad
 from memsaver.integrations.rollout.weights.payloads import mapped
-from memsaver.integrations.sglang import SleepController
+from memsaver.integrations.sglang import SleepController, lost_weights
 from memsaver.integrations.sglang.backend import backend_of
 
 pytestmark = pytest.mark.recipes
@@ -208,6 +208,16 @@ def test_a_failed_end_closes_the_session(backend, scheduler, monkeypatch):
     with session(backend):
         load(backend, new(2.0))
     assert scheduler.model.weight.tolist() == [2.0] * 4
+
+
+def test_discarded_weights_are_complete_at_the_end_of_a_whole_update(backend, scheduler):
+    setattr(scheduler, lost_weights._ATTRIBUTE, True)
+    for complete in (False, True):
+        backend.begin_update(30.0)
+        load(backend, new(2.0))
+        assert lost_weights.are_lost(scheduler)
+        backend.end_update(30.0, complete)
+        assert lost_weights.are_lost(scheduler) is not complete
 
 
 class Forbidden:

@@ -140,6 +140,7 @@ class Request:
     load_format: str | None = None
     flush_cache: bool = True
     weight_version: str | None = None
+    selector: str | None = None
 
 
 @dataclass

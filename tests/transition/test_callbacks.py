@@ -323,7 +323,18 @@ def test_a_callbacks_exit_after_a_failed_pause_follows_the_other_callbacks(
     assert [name for _, name, _ in events] == [first, second] and len(blocks) == 2
 
 
-def test_warnings_that_are_errors_do_not_replace_a_pauses_error(sim, tag, make_blocks, events):
+@pytest.mark.parametrize(
+    "pause",
+    [
+        memsaver.pause,
+        lambda name: memsaver.pause(name, progress=lambda done, total: None),
+        lambda name: memsaver.pause(name, wait=False).wait(),
+    ],
+    ids=["pause", "progress", "background"],
+)
+def test_warnings_that_are_errors_do_not_replace_a_pauses_error(
+    sim, tag, make_blocks, events, pause
+):
     name = tag()
     blocks = make_blocks(name, [MIB])
     events.on(memsaver.on_resume, lambda tag: 1 / 0)
@@ -331,7 +342,7 @@ def test_warnings_that_are_errors_do_not_replace_a_pauses_error(sim, tag, make_b
     with warnings.catch_warnings(), sim.fault("cuMemUnmap"):
         warnings.simplefilter("error")
         with pytest.raises(memsaver.DriverError):
-            memsaver.pause(name)
+            pause(name)
     assert [what for what, _, _ in events] == ["resume"] and blocks
 
 

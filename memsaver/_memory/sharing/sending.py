@@ -256,9 +256,12 @@ def _add_importers(error: MemsaverError) -> None:
                 rows = _C.importers()
             except Exception:
                 return  # the error itself is more important
-        # The core truncates a long tag in an error.
+        # The core truncates a long tag in an error to 127 bytes of whole characters.
+        is_cut = len(error.tag.encode()) > 127 - 4
         error.importers = tuple(
-            (pid, nbytes) for tag, pid, nbytes in rows if tag.startswith(error.tag)
+            (pid, nbytes)
+            for tag, pid, nbytes in rows
+            if tag == error.tag or (is_cut and tag.startswith(error.tag))
         )
 
 

@@ -267,14 +267,28 @@ async def test_weights_that_are_not_loaded_yet_are_not_read():
     engine = Engine({KV_CACHE})
     found = made("wake", engine)
     found.learn({KV_CACHE})
-    found.without_backup = WEIGHTS_ONLY
+    found.lost = WEIGHTS_ONLY
     with pytest.raises(EngineAsleepError, match="load all of weights, and resume the rest"):
         await found.admit(EVERYTHING, "generate")
     assert engine.resumes == []
 
     async def released():
-        found.without_backup = frozenset()  # the update has ended
+        found.lost = frozenset()  # the update has ended
         return frozenset(engine.tags)
+
+    engine.released = released
+    await found.admit(EVERYTHING, "generate")
+    assert engine.tags == set()
+
+
+async def test_weights_without_a_backup_that_were_not_released_do_not_prevent_a_wake_up():
+    """The engine does not report its state."""
+    engine = Engine({KV_CACHE})
+    found = made("wake", engine, without_backup=WEIGHTS_ONLY)
+    found.learn({KV_CACHE})
+
+    async def released():
+        return None
 
     engine.released = released
     await found.admit(EVERYTHING, "generate")

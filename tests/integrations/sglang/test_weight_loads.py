@@ -5,6 +5,7 @@ ends.
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,6 +21,7 @@ from memsaver.integrations.engine.weights.checks import RankCheck, VerificationR
 from memsaver.integrations.engine.weights.held import watched  # noqa: E402
 from memsaver.integrations.sglang import lost_weights  # noqa: E402
 from memsaver.integrations.sglang.protocol import (  # noqa: E402
+    INCOMPLETE,
     text_of,
     text_of_checks,
     verification_of,
@@ -53,7 +55,27 @@ def test_weights_are_lost_until_the_last_load_of_an_update(manager, verified):
         assert lost_weights.are_lost(rank.scheduler) is is_lost
     lost_weights.lose(rank)
     assert not load(rank, {**named, "embed.weight": torch.zeros(3, 3)}, wanted).success
+    assert load(rank, named, wanted, selector="draft").success
     assert lost_weights.are_lost(rank.scheduler)
+
+
+@pytest.mark.parametrize(
+    ("selector", "rid", "is_lost"),
+    [
+        ("all", None, False),
+        ("target", None, False),
+        ("draft", None, True),
+        ("all", INCOMPLETE, True),
+    ],
+)
+def test_weights_are_lost_until_the_end_of_an_update_session(manager, selector, rid, is_lost):
+    rank, named = manager(Model()), weights()
+    lost_weights.lose(rank)
+    rank._session = session = SimpleNamespace(selector=selector)
+    assert load(rank, named, None).success
+    assert lost_weights.are_lost(rank.scheduler)  # the weights are converted at the end
+    lost_weights.session_ended(rank, session, Request(rid))
+    assert lost_weights.are_lost(rank.scheduler) is is_lost
 
 
 def corrupting(monkeypatch, *parameters):

@@ -101,6 +101,10 @@ assert "weights has no backup" in str(error) and await engine.is_sleeping()
 await engine.update_weights(1)  # only replaces the contents, so it wakes the weights
 error = await refusal(generate(engine))
 assert error.tags == ("kv_cache",) and "load all of weights" in str(error)
+await engine.collective_rpc("start_draft_weight_update")
+await engine.finish_weight_update()
+assert (await refusal(generate(engine))).tags == ("kv_cache",)
+await engine.collective_rpc("start_weight_update")
 await engine.finish_weight_update()
 assert await generate(engine) == before
 await engine.sleep(level=2)

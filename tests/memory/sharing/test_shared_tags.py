@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from types import SimpleNamespace
 
 import pytest
 from importing_process import FILL_LATER, RUN_STREAMS, allocations, dumped
 
 import memsaver
-from memsaver._memory.sharing import exporter
+from memsaver._memory.sharing import exporter, sending
 from memsaver._runtime.native import _C
 
 torch = pytest.importorskip("torch")
@@ -27,7 +29,7 @@ def shared(importer, make, name, options):
     both.clear()  # pytest keeps the list
 
 
-@pytest.mark.parametrize("name", ["long" * 50])
+@pytest.mark.parametrize("name", ["long" * 50, "ü" * 100])
 def test_the_importers_of_a_tag_with_a_long_name_are_reported(make, importer, options, name):
     mine = make(MIB)
     importer.load("x", mine)
@@ -35,6 +37,18 @@ def test_the_importers_of_a_tag_with_a_long_name_are_reported(make, importer, op
     with pytest.raises(memsaver.TagSharedError) as caught:
         memsaver.pause(name)
     assert [pid for pid, _ in caught.value.importers] == [importer.pid]
+
+
+def test_the_importers_of_other_tags_are_not_reported(monkeypatch):
+    rows = [("w", 11, 1), ("w2", 22, 2)]
+    monkeypatch.setattr(
+        sending,
+        "_C",
+        SimpleNamespace(importers=lambda: rows, SignalsDeferred=contextlib.nullcontext),
+    )
+    error = memsaver.TagSharedError("in use", tag="w")
+    sending._add_importers(error)
+    assert error.importers == ((11, 1),)
 
 
 CALLS = {
