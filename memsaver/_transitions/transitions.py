@@ -292,8 +292,11 @@ def _transition(call: Call, wait: bool, progress: Progress) -> Report | Transiti
         with contextlib.suppress(Warning):  # warnings that are errors do not replace the call's own
             emit_warnings(stacklevel=4)
         raise
-    emit_warnings(stacklevel=4)
-    return done.wait() if wait and isinstance(done, Transition) else done
+    if not isinstance(done, Transition):
+        emit_warnings(stacklevel=4)
+        return done
+    # `Transition.wait` emits the warnings. Here, a warning that is an error would lose the handle.
+    return done.wait() if wait else done
 
 
 def _side(tags: str | Sequence[str], side: str) -> list[str]:
