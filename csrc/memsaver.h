@@ -21,7 +21,8 @@
  *     append this character and the name of a backup policy to a tag's name: TAG\x1fhost is the
  *     part of TAG whose contents are backed up to host memory.
  *   - Names of sizes end in _bytes; names of times end in _seconds. Addresses are device addresses,
- *     except those named `host`. A parameter `device` is a device's ordinal in the process.
+ *     except addresses that are named `host`. A parameter `device` is a device's ordinal in the
+ *     process.
  *   - A function that returns a list allocates the list; the caller frees the list with
  *     ms_list_free. `row_count` may be NULL.
  *
@@ -125,7 +126,7 @@ MS_API ms_status ms_device_memory(int device, uint64_t* free_bytes, uint64_t* to
 /* Writes the PCI bus id of `device` (-1: the calling thread's current device), in the format that
  * the system and NVML use ("0000:17:00.0"). The text is truncated to `capacity` bytes and always
  * null-terminated.
- * Errors: those of ms_device_memory; MS_INVALID_ARGUMENT if `capacity` is 0. */
+ * Errors: the errors of ms_device_memory; MS_INVALID_ARGUMENT if `capacity` is 0. */
 MS_API ms_status ms_device_bus_id(int device, char* text, size_t capacity, ms_error* error);
 
 /* Returns the number of devices that the process can use. */
@@ -189,7 +190,7 @@ MS_API size_t ms_region_depth(void);
  * allocates memory on autograd's threads, which are outside any region. A binding counts as an open
  * region of the tag and replaces any earlier binding of the stream. `backup` has the same meaning
  * as in ms_region_enter.
- * Errors: those of ms_region_enter. */
+ * Errors: the errors of ms_region_enter. */
 MS_API ms_status ms_stream_bind(void* stream, const char* tag, int backup, ms_error* error);
 
 /* Ends the binding of `stream`.
@@ -205,7 +206,8 @@ MS_API ms_status ms_stream_unbind(void* stream, ms_error* error);
  * with cudaMalloc. May be called during a stream capture. Waits while a transition of the tag is in
  * progress.
  * Errors: MS_INVALID_STATE if the thread is in no region for the device, the tag is paused or the
- * wait would deadlock; MS_INVALID_ARGUMENT if there is no such device; MS_OUT_OF_DEVICE_MEMORY. */
+ * wait would deadlock; MS_INVALID_ARGUMENT if there is no such device; MS_OUT_OF_DEVICE_MEMORY if
+ * not enough device memory is available. */
 MS_API ms_status ms_malloc(uint64_t bytes, int device, void** pointer, ms_error* error);
 
 /* Frees memory that ms_malloc allocated; accepts NULL. May be called in every state of the tag.
@@ -228,7 +230,7 @@ MS_API int ms_wants(void);
  * thread outside any region, the memory belongs to the tag that is bound to the stream, or else to
  * the process-wide tag. If neither tag exists, ms_malloc_any allocates ordinary device memory,
  * which no pause affects. ms_free_any accepts both kinds of memory.
- * Errors: those of ms_malloc and ms_free, except the error for a thread outside any region. */
+ * Errors: the errors of ms_malloc and ms_free, except the error for a thread outside any region. */
 MS_API ms_status ms_malloc_any(uint64_t bytes, int device, void* stream, void** pointer,
                                ms_error* error);
 MS_API ms_status ms_free_any(void* pointer, int device, ms_error* error);
@@ -241,10 +243,10 @@ MS_API void ms_torch_free(void* pointer, size_t bytes, int device, void* stream)
 typedef void* (*ms_torch_malloc_function)(ptrdiff_t bytes, int device, void* stream);
 
 /* Returns an allocation function for a torch pool of `tag`. The function behaves like
- * ms_torch_malloc, but its memory belongs to `tag`, regardless of the calling thread's region. It
- * fails while the tag is paused. Every call with the same tag returns the same function. `backup`
- * has the same meaning as in ms_region_enter.
- * Errors: those of ms_region_enter; also MS_INVALID_STATE if 256 tags already have a function. */
+ * ms_torch_malloc, but its memory belongs to `tag`, regardless of the calling thread's region. The
+ * function fails while the tag is paused. Every call with the same tag returns the same function.
+ * `backup` has the same meaning as in ms_region_enter.
+ * Errors: the errors of ms_region_enter; also MS_INVALID_STATE if 256 tags have a function. */
 MS_API ms_status ms_torch_malloc_of(const char* tag, int backup, ms_torch_malloc_function* function,
                                     ms_error* error);
 
@@ -268,12 +270,12 @@ MS_API uint64_t ms_changes(void);
  * A call that needs a tag waits while a transition in progress or another thread's reservation owns
  * the tag. If the wait would deadlock, the call changes nothing and returns MS_INVALID_STATE. The
  * wait would deadlock if the calling thread has begun a transition of the tag and has neither run
- * it nor handed it over (for example, in a signal handler or a finalizer). It would also deadlock
- * if the threads that own the tag are waiting for the calling thread. These rules apply to every
- * function below that begins transitions, makes reservations or waits, and to ms_region_enter,
- * ms_stream_bind, ms_malloc, ms_malloc_any, ms_torch_malloc_of, ms_backup_view, ms_retained_view,
- * ms_fingerprint and ms_importer_export. ms_free never fails because of a deadlock: if necessary,
- * the memory is released when the transition ends. */
+ * the transition nor transferred it to another thread (for example, in a signal handler or a
+ * finalizer). It would also deadlock if the threads that own the tag are waiting for the calling
+ * thread. These rules apply to every function below that begins transitions, makes reservations or
+ * waits, and to ms_region_enter, ms_stream_bind, ms_malloc, ms_malloc_any, ms_torch_malloc_of,
+ * ms_backup_view, ms_retained_view, ms_fingerprint and ms_importer_export. ms_free never fails
+ * because of a deadlock: if necessary, the memory is released when the transition ends. */
 
 /* Sets the calling thread's callback. While a call on this thread waits for a tag, the library
  * calls `look(data)` about every 50 ms on the same thread. The library owns no lock during the
@@ -289,13 +291,13 @@ typedef struct ms_reservation ms_reservation;
 
 /* Reserves `tags` for the calling thread; an empty list means every tag. Waits until no other
  * thread owns a reservation or a transition of any of these tags.
- * Errors: MS_UNKNOWN_TAG; MS_INVALID_STATE if the wait would deadlock. */
+ * Errors: MS_UNKNOWN_TAG if a tag does not exist; MS_INVALID_STATE if the wait would deadlock. */
 MS_API ms_status ms_reserve(const char* const* tags, size_t tag_count, ms_reservation** reservation,
                             ms_error* error);
 
-/* Hands the reservation over to another thread, which must call ms_reservation_take_over.
- * Transitions of the reserved tags that the calling thread has begun are handed over too.
- * Afterwards, calls on the calling thread wait like those on any other thread. Does nothing if
+/* Transfers the reservation to another thread, which must call ms_reservation_take_over.
+ * Transitions of the reserved tags that the calling thread has begun are also transferred.
+ * Afterwards, calls on the calling thread wait like calls on any other thread. Does nothing if
  * another thread has already taken over the reservation. */
 MS_API ms_status ms_reservation_hand_over(ms_reservation* reservation, ms_error* error);
 MS_API ms_status ms_reservation_take_over(ms_reservation* reservation, ms_error* error);
@@ -311,11 +313,11 @@ MS_API ms_status ms_reservation_release(ms_reservation* reservation, ms_error* e
 MS_API ms_status ms_reservation_wait(ms_reservation* reservation, double seconds, int* is_over,
                                      ms_error* error);
 
-/* Releases and frees the reservation. No other thread may be using it. Accepts NULL. */
+/* Releases and frees a reservation that no other thread is using. Accepts NULL. */
 MS_API void ms_reservation_free(ms_reservation* reservation);
 
 /* A transition: a pause, a resume, or both. The thread that begins a transition owns the transition
- * until it is handed over; afterwards the thread that runs the transition owns it. */
+ * until ms_transition_hand_over; afterwards, the thread that runs the transition owns it. */
 typedef struct ms_transition ms_transition;
 
 /* The value of `out_count` or `into_count` that selects every tag. */
@@ -328,7 +330,7 @@ typedef struct ms_transition ms_transition;
  * the same time and maps pages of `out` for `into` without releasing them. Tags of `out` that are
  * already paused and tags of `into` that are already mapped are not changed.
  *
- * After this call the transition owns the tags, and conflicting calls wait (see "Waiting for a
+ * After this call, the transition owns the tags, and conflicting calls wait (see "Waiting for a
  * tag"), so the transition must be run or freed.
  *
  * `backup` overrides the policies of the tags in `out` for this transition. If `out` is empty and
@@ -339,9 +341,10 @@ typedef struct ms_transition ms_transition;
  * `unowned` is assumed to be up to date. After the resume, bytes that were not saved read as zero,
  * or as 0xFF with option `poison`.
  *
- * Errors: MS_UNKNOWN_TAG; MS_INVALID_STATE if a region of a tag of `out` is open on a thread, or
- * the wait would deadlock; MS_INVALID_ARGUMENT if a tag is in both lists, or both are empty;
- * MS_TAG_SHARED if other processes map memory of a tag of `out` (see memsaver_sharing.h). */
+ * Errors: MS_UNKNOWN_TAG if a tag does not exist; MS_INVALID_STATE if a region of a tag of `out` is
+ * open on a thread, or the wait would deadlock; MS_INVALID_ARGUMENT if a tag is in both lists, or
+ * both are empty; MS_TAG_SHARED if other processes map memory of a tag of `out` (see
+ * memsaver_sharing.h). */
 MS_API ms_status ms_transition_begin(const char* const* out, size_t out_count,
                                      const char* const* into, size_t into_count, int backup,
                                      const ms_range* unowned, size_t unowned_count,
@@ -361,7 +364,7 @@ MS_API ms_status ms_resume_begin(const char* const* tags, size_t tag_count,
                                  ms_transition** transition, ms_error* error);
 
 /* Begins a swap, like ms_transition_begin with both lists.
- * Errors: those of ms_transition_begin; also MS_INVALID_ARGUMENT if either list is empty. */
+ * Errors: the errors of ms_transition_begin; also MS_INVALID_ARGUMENT if either list is empty. */
 MS_API ms_status ms_swap_begin(const char* const* out, size_t out_count, const char* const* into,
                                size_t into_count, int backup, const ms_range* unowned,
                                size_t unowned_count, const uint64_t* changes,
@@ -371,8 +374,8 @@ MS_API ms_status ms_swap_begin(const char* const* out, size_t out_count, const c
  * (which may be NULL) receives one row for each tag and device, with the rows of `out` first. If
  * tags in `out` have memory, waits for all work submitted earlier to the devices.
  *
- * Errors: MS_OUT_OF_DEVICE_MEMORY, MS_OUT_OF_HOST_MEMORY, MS_BACKUP_FAILED, MS_DRIVER_FAILED;
- * MS_INVALID_STATE if the transition was run before.
+ * Errors: MS_OUT_OF_DEVICE_MEMORY, MS_OUT_OF_HOST_MEMORY, MS_BACKUP_FAILED or MS_DRIVER_FAILED if a
+ * step fails; MS_INVALID_STATE if the transition was run before.
  *
  * After an error, every tag in `out` is mapped and has its contents, and every tag in `into` is
  * paused, has its backup and uses no device memory. The caller may begin the same transition again.
@@ -406,7 +409,7 @@ typedef struct ms_run_result {
 MS_API ms_status ms_transition_run_all(ms_transition* const* transitions, size_t count,
                                        ms_run_result* results, ms_error* error);
 
-/* Hands the transition over to another thread, which must run it. Afterwards, calls on the thread
+/* Transfers the transition to another thread, which must run it. Afterwards, calls on the thread
  * that began the transition wait for it like calls on any other thread.
  * Errors: MS_INVALID_STATE if the transition has already been run. */
 MS_API ms_status ms_transition_hand_over(ms_transition* transition, ms_error* error);
@@ -434,12 +437,12 @@ MS_API ms_status ms_transition_wait_stream(ms_transition* transition, void* stre
                                            ms_error* error);
 
 /* Like ms_transition_wait_stream, but makes the work wait only for the contents of `ranges`, that
- * is, for the resume's copies into these ranges and all copies queued before them. If an address
- * does not belong to the resume, the work waits for all copies. If there are no ranges, the work
- * waits for no copies, but the call still returns only when all copies are queued. `stream` points
- * to a CUstream; if `stream` is NULL, the calling thread waits.
- * Errors: those of ms_transition_wait_stream; MS_DRIVER_FAILED if a copy fails while this thread
- * waits. */
+ * is, for the resume's copies into these ranges and all copies queued before them. If an address is
+ * outside the memory that is being resumed, the work waits for all copies. If there are no ranges,
+ * the work waits for no copies, but the call still returns only when all copies are queued.
+ * `stream` points to a CUstream; if `stream` is NULL, the calling thread waits.
+ * Errors: the errors of ms_transition_wait_stream; MS_DRIVER_FAILED if a copy fails while this
+ * thread waits. */
 MS_API ms_status ms_transition_wait_ranges(ms_transition* transition, const ms_range* ranges,
                                            size_t range_count, void* const* stream,
                                            ms_error* error);
@@ -449,7 +452,7 @@ MS_API ms_status ms_transition_wait_ranges(ms_transition* transition, const ms_r
 MS_API void ms_transition_free(ms_transition* transition);
 
 /* Pause or resume tags: each function begins, runs and frees a transition.
- * Errors: those of ms_transition_begin and ms_transition_run. */
+ * Errors: the errors of ms_transition_begin and ms_transition_run. */
 MS_API ms_status ms_pause(const char* const* tags, size_t tag_count, int backup,
                           const ms_range* unowned, size_t unowned_count, const uint64_t* changes,
                           ms_change** rows, size_t* row_count, ms_error* error);
@@ -483,9 +486,10 @@ MS_API ms_status ms_tag_backup(const char* tag, int* backup, ms_error* error);
  * contiguous, so a single call can copy the range to or from a device. (The backup of an allocation
  * smaller than 1 MiB may be in two pieces.) `writable` must be 1 if the caller writes to the
  * backup; the resume restores the written bytes.
- * Errors: MS_NOT_OURS; MS_INVALID_ARGUMENT if `bytes` is 0; MS_INVALID_STATE if the tag is not
- * paused, the range is not in one live allocation or was not saved completely (without a backup, or
- * in `unowned`), its backup is on disk or on another device, or the wait would deadlock. */
+ * Errors: MS_NOT_OURS if the range is not in memory that this library reserved; MS_INVALID_ARGUMENT
+ * if `bytes` is 0; MS_INVALID_STATE if the tag is not paused, the range is not in one live
+ * allocation or was not saved completely (without a backup, or in `unowned`), its backup is on disk
+ * or on another device, or the wait would deadlock. */
 MS_API ms_status ms_backup_view(uint64_t address, uint64_t bytes, int writable, void** host,
                                 ms_error* error);
 
@@ -494,9 +498,10 @@ MS_API ms_status ms_backup_view(uint64_t address, uint64_t bytes, int writable, 
  * contents are those at the time of the pause. The address is valid until the next change or trim
  * of the tag. `writable` must be 1 if the caller writes to the copy; in that case, the next pause
  * always saves the range.
- * Errors: MS_NOT_OURS; MS_INVALID_ARGUMENT if `bytes` is 0; MS_INVALID_STATE if the tag is not
- * mapped, the range was not saved completely, its copy was trimmed, belongs to an earlier
- * allocation, or is on disk or on another device, or the wait would deadlock. */
+ * Errors: MS_NOT_OURS if the range is not in memory that this library reserved; MS_INVALID_ARGUMENT
+ * if `bytes` is 0; MS_INVALID_STATE if the tag is not mapped, the range was not saved completely,
+ * or the wait would deadlock; also MS_INVALID_STATE if the copy was trimmed, belongs to an earlier
+ * allocation, or is on disk or on another device. */
 MS_API ms_status ms_retained_view(uint64_t address, uint64_t bytes, int writable, void** host,
                                   ms_error* error);
 

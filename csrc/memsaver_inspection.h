@@ -15,8 +15,8 @@ extern "C" {
 /* The fields of the statistics of one tag on one device: X(type, name, meaning). The fields are
  * listed only here: ms_usage, the JSON of `memsaver top`, the rows in Python, the Prometheus
  * metrics and the fields of TagStats (build_support/usage_fields.py) are generated from this list.
- * Counters and durations are per tag and are equal in the tag's rows for all devices. Byte counts
- * are per device. A failed transition changes only `failures`. */
+ * Counters and durations are per tag and are the same in the tag's rows for all devices. Byte
+ * counts are per device. A failed transition changes only `failures`. */
 #define MS_USAGE_FIELDS(X)                                                                   \
   X(uint64_t, allocations,                                                                   \
     "live allocations: torch's segments, not its tensors; a freed one counts until its "     \
@@ -132,8 +132,8 @@ typedef struct ms_event {
  * already being recorded. */
 MS_API ms_status ms_timeline_start(size_t capacity, ms_error* error);
 
-/* Returns the recorded events. A baseline for each combination of tag and device that existed
- * before its first event comes first, followed by the events in chronological order. Sets
+/* Returns the recorded events. The list starts with a baseline for each combination of a tag and a
+ * device that existed before its first event. The events follow in chronological order. Sets
  * `dropped`, which may be NULL, to the number of events that were replaced. Blocks other calls for
  * about a millisecond per 10,000 events.
  * Errors: MS_INVALID_STATE if no timeline is being recorded. */

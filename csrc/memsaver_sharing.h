@@ -47,8 +47,9 @@ MS_API ms_status ms_tag_make_shareable(const char* tag, ms_error* error);
 
 /* Returns the extents that back a range of a live allocation, without descriptors, in address
  * order. Does not wait. `rows` is required.
- * Errors: MS_NOT_OURS; MS_SHARING_FAILED if the tag is not mapped, the range is not in one live
- * allocation, or its memory is not exportable. */
+ * Errors: MS_NOT_OURS if the range is not in memory that this library reserved; MS_SHARING_FAILED
+ * if the tag is not mapped, the range is not in one live allocation, or its memory is not
+ * exportable. */
 MS_API ms_status ms_exportable(uint64_t address, uint64_t bytes, ms_exported** rows,
                                size_t* row_count, ms_error* error);
 
@@ -63,8 +64,8 @@ MS_API ms_status ms_importer_open(int64_t pid, ms_importer** importer, ms_error*
  * imported these extents. If the call fails, no extent is exported. Skips extents that the process
  * has already imported. Exports at most `most` extents; a further call exports the rest. The caller
  * closes the descriptors. Waits while a transition of the tag is in progress. `rows` is required.
- * Errors: those of ms_exportable; MS_INVALID_ARGUMENT if `ranges` is empty, or the ranges belong
- * to several tags or devices; MS_INVALID_STATE if the wait would deadlock. */
+ * Errors: the errors of ms_exportable; MS_INVALID_ARGUMENT if `ranges` is empty, or the ranges
+ * belong to several tags or devices; MS_INVALID_STATE if the wait would deadlock. */
 MS_API ms_status ms_importer_export(ms_importer* importer, const ms_range* ranges, size_t count,
                                     size_t most, ms_exported** rows, size_t* row_count,
                                     ms_error* error);
@@ -81,8 +82,8 @@ MS_API void ms_importer_close(ms_importer* importer);
 MS_API ms_status ms_importers(ms_import** rows, size_t* row_count, ms_error* error);
 
 /* Returns an eventfd that becomes readable when importers should release memory that they do not
- * use, because a pause is waiting for them or exported memory was freed. Every call returns the
- * same eventfd. The caller reads the eventfd, but must not close it.
+ * use, because a pause is waiting for the importers or exported memory was freed. Every call
+ * returns the same eventfd. The caller reads the eventfd, but must not close it.
  * Errors: MS_OUT_OF_HOST_MEMORY if no file descriptor is available. */
 MS_API ms_status ms_release_requests(int* descriptor, ms_error* error);
 

@@ -89,8 +89,8 @@ class OutOfDeviceMemoryError(MemsaverError):
     Attributes:
         needed: bytes that the call needed on the device.
         free: bytes that were free on the device.
-        device: the device's index, or -1 if unknown. If it is unknown, the attributes below are
-            empty.
+        device: the device's index, or -1 if unknown. If the device is unknown, the attributes below
+            are empty.
         holders: the tags with memory on the device when the error was created, largest first. Each
             entry states whether the tag could have been paused.
         processes: other processes with memory on the device, largest first, as reported by NVML.

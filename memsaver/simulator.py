@@ -2,7 +2,7 @@
 injects faults.
 
 Simulated device memory is host memory at the simulated addresses, so CPU code can read and write
-this memory directly. As on a GPU, an access to paused memory is a fault. torch itself cannot
+this memory directly. As on a GPU, an access to paused memory causes a fault. torch itself cannot
 allocate simulated memory, so `empty` creates a CPU tensor in memory of the open region. Without a
 device argument, `empty` and `buffer` use the region's device or, if the region names no device, the
 first device. The simulator does not simulate torch's allocator, speed, or kernels other than
@@ -93,7 +93,9 @@ def fault(call: str, code: int, *, nth: int = 1, times: int = 1) -> Iterator[Non
 
 
 class Buffer:
-    """A writable buffer in device memory of the open region. The last reference frees it."""
+    """A writable buffer in device memory of the open region. The buffer is freed when the last
+    reference is deleted.
+    """
 
     def __init__(self, nbytes: int, device: Device = None) -> None:
         nbytes = _count(nbytes, "a size in bytes")
@@ -131,7 +133,7 @@ def _device(device: Device) -> int:
 
 
 def buffer(nbytes: int, device: Device = None) -> Buffer:
-    """Allocate uninitialised simulated device memory in the tag of the open region.
+    """Allocate uninitialized simulated device memory in the tag of the open region.
 
     Raises:
         ConfigError: the size or the device is invalid.
@@ -142,7 +144,7 @@ def buffer(nbytes: int, device: Device = None) -> Buffer:
 
 
 def empty(shape: Sequence[int] | int, dtype: Any = None, device: Device = None) -> torch.Tensor:
-    """Create an uninitialised CPU torch tensor in simulated memory of the open region.
+    """Create an uninitialized CPU torch tensor in simulated memory of the open region.
 
     The memory is freed when the last tensor in it is deleted. If `dtype` is None, the tensor has
     torch's default dtype.

@@ -27,7 +27,8 @@
 //   - cudaMallocPitch, 3D and Array allocate rows, textures and mipmaps, whose layout the driver
 //     chooses. The hooks of cudaFree and cudaFreeAsync forward such memory to the runtime.
 //   - cudaMemGetInfo returns the driver's answer, which is correct: paused memory is free.
-//   - cudaPointerGetAttributes, copies and memsets work on mapped memory as on other memory.
+//   - cudaPointerGetAttributes, copies and memsets work on mapped memory in the same way as on
+//     other memory.
 //   - cudaDeviceReset does not change memory from the virtual-memory calls.
 //   - dlsym and dlopen need no hook: a program that looks up a library's own cudaMalloc gets that
 //     function, for allocations and frees alike. A changed dlsym would break other tools.

@@ -37,8 +37,8 @@ inline Digest fingerprint_of(const void* bytes, uint64_t size) {
   const uint32_t* const key = table->data();
   const char* const at = static_cast<const char*>(bytes);
   Digest digest{};
-  // The last chunk is added here, even if it is whole. Sanitizers check this access, but not those
-  // in add_chunks(), and therefore detect a `size` that exceeds the memory.
+  // The last chunk is added here, even if it is whole. Sanitizers check this access, but not the
+  // accesses in add_chunks(), and therefore detect a `size` that exceeds the memory.
   const uint32_t offset = size == 0 ? 0 : add_chunks(digest.lanes, at, size - 1, key);
   if (offset < size) {
     const uint32_t rest = static_cast<uint32_t>(size) - offset;

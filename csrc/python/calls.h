@@ -23,8 +23,8 @@ namespace memsaver::python {
 namespace py = pybind11;
 
 // Releases the GIL for its lifetime. Unlike the destructor of pybind11's gil_scoped_release, this
-// destructor may throw: during interpreter exit, Python ends a daemon thread that reacquires the
-// GIL by unwinding the thread's stack.
+// destructor may throw: if a daemon thread reacquires the GIL during interpreter exit, Python
+// unwinds the thread's stack to end the thread.
 class WithoutGil {
  public:
   WithoutGil() : state_(PyEval_SaveThread()) {}
@@ -53,8 +53,9 @@ inline py::str text_of(const char* text) {
   return py::reinterpret_steal<py::str>(decoded);
 }
 
-// The function of memsaver.errors that creates exceptions. It is looked up when the module is
-// loaded, because finalizers at interpreter exit cannot import modules, and is never released.
+// The function of memsaver.errors that creates exceptions. The function is looked up when the
+// module is loaded, because finalizers at interpreter exit cannot import modules. The reference is
+// never released.
 inline py::handle error_of;
 
 inline void find_errors() {
@@ -119,7 +120,7 @@ class HandlersInWaits {
   HandlersInWaits(const HandlersInWaits&) = delete;
   HandlersInWaits& operator=(const HandlersInWaits&) = delete;
 
-  // Whether the limit ended a wait.
+  // Returns whether the time limit ended a wait.
   bool is_late() const { return is_late_; }
 
  private:

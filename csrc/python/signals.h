@@ -60,8 +60,8 @@ class SignalsDeferred {
   // handlers during waits. Returns false, with Python's error set, if a handler raised.
   static bool deliver_in_wait();
 
-  // Restores the handlers in a forked child, whose main thread may be a different one, and discards
-  // the recorded signals.
+  // Restores the handlers in a forked child, whose main thread may be a different thread, and
+  // discards the recorded signals.
   static void forget();
 
  private:

@@ -83,7 +83,7 @@ class Transition {
     }
   }
 
-  // Sets the caller's description. Call it before run().
+  // Sets the caller's description. Call this function before run().
   void set_caller(const std::string& caller) {
     require_not_run();
     without_gil([&](ms_error* error) {

@@ -5,7 +5,7 @@
 // of the device's file into a reservation; its protection is PROT_NONE until access is set. Two
 // mappings of the same memory are therefore aliases, and a host access to unmapped or inaccessible
 // memory faults. cuMemAlloc's blocks are mappings without a reservation and are accessible from the
-// start. They are in chunks, which blocks below kGranularity share.
+// start. These blocks are in chunks, and blocks smaller than kGranularity share chunks.
 //
 // Every call needs the lock of state.h. A call that returns an error has no effect.
 #pragma once
@@ -21,8 +21,8 @@
 
 namespace memsaver::sim {
 
-// Passed as the device of an access check if access by any device suffices, which also permits
-// access by the host.
+// The device argument of an access check for which access by any device suffices. Such access also
+// permits access by the host.
 constexpr int kAnyDevice = -1;
 
 struct Range {
@@ -66,7 +66,8 @@ class AddressSpace {
   // Maps the whole memory. The range must be inside one reservation or several adjacent
   // reservations, and must be unmapped.
   CUresult map(Range range, std::shared_ptr<PhysicalMemory> memory);
-  // Removes all mappings in a reserved range, if there are any; none may extend beyond the range.
+  // Removes all mappings in a reserved range. The range may contain no mapping; no mapping may
+  // extend beyond the range.
   CUresult unmap(Range range);
   // Sets access rights. The range must begin at a mapping and must not split a mapping. The range
   // is processed only up to the first hole; a hole is not an error. `descriptions` replace the

@@ -1,6 +1,6 @@
 // Primary contexts, one per device, and each thread's stack of current contexts.
 //
-// Functions need the lock of state.h, except those that use only the calling thread's stack.
+// Functions need the lock of state.h, except functions that use only the calling thread's stack.
 #pragma once
 
 #include <cuda.h>
@@ -12,8 +12,8 @@
 
 namespace memsaver::sim {
 
-// A primary context. Its address is the CUcontext. The context is never destroyed and owns no
-// objects while it is not retained.
+// A primary context. The address of this object is the CUcontext. The context is never destroyed,
+// and owns no objects while it is not retained.
 struct Context {
   explicit Context(int ordinal) : device(ordinal) {}
 
@@ -27,7 +27,7 @@ struct Context {
   StreamPtr stream_of_this_thread();
 };
 
-// Returns the context of a handle, or null if the handle is not that of a retained context.
+// Returns the context of a handle, or null if the handle does not refer to a retained context.
 Context* find_context(CUcontext handle);
 
 void retain(Context* context);

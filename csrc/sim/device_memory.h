@@ -16,8 +16,8 @@
 
 namespace memsaver::sim {
 
-// The unit of physical memory and of reserved addresses. The unit is that of GPUs, unless
-// sim_granularity() has set another. It is constant after cuInit.
+// The unit of physical memory and of reserved addresses. The unit is the same as on GPUs, unless
+// sim_granularity() has set another unit. It is constant after cuInit.
 constexpr uint64_t kGranularity = 2ull << 20;
 uint64_t granularity();
 // Sets the unit. Must be called before cuInit. Needs the lock. Returns false if `bytes` is not a

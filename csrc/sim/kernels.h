@@ -17,15 +17,15 @@ struct Module {
 bool is_image(const void* image);
 bool is_kernel(const char* name);
 
-// Sets the operands of a launch. `arguments` are those of cuLaunchKernel. Returns false for a
-// launch geometry that the kernel does not support.
+// Sets the operands of a launch. `arguments` are the arguments of cuLaunchKernel. Returns false for
+// a launch geometry that the kernel does not support.
 bool prepare_launch(unsigned blocks, unsigned threads, void* const* arguments, Operation* launch);
 
 // Records the ranges that the launch would read if it ran now. Needs the lock of state.h.
 void note_reads(Operation* launch, int device);
 
 // Runs the launch with the lock released. Returns false and sets *culprit if the device cannot
-// access memory because it is unmapped, has no access rights, or is unpinned host memory.
+// access a range because the range is unmapped, has no access rights, or is unpinned host memory.
 bool run_launch(Lock* lock, const Operation& launch, int device, Range* culprit);
 
 }  // namespace memsaver::sim

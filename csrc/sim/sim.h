@@ -4,7 +4,7 @@
 // SIM_MAX_DEVICES GPUs. The functions below control the library and report its state. The interface
 // is plain C without CUDA types. Sizes are in bytes. Every function may be called on any thread.
 // Functions without a device argument may be called even before cuInit. No function waits for work
-// in progress. In a forked child of an initialised process, the functions do nothing and return -1
+// in progress. In a forked child of an initialized process, the functions do nothing and return -1
 // or 0, and every driver call returns CUDA_ERROR_NOT_INITIALIZED.
 //
 // The driver calls return the same results as an H200's driver (tests/conformance), with these
@@ -128,7 +128,7 @@ void sim_copy_rate(uint64_t bytes_per_second);
 // it is 0, the streams continue.
 void sim_hold_streams(int held);
 // Stops operations that read or write this memory, and all later operations of their streams. The
-// range replaces that of the previous call; a range of 0 bytes removes it.
+// range replaces the range of the previous call; a range of 0 bytes removes it.
 void sim_hold_memory(uint64_t address, uint64_t bytes);
 
 // If `gone` is 1, every later driver call returns CUDA_ERROR_DEINITIALIZED, as at process exit

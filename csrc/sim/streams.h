@@ -2,8 +2,8 @@
 //
 // Every function needs the lock of state.h; functions that are documented to wait release it. An
 // operation starts when its dependencies are complete. A context's legacy stream depends on all of
-// the context's blocking streams, and these depend on the legacy stream. Streams that were created
-// with CU_STREAM_NON_BLOCKING are independent of the legacy stream.
+// the context's blocking streams, and the blocking streams depend on the legacy stream. Streams
+// that were created with CU_STREAM_NON_BLOCKING are independent of the legacy stream.
 #pragma once
 
 #include <cuda.h>
@@ -53,7 +53,7 @@ struct Stream {
   CUstream handle = nullptr;  // null: legacy or per-thread
   Context* context = nullptr;
   bool legacy = false;
-  bool blocking = true;  // synchronises with the legacy stream
+  bool blocking = true;  // synchronizes with the legacy stream
   bool closed = false;   // destroyed; still runs its queue
   bool has_worker = false;
   std::deque<Operation> queue;  // the first operation may be running

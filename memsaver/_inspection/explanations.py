@@ -36,7 +36,8 @@ class Explanation:
             format of `time.time()`.
         seconds: the time from `since` to the creation of this object.
         thread: the system's id (`threading.get_native_id()`) of the thread whose call changed the
-            tag's state. If the tag was never paused, the thread that created the tag.
+            tag's state. If the tag was never paused, this is the id of the thread that created the
+            tag.
         caller: the place of this call in the program, and the thread's name; "" for a call from
             outside Python.
         in_host_memory: whether the argument was a CPU tensor whose memory memsaver did not
@@ -58,9 +59,7 @@ class Explanation:
 
     @property
     def offset(self) -> int:
-        """The address's offset in the tensor or, without a tensor, in the allocation, in bytes, or
-        0.
-        """
+        """The offset, in bytes, in the tensor or, without a tensor, in the allocation."""
         around = self.tensor or self.allocation
         return self.address - around.address if around is not None else 0
 

@@ -37,8 +37,8 @@ class TagStats:
         device: the device's index; -1 for a tag without memory.
         state: the tag's state.
         backup: the tag's policy.
-        allocations: live allocations: torch's segments, not its tensors; a freed one counts until
-            its memory is released.
+        allocations: the number of live allocations, which are torch's segments and not its tensors;
+            a freed segment counts until its memory is released.
         allocated_bytes: bytes of the live allocations, each rounded up to 512.
         resident_bytes: device memory in use, as counted by the driver.
         backup_bytes: bytes that the next resume restores.
@@ -67,8 +67,9 @@ class TagStats:
         unchanged_pieces: unchanged pieces of all pauses.
         unchanged_bytes: bytes of the unchanged pieces of all pauses.
 
-    Counters, durations and states are values of the whole tag, and are equal in the tag's rows for
-    all devices. Byte counts are values of one device. A failed transition changes only `failures`.
+    Counters, durations and states are values of the whole tag, and are the same in the tag's rows
+    for all devices. Byte counts are values of one device. A failed transition changes only
+    `failures`.
     """
 
     tag: str
@@ -118,7 +119,7 @@ class TagStats:
 
     @property
     def paused_now_bytes(self) -> int:
-        """Device memory of live allocations that is not resident, which a resume will map."""
+        """The non-resident device memory of live allocations, which a resume will map."""
         if self.state == "mapped":
             return 0
         return max(0, self.allocated_bytes - self.resident_bytes)
@@ -184,7 +185,7 @@ class Stats:
             `host_bytes` and the system's available memory. Comparisons ignore this value, because
             it also changes without calls to memsaver.
         deferred: the memory that the driver refused to release. The statistics of another process
-            do not contain it.
+            do not contain this memory.
     """
 
     tags: tuple[TagStats, ...]

@@ -72,8 +72,8 @@ class Timeline:
         recording.
 
         Raises:
-            InvalidStateError: this process is already recording a timeline. It can record only one
-                at a time.
+            InvalidStateError: this process is already recording a timeline. A process can record
+                only one timeline at a time.
             OutOfHostMemoryError: there is not enough memory for the events, or the thread for
                 `interval` cannot be started. Nothing is recorded.
         """
@@ -216,11 +216,11 @@ def timeline(*, events: int = 1 << 16, interval: float | None = None) -> Timelin
     Args:
         events: the maximum number of events to keep. Each event needs about 140 bytes. Further
             events replace the oldest events, and `Timeline.dropped` counts the replaced events. An
-            allocation or a free is one event. A transition is two events for each pair of its tags
-            and devices, and two events for each device.
+            allocation or a free produces one event. A transition produces two events for each pair
+            of its tags and devices, and two events for each device.
         interval: the time, in seconds, between additional queries of the driver's free memory,
-            which another thread makes. They show changes by other processes. If None, transitions
-            are the only queries.
+            which another thread makes. These queries show changes by other processes. If None, the
+            memory is queried only at transitions.
 
     Raises:
         ConfigError: `events` is not an integer from 1 to 2^24, or `interval` is not positive, or is

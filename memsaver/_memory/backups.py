@@ -24,7 +24,7 @@ def backup_view(tensor: Any, writable: bool = False, retained: bool = False) -> 
     or paused, or its tensors are deleted. With `retained`, a trim also makes the view invalid.
 
     Args:
-        tensor: a tensor of a paused tag, or a view of one.
+        tensor: a tensor of a paused tag, or a view of such a tensor.
         writable: whether the view can be written to. If False, in-place operations on the view and
             on its own views raise InvalidStateError, and results computed from the view are
             ordinary tensors. If True, the view is an ordinary tensor, and the resume restores the
@@ -36,8 +36,8 @@ def backup_view(tensor: Any, writable: bool = False, retained: bool = False) -> 
         ConfigError: the tensor's memory is in no region, or the tensor is sparse, nested, or a
             conjugated or negated view.
         InvalidStateError: the tag is not paused, or it was paused without a backup, or with a
-            backup on disk or on another GPU. With `retained`, the tag is not mapped, or no copy of
-            the tensor is retained.
+            backup on disk or on another GPU. If `retained` is True: the tag is not mapped, or no
+            copy of the tensor is retained.
         NotLoadedError: torch is not installed.
     """
     try:
@@ -98,7 +98,7 @@ def trim(*, wait: bool = False, tags: str | Sequence[str] = ()) -> Trim | int:
 
     Args:
         wait: if True, the call waits for the release and returns the number of released bytes. If
-            False, it returns a handle whose `wait()` returns this number.
+            False, the call returns a handle whose `wait()` returns this number.
         tags: the tag, or tags, whose backups are released. An empty sequence means the backups of
             all tags, and the memory that backups share.
 

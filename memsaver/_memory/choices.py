@@ -67,7 +67,7 @@ def expect_empty(tag: str) -> None:
 def earlier_choice(tag: str, backup: Backup | None) -> Backup | None:
     """Return a tag's policy before one of its regions is entered, or None for a new tag.
 
-    A new tag whose region passes no backup is undecided from now on.
+    A new tag whose region passes no backup becomes undecided.
     """
     earlier = policy_of(tag)
     if earlier is None and backup is None:

@@ -16,7 +16,7 @@ __all__ = ["DeviceProcess", "device_processes", "own_bytes"]
 
 @dataclass(frozen=True)
 class DeviceProcess:
-    """A process that has memory on the device, as reported by NVML.
+    """A process that uses memory on the device, as reported by NVML.
 
     Attributes:
         pid: its process id; in a container, possibly its process id on the host.

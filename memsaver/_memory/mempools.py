@@ -26,14 +26,16 @@ def torch_pool(tag: str, backup: Backup | None = None, device: Device = None) ->
 
     Pass the pool to `torch.cuda.use_mem_pool`, or pass its `id` to functions that capture graphs:
     `torch.cuda.graph(g, pool=pool.id)`, `torch.cuda.make_graphed_callables(..., pool=pool.id)`.
-    Prefer a region if one suffices, because a region closes its pool at its end. Do not nest a
-    region and a `use_mem_pool` block, because torch decides which of the two serves an allocation.
+    Use a region instead if a region suffices, because a region closes its pool when the region
+    ends. Do not nest a region and a `use_mem_pool` block, because torch decides whether the region
+    or the block serves an allocation.
 
     Lifetime: the caller owns the pool. While a reference to the pool exists, torch reuses the
     memory of deleted tensors in the pool, `torch.cuda.empty_cache()` does not release that memory,
-    and a pause saves it. When the last reference is deleted, the pool is closed, like a region's
-    pool at the end of the region. After that, tensors and graphs keep their memory, `empty_cache()`
-    releases all other memory of the pool, and a pause does not save cached free blocks.
+    and a pause saves the memory. When the last reference is deleted, the pool is closed, like a
+    region's pool at the end of the region. After that, tensors and graphs keep their memory,
+    `empty_cache()` releases all other memory of the pool, and a pause does not save cached free
+    blocks.
 
     Pauses: a pause of the tag fails while a thread is inside `use_mem_pool` of the pool, or
     captures a graph into the pool. **Create no tensor in the pool while the tag is paused.** If
@@ -98,7 +100,9 @@ def check_unused(tags: Sequence[str]) -> None:
 
 
 def _in_use(pool: Any, device: int) -> bool:
-    """Return whether a thread is using a pool. A graph that keeps the pool is not a use."""
+    """Return whether a thread is using a pool. A graph that keeps the pool alive does not count as
+    a use.
+    """
     torch = pool.owner.torch
     before = pool.use_count()
     if before <= 1:  # the pool object itself

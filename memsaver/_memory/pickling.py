@@ -8,12 +8,13 @@ types. memsaver replaces no function of torch, except one function if a region i
 
 - Pickling and saving read the contents, so they fail if the tensor's tag is paused.
 - Sending shares the memory without a copy. CUDA IPC has no handle for memory that can be paused.
-  Therefore memsaver itself sends the tensors of shareable regions (see `memsaver._memory.sharing`),
-  and rejects tensors of other regions. Tensors on the simulated driver behave in the same way.
+  Therefore, memsaver itself sends the tensors of shareable regions (see
+  `memsaver._memory.sharing`), and rejects tensors of other regions. Tensors on the simulated driver
+  behave in the same way.
 
-If another library registers its own functions later, they replace memsaver's functions and might
-not call them. In this case, torch raises its own errors (`CUDA error: invalid argument`), and
-`memsaver.explain(tensor)` shows the cause.
+If another library registers its own functions later, these functions replace memsaver's functions
+and might not call memsaver's functions. In this case, torch raises its own errors (`CUDA error:
+invalid argument`), and `memsaver.explain(tensor)` shows the cause.
 """
 
 from __future__ import annotations

@@ -42,12 +42,12 @@ def preload_env(
     """Return the environment variables that preload memsaver into a child process.
 
     Args:
-        tag: a process-wide tag, to which all memory belongs that the child allocates outside
-            `memsaver.disabled()`, as if the whole process were a region. None keeps the value in
+        tag: a process-wide tag. All memory that the child allocates outside `memsaver.disabled()`
+            belongs to this tag, as if the whole process were a region. None keeps the value in
             `env`, if any. Without a process-wide tag, only regions of the child use memsaver.
         backup: the tag's policy, "none", "host", "pageable", "disk" or "peer" (see
             `memsaver.region`). None keeps the value in `env`. If `env` has no value, each pause of
-            256 MiB or more must pass a backup, and smaller ones discard the contents by default.
+            256 MiB or more must pass a backup, and smaller pauses discard the contents by default.
         env: the base of the child's environment, by default this process's environment. The mapping
             is not changed.
 
@@ -57,13 +57,13 @@ def preload_env(
         is removed, because a process can have only one. The result contains `MEMSAVER_TAG` and
         `MEMSAVER_BACKUP` if `tag` and `backup` are passed. With a process-wide tag, torch must not
         use expandable segments, because they allocate directly from the driver, without memsaver's
-        hooks. Therefore `expandable_segments:True` in `PYTORCH_ALLOC_CONF` or
+        hooks. Therefore, `expandable_segments:True` in `PYTORCH_ALLOC_CONF` or
         `PYTORCH_CUDA_ALLOC_CONF` becomes `expandable_segments:False`. Settings in the child's own
         code are not changed. Without preload mode, torch may use expandable segments.
 
     Raises:
-        ConfigError: the tag is empty, the backup is unknown or has no tag, or the installation path
-            has a space or a colon, which `LD_PRELOAD` cannot express.
+        ConfigError: the tag is empty, the backup is unknown or is passed without a tag, or the
+            installation path has a space or a colon, which `LD_PRELOAD` cannot express.
         NotLoadedError: the libraries are not installed.
     """
     base = os.environ if env is None else env
@@ -98,7 +98,7 @@ def preload_env(
 def preload(tag: str | None = None, backup: Backup | None = None) -> Iterator[None]:
     """Preload memsaver into child processes that are started inside the block.
 
-    The arguments are those of `preload_env`. Use this function if the function that starts a
+    The arguments are the same as for `preload_env`. Use this function if the function that starts a
     process receives no environment, for example with multiprocessing's "spawn" method, subprocess
     or os.posix_spawn. Forked children are not preloaded, because they share this process's
     libraries. Children of a fork server that is already running are not preloaded either.

@@ -2,8 +2,8 @@
 
 The tensors reject writes by torch's own operations, by torch.distributed's collectives and by
 NumPy. A write through `data_ptr()` is not detected. Functions in C++ that receive a tensor in a
-nested list, such as `torch.distributed.scatter`, need a copy, and so does
-`torch.utils.dlpack.to_dlpack`.
+nested list, such as `torch.distributed.scatter`, need a copy of the tensor.
+`torch.utils.dlpack.to_dlpack` also needs a copy.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ _ADVICE = (
 class ReadOnlyTensor(torch.Tensor):  # type: ignore[misc]  # torch is not followed by mypy
     """A view of a tensor whose in-place operations raise `InvalidStateError`.
 
-    Views of a read-only tensor are also read-only. Results computed from it are ordinary tensors.
-    Pickling and deep copies create ordinary tensors with their own contents.
+    Views of a read-only tensor are also read-only. Results that are computed from a read-only
+    tensor are ordinary tensors. Pickling and deep copies create ordinary tensors with their own
+    contents.
     """
 
     # The object has no memory of its own: only the methods below access the memory of `_tensor`.
@@ -52,7 +53,9 @@ class ReadOnlyTensor(torch.Tensor):  # type: ignore[misc]  # torch is not follow
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Reject operations that write, and make views of read-only memory read-only too."""
+        """Reject operations that write, and return views of read-only memory as read-only
+        tensors.
+        """
         kwargs = kwargs or {}
         arguments = func._schema.arguments
         # The schemas of torch.distributed's collectives do not mark the arguments that they write.

@@ -38,7 +38,7 @@ class _Section(contextlib.ContextDecorator):
         return super().__call__(function)
 
     def _begin(self) -> tuple[Route | None, Sequence[int]]:
-        """Enter the section in the native library and in torch; after an error, in neither of them.
+        """Enter the section in both the native library and torch or, after an error, in neither.
 
         Returns:
             The route, and the devices to which the section is limited.
@@ -85,9 +85,9 @@ class _Section(contextlib.ContextDecorator):
 class region(_Section):
     """Assign the tensors created in a block to `tag`, which can be paused and resumed.
 
-    A region is a context manager and a decorator, and can be used repeatedly. It affects only the
-    allocations of the thread that enters it. Regions can be nested, and the innermost region
-    applies.
+    A region is a context manager and a decorator, and can be used repeatedly. A region affects only
+    the allocations of the thread that enters the region. Regions can be nested, and the innermost
+    region applies.
 
     Args:
         tag: the name for pauses and resumes.
@@ -111,7 +111,7 @@ class region(_Section):
 
     The memory comes from a torch memory pool that uses memsaver's allocator. The pool is closed at
     the end of the region, so `torch.cuda.empty_cache()` can release the memory of deleted tensors.
-    In preload mode, the region also applies to other libraries' calls of `cudaMalloc`. For the
+    In preload mode, the region also applies to other libraries' calls to `cudaMalloc`. For the
     simulated driver, see `memsaver.simulator`.
 
     Raises:
@@ -159,10 +159,10 @@ class region(_Section):
 
 
 class lean_region(region):
-    """A region that does not initialise cuBLAS, which would allocate about 100 MiB on an H100.
+    """A region that does not initialize cuBLAS, which would allocate about 100 MiB on an H100.
 
-    Use it only in programs that run no matrix product while the tag is paused. If a thread runs its
-    first matrix product in this region, cuBLAS allocates its workspace in the tag, and the
+    Use this region only in programs that run no matrix product while the tag is paused. If a thread
+    runs its first matrix product in this region, cuBLAS allocates its workspace in the tag, and the
     workspace is paused with the tag.
     """
 

@@ -37,9 +37,9 @@ def torch_pools(required: bool = True) -> TorchPools | None:
     signal handler might need the pools during another call on the same thread.
 
     Args:
-        required: whether to raise an error if no allocator could serve a region. This is the case
-            with a real driver, but with neither torch with CUDA nor preload mode. If False, torch
-            is not imported for this check.
+        required: whether to raise an error if no allocator could serve a region. No allocator can
+            serve a region if the driver is real and neither torch with CUDA nor preload mode is
+            available. If False, torch is not imported for this check.
 
     Raises:
         NotLoadedError: `required` is True, and there is no CUDA driver, or no allocator could serve
@@ -77,7 +77,9 @@ def torch_pools(required: bool = True) -> TorchPools | None:
 
 
 class TorchPools:
-    """The router of each thread's tensors to the pools of its open regions. Thread-safe."""
+    """An object that routes each thread's tensors to the pools of the thread's open regions.
+    Thread-safe.
+    """
 
     def __init__(self, torch: Any) -> None:
         self.torch = torch
@@ -108,7 +110,7 @@ class TorchPools:
         """Release the unused memory of closed pools to the driver.
 
         torch can empty a single pool only in the pool's destructor, which may abort the process
-        (see `new_pool`). Therefore this function calls `empty_cache()` while a spare pool is in
+        (see `new_pool`). Therefore, this function calls `empty_cache()` while a spare pool is in
         use. In this case, torch keeps the cached blocks of its default pool, which other code uses.
         Torch versions that reject this call empty the default pool too. During a graph capture, all
         memory stays cached.
@@ -136,8 +138,8 @@ class TorchPools:
         If `pool` is None, the pool is new. A memsaver pool of an earlier graph is used unchanged.
         Any other pool is replaced by a memsaver pool, because torch would not allocate the pool's
         memory with memsaver. Examples are `torch.cuda.graph_pool_handle()`, and a memsaver pool
-        whose graphs were deleted. The replacement is the same for each device and tag, as long as a
-        graph uses it.
+        whose graphs were deleted. For each pair of a device and a tag, the replacement stays the
+        same as long as a graph uses it.
 
         Raises:
             ConfigError: `pool` is not a torch pool or the id of a pool.
@@ -236,7 +238,9 @@ class TorchPools:
         return bool(self.torch.cuda.is_current_stream_capturing())
 
     def unowned_ranges(self) -> list[tuple[int, int]]:
-        """Return address and size of each block in memsaver's closed pools that no tensor owns."""
+        """Return the address and size of each block that no tensor owns in memsaver's closed
+        pools.
+        """
         unowned = []
         for segment in self._segments():
             if tuple(segment.get("segment_pool_id", (0, 0))) not in _closed_pools:

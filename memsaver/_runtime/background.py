@@ -36,7 +36,7 @@ def start_daemon(
 ) -> threading.Thread:
     """Start a daemon thread for `work`, which must not raise. Safe in callbacks.
 
-    The garbage collector is disabled until the new thread runs. Otherwise a finalizer on the new
+    The garbage collector is disabled until the new thread runs. Otherwise, a finalizer on the new
     thread could wait for a tag that this thread owns, while this thread waits for the new thread to
     start.
 
@@ -80,7 +80,7 @@ class Outcome(Generic[Result]):
 
 
 class Failure:
-    """A job's error. Emits a warning if it is deleted before a caller receives the error."""
+    """A job's error, which emits a warning if it is deleted before a caller receives it."""
 
     def __init__(self, what: str, error: BaseException) -> None:
         self.what = what
@@ -138,9 +138,9 @@ class Job(Generic[Result]):
             name: the part of the thread's name after "memsaver-".
             what: a description of the work, for messages.
             work: the function to run. If no thread can be started, because of a limit on threads or
-                during interpreter exit, the calling thread runs it.
+                during interpreter exit, the calling thread runs the function.
             acquire: a function that is called before the work, on the same thread. Until `acquire`
-                returns, the garbage collector is disabled. Otherwise a finalizer on the new thread
+                returns, the garbage collector is disabled. Otherwise, a finalizer on the new thread
                 could wait for a tag that this thread owns, while this thread waits for the new
                 thread to start.
             release: a function that is called when `done` is true, on the thread that ran the work.

@@ -1,4 +1,4 @@
-"""Synchronisation primitives whose shared state cannot be damaged by an interrupt."""
+"""Synchronization primitives whose shared state cannot be damaged by an interrupt."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["Gate", "Latch", "Mutex"]
 class Latch:
     """A one-shot event. Thread-safe.
 
-    Unlike `threading.Event`, an interrupt in `wait` cannot release a lock that another thread owns,
-    because waiting threads share no lock.
+    Unlike with `threading.Event`, an interrupt in `wait` cannot release a lock that another thread
+    owns, because waiting threads share no lock.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Mutex:
     """A reentrant lock for blocks that do not wait for callbacks. Thread-safe.
 
     During a block, no signal handler runs on the block's thread, and no automatic garbage
-    collection starts in the process. Otherwise a handler or a finalizer could wait for a tag whose
+    collection starts in the process. Otherwise, a handler or a finalizer could wait for a tag whose
     owner waits for this lock in a callback. For the same reason, a block must not free objects
     whose finalizers wait. If the program disables the garbage collector during a block, the end of
     the block enables it again.

@@ -37,7 +37,8 @@ class Options:
         host_bytes: the maximum host memory of all backups in total; 0 means all memory that the
             system has available.
         fingerprints: whether a pause skips contents that equal their backup.
-        poison: whether contents without a backup resume as bytes 0xFF instead of zeros.
+        poison: whether contents without a backup read as bytes 0xFF instead of zeros after a
+            resume.
         disk_dir: the directory of backups on disk; "" means $TMPDIR, else /var/tmp, else /tmp.
         peer: the ordinal of the device whose memory backup="peer" uses. The value "auto" selects,
             at a device's first such backup, the device with peer access that has the most free
@@ -112,7 +113,7 @@ def configure(
             error. torch then releases its cached memory and retries.
         host_bytes: a pause that needs more host memory raises `OutOfHostMemoryError`.
         fingerprints: if False, each pause copies all contents.
-        poison: a debugging option that makes discarded contents resume as bytes 0xFF. Code that
+        poison: a debugging option: discarded contents read as bytes 0xFF after a resume. Code that
             relies on zeros, such as SGLang's KV cache, then fails.
         disk_dir: an existing writable directory.
         peer: a pause fails with `ConfigError` if the tag's device cannot access the peer.

@@ -1,4 +1,4 @@
-"""The environment variables that begin with MEMSAVER_, and a warning about misspelt names."""
+"""The environment variables that begin with MEMSAVER_, and a warning about misspelled names."""
 
 from __future__ import annotations
 

@@ -41,8 +41,8 @@ class Call:
     """A pause of `out`, a resume of `into`, or a swap of both.
 
     `finish` runs all steps. Code that calls `begin` and `run` separately must own a reservation of
-    `names`, and must call `abandon` if `begin` or `run` raises. A call can run on another thread
-    than the thread that began it.
+    `names`, and must call `abandon` if `begin` or `run` raises. A call can run on a different
+    thread from the thread that began the call.
 
     Attributes:
         who: the place in the program that made the call, and the name of its thread.
@@ -212,7 +212,7 @@ class Transition(Job[Report]):
         """Make all future work on a stream wait for the transition's copies.
 
         For a resume, the call returns when all copies are queued, possibly before they are
-        complete. For a pause or a swap, it returns when the transition has ended.
+        complete. For a pause or a swap, the call returns when the transition has ended.
 
         Args:
             stream: a `torch.cuda.Stream`, another object with a `cuda_stream`, or the address of a

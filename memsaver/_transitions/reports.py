@@ -34,8 +34,8 @@ class Report:
 
     Attributes:
         seconds: the duration from the call to the end of the transition, including callbacks.
-        changes: one entry for each tag and device; for a swap, the entries of `out` precede those
-            of `into`.
+        changes: one entry for each tag and device; for a swap, the entries of `out` precede the
+            entries of `into`.
     """
 
     seconds: float

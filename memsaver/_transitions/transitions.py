@@ -45,10 +45,10 @@ def pause(
 ) -> Report | Transition:
     """Release the device memory of `tags`; their addresses stay reserved.
 
-    The call pauses all tags or none: after an error, every tag is mapped with its contents. The
+    The call pauses all tags or none: after an error, every tag is mapped and has its contents. The
     call first waits until the devices have completed all work that was submitted before it. Until
     the resume, any access to the memory is an illegal access, but the tensors in it can be deleted.
-    Pausing a tag that is already paused has no effect, and its `Change.changed` is False.
+    Pausing a tag that is already paused has no effect, and the tag's `Change.changed` is False.
 
     Args:
         tags: the tags; if empty, all tags.
@@ -115,7 +115,7 @@ def resume(
 
     The call resumes all tags or none: after an error, every tag is still paused, with its backup
     and without device memory, and the call can be repeated. Resuming a mapped tag has no effect,
-    and its `Change.changed` is False.
+    and the tag's `Change.changed` is False.
 
     Args:
         tags: the tags; if empty, all tags.
@@ -182,8 +182,8 @@ def swap(
 ) -> Report | Transition:
     """Pause `out` and resume `into` in one transition, which transfers pages and copies both ways.
 
-    The call swaps all tags or none: after an error, the tags of `out` are still mapped, and those
-    of `into` are still paused. Contents that have a backup are intact, but contents without a
+    The call swaps all tags or none: after an error, the tags of `out` are still mapped, and the
+    tags of `into` are still paused. Contents that have a backup are intact, but contents without a
     backup may be lost. A swap is faster than a separate pause and resume. If the physical pieces of
     both sides have equal sizes, a swap needs little more device memory than the larger side. The
     first swap between a few large pieces of different sizes can need memory for one additional
@@ -213,10 +213,10 @@ def swap(
 
 @partial(block, asynchronous=True)
 def paused(*tags: str, backup: Backup | None = None) -> Iterator[Report]:
-    """Pause `tags` for a block, and resume the tags that it paused, even after an exception.
+    """Pause `tags` for a block, and then resume the newly paused tags, even after an exception.
 
-    Yields the pause's report. The errors are those of `pause` and `resume`. `paused` is also a
-    decorator, even for coroutine functions, but both transitions then block the event loop. If an
+    Yields the pause's report. The errors are the same as for `pause` and `resume`. `paused` is also
+    a decorator, even for coroutine functions, but both transitions then block the event loop. If an
     interrupt arrives, it is raised after the tags are resumed, even if the resume must wait for
     another thread's transition.
     """

@@ -1,7 +1,7 @@
 """Direct calls to the CUDA driver, for device properties and for the cost of bare calls.
 
-The benchmarks also use this module. It calls the driver that the native library opened, which may
-be the simulated driver.
+The benchmarks also use this module. The module calls the driver that the native library opened,
+which may be the simulated driver.
 """
 
 from __future__ import annotations
@@ -307,7 +307,7 @@ class PinnedMemory:
     thread at a time.
 
     Raises:
-        OutOfDeviceMemoryError: there is not enough memory. The driver has the same error code for
+        OutOfDeviceMemoryError: there is not enough memory. The driver uses the same error code for
             device and host memory.
     """
 

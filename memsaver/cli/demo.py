@@ -234,9 +234,9 @@ class Show:
     def step(self, name: str, action: Callable[[], object], check: Callable[[], str]) -> None:
         """Run and time a step, and add a row with the memory use after the step.
 
-        If the action returns a transition, the method waits for it. If the user interrupts the
-        step, the method prints whether the process waits for the transition, and exits with status
-        130.
+        If the action returns a transition, the method waits for the transition. If the user
+        interrupts the step, the method prints whether the process waits for the transition, and
+        exits with status 130.
         """
         result = None
         try:

@@ -35,7 +35,7 @@ def drop_output(descriptor: int) -> None:
 
 
 def fail(who: str, message: str, status: int) -> NoReturn:
-    """Print one line on stderr, and end the command with this exit status."""
+    """Print one line on stderr, and exit with this status."""
     import typer  # slow to import
 
     complain(who, message)

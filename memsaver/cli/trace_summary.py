@@ -1,4 +1,4 @@
-"""Summarise a trace by tag."""
+"""Summarize a trace by tag."""
 
 from __future__ import annotations
 

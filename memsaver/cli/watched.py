@@ -145,7 +145,7 @@ def find_processes(pid: int | None = None) -> Found:
     """Query every process of this user, or only `pid`, and remove the sockets of ended processes.
 
     The query takes as long as the slowest answer. Processes that do not answer add at most half a
-    second for every 16 of them.
+    second for every 16 processes.
     """
     answers: list[Process | Silent] = []
     refused = []

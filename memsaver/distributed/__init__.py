@@ -9,16 +9,16 @@ The calls are collectives: every rank of the group must make the same calls in t
 one thread at a time. The calls have these properties:
 
 - **A barrier.** When a call returns, it has ended on all ranks.
-- **All or none.** If a call fails on a rank, each rank undoes its own changes by this call. All
-  ranks raise the same `RankError`, which names the failed ranks and the reasons. Tags that a rank
-  had paused or resumed before the call keep their state. If the rollback on a rank also fails (for
-  example because another process has allocated the memory), the error lists this rank and the state
-  of its tags.
+- **All or none.** If a call fails on a rank, each rank undoes the changes that it made during the
+  call. All ranks raise the same `RankError`, which names the failed ranks and the reasons. Tags
+  that a rank had paused or resumed before the call keep their state. If the rollback on a rank also
+  fails (for example because another process has allocated the memory), the error lists this rank
+  and the state of its tags.
 - **Bounded waits.** If a call raises an exception on one rank (an unknown tag, a bad argument, a
-  callback that raises), all other ranks receive it at their next step. If ranks make different
-  calls, all of them raise before any change. If a rank has died or hangs, the other ranks raise
-  `GroupError`, at once or after `timeout`, and undo their changes. torch then closes the group's
-  connections.
+  callback that raises), all other ranks receive the exception at their next step. If ranks make
+  different calls, all of them raise before any change. If a rank has died or hangs, the other ranks
+  raise `GroupError`, at once or after `timeout`, and undo their changes. torch then closes the
+  group's connections.
 - **An invalid `group` on one rank.** If `group` is not a process group, or was destroyed, the rank
   searches torch's store for the group on which other ranks wait for it. The search takes at most
   `timeout`. The rank then reports the failure to this group, and all ranks raise a `RankError` at
@@ -35,7 +35,7 @@ one thread at a time. The calls have these properties:
   part of the call. Callbacks must not wait for callbacks of other ranks, because a rank that fails
   does not call its callbacks. A rollback calls the callbacks of the opposite transition.
 - **Signals.** An interrupt (Ctrl-C) during a call is raised after the call, and nothing is undone.
-  Other signal handlers in Python also run after the call. At that time no tag is reserved, so a
+  Other signal handlers in Python also run after the call. At that time, no tag is reserved, so a
   handler can pause tags. If an interrupt prevents a rank from making its next call, the other ranks
   wait in this call until `timeout`.
 

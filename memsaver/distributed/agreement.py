@@ -51,18 +51,18 @@ def run_on_all_ranks(
     Args:
         what: a function that returns a description of the call, which must be the same on all
             ranks.
-        prepare: a function that checks the arguments and returns this rank's `Call`. It must not
-            change any state.
+        prepare: a function that checks the arguments and returns this rank's `Call`. The function
+            must not change any state.
         group: a `torch.distributed` group; None means the world.
         timeout: seconds to wait for the other ranks at each step; None means the group's own
             timeout.
-        done: a function that is called with this rank's report before warnings are emitted, which
-            raise exceptions if warnings are errors.
+        done: a function that is called with this rank's report. The call precedes the warnings,
+            because a warning raises an exception if warnings are errors.
 
     Raises:
         RankError: the call failed on a rank.
         GroupError: the ranks cannot reach each other.
-        InvalidStateError, NotLoadedError: torch.distributed is not initialised or not installed, or
+        InvalidStateError, NotLoadedError: torch.distributed is not initialized or not installed, or
             this rank is not in the group. The other ranks are not notified.
     """
     start = time.perf_counter()
@@ -91,8 +91,8 @@ class _Attempt:
     """One rank's part of a call.
 
     Attributes:
-        leaving: a KeyboardInterrupt or SystemExit that a callback raised. It is raised again when
-            no other rank waits for this rank.
+        leaving: a KeyboardInterrupt or SystemExit that a callback raised. The exception is raised
+            again when no other rank waits for this rank.
         warning: a warning to emit at the end of the call, or "".
     """
 

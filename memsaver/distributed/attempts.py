@@ -107,7 +107,7 @@ class Ranks:
     """The ranks of a channel, which must make the same attempts in the same order.
 
     Only one thread at a time may use the object. An attempt has at most five exchanges. Each
-    exchange takes at most its timeout and a few seconds.
+    exchange exceeds its timeout by at most a few seconds.
 
     Args:
         channel: the channel that connects the ranks, or None if this process is the only rank. A
@@ -129,7 +129,7 @@ class Ranks:
         step: str = "",
         uninterrupted: bool = False,
     ) -> Outcomes[Value]:
-        """Do the work on this rank, and return the outcomes on all ranks. A collective.
+        """Run the work on this rank, and return the outcomes on all ranks. A collective.
 
         Every exception of the work becomes an outcome. If a signal arrives after the enclosing
         block of `signals_deferred` was entered, the exception of its handler also becomes an
@@ -146,7 +146,7 @@ class Ranks:
             uninterrupted: whether signal handlers are also deferred during the work.
 
         Raises:
-            GroupError: a rank has died, hangs, or did not make the call in time.
+            GroupError: a rank died, hung, or did not make the call in time.
         """
         with signals_deferred():
             value: Value | None = None

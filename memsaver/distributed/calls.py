@@ -38,10 +38,10 @@ def pause(
     Raises:
         RankError: the call failed on a rank, or the ranks made different calls. Every rank raises
             the same error. The tags that this call paused are mapped again with their contents, but
-            contents without a backup may be zeros (see `memsaver.distributed`).
-        GroupError: a rank has died, hangs, or did not make the call in time. This rank has undone
-            its changes.
-        InvalidStateError: torch.distributed is not initialised, or this rank is not in the group.
+            contents without a backup may read as zero (see `memsaver.distributed`).
+        GroupError: a rank died, hung, or did not make the call in time. This rank has undone its
+            changes.
+        InvalidStateError: torch.distributed is not initialized, or this rank is not in the group.
         NotLoadedError: torch is not installed, or the group needs gloo and torch lacks it.
     """
     return _pause(tags, group, backup, timeout)
@@ -63,8 +63,8 @@ def resume(*tags: str, group: Any = None, timeout: float | None = None) -> Group
             different calls. Every rank raises the same error. The tags that this call resumed are
             paused again with the same contents. Backup views that were created before the call are
             invalid.
-        GroupError: a rank has died, hangs, or did not make the call in time. This rank has undone
-            its changes.
+        GroupError: a rank died, hung, or did not make the call in time. This rank has undone its
+            changes.
         InvalidStateError, NotLoadedError: see `pause`.
     """
     return run_on_all_ranks(
@@ -98,8 +98,8 @@ def swap(
         RankError: the call failed on a rank, or the ranks made different calls. Every rank raises
             the same error and has undone its changes. Contents with a backup are intact, but
             contents without a backup may be lost.
-        GroupError: a rank has died, hangs, or did not make the call in time. This rank has undone
-            its changes.
+        GroupError: a rank died, hung, or did not make the call in time. This rank has undone its
+            changes.
         InvalidStateError, NotLoadedError: see `pause`.
     """
     return run_on_all_ranks(
@@ -114,12 +114,12 @@ def swap(
 def paused(
     *tags: str, group: Any = None, backup: Backup | None = None, timeout: float | None = None
 ) -> Iterator[GroupReport]:
-    """Pause `tags` on every rank for a block, and resume the tags that it paused.
+    """Pause `tags` on every rank for a block, and then resume the newly paused tags.
 
     The start and the end of the block are collectives. A rank that leaves the block early, for
     example after an exception, waits at the end of the block for the other ranks. Yields the
-    pause's report. The arguments and errors are those of `pause` and `resume`. If the resume fails,
-    the tags stay paused on all ranks.
+    pause's report. The arguments and errors are the same as for `pause` and `resume`. If the resume
+    fails, the tags stay paused on all ranks.
     """
     going: list[tuple[str, ...]] = []
     try:

@@ -27,7 +27,7 @@ class Channel:
     """A connection between the ranks of a `torch.distributed` group, for use by one thread.
 
     All channels of a group without a lane share connections, which exist as long as the group.
-    Therefore such a channel can be used for one call or for many calls. With a lane, the
+    Therefore, such a channel can be used for one call or for many calls. With a lane, the
     connections and threads end with the channel, so use one channel for all calls.
 
     Args:
@@ -46,7 +46,7 @@ class Channel:
     Raises:
         NotLoadedError: torch is not installed, or torch lacks gloo and the group has no CPU
             backend.
-        InvalidStateError: torch.distributed is not initialised, this rank is not in the group, or
+        InvalidStateError: torch.distributed is not initialized, this rank is not in the group, or
             the group was destroyed.
         ConfigError: `group` is not a process group.
     """
@@ -110,16 +110,17 @@ class Channel:
     def close(self) -> None:
         """Close the connections, and delete references to the group and torch's store. Idempotent.
 
-        The method does not wait. If another thread's call is in progress, it keeps the connections
-        until the call ends. The references must be deleted. While an object of an old group refers
-        to torch's store, a later `init_process_group` in this process can use this store again,
-        with the old group's keys, and hang.
+        The method does not wait. If another thread's call is in progress, that call keeps the
+        connections until it ends. The references must be deleted. While an object of an old group
+        refers to torch's store, a later `init_process_group` in this process can use this store
+        again, with the old group's keys, and hang.
         """
         self._link.close()
         self._group = None
 
     def all_gather(self, payload: bytes, timeout: float | None, what: str) -> list[bytes]:
-        """Return the bytes of all ranks, in the group's order. All ranks pass equally many bytes.
+        """Return the bytes of all ranks, in the group's order. All ranks must pass the same number
+        of bytes.
 
         Args:
             payload: this rank's bytes.
@@ -147,7 +148,7 @@ class Channel:
     def broadcast(
         self, payload: bytes, nbytes: int, timeout: float | None, what: str, root: int
     ) -> bytes:
-        """Send the bytes of one rank to all ranks, and return them.
+        """Send the bytes of one rank to all ranks, and return the bytes.
 
         Args:
             payload: the bytes, on the root. The value on other ranks is ignored.
@@ -278,8 +279,8 @@ class Channel:
 
         Raises:
             InvalidStateError: the channel is closed, or another call is creating the connections.
-                Either this other call is on the same thread, interrupted by a finalizer or a signal
-                handler, or it did not end within the timeout.
+                Either a finalizer or a signal handler interrupted the other call on this thread, or
+                the other call did not end within the timeout.
         """
         link, group = self._link, self._group
         if group is None or link.closed:

@@ -23,8 +23,8 @@ class RankFailure:
         status: the error's `MemsaverError.status`, or "" for other exceptions.
         tag: the error's `MemsaverError.tag`, or "".
         message: the exception's text, truncated to 8,192 characters. On the rank itself, the
-            error's `__cause__` is the whole exception. If the ranks made different calls, the call
-            of this rank.
+            error's `__cause__` is the whole exception. If the ranks made different calls, the text
+            describes the call of this rank.
     """
 
     rank: int
@@ -44,7 +44,8 @@ class RankError(MemsaverError):
     """A call failed on some ranks and was rolled back on the others. Every rank raises this error.
 
     Attributes:
-        failures: the failures by rank. If the ranks made different calls, the calls of all ranks.
+        failures: the failures by rank. If the ranks made different calls, the dictionary contains
+            the calls of all ranks.
         stuck: the states of the tags, and the reason, for each rank whose rollback also failed. The
             dictionary is empty if the tags of all ranks are unchanged.
     """
@@ -55,11 +56,11 @@ class RankError(MemsaverError):
 
 
 class GroupError(MemsaverError):
-    """The ranks cannot reach each other, because a rank has died, hangs, or never made the call.
+    """The ranks cannot reach each other, because a rank died, hung, or never made the call.
 
     Unless the message says otherwise, this rank has undone its changes. The other surviving ranks
-    have undone their changes too. The exception is a rank that received all outcomes before the
-    connection was lost: its call may have returned successfully. `__cause__` is torch's error.
+    have also undone their changes, except a rank that received all outcomes before the connection
+    was lost. The call on such a rank may have returned successfully. `__cause__` is torch's error.
 
     Attributes:
         missing: the ranks that are known to be missing from the call.

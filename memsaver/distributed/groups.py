@@ -30,7 +30,7 @@ def refusal_of(group: Any) -> MemsaverError | None:
         group: the group; None means the world.
 
     Raises:
-        InvalidStateError: torch.distributed is not initialised, or this rank is not in the group.
+        InvalidStateError: torch.distributed is not initialized, or this rank is not in the group.
             In the second case, no rank of the group waits for this rank.
         NotLoadedError: torch is not installed, or has no torch.distributed.
     """

@@ -2,7 +2,7 @@
 
 Such a rank does not know on which of its groups the other ranks wait. All ranks record in torch's
 store how many collectives of each group they have reached. The rank compares these numbers for each
-of its groups, and so finds the group on which other ranks wait.
+of its groups, and thus finds the group on which other ranks wait.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def channel_of(
         lane: see `Channel`.
 
     Raises:
-        InvalidStateError: this rank is not in the group, or torch.distributed is not initialised.
-        ConfigError: the group is invalid, and torch.distributed is not initialised.
+        InvalidStateError: this rank is not in the group, or torch.distributed is not initialized.
+        ConfigError: the group is invalid, and torch.distributed is not initialized.
         GroupError: the group is unusable, and the search found no other rank that waits for this
             rank within `timeout`.
         NotLoadedError: see `Channel`.
@@ -54,7 +54,7 @@ class AwaitedChannels:
     """The channels on which other ranks may wait for a rank that does not know which group to use.
 
     Create one object for each call. A call can use several channels, one after the other. The
-    numbers of the channels are fixed when the object is created. Therefore a search does not find
+    numbers of the channels are fixed when the object is created. Therefore, a search does not find
     ranks that stop waiting during the search and then call again.
 
     Args:
@@ -72,8 +72,8 @@ class AwaitedChannels:
         the world's channel without a search.
 
         Args:
-            refused: this rank's own error, such as the error for an invalid group. It becomes the
-                cause of a `GroupError`.
+            refused: this rank's own error, such as the error for an invalid group. This error
+                becomes the cause of a `GroupError`.
             what: a description of the call, for the error message.
             timeout: seconds to search; None means the default timeout of torch's groups, 30
                 minutes.
@@ -121,7 +121,9 @@ class AwaitedChannels:
         return world
 
     def for_ranks(self, ranks: Collection[int], lane: str) -> Channel | None:
-        """Return this rank's channel of a lane to these ranks, or None if no group has them."""
+        """Return this rank's channel of a lane between these ranks, or None if no group has
+        them.
+        """
         for channel in (self._world, *self._others):
             if channel.lane == lane and set(channel.ranks) == set(ranks):
                 return channel

@@ -53,7 +53,7 @@ class Header:
     Attributes:
         protocol: the rank's PROTOCOL.
         failed: 1 if the attempt failed on this rank, otherwise 0.
-        digest: the digest of the call and the step, which is equal on ranks that make the same
+        digest: the digest of the call and the step, which is the same on ranks that make the same
             call.
         body_bytes: the size of the packed value.
         inline: the packed value, if it has at most `INLINE_BYTES`.

@@ -1,4 +1,4 @@
-"""The rollback of a failed call, which restores the tags' states before the call."""
+"""The rollback of a failed call, which restores the states that the tags had before the call."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Rollback:
 
 
 def _kept_in(rows: list[TagStats]) -> Backup:
-    """Return the backup for pausing a tag again that was paused before the call."""
+    """Return the backup with which to pause a tag again that was paused before the call."""
     # A paused tag has resident pages only if a failed pause retained them, with their contents.
     if not any(row.backup_bytes or row.resident_bytes for row in rows):
         return "none"

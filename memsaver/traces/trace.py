@@ -57,7 +57,7 @@ class TagTransition:
     Experimental: this API can change in any version.
 
     Attributes:
-        number: the number of the call, which is equal in the rows of all its tags and devices.
+        number: the number of the call, which is the same in the rows of all its tags and devices.
         kind: one of "pause", "resume" and "swap".
         direction: either "out" if the tag was to be paused, or "into" if the tag was to be resumed.
         tag: the tag.

@@ -31,7 +31,7 @@
 
 namespace memsaver {
 
-// The storage for the contents of a paused tag.
+// The kind of storage for the contents of a paused tag.
 enum class Backup : int32_t { kNone = 0, kHost = 1, kPageable = 2, kDisk = 3, kPeer = 4 };
 
 const char* name_of(Backup backup);
@@ -53,7 +53,7 @@ class BackupStore {
       : kind_(kind), backing_(std::move(backing)) {}
 
   Backup kind() const { return kind_; }
-  // Returns whether the store is sound, so that the next save may use it. Any thread.
+  // Returns whether the store is sound. The next save may use only a sound store. Any thread.
   bool is_sound() const { return sound_; }
   // Marks the store as unsound. Any thread.
   void distrust() { sound_ = false; }
@@ -90,7 +90,7 @@ class BackupStore {
   void write(uint64_t address, const void* source, uint64_t bytes);
   // Also throws kBackupFailed if a piece of a disk backup in the range does not match its stored
   // fingerprint. The range must consist of whole pieces, divided in the same way as in the save.
-  // Needs host memory only for error messages.
+  // Allocates host memory only for error messages.
   void read(uint64_t address, void* target, uint64_t bytes);
 
   // A piece and the fingerprint of its stored bytes. A size of 0 marks a discarded entry.

@@ -44,7 +44,7 @@ class BackupFile {
   void reserve(uint64_t offset, uint64_t bytes);
 
   // Frees the disk space of a range; its bytes read as zero afterwards. Returns false if the file
-  // system cannot punch holes; the space is then freed with the file.
+  // system cannot punch holes; in that case, the space is freed together with the file.
   bool punch(uint64_t offset, uint64_t bytes);
 
   // Frees the disk space of the whole file. No other call may be in progress.
@@ -52,8 +52,8 @@ class BackupFile {
 
   // These functions transfer all bytes. If they throw, an unknown part of the bytes has been
   // transferred. Reading beyond the written or reserved ranges is an error. Forked children must
-  // not inherit read buffers (use MADV_DONTFORK), because data that a direct transfer writes to a
-  // page that is shared with a child may be lost.
+  // not inherit read buffers (use MADV_DONTFORK), because a direct transfer into a page that is
+  // shared with a child can lose data.
   void write(uint64_t offset, const void* from, uint64_t bytes);
   void read(uint64_t offset, void* to, uint64_t bytes);
 

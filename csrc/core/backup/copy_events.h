@@ -1,5 +1,5 @@
-// copy_events: events between the copies that a resume queues on one device, which allow a stream
-// to wait for the contents of some addresses instead of all addresses.
+// copy_events: events between the copies that a resume queues on one device. With these events, a
+// stream can wait for the contents of some addresses instead of all addresses.
 #pragma once
 
 #include <cstdint>

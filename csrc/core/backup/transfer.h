@@ -27,8 +27,8 @@ struct Progress {
   std::atomic<uint64_t> total_bytes{0};  // shrinks as pieces are found unchanged
 };
 
-// Waits for a copy stream. Ignores the driver's result, because if the context is lost, no copies
-// are in flight.
+// Waits for a copy stream. Ignores the driver's result: if the context is lost, no copies are in
+// flight.
 void wait_for_copies(Device& device, Device::Direction direction) noexcept;
 
 // Returns the size in bytes of the largest staging buffer that these ranges (sorted) need.

@@ -3,9 +3,9 @@
 //
 // A DriverObject destroys its object with the one driver call for the object's type. If the driver
 // refuses the call, the object moves to the process's list of deferred releases, with a warning
-// (log.h). retry_releases() makes the same call again in every transition, in every allocation
-// (only calls that do not wait) and in trim(). Room in the list is reserved before the object is
-// created, so the destructor needs no host memory.
+// (log.h). Every transition, every allocation and trim() call retry_releases(), which makes the
+// same call again. In an allocation, only calls that do not wait are made again. Room in the list
+// is reserved before the object is created, so the destructor needs no host memory.
 //
 // Streams, events and modules are not deferred. These objects belong to a context, which a program
 // may reset before a later attempt, and destroying an object of a reset context crashes the driver.

@@ -1,5 +1,5 @@
-// device: a GPU of this process, with its primary context, its limits, its copy streams and
-// functions that wait for its work.
+// device: a GPU of this process, with its primary context, its limits, its copy streams, and
+// functions that wait for work on the device.
 #pragma once
 
 #include <cuda.h>
@@ -55,7 +55,7 @@ class Device : public Context {
   // an active context uses device memory. Throws kDriverFailed.
   static uint64_t probe_free_bytes(int ordinal);
 
-  // Locks out other threads that must leave a margin of free memory. A thread owns this lock from
+  // Excludes other threads that must leave a margin of free memory. A thread owns this lock from
   // its check to its last allocation, so that the next thread's check includes the allocated
   // memory.
   std::unique_lock<std::mutex> lock_room() { return std::unique_lock<std::mutex>(room_mutex_); }

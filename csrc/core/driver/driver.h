@@ -78,7 +78,7 @@ struct DriverTable {
   int version;  // 13000 for 13.0
 };
 
-// Returns the table. The first call opens and initialises the driver (cuInit). Creates no context.
+// Returns the table. The first call opens and initializes the driver (cuInit). Creates no context.
 // Any thread. Throws kNotLoaded at every call until a usable driver is found.
 const DriverTable& driver();
 

@@ -9,7 +9,7 @@ namespace memsaver {
 // chooses the device with the most free memory among those that `device` can access. Returns null
 // if `device` can access no other device, and issues a warning once. Any thread. Throws kBadConfig
 // if the selected device does not exist, is `device` itself or cannot be accessed by `device`, and
-// kDriverFailed.
+// kDriverFailed if a driver call fails.
 Device* neighbour_of(const Device& device);
 
 }  // namespace memsaver

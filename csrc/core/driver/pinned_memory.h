@@ -25,9 +25,9 @@ class PinnedMemory {
 
   // Maps and pins the claimed number of bytes in new pages, which forked children do not inherit.
   // With the default flags, reuses pages whose release was deferred (possibly more than claimed),
-  // so memory use does not grow with every call if the driver keeps refusing. `flags` are those of
-  // cuMemHostRegister; `purpose` appears in error messages. Call inside a DeviceScope. Throws
-  // kOutOfHostMemory.
+  // so that memory use does not grow with every call while the driver refuses to unpin pages.
+  // `flags` contains flags of cuMemHostRegister; `purpose` appears in error messages. Call inside a
+  // DeviceScope. Throws kOutOfHostMemory.
   static PinnedMemory allocate(const Context& context, HostClaim claim, const char* purpose,
                                unsigned int flags = CU_MEMHOSTREGISTER_PORTABLE);
 

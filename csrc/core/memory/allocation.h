@@ -13,8 +13,8 @@ namespace memsaver {
 // The exclusive right to change the memory of some tags, combined with the registry's lock. The
 // constructor waits until the tags satisfy `need` (kMemory or kTransition), then acquires all of
 // the tags at once, so that two threads cannot deadlock. The creating thread owns the Hold until
-// set_owner() is called. The owner unlocks the registry during slow work. The destructor first
-// releases the memory that was freed while the Hold existed, and then releases the tags.
+// set_owner() is called. The owner unlocks the registry during slow operations. The destructor
+// first releases the memory that was freed while the Hold existed, and then releases the tags.
 class Hold {
  public:
   // `lock` must own the registry's lock. Throws kInvalidState like wait_for_tags(); `lock` is then
@@ -49,14 +49,15 @@ class Hold {
 // Allocates device memory of a tag and returns its address. The address is aligned to kBlockBytes,
 // or to the granularity if `bytes` is at least the granularity. The contents are undefined. Waits
 // while a transition of the tag is in progress. May be called inside a stream capture.
-// Errors: kInvalidState if the tag is paused or the wait would deadlock; kOutOfDeviceMemory;
-// kDriverFailed. If this function fails, no memory is allocated.
+// Errors: kInvalidState if the tag is paused or the wait would deadlock; kOutOfDeviceMemory if the
+// device is full; kDriverFailed if a driver call fails. If this function fails, no memory is
+// allocated.
 uint64_t allocate(Tag& tag, Device& device, uint64_t bytes);
 
-// Allows devices that came into use since the last call to access memory that is already mapped.
-// Waits for tags in use, but skips a tag if the wait would deadlock; the next call retries a
-// skipped tag. Returns quickly if no new device came into use. Issues a warning if a device cannot
-// access the memory.
+// Allows devices that have come into use since the last call to access memory that is already
+// mapped. Waits for tags in use, but skips a tag if the wait would deadlock; the next call retries
+// a skipped tag. Returns quickly if no new device came into use. Issues a warning if a device
+// cannot access the memory.
 // Errors: kDriverFailed if the driver does not report which devices are in use.
 void share_with_active_devices();
 

@@ -11,15 +11,15 @@ namespace memsaver {
 
 // Returns the host address of a range's backup. The address is valid until the tag's next change.
 // If `writable` is true, the caller may write to the backup, and the resume restores the written
-// bytes. Waits while another thread owns the tag. Throws kInvalidArgument if the range is empty;
-// kNotOurs; and kInvalidState if the tag is not paused, the range was not saved, or its backup is
-// not in host memory.
+// bytes. Waits while another thread owns the tag. Throws kInvalidArgument if the range is empty,
+// kNotOurs if the range is not in memory that this library reserved, and kInvalidState if the tag
+// is not paused, the range was not saved, or its backup is not in host memory.
 void* view_backup(const Range& range, bool writable);
 
 // Like view_backup(), but for a mapped tag: returns the host address of the copy that the tag's
 // last pause saved. The address is valid until the tag's next change or trim. If `writable` is
 // true, the caller may write to the copy, and the next pause always saves the range. Also throws
-// kInvalidState if the copy was not retained, or belongs to an earlier allocation.
+// kInvalidState if the copy was not retained or belongs to an earlier allocation.
 void* view_retained(const Range& range, bool writable);
 
 // Releases the host memory and disk space of the backups of the named tags, or of all tags if there

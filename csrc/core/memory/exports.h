@@ -29,16 +29,17 @@ struct ExportedExtent {
 void make_shareable(Tag& tag) noexcept;
 
 // Returns the extents that back a range of a live allocation, without descriptors, in address
-// order. Does not wait. Errors: kNotOurs; kSharingFailed if the tag is not mapped, the range is
-// outside live allocations, or its memory is not exportable.
+// order. Does not wait. Errors: kNotOurs if the range is not in memory that this library reserved;
+// kSharingFailed if the tag is not mapped, the range is outside live allocations, or its memory is
+// not exportable.
 std::vector<ExportedExtent> exportable_extents(const Range& range);
 
 // Exports the extents that back ranges of one tag on one device, but at most `most` extents. Skips
 // extents that the process of `to` has already imported. Records that the process has imported the
 // exported extents. Waits while a transition of the tag is in progress. If this function fails, no
-// extent is exported. Errors: those of exportable_extents; kInvalidArgument if there are no ranges,
-// or the ranges belong to several tags or devices; kDriverFailed; kInvalidState if the wait would
-// deadlock.
+// extent is exported. Errors: the errors of exportable_extents(); kInvalidArgument if there are no
+// ranges, or the ranges belong to several tags or devices; kDriverFailed if a driver call fails;
+// kInvalidState if the wait would deadlock.
 std::vector<ExportedExtent> export_extents(Importer& to, const std::vector<Range>& ranges,
                                            size_t most);
 

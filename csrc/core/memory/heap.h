@@ -5,10 +5,10 @@
 // extent is a mapping: one piece of physical memory under some of the blocks.
 //
 // Blocks are adjacent; extents cover the same addresses without gaps, but have different
-// boundaries. Therefore, 10,000 small tensors can be paused as a few dozen extents (the number of
-// extents determines the cost of a pause), and a resume can map other extents than those that the
-// pause released. In a mapped heap, every byte of a block is covered by an extent, and every extent
-// is under at least one block.
+// boundaries. Therefore, 10,000 small tensors can be paused as a few dozen extents, and a resume
+// can map extents that differ from the extents that the pause released. The number of extents
+// determines the cost of a pause. In a mapped heap, every byte of a block is covered by an extent,
+// and every extent is under at least one block.
 //
 // A Heap only computes and records addresses and makes no driver calls. plan_* functions only
 // compute; commit_* functions only record the work that the caller did after the plan. Not
@@ -89,7 +89,7 @@ class Heap {
   // --- pause and resume
   std::vector<Range> live() const;  // blocks that are not freed, in address order
   std::vector<Range> live_within(const Range& window) const;  // the parts of live() in `window`
-  // Plans how a resume maps the live blocks: neighbouring blocks share pieces of up to
+  // Plans how a resume maps the live blocks: neighboring blocks share pieces of up to
   // `share_bytes`, larger blocks get their own pieces, and no piece exceeds kPieceBytes.
   std::vector<Range> plan_tiles(uint64_t share_bytes) const;
   // The next three functions allocate no memory and cannot fail, so a transition's commit cannot

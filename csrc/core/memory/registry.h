@@ -1,10 +1,10 @@
 // registry: the tags, their memory, and the owner of each address.
 //
 // One lock guards the maps and the fields. No code makes driver calls, copies memory, accesses
-// files or logs under this lock. The one thread that owns the tag's Hold does slow work between two
-// short sections under the lock. Other threads wait on `changed` (reservation.h), except for a free
-// during a transition, which only marks its block. The owner of an address is looked up without the
-// lock, so calls with foreign pointers cost almost nothing.
+// files or logs under this lock. Slow operations run between two short sections under the lock, on
+// the one thread that owns the tag's Hold. Other threads wait on `changed` (reservation.h), except
+// for a free during a transition, which only marks its block. The owner of an address is looked up
+// without the lock, so calls with foreign pointers cost almost nothing.
 #pragma once
 
 #include <atomic>
@@ -41,8 +41,8 @@ struct Claim;    // a thread's right to change tags; see reservation.h
 struct Waiting;  // a thread that waits for tags; see reservation.h
 class Importer;  // a process that maps memory of tags; see importer.h
 
-// The number of bytes that a pool's pauses, or its resumes, have moved: by the last one and in
-// total.
+// The number of bytes that the pauses (or the resumes) of a pool have moved: the last number and
+// the total.
 struct TransitionCounters {
   void add(uint64_t device_bytes, uint64_t copied_bytes) noexcept;
 

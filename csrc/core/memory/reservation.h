@@ -1,10 +1,10 @@
 // reservation: rights to change tags, the threads that own these rights, and the threads that wait
 // for them.
 //
-// There are two kinds of rights to a tag. At any time, at most one Hold (allocation.h) owns the
-// tag's memory, as long as an allocation, a free or a transition that has begun needs the memory.
-// At most one thread at a time may begin the tag's transitions: a Reservation spans a transition
-// and its callbacks, during which other threads may still allocate memory of the tag.
+// There are two kinds of rights to a tag. At most one Hold (allocation.h) at a time owns the tag's
+// memory: a Hold exists while an allocation, a free or a transition that has begun needs the
+// memory. At most one thread at a time may begin the tag's transitions: a Reservation spans a
+// transition and its callbacks, during which other threads may still allocate memory of the tag.
 //
 // Each right records its owner. A thread that starts to wait can therefore determine whether the
 // owners are waiting for this thread. If they are, the wait fails (kInvalidState), because it would
@@ -37,7 +37,7 @@ enum class Need {
   kSettled,      // no transition is in progress
 };
 
-// The right of a Hold or of a Reservation to some tags. Needs the registry's lock.
+// The right to some tags, owned through a Hold or a Reservation. Needs the registry's lock.
 struct Claim {
   uint64_t owner = 0;  // the owning thread, or 0 between hand_over() and take_over()
   bool is_over = false;
@@ -55,14 +55,14 @@ struct Waiting {
 
 // Waits until `tags` satisfy `need`. `lock` is the registry's lock, which is locked on return.
 // Returns false if `deadline` passed first.
-// Errors: kInvalidState if the wait would deadlock, or the thread's callback (see while_waiting)
+// Errors: kInvalidState if the wait would deadlock or if the thread's callback (see while_waiting)
 // ended the wait.
 bool wait_for_tags(std::unique_lock<std::mutex>& lock, const std::vector<Tag*>& tags, Need need,
                    const Deadline& deadline = std::nullopt);
 
 // Waits until another thread changes a tag, a right or an importer, but at most until `deadline`.
 // May return early. `lock` is the registry's lock, which is locked on return.
-// Errors: kInvalidState, which names `tags`, if the thread's callback ended the wait.
+// Errors: kInvalidState if the thread's callback ended the wait; the message names `tags`.
 void wait_for_a_change(std::unique_lock<std::mutex>& lock, const std::vector<Tag*>& tags,
                        std::chrono::steady_clock::time_point deadline);
 
@@ -73,8 +73,8 @@ bool would_wait(const std::vector<Tag*>& tags, Need need) noexcept;
 // lock.
 bool would_wait_for_ever(const std::vector<Tag*>& tags, Need need);
 
-// While this object exists, it declares that this thread is waiting, outside wait_for_tags(), for
-// the end of the transition in progress on `tags`. The constructor throws kInvalidState if the wait
+// While this object exists, this thread is registered as waiting, outside wait_for_tags(), for the
+// end of the transition in progress on `tags`. The constructor throws kInvalidState if the wait
 // would deadlock. The constructor and the destructor acquire the registry's lock.
 class WaitsForTransition {
  public:
@@ -87,9 +87,9 @@ class WaitsForTransition {
   Waiting waiting_;
 };
 
-// A callback for waits: a call on this thread that waits for a tag runs `look(data)` about every
-// 50 ms, without a lock. If the result is not 0, the wait ends. If `look` is null, there is no
-// callback.
+// A callback for waits: while a call on this thread waits for a tag, the call runs `look(data)`
+// about every 50 ms, without owning a lock. If the result is not 0, the wait ends. If `look` is
+// null, there is no callback.
 struct Look {
   int (*look)(void*) = nullptr;
   void* data = nullptr;

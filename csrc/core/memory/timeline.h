@@ -3,8 +3,8 @@
 // Records are kept in a ring buffer of fixed size, which is allocated when recording starts. New
 // records replace the oldest, and the replaced records are counted. A record is written under the
 // registry's lock when its change is committed. Writing needs no driver call, and allocates memory
-// only for a tag's first baseline, which is omitted if there is no memory for it. While no timeline
-// is being recorded, a write costs a load and a branch.
+// only for a tag's first baseline, which is omitted if the allocation fails. While no timeline is
+// being recorded, a write costs a load and a branch.
 #pragma once
 
 #include <atomic>

@@ -4,7 +4,8 @@
 // The server consists of a socket in the user's runtime folder (runtime_folder.h), which is named
 // PID-NUMBER, and a thread that sleeps until a client connects. A client of the same user receives
 // one response, and then the connection is closed. The server reads no data. The thread owns no
-// lock of the library while it writes, and drops a client that does not read within one second.
+// lock of the library while it writes, and disconnects a client that does not read within one
+// second.
 //
 // Failures of the server are ignored: if the folder, a descriptor, memory or a thread is
 // unavailable, or if option `top` is off, the process is not visible to `memsaver top`. A forked

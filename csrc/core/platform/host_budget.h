@@ -1,8 +1,8 @@
 // host_budget: limits the host memory that backups use.
 //
-// Memory is claimed before it is touched. A backup that does not fit therefore causes an error, and
-// the system's OOM killer does not end the process. The budget is per process: other processes'
-// memory reduces the budget only after they have allocated it.
+// Memory is claimed before it is touched. A backup that does not fit therefore causes an error,
+// before the system's OOM killer would kill the process. The budget is per process: the memory of
+// other processes reduces the budget only after that memory has been allocated.
 //
 // Any thread may make a claim, but not under the registry's lock, because a claim reads files,
 // which takes a few hundred microseconds.
@@ -14,7 +14,7 @@
 namespace memsaver {
 
 // Returns the host memory that the system can still provide to this process, in bytes. This is the
-// minimum of MemAvailable and, for each control group of the process, the memory that is left up to
+// minimum of MemAvailable and, for each control group of the process, the remaining memory below
 // the group's limit (memory.max and memory.high, or memory.limit_in_bytes). The page cache counts
 // as free memory, because the system reclaims it first. Memory that is claimed but not yet touched
 // is subtracted. Another 2 % of the total or limit, but at least 256 MiB, is subtracted for
@@ -55,8 +55,8 @@ class HostClaim {
   // exceed the untouched bytes.
   void touched(uint64_t bytes) noexcept;
 
-  // Returns `bytes` bytes to the budget, starting with touched bytes. Their memory must already be
-  // released to the system. `bytes` must not exceed the claimed bytes.
+  // Returns `bytes` bytes to the budget, starting with touched bytes. The memory of these bytes
+  // must already be released to the system. `bytes` must not exceed the claimed bytes.
   void shrink(uint64_t bytes) noexcept;
 
   // Returns `bytes` bytes that were claimed but never touched to the budget. `bytes` must not

@@ -1,4 +1,4 @@
-// lifecycle: the library's behaviour after fork and at process exit.
+// lifecycle: the library's behavior after fork and at process exit.
 //
 // A child that was forked after the driver was opened shares the parent's tables but has no CUDA
 // context, so the library is inert in that child. Every entry point that would acquire a lock or

@@ -16,9 +16,9 @@ namespace memsaver {
 // bytes)"); the payload contains only the number of bytes.
 //
 // Any thread may create a range, but the same thread must destroy it, and inner ranges must be
-// destroyed before outer ranges. A range must not exist under the registry's lock, because creating
-// and destroying the range runs the profiler's library. A range must not exist before the driver is
-// open, because a child that is forked during the creation of the first range could wait
+// destroyed before outer ranges. A range must not be created or destroyed under the registry's
+// lock, because both operations run the profiler's library. A range must not exist before the
+// driver is open, because a child that is forked during the creation of the first range could wait
 // indefinitely. Never throws: if there is no memory for the message, no range is reported.
 class ProfileRange {
  public:

@@ -2,8 +2,8 @@
 // on all of their devices.
 //
 // Every transition has three parts. A transition begins under the registry's lock: it plans the
-// leaving and arriving pools (transition_plan.h), and then owns the tags. It runs without the lock,
-// on any thread. It commits under the lock. In a pause no tag arrives, and in a resume no tag
+// leaving and arriving pools (transition_plan.h), and then acquires the tags. It runs without the
+// lock, on any thread. It commits under the lock. In a pause no tag arrives, and in a resume no tag
 // leaves.
 //
 // The work of all devices (device_transition.h) runs concurrently. First, contents are saved. Each
@@ -47,16 +47,16 @@ class Transition {
   //
   // Errors: kOutOfDeviceMemory, kOutOfHostMemory, kBackupFailed, kDriverFailed.
   // After an error, every tag in `out` is mapped and has its contents, and every tag in `into` is
-  // paused, has its backup and uses no memory. This guarantee has two exceptions:
+  // paused, has its backup and uses no device memory. This guarantee has two exceptions:
   //   - If `into` has tags, the contents of tags in `out` without a backup may be lost, because
   //     other contents overwrote them.
-  //   - If undoing also fails, because the driver refuses a call or a backup cannot be read, the
-  //     tags in `out` are paused. Their contents are in their backups, in retained unmapped pages
-  //     or in pages that are still mapped. A resume restores all of these contents.
+  //   - If the rollback also fails, because the driver refuses a call or a backup cannot be read,
+  //     the tags in `out` are paused. Their contents are in their backups, in retained unmapped
+  //     pages or in pages that are still mapped. A resume restores all of these contents.
   std::vector<Change> run();
 
-  // Waits for the devices' work before run(), so that run() does not wait for it. A later wait
-  // would include the copies of other transitions. Throws kDriverFailed.
+  // Waits for work on the devices in advance, so that run() does not wait. A wait in run() would
+  // include the copies of other transitions. Throws kDriverFailed.
   void drain();
 
   // Ends a transition that has not run. Calls that wait for the transition fail. The tags are
@@ -67,7 +67,7 @@ class Transition {
   // be called before run(), on one thread at a time. Throws kInvalidState after run().
   void set_caller(const std::string& caller);
 
-  // Hands the transition over from the calling thread, which began it, to another thread.
+  // Transfers the transition from the calling thread, which began it, to another thread.
   // Afterwards, calls on the calling thread wait for the transition like calls on any other thread.
   // Throws kInvalidState after run().
   void hand_over();
@@ -85,8 +85,8 @@ class Transition {
   void wait_stream(CUstream stream);
   // Like wait_stream(), but the work waits only for the contents of some addresses of a resume,
   // that is, for the copies into these addresses and the copies queued before them. If an address
-  // does not belong to the resume, the work waits for all copies. If `stream` is null, this thread
-  // waits instead. Throws the errors of wait_stream(), and kDriverFailed.
+  // is outside the memory that is being resumed, the work waits for all copies. If `stream` is
+  // null, this thread waits instead. Throws the errors of wait_stream(), and kDriverFailed.
   void wait_ranges(const std::vector<Range>& ranges, const CUstream* stream);
 
  private:

@@ -18,7 +18,7 @@ namespace memsaver {
 class TransitionCompletion {
  public:
   // Records that all memory is mapped and all copies are queued, and stores each device's events.
-  // Work after an event sees the contents that were queued before the event.
+  // Work that is queued after an event sees the contents whose copies were queued before the event.
   void set_queued(std::vector<CopyEvents> events);
   // Records a failure after set_queued(). Returns whether set_queued() was called.
   bool withdraw() noexcept;

@@ -17,7 +17,7 @@
 
 namespace memsaver {
 
-// A selection of tags by name, or of every tag.
+// A selection of tags: either the named tags or every tag.
 struct TagSelection {
   std::vector<std::string> names;
   bool is_every_tag = false;

@@ -1,9 +1,9 @@
 """The sender's server, which sends descriptors of shareable memory to processes of the same user.
 
 One thread accepts connections and forwards release requests. For each importer, another thread
-answers the importer's messages and detects its end. An importer's record ends when the importer
-reports that it maps no memory, or when its process has exited. A closed connection alone does not
-prove that the memory is unmapped.
+answers the importer's messages and detects that the importer has ended. An importer's record ends
+when the importer reports that it maps no memory, or when its process has exited. A closed
+connection alone does not prove that the memory is unmapped.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def endpoint() -> str:
 
 
 def expect_deadline() -> None:
-    """Wake the server's thread if it waits without a limit. Call it after adding a deadline."""
+    """Wake the server's thread if it waits without a limit. Call this function after adding a
+    deadline.
+    """
     for server in list(_servers.values()):
         if server.has_no_deadline:
             os.eventfd_write(server.wake, 1)
@@ -241,7 +243,9 @@ class _Importer:
         del self.held[token]
 
     def _export(self, tokens: list[int], are_extents_missing: bool) -> None:
-        """Keep sent tensors for the importer, and answer with the extents that it lacks."""
+        """Keep sent tensors for the importer, and answer with the extents that the importer
+        lacks.
+        """
         begun: list[int] = []
         claimed: list[tuple[sent_storages.Sent, int | None]] = []
         try:

@@ -65,7 +65,7 @@ def rebuild(*reduced: Any) -> Any:
 
     Raises:
         SharingError: the sender has ended, its tag is paused, the memory was freed, or this process
-            cannot map it.
+            cannot map the memory.
     """
     ((_, tensor),) = rebuild_named([("", reduced)])
     return tensor
@@ -116,7 +116,7 @@ def _tensor(
 
 
 class _UseEnd:
-    """An object that ends a use when the object is deleted.
+    """An object that records the end of a use when the object is deleted.
 
     There must be no weak reference to this object. While `__del__` runs, a weak reference still
     returns the object, and another thread could use the memory after the use has ended.
@@ -134,10 +134,11 @@ class _UseEnd:
 
 
 class _Memory:
-    """Imported memory, which stays mapped while this object exists. Tensors in it keep the object.
+    """Imported memory, which stays mapped while this object exists. Tensors in this memory keep the
+    object alive.
 
     torch creates a tensor from this object through the CUDA array interface. On the simulated
-    driver, a buffer over the memory takes the place of this interface.
+    driver, a buffer over the memory replaces this interface.
     """
 
     def __init__(self, use: Use, ordinal: int, peer: peers.Peer) -> None:

@@ -1,8 +1,8 @@
 """The receiver's connections to the processes that sent it tensors, and the mapped memory.
 
 Each connection has one thread, which sends and receives all messages, maps and unmaps memory, and
-is the only thread that changes extents. Other threads add jobs to its queue. They acquire no lock,
-because a finalizer might run in the middle of another call on the same thread.
+is the only thread that changes extents. Other threads add jobs to its queue. These threads acquire
+no lock, because a finalizer might run in the middle of another call on the same thread.
 
 Each use of a sent tensor begins with an import request to the sender. The sender keeps the memory
 until the use has ended in this process and on this process's devices. One import request can begin
@@ -115,7 +115,9 @@ class Peer:
                 del error
 
     def end(self, use: Use) -> None:
-        """End a use, even if its import failed or was interrupted. Safe in finalizers."""
+        """Record the end of a use, even if the import failed or was interrupted. Safe in
+        finalizers.
+        """
         self._add(use)
 
     def _add(self, job: ImportRequest | Use) -> None:
@@ -220,8 +222,8 @@ class Peer:
     def _release(self, extents: list[Extent]) -> None:
         """Unmap the extents that no tensor uses, and report them as released.
 
-        If the driver refuses to unmap an extent, it stays mapped until the next request or, if the
-        other process has ended, until a retry succeeds.
+        If the driver refuses to unmap an extent, the extent stays mapped until the next request or,
+        if the other process has ended, until a retry succeeds.
         """
         by_span: dict[Span, list[Extent]] = {}
         for extent in dict.fromkeys(extents):
@@ -280,7 +282,7 @@ class Peer:
         follows.
 
         If the extents cannot be mapped, the function reports them as released, and still receives
-        the remaining messages before it raises.
+        the remaining messages before it raises the error.
         """
         message, files = wire.receive(self._socket)
         try:

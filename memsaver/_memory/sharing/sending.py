@@ -48,11 +48,11 @@ def is_shareable(tag: str) -> bool:
 
 
 def cover(torch: Any) -> None:
-    """Make torch's own reduction function send tensors of shareable tags too, if any exist.
+    """Make torch's own reduction function also send tensors of shareable tags, if any exist.
 
     SGLang registers its own reduction function, which calls torch's function. Without this call,
     SGLang's function would hide the function that `pickling` registers. SGLang changes item 6 of
-    torch's result, which is the device. Therefore `reduce` also returns the device as item 6.
+    torch's result, which is the device. Therefore, `reduce` also returns the device as item 6.
     """
     if not _shareable:
         return

@@ -7,7 +7,7 @@ import fails, and never maps newer memory at the same address.
 
 This module has no locks, because a lock could deadlock. On the thread that owns the lock, the
 garbage collector could run a finalizer that waits for a tag. The tag's owner could in turn wait for
-the lock, to send a tensor in a callback. Therefore each change of state is one method call of a
+the lock, to send a tensor in a callback. Therefore, each change of state is one method call on a
 dict whose keys are integers or tuples of integers. Such a call is atomic, with and without the GIL:
 other threads, finalizers and signal handlers can run between two calls, but not during a call.
 `list(x)` and `list(x.values())` are also atomic. `list(x.items())` is not atomic, because it

@@ -1,7 +1,7 @@
 """The checks of `memsaver doctor`, which return findings, with one module for each subject.
 
 The checks do not print, create a CUDA context, or import torch or a framework. The checks open and
-initialise the driver (cuInit), which can take seconds on a machine with several GPUs.
+initialize the driver (cuInit), which can take seconds on a machine with several GPUs.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def check_all() -> dict[str, list[Finding]]:
 
 
 def worst(findings: dict[str, list[Finding]]) -> Level:
-    """Return the worst level of all findings, without absent optional parts."""
+    """Return the worst level of all findings, ignoring absent optional parts."""
     order = list(Level)
     levels = [finding.level for rows in findings.values() for finding in rows]
     levels = [level for level in levels if level is not Level.ABSENT]

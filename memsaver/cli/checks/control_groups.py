@@ -45,7 +45,9 @@ def _groups() -> list[tuple[str, tuple[str, ...]]]:
 
 
 def _below(root: str, group: str) -> str | None:
-    """Return a group's path below a mount's root ("" for the root), or None if it is elsewhere."""
+    """Return a group's path below a mount's root ("" for the root), or None if the group is
+    elsewhere.
+    """
     if group.startswith("/.."):  # outside the namespace
         return None
     if root == "/":

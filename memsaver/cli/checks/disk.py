@@ -95,7 +95,7 @@ def _default_directory() -> str:
 
 @contextlib.contextmanager
 def _private_file(directory: str) -> Iterator[tuple[int, bool]]:
-    """Yield a temporary file like the file of a backup, and whether it never had a name."""
+    """Yield a temporary file like the file of a backup, and whether the file never had a name."""
     unnamed = True
     try:
         flags = os.O_TMPFILE | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC

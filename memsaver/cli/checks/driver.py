@@ -1,5 +1,5 @@
-"""Checks of the driver and its devices. They create no CUDA context, because querying attributes
-does not need one.
+"""Checks of the driver and its devices. The checks create no CUDA context, because querying
+attributes does not need one.
 """
 
 from __future__ import annotations

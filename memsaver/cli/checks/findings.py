@@ -48,15 +48,15 @@ def good(name: str, text: str, advice: str = "", /, **data: Any) -> Finding:
 
 
 def absent(name: str, text: str, advice: str = "", /, **data: Any) -> Finding:
-    """Return a finding that an optional part is missing. The advice states its purpose."""
+    """Return a finding for a missing optional part. The advice states the purpose of the part."""
     return Finding(name, Level.ABSENT, text, advice, data)
 
 
 def warned(name: str, text: str, advice: str, /, **data: Any) -> Finding:
-    """Return a finding that memsaver works, but not optimally or not as expected."""
+    """Return a finding for the case that memsaver works, but not optimally or not as expected."""
     return Finding(name, Level.WARNED, text, advice, data)
 
 
 def bad(name: str, text: str, advice: str, /, **data: Any) -> Finding:
-    """Return a finding that memsaver does not work, or that contents may be lost."""
+    """Return a finding for the case that memsaver does not work, or that contents may be lost."""
     return Finding(name, Level.BAD, text, advice, data)

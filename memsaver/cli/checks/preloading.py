@@ -51,7 +51,7 @@ def _kind(entry: str) -> str:
 
 
 def _order(kinds: list[tuple[str, str]]) -> Finding:
-    """Check the order of the libraries, because the first library that defines a function wins."""
+    """Check the order of the libraries, because the first definition of a function takes effect."""
     shown = [entry if kind == OTHER else f"{entry} ({kind})" for entry, kind in kinds]
     text = ", then ".join(shown)
     libraries = [{"path": entry, "kind": kind} for entry, kind in kinds]

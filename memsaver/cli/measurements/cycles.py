@@ -70,7 +70,7 @@ class CycledTag:
             self._driver.fill(address, self._byte(index), self._block)
 
     def pause(self) -> float:
-        """Pause the tag on an idle device, check the freed memory, and return the seconds."""
+        """Pause the tag on an idle device, check the freed memory, and return the duration."""
         before = memsaver.device_memory(self._device)[0]
         seconds = seconds_of(lambda: memsaver.pause(self._tag))
         freed = memsaver.device_memory(self._device)[0] - before

@@ -27,7 +27,8 @@ def measure_driver(
     """Time each of the four calls for all of `memory`, which must not be mapped.
 
     Unmaps it again. Needs the device's context. `rest` is called before memory is created. The
-    driver clears memory after its release, and an immediate allocation would have to wait for this.
+    driver clears memory after the release, and an immediate allocation would have to wait until the
+    memory is cleared.
     """
     seconds: dict[str, list[float]] = {name: [] for name in _TITLES}
     for _ in range(rounds):

@@ -66,7 +66,7 @@ class Limits:
 
 
 def seconds_of(action: Callable[[], object]) -> float:
-    """Return the duration of a call of a function, in seconds."""
+    """Return the duration of a function call, in seconds."""
     start = time.perf_counter()
     action()
     return time.perf_counter() - start

@@ -39,7 +39,7 @@ class Measured:
         device: the device's index.
         name: the device's name.
         driver: the CUDA version that the driver supports, such as 13000 for CUDA 13.0.
-        simulated: whether the driver is the simulated one, whose times are meaningless.
+        simulated: whether the driver is simulated, in which case the times are meaningless.
         size: the bytes of the memory that was mapped, unmapped, paused and resumed.
         saved: the bytes that were backed up; 0 if no backup was measured.
         rounds: the number of repetitions. The first pause is measured only once.
