@@ -1,8 +1,8 @@
-"""The parts of memsaver's integration with inference engines that are independent of the engine.
+"""The engine-independent parts of memsaver's integration with inference engines.
 
-The package defines an engine's tags, status, reports and errors. It implements the engine's sleep,
-counts the requests in flight, and verifies new weights. An integration implements
-`interface.Engine`, for an engine's sleep, and `interface.Backend`, for rollouts. See
+The package defines an engine's tags, status, reports and errors. The package implements the
+engine's sleep, counts the requests in flight, and verifies new weights. An integration implements
+`interface.Engine` for an engine's sleep, and `interface.Backend` for rollouts. See
 `memsaver.integrations.sglang` and `memsaver.integrations.vllm`.
 
 | module | content |

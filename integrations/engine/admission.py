@@ -118,7 +118,7 @@ class Admission:
         return len(self._waiters)
 
     def learn(self, released: Collection[str]) -> None:
-        """Record the released tags, and admit, in order, the requests that need none of them."""
+        """Record the released tags; admit the requests that need none of these tags, in order."""
         self._released = frozenset(released)
         if not self._released:
             self._log.awake()
@@ -134,7 +134,7 @@ class Admission:
         return self._released
 
     def abort(self, ids: Collection[str], every: bool = False) -> None:
-        """Record that a caller aborts all generations, or those with one of these names.
+        """Record that a caller aborts all generations, or the generations with these names.
 
         Waiting generations fail. The engine aborts the generations that it has received. Refused
         generations are not sent again.
@@ -149,7 +149,7 @@ class Admission:
     def own_aborts(self) -> Iterator[None]:
         """Ignore aborts during the block.
 
-        Such aborts are memsaver's own, made before a request is sent again. The block must not
+        memsaver itself causes such aborts before it sends a request again. The block must not
         await.
         """
         self._ignores_aborts = True
@@ -175,12 +175,12 @@ class Admission:
             del self._generations[request]
 
     def check_aborted(self, request: Any) -> None:
-        """Raise `RequestAbortedError` if a caller has aborted an abortable generation."""
+        """Raise `RequestAbortedError` if a caller has aborted the generation."""
         if self._generations[request]:
             raise RequestAbortedError("the request was aborted while it waited for the engine")
 
     def deadline(self) -> float:
-        """Return the latest time, on the event loop's clock, until which a new request may wait."""
+        """Return the deadline for a new request's wait, as a time on the event loop's clock."""
         return asyncio.get_running_loop().time() + self.policy.wait_seconds
 
     async def admit(
@@ -207,9 +207,9 @@ class Admission:
         Raises:
             EngineAsleepError: a needed tag is released. With "refuse", or if too many requests are
                 held, the error is raised immediately. With "wait", the error is raised at the
-                deadline. With "wake", the error is raised if the wake-up fails (the failure is the
-                cause), or if the engine does not answer the wake-up by the deadline or within 60 s,
-                whichever is later.
+                deadline. With "wake", the error is raised if the wake-up fails; the failure is the
+                error's cause. The error is also raised if the engine does not answer the wake-up by
+                the deadline or within 60 s, whichever is later.
             ClientGoneError: the client has disconnected.
             RequestAbortedError: `is_gone` raised it.
         """
@@ -349,11 +349,11 @@ class Admission:
         until: float,
         is_gone: Callable[[], Awaitable[bool]] | None,
     ) -> bool:
-        """Resume tags in a task that all requests that now need a wake-up share.
+        """Resume tags in a task that is shared by all requests that need a wake-up now.
 
         The wake-up continues even if a request is cancelled or stops waiting. Returns False if the
-        recorded state was out of date, or if a task that another request had started resumed only
-        some of the tags.
+        recorded state was out of date, or if the task of another request resumed only some of the
+        tags.
         """
         now = asyncio.get_running_loop().time
         begun = now()
@@ -380,7 +380,10 @@ class Admission:
         return self._released, self.without_backup, self.lost
 
     async def _resume(self, tags: frozenset[str], known: object) -> bool:
-        """Resume tags; return False if the state is no longer `known`, as contents may be lost."""
+        """Resume tags, but do nothing and return False if the state is no longer `known`.
+
+        In that case, contents may be lost.
+        """
         async with self.changing:
             await self.refresh()
             if self._state != known:

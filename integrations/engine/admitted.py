@@ -1,7 +1,7 @@
 """Requests that an engine's integration sends after `Admission` has admitted them.
 
-The engine's own processes check each request again. If they refuse a request because a release
-arrived before it, memsaver sends the request again, or raises the same error as `Admission`.
+The engine's own processes check each request again. If these processes refuse a request because a
+release arrived first, memsaver sends the request again, or raises the same error as `Admission`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Generation(Protocol):
         """The names that a caller can use to abort the request."""
 
     async def is_gone(self) -> bool:
-        """Return whether the client has disconnected. Can raise if the engine has exited."""
+        """Return whether the client has disconnected. Can raise an error if the engine exited."""
 
     def send(self) -> AsyncGenerator[Any, None]:
         """Send the request, and return its outputs. Raises `EngineAsleepError` if refused."""
@@ -39,17 +39,17 @@ class Generation(Protocol):
         """Return the refusal that the first output contains, or None."""
 
     def refused_part(self, output: Any) -> Generation | None:
-        """Return the part of the request to send again because a later output refuses this part.
+        """Return the part of the request that a later output refuses, to send this part again.
 
         Returns:
-            Only a part without earlier outputs is returned. Returns None if the output refuses no
-            such part.
+            The refused part, if it has no earlier outputs; otherwise, None.
         """
 
     async def take_back(self, deadline: float) -> None:
         """Prepare a refused request to be sent again.
 
-        Inside `Admission.own_aborts`, aborts the parts that the engine has received, if any.
+        If the engine has received parts of the request, aborts these parts inside
+        `Admission.own_aborts`.
         """
 
 
@@ -64,8 +64,8 @@ async def generation(admission: Admission, what: str, request: Generation) -> As
     Raises:
         EngineAsleepError: see `Admission.admit`.
         ClientGoneError: the client has disconnected.
-        RequestAbortedError: a caller has aborted the request, or a part of it, before the engine
-            accepted it.
+        RequestAbortedError: a caller aborted the request or a part of the request before the engine
+            accepted the request.
     """
     deadline = admission.deadline()
 

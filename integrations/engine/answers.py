@@ -1,4 +1,4 @@
-"""Creates a scheduler's answers to releases and resumes, and keeps the last one."""
+"""Creates a scheduler's answers to releases and resumes, and stores the last answer."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def next_answer(
 
 
 def failure_of(ranks: Sequence[RankReport], what: str, then: str) -> Failure | None:
-    """Return the first failure among the ranks, naming its rank; None if no rank failed.
+    """Return the first failure, with the rank's name in the message; None if no rank failed.
 
     Args:
         ranks: the reports of all ranks.

@@ -3,7 +3,7 @@
 In each call, NCCL waits indefinitely for the communicator's other ranks. A communicator is
 therefore suspended only if all of its ranks participate. To verify this condition, the ranks
 exchange lists of their communicators. Before a resume, all ranks check that enough memory is free:
-if NCCL's call failed on one rank, the other ranks would wait in their calls, and the communicator
+if NCCL's call failed on one rank, the other ranks would wait indefinitely, and the communicator
 would be lost.
 
 A call spends most of its time on NCCL's messages between the ranks, so the calls for several
@@ -163,8 +163,8 @@ class Suspender:
         """Yield the communicators whose calls succeed, then raise the first error.
 
         NCCL cannot cancel a call that still waits for other ranks. The timeout of such a call is
-        recorded for later calls. It is raised only if no call failed with another error, because
-        that error may be the cause of the timeout.
+        recorded for later calls. The timeout is raised only if no call failed with another error,
+        because such an error may be the cause of the timeout.
         """
         deadline = time.monotonic() + nccl.SECONDS
         errors: list[Exception] = []
@@ -185,7 +185,7 @@ class Suspender:
 def _complete(
     group: Group, mine: Sequence[Communicator]
 ) -> tuple[list[Communicator], list[Communicator], bool]:
-    """Separate the communicators that all of their ranks list from the others. Collective.
+    """Return the communicators that all of their ranks list, and the others. Collective.
 
     Also returns whether any rank lists any communicator.
     """
@@ -203,7 +203,7 @@ def _complete(
 
 
 def of_torch(device: int) -> list[Communicator]:
-    """Return the communicators of torch's process groups on a device, without unused ones."""
+    """Return the communicators of torch's process groups on a device, except unused ones."""
     torch: Any = sys.modules.get("torch")  # a process without torch has none of its communicators
     library = loaded()
     if library is None or torch is None:

@@ -31,7 +31,7 @@ class EngineDiedError(EngineError):
 
 
 class EngineTimeoutError(EngineError, TimeoutError):
-    """The engine did not answer in time. It may still complete the request."""
+    """The engine did not answer in time. The engine may still complete the request."""
 
     _status = "ENGINE_TIMEOUT"
 

@@ -42,7 +42,7 @@ PARTS = ("tags", "graphs", "tensors", "cache", "nccl", "context", "rest")
 
 
 def torch_with_cuda() -> Any:
-    """Return torch if it has CUDA contexts in this process; None otherwise."""
+    """Return the torch module if torch has CUDA contexts in this process; None otherwise."""
     torch: Any = sys.modules.get("torch")
     return torch if torch is not None and torch.cuda.is_initialized() else None
 
@@ -111,7 +111,7 @@ def clear_workspaces(device: int) -> None:
     """Release cuBLAS's workspaces, which torch allocates again when they are needed.
 
     Does nothing if torch has a private pool outside tags, because CUDA graphs use such pools and
-    contain the workspaces' addresses. The caller must check whether there are graphs in tags.
+    contain the workspaces' addresses. The caller must check whether tags contain graphs.
     """
     torch = torch_with_cuda()
     if torch is not None and not of_segments(_segments(device))["graphs"]:

@@ -53,7 +53,7 @@ def install(module: ModuleType, hooks: Hooks, optional: Hooks) -> set[str]:
 
 
 def around(owner: Any, name: str, hook: Callable[..., Any]) -> None:
-    """Install an AROUND hook in a function of a class or a module. This function is idempotent.
+    """Install an AROUND hook for a function of a class or a module. This function is idempotent.
 
     Raises:
         AttributeError: the owner lacks the function.

@@ -20,8 +20,9 @@ def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
 
     The callback runs on the importing thread, before other code can use the module. If the callback
     raises an exception, the import fails. After a failed import, the function waits for the next
-    import of the module. It does nothing if the module is being imported now (the caller must call
-    it again later), or if an earlier call is already waiting for this import.
+    import of the module. The function does nothing if an earlier call is already waiting for this
+    import. The function also does nothing if the module is being imported now; in that case, the
+    caller must call the function again later.
     """
     module = sys.modules.get(name)
     if module is None:

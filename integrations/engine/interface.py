@@ -1,4 +1,4 @@
-"""The calls that an engine implements: in `Engine` for its sleep, in `Backend` for rollouts.
+"""The calls that an engine implements: `Engine` for sleep, and `Backend` for rollouts.
 
 `memsaver.integrations.sglang` and `memsaver.integrations.vllm` implement both.
 """
@@ -41,9 +41,10 @@ class Engine(Protocol):
     Each call is one request, and stores no state. Every `timeout` is in seconds and limits the
     whole call.
 
-    Errors: `EngineTimeoutError` if no answer arrives in time; `EngineError` if the engine died or
-    rejects the call; and the errors that memsaver's hooks in the schedulers report. Without the
-    hooks, a `ConfigError` means that the engine did not receive the call.
+    Errors: a call raises `EngineTimeoutError` if no answer arrives in time, and `EngineError` if
+    the engine died or rejects the call. A call also raises the errors that memsaver's hooks in the
+    schedulers report. Without the hooks, a `ConfigError` means that the engine did not receive the
+    call.
     """
 
     def release(
@@ -66,8 +67,8 @@ class Engine(Protocol):
         Args:
             tags: the engine's tags to change.
             timeout: the limit for the call, in seconds.
-            keep_weights: whether the weights' contents are still needed; if False, they are about
-                to be overwritten, and the engine need not restore them.
+            keep_weights: whether the weights' contents are still needed; if False, the contents are
+                about to be overwritten, and the engine need not restore them.
         """
 
     def states(self, timeout: float) -> list[SchedulerState]:
@@ -77,7 +78,7 @@ class Engine(Protocol):
         """Flush the prefix cache; return False, and do nothing, if requests are in flight."""
 
     def abort(self, timeout: float) -> None:
-        """Abort all requests. Some may end shortly after the call returns."""
+        """Abort all requests. Some requests may end shortly after the call returns."""
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate, with the engine's own arguments and results.
@@ -131,7 +132,7 @@ class SharedTensors:
     """Tensors in the sender's memory that the engine's ranks map into their own processes.
 
     Attributes:
-        payloads: the serialised tensors for each of the engine's ranks, in rank order.
+        payloads: the serialized tensors for each of the engine's ranks, in rank order.
         layout: either "whole", for tensors as in a checkpoint, which the model's loader reads, or
             "engine", for tensors with the layout and the names of the model's parameters.
         in_bucket: whether whole tensors are in one contiguous piece of memory; always False for
@@ -231,10 +232,11 @@ class Backend(Protocol):
         """Stop generation until `continue_generation` is called; new requests wait.
 
         Args:
-            mode: the treatment of requests in flight. "abort" ends them with the tokens generated
-                so far. "retract" drops their KV cache and recomputes it later. "in_place" keeps the
-                KV cache, so they continue with values computed by the old weights. "wait" waits
-                until they finish, if the engine supports it.
+            mode: the treatment of requests in flight. "abort" ends the requests with the tokens
+                generated so far. "retract" drops the requests' KV cache and recomputes the cache
+                later. "in_place" keeps the KV cache, so the requests continue with values computed
+                by the old weights. "wait" waits until the requests finish, if the engine supports
+                this mode.
             timeout: the limit in seconds; after a timeout, it is unknown whether generation is
                 paused.
         """
@@ -246,15 +248,15 @@ class Backend(Protocol):
         """Return whether the engine's ranks can map tensors in this process's shareable regions."""
 
     def begin_update(self, timeout: float) -> None:
-        """Convert the weights to the format for loading, if the engine has a separate one."""
+        """Convert the weights to the format for loading, if the engine uses a separate format."""
 
     def load_weights(self, load: WeightLoad) -> list[RankCheck]:
         """Load a bucket of new weights.
 
         Returns:
-            The checks of each of the engine's ranks, even if they found a defect, in which case the
-            engine keeps the old version. Returns [] if there was no verification request, or if the
-            engine cannot verify.
+            The results of each rank's checks, even if a check found a defect. After a defect, the
+            engine keeps the old version. The list is empty if there was no verification request, or
+            if the engine cannot verify weights.
         """
 
     def end_update(self, timeout: float, complete: bool = True) -> None:

@@ -13,11 +13,13 @@ __all__ = ["Knowledge"]
 
 
 class Knowledge:
-    """The tags that are known to be released. Any thread may call it; no call queries the engine.
+    """The tags that are known to be released.
+
+    Any thread may make calls; no call queries the engine.
 
     A late reply may belong to an earlier query, because some engines do not match replies to
-    queries: they accept replies until they have one for each scheduler. Therefore, `fits` and
-    `are_new` check replies before `learn` records them.
+    queries: such an engine accepts replies until it has one reply from each scheduler. Therefore,
+    `fits` and `are_new` check replies before `learn` records them.
 
     Attributes:
         anywhere: the tags that are released on at least one scheduler.
@@ -26,8 +28,8 @@ class Knowledge:
         lost: the tags whose contents were lost when the last release or resume failed.
         is_known: whether `anywhere` is the current state.
         guarded: whether memsaver's plugin is in the engine.
-        admits: whether the engine accepts requests while it sleeps, and then holds them or wakes
-            up.
+        admits: whether the engine accepts requests while it sleeps, and holds the requests or wakes
+            up for them.
 
     Args:
         released: the tags that are released initially.
@@ -52,7 +54,7 @@ class Knowledge:
         Raises:
             EngineError: `states` is empty although earlier states were not, because an engine
                 without memsaver's plugin has replaced the earlier engine. The state is unknown
-                until an engine with the plugin reports it.
+                until an engine with the plugin reports its state.
         """
         if not states:
             if self.guarded:
@@ -118,7 +120,7 @@ class Knowledge:
             )
 
     def are_new(self, answers: Sequence[Answer]) -> bool:
-        """Return whether the answers are those of all schedulers to the latest request."""
+        """Return whether `answers` contains every scheduler's answer to the latest request."""
         with self._lock.locked():
             return (
                 _is_one_of_each(answers)
@@ -127,7 +129,7 @@ class Knowledge:
             )
 
     def newer(self, answers: Sequence[Answer | None]) -> list[Answer]:
-        """Return the answers that are later than the recorded ones."""
+        """Return the answers that are later than the recorded answers."""
         with self._lock.locked():
             return [a for a in answers if a and a.number > self._numbers.get(a.scheduler, 0)]
 

@@ -65,7 +65,7 @@ def result_of(
     Raises:
         EngineTimeoutError: the call did not return in time.
         EngineDiedError: one of the engine's processes exited.
-        EngineError: the call raised. memsaver's own errors are raised unchanged.
+        EngineError: the call raised an exception. memsaver's own errors are raised unchanged.
     """
     deadline = time.monotonic() + timeout
     wait = wait or (lambda seconds: concurrent.futures.wait([done], seconds))

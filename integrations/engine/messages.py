@@ -158,8 +158,8 @@ class Answer:
             requested state.
         released: the tags whose memory is currently released.
         held: the released tags with memory that a rank could not release after a failure; the next
-            release tries again.
-        ranks: the reports of the ranks that release and resume together, which are those of the
+            release tries again to release this memory.
+        ranks: the reports of the ranks that release and resume together: the ranks of the
             scheduler's tensor-parallel group or, in a pipeline, of all stages.
         failure: the operation's failure, or None.
         number: the answer's sequence number, which starts at 1 for each scheduler.

@@ -73,8 +73,8 @@ def pause(
         tags: the engine's tags.
         backups: the backup that this pause uses, by tag; other tags use their regions' policies.
 
-    The pause has two steps: all ranks begin it, and then run it if no rank has rejected it. A
-    rejection therefore precedes any loss of contents without a backup. After a rejection, no rank
+    The pause has two steps: all ranks begin the pause, and run it only if no rank has rejected it.
+    A rejection therefore precedes any loss of contents without a backup. After a rejection, no rank
     has changed. After a later failure, some ranks have paused some tags. On a rank that failed, the
     tags whose pause failed or did not run are mapped with their contents, and the other tags are
     paused. A KV cache that was discarded has lost its contents. The rank's report contains its
@@ -95,7 +95,9 @@ def pause(
 
 
 class _Pause:
-    """A pause on this rank, in two steps. Closing `held` before the pause has run cancels it.
+    """A pause on this rank, in two steps.
+
+    Closing `held` before the pause has run cancels the pause.
 
     The pause consists of one or more calls to memsaver: see `_steps`.
     """
@@ -150,7 +152,7 @@ class _Pause:
         return reports
 
     def _steps(self) -> list[list[tuple[Backup | None, list[str]]]]:
-        """Group the names into steps, each a list of pairs of a backup to pass and the names.
+        """Group the names into steps; each step is a list of (backup to pass, names) pairs.
 
         The pauses of a step run together.
 

@@ -2,9 +2,9 @@
 
 NCCL has provided these functions since version 2.29.7. A suspended communicator keeps its
 connections and its addresses, so CUDA graphs that contain its kernels stay valid. Until the
-communicator is resumed, each use is an illegal memory access. Both functions wait for the
-communicator's other ranks. The functions apply only to memory that NCCL allocates with the driver's
-virtual memory functions (NCCL_CUMEM_ENABLE=1).
+communicator is resumed, each use of the communicator is an illegal memory access. Both functions
+wait for the communicator's other ranks. The functions apply only to memory that NCCL allocates with
+the driver's virtual memory functions (NCCL_CUMEM_ENABLE=1).
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class Communicator:
 
     @property
     def key(self) -> Key:
-        """An identifier of the communicator, equal on all of its ranks."""
+        """An identifier of the communicator, the same on all of its ranks."""
         return self.name, self.ranks
 
 

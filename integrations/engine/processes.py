@@ -51,7 +51,7 @@ class Parent:
     """A thread that starts processes, and runs until `end` is called.
 
     An engine's processes request that Linux kill them when their parent dies. Linux treats the
-    thread that started a process as the parent. The main thread runs as long as the process.
+    thread that started a process as the parent. The main thread runs as long as the process runs.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Parent:
         return done.result()
 
     def end(self) -> None:
-        """Stop the thread. Linux then kills its remaining child processes."""
+        """Stop the thread. Linux kills the remaining processes that the thread started."""
         self._ended.open()
         if self._thread is not None:
             self._thread.join(_SECONDS)
@@ -134,7 +134,7 @@ def descendants_of(pid: int) -> list[Descendant]:
 
 
 def _children_of(path: str) -> list[int]:
-    """Read the children of a thread from a file of /proc; [] if the thread has ended."""
+    """Return the children of a thread, read from /proc; [] if the thread has ended."""
     try:
         with open(path) as file:
             return [int(text) for text in file.read().split()]

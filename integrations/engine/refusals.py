@@ -65,7 +65,7 @@ def refused(error: EngineAsleepError) -> EngineAsleepError:
     """Return the error that a refused request raises, and record it for the middleware.
 
     An engine's endpoints handle the error like their own errors. Requires FastAPI, which engines
-    require as well.
+    also require.
     """
     from .asleep_error import AsleepError
 

@@ -20,8 +20,8 @@ class Step:
         name: "abort", "wait_idle", "flush", "release" or "resume".
         tags: the tags of a release or a resume.
         seconds: the time from the request to the answer, as the caller measures it.
-        ranks: the ranks' reports of a release or a resume; () if the engine sends none, for example
-            if it lacks memsaver's plugin.
+        ranks: the ranks' reports of a release or a resume; () if the engine sends no reports, for
+            example if it lacks memsaver's plugin.
     """
 
     name: str
@@ -61,7 +61,8 @@ class SleepReport:
     def held(self) -> dict[str, int]:
         """The device memory in use on all ranks after a release of all memory, by owner.
 
-        The keys are those of `RankReport.held`. The result is empty after any other operation.
+        The keys are the same as in `RankReport.held`. The result is empty after any other
+        operation.
         """
         totals: Counter[str] = Counter()
         for step in self.steps:
@@ -76,7 +77,7 @@ class SleepReport:
 
 
 def rank_reports(answers: Iterable[Answer]) -> tuple[RankReport, ...]:
-    """Return the reports in all answers, without duplicates of a rank.
+    """Return the reports in all answers, with one report for each rank.
 
     Data-parallel schedulers may share ranks.
 

@@ -32,12 +32,12 @@ _NOT_PASSED_ON = (307, 308, 401, 403, 404, 405, 422)
 class EngineController:
     """Puts an engine to sleep and wakes it by tag ("kv_cache", "weights", "cuda_graph").
 
-    Every call skips tags that are already in the requested state. Calls that would crash the engine
-    are rejected before the engine receives them: releasing memory that requests use, and generating
-    while that memory is released.
+    Every call skips tags that are already in the requested state. Two kinds of calls would crash
+    the engine, and are rejected before the engine receives them: a release of memory that requests
+    use, and a generation while that memory is released.
 
-    Threads: any. Calls of `sleep` and `wake_up` are serialised; generations run concurrently. Do
-    not call them in an event loop: use `await asyncio.to_thread(controller.sleep)`.
+    Threads: any. Calls to `sleep` and `wake_up` are serialized; generations run concurrently. Do
+    not call these methods in an event loop: use `await asyncio.to_thread(controller.sleep)`.
 
     Args:
         engine: the object that makes the calls to the engine.
@@ -120,9 +120,8 @@ class EngineController:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate with the engine's own arguments and results, if the required memory is mapped.
 
-        A stream is a request in flight from the request for its first item until the stream ends.
-        An engine that holds requests while asleep, or wakes up for requests, receives every
-        request.
+        A stream counts as a request in flight from the request for its first item until its end. An
+        engine that holds requests while asleep, or wakes up for requests, receives every request.
 
         Raises:
             EngineAsleepError: memory that generation needs is released.
@@ -171,19 +170,21 @@ class EngineController:
             keep_weights: whether the weights' contents are still needed. If False, all weights will
                 be loaded again before they are used, and an engine that normally keeps its weights
                 during a sleep need not save them. With the plugin, an engine with a draft model
-                still keeps its weights; without the plugin, SGLang always does.
+                still keeps its weights; without the plugin, SGLang always keeps the weights.
             timeout: the limit on the whole call, in seconds, including the wait for another
                 thread's call and the query of the state.
 
         Raises:
             ConfigError: a tag is unknown, the list of tags is empty, or the timeout is invalid.
-            EngineBusyError: requests are in flight; if the call waits for them, they are still in
-                flight after `timeout`. The engine is unchanged.
-            EngineTimeoutError: the engine did not answer, and the status is unknown until it
-                answers; or another thread's call did not end in time, and nothing was done.
-            EngineError: the engine failed. With the plugin, it is unchanged if it still answers.
-            MemsaverError: the schedulers' own error, which is raised with the plugin if memory
-                could not be released; everything is mapped.
+            EngineBusyError: requests are in flight; if the call waits for requests, some are still
+                in flight after `timeout`. The engine is unchanged.
+            EngineTimeoutError: the engine did not answer, and its status is unknown until it
+                answers. Also raised if another thread's call did not end in time; in that case,
+                nothing was done.
+            EngineError: the engine failed. With the plugin, an engine that still answers is
+                unchanged.
+            MemsaverError: with the plugin, memory could not be released, and all memory is mapped;
+                this error is the schedulers' own.
         """
         wanted = selected(tags, RELEASE_ORDER)
         check_timeout(timeout)
@@ -246,7 +247,8 @@ class EngineController:
     def asleep(self, tags: Tags = None, **options: Any) -> Iterator[SleepReport]:
         """Sleep during the block, and wake the same tags at its end, even after an exception.
 
-        The arguments and errors are those of `sleep` and `wake_up`. Yields the report of `sleep`.
+        The arguments and errors are the same as for `sleep` and `wake_up`. Yields the report of
+        `sleep`.
         """
         report = self.sleep(tags, **options)
         try:
@@ -265,7 +267,7 @@ class EngineController:
         `sleep()`.
 
         Yields a list of the two wake-ups' reports; the second report is appended after the block.
-        The errors are those of `wake_up`.
+        The errors are the same as for `wake_up`.
         """
         reports = [self.wake_up(WEIGHTS, timeout=timeout)]
         yield reports

@@ -29,7 +29,7 @@ _ATTRIBUTE = "_memsaver_policy"  # an attribute of an engine, or of an object in
 
 
 def flag(name: str, default: bool) -> bool:
-    """Return the value of a flag. Raises `ConfigError` if the value is not a flag's."""
+    """Return the value of a flag. Raises `ConfigError` if the value is invalid for a flag."""
     text = os.environ.get(name, "").strip().lower()
     if text not in _VALUES:
         raise ConfigError(f"{name}={text!r} is not a flag: set it to 1 or 0")
@@ -80,7 +80,7 @@ class EnginePolicies:
         return found  # type: ignore[no-any-return]
 
     def fix(self, original: Callable[..., None], owner: Any, *args: Any, **named: Any) -> None:
-        """Wrap a constructor: read the object's policy, which later changes do not affect.
+        """Wrap a constructor: read the object's policy before the variables can change.
 
         Raises:
             ConfigError: see `of`.

@@ -29,7 +29,7 @@ _USED = ("args", "inference_engine", "inference_engine_status", "sync_and_clear_
 
 
 class Adapted:
-    """The memory methods of a strategy, which `adapt` returns.
+    """The memory methods of a strategy; the result of `adapt`.
 
     LightRFT calls these methods as methods of the strategy. Every rank makes the same calls, from
     one thread.
@@ -60,7 +60,7 @@ class Adapted:
         """Wait until the engine is idle, and release its memory, if `args.enable_engine_sleep`.
 
         Raises:
-            RankError: the sleep failed on a rank, which the message names; the call can be
+            RankError: the sleep failed on a rank; the message names the rank, and the call can be
                 repeated.
             EngineBusyError, EngineTimeoutError, EngineError, MemsaverError: the sleep failed, and
                 this is the only rank.
@@ -76,9 +76,9 @@ class Adapted:
         """Map the engine's memory again; during an update of the weights, map only the weights.
 
         Raises:
-            RankError: the wake-up failed on a rank, which the message names, for example because a
-                trainer still uses the memory. The engine keeps running, the tags remain released,
-                and the call can be repeated.
+            RankError: the wake-up failed on a rank, for example because a trainer still uses the
+                memory; the message names the rank. The engine keeps running, the tags remain
+                released, and the call can be repeated.
             OutOfDeviceMemoryError, EngineError, MemsaverError: the wake-up failed, and this is the
                 only rank.
             InvalidStateError: the weights were released without a backup and have not been sent
@@ -95,8 +95,8 @@ class Adapted:
         """Call LightRFT's method without waking the KV cache and the graphs.
 
         The KV cache and the graphs therefore use no memory while two copies of the weights exist.
-        The next generation wakes the KV cache and the graphs. Raises LightRFT's errors, and those
-        of `wakeup_inference_engine`.
+        The next generation wakes the KV cache and the graphs. Raises LightRFT's errors, and the
+        errors of `wakeup_inference_engine`.
         """
         if not self._is_ours():
             self._originals["update_engine_weights"](actor)
@@ -108,8 +108,8 @@ class Adapted:
         """Release the optimizer's memory, with a backup on the host, if offloading is enabled.
 
         The first call moves the memory into a tag. During the move, a batch of tensors (at most 512
-        MiB, or one larger tensor) exists twice. A step before `maybe_load_optimizer` raises an
-        error.
+        MiB, or one larger tensor) exists twice. An optimizer step before `maybe_load_optimizer`
+        raises an error.
 
         Raises:
             RankError: the call failed on a rank, and nothing is released on any rank.
@@ -135,7 +135,7 @@ class Adapted:
     def save_ckpt(self, *args: Any, **kwargs: Any) -> Any:
         """Call LightRFT's method with the memory of all optimizers mapped.
 
-        Raises LightRFT's errors, and those of `maybe_load_optimizer`.
+        Raises LightRFT's errors, and the errors of `maybe_load_optimizer`.
         """
         with self._optimizers.there():
             return self._originals["save_ckpt"](*args, **kwargs)
@@ -185,8 +185,8 @@ def adapt(
 ) -> Adapted:
     """Make memsaver manage the memory of a LightRFT strategy. Call this function on every rank.
 
-    Call it before the strategy creates its engine (`setup_inference_engine`), and before the first
-    training step. LightRFT still manages engines other than SGLang's.
+    Call this function before the strategy creates its engine (`setup_inference_engine`) and before
+    the first training step. LightRFT still manages engines other than SGLang's.
 
     Args:
         strategy: the result of LightRFT's `get_strategy`. The methods of this object are replaced.
@@ -197,8 +197,8 @@ def adapt(
             weights without a backup, and LightRFT sends the weights from the actor when the engine
             wakes, unless the engine was just updated.
         offload_optimizer: whether `maybe_offload_optimizer` has an effect. None follows LightRFT's
-            `--adam_offload`. With DeepSpeed, that flag keeps the optimizer's states on the host
-            permanently, so omit the flag and pass True.
+            `--adam_offload`. With DeepSpeed, `--adam_offload` keeps the optimizer's states on the
+            host permanently, so omit this flag and pass True.
         tag: the tag of the first optimizer; the tags of later optimizers append a number.
         timeout: the limit on an engine's sleep or wake-up, in seconds, including the wait for
             requests.

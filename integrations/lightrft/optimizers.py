@@ -49,7 +49,9 @@ class OptimizerMemory:
         _transitions().pause(self._tags[inner])
 
     def resume(self, optimizer: Any) -> None:
-        """Map an optimizer's memory again, on every rank or on none. Does nothing if it is mapped.
+        """Map an optimizer's memory again, on every rank or on none.
+
+        Does nothing if the memory is mapped.
 
         Raises:
             RankError: the resume failed on a rank, for example for lack of memory; the memory is
@@ -62,7 +64,10 @@ class OptimizerMemory:
 
     @collective_block
     def there(self) -> Iterator[None]:
-        """Map the memory of all optimizers during the block. Raises like `resume` and `pause`."""
+        """Map the memory of all optimizers during the block.
+
+        Raises the errors of `resume` and `pause`.
+        """
         tags = sorted(handle.tag for handle in self._handles.values() if _is_paused(handle))
         if tags:
             _transitions().resume(*tags)

@@ -22,7 +22,9 @@ def has_other_ranks() -> bool:
 
 
 def on_every_rank(what: str, work: Callable[[], Value], after: str) -> list[Value]:
-    """Run this rank's part, and return the results of all ranks. A collective over the world.
+    """Run this rank's part, and return the results of all ranks.
+
+    This is a collective call of all ranks of the world.
 
     An interrupt on one rank raises `RankError` on the other ranks, and is raised again on its own
     rank.
@@ -33,7 +35,7 @@ def on_every_rank(what: str, work: Callable[[], Value], after: str) -> list[Valu
         after: a description of the state after a failure, for the error message.
 
     Raises:
-        RankError: the work failed on a rank. The error is equal on all ranks; on a rank that
+        RankError: the work failed on a rank. The error is the same on all ranks; on a rank that
             failed, `__cause__` is the rank's own exception.
         GroupError: a rank is unreachable.
         MemsaverError: the exception that the work raised, if this is the only rank.

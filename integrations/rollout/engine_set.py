@@ -41,9 +41,9 @@ class EngineSet:
     Make all other calls on the engines themselves. The set does not close its engines.
 
     Threads: updates use the connections of the first engine. On each rank, a single thread must
-    make all update calls of the set and all calls of the first engine except `generate`, in the
-    same order on all ranks; otherwise, all ranks raise `RankError`. The other engines use their own
-    connections, but they must not sleep during an update.
+    make the set's update calls and all calls to the first engine except `generate`. The order of
+    these calls must be the same on all ranks; otherwise, all ranks raise `RankError`. The other
+    engines use their own connections, but they must not sleep during an update.
 
     Attributes:
         engines: the engines, in the order of their ranks in a group.

@@ -1,4 +1,4 @@
-"""Serialised errors, with which one rank's error can be raised on all ranks."""
+"""Serialized errors, with which one rank's error can be raised on all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["SerializedError", "error_of"]
 
 @dataclass(frozen=True)
 class SerializedError:
-    """A serialised error: an exception and the rank that raised it.
+    """A serialized error: an exception and the rank that raised it.
 
     Attributes:
         failure: the description of the exception, for a `RankError`.
@@ -28,12 +28,12 @@ class SerializedError:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> SerializedError:
-        """Create the serialised error for a rank's exception."""
+        """Create the serialized error for a rank's exception."""
         known = error if isinstance(error, MemsaverError) else None
         return cls(FailureRecord.of(error, "").failure(rank), known)
 
     def packed(self) -> bytes:
-        """Serialise the error to bytes that `parse` can read on any rank."""
+        """Serialize the error to bytes that `parse` can read on any rank."""
         try:
             error = PICKLES.pack_error(self.error) if self.error is not None else b""
         except Exception:  # the exception cannot be pickled, or its class needs other arguments

@@ -43,8 +43,8 @@ def prompts_of(
             texts.
         sampling_params: one mapping for all prompts, or one mapping for each prompt. "n" is the
             number of samples per prompt (default 1). If the parameters contain a "sampling_seed" or
-            a "seed", sample k uses that seed plus k, because samples with equal seeds would be
-            equal.
+            a "seed", sample k uses that seed plus k, because samples with the same seed would be
+            identical.
         attention_mask: for a padded tensor, 1 for tokens and 0 for padding; the padding can be on
             either side.
         multimodal: for each prompt, its images and other parts that are not tokens, or None.

@@ -31,13 +31,14 @@ class Restarts:
     """Options for restarting an engine whose processes died; see `RolloutEngine.launch`.
 
     Attributes:
-        most: the maximum number of restarts within `seconds`. Failed restarts count towards this
+        most: the maximum number of restarts within `seconds`. Failed restarts count toward this
             limit.
         seconds: the period to which the limit `most` applies. Each restart itself takes at most the
             engine's `timeout`.
-        send: a function that sends the weights, which is called with the engine on all ranks of the
-            mesh after a restart, because a new engine has the weights of its `model_path`. If None
-            (the default), nothing is sent, and the repeated batch uses the weights of `model_path`.
+        send: a function that sends the weights. This function is called with the engine on all
+            ranks of the mesh after a restart, because a new engine has the weights of its
+            `model_path`. If None (the default), nothing is sent, and the repeated batch uses the
+            weights of `model_path`.
     """
 
     most: int = 2
@@ -46,7 +47,7 @@ class Restarts:
 
     @property
     def limits(self) -> str:
-        """The values that must be equal on all ranks, formatted for an error message."""
+        """The values that must be the same on all ranks, formatted for an error message."""
         return f"most={self.most}, seconds={self.seconds:g}, send={self.send is not None}"
 
     def check(self) -> None:
@@ -63,7 +64,7 @@ class Restarter:
 
     Args:
         engine: the engine of this rank's group.
-        restarts: the limits, which must be equal on all ranks.
+        restarts: the limits, which must be the same on all ranks.
     """
 
     def __init__(self, engine: EngineStart, restarts: Restarts) -> None:

@@ -128,9 +128,10 @@ class RolloutEngine(EngineStart):
             kind: "sglang" or "vllm".
             asleep: this engine's policy for requests that need released memory: "refuse" raises
                 `EngineAsleepError`; "wait" holds a request until another caller has resumed the
-                memory; "wake" resumes the memory for the request. If this argument or one of the
-                next three is None, the engine uses the value of the matching environment variable,
-                such as `MEMSAVER_SGLANG_ASLEEP` or `MEMSAVER_VLLM_SLEEP_AFTER`, at its start.
+                memory; "wake" resumes the memory for the request. If this argument, `asleep_wait`,
+                `asleep_requests` or `sleep_after` is None, the engine uses the value of the
+                matching environment variable, such as `MEMSAVER_SGLANG_ASLEEP` or
+                `MEMSAVER_VLLM_SLEEP_AFTER`, at its start.
             asleep_wait: the maximum time in seconds for which a request is held, and for which a
                 wake-up is retried if too little memory is free.
             asleep_requests: the maximum number of requests that are held at the same time.
@@ -329,14 +330,15 @@ class RolloutEngine(EngineStart):
         self._restarter.restart()
 
     def pause_generation(self, mode: PauseMode = "abort", timeout: float | None = None) -> None:
-        """Stop generating until `continue_generation`. New requests wait.
+        """Stop generation until `continue_generation` is called. New requests wait.
 
         Args:
-            mode: the treatment of requests in flight. "abort" ends them with the tokens generated
-                so far and the finish reason "abort"; "retract" discards their KV cache and
-                recomputes it with the engine's weights when generation continues; "in_place" keeps
-                their KV cache, which then cannot be flushed, and the requests continue with values
-                that the old weights computed; "wait" waits until they have finished (vLLM only).
+            mode: the treatment of requests in flight. "abort" ends the requests with the tokens
+                generated so far and the finish reason "abort". "retract" discards the requests' KV
+                cache, and recomputes the cache with the engine's weights when generation continues.
+                "in_place" keeps the requests' KV cache, which cannot be flushed, so the requests
+                continue with values that the old weights computed. "wait" waits until the requests
+                have finished (vLLM only).
             timeout: the time limit for the call, in seconds.
         """
         limit = self._limit(timeout)

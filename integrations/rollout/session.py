@@ -52,7 +52,8 @@ class ColocatedSession(StageOrder):
     the optimizer, wakes the engine's weights, updates them from the trainer's weights, pauses the
     trainer's weights, and wakes the KV cache and the graphs. At the end of the rollout's block, the
     engine sleeps. Before a training block, the session resumes the trainer's memory. Unnecessary
-    stages are skipped; for example, weights that the engine already has are not sent again.
+    stages are skipped. For example, the session does not resend weights that the engine already
+    has.
 
     **Overlap.** With `overlap=True`, the optimizer's states are resumed while the block of
     `training()` computes gradients. The optimizer's `step`, `state_dict` and `load_state_dict` wait
@@ -100,29 +101,29 @@ class ColocatedSession(StageOrder):
         model: the trainer's model, whose parameters and buffers are moved to the tag "model"; or
             the model's `Offloaded`.
         optimizer: the model's optimizer, or several optimizers, whose states and gradients are
-            moved to the tag "optimizer"; or the `Offloaded` of these. None if no optimizer is on
-            the GPU.
+            moved to the tag "optimizer"; or the `Offloaded` of these optimizers. None if no
+            optimizer is on the GPU.
         state: a function that returns the weights for `RolloutEngine.update_weights`. If None, the
             tensors of `model.state_dict()` are sent.
         tags: further tags of the trainer, such as the tag of a reference model, which are paused
-            and resumed with the optimizer. The tags must be equal on all ranks, and each tag must
-            exist and have a backup.
+            and resumed with the optimizer. The tags must be the same on all ranks, and each tag
+            must exist and have a backup.
         group: a `torch.distributed` group of all ranks of the trainer. None means the world group,
-            or only this process if torch.distributed is not initialised.
+            or only this process if torch.distributed is not initialized.
         backup: the backup method for the trainer's memory; see `offload`. "none" is invalid,
             because the contents are needed.
         sleep: whether the engine sleeps and the trainer's memory is paused. False skips only these
             steps, for comparison runs.
-        overlap: whether the optimizer's memory is paused and resumed while other stages run, and
-            the memory of a model with `by_layer` is resumed while other stages run. The value must
-            be False if the block of `training()` uses the states, or other memory in their tag,
-            before the first step. The value must also be False if the block uses gradients in the
-            tag of a model with `by_layer` before the model's forward pass has ended.
+        overlap: whether other stages run while the optimizer's memory is paused and resumed, and
+            while the memory of a model with `by_layer` is resumed. The value must be False if the
+            block of `training()` uses the states, or other memory in their tag, before the first
+            step. The value must also be False if the block uses gradients in the tag of a model
+            with `by_layer` before the model's forward pass has ended.
         engine_keeps_weights: whether the engine keeps its weights during a sleep, as with SGLang's
             `enable_weights_cpu_backup`. If True, weights are sent only after a `training` block.
         whole_updates: whether each update rewrites all of the engine's weights. If True, the engine
             does not save its weights for a sleep that an update must follow, and does not restore
-            its weights before an update, even if it can.
+            its weights before an update, even if the engine could save and restore them.
         update_options: the options of `RolloutEngine.update_weights`, or a function that returns
             the options for each update, such as the new version of the weights.
         timeout: the time limit for a stage on each rank, in seconds. Ranks wait for each other
@@ -267,7 +268,7 @@ class ColocatedSession(StageOrder):
                 handles is closed.
             ConfigError: a tag of the trainer has lost its backup; nothing is paused.
             RankError: the block or a stage failed on some ranks, or the ranks made different calls.
-            GroupError: a rank died, hangs, or was late. Restart the job after this error.
+            GroupError: a rank died, hung, or was late. Restart the job after this error.
             OutOfDeviceMemoryError: too little memory is free for the engine. The effects of earlier
                 stages remain, and the next call continues with the failed stage.
             EngineError, MemsaverError: a stage failed; the next call continues with the failed

@@ -64,7 +64,7 @@ def options_of(update_options: Any) -> dict[str, Any]:
 
 
 def group_of(group: Any) -> Any:
-    """Return the group; None selects the world group if torch.distributed is initialised."""
+    """Return the group; None selects the world group if torch.distributed is initialized."""
     dist: Any = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return group

@@ -103,7 +103,7 @@ class SharedSleep:
             flush: whether to flush the prefix cache even if only other tags are released.
             keep_weights: False if all weights will be sent again before they are used, in which
                 case the engine need not save the weights.
-            fence: whether to wait also for the engines of all other groups of the mesh, and to
+            fence: whether to also wait for the engines of all other groups of the mesh, and to
                 raise an error if one of these engines failed. After such an error, the engines that
                 did not fail are asleep, and the call can be repeated. All ranks of the mesh must
                 make the call.
@@ -148,11 +148,11 @@ class SharedSleep:
     ) -> Iterator[SleepReport]:
         """Sleep during the block, and wake the same tags at its end, even after an exception.
 
-        The arguments and errors are those of `sleep` and `wake_up`. The context manager yields the
-        report of `sleep`. If the block fails on one rank, the engine is woken on all ranks, and
-        only the failed rank raises the exception. With `fence`, if the sleep of another engine
-        fails, this engine is woken within the timeout of `wake_up` before the error is raised, and
-        the error's message contains this engine's state.
+        The arguments and errors are the same as for `sleep` and `wake_up`. The context manager
+        yields the report of `sleep`. If the block fails on one rank, the engine is woken on all
+        ranks, and only the failed rank raises the exception. With `fence`, if the sleep of another
+        engine fails, this engine is woken within the timeout of `wake_up` before the error is
+        raised, and the error's message contains this engine's state.
         """
         timeout = options.pop("timeout", None)
 
@@ -175,12 +175,13 @@ class SharedSleep:
     def staged_wake(
         self, *, fence: bool = False, timeout: float | None = None
     ) -> Iterator[list[SleepReport]]:
-        """Wake the weights before a block that updates them; wake other tags after all blocks.
+        """Wake the weights before a block that updates them; wake the other tags after the block.
 
-        The KV cache and the graphs can therefore use the memory that the blocks of all ranks need
-        for copies of the weights. If a block fails, every rank raises an error, the weights are
-        mapped, and the other tags stay released. Recover by updating the weights again and calling
-        `wake_up()`, or by calling `sleep()`.
+        The other tags are woken after the blocks of all ranks. The KV cache and the graphs can
+        therefore use the memory that the blocks of all ranks need for copies of the weights. If a
+        block fails, every rank raises an error, the weights are mapped, and the other tags stay
+        released. Recover by updating the weights again and calling `wake_up()`, or by calling
+        `sleep()`.
 
         The context manager yields a list of the two wake-up reports; the second report is appended
         after the block.

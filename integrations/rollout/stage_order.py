@@ -57,7 +57,7 @@ class StageOrder(StageRuns):
             self._stage(Stage.WAKE_REST, lambda: self._wake(None))
 
     def _update_beside_pause(self) -> None:
-        """Send the weights while the optimizer is paused, or afterwards if memory is short."""
+        """Send the weights during the optimizer's pause, or after the pause if memory is short."""
         self._stage_of_pause(Stage.RESUME_MODEL, self._overlap.begin_pause)
         is_short = False
         try:
@@ -77,7 +77,7 @@ class StageOrder(StageRuns):
             raise
 
     def _update_engine(self) -> bool:
-        """Send the trainer's weights to the engine; return whether its weights were woken."""
+        """Send the trainer's weights to the engine; return whether this method woke its weights."""
         woken = None
         if self._sleeps:
             options = _options(keep_weights=not self._rewrites)

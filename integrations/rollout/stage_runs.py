@@ -126,7 +126,7 @@ class StageRuns:
     def _exchange(
         self, what: str, mine: Mine, error: BaseException | None, timeout: float
     ) -> tuple[Mine, ...]:
-        """Return the values of all ranks; raise an error if a rank reports one."""
+        """Return the values of all ranks; raise an error if a rank reports an error."""
         try:
             everyones = self._together.gather(what, lambda: (mine, error is not None), timeout)
             if any(failed for _, failed in everyones):

@@ -218,9 +218,9 @@ class EngineStart(SharedSleep):
     def close(self) -> None:
         """Stop the engine if this object started it.
 
-        The method is idempotent and does not wait for other ranks. It also closes the connections
-        to other ranks and drops the process groups of `layout`, so that torch.distributed can be
-        shut down and initialised again. Make no other call afterwards.
+        The method is idempotent and does not wait for other ranks. The method also closes the
+        connections to other ranks and drops the process groups of `layout`, so that
+        torch.distributed can be shut down and initialized again. Make no other call afterwards.
         """
         self._closed = True
         try:

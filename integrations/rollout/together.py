@@ -38,12 +38,13 @@ class Together:
 
     All ranks must make the same calls in the same order. If a call fails on a rank, all ranks raise
     the same error. If all failures are memsaver errors of one class, the error is of that class;
-    otherwise, it is a `RankError`. The error's message names the call, the ranks that failed and
-    the reasons, and its attribute `failures` maps ranks to their failures. On a rank that failed,
-    the error's cause is the rank's own exception.
+    otherwise, the error is a `RankError`. The error's message names the call, the ranks that failed
+    and the reasons, and its attribute `failures` maps ranks to their failures. On a rank that
+    failed, the error's cause is the rank's own exception.
 
     Every wait is bounded: if a rank dies or hangs, the other ranks raise `GroupError` after the
-    timeout. This object cannot be used afterwards; other users of the process group are unaffected.
+    timeout. After this error, the object cannot be used; other users of the process group are
+    unaffected.
 
     An interrupt (Ctrl-C) or an exit on one rank raises `RankError` on all other ranks, and is
     raised again on the interrupted rank. An interrupt during the exchange of results is raised at
@@ -52,8 +53,8 @@ class Together:
     Results and errors are pickled for the other ranks of the job (see pickles.py). If one rank
     cannot unpickle a result, all ranks raise an error.
 
-    Several threads can make calls concurrently if each thread uses its own `Together`; calls of one
-    object are serialised. The calls use only the CPU.
+    Several threads can make calls concurrently if each thread uses its own `Together`; calls on one
+    object are serialized. The calls use only the CPU.
 
     The constructor is a collective call that fails on all ranks if an argument is invalid on any
     rank.
@@ -245,14 +246,14 @@ def refuse(error: Exception, timeout: float, lanes: Sequence[str]) -> NoReturn:
     rank.
 
     Args:
-        error: the error. Raised only on this rank if torch.distributed is not initialised.
+        error: the error, which is raised only on this rank if torch.distributed is not initialized.
         timeout: the time limit in seconds for the search for a waiting rank, and for the wait for
             the ranks of each connection; 600 if the value is invalid.
         lanes: the lanes that the other ranks might use.
 
     Raises:
-        MemsaverError: the error of the first connection that failed, which all ranks of this
-            connection raise; the message contains that of `error`.
+        MemsaverError: a connection failed. All ranks of the first connection that failed raise the
+            same error; its message contains the message of `error`.
         GroupError: no other rank waited for this rank within the time limit, or a rank died.
     """
     dist: Any = sys.modules.get("torch.distributed")

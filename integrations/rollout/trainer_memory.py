@@ -102,12 +102,12 @@ class TrainerMemory:
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """All tags, the model's first."""
+        """All tags, with the model's tag first."""
         return (self.model, *self.others) if self.model else ()
 
     @property
     def awaited(self) -> tuple[str, ...]:
-        """The tags whose memory is used only by calls that wait for its resume.
+        """The tags whose memory is used only by calls that wait until the memory is resumed.
 
         The order is that of `tags`.
         """
@@ -156,7 +156,7 @@ class TrainerMemory:
             torch.cuda.synchronize(self.device)
 
     def undo(self) -> None:
-        """Remove the hooks that this object installed, but not those of the caller's handles."""
+        """Remove this object's own hooks, but keep the hooks of the caller's handles."""
         for handle in self._made:
             with contextlib.suppress(MemsaverError):  # the original error is more specific
                 handle.close()

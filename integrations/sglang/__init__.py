@@ -3,12 +3,12 @@
 With memsaver installed, an unmodified SGLang (0.5.11 or newer) uses it as its memory saver in every
 process of an engine that has `enable_memory_saver=True`; no import or configuration is necessary,
 and torch_memory_saver is not needed. `memsaver.integrations.sglang.plugin` describes the mechanism.
-`memsaver.integrations.sglang.settings` describes the environment variables that configure it or
-turn it off.
+`memsaver.integrations.sglang.settings` describes the environment variables that configure memsaver
+or turn it off.
 
-A program that drives an engine imports `SleepController` from this package, with its status, its
-reports and the errors that it raises in addition to memsaver's own. The other modules implement
-`memsaver.integrations.engine` for SGLang.
+A program that controls an engine imports `SleepController` from this package. The package also
+exports the controller's status, its reports, and the errors that it raises in addition to
+memsaver's own errors. The other modules implement `memsaver.integrations.engine` for SGLang.
 
 Importing this package imports neither SGLang nor torch. The package does not replace the name
 `sglang`.

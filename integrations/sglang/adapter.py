@@ -55,7 +55,7 @@ class MemsaverAdapter:
 
         The region does not initialize cuBLAS, because SGLang derives the size of its KV cache from
         the memory that is free before its first matrix product, and runs no model while a tag is
-        paused. If a model computes while it is loaded, cuBLAS's workspace is in `tag`.
+        paused. If a model runs computations while it is loaded, cuBLAS's workspace is in `tag`.
         """
         tag, keep = draft_weights.placed(tag, enable_cpu_backup)
         backup = _backup(keep)

@@ -10,10 +10,9 @@ because a release arrived first, the hooks send the request again, or raise the 
 | wait | is held, in order, until the memory is resumed; raises after a timeout |
 | wake | resumes the memory that it needs; if too little is free, retries for a time, then raises |
 
-A health check does not wait, and does not wake the engine. An abort ends a request that is held, or
-that a scheduler has refused, with the error `RequestAbortedError`, for which the server answers
-with status
-400. Without `enable_memory_saver`, the hooks do nothing.
+A health check does not wait, and does not wake the engine. An abort ends a request that is held or
+that a scheduler has refused. The request raises `RequestAbortedError`, and the server answers with
+status 400. Without `enable_memory_saver`, the hooks do nothing.
 """
 
 from __future__ import annotations
@@ -349,7 +348,7 @@ def release_states(original: Callable[..., Any], manager: Any, states: Any) -> A
 
 
 def discard_pending(original: Callable[..., Any], manager: Any, obj: Any) -> Any:
-    """Wrap `TokenizerManager._discard_pending_req_states`, which forgets parts that were sent.
+    """Wrap `TokenizerManager._discard_pending_req_states`, which discards parts that were sent.
 
     `_discard` aborts them if the request is sent again.
     """

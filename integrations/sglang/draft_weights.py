@@ -25,7 +25,7 @@ _kept: list[bool] = []  # not empty if this process has loaded a draft model
 
 
 def load(original: Callable[..., Any], runner: Any) -> Any:
-    """Wrap `ModelRunner.load_model`: mark the regions in it that belong to a draft model."""
+    """Wrap `ModelRunner.load_model`: mark the regions that a draft model's load creates."""
     if not getattr(runner, "is_draft_worker", False):
         return original(runner)
     before = _is_loading.set(True)
@@ -52,8 +52,8 @@ def placed(tag: str, keep: bool) -> tuple[str, bool]:
 def drop_copy(updater: Any) -> None:
     """Delete the copy of a draft model's weights that SGLang makes at a release.
 
-    The copy is not needed, because memsaver backs up these weights, and it may occupy device
-    memory. Without the copy, SGLang's resume handler restores nothing.
+    The copy may occupy device memory, and is not needed, because memsaver backs up these weights.
+    Without the copy, SGLang's resume handler restores nothing.
     """
     copy = getattr(updater, _COPY, None) if _kept else None
     if copy is None:

@@ -77,9 +77,9 @@ class _DrivenError(Exception):
 class LocalEngine:
     """An `sglang.Engine` in this process.
 
-    Any thread may call it, except a thread that runs an event loop. Calls run on the engine's event
-    loop, which only one thread can drive at a time. While another thread drives the loop, for
-    example during generation, that thread runs the calls. Generations are serialised.
+    Any thread may make calls, except a thread that runs an event loop. Calls run on the engine's
+    event loop, which only one thread can drive at a time. While another thread drives the loop, for
+    example during generation, that thread runs the calls. Generations are serialized.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -171,8 +171,8 @@ class LocalEngine:
         Args:
             args: the positional arguments of `sglang.Engine.generate`.
             kwargs: the keyword arguments of `sglang.Engine.generate`, and `timeout`, the seconds to
-                wait for other threads' calls (by default an hour); for a stream, it applies to each
-                item.
+                wait for other threads' calls (by default an hour); for a stream, the timeout
+                applies to each item.
 
         Raises:
             ConfigError: the timeout is not a positive number.
@@ -243,7 +243,8 @@ class LocalEngine:
             ConfigError: the timeout is not a positive number.
             EngineTimeoutError: the coroutine did not return in time.
             EngineDiedError: one of the engine's processes exited.
-            EngineError: the coroutine raised. memsaver's own errors are raised unchanged.
+            EngineError: the coroutine raised an exception. memsaver's own errors are raised
+                unchanged.
             InvalidStateError: the calling thread runs an event loop.
         """
         loop: asyncio.AbstractEventLoop = self._engine.loop
@@ -262,7 +263,7 @@ class LocalEngine:
         """Run `loop` until `future` is done, the deadline passes, or an engine process exits.
 
         Waits for `seconds` if another thread drives the loop; other threads may start or stop
-        driving it at any time.
+        driving the loop at any time.
         """
 
         async def watch() -> None:

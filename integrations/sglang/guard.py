@@ -4,7 +4,7 @@ Without the guard, such a request causes an illegal memory access, which crashes
 guard runs after SGLang has broadcast the received requests and before their handlers run. All ranks
 of a tensor-parallel group therefore handle the same requests in the same order, and decide from the
 same state, which is the set of tags that their release handlers have recorded. The guard uses no
-clock. While nothing is released, the guard adds one check to each request, and nothing to a
+clock. While no memory is released, the guard adds one check to each request, and nothing to a
 decoding step.
 
 | request | while memory is released |
@@ -18,8 +18,8 @@ decoding step.
 | unknown request | refused; only logged if its reply's type is unknown (see `unknown_requests`) |
 
 SGLang's queues contain no requests while memory is released, because a release requires an idle
-engine. The exception is a paused generation without a pipeline, whose requests wait for the
-continuation.
+engine. The exception is a paused generation in an engine without a pipeline: the requests wait
+until generation continues.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def is_known(kind: str) -> bool:
 
 
 def has_failed(scheduler: Any) -> bool:
-    """Return whether no guard could be installed, so that a request may crash a sleeping engine."""
+    """Return True if no guard could be installed, so that a request may crash a sleeping engine."""
     return bool(getattr(scheduler, _FAILED, False))
 
 
@@ -196,7 +196,7 @@ def guard_of(scheduler: Any) -> Guard | None:
 
 
 def _check_server(scheduler: Any) -> None:
-    """Keep an idle engine awake if SGLang's Rust server, which cannot wake it, is in use."""
+    """Keep an idle engine awake if SGLang's Rust server is in use, which cannot wake an engine."""
     if when_asleep(scheduler) != settings.policy_of(scheduler).when_asleep:
         remove(scheduler)
         _logger.warning(

@@ -1,7 +1,8 @@
 """Calls from memsaver's hooks to SGLang's own handlers for release and resume.
 
-The handlers process caches, model buffers, queues and bookkeeping, with a saver that does nothing.
-memsaver releases or maps the memory before or after the handlers run, on all ranks together.
+The handlers receive a saver that does nothing, and process only caches, model buffers, queues and
+bookkeeping. memsaver releases or maps the memory before or after the handlers run, on all ranks
+together.
 """
 
 from __future__ import annotations
@@ -167,8 +168,8 @@ def request_for(request: Any, tags: Sequence[str]) -> Any:
 def is_idle(updater: Any) -> bool:
     """Return whether the engine is idle, using the check of this version's own handler.
 
-    While the generation is paused, waiting requests do not count, except in a pipeline, whose loop
-    runs them.
+    While generation is paused, waiting requests do not count, except in a pipeline, whose loop runs
+    them.
     """
     scheduler = scheduler_of(updater)
     is_pipeline = ranks_in(effective_arguments(scheduler), "pp_size") > 1

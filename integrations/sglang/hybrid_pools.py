@@ -1,8 +1,8 @@
 """Makes the KV cache of models with sliding windows pausable in older versions, such as 0.5.16.
 
 `SWAKVPool` consists of two pools, one for the layers with full attention and one for the layers
-with a sliding window. In these versions, it builds both pools without a memory saver and ignores
-the engine's option.
+with a sliding window. In these versions, `SWAKVPool` builds both pools without a memory saver and
+ignores the engine's option.
 """
 
 from __future__ import annotations

@@ -61,12 +61,12 @@ def launch(
 
     Args:
         placement: the engine's GPUs and ports.
-        tp_size: the number of tensor-parallel ranks; None leaves it to `arguments`.
+        tp_size: the number of tensor-parallel ranks; None means the size that `arguments` sets.
         arguments: the arguments of `sglang.Engine`. The arguments override the placement and the
             defaults for rollouts.
         timeout: the seconds until the engine must be ready; after the timeout, the engine's
-            processes are killed. SGLang's work in this process before these processes start, such
-            as a download of the model, is not limited.
+            processes are killed. The timeout does not limit SGLang's work in this process before
+            these processes start, such as a download of the model.
         variables: environment variables of the engine, such as the result of `policy_variables`.
 
     Raises:
@@ -110,7 +110,7 @@ def launch_node(
         variables: see `launch`.
 
     Returns:
-        A function that ends the part's processes, and that must be called once.
+        A function that terminates the part's processes. The function must be called once.
 
     Raises:
         NotLoadedError, ConfigError, EngineError, EngineTimeoutError: see `launch`.
@@ -139,7 +139,7 @@ def _starting(
     """Start an engine, and run the block in the environment of the engine's processes.
 
     Yields the deadline, the engine, the handlers to restore, the thread that started the engine's
-    processes, and the processes. The arguments and errors are those of `launch`.
+    processes, and the processes. The arguments and errors are the same as for `launch`.
     """
     check_timeout(timeout)
     try:
@@ -168,11 +168,11 @@ def _starting(
 
 
 def engine_failed(number: int, frame: FrameType | None) -> None:
-    """Ignore SIGQUIT, which a dying engine process sends; waiting calls detect its death."""
+    """Ignore SIGQUIT, which a dying engine process sends; waiting calls detect the death."""
 
 
 def _end(engine: Any, signals: _Signals, parent: Parent, processes: Processes) -> None:
-    """Kill an engine's processes: `shutdown` would kill all children of this process.
+    """Kill an engine's processes; unlike `shutdown`, spare this process's other children.
 
     Args:
         engine: the `sglang.Engine`.

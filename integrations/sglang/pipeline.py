@@ -3,8 +3,8 @@
 SGLang's stages handle a request one after the other: a stage handles the request and replies, and
 only then sends the request to the next stage. Therefore, a stage's handler must not wait for a
 later stage. In addition, the reply, which only the first stage sends, would not contain the results
-of later stages. With these hooks, a stage first forwards the request and then does the work, in
-which all stages exchange their results.
+of later stages. With these hooks, a stage first forwards the request and then does the work. During
+the work, all stages exchange their results.
 
 The work must not begin while a batch is in the pipeline. Otherwise, a later stage might wait for
 the batch's data from an earlier stage that itself waits for the later stage. All stages decide in
@@ -56,7 +56,7 @@ def defer(scheduler: Any, request: Any, work: Work, then: str) -> Any:
         then: the end of the error message for a busy engine, with advice and the resulting state.
 
     Returns:
-        The value None for the handler to return, so that SGLang does not yet send a reply.
+        None, which the handler must return so that SGLang does not send a reply yet.
     """
     if not can_defer(scheduler):  # nothing would run the work
         mode = _disaggregation(scheduler)

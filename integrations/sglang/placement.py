@@ -114,9 +114,9 @@ def _on_one_host(known: Sequence[Gpu], dp_rank: int, adjacent: bool) -> Placemen
 def _ports(slot: int) -> dict[str, int]:
     """Return free ports for an engine; the engines of a mesh on one host have different slots.
 
-    The engine may start to listen on a port some time later. Engines of other meshes have the same
-    slots and may start at the same time, but receive a different `nccl_port`, because the system
-    chooses this port.
+    An engine may start to listen on a port later. Engines of other meshes have the same slots and
+    may start at the same time, but receive a different `nccl_port`, because the system chooses this
+    port.
     """
     first = _FIRST_PORT + _PORTS_EACH * (slot % _SLOTS)
     free = [port for port in range(first, first + _PORTS_EACH) if _is_free(port)]

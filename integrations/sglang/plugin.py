@@ -7,7 +7,7 @@ SGLang's imports. memsaver is therefore registered in both groups, as `memsaver`
 effects for every load order:
 
 - The factory of SGLang's memory savers, `TorchMemorySaverAdapter.create`, returns memsaver's saver
-  if an enabled one is requested.
+  if an enabled saver is requested.
 - SGLang's release, resume and weight updates have the hooks of
   `memsaver.integrations.sglang.hooks`. Failed updates do not crash the engine (`weight_loads`), and
   neither do requests that need released memory (`guard`).
@@ -159,7 +159,10 @@ def _start() -> None:
 
 
 def _hook_schedulers() -> None:
-    """Install the hooks in imported modules now, and in the others at their import. Idempotent."""
+    """Install the hooks in imported modules now, and in other modules when they are imported.
+
+    Idempotent.
+    """
     for name in hooks.modules():
         when_imported(name, _hook)
     when_imported(_SERVER, _hook_server)

@@ -3,7 +3,7 @@
 SGLang can send these requests to all replicas and wait for all replies, but rejects them if there
 is more than one replica, because different schedulers would use the same payloads and ranks.
 memsaver's hooks in the schedulers (`places`) assign separate payloads and ranks to each scheduler,
-so the hooks of this module do send the requests.
+so the hooks of this module can send the requests to all replicas.
 """
 
 from __future__ import annotations

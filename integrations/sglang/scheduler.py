@@ -1,11 +1,12 @@
-"""Release and resume in SGLang's scheduler processes, on all ranks or none, and never fatal.
+"""Release and resume in SGLang's scheduler processes, on all ranks or none, without fatal errors.
 
 SGLang's handlers trust their caller: they assert that the engine is idle, raise a KeyError for a
-tag that is not released, and propagate the saver's exceptions; each of these crashes the engine.
-The hooks in this module wrap these handlers. The hooks skip tags that are already in the requested
-state, reject fatal calls, and do the saver's work themselves. The ranks of a tensor-parallel group
-and of all pipeline stages exchange failures before any rank continues. SGLang's own handlers
-process caches, model buffers, queues and bookkeeping, with a saver that does nothing.
+tag that is not released, and propagate the saver's exceptions. Each of these errors crashes the
+engine. The hooks in this module wrap these handlers. The hooks skip tags that are already in the
+requested state, reject fatal calls, and do the saver's work themselves. The ranks of a
+tensor-parallel group and of all pipeline stages exchange failures before any rank continues.
+SGLang's own handlers receive a saver that does nothing, and process only caches, model buffers,
+queues and bookkeeping.
 
 | event | state afterwards, on every rank |
 |---|---|

@@ -36,12 +36,12 @@ class SleepController(EngineController):
     threads' calls. In a callback of `on_pause` or `on_resume`, pass a short timeout, because the
     other thread may be waiting for the callback's tag.
 
-    Threads: any. Calls of `sleep` and `wake_up` are serialised; generations run concurrently. Do
-    not call them in an event loop: use `await asyncio.to_thread(controller.sleep)`. When `sleep`
-    begins, it detects requests that bypassed the controller. Without the plugin, a request that
-    arrives just after this check crashes the engine. So does any request while the engine sleeps,
-    including the requests that SGLang's `/health` sends. With the plugin, such requests are
-    refused, wait, or wake the engine; see `memsaver.integrations.sglang.settings`.
+    Threads: any. Calls to `sleep` and `wake_up` are serialized; generations run concurrently. Do
+    not call these methods in an event loop: use `await asyncio.to_thread(controller.sleep)`. At its
+    beginning, `sleep` detects requests that bypassed the controller. Without the plugin, a request
+    that arrives just after this check crashes the engine. Any request while the engine sleeps also
+    crashes the engine, including the requests that SGLang's `/health` sends. With the plugin, such
+    requests are refused, wait, or wake the engine; see `memsaver.integrations.sglang.settings`.
 
     Args:
         engine: an `sglang.Engine` in this process, a server's URL, or a result of

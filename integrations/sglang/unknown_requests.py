@@ -1,7 +1,7 @@
 """Refuses requests of unknown types to a sleeping engine, in SGLang's tokenizer manager.
 
-A scheduler's guard also refuses such a request, but cannot answer it if the reply's type is unknown
-as well, so the sender would wait indefinitely. The hooks therefore query the state of the
+A scheduler's guard also refuses such a request, but cannot answer the request if the reply's type
+is also unknown, so the sender would wait indefinitely. The hooks therefore query the state of the
 schedulers' memory before the request is sent, and again while the request has no reply.
 
 The hooks apply to SGLang's communicators, each of which sends requests of one type to all
@@ -33,7 +33,7 @@ class _Sender:
 
     Attributes:
         manager: the tokenizer manager.
-        lock: a lock that serialises requests of unknown types, so that each request is sent
+        lock: a lock that serializes requests of unknown types, so that each request is sent
             immediately after its check.
     """
 

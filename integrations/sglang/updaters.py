@@ -38,7 +38,7 @@ class SchedulerAsUpdater:
 
 
 def updater_of(scheduler: Any) -> Any:
-    """Return a scheduler's updater. Raises `AttributeError` if one is missing."""
+    """Return a scheduler's updater. Raises `AttributeError` if the scheduler has no updater."""
     if hasattr(scheduler, "weight_updater") or not hasattr(scheduler, _HANDLER):
         return scheduler.weight_updater
     return SchedulerAsUpdater(scheduler)

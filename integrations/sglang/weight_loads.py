@@ -362,7 +362,7 @@ def _known_to(updater: Any) -> Known:
 def _flushing_past_waiting(updater: Any) -> Iterator[None]:
     """Allow a paused scheduler to flush its cache while requests wait, during the block.
 
-    Waiting requests have no data in the KV cache, because a pause dropped these data. SGLang 0.5.16
+    Waiting requests have no data in the KV cache, because a pause dropped this data. SGLang 0.5.16
     rejects the flush, so these requests would continue with values computed by the old weights.
     Later versions flush the cache.
     """

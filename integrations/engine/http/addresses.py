@@ -45,7 +45,7 @@ class Secret:
         return self._text
 
     def hidden_in(self, text: str) -> str:
-        """Return `text` with the key replaced by "<secret>", ignoring case, even if escaped."""
+        """Return `text` with "<secret>" in place of the key, in any case and even if escaped."""
         if len(self._text) >= _SHORTEST_REDACTED:
             for form in (self._text, json.dumps(self._text)[1:-1], repr(self._text)[1:-1]):
                 text = re.sub(re.escape(form), "<secret>", text, flags=re.IGNORECASE)
@@ -114,7 +114,7 @@ def address_of(url: object) -> str:
 
 
 def host_of(location: str) -> str:
-    """Return the host and port of a redirect's target for a message, or "" if it has none."""
+    """Return the host and port of a redirect's target, for a message; "" without a valid host."""
     if not location.isprintable():
         return ""
     _, host, port = _split(location)

@@ -4,12 +4,12 @@
 be mapped. The endpoints report errors in several formats, some of them inside a stream that begins
 with status 200. The middleware therefore delays the start of each response until the first part of
 its body, and replaces the response if the request was refused. This delay applies while memory is
-released. It also applies if memory can be released without a record, because the engine sleeps when
-idle or because other processes change its memory.
+released. The delay also applies if memory can be released without a record, because the engine
+sleeps when idle or because other processes change its memory.
 
-While memory is released, a health request returns the released tags and causes no generation. Its
-status is the one that a load balancer expects: 503 if requests are refused, and 200 if requests
-wait or wake the engine.
+While memory is released, a health request returns the released tags and causes no generation. The
+status of this response is suitable for load balancers: 503 if requests are refused, and 200 if
+requests wait or wake the engine.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 def add_innermost(app: Any, **arguments: Any) -> None:
     """Add the middleware to a FastAPI application, before the server starts.
 
-    The middleware is the innermost one: the server's other middlewares reject requests without a
-    valid key before it, and add their headers (CORS) to its responses.
+    The middleware is the innermost: the server's other middlewares first reject requests without a
+    valid key, and add their own headers (CORS) to the responses.
 
     Args:
         app: the application.
@@ -64,8 +64,8 @@ class AsleepAnswers:
 
     Args:
         app: the application that serves the requests.
-        admission: a function that returns the engine's `Admission`; None if it has none or does not
-            exist yet.
+        admission: a function that returns the engine's `Admission`, or None if the engine has no
+            `Admission` or does not exist yet.
         is_shared: a function that returns whether other processes of the server also release and
             resume memory.
         health: the paths of health requests.

@@ -35,7 +35,7 @@ _AGENT = "memsaver"
 
 
 class HttpClient:
-    """A client for one server. Any thread may use it; each call opens its own connection.
+    """A client for one server. Any thread may use the client; each call opens its own connection.
 
     The client follows no redirect and uses no proxy, so only the server receives the key. No
     message contains the key, even if the server repeats it.
@@ -69,19 +69,22 @@ class HttpClient:
         return other
 
     def disconnect(self) -> None:
-        """Close the connections of the calls in progress, so they fail. Calls may connect later."""
+        """Close the connections of the calls in progress, so that these calls fail.
+
+        Calls may connect later.
+        """
         for connection in tuple(self._sockets):
             with contextlib.suppress(OSError):  # closed already
                 connection.shutdown(socket.SHUT_RDWR)
 
     def get(self, path: str, timeout: float, max_bytes: int = ANSWER_BYTES) -> str:
-        """Return the server's answer to a GET. Raises like `post`."""
+        """Send a GET request, and return the server's answer. Raises like `post`."""
         return self._successful(path, self._answer("GET", path, b"", timeout, max_bytes))
 
     def post(
         self, path: str, payload: Mapping[str, Any], timeout: float, max_bytes: int = ANSWER_BYTES
     ) -> str:
-        """Send JSON in a POST, and return the server's answer if its status is 200.
+        """Send JSON in a POST request, and return the server's answer if its status is 200.
 
         Args:
             path: the path, starting with a slash.
@@ -93,19 +96,20 @@ class HttpClient:
         Raises:
             ConfigError: the timeout is not a positive number, or JSON cannot represent the payload.
             EngineTimeoutError: the answer was not complete in time.
-            EngineAsleepError: the server's engine is asleep, and refuses the request.
-            EngineError: the server answered with another status (`http_status`) such as a redirect,
-                cannot be reached, or sent an answer that is too large or is not HTTP.
+            EngineAsleepError: the server's engine is asleep and refuses the request.
+            EngineError: the server cannot be reached, or its answer is too large, is not HTTP, or
+                has another status (`http_status`), such as that of a redirect.
         """
         return self._successful(path, self.ask(path, payload, timeout, max_bytes))
 
     def ask(
         self, path: str, payload: Mapping[str, Any], timeout: float, max_bytes: int = ANSWER_BYTES
     ) -> tuple[int, str]:
-        """Send JSON in a POST, and return the status and the text of the server's answer.
+        """Send JSON in a POST request, and return the status and the text of the server's answer.
 
-        Arguments and errors are those of `post`, but only a redirect's status is an error. If the
-        status is not 200, the API key is redacted from the text.
+        The arguments and errors are the same as for `post`, except that a status other than 200
+        raises an error only for redirects. If the status is not 200, the API key is redacted from
+        the text.
         """
         return self._answer("POST", path, _json(payload), timeout, max_bytes)
 

@@ -17,10 +17,10 @@ GENERATION_BYTES = 1 << 30  # tens of millions of tokens with their log-probabil
 
 
 class ServedEngine:
-    """A server at a URL. Any thread may call it.
+    """A server at a URL. Any thread may make calls.
 
     Every call has a timeout, which covers the time from the lookup of the host to the last byte of
-    the answer. An answer may be at most 64 MiB long, or 1 GiB for a generation. Redirects are
+    the answer. The maximum size of an answer is 64 MiB, or 1 GiB for a generation. Redirects are
     errors, and no proxy is used.
 
     Args:

@@ -1,4 +1,4 @@
-"""Process groups of a trainer and an engine's ranks that torch's table of groups does not contain.
+"""Process groups that contain a trainer and an engine's ranks, but are not in torch's own table.
 
 SGLang joins such a group with `init_custom_process_group`, in which torch creates the group on a
 store with the group's name as the prefix. `create_group` uses the same prefixes.
@@ -74,7 +74,9 @@ def create_group(
 
 
 class Receiver:
-    """An engine's rank in a group whose rank 0 broadcasts tensors. Use it in one thread at a time.
+    """An engine's rank in a group whose rank 0 broadcasts tensors.
+
+    Only one thread at a time may use an object.
 
     Args:
         name: the group's name.

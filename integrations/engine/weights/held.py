@@ -26,7 +26,7 @@ _SOME = "?"  # represents any tensor, if the source of a write is unknown
 
 
 def watched(model: Any, named: Named, load: Load) -> tuple[Any, tuple[str, ...]]:
-    """Load the tensors, and return those from which nothing was written to the model's memory.
+    """Load the tensors; return the tensors from which nothing was written to the model's memory.
 
     Copies that a loader submits to a thread pool run on this thread.
 
@@ -49,7 +49,7 @@ def watched(model: Any, named: Named, load: Load) -> tuple[Any, tuple[str, ...]]
 
 
 def differing(model: Any, named: Named, load: Load) -> tuple[str, ...]:
-    """Return the tensors for which the model's contents differ from those that `load` writes.
+    """Return the tensors for which `load` would write contents other than the model's.
 
     Only the last write to each byte counts. If a byte differs, the result names every tensor from
     which a view with this byte was written, even if a later write overwrote the byte.
@@ -62,8 +62,8 @@ def differing(model: Any, named: Named, load: Load) -> tuple[str, ...]:
         load: the model's loader. Its exceptions propagate.
 
     Raises:
-        RuntimeError: some tensors, which the message names, may differ, but their comparison
-            failed.
+        RuntimeError: some tensors may differ, but their comparison failed; the message names these
+            tensors.
     """
     comparison = _Comparison(model, Source(named))
     comparison.run(load)
@@ -193,7 +193,7 @@ class _Differences:
         """Add a write.
 
         Args:
-            names: the tensors that the write's data comes from; empty if unknown.
+            names: the names of the tensors from which the write's data comes; empty if unknown.
             held: the model's tensor that the write changes.
             differs: a boolean tensor with one element, on the device.
         """
@@ -223,7 +223,7 @@ class _Differences:
 
 
 def _pieces(held: Any, expected: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield parts of both along the first dimension, each of `_PIECE_BYTES` or one row."""
+    """Yield parts of both tensors along the first dimension: up to `_PIECE_BYTES`, or one row."""
     if held.numel() == 0:
         return
     if held.dim() == 0:

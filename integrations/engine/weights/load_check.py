@@ -27,7 +27,7 @@ _logger = logging.getLogger("memsaver.engine")
 class LoadCheck:
     """The checks of one load on this rank.
 
-    1. Compares the digests of the received tensors with those of the sent tensors, and loads
+    1. Compares the digests of the received tensors with the digests of the sent tensors, and loads
        nothing if any digest differs.
     2. Loads the tensors, and detects tensors from which nothing was written to the model.
     3. Compares the model's contents with the tensors (`held`).
@@ -80,7 +80,7 @@ class LoadCheck:
         )
 
     def around_loader(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        """During the block, make the model's loader run the checks before and after its work."""
+        """During the block, make the model's loader run the checks before and after each load."""
         return replaced_loader(model, lambda given, load: self.run(model, list(given), load, load))
 
     def run(self, model: Any, tensors: Named, load: Load, again: Load) -> Any:

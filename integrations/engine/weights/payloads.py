@@ -43,7 +43,7 @@ _ALLOWED = {
 
 
 def named_tensors(text: str) -> Named:
-    """Return a serialised payload's tensors, either named or as views of one piece of memory.
+    """Return a serialized payload's tensors, either named or as views of one piece of memory.
 
     Tensors of a shareable region prevent its tag from being paused until they are deleted.
 

@@ -54,12 +54,12 @@ class Found:
 
     Attributes:
         rank: the rank in its tensor-parallel group.
-        success: whether the engine reports success; False if the load raised.
+        success: whether the engine reports success; False if the load raised an exception.
         message: the engine's message.
         failure: the exception that the load raised, or None.
         unused: the tensors from which nothing was written to the model, with their numbers of
             elements.
-        partial: the written parts of the tensors of which only a part was written.
+        partial: the written part of each tensor that was only partly written.
     """
 
     rank: int
@@ -175,7 +175,7 @@ class _Coverage(Writes):
         return operation.run()
 
     def part(self, name: str, whole: int) -> Part:
-        """Return the part that was copied of a tensor of `whole` bytes.
+        """Return the copied part of a tensor of `whole` bytes.
 
         Different views that overlap count in full.
         """

@@ -77,7 +77,7 @@ class Operation:
 
 
 class Writes:
-    """Observes writes into a model's memory, and runs them.
+    """Observes and performs the writes into a model's memory.
 
     Attributes:
         source: the loader's input tensors.

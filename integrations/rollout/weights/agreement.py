@@ -55,7 +55,7 @@ def names_digest(specs: Sequence[Spec]) -> str:
 
 
 def _described(spec: Spec | None, whole: bool) -> str:
-    """Describe the properties that must be equal on all ranks, for an error message."""
+    """Describe the properties that must be the same on all ranks, for an error message."""
     if spec is None:
         return "has no further tensor"
     return f"has {spec.name} ({spec.dtype}{', ' + str(spec.shape) if whole else ''})"

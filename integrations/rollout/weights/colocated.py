@@ -80,7 +80,7 @@ class BucketMemory:
             torch.cuda.empty_cache()
 
     def write(self, bucket: Bucket, sources: Mapping[str, Source]) -> list[tuple[str, int, Any]]:
-        """Fill the memory; only queue this work.
+        """Queue the work that fills the memory.
 
         This is a collective call of the ranks with parts of the tensors.
 
@@ -103,7 +103,7 @@ class BucketMemory:
         return views
 
     def shared(self, count: int) -> list[str]:
-        """Return `count` serialised handles of the memory.
+        """Return `count` serialized handles of the memory.
 
         Each handle is for one other rank, which passes it to `open`.
 
@@ -130,7 +130,7 @@ class BucketMemory:
                 torch.cuda.current_stream(device).synchronize()
 
     def payload(self, views: list[tuple[str, int, Any]], layout: Layout) -> str:
-        """Return the tensors' serialised handles as text for the engine's rank on this device.
+        """Return the tensors' serialized handles as text for the engine's rank on this device.
 
         Args:
             views: see `write`.

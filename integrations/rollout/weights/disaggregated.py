@@ -150,7 +150,7 @@ class WeightGroup:
 
         Args:
             tensors: contiguous tensors on `device`. All writes to the tensors must be complete,
-                because the call does not wait for them.
+                because the call does not wait for these writes.
             load: a function that makes the engine load the tensors, and returns within `timeout`.
             timeout: the time limit for the call, in seconds.
 
@@ -192,7 +192,7 @@ class WeightGroup:
 
         The method closes this side's store, sockets, descriptors and threads; if a broadcast hangs,
         they are closed when the broadcast ends. NCCL keeps one closed socket for each communicator,
-        and the resources that it opens once per process, such as the listener of its RAS service.
+        and the resources that NCCL opens once per process, such as the listener of its RAS service.
 
         Raises:
             EngineError: the engine could not leave the group, but this process has left the group.
@@ -218,7 +218,9 @@ class WeightGroup:
             yield own
 
     def _compare(self, what: str, check: Callable[[], dict[str, str]]) -> None:
-        """Check the arguments of all ranks of the mesh. If some differ, all ranks raise.
+        """Check the arguments of all ranks of the mesh.
+
+        If some arguments differ, all ranks raise an error.
 
         Args:
             what: a description of the call, the same on all ranks.

@@ -43,15 +43,15 @@ def megatron_parts(
 ) -> Iterator[tuple[str, Any]]:
     """Yield a rank's weights for `update`, under the names of a checkpoint. Copies nothing.
 
-    The model must be a dense decoder with the names of Megatron Core. The yielded names are those
-    of Hugging Face for Llama and Qwen. In `linear_qkv`, the query, key and value of each group must
-    be adjacent. In `linear_fc1`, the gate and up projections of a rank must be adjacent. The
+    The model must be a dense decoder with the names of Megatron Core. The yielded names are the
+    Hugging Face names for Llama and Qwen. In `linear_qkv`, the query, key and value of each group
+    must be adjacent. In `linear_fc1`, the gate and up projections of a rank must be adjacent. The
     vocabulary can be padded. With tied embeddings, the output layer is missing, or it shares the
     memory of the embeddings and is not sent.
 
     Args:
         state: a Megatron `GPTModel`, or a mapping from the model's names to this rank's tensors.
-        tp_rank: this rank in the tensor-parallel group.
+        tp_rank: this rank's number in the tensor-parallel group.
         tp_size: the number of ranks in that group.
         heads: the number of the model's attention heads.
         query_groups: the number of the model's key-value heads.

@@ -17,7 +17,7 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Part:
-    """A rank's part of a whole tensor, which is a box of the tensor's elements. See `update`.
+    """A rank's part of a whole tensor; the part is a box of the tensor's elements. See `update`.
 
     Attributes:
         tensor: the part's elements, which can have any strides. If the tensor's shape differs from

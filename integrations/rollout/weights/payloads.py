@@ -1,4 +1,4 @@
-"""Serialisation of tensors as text from which another process can open the tensors' memory.
+"""Serialization of tensors as text from which another process can open the tensors' memory.
 
 The memory is shared through CUDA IPC, as shared host memory, or as part of a shareable region.
 """
@@ -26,7 +26,7 @@ _STORAGE_ARGUMENT, _COUNTER_ARGUMENT = 4, 11
 
 
 class Receivers:
-    """The receivers of serialised CUDA memory.
+    """The receivers of serialized CUDA memory.
 
     Torch keeps the memory until every receiver has closed it.
     """
@@ -40,14 +40,14 @@ class Receivers:
         self._counters.append((arguments[_STORAGE_ARGUMENT], *arguments[at : at + 2]))
 
     def release(self) -> None:
-        """Make torch free the memory although the receivers died without closing it."""
+        """Make torch free memory whose receivers died without closing it."""
         for storage, handle, offset in self._counters:
             storage._release_ipc_counter(handle, offset, device="cuda")
         self._counters = []
 
 
 def is_unreceived(error: BaseException | None, is_sent: bool) -> bool:
-    """Return whether no engine will read a payload, after an update that ended with `error`.
+    """Return True if no engine will read a payload after an update that ended with `error`.
 
     Args:
         error: the error of the update; None if the update succeeded.
@@ -59,7 +59,7 @@ def is_unreceived(error: BaseException | None, is_sent: bool) -> bool:
 def flattened(
     memory: Any, views: Sequence[tuple[str, int, Any]], receivers: Receivers | None = None
 ) -> str:
-    """Serialise tensors in one block of memory, in SGLang's format "flattened_bucket".
+    """Serialize tensors in one block of memory, in SGLang's format "flattened_bucket".
 
     Args:
         memory: a one-dimensional tensor of bytes.
@@ -82,12 +82,12 @@ def flattened(
 
 
 def listed(views: Sequence[tuple[str, int, Any]], receivers: Receivers | None = None) -> str:
-    """Serialise named tensors for a receiver that opens each tensor separately. See `flattened`."""
+    """Serialize named tensors for a receiver that opens each tensor separately. See `flattened`."""
     return _serialised([(name, view) for name, _, view in views], receivers)
 
 
 def mapped(named: Sequence[tuple[str, Any]], tokens: list[int]) -> str:
-    """Serialise named tensors in shareable regions, for a receiver that opens them together.
+    """Serialize named tensors in shareable regions, for a receiver that opens them together.
 
     Args:
         named: names and tensors.
@@ -108,7 +108,7 @@ class _Named:
 
 
 def shared(memory: Any) -> str:
-    """Serialise a tensor as text that another rank of the trainer passes to `opened`."""
+    """Serialize a tensor as text that another rank of the trainer passes to `opened`."""
     return _pickled(_reduced(memory))
 
 
@@ -149,7 +149,7 @@ def opened(text: str, device: Any) -> Any:
 
 
 def _serialised(value: Any, receivers: Receivers | None = None) -> str:
-    """Serialise a value with tensors."""
+    """Serialize a value that contains tensors."""
 
     def reduced(tensor: Any) -> Any:
         rebuild, arguments = _reduced(tensor)

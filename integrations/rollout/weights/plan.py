@@ -28,7 +28,7 @@ __all__ = ["Plan", "agree"]
 
 @dataclass(frozen=True)
 class Plan:
-    """The tensors of an update; equal on all ranks, except for `sources` and `device`.
+    """The tensors of an update; the same on all ranks, except for `sources` and `device`.
 
     Attributes:
         sources: this rank's tensors, by name.

@@ -1,4 +1,4 @@
-"""Weights for an engine on the same GPUs that maps the trainer's own tensors.
+"""Weights for an engine that uses the same GPUs and maps the trainer's own tensors.
 
 The trainer's tensors are in shareable regions. A pause of the tensors' tags waits until the
 engine's ranks have deleted the mapped tensors. The ranks delete the tensors before they answer.

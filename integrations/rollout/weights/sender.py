@@ -169,7 +169,7 @@ class Sender:
 
 
 class FailureNotice:
-    """A notice to a group's sender, through the group's store, that an engine cannot receive.
+    """A notice that an engine cannot receive tensors, sent through the store of the sender's group.
 
     Args:
         name: the group's name.
@@ -240,7 +240,7 @@ def _version_of_this_host() -> int:
 
 
 class Aside:
-    """Work on its own thread.
+    """Work that runs on its own thread.
 
     Attributes:
         error: the exception that the work raised, or None. The exception's traceback is removed,

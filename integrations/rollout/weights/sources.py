@@ -26,12 +26,12 @@ class Spec:
 
     Attributes:
         name: the tensor's name.
-        dtype: its type, such as "bfloat16".
+        dtype: the tensor's type, such as "bfloat16".
         shape: the shape of the whole tensor, or of the shard if the engine receives shards.
         nbytes: the size in bytes, without gaps between elements.
         same: the name of an earlier tensor with the same memory, or "". None if this rank has no
             element of the tensor, and therefore cannot compare its memory.
-        box: the part of the tensor that this rank has, if it is a `Part`.
+        box: the part of the tensor that this rank has, if the tensor is a `Part`.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Source:
     """A tensor of a trainer's state.
 
     Attributes:
-        spec: its description.
+        spec: the tensor's description.
         device: the device of this rank's part.
         distributed: whether the tensor is a DTensor, of which each rank has a part.
         part: the `Part` that is written to the buckets of all ranks; or None.

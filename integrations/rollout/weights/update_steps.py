@@ -1,4 +1,4 @@
-"""`UpdateSteps`: the collective calls of an update, between one engine's ranks and all engines."""
+"""`UpdateSteps`: an update's collective calls of one engine's ranks or of all engines' ranks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class UpdateSteps:
             return own.gather(what, work, timeout)
 
     def on_leader(self, what: str, action: Callable[[], Any], timeout: float) -> None:
-        """Run `Together.on_leader`, as a step."""
+        """Run `Together.on_leader` as a step."""
         with self.step(what, timeout) as own:
             own.on_leader(what, action, timeout)
 

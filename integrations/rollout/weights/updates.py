@@ -58,7 +58,7 @@ def update(
     timeout: float | None = None,
     **unknown: object,
 ) -> WeightUpdate:
-    """Send new weights to an engine. A collective of all ranks of the engine's mesh.
+    """Send new weights to an engine. This is a collective call of all ranks of the engine's mesh.
 
     All ranks must pass the same options, except for `state`, `rename` and `timeout`, which can
     differ if the resulting tensors are the same.

@@ -108,7 +108,7 @@ class Tally:
 
     Attributes:
         received: the number of tensors that arrived intact on every rank.
-        held: the number of tensors whose contents equal those of every rank's model.
+        held: the number of tensors whose contents equal the contents of every rank's model.
         ranks: the number of ranks that checked the last bucket; 0 if memsaver's plugin is missing.
         reasons: the reasons why contents could not be compared, without duplicates.
     """
