@@ -1,6 +1,6 @@
 """Shared fixtures: the choice of the driver, the simulator's controls, and child processes.
 
-The library's state belongs to the process. Most tests run in this process on the simulated driver
+The library has one state for each process. Most tests run in this process on the simulated driver
 with their own tags. The fixture `sim` checks that the tests leave nothing behind. Tests that need a
 new process (for its environment, fork, exit, or several devices) use a child process through
 `run_python`.
@@ -287,7 +287,7 @@ def recorded(sim, tag, make_blocks):
 
 
 def depends_on_interpreter(request: pytest.FixtureRequest) -> bool:
-    """Return whether the test is marked each_python and therefore needs new interpreters."""
+    """Return whether the test is marked `each_python` and therefore needs new interpreters."""
     return request.node.get_closest_marker("each_python") is not None
 
 
@@ -295,10 +295,10 @@ def depends_on_interpreter(request: pytest.FixtureRequest) -> bool:
 def run_python(tmp_path, request):
     """Run code in a new process: `run_python(code, MEMSAVER_SIM_DEVICES=2)`.
 
-    Returns a CompletedProcess. The environment is this process's, with the simulated driver and
-    without memsaver's variables. A variable whose value is None is not set. See `run_code` for
-    `with_torch`, `with_memsaver` and `fresh`. Tests marked each_python use a new interpreter unless
-    they pass `fresh=False`.
+    Returns a CompletedProcess. The environment is a copy of this process's environment, with the
+    simulated driver and without memsaver's variables. A variable whose value is None is not set.
+    See `run_code` for `with_torch`, `with_memsaver` and `fresh`. Tests marked each_python use a new
+    interpreter unless they pass `fresh=False`.
     """
     from memsaver._runtime.native import LIBRARY_DIR
 
@@ -389,7 +389,7 @@ def run_dropin(dropin_site, tmp_path, request):
 
 @pytest.fixture
 def benchmark_module(monkeypatch):
-    """Import a module of the benchmarks and the fake of a peer for this test."""
+    """Import a module of the benchmarks, and a fake of a compared library, for this test."""
     yield from modules_in(monkeypatch, BENCHMARKS, PEER)
 
 

@@ -1,6 +1,4 @@
-"""Tests how a backup is divided into chunks: which chunks are pinned together and which are
-kept.
-"""
+"""Tests the chunks of a backup: which chunks are pinned together, and which chunks are kept."""
 
 import pytest
 from driver_faults import Fixed
@@ -16,7 +14,7 @@ MIB = 1 << 20
 
 
 def pause_but(name, *holes):
-    """Pause a tag with holes that no tensor owns; return the number of bytes copied."""
+    """Pause a tag that has holes that no tensor owns; return the number of bytes copied."""
     return sum(one[4] for one in _C.begin([name], [], -1, list(holes)).run())
 
 

@@ -1,5 +1,5 @@
-"""Tests the host memory and disk space that backups use, and errors if there is too little of
-them.
+"""Tests the host memory and disk space that backups use, and errors if memory or space is
+insufficient.
 """
 
 import errno

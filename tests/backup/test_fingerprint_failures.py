@@ -1,4 +1,5 @@
-"""Tests fingerprints when calls fail, memory is short, or ranges exceed the address space."""
+"""Tests fingerprints if calls fail, if memory is insufficient, or if ranges exceed the address
+space."""
 
 import pytest
 from fingerprint_memory import found

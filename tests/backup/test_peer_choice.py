@@ -1,4 +1,4 @@
-"""Tests the choice of the other device for backups in device memory, and failing calls."""
+"""Tests which other device is selected for backups in device memory, and driver calls that fail."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Tests the option poison: only memory that is not restored from a backup becomes NaN."""
+"""Tests the option `poison`: only memory that is not restored from a backup is filled with NaNs."""
 
 import pytest
 

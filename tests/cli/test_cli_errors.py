@@ -1,4 +1,5 @@
-"""Tests wrong, missing and contradictory arguments: one line on stderr, and the exit status."""
+"""Tests that wrong, missing and contradictory arguments print one line on stderr, and the exit
+status."""
 
 import re
 import shlex

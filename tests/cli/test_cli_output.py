@@ -1,6 +1,6 @@
-"""Tests the commands' output when it cannot be written and on all kinds of terminals.
+"""Tests output that cannot be written, and the commands' output on all kinds of terminals.
 
-If output cannot be written, one line reports this, and the exit status is 1.
+If output cannot be written, one line reports the failure, and the exit status is 1.
 """
 
 import os

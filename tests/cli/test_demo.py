@@ -1,6 +1,4 @@
-"""Tests `memsaver demo` on the simulated driver: its output, and the ability of its checks to
-fail.
-"""
+"""Tests `memsaver demo` on the simulated driver: the output, and checks that can fail."""
 
 import io
 import os

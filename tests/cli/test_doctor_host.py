@@ -111,7 +111,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_limits_are_those_that_the_library_keeps(run_python, tmp_path, layout):
-    """In a plain layout, doctor's limit leaves as much free memory as the library reports."""
+    """A plain layout with the limit that `doctor` finds leaves the same amount of free memory."""
     *real, least = LAYOUTS[layout]
     plain = ["0::/only\n", mount(V2), {f"{V2}/only": least} if least else {}]
     for folder, (group, mounts, limits) in (("real", real), ("plain", plain)):

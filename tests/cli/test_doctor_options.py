@@ -1,4 +1,5 @@
-"""Tests `memsaver doctor`'s findings about memsaver's options, and that they cover all options."""
+"""Tests `memsaver doctor`'s findings about memsaver's options, and that the findings cover all
+options."""
 
 import json
 import re

@@ -14,7 +14,7 @@ OURS = str(LIBRARY_DIR / "libmemsaver_preload.so")
 
 @pytest.fixture
 def libraries(tmp_path):
-    """Create fake libraries, some of them from another installation, with and without its core."""
+    """Create fake libraries, some from another installation, with and without a core."""
     for folder in ("whole", "half"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "libmemsaver_preload.so").touch()

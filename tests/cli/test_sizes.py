@@ -1,4 +1,4 @@
-"""Tests that sizes are formatted and parsed in a human-readable form."""
+"""Tests the formatting and parsing of sizes in a human-readable form."""
 
 import pytest
 

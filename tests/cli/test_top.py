@@ -1,4 +1,4 @@
-"""Tests `memsaver top`: its contents, its layout, and how it ends."""
+"""Tests `memsaver top`: the contents, the layout, and the end of the command."""
 
 import dataclasses
 import io

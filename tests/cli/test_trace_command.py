@@ -1,4 +1,4 @@
-"""Tests the summary of a trace for each tag, and `memsaver trace`, which prints the summary."""
+"""Tests the per-tag summary of a trace, and `memsaver trace`, which prints this summary."""
 
 import dataclasses
 import json

@@ -311,8 +311,8 @@ def in_thread(drv: Driver, function, timeout: float = 10, with_context: bool = T
 
 
 def in_child(path: str, function, timeout: float = 30, environment: dict | None = None):
-    """Run function(Driver(path)) in a new process; return its result, or the reason if there is
-    none.
+    """Run function(Driver(path)) in a new process; return its result, or the reason for a missing
+    result.
 
     The result is transferred as JSON. The possible reasons are 'signal N', 'exit N: ...' and
     'timeout'.

@@ -66,7 +66,7 @@ class AccessDesc(ctypes.Structure):
 
 
 class Totals(ctypes.Structure):
-    """The struct sim_totals of csrc/sim/sim.h."""
+    """The struct `sim_totals` from csrc/sim/sim.h."""
 
     _names = (
         "handles",

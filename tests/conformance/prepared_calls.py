@@ -1,4 +1,4 @@
-"""The expected behaviour of the calls in questions.calls, and the preparation of these calls."""
+"""The expected behavior of the calls in questions.calls, and the preparation of these calls."""
 
 from __future__ import annotations
 

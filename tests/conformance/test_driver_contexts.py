@@ -1,4 +1,4 @@
-"""Tests error names, initialisation, fork and contexts on both drivers."""
+"""Tests error names, initialization, fork and contexts on both drivers."""
 
 from __future__ import annotations
 

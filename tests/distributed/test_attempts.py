@@ -1,4 +1,4 @@
-"""Tests attempts on every rank, as integrations make them, with interrupts and unusual errors."""
+"""Tests attempts on every rank, as in the integrations, with interrupts and unusual errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests a `group` argument that is invalid or differs on some of the ranks."""
+"""Tests a `group` argument that is invalid or different on some of the ranks."""
 
 import pytest
 

@@ -178,7 +178,7 @@ def test_invalid_calls_are_rejected_before_anything_changes(run_ranks):
 
 
 def test_a_warning_that_is_an_error_does_not_keep_the_tags_paused(run_ranks):
-    """Its rank waits at the end of the block, like a rank whose block raises."""
+    """The rank waits at the end of the block, like a rank whose block raises an error."""
     run_ranks(
         """
         import warnings

@@ -1,6 +1,4 @@
-"""Tests examples/grpo/ray_workers.py on a local Ray: the actors, their environment and the
-servers.
-"""
+"""Tests examples/grpo/ray_workers.py on a local Ray cluster: actors, environment and servers."""
 
 import os
 import signal
@@ -40,7 +38,7 @@ http.server.HTTPServer((host, port), Handler).serve_forever()
 
 @pytest.fixture(scope="module")
 def workers():
-    """Yield the example's module, connected to a local Ray."""
+    """Yield the example's module, connected to a local Ray cluster."""
     sys.path.insert(0, str(EXAMPLE))
     before = set(sys.modules)
     paths = os.pathsep.join([str(EXAMPLE), *filter(None, sys.path)])

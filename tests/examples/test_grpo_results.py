@@ -1,4 +1,4 @@
-"""Tests the results of examples/grpo: their files, comparison, tables and picture."""
+"""Tests the results of examples/grpo: the files, the comparison, the tables and the picture."""
 
 import os
 import sys

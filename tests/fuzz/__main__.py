@@ -1,6 +1,6 @@
 """`make fuzz`: fuzzes the C ABI and the environment's options, guided by the core's coverage.
 
-Both targets run concurrently under the address and undefined-behaviour sanitizers, for a limited
+Both targets run concurrently under the address and undefined-behavior sanitizers, for a limited
 time. The targets start from tests/fuzz/corpus, which includes inputs that have failed in the past.
 If an input fails, the program saves it, prints the command that runs it alone, and exits with 1.
 """

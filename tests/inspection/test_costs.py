@@ -1,4 +1,4 @@
-"""Tests performance warnings: each is issued once per tag, and only if there is a cost."""
+"""Tests performance warnings: each warning is issued once per tag, and only if a cost exists."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def warned(call, *args, **kwargs) -> list[str]:
 
 
 class Pools:
-    """A fake of torch's pools, with the blocks that no tensor owns."""
+    """A fake of torch's pools that lists the blocks that no tensor owns."""
 
     def __init__(self) -> None:
         self.unowned: list[tuple[int, int]] = []

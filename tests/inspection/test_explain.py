@@ -143,7 +143,7 @@ def test_the_tensor_where_torch_knows_it(sim, tag, make_blocks, torch_segments):
 def test_an_error_of_torch_leaves_the_other_fields_valid(
     sim, tag, make_blocks, torch_segments, monkeypatch
 ):
-    """If torch raises, for example after losing its context, the rest is still reported."""
+    """If torch raises an error, for example without a context, other facts are still reported."""
     from memsaver._inspection import explanations
 
     def refuse(required):

@@ -1,4 +1,4 @@
-"""Tests the last transition and its caller in the result of `explain`."""
+"""Tests the last transition, and the caller of this transition, in the result of `explain`."""
 
 import contextlib
 import inspect
@@ -143,7 +143,7 @@ def test_a_failed_transition_keeps_the_earlier_one_in_the_report(sim, tag, make_
 
 
 def test_a_pause_that_failed_twice(sim, tag, make_blocks, options):
-    """If the rollback also fails, the tag is paused and the report names the caller."""
+    """If the rollback also fails, the tag stays paused, and the report names the caller."""
     options(share_bytes="2MiB", slab_bytes="2MiB")
     name = tag()
     blocks = make_blocks(name, [PAGE, PAGE])

@@ -1,6 +1,4 @@
-"""Tests that the statistics server answers clients and that the process never depends on the
-server.
-"""
+"""Tests that the statistics server answers clients, and that the process does not depend on it."""
 
 import dataclasses
 import json

@@ -69,8 +69,8 @@ def test_many_tags_cost_no_more_than_their_lines(tmp_path):
 
 @pytest.mark.parametrize("most", [10**6, 40])
 def test_lines_show_the_last_known_values(most):
-    """Lines are correct for simultaneous samples, a late tag, and driver samples between other
-    samples.
+    """Lines are correct if samples are simultaneous, a tag is created late, or driver samples lie
+    between others.
     """
     random = Random(1)
     samples = [
@@ -93,7 +93,7 @@ def test_lines_show_the_last_known_values(most):
 
 
 class Page(HTMLParser):
-    """A parsed page with its elements, their attributes, and the contents of its scripts."""
+    """A parsed page: its elements, the elements' attributes, and the contents of its scripts."""
 
     def __init__(self, text):
         super().__init__()
@@ -167,7 +167,7 @@ def test_pictures_are_written_for_any_tag(tmp_path, kind, magic):
 
 
 def test_the_pictures_pixels_are_the_tags(tmp_path):
-    """The tag's colour fills exactly the time during which the tag had memory."""
+    """The tag's color fills exactly the time during which the tag had memory."""
     trace = made(samples=[TagSample(0.0, "a", 0, 100, 100), TagSample(5.0, "a", 0, 100, 0)])
     content = files.save(trace, tmp_path / "x.png").read_bytes()
     from matplotlib.image import imread

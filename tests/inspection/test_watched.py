@@ -1,4 +1,4 @@
-"""Tests reports on watched processes that send wrong answers or no answers."""
+"""Tests reports about watched processes that send a wrong answer or no answer."""
 
 import json
 import os
@@ -136,9 +136,7 @@ def test_unknown_keys_are_left_out(runtime):
 
 
 class served:
-    """A socket of this process among the watched processes' sockets, with an answer set by the
-    test.
-    """
+    """A socket of this process among the watched processes' sockets, whose answer the test sets."""
 
     def __init__(self, runtime, answer):
         self.folder, self.answer = runtime / "memsaver", answer

@@ -1,4 +1,4 @@
-"""Tests that files are replaced atomically, and which access rights they have at every moment."""
+"""Tests that files are replaced atomically, and tests the files' access rights at every moment."""
 
 import os
 import stat

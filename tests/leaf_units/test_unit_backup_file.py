@@ -1,4 +1,4 @@
-"""Tests a backup's file: writes, reads, holes and errors."""
+"""Tests backup files: writes, reads, holes and errors."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Tests a device's NUMA node and the memory allocated on it."""
+"""Tests a device's NUMA node and the memory allocated on this node."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Tests memsaver's context managers as decorators, and under torch's modes."""
+"""Tests memsaver's context managers as decorators and under torch's modes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests silent mistakes: large contents discarded without a choice, and tags without memory."""
+"""Tests warnings and errors about large contents without a backup and tags without memory."""
 
 import warnings
 from typing import get_args

@@ -1,4 +1,4 @@
-"""Tests which torch pool a graph is captured into, with a fake of torch's pools."""
+"""Tests into which torch pool a graph is captured, with a fake of torch's pools."""
 
 from __future__ import annotations
 

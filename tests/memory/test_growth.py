@@ -1,4 +1,4 @@
-"""Tests that an allocation costs the same in tags of 100,000 and 1,000 allocations.
+"""Tests that an allocation costs the same in tags with 1,000 and with 100,000 allocations.
 
 The test counts driver calls. The test compares durations with a limit that distinguishes a cost
 that grows with the tag (by a factor of 100) from a slow machine. `benchmarks/limits.py` measures
@@ -26,7 +26,7 @@ GROWTH = 10  # 100 would be a cost that grows with the tag; most of the rest is 
 
 
 class Costs:
-    """The driver calls and seconds per allocation in each step, as the minimum of several runs."""
+    """The minimum driver calls and seconds per allocation in each step, over several runs."""
 
     def __init__(self, sim, count):
         self.sim, self.count = sim, count

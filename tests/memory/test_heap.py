@@ -54,7 +54,8 @@ def pages_under(blocks):
 
 
 class HeapModel(RuleBasedStateMachine):
-    """Compares a tag with a model, a dict of live blocks and the bytes written at their ends."""
+    """Compares a tag with a model, which is a dict of live blocks and the bytes written at their
+    ends."""
 
     def __init__(self, sim, name, slab):
         super().__init__()

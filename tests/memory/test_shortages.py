@@ -24,8 +24,8 @@ GIB = 1 << 30
 
 @pytest.fixture
 def short(sim, tag, make_blocks):
-    """A resume without enough memory: a tag of 16 MiB is paused, and another process uses the
-    rest.
+    """A resume without enough free memory: a 16 MiB tag is paused, and another process uses the
+    remaining memory.
     """
     paused, idle, busy = tag("paused"), tag("idle"), tag("busy")
     blocks = make_blocks(paused, [16 * MIB]), make_blocks(idle, [8 * MIB])

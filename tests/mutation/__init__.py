@@ -1,3 +1,1 @@
-"""Measures how many mutants, which are changed lines of code, the tests detect (`make
-mutation`).
-"""
+"""Measures how many mutants (changed lines of code) the tests detect (`make mutation`)."""

@@ -83,7 +83,7 @@ class Log:
 
 
 def interval(killed: int, judged: int) -> tuple[float, float]:
-    """Return the 95 % confidence interval of a proportion (Wilson's)."""
+    """Return the 95 % confidence interval of a proportion (Wilson score interval)."""
     z, share = 1.96, killed / judged
     middle = share + z * z / (2 * judged)
     half = z * math.sqrt(share * (1 - share) / judged + z * z / (4 * judged * judged))
@@ -111,7 +111,7 @@ def report(rows: list[dict[str, Any]]) -> str:
 
 
 class Draws:
-    """Returns mutants from each group in turn, in the order of the draw. Thread-safe."""
+    """Returns mutants from the groups in turn, in the order of the draw. Thread-safe."""
 
     def __init__(self, tree: Path, groups: list[str], seed: int, count: int) -> None:
         self._lock = threading.Lock()
@@ -145,7 +145,7 @@ class Draws:
 
 
 def in_each_place(places: list[Place], work: Callable[[Place], bool], deadline: float) -> None:
-    """Call `work` in each place until `work` returns False or the deadline has passed."""
+    """Call `work` repeatedly in each place until `work` returns False or the deadline passes."""
 
     def loop(place: Place) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Judges mutants: measures once which tests run which code, then runs those tests on each
+"""Judges mutants: measures once which tests run which code, and runs a mutant's tests on the
 mutant.
 """
 
@@ -95,7 +95,7 @@ def measure(place: Place, test: str, limits: Limits) -> TestFile:
 
 
 class Judge:
-    """Chooses and runs the tests of each mutant, and learns which tests fail most often.
+    """Chooses and runs the tests of each mutant, and records which tests fail most often.
 
     Thread-safe.
     """
@@ -164,8 +164,8 @@ class Judge:
         return {**result, "seconds": spent + result["seconds"]}
 
     def _prepare(self, place: Place) -> None:
-        """Build the unchanged core and keep it, to detect mutants that do not change the
-        compiled core.
+        """Build and store the unchanged core, to detect mutants that do not change the compiled
+        core.
         """
         if place.folder in self._unchanged:
             return

@@ -48,9 +48,7 @@ class Mutant:
 
 
 class _WithoutTexts(ast.NodeTransformer):
-    """Blank strings, annotations and imports, because changes to them say little about the
-    tests.
-    """
+    """Blank strings, annotations and imports, whose mutants say little about the tests."""
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
         return ast.Constant("") if isinstance(node.value, str) else node
@@ -166,7 +164,7 @@ def draw(root: Path, group: str, seed: int) -> Iterator[Mutant]:
 
 
 def breaks_no_name(mutant: Mutant) -> bool:
-    """Return whether the change introduces no names other than those of the rules."""
+    """Return whether all names that the change introduces are names of the rules."""
     before, after = (set(re.findall(r"[^\W\d]\w*", s)) for s in (mutant.before, mutant.after))
     return after <= before | KNOWN_WORDS
 

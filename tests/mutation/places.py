@@ -22,7 +22,7 @@ SECONDS_TO_BUILD = 1800
 
 @dataclass(frozen=True)
 class Ended:
-    """An ended process; `status` is None if the process was killed at the time limit."""
+    """A finished process; `status` is None if the process was killed at the time limit."""
 
     status: int | None
     output: str
@@ -66,7 +66,8 @@ class Place:
         return place
 
     def copy(self, folder: Path) -> Place:
-        """Copy the place without intermediate build files, which contain the name of its folder."""
+        """Copy the place without intermediate build files, because these contain the name of the
+        place's folder."""
         ignored = shutil.ignore_patterns("build", "t", "__pycache__", ".pytest_cache")
         shutil.copytree(self.folder, folder, symlinks=True, ignore=ignored)
         for path in (folder / "venv").rglob("*"):
@@ -92,8 +93,8 @@ class Place:
         return (self.tree / "memsaver" / "libmemsaver.so").read_bytes()
 
     def run(self, command: list[str], seconds: float, **variables: str) -> Ended:
-        """Run a command in the tree; end the command and its children after `seconds` at the
-        latest.
+        """Run a command in the tree; kill the command and its children after at most `seconds`
+        seconds.
         """
         temporary = self.folder / "t"  # short: tests create sockets below it
         shutil.rmtree(temporary, ignore_errors=True)
@@ -136,7 +137,7 @@ class Place:
         return Ended(None if late else process.returncode, text, spent)
 
     def stop(self) -> None:
-        """End the command that another thread runs in this place."""
+        """Kill the command that another thread runs in this place."""
         running = self._running
         if running is not None:
             _kill_group(running)

@@ -1,4 +1,4 @@
-// leaf: helpers shared by the cases of the test program.
+// leaf: helpers that the cases of the test program share.
 #pragma once
 
 #include <cstdint>

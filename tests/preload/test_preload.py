@@ -1,4 +1,4 @@
-"""Tests that the preloaded library disturbs no program and forwards calls for other memory."""
+"""Tests that the preloaded library disturbs no program, and forwards calls for other memory."""
 
 import re
 import sys

@@ -117,7 +117,7 @@ def test_the_environment_makes_the_process_a_region(python, backup, policy):
 
 
 def test_the_tensors_of_a_whole_process_can_be_sent(python):
-    """A trainer without regions of its own can let an engine map its weights."""
+    """A trainer without regions of its own can allow an engine to map the trainer's weights."""
     out = python(
         """
         import ctypes, torch

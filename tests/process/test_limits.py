@@ -1,4 +1,4 @@
-"""Tests limits of the system: memory, locked memory, descriptors, holes in files, and page sizes.
+"""Tests system limits: memory, locked memory, descriptors, holes in files, and page sizes.
 
 Each case runs in a separate process. A failing call changes nothing and succeeds after the limit is
 lifted.

@@ -1,4 +1,4 @@
-"""Tests the life of a process: import, fork, spawn, exit, and machines without a driver."""
+"""Tests a process's import, forks, spawns and exit, and processes on machines without a driver."""
 
 import pytest
 from process_code import code

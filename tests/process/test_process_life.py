@@ -1,4 +1,4 @@
-"""Tests events in the life of a process: exec, exit, and its threads.
+"""Tests events in the life of a process: exec, exit, and the start and end of threads.
 
 Each case runs in a separate process, whose exit status and output are checked.
 """

@@ -1,4 +1,5 @@
-"""Tests docs/: the code runs and prints the documented output, and documented names exist."""
+"""Tests that the code in docs/ runs and prints the documented output, and that documented names
+exist."""
 
 import ast
 import functools
@@ -233,7 +234,7 @@ def test_the_reference_can_be_read_without_the_site(monkeypatch):
 
 
 def test_the_page_of_the_command_line_is_generated(tmp_path):
-    """The page equals the output of `make pages`."""
+    """The page is identical to the output of `make pages`."""
     page = tmp_path / "cli.md"
     recipe = re.search(
         r"typer (memsaver\.cli\.app utils docs .*) --output", (ROOT / "Makefile").read_text()
@@ -290,8 +291,8 @@ def test_the_versions_of_vllm_are_those_of_the_plugin():
     [("sglang", versions.SIMULATED), ("vllm", vllm_versions.SIMULATED)],
 )
 def test_the_tables_of_engines_versions_are_generated(monkeypatch, name, known):
-    """The tables equal the output of `make pages`, and the plugins name the versions that
-    passed.
+    """The tables are identical to the output of `make pages`, and the plugins name the versions
+    that passed.
     """
     monkeypatch.syspath_prepend(ROOT / "build_support")
     tables = importlib.import_module("version_tables")

@@ -77,7 +77,7 @@ def test_an_injection_is_parsed_from_its_text():
 
 
 def test_an_error_without_memory_for_its_message_has_one(tmp_path, run_python):
-    """A driver call fails, and the allocation of memory for the error message fails, too."""
+    """A driver call fails, and the allocation of memory for the error message also fails."""
     place = Workplace(tmp_path)
     done = run_python(
         """
@@ -115,7 +115,7 @@ def test_an_error_without_memory_for_its_message_has_one(tmp_path, run_python):
 
 
 def test_a_swap_that_cannot_be_undone_reports_so_even_without_host_memory(tmp_path, run_python):
-    """A host allocation fails, and the driver calls of the rollback fail, too."""
+    """A host allocation fails, and the driver calls of the rollback also fail."""
     place = Workplace(tmp_path)
     done = run_python(
         """
@@ -169,7 +169,7 @@ def test_a_swap_that_cannot_be_undone_reports_so_even_without_host_memory(tmp_pa
 
 @pytest.mark.parametrize("backup", ["host", "pageable", "disk", "peer"])
 def test_a_swap_is_undone_without_host_memory(tmp_path, run_python, backup):
-    """All allocations from the nth on fail, both in the swap and in its rollback."""
+    """The nth allocation and all later allocations fail, both in the swap and in its rollback."""
     place = Workplace(tmp_path)
     done = run_python(
         f"""

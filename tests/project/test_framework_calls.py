@@ -9,7 +9,7 @@ STAMP = {"gpu": "Some GPU", "versions": {"memsaver": "0.2.0"}, "commit": "0", "d
 
 
 class Fake:
-    """A fake child process that records requests; its state follows the trainings it received."""
+    """A fake child process that records requests; its state depends on the training requests."""
 
     def __init__(self, log, fault=""):
         self.log, self.fault, self.trained, self.loaded = log, fault, 0, None

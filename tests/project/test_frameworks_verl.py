@@ -16,7 +16,7 @@ FIXTURES = TESTS / "fixtures"
 
 @pytest.fixture
 def run(benchmark_module, nvidia_smi, tmp_path, monkeypatch):
-    """Run scenes; return the status, the rows by metric, and the folder of the trainings."""
+    """Run scenarios; return the status, the rows by metric, and the folder of the training runs."""
     nvml = built("libnvidia-ml.so.1", [FIXTURES / "nvml" / "nvml.c"])
     monkeypatch.setenv("LD_LIBRARY_PATH", str(nvml.parent))
     (tmp_path / "memory").write_text("320000000 310000000")
@@ -97,14 +97,14 @@ def test_a_difference_counts_unless_the_peer_differs_from_itself(run, capsys, fa
     ],
 )
 def test_a_difference_must_be_as_small_as_the_peers(run, capsys, fault, message):
-    """Two runs of the peer also differ from each other."""
+    """Two runs with the compared library also differ from each other."""
     status, rows, _ = run("--verl-steps=2", fault=fault)
     assert (status, rows) == (1, {})
     assert message in capsys.readouterr().err
 
 
 def test_a_training_that_has_ended_is_not_repeated(run, benchmark_module, monkeypatch, capsys):
-    """The first run is interrupted after the first of three trainings."""
+    """The first run is interrupted after the first of three training runs."""
     part = benchmark_module("parts.frameworks_verl")
     wait = part.Trainer.wait
 

@@ -1,4 +1,4 @@
-"""Tests dependencies: units of csrc/ use only units below them, and packages use only allowed
+"""Tests that units of csrc/ use only units below themselves, and that packages use only allowed
 packages.
 """
 

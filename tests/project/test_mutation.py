@@ -1,4 +1,4 @@
-"""Tests the program that uses mutants to measure how much the tests detect (`make mutation`)."""
+"""Tests `make mutation`, which measures how many code mutations the tests detect."""
 
 import pytest
 from mutation.judging import Judge, Limits, measure

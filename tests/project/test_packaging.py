@@ -158,7 +158,7 @@ def test_the_drop_ins_wheel_has_its_licence(dropin_wheel):
 
 
 def licences_in(wheel):
-    """Return the licence files in a wheel, by their paths in the project."""
+    """Return the license files in a wheel, by their paths in the project."""
     with zipfile.ZipFile(wheel) as archive:
         parts = [name.partition(".dist-info/licenses/") for name in archive.namelist()]
     return {path for _, found, path in parts if path and not path.endswith("/")}
@@ -179,7 +179,7 @@ def test_an_older_setuptools_is_refused_with_the_version_that_is_needed(folder):
 
 @pytest.mark.each_python
 def test_an_sdist_is_unpacked_by_a_python_without_filters(tmp_path, monkeypatch):
-    """Python 3.10 before 3.10.12 has no extraction filters."""
+    """Python 3.10 releases before 3.10.12 have no extraction filters."""
     spec = importlib.util.spec_from_file_location("wheels", ROOT / "build_support" / "wheels.py")
     monkeypatch.setattr(sys, "path", list(sys.path))  # the module adds to it
     wheels = importlib.util.module_from_spec(spec)

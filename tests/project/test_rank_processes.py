@@ -1,4 +1,4 @@
-"""Tests that processes with torch behave like new processes, and that none of them stay running."""
+"""Tests that forked processes with torch behave like new processes, and that none keeps running."""
 
 import json
 import os

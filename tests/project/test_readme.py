@@ -1,4 +1,5 @@
-"""Tests README.md: its program runs, its numbers match the result file, and its names exist."""
+"""Tests that README.md's program runs, that its numbers match the result file, and that its names
+exist."""
 
 import json
 import re

@@ -50,7 +50,8 @@ def memory(benchmark_module, nvml, tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(benchmark_module, memory, nvidia_smi, tmp_path, monkeypatch, warm_children):
-    """Run the benchmark; return the status, the rows by metric and peer, and the engines."""
+    """Run the benchmark; return the status, the rows by metric and compared library, and the
+    engines."""
     shutil.copytree(FIXTURES / "sglang_engine", tmp_path / "site")
     shutil.copytree(FIXTURES / "peer", tmp_path / "site", dirs_exist_ok=True)
     monkeypatch.setenv("PYTHONPATH", "site")
@@ -219,7 +220,7 @@ def search(benchmark_module):
     kv_search = benchmark_module("kv_search")
 
     def go(most, first, hidden=0):
-        """Search; `hidden` bytes are added to the reported spare bytes although they are needed."""
+        """Search; the reported spare bytes wrongly include `hidden` bytes that are needed."""
         cell, found = 1 << 20, kv_search.Search(1 << 20)
         tokens = first
         while tokens is not None and len(found.trials) < 20:

@@ -1,4 +1,4 @@
-"""Tests SECURITY.md's promises about access to data and data that is never executed."""
+"""Tests SECURITY.md's promises about access to data and about data that is never executed."""
 
 import ast
 import os

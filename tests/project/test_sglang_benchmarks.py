@@ -1,4 +1,4 @@
-"""Tests how the benchmarks of SGLang engines judge answers and make rows, without an engine."""
+"""Tests how the benchmarks of SGLang engines check answers and create rows, without an engine."""
 
 import argparse
 import contextlib
@@ -9,9 +9,10 @@ import pytest
 
 
 class FakeServer:
-    """A server that generates the length of a prompt. The answer to a path can be replaced.
+    """A server whose generated number is the length of the prompt. The answer to a path can be
+    replaced.
 
-    With weights other than the first ones, the generated number is larger by 1000.
+    If the weights are not the initial weights, the generated number is larger by 1000.
     """
 
     def __init__(self):

@@ -48,7 +48,7 @@ def run(benchmark_module, machine, monkeypatch, warm_children):
 
 
 def are_running(pids):
-    """Return the processes that do not end within ten seconds."""
+    """Return the processes that do not exit within ten seconds."""
     end = time.monotonic() + 10
     left = list(pids)
     while left and time.monotonic() < end:

@@ -1,4 +1,4 @@
-"""Tests benchmarks/sglang_kinds.py and the table that is written from its rows, without a GPU."""
+"""Tests benchmarks/sglang_kinds.py and the table generated from its rows, without a GPU."""
 
 from __future__ import annotations
 

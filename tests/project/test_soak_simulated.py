@@ -1,4 +1,4 @@
-"""Runs the soak test of gpu/test_soak.py for some seconds, on simulated devices."""
+"""Runs the soak test of gpu/test_soak.py for a few seconds, on simulated devices."""
 
 import json
 

@@ -1,6 +1,6 @@
 """`make sanitize`: runs the core, the hooks and the simulator under sanitizers.
 
-One build detects address errors, undefined behaviour and leaks. Another build detects data races.
+One build detects address errors, undefined behavior and leaks. Another build detects data races.
 Both builds run the stress test of tests/native/stress and the native test programs, several
 programs at a time. The first build also runs tests of the Python package and scenarios of `make
 faults`. Exits with 1 if a sanitizer reports an error or a check fails.
@@ -54,8 +54,8 @@ def planned(
 ) -> tuple[list[Check], list[Check]]:
     """Return the checks to run, in order.
 
-    Several checks of the first list run at a time, because they also wait. The checks of the second
-    list use all cores.
+    Several checks of the first list run at the same time because each check spends some time
+    waiting. The checks of the second list use all cores.
     """
     one_core: list[Check] = []
     all_cores: list[Check] = []

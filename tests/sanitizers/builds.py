@@ -36,7 +36,7 @@ def version() -> str:
 
 
 class Build:
-    """One variant's build: its libraries, its stress program and its package.
+    """The build of one variant: the libraries, the stress program and the package.
 
     Only a build with `package` contains the Python module that `site` needs.
     """

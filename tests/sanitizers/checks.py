@@ -151,8 +151,8 @@ def stress(place: Place, built: Build, seed: int, operations: int, leaks: bool) 
 
 
 def leaks_are_found(place: Place, built: Build) -> bool:
-    """Return whether the leak sanitizer works here; it requires ptrace, which a container can
-    deny.
+    """Return whether the leak sanitizer works here; the sanitizer requires ptrace, which a
+    container can deny.
     """
     outcome = stress(place, built, 0, 0, leaks=True)
     return "LeakSanitizer has encountered a fatal error" not in outcome.text

@@ -1,4 +1,4 @@
-"""Tests an access to paused memory on the simulated driver; the process ends with an
+"""Tests that an access to paused memory on the simulated driver kills the process with an
 explanation.
 """
 

@@ -1,4 +1,4 @@
-"""Tests the simulated driver under low process limits; the process survives without faults."""
+"""Tests that a process with low limits survives without faults on the simulated driver."""
 
 import textwrap
 

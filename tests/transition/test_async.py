@@ -1,4 +1,4 @@
-"""Tests transitions in the background: handles, errors, streams, trim and waiting."""
+"""Tests background transitions: handles, errors, streams, `trim` and waits."""
 
 import gc
 import threading

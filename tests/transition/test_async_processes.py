@@ -1,4 +1,4 @@
-"""Tests background transitions when the process exits, is interrupted, or forks."""
+"""Tests background transitions in processes that exit, are interrupted, or fork."""
 
 import pytest
 

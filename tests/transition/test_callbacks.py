@@ -1,4 +1,4 @@
-"""Tests callbacks of pauses and resumes: when they run, their arguments, thread and failures."""
+"""Tests callbacks of pauses and resumes: the callbacks' times, arguments, threads and failures."""
 
 import dataclasses
 import gc

@@ -1,4 +1,4 @@
-"""Tests threads that concurrently allocate, pause and resume the same tags and different tags."""
+"""Tests threads that concurrently allocate in, pause and resume the same tags or different tags."""
 
 import pytest
 from looks import held

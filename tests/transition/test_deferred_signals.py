@@ -1,4 +1,5 @@
-"""Tests blocks that defer Python's signal handlers, nested in every combination and order."""
+"""Tests blocks that defer Python's signal handlers and that are nested in every combination and
+order."""
 
 from __future__ import annotations
 

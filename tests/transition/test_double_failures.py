@@ -54,7 +54,7 @@ def attempt(sim, in_thread):
 
 @pytest.fixture
 def keep_pages(sim, attempt):
-    """Return a function that pauses tags so that an unmapping and the rollback fail.
+    """Return a function that pauses tags while an unmapping call and its rollback fail.
 
     Afterwards, the tags are paused and their pages are retained.
     """

@@ -1,4 +1,4 @@
-"""Tests the errors of driver calls, and frees that fail. `make faults` fails each call."""
+"""Tests the errors of driver calls, and failures to free memory. `make faults` fails each call."""
 
 import pytest
 from driver_faults import held, reported

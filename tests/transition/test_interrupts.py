@@ -1,4 +1,4 @@
-"""Tests that callbacks and states stay consistent if signal handlers raise during a call."""
+"""Tests that callbacks and states stay consistent if signal handlers raise errors during a call."""
 
 from functools import partial
 

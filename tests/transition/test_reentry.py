@@ -1,4 +1,4 @@
-"""Tests nested calls from the same thread, like those of finalizers and signal handlers."""
+"""Tests nested calls on the same thread, such as calls by finalizers and signal handlers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests calls that swap tags: reports, backups, callbacks, errors and the C transition
-functions.
-"""
+"""Tests swaps of tags: reports, backups, callbacks, errors and the C transition functions."""
 
 import ctypes
 

@@ -1,4 +1,4 @@
-"""Tests that tags keep their states and contents if swaps fail. `make faults` fails each call."""
+"""Tests that tags keep their states and contents if a swap fails. `make faults` fails each call."""
 
 import contextlib
 

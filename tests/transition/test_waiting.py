@@ -1,4 +1,4 @@
-"""Tests that waits for a tag always end and never block the thread that would end them."""
+"""Tests that every wait for a tag ends and never blocks the thread that would end the wait."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Tests which calls wait for work on the devices, and that calls do not invalidate captures."""
+"""Tests which calls wait for work on devices, and tests that calls do not invalidate captures."""
 
 import ctypes
 

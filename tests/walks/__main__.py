@@ -6,7 +6,7 @@
 Each walk is a module of this folder with `walk(seed, seconds)`. This function runs for about
 `seconds` seconds, raises an AssertionError if memsaver breaks a promise, and returns its counts.
 Each walk runs in a separate process. If a walk hangs, its process prints the stacks of all threads
-and ends. Without `--seed`, each run chooses and prints new seeds. The program exits with 1 if a
+and exits. Without `--seed`, each run chooses and prints new seeds. The program exits with 1 if a
 walk fails.
 """
 

@@ -1,4 +1,4 @@
-"""Forked children, in which memsaver is inactive."""
+"""Forked child processes, in which memsaver is inactive."""
 
 from __future__ import annotations
 

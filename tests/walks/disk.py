@@ -1,4 +1,4 @@
-"""A random walk with disk backups whose files are corrupted, truncated, emptied or cannot grow.
+"""A random walk with disk backups whose files are corrupted, truncated or emptied, or cannot grow.
 
 The walk writes to tags on two devices, pauses them with every policy, resumes, swaps and frees
 them, and loads the same or other contents again. At the same time, the walk changes the backup
@@ -62,7 +62,8 @@ class Block:
 
 @dataclass
 class Tag:
-    """A tag's blocks, and whether a file of its backup might have been changed."""
+    """A tag's blocks, and a flag that indicates whether a file of the tag's backup might have
+    changed."""
 
     name: str
     blocks: list[Block] = field(default_factory=list)

@@ -27,7 +27,8 @@ class Shares:
         ]
 
     def send(self, rng: random.Random) -> tuple[Block, bytes] | None:
-        """Return a block and a message with its tensor, or None if its tag is paused."""
+        """Return a block and a message with the block's tensor, or None if the block's tag is
+        paused."""
         block, tensor = rng.choice(self._sendable)
         try:
             return block, bytes(ForkingPickler.dumps(tensor))

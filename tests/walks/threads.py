@@ -46,7 +46,7 @@ MOST_CYCLES = 16  # cycles that wait for the garbage collector
 
 
 class Alarm(BaseException):
-    """Raised by a signal handler, anywhere on the main thread."""
+    """An exception that signal handlers raise at any point on the main thread."""
 
 
 def walk(seed: int, seconds: float) -> dict[str, object]:
@@ -279,7 +279,7 @@ class Walk:
                 self.wrong.append(why)
 
     def _damage(self, tag: str) -> str | None:
-        """Return a description of the tag's wrong contents, or None if they are intact."""
+        """Return a description of the tag's wrong contents, or None if the contents are intact."""
         for block in self._blocks[tag]:
             try:
                 found, expected = block.bytes(), block.expected()

@@ -1,3 +1,3 @@
-"""Questions about a CUDA driver that the driver's documentation does not answer: `python -m
+"""Questions about the behavior of a CUDA driver that its documentation does not answer: `python -m
 questions`.
 """

@@ -1,4 +1,4 @@
-"""Tests a CUDA driver for undocumented behaviour. Prints `question: answer` lines.
+"""Tests a CUDA driver for undocumented behavior. Prints `question: answer` lines.
 
     python -m questions                  the real driver, libcuda.so.1
     python -m questions sim              the simulated driver

@@ -12,7 +12,7 @@ def runtime(tmp_path_factory):
     """Build a fake CUDA runtime and a library that calls it; return their folder.
 
     The runtime's name differs from the name of torch's runtime. Otherwise, the dynamic linker would
-    use torch's.
+    use torch's runtime.
     """
     folder = tmp_path_factory.mktemp("runtime")
     name = "libcudart-faf08d9a.so.13"

@@ -1,4 +1,4 @@
-"""Tests the distribution that provides torch_memory_saver, with memsaver, as users install it."""
+"""Tests the distribution that implements torch_memory_saver with memsaver, as users install it."""
 
 import re
 import zipfile

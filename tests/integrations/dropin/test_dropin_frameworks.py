@@ -1,4 +1,5 @@
-"""Replays the calls of frameworks' trainers, in the order of their sources, in preloaded processes.
+"""Replays the calls of frameworks' trainers in preloaded processes, in the order of the frameworks'
+sources.
 
 The calls are listed in benchmarks/framework_steps.py, and a benchmark replays them on a GPU.
 """

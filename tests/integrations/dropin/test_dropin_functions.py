@@ -1,4 +1,4 @@
-"""Tests the preloaded library's functions that programs call through ctypes or dlsym."""
+"""Tests functions of the preloaded library that programs call through ctypes or dlsym."""
 
 import subprocess
 import sys

@@ -1,4 +1,5 @@
-"""Tests requests that end while they wait for an engine or that the engine refuses."""
+"""Tests requests that are aborted while they wait for an engine, and requests that the engine
+refuses."""
 
 import asyncio
 import contextlib

@@ -23,9 +23,7 @@ def names(model) -> list[str]:
 
 @pytest.fixture
 def model():
-    """Return a model with a wrapped layer that has two names, wrapped experts, and a plain
-    layer.
-    """
+    """Return a model with wrapped experts, a plain layer, and a wrapped layer with two names."""
     model = torch.nn.Module()
     model.head = model.embed = Linear(torch.nn.Linear(2, 2, bias=False))
     model.blocks = torch.nn.ModuleList([BaseLayerWithLoRA(torch.nn.Linear(2, 2, bias=False))])

@@ -104,8 +104,8 @@ async def test_a_query_in_progress_does_not_delay_the_first_request():
     ("when", "most_held"), [("wait", 5000), ("wait", 1000), ("wake", 5000), ("wake", 1000)]
 )
 async def test_requests_that_arrive_after_a_wake_up_do_not_overtake_held_ones(when, most_held):
-    """A later request does not overtake held ones, even if an earlier one is checking its client
-    or the queue is full.
+    """A later request does not overtake held requests, even if an earlier request is checking its
+    client or the queue is full.
     """
     engine, order, checking = Engine(), [], asyncio.Event()
     found = made(when, engine, most_held=most_held)
@@ -263,7 +263,7 @@ async def test_a_wake_up_ends_although_the_memory_changes_before_each_attempt(mo
 
 
 async def test_weights_that_are_not_loaded_yet_are_not_read():
-    """The weights are mapped, and another caller's update of them is in progress."""
+    """The weights are mapped, and another caller is updating the weights."""
     engine = Engine({KV_CACHE})
     found = made("wake", engine)
     found.learn({KV_CACHE})

@@ -1,4 +1,4 @@
-"""Tests coroutines that run for callers without an event loop."""
+"""Tests the execution of coroutines for callers that have no event loop."""
 
 import asyncio
 import os

@@ -72,7 +72,7 @@ def test_one_wrong_element_is_found_in_every_layout(parameter, place, names, poo
     ("given_as", "held_as"), [(torch.float32, torch.bfloat16), (torch.float16, torch.float32)]
 )
 def test_the_payload_of_a_nan_that_is_cast_is_that_of_the_load(given_as, held_as):
-    """On the CPU, the payload depends on the vectorisation of the cast, and so on strides and
+    """On the CPU, the payload depends on how the cast is vectorized and therefore on strides and
     lengths.
     """
 
@@ -140,7 +140,7 @@ def test_only_some_of_the_tensors_can_be_compared():
 
 
 class Eager(Model):
-    """A loader that reads all weights before it writes the first one."""
+    """A loader that reads all weights before it writes the first weight."""
 
     def load_weights(self, weights):
         super().load_weights(sorted(weights, reverse=True))

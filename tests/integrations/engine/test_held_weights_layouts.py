@@ -20,7 +20,7 @@ WAYS = ("copy", "index", "foreach", "fill", "half of it twice", "conjugated", "n
 
 
 class Write:
-    """A loader's write from its own tensor into a view of a parameter."""
+    """A write that a loader performs from its own tensor into a view of a parameter."""
 
     def __init__(self, name, parameter, dtype, size, stride, offset, way, source):
         self.name, self.parameter, self.way, self.source = name, parameter, way, source
@@ -123,7 +123,7 @@ def models(draw):
 
 
 def check_bytes(model, bit):
-    """Change every third byte of the parameters in turn, and check that errors name the writes.
+    """Change every third byte of the parameters, one at a time; check that errors name the writes.
 
     `bit` is the bit to change, and determines which bytes are changed.
     """

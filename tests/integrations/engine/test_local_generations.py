@@ -1,4 +1,4 @@
-"""Tests the time limits of waits for another thread's generation on an engine in this process."""
+"""Tests time limits of waits for other threads' generations on an engine in this process."""
 
 import asyncio
 import threading

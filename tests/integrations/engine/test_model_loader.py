@@ -1,4 +1,4 @@
-"""Tests that a GPU that a load first uses for its tensors can write the model's memory."""
+"""Tests that a GPU can write to the model's memory even if a load's tensors first use that GPU."""
 
 import pytest
 from process_code import code

@@ -1,6 +1,4 @@
-"""Tests pauses of an engine's tags on one rank, which discard the KV cache while other tags are
-saved.
-"""
+"""Tests pauses on one rank that discard an engine's KV cache while other tags are saved."""
 
 import time
 
@@ -50,7 +48,7 @@ def paused():
 
 
 def pause_beside(sim, in_thread, wait_until):
-    """Pause, and block all copies until the driver is called to unmap the KV cache."""
+    """Pause, and block all copies until the driver call that unmaps the KV cache."""
     before = sim.calls("cuMemUnmap")
     with held(sim):
         task = in_thread(pause)

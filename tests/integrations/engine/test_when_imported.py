@@ -1,4 +1,4 @@
-"""Tests calls that wait for the import of a module."""
+"""Tests callbacks that run when a module is imported."""
 
 import importlib
 import sys

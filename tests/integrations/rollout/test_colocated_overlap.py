@@ -21,7 +21,7 @@ OVERLAPPED = [
 
 @pytest.fixture
 def known(sim, tag):
-    """Yield a scene after a first step, which has measured the memory that an update needs."""
+    """Yield a session after a first step, which has measured the memory that an update needs."""
     scene = Scene(tag, overlap=True)
     for _ in range(2):  # the first update finds the engine awake
         with scene.session.rollout():

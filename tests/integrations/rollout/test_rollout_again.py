@@ -1,4 +1,4 @@
-"""Tests that torch.distributed can be shut down and initialised again after an engine was used."""
+"""Tests that torch.distributed can be shut down and initialized again after an engine was used."""
 
 import rank_processes
 

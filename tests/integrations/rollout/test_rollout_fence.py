@@ -16,7 +16,8 @@ TAGS = frozenset(RELEASE_ORDER)
 
 
 class Engine(Control):
-    """A backend that only supports sleep. The next transition raises `fail` after `slow` seconds.
+    """A backend that supports only sleeps and wake-ups. The next transition raises `fail` after
+    `slow` seconds.
 
     The next wake-up raises `fail_in_wake_up`.
     """

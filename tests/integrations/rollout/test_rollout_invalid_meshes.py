@@ -155,7 +155,8 @@ def test_an_invalid_mesh_is_an_error_at_once_if_another_mesh_has_a_group_of_the_
 
 
 def test_calls_succeed_after_ranks_have_given_up_waiting_for_one_another(run_ranks):
-    """A rank with an invalid mesh gives up before the others arrive; later, a rank skips a call."""
+    """A rank with an invalid mesh stops waiting before the other ranks call; later, a rank skips a
+    call."""
     run_ranks(2)("""
         _, target = fake_engine()
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))

@@ -1,4 +1,4 @@
-"""Tests engines on several hosts, with a part on each host and failures on all ranks."""
+"""Tests engines that have a part on each of several hosts, and failures on all ranks."""
 
 
 def test_the_first_rank_of_each_host_starts_a_part_of_the_engine(run_ranks):

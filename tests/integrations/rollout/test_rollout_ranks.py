@@ -1,6 +1,6 @@
 """Tests `RolloutEngine` on the ranks of a group with the fake SGLang.
 
-Importing torch takes seconds in each process, so the same processes run many scenes.
+Importing torch takes seconds in each process, so the same processes run many scenarios.
 """
 
 import pytest

@@ -20,7 +20,7 @@ def sglang(monkeypatch):
 
 
 def kill(sglang, number=-1):
-    """Kill the first process of an engine and wait until it has ended."""
+    """Kill the first process of an engine and wait until the process has exited."""
     process = sglang.seen[number].processes[0]
     process.kill()
     process.join(10)

@@ -18,7 +18,7 @@ from memsaver.integrations.rollout.weights import disaggregated, sender
 
 
 class Nobody(Backend):
-    """An engine without ranks, whose groups contain only the trainer's leader."""
+    """An engine that has no ranks, so that its groups contain only the trainer's leader."""
 
     def __init__(self):
         super().__init__(size=0)
@@ -193,7 +193,7 @@ def test_a_broadcast_takes_its_time_once(group_of, monkeypatch):
 def test_a_group_with_an_engine_elsewhere(run_ranks):
     """Ranks 0 and 1 are a trainer.
 
-    Ranks 2 and 3 are its engine, which joins groups as SGLang does.
+    Ranks 2 and 3 are the trainer's engine, which joins groups as SGLang does.
     """
     run_ranks(4)("""
 from remote_engines import Remote, serve

@@ -1,4 +1,5 @@
-"""Tests a process group through which all or none of several engines receive weights."""
+"""Tests a process group that sends weights to several engines; either all engines or none receive
+them."""
 
 import threading
 import time

@@ -200,7 +200,8 @@ for size in (1, 2):
 
 
 def test_parts_of_three_ranks_use_a_text_for_each_receiver(run_ranks):
-    """A text can be opened once, because torch counts one receiver for it."""
+    """A serialized handle can be opened only once because torch counts one receiver for each
+    handle."""
     run_ranks(3)("""
 from memsaver.integrations.rollout.weights import Part, colocated
 made, opened = [], []
@@ -230,7 +231,7 @@ assert len(made) == len(opened) == 2 * 2, (made, opened)
 
 
 def rebuild(can_map, *arguments):
-    """Return the number of the GPU that CUDA maps the memory for."""
+    """Return the ordinal of the GPU for which CUDA maps the memory."""
     if not can_map:
         raise RuntimeError("CUDA error: peer access is not supported between these two devices")
     return arguments[5]

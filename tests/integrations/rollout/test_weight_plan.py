@@ -1,4 +1,4 @@
-"""Tests the contents of an update: the buckets, and the tensors that are tied to another tensor."""
+"""Tests the contents of an update: the buckets and the tied tensors."""
 
 import pytest
 import torch

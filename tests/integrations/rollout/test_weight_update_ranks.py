@@ -270,7 +270,7 @@ for seed in (2, 3):
 
 
 def test_two_engines_of_two_ranks(run_ranks):
-    """A trainer is sharded over all ranks; if one engine fails, both updates end."""
+    """A trainer is sharded over all ranks; if one engine fails, both engines' updates fail."""
     run_ranks(4)("""
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 flat = init_device_mesh("cpu", (4,))

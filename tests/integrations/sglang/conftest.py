@@ -60,7 +60,8 @@ def manager_modules():
 
 @pytest.fixture
 def manager(monkeypatch):
-    """Yield a fake rank's class that updates a fake model's weights, with memsaver's hooks."""
+    """Yield the class of a fake rank with memsaver's hooks; the rank updates a fake model's
+    weights."""
     import weight_engine
 
     with weight_engine.hooked(monkeypatch) as kind:

@@ -1,6 +1,6 @@
-"""Tests data-parallel attention replicas that receive a request in different loop iterations.
+"""Tests replicas with data-parallel attention that receive a request in different loop iterations.
 
-SGLang's option for this is `enable_dp_attention_local_control_broadcast`.
+SGLang's option for such replicas is `enable_dp_attention_local_control_broadcast`.
 """
 
 from __future__ import annotations

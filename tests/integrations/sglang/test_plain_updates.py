@@ -1,4 +1,4 @@
-"""Tests that failed weight updates without verification return errors and that no rank ends."""
+"""Tests that failed weight updates without verification return errors and that no rank exits."""
 
 from __future__ import annotations
 

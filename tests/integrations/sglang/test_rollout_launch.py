@@ -1,4 +1,4 @@
-"""Tests starting an engine: its GPUs and ports, and the unchanged state of this process."""
+"""Tests the start of an engine: its GPUs and ports, and the unchanged state of this process."""
 
 from __future__ import annotations
 
@@ -295,7 +295,7 @@ def test_each_engine_has_the_policy_of_its_launch(sglang, surroundings, monkeypa
 
 @pytest.mark.parametrize("is_dead", [False, True])
 def test_the_descendants_of_an_engines_processes_are_ended(tmp_path, is_dead):
-    """Processes that SGLang's schedulers start are also ended, even if a scheduler was killed."""
+    """Processes that SGLang's schedulers started are terminated even if a scheduler was killed."""
     context = multiprocessing.get_context("spawn")
     file = tmp_path / "pid"
     process = context.Process(target=starts_another, args=(file,))

@@ -149,7 +149,7 @@ async def test_an_abort_ends_a_request_that_is_held(
 
 
 async def test_a_query_without_an_answer_in_time_is_not_cancelled(monkeypatch):
-    """If a query were cancelled, SGLang 0.5.12 would wait forever for its answer in each later
+    """If a query were canceled, SGLang 0.5.12 would wait forever for its answer in each later
     query.
     """
     monkeypatch.setattr(shared_query, "QUERY_SECONDS", 0.01)
@@ -242,7 +242,7 @@ async def test_weights_without_a_backup_are_not_woken_for_a_generation(policy, r
 
 @pytest.mark.parametrize("tags", [5, "weights"])
 async def test_a_release_of_no_list_of_tags_is_not_recorded(tags):
-    """The schedulers refuse a release whose tags are not a list."""
+    """The schedulers reject a release whose `tags` is not a list."""
     manager = Manager()
     sent = []
 
@@ -257,7 +257,7 @@ async def test_a_release_of_no_list_of_tags_is_not_recorded(tags):
 
 
 async def test_weights_that_another_process_discarded_are_not_woken(policy):
-    """Another tokenizer worker has put the engine to sleep."""
+    """A different tokenizer worker has put the engine to sleep."""
     policy("wake")
     manager = Manager()
     manager.tags, manager.lost = set(BOTH), {"weights"}

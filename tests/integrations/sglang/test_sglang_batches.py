@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("manager_modules")
 
 
 class Batches(Manager):
-    """A manager of two schedulers, one of which sleeps and refuses a part of the first batch.
+    """A manager with two schedulers, one of which sleeps and refuses a part of the first batch.
 
     Args:
         aborts: whether the manager aborts the parts of a failed request, as SGLang 0.5.23 does.

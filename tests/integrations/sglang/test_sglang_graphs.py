@@ -1,4 +1,4 @@
-"""Tests that SGLang is notified of the pool that a pausable graph is captured into."""
+"""Tests that memsaver notifies SGLang of the pool into which a pausable graph is captured."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def test_only_a_scheduler_without_a_tokenizer_manager_logs_a_failure(
 
 @pytest.mark.parametrize("version", ["0.5.23"])
 def test_a_request_whose_image_cannot_be_read_is_refused(engine):
-    """SGLang calls the handlers of such requests without using its dispatcher."""
+    """SGLang calls the handlers for such requests directly, without its dispatcher."""
     request = messages.TokenizedGenerateReqInput("a")
     ask(engine, "release")
     engine._dispatch_tokenized_mm_requests(request, ["cannot be read"])

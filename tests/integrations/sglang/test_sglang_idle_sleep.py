@@ -112,7 +112,8 @@ def test_only_the_rank_that_receives_requests_measures_the_time(clock, scheduler
 def test_ranks_that_receive_control_requests_by_themselves_do_not_sleep(
     scheduler, monkeypatch, caplog, is_local, kind
 ):
-    """All data-parallel ranks must release together, but the other ranks would not take part."""
+    """All data-parallel ranks must release memory together, but the other ranks would not
+    participate."""
     monkeypatch.setenv("MEMSAVER_SGLANG_ASLEEP", "wake")
     monkeypatch.setenv("MEMSAVER_SGLANG_SLEEP_AFTER", "5")
     scheduler.server_args.enable_dp_attention = True
@@ -141,7 +142,7 @@ def sleeper(sglang, clock):
 
 
 def test_an_engine_without_a_guard_does_not_sleep(sleeper, monkeypatch, clock):
-    """Without a guard, the first request after the release would end the engine."""
+    """Without a guard, the first request after the release would crash the engine."""
     monkeypatch.delattr("sglang.srt.managers.io_struct.AbortReq")
     sleeper.init_request_dispatcher()
     assert isinstance(sleeper._request_dispatcher, Dispatcher)

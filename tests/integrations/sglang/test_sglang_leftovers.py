@@ -1,4 +1,4 @@
-"""Tests which memory a scheduler still uses after a release, with fakes of SGLang and NCCL."""
+"""Tests the memory that a scheduler still uses after a release, with fakes of SGLang and NCCL."""
 
 import os
 import sys
@@ -97,7 +97,7 @@ def test_torchs_memory_is_divided_by_owner(engine):
 
 
 class FakeTorch:
-    """A fake torch with segments outside tags, which records released memory."""
+    """A fake of torch that has segments outside tags and records released memory."""
 
     def __init__(self, *pools):
         self.released = []

@@ -23,7 +23,7 @@ IMPORTS = os.pathsep.join([str(TESTS / "fixtures" / "sglang_plugins"), IMPORT_PA
 
 @pytest.mark.each_python
 def test_the_controller_is_imported_on_first_use(run_python):
-    """Until its first use, SGLang's processes load only the plugin."""
+    """Until memsaver is first used, SGLang's processes load only the plugin."""
     run_python(
         """
 import sys
@@ -338,7 +338,8 @@ def test_variables_reach_every_process(run_sglang, scenario, env, values, warnin
     [(None, None, ["1", "12"], "1", "0.5.40", 2), ("0", "4", ["0", "4"], "0", "0.5.23", 0)],
 )
 def test_settings_of_every_process(run_sglang, vmm, ctas, used, poison, version, warnings):
-    """Each process warns once. NCCL's memory can be released unless the user has disabled this."""
+    """Each process warns once. NCCL's memory can be released unless the user has disabled its
+    release."""
     env = {"MEMSAVER_SGLANG_SUSPEND_NCCL": "1", "NCCL_CUMEM_ENABLE": vmm, "NCCL_MAX_CTAS": ctas}
     env |= {"MEMSAVER_POISON": poison, "STAND_IN_VERSION": version}
     seen, log = run_sglang(SCENARIOS["scheduler"], **env)

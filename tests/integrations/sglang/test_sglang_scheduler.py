@@ -297,7 +297,7 @@ def test_the_state_is_part_of_the_server_information(engine):
 
 
 def test_the_state_contains_the_tags_whose_contents_were_discarded(engine):
-    """The state tells every process that admits requests. An open update session ends."""
+    """The state informs every process that admits requests. An open update session ends."""
     updater = engine.handlers
 
     def released(rid=None, kept=True):
@@ -344,7 +344,7 @@ def test_weights_lack_contents_until_an_update_of_all_weights_or_a_resume_of_all
 
 
 def test_discarded_weights_that_a_failed_release_leaves_released_are_lost(engine, monkeypatch):
-    """The release fails on this rank, and another rank cannot undo its part."""
+    """The release fails on this rank, and another rank cannot undo its own release."""
     failed = [RankReport(1, "host", 1, failure=Failure("DriverError", "no memory"))]
     pause = moves.pause
     with monkeypatch.context() as broken:

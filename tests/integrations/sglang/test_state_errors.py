@@ -1,4 +1,5 @@
-"""Tests releases of released tags and resumes of mapped tags, if SGLang reports them as errors."""
+"""Tests releases of released tags and resumes of mapped tags if SGLang reports such calls as
+errors."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def main_process(sglang, engine):
 
 
 def call(main_process, operation, tags=None, rid=None):
-    """Call main_process's own interface, as SGLang's `Engine` does."""
+    """Call the interface of `main_process`, as SGLang's `Engine` does."""
     kind = {
         "release": fake_sglang.ReleaseMemoryOccupationReqInput,
         "resume": fake_sglang.ResumeMemoryOccupationReqInput,

@@ -1,6 +1,4 @@
-"""Tests updates to new weights through SGLang: requests, answers, and calls that old versions
-lack.
-"""
+"""Tests weight updates through SGLang: requests, answers, and calls that old versions lack."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests weight updates in an engine's ranks: updates are verified and answered, and no rank
-ends.
-"""
+"""Tests weight updates in an engine's ranks: verification, answers, and ranks that survive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests copies of offloaded objects, their lifetimes, and how often their memory is transferred."""
+"""Tests copies of offloaded objects, the objects' lifetimes, and transfers of their memory."""
 
 import copy
 import gc

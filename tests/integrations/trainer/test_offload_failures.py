@@ -1,4 +1,4 @@
-"""Tests failures caused by memory shortages or the driver, and the state after these failures."""
+"""Tests failures due to memory shortages or driver errors, and the state after these failures."""
 
 import copy
 import warnings

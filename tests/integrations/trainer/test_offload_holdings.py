@@ -1,4 +1,4 @@
-"""Tests tensors and optimizers inside optimizers, and memory that a step needs besides its
+"""Tests tensors and optimizers inside optimizers, and memory that a step needs in addition to
 states.
 """
 

@@ -26,7 +26,7 @@ def moments_of(trainer):
 
 
 class MasterWeights:
-    """A half-precision model whose optimizer has float master weights."""
+    """A half-precision model whose optimizer has float32 master weights."""
 
     def __init__(self):
         torch.manual_seed(7)
@@ -198,7 +198,7 @@ def test_an_optimizer_inside_another_is_offloaded(sim, tag, wrapper):
 
 
 class Lookahead(torch.optim.Optimizer):
-    """An optimizer that keeps slow weights around another optimizer's steps."""
+    """An optimizer that wraps another optimizer and maintains slow weights."""
 
     def __init__(self, optimizer, name):
         super().__init__(optimizer.param_groups, {})

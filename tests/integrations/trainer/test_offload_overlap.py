@@ -15,9 +15,7 @@ from memsaver.integrations.trainer import offload
 
 @pytest.fixture
 def make(tag):
-    """Create a trainer with states, an equal trainer that never pauses, and the first one's
-    handle.
-    """
+    """Create a trainer with states, its handle, and an identical trainer that never pauses."""
 
     def made(optimizer="adamw", **options):
         trainer, expected = Trainer(optimizer), Trainer(optimizer)

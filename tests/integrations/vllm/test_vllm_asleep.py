@@ -159,7 +159,7 @@ for mode in ("abort", "keep", "wait"):
 
 @pytest.mark.parametrize("when", ["refuse", "wake"])
 def test_a_sleep_that_waits_does_not_keep_requests_that_have_not_begun(asleep, when):
-    """The engine core receives the request and the sleep at the same time."""
+    """The engine core receives the request and the call to sleep at the same time."""
     asleep(
         f"""
 before = await generate(engine)

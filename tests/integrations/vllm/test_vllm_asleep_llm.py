@@ -180,7 +180,7 @@ llm.shutdown()
 
 
 def test_ranks_with_an_engine_each_end_a_wake_up_without_memory_together(run_vllm):
-    """A rank that repeated the wake-up alone would wait for the other ranks."""
+    """If one rank repeated the wake-up alone, it would wait for the other ranks."""
     run_vllm(
         """
 import multiprocessing, os, tempfile

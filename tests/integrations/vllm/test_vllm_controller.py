@@ -1,4 +1,4 @@
-"""Tests the controller and the backend for two kinds of fake vLLM engines, LLM and AsyncLLM."""
+"""Tests the controller and the backend with two kinds of fake vLLM engines, LLM and AsyncLLM."""
 
 from __future__ import annotations
 

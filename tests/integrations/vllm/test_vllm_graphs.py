@@ -1,4 +1,4 @@
-"""Tests the pool that vLLM captures its CUDA graphs into."""
+"""Tests the pool into which vLLM captures its CUDA graphs."""
 
 import sys
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Tests sleep and wake-up of a fake vLLM on several ranks: all ranks change or none does."""
+"""Tests that a sleep or wake-up of a fake vLLM on several ranks changes all ranks or none."""
 
 import pytest
 
@@ -23,7 +23,7 @@ llm.shutdown()
 
 @pytest.fixture
 def run_ranks(run_vllm):
-    """Run lines with a two-rank engine; at the end, its calls must match its responses."""
+    """Run lines with a two-rank engine; at the end, the engine's calls must match its responses."""
 
     def run(lines: str, **env):
         return run_vllm(START + lines + END, **env)

@@ -1,4 +1,4 @@
-"""Tests sleeps of a fake vLLM engine that fail, are repeated, or release one tag."""
+"""Tests a fake vLLM engine's sleeps that fail, are repeated, or release only one tag."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Tests weight loads in vLLM's workers: verified, in buckets, plain and converted."""
+"""Tests verified, bucketed, plain and converted weight loads in vLLM's workers."""
 
 from __future__ import annotations
 

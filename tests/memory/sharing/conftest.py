@@ -24,7 +24,8 @@ def _process():
 
 @pytest.fixture
 def importer(make, _process, options):
-    """Yield a process that imports tensors; the process must have released them by the end."""
+    """Yield a process that imports tensors and that must have released all tensors at the end of
+    the test."""
     options(importer_seconds=10)
     yield _process
     _process.forget()
@@ -32,7 +33,7 @@ def importer(make, _process, options):
 
 @pytest.fixture
 def own_importer(make, options):
-    """Yield a process for one test, which can end the process."""
+    """Yield a process for a single test; the test can terminate the process."""
     options(importer_seconds=10)
     with importing_process(WarmPopen) as process:
         yield process

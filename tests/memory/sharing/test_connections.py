@@ -1,4 +1,5 @@
-"""Tests connections between processes: descriptors, stalled and ended processes, threads."""
+"""Tests connections between processes: descriptors, stalled processes, exited processes and
+threads."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def test_a_receiver_with_many_descriptors(own_importer, make, name, wait_until):
 
 
 def test_a_sender_with_many_descriptors(own_importer, make, name, options):
-    """The sender notices the end of a process, and not earlier."""
+    """The sender detects the exit of a process, but not before the process exits."""
     mine = make(50)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.ExitStack() as stack:
@@ -143,7 +144,7 @@ def test_an_importer_that_does_not_read_delays_no_other(
 
 
 def test_a_second_connection_leaves_the_first(make, wait_until):
-    """If two threads connect at the same time, one of them closes its connection again."""
+    """If two threads connect at the same time, one of the threads closes its connection again."""
     mine = make(50)
     again = pickle.loads(dumped(mine))
     endpoint = exporter.endpoint()
@@ -200,7 +201,7 @@ def kept_by_child(monkeypatch):
 
 
 def test_a_child_forked_while_a_connection_opens_does_not_keep_it(make, wait_until, kept_by_child):
-    """Otherwise, neither process would notice the other's end until the child ended."""
+    """Otherwise, neither process would detect the exit of the other until the child had exited."""
     again = pickle.loads(dumped(make(50)))
     kept_by_child.clear()
     closed_connection(exporter.endpoint(), wait_until)
@@ -208,7 +209,7 @@ def test_a_child_forked_while_a_connection_opens_does_not_keep_it(make, wait_unt
 
 
 def test_a_child_forked_while_a_server_starts_does_not_listen(make, kept_by_child):
-    """Otherwise, importers would wait for the child after the parent has ended."""
+    """Otherwise, importers would wait for the child after the parent had exited."""
     exporter._Server().close()
     assert kept_by_child == [False]
 
@@ -274,7 +275,7 @@ def test_the_reason_for_a_refused_connection_is_reported(
 def test_a_descriptor_is_not_reused_while_a_request_is_sent(
     own_importer, make, monkeypatch, wait_until
 ):
-    """A request to a process that is ending must not reach the next owner of the descriptor."""
+    """A request to a process that is exiting must not reach the next owner of the descriptor."""
     mine = make(50)
     own_importer.load("x", mine)
     server = exporter._servers[os.getpid()]

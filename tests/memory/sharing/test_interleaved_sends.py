@@ -1,8 +1,8 @@
 """Tests calls that run between any two lines of a send, a receipt, or an expiry.
 
 Another thread, or a finalizer on the same thread, makes these calls. No call must wait for the
-interrupted call. A finalizer that interrupts it might wait for the tag of the thread that makes the
-other call.
+interrupted call. A finalizer that interrupts a call might wait for the tag of the thread that makes
+the other call.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def made_elsewhere(call):
 
 
 def interrupted_at(place, call, other):
-    """Call `call`; before `call` executes its line number `place`, call `other`.
+    """Call `call`; call `other` before `call` executes its line number `place`.
 
     Return whether `call` executed at least `place` lines.
     """

@@ -190,8 +190,8 @@ def test_a_second_library_that_replaces_torchs_reduction(importer, make):
 
 
 def test_a_swap_keeps_exportable_pages_apart(importer, make, name, tag):
-    """Pages of a shareable tag are never mapped for other tags, and pages of other tags never
-    for it.
+    """Pages of a shareable tag are never mapped for other tags, and pages of other tags are never
+    mapped for a shareable tag.
     """
     mine = make(3 * MIB)
     other = tag("other")

@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def shared(importer, make, name, options):
-    """Send a tensor of 8 MiB; return the tensor and the process, which uses it as `x`."""
+    """Send a tensor of 8 MiB; return the tensor and the process, which uses the tensor as `x`."""
     mine = make(2 * MIB)
     importer.load("x", mine)
     options(importer_seconds=0.2)

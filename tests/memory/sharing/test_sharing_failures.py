@@ -1,4 +1,4 @@
-"""Tests sharing that fails: paused tags, freed memory, ended senders and refused calls."""
+"""Tests failures of sharing: paused tags, freed memory, exited senders and rejected calls."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become 
 
 
 def test_an_import_that_is_interrupted_at_its_beginning_can_be_repeated(make, monkeypatch):
-    """A signal handler can raise anywhere, even before a use exists that could be ended."""
+    """A signal handler can raise anywhere, even before the use whose end must be recorded has
+    begun."""
     message = dumped(make(4))
     unraisable = []
     monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
@@ -135,7 +136,7 @@ def test_a_refused_export_is_reported_to_the_importer(sim, importer, make, name)
 
 
 def delete_under_fault(importer, name, options, nth):
-    """Delete an importer's `x`, whose memory cannot be unmapped from the `nth` call on.
+    """Delete an importer's `x`; from the `nth` call on, unmapping the memory fails.
 
     As a result, the tag cannot be paused. When the context ends, the driver permits the calls
     again.

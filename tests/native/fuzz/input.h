@@ -44,7 +44,8 @@ class Input {
   size_t left_;
 };
 
-// Checks an invariant for every input. A violation ends the process, and the fuzzer reports this.
+// Checks an invariant for every input. A violation terminates the process, and the fuzzer reports
+// the violation.
 inline void require(bool holds, const char* what) {
   if (holds) return;
   std::fprintf(stderr, "does not hold: %s\n", what);

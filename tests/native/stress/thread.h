@@ -23,7 +23,8 @@ constexpr int kDevices = 2;
 // tags is shareable.
 constexpr bool is_shareable(size_t tag) { return tag >= 5; }
 
-// State shared by all threads. A block in `given` belongs to the thread that removes it.
+// State shared by all threads. A block in `given` belongs to the thread that removes the block from
+// `given`.
 struct World {
   std::vector<std::unique_ptr<Tag>> tags;
   unsigned char lost = 0;

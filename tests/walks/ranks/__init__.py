@@ -1,9 +1,11 @@
-"""A random walk with collective calls, interrupts, killed ranks and different arguments.
+"""A random walk with collective calls, interrupts, killed ranks, and arguments that differ between
+ranks.
 
 Each round is a group of two to four processes that use gloo on the loopback interface and make the
 same random calls. After each call, the ranks compare their outcomes (see `process`). No rank waited
-longer than the documented limit. The errors are typed and equal on all ranks. The tags are all
-paused or all mapped. The contents are intact. In about a third of the rounds, one rank is killed.
+longer than the documented limit. The errors are typed, and all ranks raise the same error. The tags
+are all paused or all mapped. The contents are intact. In about a third of the rounds, one rank is
+killed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One rank of a round, which makes the plan's calls and compares its outcomes with other ranks'."""
+"""One rank of a round, which makes the plan's calls and compares outcomes with other ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Step = dict[str, Any]
 
 
 class Odd(str):
-    """A tag whose `repr` raises."""
+    """A tag whose `repr` raises an error."""
 
     def __repr__(self) -> str:
         raise ValueError("no words")

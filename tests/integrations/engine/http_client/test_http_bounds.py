@@ -1,4 +1,4 @@
-"""Tests that HTTP calls respect their limits on time and size with any server, without leaks."""
+"""Tests that HTTP calls to any server respect their limits on time and size and leak nothing."""
 
 import contextlib
 import shutil

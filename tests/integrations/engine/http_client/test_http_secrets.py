@@ -1,4 +1,5 @@
-"""Tests redirects, API keys and addresses; no secret reaches another host or an error message."""
+"""Tests that redirects, API keys and addresses reveal no secret to other hosts or in error
+messages."""
 
 import pytest
 from http_servers import KEY, response, scheduler_state, texts_of

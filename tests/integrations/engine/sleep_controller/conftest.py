@@ -1,8 +1,8 @@
 """Fixtures for the tests of a sleep controller, with an engine object or a server.
 
-With the plugin, the fake's schedulers use memsaver on the simulated driver. Without the plugin,
-they use another memory saver. In both cases, a call that would end SGLang ends the schedulers,
-which fails the test.
+With the plugin, the fake's schedulers use memsaver on the simulated driver. Without the plugin, the
+schedulers use another memory saver. In both cases, a call that would terminate SGLang terminates
+the schedulers, which fails the test.
 """
 
 import contextlib

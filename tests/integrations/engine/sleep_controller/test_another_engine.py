@@ -1,5 +1,5 @@
-"""Tests a controller with an engine that is neither SGLang nor vLLM and whose answers a test
-sets.
+"""Tests a controller of an engine that is neither SGLang nor vLLM; the tests set the engine's
+answers.
 """
 
 import itertools
@@ -70,7 +70,7 @@ def test_an_engine_that_stays_busy_is_busy_at_the_deadline(guarded, query_second
     engine.idle = False
 
     def slow(answer):
-        """Answer like a server that takes `query_seconds`, except for the first two queries."""
+        """Answer like a server that needs `query_seconds` for each query after the first two."""
 
         def query(timeout):
             seconds = query_seconds if next(queries) > 1 else 0.0

@@ -1,4 +1,4 @@
-"""Tests failures of a sleep controller: memory shortages, errors, timeouts, and invalid engines."""
+"""Tests a sleep controller with memory shortages, errors, timeouts and invalid engines."""
 
 import contextlib
 import gc

@@ -1,4 +1,5 @@
-"""Tests a sleep controller with other callers, threads, replicas, and calls in any order."""
+"""Tests a sleep controller together with other callers, threads and replicas, in any order of
+calls."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Tests that a controller discards its knowledge of a server that is replaced."""
+"""Tests that a controller discards its recorded state of a server that was replaced."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ TAGS = ("kv_cache", "weights", "cuda_graph")
 
 
 class Replaceable:
-    """A server with one scheduler, whose behaviour a test sets.
+    """A server with one scheduler, whose behavior a test sets.
 
     Attributes:
         guarded: whether the server has memsaver's plugin.
