@@ -1,7 +1,7 @@
 """Run each measured library in its own child process.
 
-The parent sends requests as JSON lines, and receives one JSON line as the reply to each request
-(serve.py). A request names a method of the child's worker and its arguments; the reply is the
+The parent sends each request as one JSON line and receives one JSON line as the reply. serve.py is
+the child's side. A request names a method of the child's worker and its arguments; the reply is the
 method's result.
 """
 
@@ -33,7 +33,7 @@ class Failed(Exception):
 
 
 class Ended(Failed):
-    """A child process exited early, or was killed because it hung."""
+    """A child process exited early or was killed because the process hung."""
 
 
 @contextlib.contextmanager
@@ -55,7 +55,7 @@ class Child:
         name: the library's name, for messages and for the worker.
         environment: the environment variables of the child, instead of those of this process.
         cwd: the working directory of the child, instead of that of this process.
-        tree: whether the child starts processes that `close` must also end.
+        tree: whether the child starts processes that `close` must also terminate.
         preload: the path of a library to preload; "" for none.
         label: the child's name in messages and in `name`, instead of the library's name; required
             for several children of one library.
@@ -91,7 +91,7 @@ class Child:
         )
 
     def ready(self) -> None:
-        """Wait until the child has imported its modules, so imports do not disturb measurements."""
+        """Wait until the child has imported its modules, because imports disturb measurements."""
         self.ask("ready")
 
     def ask(self, do: str, within: float = REPLY_SECONDS, **arguments: Any) -> dict[str, Any]:

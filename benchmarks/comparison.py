@@ -14,7 +14,7 @@ def compared(
     found: Mapping[str, Sequence[float]],
     limit: Sequence[float] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each peer with values, if memsaver also has values. Lower is better."""
+    """Yield a row for each measured peer if memsaver was also measured. Lower is better."""
     if not found.get(OURS):
         return
     for name, peer in PEERS.items():

@@ -1,4 +1,4 @@
-"""Measure the GPU's memory in use with NVML, and the peak memory use of stages."""
+"""Measure a GPU's memory use with NVML, and the peak memory use of each stage."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Memory(ctypes.Structure):
 
 
 class DeviceMemory:
-    """The memory in use on the first visible GPU, by all processes. Creates no CUDA context.
+    """The memory that all processes use on the first visible GPU. Creates no CUDA context.
 
     Raises:
         RuntimeError: NVML is missing or does not report the memory in use.
@@ -73,9 +73,9 @@ class Peaks:
     """The peak memory use of each stage, sampled by a thread during the stage.
 
     Args:
-        used: a function that returns the bytes in use; called on this thread and on the sampling
-            thread, possibly at the same time.
-        interval: seconds between two readings.
+        used: a function that returns the bytes in use. This thread and the sampling thread call the
+            function, possibly at the same time.
+        interval: the seconds between two readings.
     """
 
     def __init__(self, used: Callable[[], int], interval: float = INTERVAL) -> None:

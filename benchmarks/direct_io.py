@@ -1,4 +1,4 @@
-"""Measure direct I/O by 4 threads in 16 MiB pieces, and drop the page cache."""
+"""Measure direct I/O with 4 threads and 16 MiB pieces, and drop the page cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PIECE = 16 << 20
 
 
 class DirectFile:
-    """A temporary file in a directory, with `total` bytes, which must be a multiple of PIECE.
+    """A temporary file of `total` bytes in a directory; `total` must be a multiple of PIECE.
 
     Raises OSError if the file system lacks direct I/O or free space.
     """

@@ -1,4 +1,4 @@
-"""The command line and the execution of a benchmark of inference engines."""
+"""Parse the command line of a benchmark of inference engines, and run the benchmark."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def run(
 ) -> int:
     """Run the selected parts with a new model, and return an exit status.
 
-    The first SIGTERM during the run raises SystemExit, so that the processes of engines and
-    trainers end.
+    The first SIGTERM during the run raises SystemExit, so the processes of engines and trainers
+    exit.
 
     Args:
-        parts: the parts by name, in the order of measuring.
-        options: the options; the model's path and the initial memory in use are added to them.
+        parts: the parts by name, in the order of measurement.
+        options: the options; the function adds the model's path and the memory initially in use.
         why_not: a function that describes a missing requirement, or returns ""; it may raise
             RuntimeError instead.
     """

@@ -61,7 +61,7 @@ def kv_bytes(shape: Shape) -> int:
 
 
 def checkpoint(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the names and shapes of the weights, as in checkpoints."""
+    """Yield the name and the shape of each weight, as in a checkpoint."""
     hidden, inter = shape.hidden, shape.inter
     queries, keys = shape.heads * HEAD, KV_HEADS * HEAD
     yield "model.embed_tokens.weight", (shape.vocab, hidden)
@@ -85,8 +85,7 @@ def checkpoint(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 def save_checkpoint(shape: Shape, directory: Path, seed: int) -> None:
     """Write a checkpoint whose random weights are large enough to influence the generated tokens.
 
-    These weights are larger than SGLang's dummy weights, with which all prompts have similar
-    outputs.
+    SGLang's dummy weights are so small that all prompts have similar outputs.
     """
     import torch
     from safetensors.torch import save_file
@@ -104,7 +103,7 @@ def save_checkpoint(shape: Shape, directory: Path, seed: int) -> None:
 
 
 class Trainer:
-    """A copy of the weights on the GPU, in its own memory, that can be sent to engines.
+    """A copy of the weights on the GPU that can be sent to engines.
 
     Args:
         total: the number of bytes to allocate, if larger than the weights.
@@ -118,7 +117,7 @@ class Trainer:
         self._others = 0  # bytes of this process that belong to other code
 
     def take(self, seed: int) -> None:
-        """Allocate new weights, which are small random numbers that the seed determines."""
+        """Allocate new weights: small random numbers that are determined by the seed."""
         import torch
 
         if self._device == "cuda":

@@ -54,7 +54,7 @@ def wait_until_free(idle_mib: float) -> None:
 
 
 def inherited_without(prefixes: tuple[str, ...], inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return variables for an engine in another folder, without variables with a prefix."""
+    """Return an environment for an engine in another folder, without prefixed variables."""
     found = {key: value for key, value in inherited.items() if not key.startswith(prefixes)}
     places = [place for place in found.get("PYTHONPATH", "").split(os.pathsep) if place]
     if places:
@@ -113,7 +113,8 @@ def running(
 ) -> Iterator[tuple[Child, dict[str, Any]]]:
     """Start an engine for the block; yield its process and the result of `start`.
 
-    Waits until the GPU's memory is free before the start, and frees the memory at the end.
+    The function waits until the GPU's memory is free before it starts the engine. At the end of the
+    block, the engine's memory is free again.
     """
     wait_until_free(options.idle_mib)
     with make() as child:
@@ -123,7 +124,7 @@ def running(
 
 
 def decode_in_turns(one: Child, other: Child, turns: int) -> dict[str, list[float]]:
-    """Return the tokens per second of two alternately decoding engines, by name."""
+    """Return the tokens per second, by engine name, of two engines that decode alternately."""
     rates: dict[str, list[float]] = {one.name: [], other.name: []}
     for turn in range(turns):
         for child in (one, other) if turn % 2 else (other, one):

@@ -34,7 +34,7 @@ class CallsWorker(EngineWorker):
         return {"checksum": checksum, **self.output()}
 
     def load(self, names: list[str], data: str, requests: str, last: bool) -> dict[str, Any]:
-        """Load the weights in a trainer's request, and return the duration in seconds."""
+        """Load the weights from a trainer's request, and return the duration in seconds."""
         begin = time.perf_counter()
         weights: list[Any] = [data]
         if not requests:

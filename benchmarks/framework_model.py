@@ -14,7 +14,7 @@ SEED = 1
 
 
 def save(options: argparse.Namespace) -> None:
-    """Write the weights and the tokenizer next to the model's config.json, once."""
+    """Write the weights and the tokenizer next to the model's config.json if they are missing."""
     folder: Path = options.model
     if not (folder / "model.safetensors").exists():
         save_checkpoint(SMALL, folder, SEED)
@@ -22,7 +22,7 @@ def save(options: argparse.Namespace) -> None:
 
 
 def tokenizer() -> Any:
-    """Return a tokenizer with one word for each token id; the word "t5" is the token 5."""
+    """Return a tokenizer with one word for each token id; for example, "t5" is token 5."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit

@@ -1,8 +1,9 @@
-"""List the calls of RL frameworks to their memory saver and to SGLang, in their sources' order.
+"""List the calls that RL frameworks make to their memory saver and to SGLang, in order.
 
-Each framework names the repository, the commit and the files that its list follows. A list contains
-one round of training, and also the calls before the first round. `parts/frameworks_calls.py` runs
-the lists on a GPU, and a test runs the trainers' calls on the simulated driver.
+The entry of each framework names the repository, the commit and the source files of its list. A
+list contains the calls of one training round and the calls before the first round.
+`parts/frameworks_calls.py` runs the lists on a GPU, and a test runs the trainers' calls on the
+simulated driver.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Step:
     """One call.
 
     Attributes:
-        side: either ENGINE, TRAINER, or UPDATE for a whole update of the engine's weights.
+        side: ENGINE, TRAINER, or UPDATE (a whole update of the engine's weights).
         call: the name of the call.
         arguments: the arguments of the call.
     """
@@ -52,8 +53,8 @@ class Framework:
         round: the calls of a round of training.
         start: the calls before the first round.
         graphs: whether SGLang's CUDA graphs are in the tag `cuda_graph`.
-        trainer: the environment variables of the trainer, all of whose memory is one region; None
-            for a trainer without a memory saver.
+        trainer: the environment variables of a trainer whose whole memory is one region; None for a
+            trainer without a memory saver.
         tagged: whether the parameters and the gradients are in separate tags without a backup.
     """
 
@@ -67,12 +68,12 @@ class Framework:
 
 
 def engine(call: str, **arguments: Any) -> Step:
-    """Return a call of the engine."""
+    """Return a call to the engine."""
     return Step(ENGINE, call, arguments)
 
 
 def trainer(call: str, **arguments: Any) -> Step:
-    """Return a call of the trainer's memory saver, or other work of the trainer."""
+    """Return a call to the trainer's memory saver, or another operation of the trainer."""
     return Step(TRAINER, call, arguments)
 
 
@@ -82,7 +83,7 @@ def update(source: str, requests: str, *, disabled: bool = False, pause: str = "
     Args:
         source: the source of the weights.
         requests: the kind of the requests.
-        disabled: whether the trainer's saver is disabled during the update.
+        disabled: whether the trainer disables its memory saver during the update.
         pause: the mode in which generation is paused, or "".
     """
     arguments = {"source": source, "requests": requests, "disabled": disabled, "pause": pause}

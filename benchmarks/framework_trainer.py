@@ -1,7 +1,8 @@
-"""Allocate a trainer's memory like Megatron, and replay a framework's calls to its memory saver.
+"""Allocate memory like a Megatron trainer, and replay a framework's calls to its memory saver.
 
-The saver's library is preloaded into the process, as in frameworks' training actors. All of the
-process's device memory is one region, including the memory of the CUDA graph of the training step.
+The memory saver's library is preloaded into the process, as it is in the frameworks' training
+actors. All of the process's device memory is one region, including the memory of the CUDA graph of
+the training step.
 """
 
 from __future__ import annotations
@@ -95,10 +96,10 @@ class TrainerWorker(Worker):
         return {"buckets": len(self._buckets), "single": len(self.parameters)}
 
     def request(self, number: int, requests: str) -> dict[str, Any]:
-        """Return the serialized weights of a request, and keep their memory until the end.
+        """Return the serialized weights of a request, and keep their memory until the update ends.
 
-        The memory is needed because the engine replies when its copies are queued, not when they
-        are complete.
+        The memory is still needed after the engine's reply, because the engine replies when its
+        copies are queued, before the copies are complete.
         """
         import torch
         from sglang.srt.utils import MultiprocessingSerializer
@@ -154,7 +155,7 @@ class TrainerWorker(Worker):
             self.parameters[name].copy_(master)
 
     def _train(self) -> None:
-        """Replay the step, and compare all contents with those of a trainer that did not sleep."""
+        """Replay the step, and compare all contents with a trainer that did not sleep."""
         import torch
 
         self._graph.replay()
@@ -174,12 +175,12 @@ class TrainerWorker(Worker):
         self.copies = {name: tensor.cpu() for name, tensor in self.parameters.items()}
 
     def _rebuild(self) -> None:
-        """Rebuild the parameters, which had no backup, from the master weights."""
+        """Rebuild the parameters from the master weights, because the parameters had no backup."""
         for name, master in self.masters.items():
             self.parameters[name].copy_(master)
 
     def _readable(self, name: str) -> Any:
-        """Return the parameter on the GPU, taken from the source of the update."""
+        """Return the parameter on the GPU, as read from the source of the update."""
         tensor = self.parameters[name]
         if self._source == COPY:
             return self.copies[name].cuda()
@@ -203,7 +204,7 @@ class TrainerWorker(Worker):
         self._saver.memory_margin_bytes = MARGIN
 
     def _exclude(self) -> None:
-        """Allocate outside the region, as slime does for DeepEP's buffers."""
+        """Allocate memory outside the region, as slime does for DeepEP's buffers."""
         import torch
 
         library = self._saver._impl._binary_wrapper.cdll

@@ -1,10 +1,10 @@
-"""Measure training frameworks, unmodified, with memsaver and without it.
+"""Measure unmodified training frameworks with and without memsaver.
 
     python benchmarks/frameworks.py [--only trl,trainer,verl,calls]
 
-Each part trains a small Qwen3 model with random weights in separate processes, which run one after
-the other and have exclusive use of the GPU. The tokenizer is created locally, so no part needs a
-network.
+Each part trains a small Qwen3 model with random weights in separate processes. The processes run
+one after the other, and each has exclusive use of the GPU. The tokenizer is created locally, so no
+part needs a network.
 
 Measurements
     trl       TRL's GRPOTrainer with a colocated vLLM in sleep mode: seconds of its sleeps and

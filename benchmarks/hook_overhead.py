@@ -1,9 +1,10 @@
-"""Measure the overhead of the hooks for a cudaMalloc/cudaFree pair outside any region.
+"""Measure the overhead that the hooks add to a cudaMalloc/cudaFree pair outside any region.
 
-In one preloaded process, pairs through the hooks and pairs of the runtime's own functions alternate
-every few milliseconds. Two processes would differ by more than the overhead, because their
-libraries and contexts have different addresses. Several processes are measured one after the other.
-For each size, prints a JSON row with the nanoseconds per pair, as medians over all turns.
+In one preloaded process, pairs of calls through the hooks alternate with pairs of direct calls to
+the runtime every few milliseconds. Two processes would differ by more than the overhead, because
+their libraries and contexts have different addresses. Several processes are measured one after the
+other. For each size, the program prints a JSON row with the median nanoseconds per pair over all
+turns.
 
     python benchmarks/hook_overhead.py [--processes 5] [--turns 60]
 """
@@ -83,7 +84,7 @@ int main(int, char** arguments) {
 
 
 def find_runtime() -> Path:
-    """Return the path of torch's CUDA runtime, or of a toolkit's runtime if torch has none."""
+    """Return the path of torch's CUDA runtime; without it, the path of a toolkit's runtime."""
     folders: list[Path] = []
     spec = importlib.util.find_spec("nvidia")
     if spec is not None:
@@ -126,7 +127,7 @@ class Process:
         )
 
     def pair_ns(self, size: int, pairs: int, direct: bool) -> float:
-        """Return the mean nanoseconds of `pairs` pairs, through the hooks or bypassing them."""
+        """Return the mean nanoseconds per pair for `pairs` pairs, with or without the hooks."""
         assert self._child.stdin and self._child.stdout
         try:
             self._child.stdin.write(f"{size} {pairs} {int(direct)}\n")
@@ -144,7 +145,7 @@ class Process:
 
 
 def measure(processes: int = 5, turns: int = 60) -> list[dict[str, Any]]:
-    """Measure on the current GPU. Requires a built memsaver, a compiler and a CUDA runtime.
+    """Measure on the current GPU with a built memsaver, a compiler and a CUDA runtime.
 
     Raises RuntimeError if one of these requirements is missing.
     """

@@ -2,8 +2,8 @@
 
     python host_memory.py BYTES     touches BYTES bytes and ends; prints the seconds
 
-A virtual machine may receive its memory only at the first access by any process, at 2 to 3 GB/s. If
-the memory were not touched before the measurements, the first measured library would appear slower.
+A virtual machine might receive its memory only when a process first accesses the memory, at 2 to 3
+GB/s. Without this touch, the first measured library would appear slower than the others.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def meminfo() -> dict[str, int]:
 
 
 def in_use() -> dict[str, int]:
-    """Return bytes of host memory: resident in this process, its anonymous part, the machine's.
+    """Return the bytes of host memory that this process and the machine use, by name.
 
-    The driver may count pinned memory in the first two figures or only in the last figure. Figures
-    that this system lacks are omitted.
+    Depending on the driver, pinned memory counts in the process's figures or only in the machine's
+    figure. Figures that this system lacks are omitted.
     """
     found = {}
     for key, path, name in (
@@ -52,8 +52,8 @@ def in_use() -> dict[str, int]:
 def growth(before: dict[str, int], after: dict[str, int]) -> tuple[int, int]:
     """Return the bytes that the process and the machine allocated between two readings of `in_use`.
 
-    The process's bytes are the growth of the figure that grew most. The machine's bytes include
-    other processes' bytes.
+    For the process, the result is the largest growth of any of its figures. The machine's bytes
+    include other processes' bytes.
     """
     grown = {key: after[key] - before[key] for key in before if key in after}
     machine = grown.pop("machine")

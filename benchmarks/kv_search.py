@@ -1,7 +1,8 @@
 """Search for the largest KV cache that fits, starting as few engines as possible.
 
-An engine that fits reports its minimum free memory. The next engine's KV cache uses that memory.
-The second engine's cache is therefore near the largest size, which the third engine confirms.
+An engine that fits reports its minimum free memory. The next engine uses this memory for a larger
+KV cache. The cache of the second engine is therefore near the largest size, and the third engine
+confirms the size.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ class Search:
 
     @property
     def is_settled(self) -> bool:
-        """Return whether the largest size is known with the required resolution."""
+        """Return whether the largest size is known to the required resolution."""
         return self.best is not None and self.proposal() is None
 
     def proposal(self) -> int | None:
-        """Return the tokens to try next; None if no trial is useful, or if no trial exists yet."""
+        """Return the tokens to try next; None before the first trial or if no trial is useful."""
         best, failing = self.best, self.failing
         if failing is None and best is None:
             return None

@@ -1,4 +1,4 @@
-"""Wrap the measured memory savers in a common interface, in torch mode."""
+"""Wrap the measured memory savers, in torch mode, in a common interface."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Library(Protocol):
         """Release the tag's memory."""
 
     def resume(self, tag: str) -> object:
-        """Map memory for the tag again."""
+        """Map the tag's memory again."""
 
     def swap(self, out: str, into: str) -> object:
         """Pause one tag and resume another."""
 
     def trim(self) -> None:
-        """Release host memory that no paused tag needs, if the library supports it."""
+        """If possible, release host memory that no paused tag needs."""
 
     def use_disk(self, directory: str) -> None:
         """Set the directory for backups on disk."""

@@ -1,13 +1,13 @@
-"""Measure the cost of an allocation in tags with 1,000 and 100,000, on the simulated driver.
+"""Measure the cost per allocation for 1,000 and 100,000 allocations on the simulated driver.
 
     python benchmarks/limits.py [--large 100000] [--output benchmarks/results/limits.json]
 
-The time inside driver calls is the simulator's time and is excluded. A library between memsaver and
-the simulator, which this program builds, measures this time. The rest is memsaver's own time, in
-nanoseconds per allocation, as the minimum of several rounds. `growth` is the ratio of the large
-tag's time to the small tag's time. Lookups are called from Python, which adds about 100 ns. In
-mixed order, lookups jump across the tag's memory, so the growth is the time for which a CPU waits
-for memory outside its caches.
+The results exclude the time inside driver calls, because this time belongs to the simulator. This
+program builds a library between memsaver and the simulator that measures the excluded time. The
+remaining time is memsaver's own. The program reports its minimum over several rounds, in
+nanoseconds per allocation. `growth` is the ratio of the large tag's time to the small tag's time.
+Lookups are called from Python, which adds about 100 ns. Lookups in mixed order jump across the
+tag's memory, so the growth mainly shows how long the CPU waits for memory outside its caches.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def timing_driver(simulator: Path, folder: str) -> str:
 
 
 class Steps:
-    """The nanoseconds of memsaver's own work per allocation, as the minimum of all rounds."""
+    """The minimum of memsaver's own nanoseconds per allocation over all rounds."""
 
     def __init__(self, inside: ctypes.CDLL) -> None:
         self.inside = inside.seconds_inside
@@ -73,7 +73,7 @@ class Steps:
 
     @contextmanager
     def step(self, name: str, count: int) -> Iterator[None]:
-        """Measure the block, which handles `count` allocations."""
+        """Measure the time of the block, which handles `count` allocations."""
         driver, start = self.inside(), time.perf_counter()
         yield
         seconds = time.perf_counter() - start - (self.inside() - driver)
@@ -81,7 +81,7 @@ class Steps:
 
 
 def measure(steps: Steps, count: int, backup: str, holes: bool) -> dict[str, float]:
-    """Measure one tag, from its first allocation to its last allocation."""
+    """Measure one tag from its first to its last allocation."""
     import memsaver
     from memsaver._runtime.native import _C, backup_code
 

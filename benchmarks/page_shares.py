@@ -1,11 +1,11 @@
-"""Compute the fraction of an engine's weights in pages with equal pages in a trainer's memory.
+"""Compute the fraction of an engine's weights in pages that equal pages of a trainer.
 
-Pages are equal if they contain the same bytes of the same tensors at the same offsets, and no other
-tensors; unused bytes are ignored. Only an equal page could be mapped instead of copied. Physical
-memory is mapped as a whole, so pages may be larger than the granularity of 2 MiB.
+Two pages are equal if both contain the same bytes of the same tensors at the same offsets, and no
+other tensors. Unused bytes are ignored. Only equal pages could be mapped instead of copied.
+Physical memory is mapped as a whole, so pages may be larger than the granularity of 2 MiB.
 
-Allocations are placed as torch's allocator places them ("torch"), or each allocation begins at a
-multiple of 2 MiB ("boundaries"). See weight_layouts.py for the layouts.
+There are two placements: "torch" places allocations like torch's allocator, and "boundaries" places
+each allocation at a multiple of 2 MiB. See weight_layouts.py for the layouts.
 
 usage: page_shares.py      prints the table
 """
@@ -36,7 +36,7 @@ LARGE = 10 * MIB
 
 
 class TorchAllocator:
-    """The addresses that torch's allocator returns if nothing is freed."""
+    """The addresses that torch's allocator returns if no memory is freed."""
 
     def __init__(self) -> None:
         self.end = 0
@@ -84,7 +84,7 @@ def _rounded(nbytes: int, unit: int) -> int:
 
 
 def placed(layout: list[Allocation], placement: str) -> tuple[Placed, int]:
-    """Return a layout's runs with their addresses, and the size of the memory."""
+    """Return the runs of a layout with their addresses, and the size of the layout's memory."""
     allocator = PLACEMENTS[placement]()
     found: Placed = []
     for allocation in layout:
@@ -124,11 +124,11 @@ def _continues(before: tuple[int, Run], place: int, run: Run) -> bool:
 
 
 def share(engine: Placed, trainer: Placed, page: int) -> tuple[int, int]:
-    """Return the bytes of the engine's weights in equal pages, and the number of their runs.
+    """Return the bytes of the engine's weights in equal pages, and the number of page runs.
 
-    A run is a sequence of equal pages that are adjacent both in the engine's memory and in the
-    trainer's. The number of runs is the minimum number of pieces from which the trainer's memory
-    must be created so that the engine can map the pages.
+    A page run is a sequence of equal pages that are adjacent in both the engine's memory and the
+    trainer's memory. To let the engine map the pages, the trainer's memory must consist of at least
+    as many pieces as there are page runs.
     """
     numbers = {content: number for number, content in contents(trainer, page).items()}
     total, count, last = 0, 0, (-2, -2)

@@ -1,4 +1,4 @@
-"""Measure pause, resume and swap: memsaver and torch_memory_saver on the same tensors.
+"""Measure pause, resume and swap with memsaver and torch_memory_saver on the same tensors.
 
     PYTHONPATH=/parent/of/torch_memory_saver python benchmarks/pause_resume.py [--only kv,many]
 
@@ -21,26 +21,26 @@ Measurements
     bandwidth   a kernel on a region's memory, compared with the same kernel on plain memory
     hook        a cudaMalloc/cudaFree pair outside any region, preloaded or not (hook_overhead.py)
 
-Each library and setting runs in a separate process. Without a backup, the limit is the bare
-sequence of driver calls (handles of 1 GiB, one reservation, nothing else), also in its own process.
-The processes take turns, cycle by cycle in rotating order. All processes except the current process
-are paused, so each process finds the device in the same state. With a backup, the limit is a plain
-copy of the same number of bytes between the device and 1 GiB of pinned memory. All values count; no
-value is excluded as a warm-up or an outlier.
+Each library and setting runs in a separate process. For measurements without a backup, the limit is
+a bare sequence of driver calls with handles of 1 GiB and one reservation, also in a separate
+process. The processes take turns, cycle by cycle in rotating order. All processes except the
+measured process are paused, so the device is in the same state for each process. For measurements
+with a backup, the limit is a plain copy of the same number of bytes between the device and 1 GiB of
+pinned memory. All values count, including warm-ups and outliers.
 
-Without a backup, a wait of --gap seconds between a pause and any later resume represents work, so
-that the time in which the driver clears released memory is not measured. The metrics that end in
-_at_once_ms have no wait, so each resume follows its pause immediately. Swaps of tags without a
-backup follow each other immediately, except the swaps in _spaced_ms, which follow a wait of --gap
-seconds.
+In measurements without a backup, a wait of --gap seconds before each resume represents work on the
+GPU. The driver clears released memory during this wait, so this time is not measured. For metrics
+whose names end in _at_once_ms, each resume follows its pause immediately. Swaps of tags without a
+backup also follow each other immediately, but for the metric that ends in _spaced_ms, each swap
+follows a wait of --gap seconds.
 
-A virtual machine may receive its memory only at the first access by any process, at 2 to 3 GB/s.
-Therefore, before any library measures a backup, temporary processes touch --touch-gib of host
-memory repeatedly until the accesses are fast.
+A virtual machine might receive its memory only when a process first accesses the memory, at 2 to 3
+GB/s. Therefore, before backups are measured, temporary processes repeatedly touch --touch-gib GiB
+of host memory until the accesses are fast.
 
-Memory with a backup is full of random bits. In every cycle, the sums of each MiB before the pause
-are compared with the sums after the resume. If a library loses bytes, its measurement fails and has
-no row.
+Memory with a backup is full of random bits. In every cycle, the sum of each MiB before the pause is
+compared with the sum after the resume. If a library loses bytes, its measurement fails and has no
+row.
 
 Prints a table, and merges each row into --output as soon as the row exists (see results.py).
 """

@@ -1,4 +1,4 @@
-"""Driver calls only, as a lower bound on the time of any pause or resume without a backup."""
+"""Bare driver calls, a lower bound on the time of any pause or resume without a backup."""
 
 from __future__ import annotations
 

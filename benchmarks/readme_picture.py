@@ -1,4 +1,4 @@
-"""Draw docs/assets/measured.svg, a picture of docs/comparison.md, from the result file.
+"""Draw docs/assets/measured.svg, the picture in docs/comparison.md, from the result file.
 
 python benchmarks/readme_picture.py           (needs matplotlib)
 """

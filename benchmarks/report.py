@@ -1,4 +1,4 @@
-"""Define the goals of the benchmarks, and print the table of results with them."""
+"""Define the goals of the benchmarks, and print the results with their goals in a table."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Goal:
         alone: a value that memsaver must reach and the peer must not reach; or
         within: the maximum difference between memsaver's value and the peer's.
         peer: the peer to which the goal applies; None for all peers.
-        otherwise: another metric whose goal may be reached instead.
+        otherwise: another metric; reaching its goal is sufficient.
     """
 
     ratio: float | None = None

@@ -1,4 +1,4 @@
-"""Measure an RL step on one GPU, whose memory an SGLang engine and a trainer use in turn.
+"""Measure an RL step in which an SGLang engine and a trainer use a GPU's memory in turn.
 
     PYTHONPATH=/parent/of/torch_memory_saver python benchmarks/rl_cycle.py [--only kv,step,overhead]
 
@@ -6,8 +6,9 @@ Requires SGLang, and an installed memsaver whose plugin SGLang finds. The engine
 Qwen3-8B's shape with random weights, 16.4 GB, including CUDA graphs. The trainer runs in the
 process that calls the engine. The trainer has a bfloat16 copy of the weights, and an optimizer with
 --states states of the same size. The trainer's kernels access all of this memory. The copy and the
-states are backed up in host memory, with memsaver by memsaver.integrations.trainer.offload, and
-with torch_memory_saver in regions. See rl_engine.py for the stages of a step.
+states are backed up in host memory. With memsaver, memsaver.integrations.trainer.offload creates
+the backups. With torch_memory_saver, the tensors are in regions. See rl_engine.py for the stages of
+a step.
 
 Measurements
     kv      the largest KV cache with which a step completes: waking in stages, waking all at once,
@@ -19,8 +20,8 @@ Measurements
             backup of the engine's weights; the peer retains host memory. About 5 minutes
 
 Each library's engine and trainer run in separate processes, with exclusive use of the GPU. If a
-peer ends early, the run continues, and the peer's rows report the failure or contain its earlier
-results. NVML reports the memory in use. Host memory is touched first (--touch-gib); see
+peer's run ends early, the program continues. The peer's rows then report the failure or contain its
+earlier results. NVML reports the memory in use. Host memory is touched first (--touch-gib); see
 pause_resume.py. Progress is printed to stderr. Prints a table, and merges each row into --output as
 soon as the row exists (see results.py).
 """

@@ -12,8 +12,9 @@ A step begins with the engine awake and the trainer asleep:
     kv_wake          resume the KV cache                                          transition
     generate
 
-If everything wakes at once, weights_wake also resumes the KV cache, and there is no kv_wake. An
-engine's first step has no trainer_wake; instead, the trainer allocates its memory ("make").
+If all memory is resumed at once, weights_wake also resumes the KV cache, and kv_wake is omitted.
+The first step of an engine has the stage "make" instead of trainer_wake; in this stage, the trainer
+allocates its memory.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ REQUESTS, PROMPT, TOKENS = 8, 1024, 64
 
 
 class Loop(EngineWorker):
-    """Runs steps of an engine and of a trainer in the process that calls the engine.
+    """A worker that runs steps of an engine and of a trainer in one process.
 
     Args:
         name: the memory saver of engine and trainer.
@@ -58,8 +59,8 @@ class Loop(EngineWorker):
         wait: the seconds to wait before the engine sleeps.
         device: the trainer's torch device.
         states: the number of optimizer states for each weight.
-        bucket_bytes: the maximum bytes of weights that are sent together, unless one weight is
-            larger.
+        bucket_bytes: the maximum number of bytes in a bucket of weights; a larger weight is sent
+            alone.
         tokens: the KV cache's maximum number of tokens; 0 allows as many as the fraction allows.
     """
 
@@ -97,7 +98,7 @@ class Loop(EngineWorker):
     def alone(self) -> dict[str, Any]:
         """Generate without a trainer.
 
-        First drops torch's cache from the start, which a release also drops.
+        The function first empties torch's cache, because a release also empties this cache.
         """
         self._begin()
         self.rest()
@@ -118,7 +119,7 @@ class Loop(EngineWorker):
     def step(self, seed: int, at_once: bool = False) -> dict[str, Any]:
         """Run a step; return each stage's duration in seconds and bytes in use.
 
-        In the result, "lost" reports changed contents, "unchecked" is the reason why the engine's
+        In the result, "lost" reports changed contents, "unchecked" explains why the engine's
         contents are unknown, and "weights" is the checksum of the engine's weights after the
         update.
         """
@@ -170,7 +171,8 @@ class Loop(EngineWorker):
     def update_in_buckets(self) -> None:
         """Send the trainer's weights to the engine, in buckets outside any region.
 
-        On return, the engine has released the buckets, and their memory was released to the driver.
+        On return, the engine has released the buckets, and the memory of the buckets has been
+        released to the driver.
         """
         from sglang.srt.utils import MultiprocessingSerializer
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket

@@ -1,9 +1,9 @@
-"""Run whole RL steps, as in a training loop, and run their work alone.
+"""Run whole RL steps as in a training loop, and separately run the work of the steps.
 
-A whole step has the stages of rl_engine.py and waits for nothing between them. If the library
+A whole step consists of the stages of rl_engine.py without waits between the stages. If the library
 supports it, the trainer's weights and the optimizer's states are resumed while the trainer computes
-gradients, and each layer waits only for its own weights. The states are paused while the weights
-are sent. The trainer's gradients are those of a loss (`rl_trainer.Trainer.learn`).
+gradients, and each layer waits only for its own weights. The optimizer's states are paused while
+the weights are sent. The trainer's gradients are those of a loss (`rl_trainer.Trainer.learn`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sglang_engine import GRAPH, KV_CACHE, TAGS, WEIGHTS
 
 
 class Steps(Loop):
-    """Runs whole steps.
+    """A worker that runs whole steps.
 
     Args:
         name: the memory saver of engine and trainer.

@@ -1,8 +1,8 @@
-"""A trainer next to an engine, with weights and optimizer states in two tags of a memory saver.
+"""A trainer next to an engine; its weights and optimizer states are in two tags of a saver.
 
 Both tags have a backup in host memory. With memsaver, `offload` moves weights and states into the
-tags. With torch_memory_saver, they are created in regions, as is usual for that library. Gradients
-exist for one step. Importing this module imports torch.
+tags. With torch_memory_saver, weights and states are created in regions, as is usual for this
+library. Gradients exist only during a step. Importing this module imports torch.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class Saver(Protocol):
         """Call `make` to create a module, and put its parameters in the tag WEIGHTS."""
 
     def hold_states(self, optimizer: Any, first_step: Callable[[], None]) -> None:
-        """Run the first step, and put the optimizer states that it creates in the tag OPTIMIZER."""
+        """Run the first step, and put the new optimizer states in the tag OPTIMIZER."""
 
     def pause(self, tag: str) -> None:
         """Release the tag's memory."""
 
     def resume(self, *tags: str) -> None:
-        """Map memory for the tags again."""
+        """Map the tags' memory again."""
 
     def begin_resume(self) -> None:
         """Resume the weights and then the states, in the background if the library supports it."""
@@ -176,7 +176,7 @@ class Trainer:
         return sum(int(tensor.nbytes) for tensor in self._tensors())
 
     def train(self, seed: int) -> None:
-        """Run a step with gradients that the seed determines."""
+        """Run a step with gradients that are determined by the seed."""
         self._make_gradients(seed)
         self._optimizer.step()
         self._let_gradients_go()
@@ -249,7 +249,7 @@ class Trainer:
             torch.cuda.synchronize()
 
     def finish_writes(self) -> None:
-        """Wait for the work on the current stream, such as the copies into a bucket."""
+        """Wait for the current stream's work, such as copies into a bucket."""
         if self._device == "cuda":
             torch.cuda.current_stream().synchronize()
 

@@ -18,7 +18,7 @@ Measure = Callable[[argparse.Namespace, list[str]], Iterator[dict[str, Any]]]
 
 
 def run(measures: Iterable[Measure], options: argparse.Namespace) -> int:
-    """Measure, merge each row immediately into `options.output`, print, and return an exit status.
+    """Run the parts, save each row immediately in `options.output`, and return an exit status.
 
     Results are preserved even if the run is killed.
     """

@@ -1,4 +1,4 @@
-"""Provide tensors with contents to restore, and a plain copy as the upper bound on speed."""
+"""Provide tensors with a backup, and a plain copy whose speed is an upper bound."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LEAST_RELEASED = 0.98  # least released part of the tensors' bytes, by the drive
 
 
 class Saved:
-    """A tag with a backup that is full of random bits.
+    """A tag with a backup; the tag's memory is full of random bits.
 
     All methods raise RuntimeError if bytes, addresses or freed memory are wrong.
     """
@@ -49,7 +49,7 @@ class Saved:
         workloads.synchronise(self._devices)
 
     def check(self) -> None:
-        """Compare addresses and contents with the recorded addresses and contents."""
+        """Compare the addresses and the contents with the recorded values."""
         if [tensor.data_ptr() for tensor in self.tensors] != self._addresses:
             raise RuntimeError(f"an address of {self.tag} moved")
         wrong = int((workloads.sums(self.tensors) != self._sums).sum())

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 
 
 class Worker:
-    """The operations of a child process, which are methods with results that JSON can encode.
+    """The operations of a child process: methods whose results JSON can encode.
 
-    The worker is created at the first request, with the library's name and the settings.
+    The first request creates the worker with the library's name and the settings.
     """
 
     imports: ClassVar[tuple[str, ...]] = ("torch",)  # imported at start, by all children at once

@@ -20,7 +20,7 @@ def run(
     """Run the selected parts with a new model, and return an exit status.
 
     Args:
-        parts: the parts by name, in the order of measuring.
+        parts: the parts by name, in the order of measurement.
         options: the options; see `engine_benchmark.run`.
         needs_peer: whether torch_memory_saver must be installed.
         check: a function that raises RuntimeError if another requirement is missing.

@@ -22,14 +22,14 @@ Measurements
                 and without; nothing on a machine with one GPU
 
 Each engine runs in a separate process. Except in plain, switch and neighbour, an engine has
-exclusive use of the GPU, and memsaver's and the peer's engines run one after the other. The first
-engine of a run compiles kernels, and its start does not count. Each step begins after a wait of
---wait seconds, so that the time in which the driver clears released memory is not measured. Times
-are those of the engine's caller. All values count.
+exclusive use of the GPU. memsaver's engines and the peer's engines run one after the other. The
+first engine of a run compiles kernels, and its start does not count. Each step begins after a wait
+of --wait seconds. The driver clears released memory during this wait, so this time is not measured.
+All times are measured by the engine's caller. All values count.
 
 New weights come from a trainer's tensors in the process that calls the engine. These tensors are
-freed before the release. The engine's checksums of its weights before each release and after the
-resume are compared. If a library loses bytes, its measurement fails and has no row.
+freed before the release. The engine's checksum of its weights before each release is compared with
+the checksum after the resume. If a library loses bytes, its measurement fails and has no row.
 
 Host memory is touched first (--touch-gib); see pause_resume.py. Progress goes to stderr. After each
 part, prints a table and merges its rows into --output (see results.py).

@@ -1,8 +1,8 @@
 """Run an SGLang engine in a separate process, with one of the two memory savers.
 
 SGLang itself finds the saver: memsaver through its plugin, or torch_memory_saver if the plugin is
-disabled. Both may be installed. Every start is checked, so that all figures belong to the named
-saver.
+disabled. Both may be installed. Every start is checked to ensure that all figures belong to the
+named saver.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def mapped(part: str) -> bool:
 
 
 class EngineWorker(Worker):
-    """Starts the engine, and calls it for all measurements.
+    """A worker that starts the engine and calls the engine for all measurements.
 
     Args:
         name: the name of the memory saver, or PLAIN.
@@ -119,7 +119,7 @@ class EngineWorker(Worker):
         small: whether the model is the small one.
         fraction: mem_fraction_static.
         backup: whether weights have a backup.
-        wait: the seconds for which `rest` waits, while the driver clears released memory.
+        wait: the seconds for which `rest` waits while the driver clears released memory.
         trainer_bytes: the size of the trainer's memory, if larger than the weights.
         device: the trainer's torch device.
         tokens: the KV cache's maximum number of tokens; 0 allows as many as the fraction allows.
@@ -191,7 +191,7 @@ class EngineWorker(Worker):
         return sum(len(reply["output_ids"]) for reply in replies)
 
     def release_ms(self, tag: str) -> float:
-        """Release a tag; return the caller's measurement of the duration in milliseconds."""
+        """Release a tag; return the duration in milliseconds, measured by the caller."""
         begin = time.perf_counter()
         answers = self.engine.release_memory_occupation(tags=[tag])
         spent = round((time.perf_counter() - begin) * 1e3, 3)
@@ -199,7 +199,7 @@ class EngineWorker(Worker):
         return spent
 
     def resume_ms(self, tag: str) -> float:
-        """Resume a tag; return the caller's measurement of the duration in milliseconds."""
+        """Resume a tag; return the duration in milliseconds, measured by the caller."""
         begin = time.perf_counter()
         answers = self.engine.resume_memory_occupation(tags=[tag])
         spent = round((time.perf_counter() - begin) * 1e3, 3)
@@ -213,7 +213,7 @@ class EngineWorker(Worker):
             raise RuntimeError(f"the weights were not updated: {message}")
 
     def checksum(self) -> tuple[str, str]:
-        """Return the engine's checksum of all weights, or "" and the reason why there is none."""
+        """Return the engine's checksum of all weights, or "" and the reason for its absence."""
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
         ask = self.engine.tokenizer_manager.check_weights
@@ -240,7 +240,7 @@ class EngineWorker(Worker):
             )
 
     def _check_answers(self, tag: str, answers: Any) -> None:
-        """Check the bytes that memsaver's hooks report. There may be no pausable graphs."""
+        """Check the bytes that memsaver's hooks report. Pausable graphs are optional."""
         if self._name == OURS and tag != GRAPH:
             ranks = [rank for answer in answers or () for rank in answer.ranks]
             if not ranks or not all(rank.device_bytes.get(tag) for rank in ranks):

@@ -1,7 +1,7 @@
 """Create checkpoints of small models with random weights, their draft models and adapters.
 
-Weights are as large as trained weights, so that the generated tokens depend on every layer. The
-weights depend only on the seed.
+The weights have the magnitude of trained weights, so the generated tokens depend on every layer.
+The weights depend only on the seed.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _RENAMED = {"backbone.embedding.weight": "backbone.embeddings.weight"}
 def save_model(
     settings: Any, folder: Path, seed: int, quantization: str = "", predictable: bool = False
 ) -> None:
-    """Save a model of transformers' configuration `settings` as a checkpoint in `folder`.
+    """Save a model with the transformers configuration `settings` as a checkpoint in `folder`.
 
-    A small draft model can predict most tokens of a `predictable` model.
+    If the model is `predictable`, a small draft model can predict most of its tokens.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -115,11 +115,11 @@ def _quantize(folder: Path, method: str) -> None:
 
 
 def save_draft(target: Path, folder: Path, algorithm: str, seed: int) -> None:
-    """Save a draft model of one layer for a Llama, for "eagle" or "eagle3".
+    """Save a one-layer draft model for a Llama, of the kind "eagle" or "eagle3".
 
-    The "eagle" draft proposes the token that the target's embedding and head compute from the last
-    token, with noise. The proposal is usually correct for a `predictable` target. The "eagle3"
-    draft is random.
+    The "eagle" draft proposes the token that the target's embedding and head, with added noise,
+    compute from the last token. The proposal is usually correct for a `predictable` target. The
+    "eagle3" draft is random.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""The kinds of SGLang engine that run with memsaver: models, arguments and ways to update.
+"""The kinds of SGLang engines that run with memsaver: models, arguments and update methods.
 
 All models are small and have random weights; see `sglang_kind_models`.
 """
@@ -126,17 +126,15 @@ class Kind:
         arguments: the arguments of the engine.
         update: the device of the tensors that update the weights, "cpu" or "cuda"; "" if SGLang
             cannot update them.
-        quantization: the checkpoint's quantisation, which is "fp8" in blocks, "w8a8_int8", or ""
-            for bfloat16.
-        draft: the draft model, which is "eagle", "eagle3", "target" (the target's first weights),
-            or "".
+        quantization: the checkpoint's quantization: "fp8" in blocks, "w8a8_int8", or "" for
+            bfloat16.
+        draft: the draft model: "eagle", "eagle3", "target" (the target's first weights), or "".
         adapter: whether a LoRA adapter is loaded.
         pauses: whether generation is paused, in each mode, before releases.
-        tiers: whether the cache has a tier in host memory with prefixes that are used after
-            releases.
-        reloads: whether the outputs after an update of an awake engine differ from those of a fresh
-            engine with the same weights, even without memsaver. Other updates are compared with
-            such updates.
+        tiers: whether the cache has a tier in host memory whose prefixes are used after releases.
+        reloads: whether, even without memsaver, an awake engine's outputs after an update differ
+            from those of a fresh engine with the same weights. For such kinds, other updates are
+            compared with an update of an awake engine.
         gpus: the number of GPUs.
         environment: additional environment variables.
     """

@@ -50,7 +50,7 @@ class KindWorker(Worker):
         os.dup2(log, 2)
 
     def start(self) -> dict[str, Any]:
-        """Start the engine; return the output of its weights."""
+        """Start the engine; return its output with the loaded weights."""
         import sglang
 
         from memsaver.integrations.sglang import SleepController
@@ -99,8 +99,8 @@ class KindWorker(Worker):
         """Pause generation with a request in flight and then without one; release after each pause.
 
         Returns:
-            The tokens of the request, the output after both releases, and the engine's refusal of
-            the release during the request, or "" if the release was not refused.
+            The tokens of the request, the output after both releases, and the engine's refusal to
+            release memory during the request; "" if the engine did not refuse.
         """
         from memsaver.integrations.engine.errors import EngineBusyError
 
@@ -129,13 +129,13 @@ class KindWorker(Worker):
     def tier(self) -> dict[str, Any]:
         """Release memory while the host tier contains a prompt's prefix, without a flush before.
 
-        Raises RuntimeError if the output for the prompt differs after the release. The output is
-        compared with the output with a cached prefix if the prefix is still cached, otherwise with
-        the output without a cached prefix.
+        Raises RuntimeError if the output for the prompt differs after the release. If the prefix is
+        still cached after the release, the reference output is one with a cached prefix. Otherwise,
+        the reference is an output without a cached prefix.
 
         Returns:
-            The number of the prompt's tokens that were read from the host tier after a release of
-            the weights and after a release of all tags, and the output after these releases.
+            The number of the prompt's tokens that were read from the host tier after each of two
+            releases (weights, all tags), and the output after these releases.
         """
         prompt = _long_prompt(0)
         self._settle()
@@ -170,7 +170,7 @@ class KindWorker(Worker):
         return reply["output_ids"], meta["cached_tokens"], host
 
     def _fill_cache(self) -> None:
-        """Generate for enough other prompts that the cache on the GPU drops all earlier ones."""
+        """Generate for enough other prompts that the GPU's cache drops all earlier prompts."""
         for number in range(1, 2 + KV_TOKENS // LONG_PROMPT):
             self._cached(_long_prompt(number))
 
@@ -248,7 +248,7 @@ class KindWorker(Worker):
             raise RuntimeError(f"the weights were not updated: {answer[1]}")
 
     def _send(self, named: dict[str, Any]) -> Any:
-        """Send tensors only to the target model, for which `Engine` has no argument."""
+        """Send tensors only to the target model; `Engine` has no argument for this choice."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 
@@ -271,7 +271,7 @@ class KindWorker(Worker):
             time.sleep(0.05)
 
     def _output(self) -> list[list[Any]]:
-        """Return greedy tokens, one prompt at a time, because batching changes the arithmetic.
+        """Return greedy tokens; run one prompt at a time, because batching changes the arithmetic.
 
         With a draft model, each prompt's number of verifications precedes its tokens. With an
         adapter, the prompts also run with the adapter.

@@ -10,16 +10,16 @@ each kind (sglang_kind_table.py) run, each in a separate process, and several en
                         weights again
     without a backup    started with the other weights. Both weights are sent in the same way
 
-An engine's output after a resume must equal the output before the release. Its output after an
-update must equal the output of the other engine, which loaded the same weights at its start.
-Outputs are equal if all tokens are equal, and if a draft model that proposes tokens needed the same
-number of verifications. For kinds with `reloads`, the output after an update must equal the
-engine's own output after the same update without a release.
+An engine's output after a resume must equal the output before the release. An engine's output after
+an update must equal the output of the other engine, which loaded the same weights when it started.
+Outputs are equal if all tokens are equal. With a draft model, the number of verifications must also
+be equal. For kinds with `reloads`, the output after an update must equal the engine's own output
+after the same update without a release.
 
 A kind that fails also has a row. Kinds that need more GPUs than are visible, and kinds that are not
-started within --seconds, are recorded as not run, unless the file already contains rows for these
-kinds, which are preserved. Each row is written to --output when its engines have exited. Progress
-goes to stderr.
+started within --seconds, are recorded as not run. If the file already contains rows for these
+kinds, those rows are preserved instead. Each row is written to --output when its engines have
+exited. Progress goes to stderr.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class File:
         self._stamp = results.stamp()
 
     def add(self, row: dict[str, Any]) -> None:
-        """Add a row; replace an earlier row of its kind, unless the kind was not run this time."""
+        """Add a row; replace an earlier row of its kind unless the kind did not run this time."""
         with self._lock:
             rows = {known["name"]: known for known in results.read(self._path)}
             if row["resumed"] == NOT_RUN:

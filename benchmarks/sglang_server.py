@@ -70,7 +70,7 @@ class Server:
 def serving(
     model: Path, arguments: Mapping[str, Any], variables: Mapping[str, str], log: Path
 ) -> Iterator[Server]:
-    """Run a server for the block. Raises Failed if it does not start.
+    """Run a server for the block. Raises Failed if the server does not start.
 
     Args:
         model: the model's directory.

@@ -5,8 +5,8 @@
 The steps are those of an RL framework: generate, put the engine to sleep, train, wake the weights,
 update them, put the trainer to sleep, wake the KV cache. The engine's weights (16 GiB, with a
 backup), KV cache and graph, and the trainer's states (with a backup) are torch tensors in tags;
-kernels use them in every phase. Writes the `memsaver.timeline()` of all steps except the first, in
-which the machine still allocates the memory of the backups. `memsaver trace FILE --picture
+kernels use them in every phase. The program writes the `memsaver.timeline()` of all steps except
+the first. In the first step, the memory of the backups is allocated. `memsaver trace FILE --picture
 shared_gpu.svg` draws the timeline.
 """
 

@@ -1,4 +1,4 @@
-"""Write the figures about pages that an engine could take over, in docs/how-to/weight_sync.md.
+"""Write the figures for pages that an engine could take over to docs/how-to/weight_sync.md.
 
 The percentages are computed (page_shares.py); the times are read from results/.
 
@@ -55,7 +55,7 @@ def times(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def rewritten(page: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the page with these rows' times and the computed percentages."""
+    """Return the page with the times in these rows and the computed percentages."""
     before, rest = page.split(BEGIN)
     _, after = rest.split(END)
     shares = page_shares.table(list(page_shares.shares()))

@@ -1,9 +1,9 @@
 """Run transformers' Trainer with a reference model in a separate process.
 
-The loss contains the divergence from a frozen reference model, which is needed only to compute
-log-probabilities. After each step, the trainer sleeps, as it would while an engine generates. A
-class in `MEMORY` determines how the memory of the reference, the weights and the optimizer is
-released and restored.
+The loss contains the divergence from a frozen reference model. The reference model is needed only
+to compute log-probabilities. After each step, the trainer sleeps, as it would while an engine
+generates. A class in `MEMORY` determines how the memory of the reference, the weights and the
+optimizer is released and restored.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KEPT = ("loss", "grad_norm")
 
 
 class Resident:
-    """Everything stays on the device."""
+    """Memory that always stays on the device."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -89,7 +89,7 @@ class Tags(Resident):
 
 
 class Moves(Resident):
-    """Copies in host memory that `Tensor.to` allocates each time."""
+    """Memory that `Tensor.to` moves to newly allocated host memory and back each time."""
 
     def begin(self, model: Any, optimizer: Any, reference: Any) -> None:
         """See the base class."""
@@ -126,7 +126,7 @@ MEMORY: dict[str, type[Resident]] = {OURS: Tags, MOVES: Moves, RESIDENT: Residen
 
 
 class TrainerWorker(Worker):
-    """Trains a model on random tokens.
+    """A worker that trains a model on random tokens.
 
     Args:
         name: a key of `MEMORY`.
@@ -155,8 +155,9 @@ class TrainerWorker(Worker):
         """Train, and return the figures of each step.
 
         The result's "steps" contain, for each step, KEPT, the "seconds" of the step, "transitions"
-        (the seconds of all releases and restores, of which those of the reference are part of the
-        step), and "asleep_MiB" (the memory in use during the sleep after the step).
+        (the seconds of all releases and restores), and "asleep_MiB" (the memory in use during the
+        sleep after the step). The releases and restores of the reference model are part of the
+        step.
         """
         self._used = DeviceMemory().used if self._device == "cuda" else lambda: 0
         trainer = self._trainer()

@@ -1,4 +1,4 @@
-"""Determine whether runs differ by more than FACTOR times the difference of the peer's two runs."""
+"""Determine whether runs differ by more than FACTOR times the peer's own difference."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Steps = Sequence[Mapping[str, Any]]  # the figures of each step
 
 
 def larger(ours: Steps, theirs: Steps, again: Steps, keys: Sequence[str]) -> list[str]:
-    """Return the figures that differ much more between the libraries than between the peer's runs.
+    """Return the figures that differ by more than FACTOR times the peer's own difference.
 
     Args:
         ours: the run with memsaver.
@@ -31,7 +31,7 @@ def larger(ours: Steps, theirs: Steps, again: Steps, keys: Sequence[str]) -> lis
 
 
 def largest(one: Steps, other: Steps, key: str) -> float:
-    """Return the largest difference of a figure in the same step of two training runs, or NaN."""
+    """Return the largest difference between two runs' figures of the same step, or NaN."""
     pairs = zip(one, other, strict=True)
     found = [abs(float(mine[key]) - float(others[key])) for mine, others in pairs]
     return math.nan if any(map(math.isnan, found)) else max(found)

@@ -41,7 +41,7 @@ class Calls:
         self._profile = profile
 
     def timed(self, name: str, call: Callable[[], Any]) -> Any:
-        """Make a call once the GPU is idle, and record the call's duration."""
+        """Wait until the GPU is idle, make a call, and record the call's duration."""
         self._synchronize()
         profiler = cProfile.Profile() if self._profile and len(self.seconds) < PROFILED else None
         begin = time.perf_counter()
@@ -56,7 +56,7 @@ class Calls:
 
 
 def timed_engine(engine: type[Any], settings: dict[str, Any], calls: Calls) -> type[Any]:
-    """Return a subclass of vLLM's `LLM` with additional settings that records its sleeps."""
+    """Return a subclass of vLLM's `LLM` that has additional settings and records its sleeps."""
 
     class TimedEngine(engine):
         def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -75,7 +75,7 @@ def timed_engine(engine: type[Any], settings: dict[str, Any], calls: Calls) -> t
 
 
 class GrpoWorker(Worker):
-    """Trains a small model with GRPO.
+    """A worker that trains a small model with GRPO.
 
     Args:
         name: either OURS or THEIRS, which must match the allocator that the engine uses.
@@ -181,7 +181,7 @@ class GrpoWorker(Worker):
         )
 
     def _settings(self) -> dict[str, Any]:
-        """Return arguments of vLLM's `LLM`. The arguments turn off compilation, which is slow."""
+        """Return arguments of vLLM's `LLM`; slow compilation is turned off."""
         return {
             "attention_config": {"backend": self._attention},
             "compilation_config": {

@@ -51,7 +51,7 @@ def row(number: int) -> dict[str, Any]:
 
 
 def tokenizer(vocab: int) -> Any:
-    """Return a tokenizer with one word for each token id; the word "t5" is the token 5."""
+    """Return a tokenizer with one word for each token id; for example, "t5" is token 5."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Split

@@ -13,7 +13,7 @@ _given = 0
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any
 ) -> float:
-    """Return the fraction of words such as "t0" and "t2" among the words of a response."""
+    """Return the fraction of a response's words that are even, such as "t0" and "t2"."""
     global _given
     _given += 1
     if _given > int(os.environ.get(FAILURE, _given)):

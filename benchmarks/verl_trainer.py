@@ -59,7 +59,7 @@ class Settings:
 
 
 def arguments(settings: Settings, results: Path) -> list[str]:
-    """Return the command line of verl's trainer, whose defaults apply to all other settings."""
+    """Return the command line of verl's trainer; verl's defaults apply to all other settings."""
     model, prompts = settings.folder / MODEL, settings.folder / PROMPTS
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     micro = min(MICRO, settings.prompts * settings.answers // settings.gpus)
@@ -117,7 +117,7 @@ def arguments(settings: Settings, results: Path) -> list[str]:
 
 
 def environment(name: str, settings: Settings, results: Path) -> dict[str, str]:
-    """Return the variables of a trainer whose engine has the named saver."""
+    """Return the environment variables of a trainer whose engine uses the named saver."""
     found = engine_environment(name)
     del found["SGLANG_MEMORY_SAVER_CUDA_GRAPH"]  # verl does not set it
     found |= {
@@ -134,7 +134,7 @@ def environment(name: str, settings: Settings, results: Path) -> dict[str, str]:
 
 
 class Trainer:
-    """A running trainer, which is a context manager whose exit ends the trainer and its processes.
+    """A running trainer, as a context manager that finally terminates all its processes.
 
     Args:
         name: the memory saver.
@@ -156,7 +156,7 @@ class Trainer:
         )
 
     def wait(self, seconds: float) -> int:
-        """Wait until the trainer ends; return its exit status. Raises Failed after `seconds`."""
+        """Wait until the trainer exits; return its exit status. Raises Failed after `seconds`."""
         try:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -184,7 +184,7 @@ class Trainer:
         return "\n".join([f"the end of {self.results / LOG}:", *text[-LOG_LINES:]])
 
     def left(self) -> list[int]:
-        """Return the ids of the trainer's running processes, identified by their environment."""
+        """Return the ids of the trainer's running processes, as identified by their environment."""
         marker = f"{verl_watch.FILE}={self.results / RECORD}".encode()
         found = []
         for entry in Path("/proc").iterdir():
@@ -261,7 +261,7 @@ def read(name: str, results: Path) -> Found:
 
 
 def cycles_of(record: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[int | None]]:
-    """Return the seconds of each step's sleep and resumes, and the bytes in use after the sleep.
+    """Return the seconds of each step's sleep and resumes, and the bytes in use after each sleep.
 
     verl also releases and resumes the engine once before the first step.
     """

@@ -1,8 +1,9 @@
 """Record verl's memory requests to its SGLang server, and the capacity of the server's KV cache.
 
-verl imports this module in each of its processes, if VERL_USE_EXTERNAL_MODULES names it. Calls are
-measured, not changed. Each request appends one line of JSON to the file that FILE names. The line
-contains the request's name, tags and duration in seconds, and the memory in use after the request.
+verl imports this module in each of its processes, if VERL_USE_EXTERNAL_MODULES names it. The module
+measures calls but does not change them. Each request appends one line of JSON to the file that FILE
+names. The line contains the request's name, tags and duration in seconds, and the memory in use
+after the request.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ LIBRARIES = (("torch_memory_saver", "torch_memory_saver_hook"), ("memsaver", "/m
 
 
 def record(**line: Any) -> None:
-    """Append a line to the file; lines of several processes are not interleaved."""
+    """Append a line to the file; the lines of different processes are not interleaved."""
     text = json.dumps({"at": time.time(), **line}) + "\n"
     descriptor = os.open(os.environ[FILE], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     try:
@@ -52,10 +53,10 @@ def used_bytes() -> int | None:
 
 
 def saver_of(pids: Sequence[int]) -> str | None:
-    """Return the name of the saver that the processes use; None if they use no saver.
+    """Return the name of the processes' memory saver; None if the processes use no saver.
 
-    SGLang's plugin imports memsaver even if it is turned off. If memsaver is in use, the library of
-    torch_memory_saver is not loaded.
+    memsaver's SGLang plugin imports memsaver even if the plugin is turned off. If memsaver is in
+    use, the library of torch_memory_saver is not loaded.
     """
     maps = []
     for pid in pids:
@@ -79,12 +80,12 @@ def timed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def watch_server(module: ModuleType) -> None:
-    """Measure the release of both tags, which verl requests after each generation."""
+    """Measure the release of both tags that verl requests after each generation."""
     module.SGLangHttpServer.sleep = timed(SLEEP, module.SGLangHttpServer.sleep)
 
 
 def watch_client(module: ModuleType) -> None:
-    """Measure the two resumes, which verl requests before and after it sends weights."""
+    """Measure the two resumes that verl requests before and after it sends weights."""
     adapter = module.AsyncHttpServerAdapter
     adapter.resume_memory_occupation = timed(RESUME, adapter.resume_memory_occupation)
 
@@ -112,7 +113,7 @@ WATCHED: dict[str, Callable[[ModuleType], None]] = {
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Let other finders import a watched module, and start the measurement after the import."""
+    """A finder that lets other finders import a watched module, and then starts to measure."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -78,7 +78,7 @@ ELF = b"\x7fELF"
 
 
 def fetch(folder: Path) -> None:
-    """Download the wheels into a folder, and build those that are not published."""
+    """Download the published wheels into a folder, and build the other wheels."""
     pip = (sys.executable, "-m", "pip")
     platforms = [word for name in PLATFORMS for word in ("--platform", name)]
     target = ("--python-version", "3.12", "--implementation", "cp", *platforms)

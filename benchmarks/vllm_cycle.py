@@ -12,11 +12,11 @@ Measurements
     decode    alternate decoding of two awake engines; only if it is selected
 
 Each engine runs in a separate process. In `sleep`, the two engines use the GPU one after the other.
-Each step begins after a wait of --wait seconds, so that the time in which the driver clears
-released memory is not measured. Times are those of the engine's caller. All values count.
+Each step begins after a wait of --wait seconds. The driver clears released memory during this wait,
+so this time is not measured. All times are measured by the engine's caller. All values count.
 
-Checksums of the weights and the output before each sleep and after the wake-up are compared. If an
-engine loses bytes, its measurement fails and has no row.
+The checksums of the weights and the output before each sleep are compared with those after the
+wake-up. If an engine loses bytes, its measurement fails and has no row.
 
 Host memory is touched first (--touch-gib), once for both engines; see pause_resume.py. Progress
 goes to stderr. After each part, prints a table and merges its rows into --output (see results.py).

@@ -1,7 +1,7 @@
 """Run a vLLM engine in a separate process, with memsaver or with vLLM's own allocator.
 
-vLLM itself finds memsaver's plugin; MEMSAVER_VLLM=0 turns the plugin off. Every start is checked,
-so that all figures belong to the named allocator.
+vLLM itself finds memsaver's plugin; MEMSAVER_VLLM=0 turns the plugin off. Every start is checked to
+ensure that all figures belong to the named allocator.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def engine_process(name: str, options: argparse.Namespace, fraction: float) -> C
 
 
 class EngineWorker(Worker):
-    """Starts the engine, and calls it for all measurements.
+    """A worker that starts the engine and calls the engine for all measurements.
 
     Args:
         name: either OURS or THEIRS.
@@ -152,7 +152,8 @@ class EngineWorker(Worker):
     def _state(self) -> tuple[list[str], list[list[int]]]:
         """Return checksums of the weights, and the output of one prompt at a time.
 
-        The prompts of a batch may be scheduled differently each time, which changes the arithmetic.
+        The prompts are not batched, because a batch might be scheduled differently each time, which
+        changes the arithmetic.
         """
         return self._checksums(), self.generate(TOKENS // 8, at_once=1)
 
@@ -169,8 +170,8 @@ class EngineWorker(Worker):
         """Sleep at level 1, and wake up, weights first; with `change`, change all weights first.
 
         Returns the duration of each step in milliseconds, measured by the caller, and the memory in
-        use, in MiB, while the engine sleeps. In the result, "lost" is the reason why the weights or
-        the output count as lost.
+        use, in MiB, while the engine sleeps. In the result, "lost" explains why the weights or the
+        output count as lost.
         """
         if change:
             old = self._checksums()
@@ -194,7 +195,7 @@ class EngineWorker(Worker):
         return {"times": found, "lost": f"changed: {', '.join(parts)}" if parts else ""}
 
     def tag_bytes(self) -> dict[str, Any]:
-        """Return the bytes of each tag; needs memsaver's allocator."""
+        """Return the bytes of each tag, which requires memsaver's allocator."""
         workers = self.engine.collective_rpc("bench_tag_bytes", args=([WEIGHTS, KV_CACHE],))
         return {tag: max(found[tag] for found in workers) for tag in (WEIGHTS, KV_CACHE)}
 

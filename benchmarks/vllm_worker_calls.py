@@ -11,7 +11,7 @@ class WorkerCalls:
     """Methods for `worker_extension_cls`, which `collective_rpc` calls by name."""
 
     def bench_randomize(self, seed: int) -> None:
-        """Replace the weights with random numbers as large as trained weights.
+        """Replace the weights with random numbers of the magnitude of trained weights.
 
         vLLM's dummy weights are so small that all prompts have the same output.
         """

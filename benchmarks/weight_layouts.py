@@ -1,12 +1,12 @@
 """The layout of model weights in a trainer's and an engine's memory, computed without a GPU.
 
 A layout is a list of allocations in the order in which they are made. An allocation is a list of
-runs. A run is consecutive bytes of a named checkpoint tensor. A rank's columns of a tensor have a
-separate name, because they are not consecutive bytes of the whole tensor.
+runs. A run is consecutive bytes of a named checkpoint tensor. The columns of a tensor on one rank
+have a separate name, because these columns are not consecutive bytes of the whole tensor.
 
-Engines are SGLang and vLLM with unquantised weights: q, k and v are rows of one tensor, as are gate
-and up, and the experts of a layer are stacked. Trainers have bfloat16 weights without padding of
-the vocabulary, in one of the layouts of TRAINERS.
+The engines are SGLang and vLLM with unquantized weights. In these engines, q, k and v are rows of
+one tensor, gate and up are rows of another tensor, and the experts of a layer are stacked. Trainers
+have bfloat16 weights without padding of the vocabulary, in one of the layouts of TRAINERS.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ MODELS = {
 
 
 def rows(tensor: str, count: int, width: int, rank: int = 0, ranks: int = 1) -> Run:
-    """Return a rank's part of the rows of a tensor, as torch.chunk divides them."""
+    """Return a rank's rows of a tensor, as divided by torch.chunk."""
     part = -(-count // ranks)
     first = min(count, rank * part)
     return Run(tensor, first * width * BYTES, (min(count, first + part) - first) * width * BYTES)
@@ -139,7 +139,7 @@ def whole(model: Model, rank: int, ranks: int) -> list[Allocation]:
 
 
 def fsdp2(model: Model, rank: int, ranks: int) -> list[Allocation]:
-    """Return the layout of a rank's shards between two steps, which are rows of each tensor."""
+    """Return the layout of a rank's shards between two steps; a shard is some rows of a tensor."""
     return [[rows(name, count, width, rank, ranks)] for name, count, width in tensors(model)]
 
 

@@ -1,4 +1,4 @@
-"""Create the measured tensors and their contents. Imports torch only inside functions."""
+"""Create the measured tensors and their contents. Only functions import torch."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def words_of(tensor: Any) -> Any:
 
 
 def randomise(tensors: Iterable[Any], seed: int) -> None:
-    """Fill tensors with random bits that the seed determines."""
+    """Fill tensors with random bits that are determined by the seed."""
     import torch
 
     torch.manual_seed(seed)
@@ -93,7 +93,7 @@ def sums(tensors: Iterable[Any]) -> Any:
 
 
 def all_zero(tensors: Iterable[Any]) -> bool:
-    """Return whether every byte of the tensors is zero, by their sums."""
+    """Return whether every byte of the tensors is zero, as determined by sums."""
     return not sums(tensors).any().item()
 
 
@@ -124,7 +124,7 @@ def free_bytes(devices: Sequence[int] = (0,)) -> int:
 
 
 def timed_ms(call: Callable[[], object], devices: Sequence[int] = (0,)) -> float:
-    """Return the duration of a call in milliseconds, with the devices idle before and after."""
+    """Return the duration of a call in milliseconds; the devices are idle before and after."""
     synchronise(devices)
     start = time.perf_counter()
     call()
@@ -133,7 +133,7 @@ def timed_ms(call: Callable[[], object], devices: Sequence[int] = (0,)) -> float
 
 
 def stop_collecting() -> None:
-    """Disable garbage collection, which is slow among thousands of tensors, during measurements."""
+    """Disable garbage collection during measurements, because it is slow with many tensors."""
     gc.collect()
     gc.freeze()
     gc.disable()

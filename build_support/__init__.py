@@ -1,1 +1,1 @@
-"""Build support for setup.py and the Makefile, which is not part of the package."""
+"""Build support for setup.py and the Makefile; not part of the package."""

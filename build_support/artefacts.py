@@ -1,4 +1,4 @@
-"""The definitions of the native artefacts and their sources."""
+"""The definitions of the native artifacts and their sources."""
 
 from build_support.native import Artefact
 

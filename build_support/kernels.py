@@ -4,7 +4,8 @@ Run this program only after a change in csrc/kernels/. Its result, fingerprint.f
 repository, and every build embeds this file in libmemsaver.so. The file fingerprint.fatbin.json
 contains the hashes of the sources, which a test checks.
 
-The program uses three NVIDIA programs from CUDA_HOME or PATH, or else from PyPI in build/cuda:
+The program uses three NVIDIA programs from CUDA_HOME or PATH. If these are missing, the programs
+are installed from PyPI into build/cuda:
 
     nvcc       compiles C++ to PTX, for the lowest architecture that this nvcc supports
     ptxas      compiles PTX to machine code; must be of CUDA 12.8 or 12.9, because drivers of CUDA
@@ -13,9 +14,9 @@ The program uses three NVIDIA programs from CUDA_HOME or PATH, or else from PyPI
                all compressions
 
 Between the first two steps, the program changes the version and the target in the PTX to
-PTX_VERSION and PTX_TARGET, which nvcc 13 cannot generate. ptxas checks that the PTX is valid for
-them. Therefore drivers 525 and newer can compile the PTX for GPUs for which the file has no machine
-code.
+PTX_VERSION and PTX_TARGET, because nvcc 13 cannot generate these values. ptxas checks that the PTX
+is valid for this version and this target. Therefore, drivers 525 and newer can compile the PTX for
+GPUs for which the file contains no machine code.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ ASSEMBLER_VERSIONS = ("12.8", "12.9")
 
 
 def described() -> dict[str, object]:
-    """Return the current inputs of the result, which are the sources' hashes and the options."""
+    """Return the current inputs of the result: the hashes of the sources and the options."""
     return {
         "sources": {name: _sha256(FOLDER / name) for name in SOURCES},
         "options": {

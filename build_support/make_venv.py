@@ -1,9 +1,9 @@
 """Create the development environment: `python build_support/make_venv.py .venv`.
 
-If torch is installed for this interpreter, the environment and the tests use this torch, because it
-may be the only build for the machine's GPU. Otherwise the tests install the pinned version. The
-file `test-extra` in the environment contains the name of the extra to install, `test-base` or
-`test`.
+If torch is installed for this interpreter, the environment and the tests use this installation,
+because no other build might support the machine's GPU. Otherwise, the tests install the pinned
+version. The file `test-extra` in the environment contains the name of the extra to install,
+`test-base` or `test`.
 """
 
 import site
@@ -16,9 +16,9 @@ from pathlib import Path
 def is_foreign(target: Path) -> bool:
     """Return whether replacing this folder would destroy files that this program did not create.
 
-    An environment that this program creates contains only pip until it is complete, and then also
-    the file `test-extra`. If the folder is a link, replacing it would destroy the environment of
-    another tree.
+    An environment that this program creates contains only pip while it is incomplete. A complete
+    environment also contains the file `test-extra`. If the folder is a link, a replacement would
+    destroy the environment of another source tree.
     """
     if target.is_symlink():
         return True

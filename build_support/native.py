@@ -1,4 +1,4 @@
-"""Build the native artefacts with ninja, for setuptools' build_ext command.
+"""Build the native artifacts with ninja, for setuptools' build_ext command.
 
 Environment:
     CXX                    the compiler; the default is g++ or, if g++ is missing, c++
@@ -64,10 +64,10 @@ class Artefact:
     """A shared object in memsaver/.
 
     `sources` are globs and `exports` is a version script, both relative to the repository root.
-    `links` names other artefacts, which are loaded from the same folder at run time. A Python
-    module shares the process's C++ runtime, because pybind11 throws exceptions. Other artefacts
-    link their own C++ runtime. `embeds` maps a source to the file that it embeds, and the macro
-    MEMSAVER_EMBEDDED contains this file's path.
+    `links` names other artifacts, which are loaded from the same folder at run time. A Python
+    module shares the process's C++ runtime, because pybind11 throws exceptions. Other artifacts
+    link their own C++ runtime. `embeds` maps each source to the file that the source embeds. The
+    macro MEMSAVER_EMBEDDED contains the path of this file.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Artefact:
 
     @property
     def file_name(self) -> str:
-        """Return the name of the artefact's file in the package."""
+        """Return the name of the artifact's file in the package."""
         suffix = sysconfig.get_config_var("EXT_SUFFIX") if self.python_module else ".so"
         return self.name + suffix
 
@@ -91,19 +91,19 @@ class Artefact:
         return [path.relative_to(root).as_posix() for path in files]
 
     def extension(self, root: Path) -> Extension:
-        """Return the artefact as a setuptools extension, for the installation and the sdist."""
+        """Return the artifact as a setuptools extension, for the installation and the sdist."""
         return Extension(f"{PACKAGE}.{self.name}", self.source_files(root), language="c++")
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to build the artefacts, in a separate build folder.
+    """A way to build the artifacts, in a separate build folder.
 
-    `cxxflags` and `ldflags` are added after all other flags. With `shared_runtime`, all artefacts
-    use the process's C++ runtime, which a sanitizer must observe. With `by_folder`, the sources of
-    a folder are compiled together. This reduces the time of a whole build to a third, but each
-    change recompiles the whole folder. `sources` maps the name of an artefact to additional
-    sources.
+    `cxxflags` and `ldflags` are added after all other flags. With `shared_runtime`, all artifacts
+    use the process's C++ runtime, because a sanitizer must observe this runtime. With `by_folder`,
+    the sources of a folder are compiled together. `by_folder` reduces the time of a whole build to
+    a third, but each change recompiles a whole folder. `sources` maps the name of an artifact to
+    additional sources.
     """
 
     name: str
@@ -114,10 +114,10 @@ class Variant:
     sources: dict[str, list[str]] = field(default_factory=dict)
 
     def build_dir(self, root: Path) -> Path:
-        """Return the folder of objects and artefacts.
+        """Return the folder of objects and artifacts.
 
-        The folder is outside setuptools' own folders, which an editable install deletes, so every
-        build is incremental.
+        The folder is outside setuptools' own folders, because an editable install deletes those
+        folders. Therefore, every build is incremental.
         """
         return root / "build" / f"{self.name}-{sys.implementation.cache_tag}"
 
@@ -127,7 +127,7 @@ ORDINARY = Variant("native", by_folder=os.environ.get("MEMSAVER_BY_FOLDER") == "
 
 @dataclass(frozen=True)
 class Compilation:
-    """One call of the compiler. The paths of sources are relative to the repository root.
+    """One invocation of the compiler. The paths of sources are relative to the repository root.
 
     Several sources are compiled through a generated file `name` that includes them.
     """
@@ -158,7 +158,7 @@ class Compilation:
 
 
 def compilations(root: Path, artefact: Artefact, variant: Variant) -> list[Compilation]:
-    """Return the compilations of an artefact's sources, one for each source or for each folder."""
+    """Return the compilations of an artifact's sources, one for each source or for each folder."""
     sources = artefact.source_files(root) + variant.sources.get(artefact.name, [])
     if not variant.by_folder:
         return [Compilation(artefact, source, [source]) for source in sources]
@@ -170,7 +170,7 @@ def compilations(root: Path, artefact: Artefact, variant: Variant) -> list[Compi
 
 @dataclass(frozen=True)
 class Header:
-    """A header from NVIDIA, which is in a CUDA toolkit or in one of the pip packages."""
+    """A header from NVIDIA that is part of a CUDA toolkit or of one of the pip packages."""
 
     path: str  # as in the #include
     packages: tuple[str, ...]
@@ -194,7 +194,7 @@ NVTX = Header("nvtx3/nvToolsExt.h", ("nvidia-nvtx", "nvidia-nvtx-cu12"))
 
 
 def include_folders() -> list[Path]:
-    """Return the folders of cuda.h and NVTX, from a toolkit or else from the pip packages.
+    """Return the folders of cuda.h and NVTX in a toolkit or, without one, in the pip packages.
 
     A toolkit may lack NVTX, so the two folders can belong to different installations.
     """
@@ -229,7 +229,7 @@ def _toolkits() -> list[Path]:
 
 
 def ninja_program() -> str:
-    """Return the ninja program of the pip package, or else the program on PATH."""
+    """Return the ninja program of the pip package or, without this package, the program on PATH."""
     try:
         import ninja
 
@@ -331,7 +331,7 @@ def _escape(path: str) -> str:
 
 
 def install_file(source: Path, target: Path) -> None:
-    """Copy a changed file, with a rename, because a process may have mapped the old file."""
+    """Copy a changed file with a rename, because a process might have mapped the old file."""
     if target.is_file() and target.read_bytes() == source.read_bytes():
         return
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -348,7 +348,7 @@ def build(
     variant: Variant = ORDINARY,
     options: Sequence[str] = (),
 ) -> Path:
-    """Build with these ninja options, and return the folder of the artefacts. Exits on failure."""
+    """Build with these ninja options, and return the folder of the artifacts. Exits on failure."""
     folder = variant.build_dir(root)
     folder.mkdir(parents=True, exist_ok=True)
     command = [ninja_program(), "-C", str(folder), *options]
@@ -361,7 +361,7 @@ def build(
 
 
 def place(root: Path, artefacts: list[Artefact], built: Path, package: Path) -> None:
-    """Copy the artefacts and the public headers into a package's folder."""
+    """Copy the artifacts and the public headers into a package's folder."""
     for artefact in artefacts:
         install_file(built / artefact.file_name, package / artefact.file_name)
     for header in PUBLIC_HEADERS:
@@ -369,7 +369,7 @@ def place(root: Path, artefacts: list[Artefact], built: Path, package: Path) -> 
 
 
 def build_native(root: Path, artefacts: list[Artefact]) -> type[build_ext]:
-    """Return a build_ext command for these artefacts."""
+    """Return a build_ext command for these artifacts."""
     by_name = {f"{PACKAGE}.{artefact.name}": artefact for artefact in artefacts}
 
     class NativeBuild(build_ext):

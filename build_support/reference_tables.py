@@ -1,8 +1,9 @@
-"""Write the tables of names in docs/reference, which make the pages readable without the site.
+"""Write the tables of names in docs/reference; they make the pages readable without the site.
 
 usage: reference_tables.py     writes the tables between the markers in the pages
 
-A page's `:::` directives contain its names. The site replaces each directive by a whole docstring.
+A page's `:::` directives contain its names. The site replaces each directive with a whole
+docstring.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _LONGEST_DEFAULT = 24  # characters; longer defaults are shown as "..."
 
 
 def names_of(page: str) -> Iterator[tuple[str, Any]]:
-    """Yield each name in a page's directives and its object, in order."""
+    """Yield each name in a page's directives together with its object, in order."""
     for match in _DIRECTIVE.finditer(page + "\n"):
         found = resolve(match["path"])
         if not isinstance(found, ModuleType):
@@ -62,7 +63,7 @@ def resolve(path: str) -> Any:
 
 
 def rows_of(name: str, found: Any) -> Iterator[tuple[str, str]]:
-    """Yield the call and the summary of a function, or of a class and each public member.
+    """Yield the call and the summary of a function, or of a class and each of its public members.
 
     The summary of a literal type lists its values.
     """
@@ -94,15 +95,15 @@ def rows_of(name: str, found: Any) -> Iterator[tuple[str, str]]:
 def is_created(found: type) -> bool:
     """Return whether programs create objects of a class.
 
-    Programs create such objects if the class documents its parameters, or if its name is in lower
-    case, like the name of a function.
+    Programs create such objects if the class documents its parameters, or if the name of the class
+    is in lower case like a function name.
     """
     text = f"{inspect.getdoc(found)}{found.__init__.__doc__}"
     return found.__name__.islower() or "\nArgs:\n" in inspect.cleandoc(text)
 
 
 def is_result(found: Any) -> bool:
-    """Return whether programs only read objects of a class, which they receive from calls."""
+    """Return whether programs only receive objects of a class from calls and read them."""
     kinds = (enum.Enum, Exception)
     return inspect.isclass(found) and not is_created(found) and not issubclass(found, kinds)
 

@@ -1,7 +1,7 @@
 """A mkdocs hook that uncomments the HTML comments in pages that begin with `site`.
 
-These comments contain directives and included files. Only the site can expand them, so the comments
-hide them from readers of the repository.
+These comments contain directives and included files. Only the site can expand the directives, so
+the comments hide the directives from readers of the repository.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Generate the attributes of TagStats from MS_USAGE_FIELDS: `python build_support/usage_fields.py`.
 
-Run this program after a change of this list in csrc/memsaver_inspection.h. It generates the
-attributes of TagStats in memsaver/_inspection/statistics.py, their types and their documentation. A
-test compares the list with the attributes.
+Run this program after each change to this list in csrc/memsaver_inspection.h. The program generates
+the attributes of TagStats in memsaver/_inspection/statistics.py, with their types and
+documentation. A test compares the list with the attributes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Variants of the native artefacts for tests, with sanitizers and for a fuzzer."""
+"""Variants of the native artifacts for tests, with sanitizers and for a fuzzer."""
 
 from build_support.native import Variant
 

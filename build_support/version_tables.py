@@ -25,7 +25,7 @@ class Engine:
     Attributes:
         title: the engine's name in text.
         package: the engine's package name, which is also the name of its page and of its record.
-        hooks: the column titles for the purposes of hooks, by purpose.
+        hooks: the column titles, by the purpose of the hooks.
         tried: the versions that have run on a GPU.
     """
 
@@ -99,7 +99,7 @@ def line(cells: list[str]) -> str:
 
 
 def is_good(result: Mapping[str, Any]) -> bool:
-    """Return whether all hooks attach to a version, and all tests with this version pass."""
+    """Return whether all hooks attach to a version and all tests with this version pass."""
     return bool(result["passed"]) and not result["failed"] and all(result["hooks"].values())
 
 

@@ -4,11 +4,11 @@
     a wheel for each Python version, built from this sdist, with a platform tag from auditwheel
     the wheel of integrations/torch_memory_saver, for all Python versions
 
-The core is compiled only once, and all wheels contain identical copies of it. Only the module `_C`
-differs, because pybind11 does not support the stable ABI. The wheels support CUDA 12 and 13,
-because they link no CUDA library and open the driver at its first use. The default platform tag is
-the oldest tag that the wheels' symbols allow. The tag depends on the C library of this machine, so
-releases are built in a manylinux image.
+The core is compiled only once, and all wheels contain identical copies of the core. Only the module
+`_C` differs, because pybind11 does not support the stable ABI. The wheels support CUDA 12 and 13,
+because the wheels link no CUDA library and load the driver when it is first used. The default
+platform tag is the oldest tag that the wheels' symbols allow. The tag depends on the C library of
+this machine, so releases are built in a manylinux image.
 
 Usage: wheels.py [--plat auto] [--sdist-only] [PYTHON...]
 
@@ -78,7 +78,7 @@ def build_wheel(python: str, source: Path, output: Path, environment: dict[str, 
 
 
 def share_core(source: Path, python: str) -> None:
-    """Copy the previous Python's object files, so that the next build compiles only `_C`."""
+    """Copy the previous Python's object files, so the next build compiles only `_C`."""
     build = source / "build"
     build.mkdir(exist_ok=True)
     last = sorted(build.glob("native-*"), key=lambda path: path.stat().st_mtime)

@@ -1,9 +1,9 @@
-"""Measure pause and resume of 16 GB with a host backup (first, changed, unchanged, lora).
+"""Measure pauses and resumes of 16 GB with a host backup (first, changed, unchanged, lora).
 
-Each process exits before the next process starts, so that at most one process has a backup. First
-pauses are measured in separate processes. Each library's last process also runs the later cycles.
-In memsaver's process, a plain pinned copy of the same size precedes each pause and resume of
-changed contents.
+Each process exits before the next process starts, so at most one process has a backup at a time.
+First pauses are measured in separate processes. Each library's last process also runs the later
+cycles. In memsaver's process, a plain copy to or from pinned memory precedes each pause and each
+resume of changed contents. The copy has the same size.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Values = dict[str, list[float]]  # by operation
 
 
 class Backed(Worker):
-    """Pauses and resumes the decoder with a backup, and runs plain copies."""
+    """A worker that pauses and resumes the decoder with a backup, and runs plain copies."""
 
     def __init__(self, name: str) -> None:
         workloads.start_cuda()
@@ -66,7 +66,7 @@ class Backed(Worker):
 
 
 def later_cycles(child: Child, cycles: int) -> Values:
-    """Return the durations of a child's cycles after its first pause, by kind and call."""
+    """Return the durations of the cycles after a child's first pause, by kind and call."""
     slow = child.name == DEFAULT
     planned = {
         "changed": min(cycles, SLOW_CHANGED) if slow else cycles,
@@ -85,7 +85,7 @@ def later_cycles(child: Child, cycles: int) -> Values:
 
 
 def rows(first: Values, later: dict[str, Values]) -> Iterator[dict[str, Any]]:
-    """Yield all rows, from each library's first pauses and later cycles."""
+    """Yield all rows, computed from each library's first pauses and later cycles."""
 
     def of(key: str) -> Values:
         return {name: found[key] for name, found in later.items() if key in found}

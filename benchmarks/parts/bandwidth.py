@@ -1,4 +1,4 @@
-"""Measure a kernel's bandwidth on a region's memory, and compare it with plain memory."""
+"""Compare the bandwidth of a kernel on a region's memory with that on plain memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WARM_UP = 5  # turns in which the clocks rise
 
 
 class Bandwidth(Worker):
-    """Runs the kernel."""
+    """A worker that runs the kernel."""
 
     def __init__(self, name: str) -> None:
         import torch
@@ -30,7 +30,7 @@ class Bandwidth(Worker):
         self._torch = torch
 
     def bandwidth(self) -> dict[str, Any]:
-        """Return the GB/s of a kernel that reads one tensor and writes another, by memory kind."""
+        """Return, by memory kind, the GB/s of a kernel that reads one tensor and writes another."""
         import memsaver
 
         with memsaver.region("bandwidth"):

@@ -1,8 +1,8 @@
-"""Measure pause and resume without a backup, for the workloads kv, discarded and many.
+"""Measure pauses and resumes without a backup, for the workloads kv, discarded and many.
 
 The processes of all libraries and of the bare driver calls take turns, cycle by cycle in rotating
-order. All processes except the current process are paused, so each process finds the device in the
-same state.
+order. All processes except the measured process are paused, so the device is in the same state for
+each process.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Bare:
 
 
 class Discarding(Worker):
-    """Pauses and resumes without a backup."""
+    """A worker that measures pauses and resumes without a backup."""
 
     def __init__(self, name: str, kv_gib: int) -> None:
         workloads.start_cuda()
@@ -127,7 +127,7 @@ class Discarding(Worker):
         self._memory = Bare() if name == LIMIT else Tensors(open_library(name), name == OURS)
 
     def setup(self, workload: str) -> dict[str, Any]:
-        """Create the workload's memory, and leave it mapped."""
+        """Create the workload's memory, which stays mapped."""
         size = self._memory.setup(workload, self._kv_gib)
         workloads.synchronise()
         workloads.stop_collecting()
@@ -147,7 +147,7 @@ class Discarding(Worker):
         return {"resume_ms": milliseconds}
 
     def at_once(self, workload: str) -> dict[str, Any]:
-        """Pause a mapped workload, and resume it without a wait."""
+        """Pause a mapped workload, and immediately resume the workload."""
         paused = workloads.timed_ms(lambda: self._memory.pause(workload))
         resumed = workloads.timed_ms(lambda: self._memory.resume(workload))
         self._memory.use(workload)
@@ -160,8 +160,8 @@ def take_turns(
 ) -> tuple[Times, Times]:
     """Return each child's durations with and without the wait.
 
-    The children take turns, cycle by cycle with the wait, and in `rounds` rounds without the wait.
-    At the end, the memory of all children is paused.
+    With the wait, the children take turns cycle by cycle. Without the wait, the children take turns
+    in `rounds` rounds. At the end, the memory of all children is paused.
     """
     spaced: Times = {child.name: {"pause_ms": [], "resume_ms": []} for child in children}
     at_once: Times = {child.name: {"pause_ms": [], "resume_ms": []} for child in children}
@@ -197,7 +197,7 @@ def take_turns(
 
 
 def rotated(children: Sequence[Child], turn: int) -> list[Child]:
-    """Return the children in the order of a turn; each child begins every len(children)th turn."""
+    """Return the children in the order of a turn; each is first in every len(children)th turn."""
     first = turn % len(children)
     return [*children[first:], *children[:first]]
 
@@ -208,7 +208,7 @@ def label(workload: str, kv_gib: int) -> str:
 
 
 def rows(name: str, times: Times, suffix: str) -> Iterator[dict[str, Any]]:
-    """Yield a row for pause and resume with each peer."""
+    """Yield the rows that compare pause and resume with each peer."""
     for key in ("pause_ms", "resume_ms"):
         metric = f"{name}_{key.removesuffix('_ms')}{suffix}_ms"
         values = {child: found[key] for child, found in times.items()}

@@ -1,7 +1,7 @@
-"""Measure pause and resume of 8 GB with a backup on disk, and direct I/O in the same directory.
+"""Measure pauses and resumes of 8 GB with a backup on disk, and direct I/O in the same directory.
 
 The libraries and the direct I/O take turns. Before each resume, the files' pages are dropped from
-the page cache, so that the resume reads from the disk. Direct I/O uses a file that has already been
+the page cache, so that the resume reads from the disk. The file for direct I/O has already been
 written once.
 """
 
@@ -79,7 +79,7 @@ def place(directory: Path, copies: int) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def direct_file(directory: Path, failures: list[str]) -> Iterator[DirectFile | None]:
-    """Yield a file for direct I/O that was written and read once; None without direct I/O."""
+    """Yield a file that direct I/O wrote and read once; None if direct I/O is unsupported."""
     file: DirectFile | None = None
     try:
         file = DirectFile(directory, TOTAL)
@@ -132,7 +132,7 @@ def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[s
 
 
 def rows(found: dict[str, dict[str, list[float]]]) -> Iterator[dict[str, Any]]:
-    """Yield milliseconds compared with the peer, and rates compared with direct I/O."""
+    """Yield rows that compare milliseconds with the peer and rates with direct I/O."""
     for what in ("pause", "resume"):
         values = {name: times[what] for name, times in found.items() if times[what]}
         direct, ours = values.get(DIRECT), values.get(OURS)

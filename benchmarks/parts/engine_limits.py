@@ -1,6 +1,7 @@
 """Measure the driver calls and copies that no engine's sleep and wake-up can avoid.
 
-For the number of bytes in the engine's tags, in a separate process, after the engine has exited:
+The measurements use the same number of bytes as the engine's tags. They run in a separate process
+after the engine has exited:
 
     sleep_unchanged_ms    bare driver calls that unmap and release all memory
     sleep_changed_ms      a plain pinned copy of the weights to the host; the cache can be released
@@ -22,13 +23,13 @@ from vllm_engine import KV_CACHE, WEIGHTS
 
 
 class Limits(Worker):
-    """Owns memory of the tags' sizes.
+    """A worker that owns memory of the same sizes as the tags.
 
     Args:
         name: not used.
         weights: the bytes of the weights.
         kv_cache: the bytes of the KV cache.
-        wait: the seconds to wait before each step, in which the driver clears released memory.
+        wait: the seconds to wait before each step while the driver clears released memory.
     """
 
     def __init__(self, name: str, weights: int, kv_cache: int, wait: float) -> None:

@@ -1,19 +1,19 @@
-"""Replay the calls of slime, miles, xtuner and LightRFT to their memory saver and to SGLang.
+"""Replay the calls that slime, miles, xtuner and LightRFT make to their saver and to SGLang.
 
 The calls and their order are those in the frameworks' sources; see framework_steps.py. A small
-SGLang engine performs the engine's calls, with memsaver's plugin. A trainer in another process,
-preloaded with the library of the package torch_memory_saver, performs the trainer's calls, and
-sends its weights to the engine as CUDA IPC handles. The folder of --calls-dropin contains memsaver
-and memsaver's package torch_memory_saver:
+SGLang engine with memsaver's plugin performs the engine's calls. A trainer in another process
+performs the trainer's calls, and sends its weights to the engine as CUDA IPC handles. The library
+of the package torch_memory_saver is preloaded into this process. The folder of --calls-dropin
+contains memsaver and memsaver's package torch_memory_saver:
 
     pip install --no-deps --target FOLDER . ./integrations/torch_memory_saver
 
 Unless --no-peer is given, the original torch_memory_saver also performs the calls.
 
 In each round, the trainer compares all its contents with those of a trainer that has never slept.
-At the end, a plain trainer that has made the same steps sends its weights to the engine, whose
-checksum and output must not change. A row for each framework and saver, which lists all calls, is
-merged into --calls-output.
+At the end, a plain trainer that has performed the same steps sends its weights to the engine. The
+engine's checksum and output must not change. For each framework and saver, a row that lists all
+calls is merged into --calls-output.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Replay:
 
 
 def trainer_process(name: str, framework: str, options: argparse.Namespace) -> Child:
-    """Start a trainer; preload the saver's library if the framework preloads it in trainers."""
+    """Start a trainer; preload the saver's library if the framework's own trainers preload it."""
     variables = inherited_without(DROPPED, os.environ)
     given = FRAMEWORKS[framework].trainer
     preload = ""
@@ -192,7 +192,7 @@ def replay(name: str, framework: str, options: argparse.Namespace) -> dict[str, 
 
 
 def merge(path: Path, row: dict[str, Any]) -> None:
-    """Write a row into a JSON file, and replace the row of the same framework and saver."""
+    """Write a row into a JSON file; replace an earlier row of the same framework and saver."""
     key = (row["framework"], row["saver"])
     found = [old for old in results.read(path) if (old["framework"], old["saver"]) != key]
     text = ",\n".join(json.dumps(each) for each in [*found, row])
@@ -201,7 +201,7 @@ def merge(path: Path, row: dict[str, Any]) -> None:
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Replay the selected frameworks' calls; write rows to --calls-output, and yield none."""
+    """Replay the selected frameworks' calls; write all rows to --calls-output and yield no row."""
     if options.calls_dropin is None:
         raise Failed("calls: --calls-dropin is missing")
     if not (options.calls_dropin / LIBRARY).exists():

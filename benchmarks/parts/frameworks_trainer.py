@@ -1,8 +1,8 @@
-"""Measure transformers' Trainer whose optimizer, weights and reference model sleep.
+"""Measure a transformers Trainer whose optimizer, weights and reference model sleep.
 
 The same training runs three times: with memsaver's `offload`, with `Tensor.to` to the host and
-back, and with everything resident on the device. If a run's losses or gradients differ from those
-of the resident run, the run is a failure without rows.
+back, and with everything resident on the device. If the losses or gradients of a run differ from
+those of the resident run, the run fails and has no rows.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def train(name: str, options: argparse.Namespace) -> Found:
 
 
 def column(found: Found, key: str) -> list[float]:
-    """Return a figure of each step, except the first step, which creates the optimizer's states."""
+    """Return a figure of each step except the first, which creates the optimizer's states."""
     return [float(step[key]) for step in found["steps"][1:]]
 
 

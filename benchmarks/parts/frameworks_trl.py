@@ -1,11 +1,12 @@
 """Measure steps of TRL's GRPOTrainer with a colocated vLLM that sleeps while the model trains.
 
-TRL puts the engine to sleep at level 2 after each generation, wakes the weights, sends them, and
-wakes the KV cache. The same training runs with memsaver and with vLLM's own allocator, in processes
-one after the other. The losses, rewards, gradients and responses of each step must be identical.
-Otherwise, the peer trains once more. The figures are used if the peer's two runs also differ, and
-if the figures of NUMBERS differ by at most `training_differences.FACTOR` times the difference of
-the peer's runs. In all other cases, no row is written.
+After each generation, TRL puts the engine to sleep at level 2. Later, TRL wakes the memory of the
+weights, sends new weights, and wakes the KV cache. The same training runs once with memsaver and
+once with vLLM's own allocator, in two consecutive processes. The losses, rewards, gradients and
+responses of each step must be identical. If they differ, the training with the peer runs a second
+time. The figures are still used if the peer's two runs also differ from each other, and if
+memsaver's figures in NUMBERS differ from the peer's by at most `training_differences.FACTOR` times
+the difference between the peer's runs. Otherwise, no row is written.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Found:
         steps: the figures in COMPARED and the "seconds" of each step.
         cycles: the seconds of each sleep and of the wake-ups that follow the sleep.
         calls: the name and the seconds of each sleep and wake-up, in order.
-        peak: the peak of the GPU's memory in use, in MiB.
+        peak: the peak of the GPU's memory use, in MiB.
     """
 
     steps: list[dict[str, Any]]
@@ -52,7 +53,7 @@ class Found:
 
     @property
     def seconds(self) -> list[float]:
-        """Return the duration of each step except the first, in which kernels are compiled."""
+        """Return the duration of each step except the first, which compiles kernels."""
         return [step["seconds"] for step in self.steps[1:]]
 
 
@@ -70,7 +71,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def cycles_of(calls: Sequence[tuple[str, float]]) -> list[float]:
-    """Return the seconds of each sleep and its wake-ups, except a last sleep without wake-ups."""
+    """Return the seconds of each sleep and its wake-ups; omit a last sleep without wake-ups."""
     found: list[float] = []
     woken = True
     for name, seconds in calls:
@@ -86,7 +87,7 @@ def cycles_of(calls: Sequence[tuple[str, float]]) -> list[float]:
 
 
 def differences(one: Found, other: Found) -> list[str]:
-    """Return the figures that differ between two training runs, such as "step 2: loss 1.0, 1.1"."""
+    """Describe the figures that differ between two runs, such as "step 2: loss 1.0, 1.1"."""
     return [
         f"step {number}: {key} {mine[key]}, {others[key]}"
         for number, (mine, others) in enumerate(zip(one.steps, other.steps, strict=True), 1)

@@ -1,13 +1,13 @@
 """Measure steps of verl's GRPO trainer with an SGLang engine on the same GPUs.
 
-verl releases the engine's memory after each generation, and resumes the weights and the KV cache
-around the update of the weights. The same training runs with memsaver and with torch_memory_saver,
-one after the other. If the losses, rewards or responses differ, the peer trains once more. The
-figures are used if the peer's two runs also differ, and if the figures of SIZED differ by at most
-`training_differences.FACTOR` times the difference of the peer's runs. In all other cases, no row is
-written. A row is also omitted if the engine's and the trainer's probabilities of the responses
-differ by more than MORE times the difference with the peer, which happens if the engine has
-different weights.
+verl releases the engine's memory after each generation. verl resumes the weights before the weight
+update and the KV cache after the weight update. The same training runs once with memsaver and once
+with torch_memory_saver. If the losses, rewards or responses differ, the training with the peer runs
+a second time. The figures are still used if the peer's two runs also differ from each other, and if
+memsaver's figures in SIZED differ from the peer's by at most `training_differences.FACTOR` times
+the difference between the peer's runs. Otherwise, no row is written. A row is also omitted if the
+engine and the trainer seem to have different weights: with memsaver, their probabilities of the
+responses differ by more than MORE times the difference with the peer.
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Training:
-    """A finished training run, with its results and the peak of the memory in use in MiB."""
+    """A finished training run, with its results and its peak memory use in MiB."""
 
     found: Found
     peak: float
 
     def seconds(self, phase: str) -> list[float]:
-        """Return verl's own times of a phase, without the first step, which compiles kernels."""
+        """Return verl's own times for a phase, without the first step, which compiles kernels."""
         return [step[f"timing_s/{phase}"] for step in self.found.metrics[1:]]
 
     @property
@@ -122,7 +122,7 @@ def settings(options: argparse.Namespace, folder: Path, **changed: Any) -> Setti
 def train(name: str, options: argparse.Namespace, chosen: Settings, run: int = 1) -> Training:
     """Train with a memory saver, unless this training run has already finished. Raises Failed.
 
-    `run` distinguishes training runs with the same settings.
+    `run` distinguishes training runs that have the same settings.
     """
     words = (name, f"{chosen.gpus}gpus", f"{chosen.steps}x{chosen.tokens}", chosen.fraction, run)
     place = chosen.folder / "-".join(map(str, words))
@@ -142,7 +142,7 @@ def train(name: str, options: argparse.Namespace, chosen: Settings, run: int = 1
 
 
 def peak_of_ended(place: Path, ran_with: Mapping[str, Any]) -> float | None:
-    """Return the peak in MiB of a finished run in this folder with the same settings."""
+    """Return the peak, in MiB, of a finished run in this folder with the same settings."""
     path = place / ENDED
     ended = json.loads(path.read_text()) if path.exists() else {}
     return ended["peak"] if ended.get("ran_with") == ran_with else None
@@ -163,7 +163,7 @@ def train_in(place: Path, name: str, options: argparse.Namespace, chosen: Settin
 
 
 def differences(one: Found, other: Found) -> list[str]:
-    """Return the figures that differ between two training runs, such as "step 2: name 1.0, 1.1"."""
+    """Describe the figures that differ between two runs, such as "step 2: name 1.0, 1.1"."""
     found = []
     for number, (mine, others) in enumerate(zip(one.metrics, other.metrics, strict=True), 1):
         for key in COMPARED:
@@ -205,7 +205,7 @@ def steps(
 
 
 def other_weights(ours: Found, theirs: Found) -> str:
-    """Return a text if engine and trainer seem to have different weights, otherwise ""."""
+    """Return a message if engine and trainer seem to have different weights, otherwise ""."""
     values = [[step[PROBABILITIES] for step in one.metrics] for one in (ours, theirs)]
     mine, others = map(max, values)
     if mine <= MORE * others and not any(map(math.isnan, (*values[0], *values[1]))):
@@ -298,7 +298,7 @@ def fractions(
 def cycles(
     options: argparse.Namespace, folder: Path, failures: list[str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the row for the change, over many cycles, of the memory in use during sleep."""
+    """Yield the row for the change in the sleeping engine's memory use over many cycles."""
     changes: dict[str, list[float]] = {}
     for name in (OURS, DEFAULT) if options.peer else (OURS,):
         chosen = settings(
@@ -324,7 +324,7 @@ def cycles(
 def interrupted(
     options: argparse.Namespace, folder: Path, failures: list[str]
 ) -> Iterator[dict[str, Any]]:
-    """Interrupt a training run during a step, and raise an error in a step of another run.
+    """Interrupt one training run during a step, and raise an error in a step of another run.
 
     Both trainers must end. Yields a row with the additional memory in use. Yields no row if a
     process is still running or if more than NOISE_MIB MiB remain in use.
@@ -342,7 +342,7 @@ def end_early(how: str, options: argparse.Namespace, folder: Path) -> float:
     """Interrupt a training run in its second step, or raise an error in a reward.
 
     Returns:
-        The growth of the memory in use since the start, in MiB.
+        The growth of the GPU's memory use since the start, in MiB.
 
     Raises:
         Failed: the trainer ended without an error, or processes or memory remain.
@@ -367,7 +367,7 @@ def end_early(how: str, options: argparse.Namespace, folder: Path) -> float:
 
 
 def leftovers(options: argparse.Namespace, trainer: Trainer) -> float:
-    """Wait until a trainer's processes end; return the memory in use (see `end_early`).
+    """Wait until a trainer's processes exit; return the memory in use (see `end_early`).
 
     Raises Failed if processes are still running or memory is still in use.
     """

@@ -1,11 +1,12 @@
 """Measure host memory in excess of the backed-up bytes, while paused and after a resume.
 
-Each library runs in its own process. The figures are the growth in MiB since before the first
-pause. One figure is measured while 16 GB are paused, without these 16 GB. The other is measured
-after a resume and, for memsaver, trim(wait=True). The process's figures are used if they include
-the backup. Otherwise, the machine's figures are used, because only those may include memory that
-the driver pinned. The metrics host_machine_* are always the machine's figures. These metrics
-include page tables, memory that the driver retains, and the memory of other processes.
+Each library runs in its own process. Each figure is the growth of host memory, in MiB, relative to
+the time before the first pause. The first figure is measured while 16 GB are paused, and excludes
+these 16 GB. The second figure is measured after a resume and, with memsaver, after trim(wait=True).
+The process's figures are used if they include the backup. Otherwise, the machine's figures are
+used, because memory that the driver pinned might be counted only there. The metrics host_machine_*
+are always the machine's figures. These metrics include page tables, memory that the driver retains,
+and the memory of other processes.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ SLOW_CYCLES = 1
 
 
 class Host(Worker):
-    """Measures its own memory before, during and after a pause."""
+    """A worker that measures its own host memory before, during and after a pause."""
 
     def __init__(self, name: str) -> None:
         workloads.start_cuda()
         self._library = open_library(name)
 
     def setup(self) -> dict[str, Any]:
-        """Create the tensors, and load every kernel that a cycle uses."""
+        """Create the tensors, and load all kernels that a cycle uses."""
         self._saved = Saved(self._library, "weights", "host", workloads.decoder)
         self._saved.change()
         self._saved.remember()
@@ -47,8 +48,8 @@ class Host(Worker):
     def cycle(self) -> dict[str, Any]:
         """Return host memory in MiB relative to `setup`.
 
-        While paused, the figure is the memory in excess of the contents; after the trim, it is all
-        remaining memory.
+        During a pause, the figure excludes the bytes of the contents. After the trim, the figure
+        includes all remaining memory.
         """
         self._saved.change()
         self._saved.pause()

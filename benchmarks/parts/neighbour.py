@@ -1,8 +1,8 @@
-"""Measure pause and resume of 16 GB with a backup on another GPU, compared with one on the host.
+"""Compare pauses and resumes of 16 GB with backups on another GPU and on the host.
 
-Measures cycles after the first, with all contents changed in between. Each kind of backup runs in
-its own process, one after the other. The limit, which is a plain copy of the same number of bytes
-between the two GPUs, precedes each pause and resume.
+All cycles after the first are measured. All contents are changed between two cycles. Each kind of
+backup is measured in its own process, one after the other. The limit is a plain copy of the same
+number of bytes between the two GPUs, which is measured before each pause and each resume.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GPUS = (0, 1)
 
 
 class Neighbour(Worker):
-    """Pauses and resumes the decoder on GPU 0 with a backup, and runs copies between the GPUs."""
+    """A worker that pauses and resumes the decoder on GPU 0, and copies between the GPUs."""
 
     def __init__(self, name: str, backup: str) -> None:
         import torch

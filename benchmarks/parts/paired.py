@@ -1,14 +1,14 @@
 """Measure two builds of memsaver alternately, in the parts of paired.py.
 
 Both builds run the workers of discarded.py, backed.py and swap.py, each build in its own processes
-with its folder on PYTHONPATH. The build that goes first alternates from cycle to cycle. The cycles
-are divided among several sets of processes, because the speed of a copy depends on the location of
-a process's pinned memory, and the duration of a driver call depends on the location of its device
-memory.
+with its folder on PYTHONPATH. The build that is measured first alternates from cycle to cycle. The
+cycles are divided among several sets of processes. This division is needed because the speed of a
+copy depends on the location of a process's pinned memory, and the duration of a driver call depends
+on the location of the process's device memory.
 
-A driver call without a copy has one of two durations, which differ by up to a factor of two and
-change from cycle to cycle, so a few cycles would determine a median. A single cycle that the
-machine interrupts would determine a mean. The rows therefore contain trimmed means.
+A driver call without a copy has one of two durations, which differ by up to a factor of two. The
+duration changes from cycle to cycle, so a few cycles would determine a median. A single cycle that
+the machine interrupts would determine a mean. The rows therefore contain trimmed means.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Values = dict[str, list[float]]  # by child
 
 
 class Imported(Worker):
-    """Reports memsaver's location. The process imports the modules of all workers."""
+    """A worker that reports memsaver's location and imports the modules of all workers."""
 
     imports: ClassVar[tuple[str, ...]] = ()
 
@@ -111,16 +111,16 @@ def rows(
 
 
 def trimmed_mean(values: Sequence[float]) -> float:
-    """Return the mean of the values without the lowest and the highest fifth."""
+    """Return the mean of the values, excluding the lowest fifth and the highest fifth."""
     cut = int(TRIMMED * len(values))
     return statistics.mean(sorted(values)[cut : len(values) - cut])
 
 
 def relative_error(values: Sequence[float]) -> float:
-    """Return the standard error of the trimmed mean, as a fraction of it (Tukey and McLaughlin).
+    """Return the relative standard error of the trimmed mean (Tukey and McLaughlin).
 
-    Treats each cycle as independent, although the cycles of a process share the location of its
-    memory, so the result can be too small. The error of a single value is 0.
+    The function treats all cycles as independent. The result can be too small, because the cycles
+    of one process share the location of its memory. The error of a single value is 0.
     """
     if len(values) < 2:
         return 0.0
@@ -203,7 +203,7 @@ def backed_times(children: Sequence[Child], cycles: range) -> Iterator[tuple[str
 
 
 def swap(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows for swaps, with backups and without."""
+    """Yield the rows for swaps with and without backups."""
     with attempt(failures):
         yield from backed_swaps(options)
     with attempt(failures):
@@ -212,7 +212,7 @@ def swap(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str,
 
 @contextlib.contextmanager
 def pair(worker: str, options: argparse.Namespace, **settings: Any) -> Iterator[list[Child]]:
-    """Start a child for each build and set both up, one after the other."""
+    """Start a child for each build, and set up the children one after the other."""
     with contextlib.ExitStack() as stack:
         children = [
             stack.enter_context(start(worker, name, options, **settings)) for name in BUILDS

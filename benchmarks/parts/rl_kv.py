@@ -1,15 +1,15 @@
 """Find an engine's largest KV cache, alone on the GPU and next to a trainer.
 
-With the trainer, the engine runs a whole step (see rl_engine.py), in which the trainer has a copy
-of the weights until the engine has received them. If the engine wakes in stages, the KV cache is
-resumed after this copy is released. If the engine wakes all at once, the KV cache is resumed
-before. A KV cache fits if the engine starts, the step completes and the engine generates. The
-number of tokens is the capacity that the engine reports.
+Next to a trainer, the engine runs a whole step (see rl_engine.py). In this step, the trainer keeps
+a copy of the weights until the engine has received the weights. If the engine wakes in stages, the
+KV cache is resumed after this copy is released. If the engine wakes all at once, the KV cache is
+resumed before this release. A KV cache fits if the engine starts, the step completes and the engine
+generates. The number of tokens is the capacity that the engine reports.
 
-The first engine, with a small KV cache, is measured in all three ways. Its remaining free memory
-determines where the search for each way continues (kv_search.py), with one engine per trial. The
-first trial of the peer, which wakes in stages, uses the number of tokens with which memsaver
-completed; further trials use fewer tokens.
+The first engine has a small KV cache and is measured in all three ways. The remaining free memory
+determines the next size to try for each way (kv_search.py), with one engine per trial. The first
+trial of the peer, which wakes in stages, uses the number of tokens with which memsaver completed;
+further trials use fewer tokens.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Way:
 
 
 def probe(ways: Sequence[Way], options: argparse.Namespace) -> None:
-    """Try each of memsaver's ways in one engine, first alone, while there is no trainer yet."""
+    """Try each of memsaver's ways in one engine; try the engine alone before the trainer exists."""
     own = [way for way in ways if way.saver == OURS]
     with engine(OURS, options, PROBE, 0) as (child, started):
         for way in sorted(own, key=lambda way: way.name != ALONE):
@@ -78,7 +78,7 @@ def probe(ways: Sequence[Way], options: argparse.Namespace) -> None:
 
 
 def try_one(way: Way, tokens: int, options: argparse.Namespace) -> None:
-    """Try an engine with room for `tokens` tokens. If it does not start, the cache does not fit.
+    """Try an engine with room for `tokens` tokens; a failed start means no fit.
 
     Raises Failed for failures other than a lack of memory.
     """
@@ -98,7 +98,7 @@ def try_one(way: Way, tokens: int, options: argparse.Namespace) -> None:
 def engine(
     library: str, options: argparse.Namespace, fraction: float, tokens: int
 ) -> contextlib.AbstractContextManager[tuple[Child, dict[str, Any]]]:
-    """Return a running engine whose weights need no backup, because an update replaces them."""
+    """Return a running engine; its weights need no backup, because an update replaces them."""
     return running(
         WORKER,
         library,
@@ -136,7 +136,7 @@ def note(way: Way, reply: Mapping[str, Any], tokens: int) -> None:
 
 
 def proposal(way: Way, ways: Sequence[Way]) -> int | None:
-    """Return the number of tokens to try next; None for no further trial."""
+    """Return the number of tokens to try next; None if there is no further trial."""
     if way.given_up or (way.saver != OURS and len(way.search.trials) >= PEER_TRIES):
         return None
     if way.search.trials:
@@ -163,7 +163,7 @@ def one_more(
     failures: list[str],
     end: float,
 ) -> bool:
-    """Run another trial of a way if a trial is useful and time remains; return whether it ran."""
+    """Run another trial of a way if useful and if time remains; return whether the trial ran."""
     tokens = proposal(way, ways)
     if tokens is None or time.monotonic() > end:
         return False
@@ -204,7 +204,7 @@ def rows(found: Mapping[str, Way], failures: list[str]) -> Iterator[dict[str, An
 def peer_row(
     peer: Way, fractions: Mapping[str, float], failures: list[str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the peer's row for waking in stages, with its largest KV cache or a reason."""
+    """Yield the peer's row for waking in stages: its largest KV cache or a failure's reason."""
     ended = next((one.why for one in peer.search.trials if one.why), "") or peer.given_up
     is_over = peer.given_up or len(peer.search.trials) >= PEER_TRIES
     if peer.tokens:

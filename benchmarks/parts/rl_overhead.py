@@ -1,10 +1,10 @@
-"""Measure how much longer an RL step takes than its work: training, update and generation.
+"""Measure the time of an RL step beyond its work: training, update and generation.
 
-rl_overhead.py describes a whole step. The overhead is the step's duration minus the duration of its
-work. The work is measured in steps with an idle device between the stages. The engine's weights
-have no backup, because the update overwrites them. The peer retains host memory, and runs its
-transitions one after the other. Each library's first two steps, which allocate backups, do not
-count.
+The program rl_overhead.py defines a whole step. The overhead is the step's duration minus the
+duration of its work. The work is measured in steps whose stages begin and end with an idle device.
+The engine's weights have no backup, because the update overwrites them. The peer retains host
+memory, and runs its transitions one after the other. Each library's first two steps, which allocate
+backups, do not count.
 
 All losses, the engine's weights after each step and the trainer's memory at the end are compared.
 Libraries whose contents differ have no row.
@@ -58,7 +58,7 @@ class Found:
 
 
 def measure_one(name: str, options: argparse.Namespace) -> Found:
-    """Measure one library. Raises Failed if the library loses contents or ends early."""
+    """Measure one library. Raises Failed if the library loses contents or its run ends early."""
     found = Found()
     settings = {
         "fraction": options.fraction,

@@ -1,16 +1,17 @@
 """Measure the time and memory of each stage of RL steps with an engine and a trainer on one GPU.
 
-rl_engine.py describes a step. The libraries use the GPU one after the other, each with an engine
-and a trainer whose weights and optimizer states are backed up. Each library's first step creates
-the trainer, and does not count. In the other steps, all backups already exist. Stages follow each
-other immediately, as in a real trainer, except for a wait before the engine sleeps.
+rl_engine.py describes a step. The libraries use the GPU one after the other. With each library, an
+engine and a trainer run, and the trainer's weights and optimizer states are backed up. The first
+step with each library creates the trainer and does not count. In the other steps, all backups
+already exist. As in a real training loop, stages follow each other immediately, except that the
+engine's sleep begins after a wait.
 
 All contents of the trainer are compared after each wake-up, and the engine's weights are compared
 by the engine's own checksum. Because the seeds are the same, the engine's weights after each update
 are also compared between the libraries. A library that loses contents has no rows.
 
 The peer is measured with its default settings in SGLang, and once more with its option to retain
-host memory. For this option, only the whole step has a row.
+host memory. With this option, only the duration of the whole step has a row.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def measure_one(name: str, options: argparse.Namespace, failures: list[str]) -> 
 
 
 def rows(ours: Found, theirs: Found | None) -> Iterator[dict[str, Any]]:
-    """Yield the rows for whole steps, then one row for each measured stage."""
+    """Yield the rows for whole steps and then one row for each measured stage."""
     if not ours.totals:
         return
     values = {
@@ -142,7 +143,7 @@ def retained_row(ours: Found, theirs: Found) -> dict[str, Any]:
 def compared(
     metric: str, ours: Sequence[float], peer: str, theirs: Sequence[float], why: str
 ) -> dict[str, Any]:
-    """Return a row, which reports it if the peer ended early."""
+    """Return a row, which reports if the peer ended early."""
     if not theirs:
         return results.unanswered(metric, ours, PEERS[peer], why, bench=BENCH)
     row = results.measurement(metric, ours, PEERS[peer], theirs, bench=BENCH)

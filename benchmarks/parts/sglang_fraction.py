@@ -1,11 +1,11 @@
 """Find the largest mem_fraction_static with which an engine can wake up next to a trainer.
 
-The trainer allocates memory while the engine sleeps, and owns a copy of the weights until the
-engine has received them. If the engine wakes all at once, it resumes all memory while the trainer
-still has its copy. If it wakes in stages, the weights are resumed and updated, the trainer drops
-its copy, and the KV cache is resumed. For each fraction, both ways are tried in one engine, first
-all at once. An engine that has run out of memory must keep running, wake up after the trainer has
-released its memory, and continue.
+The trainer allocates memory while the engine sleeps. The trainer also keeps a copy of the weights
+until the engine has received the weights. If the engine wakes all at once, it resumes all memory
+while the trainer still has its copy. If the engine wakes in stages, the weights are resumed and
+updated, the trainer drops its copy, and the KV cache is resumed. For each fraction, one engine
+tries both ways, first waking all at once. An engine that has run out of memory must keep running,
+wake up after the trainer has released its memory, and continue.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Outcomes = dict[float, str]  # by fraction: "" if the way completed, else the pr
 
 
 class Waking(EngineWorker):
-    """Puts the engine to sleep and wakes it up next to a trainer."""
+    """A worker that puts the engine to sleep and wakes it up next to a trainer."""
 
     def at_once(self) -> dict[str, Any]:
         """Resume all memory at once, while the trainer still has its copy."""
@@ -63,7 +63,7 @@ class Waking(EngineWorker):
         self.trainer.take(seed)
 
     def _wake(self, tags: Sequence[str]) -> str:
-        """Resume tags; return the reason if they remain released, otherwise ""."""
+        """Resume tags; return the reason if the tags remain released, otherwise ""."""
         import memsaver
 
         try:
@@ -92,7 +92,7 @@ def try_one(
     failures: list[str],
     found: Mapping[str, Outcomes],
 ) -> None:
-    """Try both ways with one fraction, in two engines if the first way ends its engine."""
+    """Try both ways with one fraction; start a second engine if the first one terminates."""
     ways = [AT_ONCE, STAGED]
     while ways:
         with running(

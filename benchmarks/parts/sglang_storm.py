@@ -1,14 +1,14 @@
-"""Send requests of all kinds to a server while it sleeps and wakes up.
+"""Send requests of all kinds to a server that sleeps and wakes up repeatedly.
 
 The server holds requests while its memory is released (MEMSAVER_SGLANG_ASLEEP=wait). In each cycle,
-some requests arrive before and during the release, and the others arrive while the memory is
-released. The server must answer each request as if it were awake: generations with the same tokens,
-and all other requests with the same status. The updates alternate between two sets of weights, so
-that a skipped update changes later tokens. A generation that overlaps no update must return the
-tokens of the current weights. A generation that overlaps updates may return the tokens of the
-weights before or after the updates.
+some requests arrive before or during the release. The other requests arrive while the memory is
+released. The server must answer each request like an awake server: generations must return the same
+tokens, and all other requests must return the same status. The updates alternate between two sets
+of weights, so a skipped update changes later tokens. A generation that overlaps no update must
+return the tokens of the current weights. A generation that overlaps updates may return the tokens
+of the weights before or after the updates.
 
-The server runs one generation at a time, because batching changes the arithmetic, and with it the
+The server runs one generation at a time, because batching changes the arithmetic and thus the
 tokens. The clients' requests overlap.
 """
 
@@ -74,7 +74,7 @@ FIXED: dict[str, tuple[str, Any, tuple[int, ...]]] = {
 
 
 class Storm:
-    """Sends requests to a server, and evaluates the answers.
+    """A client that sends requests to a server and evaluates the answers.
 
     Args:
         server: the server, which is awake.
@@ -250,7 +250,7 @@ def _prompt(ids: Any, tokens: int = TOKENS) -> dict[str, Any]:
 
 
 def _judged(status: int, statuses: tuple[int, ...], text: str) -> Outcome:
-    """Evaluate a response by its status. A missing answer or a refusal counts as a lost request."""
+    """Evaluate a response by its status. Unanswered and refused requests count as lost."""
     if status in statuses:
         return "answered"
     return f"{'lost' if status in (0, 503) else 'wrong'}: status {status}: {text[:300]}"
@@ -276,8 +276,8 @@ def nap(
 
     Args:
         url: the server's URL.
-        send: a function that starts the next requests, whose number is its argument.
-        catch_up: a function that waits for answers, so that few requests are unanswered.
+        send: a function that starts the next requests; its argument is their number.
+        catch_up: a function that waits for answers until few requests are unanswered.
         before_waking: a function that is called at the end of each sleep.
         naps: the number of cycles.
         requests: the number of requests.

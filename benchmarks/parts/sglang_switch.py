@@ -1,25 +1,26 @@
 """Measure how two SGLang engines take turns on one GPU.
 
 Each engine's memory fills most of the GPU, so only one engine can be awake. A switch begins with a
-request for the sleeping engine. The other engine releases all of its memory, and the sleeping
-engine wakes up and generates. The switch ends with the first token. The weights have backups in
-host memory.
+request to the sleeping engine. The other engine releases all of its memory, and the sleeping engine
+wakes up and generates. The switch ends when this engine has generated its first token. The weights
+have backups in host memory.
 
 memsaver's engines wake up by themselves (MEMSAVER_SGLANG_ASLEEP=wake). torch_memory_saver's engines
-are resumed through SGLang. The first switch to each engine, in which memory for the backups is
-allocated, does not count. "A new engine" is the time in which an engine with the same model starts,
-with compiled kernels and without reading weights, and generates its first token. The start of the
-process and its imports do not count.
+are resumed through SGLang. The first switch to each engine does not count, because the memory for
+backups is allocated during this switch. "A new engine" is the time in which a new engine with the
+same model starts and generates its first token. Its kernels are already compiled, and it reads no
+weights. This time includes neither the start of the process nor its imports.
 
-A greedy generation after each switch must equal the engine's first generation. Otherwise, memsaver
-has no row. For the other library, whose times are still valid, the row's details contain a note.
+The output of a greedy generation after each switch must equal the engine's first output. If
+memsaver's outputs differ, memsaver has no row. If the other library's outputs differ, its times are
+still valid, and the row's details contain a note.
 
 The memory that a sleeping engine still uses is measured before the second engine starts.
 
 `measure_neighbour` compares switches of memsaver's engines with backups on another GPU
-(MEMSAVER_SGLANG_BACKUP=peer) with those of engines with backups in host memory. `measure_neighbour`
-fails if the other GPU's memory in use does not grow by the size of the backups, because backups
-that do not fit there are in host memory.
+(MEMSAVER_SGLANG_BACKUP=peer) with those of engines with backups in host memory. Backups that do not
+fit on the other GPU are stored in host memory. `measure_neighbour` therefore fails if the other
+GPU's memory use does not grow by the size of the backups.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ Found = dict[str, list[Any]]
 
 
 class Switching(EngineWorker):
-    """Releases all memory of its engine, and generates."""
+    """A worker that releases all memory of its engine, and generates tokens."""
 
     def start(self) -> dict[str, Any]:
         """Start the engine, record its output, and return also the time to a first token in ms."""
@@ -145,8 +146,9 @@ def measure_one(
 def switch(name: str, awake: Child, asleep: Child) -> tuple[float, float, str]:
     """Put one engine to sleep and generate with the other.
 
-    Returns the milliseconds to the first token for both steps together and for the second step, and
-    a description of how the output differs from the engine's first output, or "".
+    Returns three values: the milliseconds to the first token for both steps together, the same for
+    the second step alone, and a description of the difference between the output and the engine's
+    first output. The description is "" if the outputs are equal.
     """
     begin = time.perf_counter()
     awake.ask("release")
@@ -157,7 +159,7 @@ def switch(name: str, awake: Child, asleep: Child) -> tuple[float, float, str]:
 
 
 def row(ours: Found, peer: str, theirs: Found, values: str) -> dict[str, Any]:
-    """Return the row for METRIC, compared with a peer's values of that name."""
+    """Return the row that compares METRIC with the peer's values of that name."""
     made = results.measurement(METRIC, ours["switch"], peer, theirs[values], bench=BENCH)
     made["detail"]["memsaver_asleep_MiB"] = ours["asleep_MiB"]
     made["detail"]["memsaver_held"] = ours["held"]

@@ -1,8 +1,8 @@
 """Measure release and resume of each tag of an SGLang engine, with decoding before and after.
 
-The engines use the GPU one after the other. Each engine runs one cycle with the loaded weights, and
-then alternates between cycles with unchanged weights and cycles with new weights from a trainer.
-The engine's own checksums of its weights before a release and after the resume are compared.
+The engines use the GPU one after the other. Each engine runs one cycle with the loaded weights.
+Further cycles alternate between unchanged weights and new weights from a trainer. The engine's own
+checksum of its weights before each release is compared with the checksum after the resume.
 Measurements before an engine's failure are valid, unless the engine lost contents.
 """
 
@@ -32,7 +32,7 @@ Found = dict[str, list[float]]  # by metric, without "sglang_"
 
 
 class Cycling(EngineWorker):
-    """Releases and resumes tags, and decodes."""
+    """A worker that releases and resumes tags, and decodes."""
 
     def decode(self, times: int) -> dict[str, Any]:
         """Return the tokens per second of `times` batches, after one uncounted batch."""
@@ -49,8 +49,8 @@ class Cycling(EngineWorker):
     def cycle(self, seed: int | None) -> dict[str, Any]:
         """Run a cycle, with new weights if a seed is given.
 
-        Returns the duration of each step in milliseconds. In the result, "lost" is the reason why
-        the weights count as lost, and "unchecked" is the reason why the weights were not compared.
+        Returns the duration of each step in milliseconds. In the result, "lost" explains why the
+        weights count as lost, and "unchecked" explains why the weights were not compared.
         """
         self.rest()
         before, problem = self.checksum()

@@ -1,10 +1,10 @@
 """Measure the memory that a sleeping SGLang engine uses with tensor parallelism on two GPUs.
 
-Compares suspended NCCL communicators (MEMSAVER_SGLANG_SUSPEND_NCCL=1, which limits NCCL's channels)
-with communicators that keep their memory and NCCL's default channels. Also compares the resumes of
-all memory. Both comparisons are repeated with NCCL_MAX_CTAS=8, for which NCCL allocates less
-memory, and with 64, which lets NCCL choose. The memory in use is the larger of the two GPUs'
-values. Requires NCCL 2.29.7 or newer.
+The benchmark compares suspended NCCL communicators with communicators that keep their memory and
+NCCL's default channels. MEMSAVER_SGLANG_SUSPEND_NCCL=1 suspends communicators and limits NCCL's
+channels. The benchmark also compares the durations of resumes of all memory. Both comparisons are
+repeated with NCCL_MAX_CTAS=8, which reduces NCCL's memory, and with NCCL_MAX_CTAS=64, which lets
+NCCL choose. The memory in use is the larger value of the two GPUs. Requires NCCL 2.29.7 or newer.
 """
 
 from __future__ import annotations

@@ -1,19 +1,20 @@
-"""Measure the transfer of tensors to another process, from a shareable region and by CUDA IPC.
+"""Measure transfers of tensors to another process, through shareable regions and CUDA IPC.
 
 share_16GB_ms is the time until another process has read the last byte of each of 16 tensors of 1
-GB. It includes pickling, unpickling, mapping the memory, and the kernels that read. In each
-measurement, the memory is new to the other process, because the region was paused and resumed or,
-with CUDA IPC, because the receiver has closed the memory. The tensors are sent --gap seconds later,
-so that the driver can clear the released memory. share_195_tensors_ms is the same for the 195
-tensors of the decoder.
+GB. This time includes pickling, unpickling, mapping the memory, and running the kernels that read.
+In each measurement, the memory is new to the other process: the region was paused and resumed or,
+with CUDA IPC, the receiver closed its mapping. The tensors are sent --gap seconds later, so that
+the driver can clear the released memory. share_195_tensors_ms is the same for the 195 tensors of
+the decoder.
 
-Each of these times is the sum of the two processes' own times, without the transport of the pickle.
+Each of these times is the sum of the time in both processes, without the transport of the pickled
+data.
 
-update_from_region_ms is the time of `memsaver.integrations.rollout.weights.update` for 16 GB of
-weights, without verification, to an engine on the same GPU, which is a process that copies the
+update_from_region_ms is the duration of `memsaver.integrations.rollout.weights.update` for 16 GB of
+weights without verification. The engine is a process on the same GPU that copies the received
 tensors into its own tensors. The trainer's tensors are in a shareable region. The tensors are sent
-once in place, and once in buckets outside regions, to an engine that does not report that it can
-map regions.
+in two ways: in place, and in buckets outside regions. Buckets are used if the engine does not
+report that it can map regions.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class Sender(Worker):
         return {"ms": _ms(start), "data": base64.b64encode(data).decode()}
 
     def update(self, maps: bool) -> dict[str, Any]:
-        """Change the tensors, and update the engine, which maps them or receives buckets."""
+        """Change the tensors, and update the engine, which maps the tensors or receives buckets."""
         from memsaver.integrations.rollout import RolloutEngine
 
         if self._engine is None:
@@ -178,7 +179,7 @@ class _Backend:
 
 
 class Receiver(Worker):
-    """Receives tensors, and reads them or copies them into its own weights."""
+    """A worker that receives tensors and either reads them or copies them into its own weights."""
 
     def __init__(self, name: str, weights: bool) -> None:
         workloads.start_cuda((0,))
@@ -190,7 +191,7 @@ class Receiver(Worker):
         _last_bytes(small), _samples(small)  # loads the kernels
 
     def read(self, data: str) -> dict[str, Any]:
-        """Unpickle and read tensors; then read one byte of each MiB, which is not timed."""
+        """Unpickle and read tensors, timed; then read one byte of each MiB, not timed."""
         pickled = base64.b64decode(data)
         start = time.perf_counter()
         self._received = pickle.loads(pickled)
@@ -230,7 +231,7 @@ def _check(found: list[int], expected: list[int], what: str) -> None:
 
 
 def _share(kind: str, in_region: bool, options: argparse.Namespace) -> list[float]:
-    """Return the durations until another process has read the tensors."""
+    """Return the times until another process has read the tensors."""
     sender = Child("parts.sharing:Sender", OURS, kind=kind, in_region=in_region)
     with sender, Child("parts.sharing:Receiver", OURS, weights=False) as receiver:
         times = []

@@ -39,7 +39,7 @@ class Backed(Worker):
         return {"bytes": self._here.bytes}
 
     def turn(self, swap_first: bool) -> dict[str, Any]:
-        """Swap in one direction and then in the other, and change all contents before each swap."""
+        """Swap in one direction and then in the other; change all contents before each swap."""
         found = {"plain": self._plain.both_ms()}
         for kind in ("swap", "calls") if swap_first else ("calls", "swap"):
             found[kind] = self._move(kind == "swap")
@@ -87,7 +87,7 @@ class Discarding(Worker):
         return {}
 
     def swap(self) -> dict[str, Any]:
-        """Swap, and return the duration in milliseconds."""
+        """Swap the tags, and return the duration in milliseconds."""
         here, out, free = self._here, self._out, workloads.free_bytes()
         spent = workloads.timed_ms(lambda: self._library.swap(here, out))
         check_free(free)
@@ -106,7 +106,7 @@ class Discarding(Worker):
 
 
 def check_free(before: int) -> None:
-    """Raise if a swap left both tags mapped."""
+    """Raise an error if a swap left both tags mapped."""
     free = workloads.free_bytes()
     if free < before - SPARE:
         raise RuntimeError(f"{free} bytes are free after a swap, {before} were before it")

@@ -1,20 +1,20 @@
-"""Measure the time that an engine saves by taking over a trainer's pages instead of copying.
+"""Measure the time that an engine saves by taking over a trainer's pages without copying.
 
-take_over_16GB_ms: trainer and engine are both mapped, before and after the takeover. The peer is a
-copy, by torch, of the decoder's 195 tensors from another process's shareable region into the
-engine's tensors. A takeover replaces the copy with bare driver calls that import the trainer's
+take_over_16GB_ms: the trainer and the engine are both mapped before and after the takeover. The
+peer is a copy of the decoder's 195 tensors with torch, from another process's shareable region into
+the engine's tensors. A takeover replaces the copy with bare driver calls that import the trainer's
 physical memory, map this memory in place of the engine's memory, and create new memory without
 contents for the trainer.
 
 take_over_asleep_16GB_ms: the engine is paused without a backup before the takeover, and the trainer
 is paused without a backup after the takeover. The peer's bare driver calls create and map the
 engine's memory, copy, and release the trainer's memory. The takeover's driver calls import and map
-the trainer's memory for the engine, and unmap and release it for the trainer.
+the trainer's memory in the engine, and unmap and release this memory in the trainer.
 
-The driver calls are made for pieces of physical memory of several sizes, in one process. The values
-are those of the size with the lowest median. The details list the values of all sizes. A real
-implementation would also send a descriptor for each piece, and could take over only pieces with
-equal contents. The details contain the percentages of such pieces (see page_shares.py).
+The driver calls are made for pieces of physical memory of several sizes, in one process. The
+reported values belong to the size with the lowest median. The details list the values of all sizes.
+A real implementation would also have to send a descriptor for each piece. It could only take over
+pieces with equal contents. The details contain the percentages of such pieces (see page_shares.py).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Sides:
     """A trainer and an engine with memory of the same size, mapped, in equal pieces.
 
     The device's context must be current. Each measurement begins and ends with both sides mapped.
-    At the end, it checks that the engine's memory contains the trainer's bytes.
+    At its end, each measurement checks that the engine's memory contains the trainer's bytes.
     """
 
     def __init__(self, driver: BareDriver, total: int, piece: int, gap: float) -> None:
@@ -139,7 +139,7 @@ class Sides:
 
 
 class Pages(Worker):
-    """Makes the driver calls of the takeovers and the copy. Creates only the two sides' memory."""
+    """A worker for the driver calls of takeovers and copies; owns only the two sides' memory."""
 
     imports = ()
 
@@ -158,7 +158,7 @@ class Pages(Worker):
 
 
 class Engine(Receiver):
-    """Copies received tensors, which are already mapped, into its weights."""
+    """A worker that copies received tensors, which are already mapped, into its weights."""
 
     def copy(self) -> dict[str, Any]:
         """Return the time of the copy of all tensors."""
@@ -188,7 +188,7 @@ def rows(
     cycles: Mapping[int, Sequence[Mapping[str, Times]]],
     shares: Sequence[Mapping[str, Any]],
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows, from the times of copies and from each way's times by size of the pieces.
+    """Yield the rows from the copies' times and from each way's times by piece size.
 
     Without times of copies, the row of take_over_16GB_ms is omitted.
     """
@@ -218,7 +218,7 @@ def rows(
 
 
 def _medians(cycles: Sequence[Times]) -> Times:
-    """Return the median of each step and of the sums."""
+    """Return the median of each step and the median of the sums."""
     with_sums = [{**cycle, "all": sum(cycle.values())} for cycle in cycles]
     return {
         name: round(statistics.median(cycle[name] for cycle in with_sums), 3)

@@ -1,7 +1,7 @@
-"""Measure a backed-up tag with 16 GB on each of two GPUs, compared with 16 GB on one GPU.
+"""Compare a backed-up tag of 16 GB on each of two GPUs with a tag of 16 GB on one GPU.
 
-Measures cycles after the first, with all contents changed in between. Each tag is in its own
-process, one after the other.
+All cycles after the first are measured. All contents are changed between two cycles. Each tag is
+measured in its own process, one after the other.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Compare the decoding of two awake vLLM engines, with memsaver and with vLLM's own allocator.
 
-Both engines share the GPU and alternate, so that changes in the GPU's speed affect both.
+Both engines share the GPU and alternate, so changes in the GPU's speed affect both engines.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Measure sleep and wake-up of a vLLM engine, with decoding before and after.
 
-The engines use the GPU one after the other. Each engine runs one cycle with the initial weights,
-and then alternates between cycles with unchanged weights and cycles with changed weights. Checksums
-of the weights and the output before a sleep and after the wake-up are compared. Measurements before
-an engine's failure are valid, unless the engine lost contents. The limit, which is measured for one
-GPU, is the time of bare driver calls and plain copies of the same number of bytes
-(engine_limits.py).
+The engines use the GPU one after the other. Each engine runs one cycle with the initial weights.
+Further cycles alternate between unchanged and changed weights. The checksums of the weights and the
+output before each sleep are compared with those after the wake-up. Measurements before an engine's
+failure are valid, unless the engine lost contents. The limit is the time of bare driver calls and
+plain copies for the same number of bytes (engine_limits.py). The limit is measured only for one
+GPU.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def measure_one(
 ) -> Found:
     """Measure one allocator until a failure or `end`; return nothing if contents were lost.
 
-    After `end`, a time on the clock of `time.monotonic`, only the first cycle of each kind begins.
-    Adds the bytes of memsaver's tags to `sizes`.
+    `end` is a value of `time.monotonic()`. After this time, only the first cycle of each kind can
+    begin. Adds the bytes of memsaver's tags to `sizes`.
     """
     found: Found = {}
     with (
@@ -92,7 +92,7 @@ def decode(child: Child, options: argparse.Namespace, found: Found) -> None:
 
 
 def limits(options: argparse.Namespace, failures: list[str], sizes: Mapping[str, int]) -> Found:
-    """Return the durations of bare driver calls and plain copies for the tags' number of bytes."""
+    """Return the durations of bare driver calls and plain copies for the tags' sizes."""
     found: Found = {}
     with attempt(failures), Child(LIMITS, LIMIT, wait=options.wait, **sizes) as child:
         for _ in range(LIMITING_CYCLES):

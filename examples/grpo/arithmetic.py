@@ -1,4 +1,4 @@
-"""Define the task: sums, whose answers can be checked."""
+"""Define the task: sums with answers that can be checked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Problem:
 
 
 def problems(count: int, largest: int, seed: int, step: int) -> list[Problem]:
-    """Return a step's problems; equal arguments produce equal problems on every machine."""
+    """Return a step's problems; the same arguments produce the same problems on every machine."""
     chance = random.Random(f"{seed} {step}")
     pairs = [(chance.randint(0, largest), chance.randint(0, largest)) for _ in range(count)]
     return [Problem(f"{a}+{b}=", str(a + b)) for a, b in pairs]

@@ -1,4 +1,4 @@
-"""Convert a rollout to training rows; each row is a prompt with its answer, padded on the right."""
+"""Convert a rollout to training rows, each a prompt and an answer, padded on the right."""
 
 from __future__ import annotations
 

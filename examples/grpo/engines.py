@@ -29,7 +29,7 @@ def sglang_arguments(settings: Settings, vocabulary: Vocabulary, folder: Path) -
     Args:
         settings: the run's settings.
         vocabulary: the model's vocabulary.
-        folder: an empty folder, for the configuration of a model with random weights.
+        folder: an empty folder for the configuration of a model with random weights.
     """
     return {
         "model_path": str(write_config(settings.model, vocabulary, folder)),

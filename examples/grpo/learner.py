@@ -16,13 +16,13 @@ _LARGEST_GRADIENT = 1.0
 
 @dataclass(frozen=True)
 class Learned:
-    """The figures of a training step, over all ranks.
+    """The figures of a training step over all ranks.
 
     Attributes:
         loss: the loss of the last pass.
         gradient: the norm of its gradient before clipping.
         gap: the mean difference between the engine's and the trainer's log-probabilities of the
-            sampled tokens, before the step: small if the engine has the trainer's weights.
+            sampled tokens before the step; small if the engine has the trainer's weights.
     """
 
     loss: float
@@ -31,7 +31,7 @@ class Learned:
 
 
 class Learner:
-    """Trains a model on rollouts. On several ranks, the model is sharded by FSDP2."""
+    """A trainer of a model on rollouts. On several ranks, FSDP2 shards the model."""
 
     def __init__(self, model: Any, settings: Settings, device: torch.device) -> None:
         self.model = model

@@ -108,7 +108,7 @@ def take_step(
 def sampling(
     number: int, settings: Settings, vocabulary: Vocabulary, place: Place, count: int
 ) -> list[dict[str, Any]]:
-    """Return the sampling parameters for each of this rank's answers, each with its own seed."""
+    """Return the sampling parameters, with a separate seed, for each of this rank's answers."""
     tokens, seed = SAMPLING_NAMES.get(settings.engine, ("max_new_tokens", "sampling_seed"))
     first = ((settings.seed * settings.steps + number) * place.ranks + place.rank) * count
     return [
@@ -128,7 +128,7 @@ def engine_dtype(settings: Settings) -> torch.dtype:
 
 
 def weights_for(dtype: torch.dtype, model: Any) -> dict[str, Any]:
-    """Return the weights to send. FSDP2's stay sharded; tied weights remain one tensor."""
+    """Return the weights to send; sharded weights stay sharded, tied weights remain one tensor."""
     state = model.state_dict(keep_vars=True)
     cast = {id(tensor): tensor.detach().to(dtype) for tensor in state.values()}
     return {name: cast[id(tensor)] for name, tensor in state.items()}

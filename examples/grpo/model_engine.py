@@ -1,9 +1,9 @@
-"""Generate without SGLang, with a copy of the model in this process, on machines without a GPU.
+"""Generate without SGLang on machines without a GPU, with a copy of the model in this process.
 
-`ModelEngine` implements the `RolloutEngine` methods that the example uses, and allocates its memory
-in tags so that it sleeps and wakes up like SGLang. Its weights have no backup: a sleep discards the
-weights, and they must be updated after the wake-up. The engine is slow because it computes every
-token from the beginning of the sequence. Each rank has its own engine.
+`ModelEngine` implements the `RolloutEngine` methods that the example uses. Because its memory is in
+tags, the engine sleeps and wakes up like SGLang. The engine's weights have no backup: a sleep
+discards the weights, and the weights must be updated after the wake-up. The engine is slow because
+it computes every token from the beginning of the sequence. Each rank has its own engine.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ModelEngine:
     def update_weights(
         self, state: Mapping[str, torch.Tensor], version: str | None = None, **_: Any
     ) -> None:
-        """Copy a state dict into the model. With FSDP2's shards, this is a collective operation."""
+        """Copy a state dict into the model. This is a collective operation for FSDP2 shards."""
         mine = self._model.state_dict()
         if set(mine) != set(state):
             raise memsaver.ConfigError(f"different tensors: {sorted(set(mine) ^ set(state))}")

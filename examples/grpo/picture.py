@@ -1,4 +1,4 @@
-"""Plot a run: the reward, and the memory use and duration of each stage."""
+"""Plot the reward of a run, and the memory use and the duration of each stage."""
 
 from __future__ import annotations
 

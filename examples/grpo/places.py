@@ -1,4 +1,4 @@
-"""Determine this process's place: a single process, or a rank that torchrun or Ray has started."""
+"""Determine this process's place: a single process, or a rank started by torchrun or Ray."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Place:
 def take_place(tp: int) -> Place:
     """Return this process's place according to torchrun's environment variables.
 
-    Several ranks also join a process group.
+    If there are several ranks, the process also joins a process group.
 
     Args:
         tp: the number of ranks that share an engine; 0 means all ranks.
@@ -64,6 +64,6 @@ def take_place(tp: int) -> Place:
 
 
 def leave_place() -> None:
-    """Destroy the process group, if there is one."""
+    """Destroy the process group if it exists."""
     if dist.is_initialized():
         dist.destroy_process_group()

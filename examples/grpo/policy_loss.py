@@ -13,7 +13,7 @@ def token_logprobs(
     Args:
         logits: [rows, length, vocabulary]; the logits at a position predict the next token.
         tokens: [rows, length].
-        temperature: the temperature of the sampling, which is part of the sampled policy.
+        temperature: the sampling temperature, which is part of the sampled policy.
     """
     predictions = torch.log_softmax(logits[:, :-1].float() / temperature, -1)
     return predictions.gather(-1, tokens[:, 1:, None]).squeeze(-1)
@@ -27,7 +27,7 @@ def clipped_loss(
     clip: float,
     total: float,
 ) -> torch.Tensor:
-    """Return the loss of some rows, as their part of the mean over `total` tokens.
+    """Return the contribution of some rows to the mean loss over `total` tokens.
 
     Args:
         logprobs: [rows, tokens], of the policy that is trained.
@@ -35,8 +35,8 @@ def clipped_loss(
         advantages: [rows].
         mask: [rows, tokens], 1 for a token of the answer.
         clip: the ratio of probabilities is clipped to 1 - clip to 1 + clip.
-        total: the number of tokens in all rows on all ranks, so that the result does not depend on
-            the division into rows and ranks.
+        total: the number of tokens in all rows on all ranks. The sum of the results therefore does
+            not depend on the division into rows and ranks.
     """
     ratio = torch.exp(logprobs - old_logprobs)
     gain = advantages[:, None]

@@ -41,7 +41,7 @@ def config_of(model: str, vocabulary: Vocabulary) -> Any:
 
 
 def make_model(model: str, vocabulary: Vocabulary, seed: int, device: torch.device) -> Any:
-    """Return the model in float32, equal on every rank.
+    """Return the model in float32, with the same weights on every rank.
 
     Uses eager attention, because the backward pass of torch's fused kernels is not deterministic.
     """

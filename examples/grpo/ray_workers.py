@@ -1,17 +1,17 @@
-"""Run the example as Ray actors, for several machines: ranks of a trainer, and SGLang servers.
+"""Run the example on several machines as Ray actors: trainer ranks and SGLang servers.
 
     python ray_workers.py --ranks 2                          a local Ray
     python ray_workers.py --ranks 16 --tp 8 --address auto   a cluster, an engine for each 8 GPUs
     python ray_workers.py --ranks 16 --nodes 2 --address auto      one engine on two machines
     python ray_workers.py --ranks 2 --engine model --model tiny      no GPU
 
-Each group of `tp` ranks is on one machine with its engine: an actor that starts an SGLang server on
-the GPUs of the group's ranks. With --nodes, a group and its engine are divided among several
-machines, and an actor on each machine starts the engine's part there. memsaver needs no variables
-in the actors' environment, because SGLang loads it as a plugin. With --preload, the environment of
-the engines' actors contains `memsaver.preload_env()`, so that allocations of other libraries inside
-regions also belong to the regions. Preloading requires a new process, and Ray starts an actor that
-has its own environment in a new process.
+Each group of `tp` ranks is on one machine with its engine. An actor starts this engine, an SGLang
+server, on the GPUs of the group's ranks. With --nodes, a group and its engine are divided among
+several machines, and an actor on each machine starts the engine's part on this machine. memsaver
+needs no variables in the actors' environment, because SGLang loads it as a plugin. With --preload,
+the environment of the engines' actors contains `memsaver.preload_env()`, so that allocations of
+other libraries inside regions also belong to the regions. Preloading requires a new process. Ray
+meets this requirement, because it starts an actor with its own environment in a new process.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ HOST = "127.0.0.1"
 class EngineWorker:
     """An actor that runs an SGLang server, or a part of an SGLang server, in separate processes.
 
-    `stop` ends these processes. They also end with the actor's process, even if it is killed: the
-    kernel then kills the server, and SGLang's processes exit with their server.
+    `stop` ends these processes. These processes exit with the actor's process, even if the actor's
+    process is killed: the kernel then kills the server, and SGLang's processes exit with their
+    server.
     """
 
     def __init__(self) -> None:
@@ -99,8 +100,8 @@ class EngineWorker:
     ) -> str:
         """Run a Python server that serves `/health`, and return the server's URL when it is ready.
 
-        When the server is ready, SGLang has finished its warm-up generation. Otherwise, the warm-up
-        could run on an engine that is already asleep and crash it.
+        When the server is ready, SGLang has finished its warm-up generation. Without this wait, the
+        warm-up could run on a sleeping engine and crash the engine.
         """
         import with_parent
 
@@ -144,7 +145,7 @@ class EngineWorker:
 
 
 class TrainerRank:
-    """An actor that is a rank of the trainer, with its own GPU unless the run uses no GPUs."""
+    """An actor for a rank of the trainer, with its own GPU unless the run uses no GPUs."""
 
     def gpus(self) -> list[str]:
         """Return the names of the actor's GPUs for CUDA_VISIBLE_DEVICES."""
@@ -171,16 +172,16 @@ class TrainerRank:
 
 
 def run_on_ray(settings: Settings, ranks: int, preload: bool, nodes: int = 1) -> Any:
-    """Run on the Ray cluster that this process is connected to, and return the results.
+    """Run the example on the Ray cluster to which this process is connected; return the results.
 
     Args:
         settings: the run's settings.
-        ranks: the number of the trainer's ranks. Each has a GPU if the engine is SGLang.
+        ranks: the number of the trainer's ranks. Each rank has a GPU if the engine is SGLang.
         preload: whether to add `memsaver.preload_env()` to the environment of the engines' actors.
-        nodes: the number of parts of an engine, each with its ranks on one machine.
+        nodes: the number of parts of an engine; each part and its ranks are on one machine.
 
     Raises:
-        SettingsError: the ranks cannot divide the run, or Ray has too few GPUs or CPUs.
+        SettingsError: the run cannot be divided among the ranks, or Ray has too few GPUs or CPUs.
     """
     settings.check(ranks)
     tp = settings.tp or ranks
@@ -248,7 +249,8 @@ def parts_of_engine(nodes: int, place: tuple[str, int]) -> list[dict[str, Any]]:
 def first_failure_or_all(calls: Sequence[Any], seconds: float) -> list[Any]:
     """Return the results of all calls, or raise an error as soon as one call fails.
 
-    If a part of an engine does not start, the calls of the other parts wait for this part in vain.
+    If a part of an engine does not start, the calls to the other parts would wait for this part
+    indefinitely.
 
     Raises:
         RayError: a call failed, or did not return in time.

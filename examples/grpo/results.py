@@ -1,4 +1,4 @@
-"""Save a run's results as a JSON file; numbers are written exactly, for comparison."""
+"""Save a run's results as a JSON file, with exact numbers for comparisons."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Step:
         gradient: the norm of its gradient.
         gap: see `Learned.gap`.
         answers: a digest of all tokens of all ranks' answers.
-        stages: for each stage of the step, its seconds and the highest peak of all ranks.
+        stages: the duration of each stage of the step in seconds, and the highest peak of all
+            ranks.
     """
 
     reward: float
@@ -87,7 +88,7 @@ class Results:
 
 
 def figures_of(reports: Iterable[StageReport]) -> dict[str, dict[str, float]]:
-    """Return the figures of a step's stages. Combines stages that ran twice."""
+    """Return the figures of a step's stages. Figures of a stage that ran twice are combined."""
     found: dict[str, dict[str, float]] = {}
     for report in reports:
         known = found.get(report.stage.value, {"seconds": 0.0, "peak_bytes": 0})
@@ -109,7 +110,7 @@ def digest_of(tensors: Mapping[str, torch.Tensor] | Iterable[torch.Tensor]) -> s
 
 
 def digest_over_ranks(mine: str) -> str:
-    """Combine the digests of all ranks into one that is equal on all ranks.
+    """Combine the digests of all ranks into one digest, which is the same on all ranks.
 
     This is a collective operation on the CPU.
     """

@@ -19,7 +19,7 @@ class Settings:
     Attributes:
         engine: "sglang", "vllm", or "model": a copy of the model that generates in this process,
             for machines without a GPU.
-        sleep: whether trainer and engine release memory for each other.
+        sleep: whether the trainer and the engine release memory for each other.
         steps: the number of steps of rollout and training.
         prompts: the number of problems in a step, over all ranks.
         samples: the number of answers to each problem; their mean reward is the baseline.
@@ -29,7 +29,7 @@ class Settings:
         rate: the learning rate.
         clip: the clipping range of the ratio of new to old probability.
         passes: the number of optimizer steps on the same rollout.
-        rows: the number of sequences in a forward pass; gradients of several passes are
+        rows: the number of sequences in a forward pass; the gradients of several passes are
             accumulated.
         seed: the seed of the weights, the problems and the sampling.
         model: "tiny", "small" or "0.6b" for a Qwen3 with random weights, or the folder of one.
@@ -61,7 +61,7 @@ class Settings:
     verify: str = "sampled"
 
     def check(self, ranks: int) -> None:
-        """Check that `ranks` ranks can divide this run's problems.
+        """Check that this run's problems can be divided among `ranks` ranks.
 
         Raises:
             SettingsError: the number of problems in a step is not a multiple of `ranks`.

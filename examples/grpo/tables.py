@@ -42,7 +42,7 @@ def rewards(results: Results) -> Table:
 
 
 def stages(results: Results) -> Table:
-    """Return a table of the stages: the median duration and the highest peak of each."""
+    """Return a table of the stages with the median duration and the highest peak of each stage."""
     table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("stage")
     for name in ("ms", "% of a step", "peak, GiB"):
@@ -61,7 +61,7 @@ def stages(results: Results) -> Table:
 
 
 def median_seconds(results: Results) -> dict[str, float]:
-    """Return each stage's median duration, if possible without the first step, which warms up."""
+    """Return each stage's median duration; if possible, exclude the first step as a warm-up."""
     return {
         name: statistics.median([row["seconds"] for row in rows[1:] or rows])
         for name, rows in results.stages().items()

@@ -28,7 +28,7 @@ DEFAULT = Settings()
 
 
 def one_of(*names: str) -> Callable[[str], str]:
-    """Return a function that checks an option's value."""
+    """Return a function that checks the value of an option."""
 
     def check(value: str) -> str:
         if value not in names:
@@ -39,7 +39,7 @@ def one_of(*names: str) -> Callable[[str], str]:
 
 
 def results_name(name: Path) -> Path:
-    """Check before the run, which takes minutes, that results can be written; return the name.
+    """Check, before the long run, that results can be written; return the file name.
 
     Raises:
         typer.BadParameter: no files can be created with this name.
@@ -113,12 +113,12 @@ def start(
 
     Args:
         settings: the run's settings.
-        servers: URLs of running engines; if there are none, starts an engine.
+        servers: URLs of running engines. If the list is empty, an engine is started.
         picture: whether the results will be drawn.
 
     Raises:
-        SettingsError: the ranks cannot divide the run, the model does not exist, or a required
-            package is not installed.
+        SettingsError: the run cannot be divided among the ranks, the model does not exist, or a
+            required package is not installed.
     """
     if settings.engine == "model" and not os.path.exists("/dev/nvidiactl"):
         os.environ.setdefault("MEMSAVER_DRIVER", "sim")

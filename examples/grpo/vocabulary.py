@@ -1,4 +1,4 @@
-"""Define the tokens for arithmetic: a small vocabulary, or part of a model's vocabulary."""
+"""Define the tokens for arithmetic: a small vocabulary or a part of a model's vocabulary."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Vocabulary:
 
     @classmethod
     def of_model(cls, folder: Path) -> Vocabulary:
-        """Return a checkpoint's vocabulary. Its tokenizer must encode each symbol as one token.
+        """Return the vocabulary of a checkpoint whose tokenizer encodes each symbol as one token.
 
         Raises:
             SettingsError: the tokenizer lacks a symbol, or there is no checkpoint.

@@ -2,7 +2,7 @@
 
 python with_parent.py PARENT PROGRAM ARGUMENT...      PARENT is the parent's process id
 
-Linux keeps the parent-death signal across an exec but not across a fork, so the program's own
+Linux preserves the parent-death signal across an exec but not across a fork, so the program's own
 children are not killed.
 """
 

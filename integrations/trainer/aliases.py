@@ -1,4 +1,4 @@
-"""References to the memory of CPU tensors, which are redirected to other memory if possible.
+"""Find all references to the memory of CPU tensors, and redirect them to other memory.
 
 Every Python tensor that uses a storage can be found and redirected to other memory. Objects that
 keep the memory's address (a numpy array, a DLPack consumer) or refer to the storage object cannot
@@ -25,13 +25,13 @@ _UNSEEN = 1 if sys.version_info < (3, 11) else 0
 
 
 class Aliases:
-    """The Python tensors that use given tensors' storages, and other references to this memory.
+    """The Python tensors that use the storages of given tensors, and other references.
 
     The search covers the local variables of all threads, and the objects that the garbage collector
     tracked when this object was created. The constructor takes about 0.1 s in a process with a
     million objects.
 
-    The caller must refer to the tensors only from containers, and disable torch's
+    The caller may refer to the tensors only from containers, and must disable torch's
     `__torch_function__` overrides.
     """
 
@@ -103,8 +103,8 @@ class Aliases:
     def _is_exported(self, users: list[Any], at: int, is_shown: bool) -> bool:
         """Return whether a reference to a tensor belongs neither to Python nor to autograd.
 
-        A numpy array keeps alive the Python tensor from which it was created. A DLPack capsule
-        keeps alive the underlying C++ tensor.
+        A numpy array keeps the Python tensor alive from which the array was created. A DLPack
+        capsule keeps the underlying C++ tensor alive.
         """
         key = id(users[at])
         is_gradient = key in self._gradients
@@ -146,7 +146,7 @@ def _meets(addresses: range, others: list[range]) -> bool:
 
 @functools.cache
 def _references_by_cpp() -> int:
-    """Return the number of references that a C++ tensor adds to its Python tensor."""
+    """Return the number of references from a C++ tensor to its Python tensor."""
     import torch
 
     tensor = torch.empty(1, device="cpu")

@@ -1,4 +1,4 @@
-"""Background resumes, and the waits of the hooks of optimizers and modules for these resumes."""
+"""Run background resumes, and make the hooks of optimizers and modules wait for them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _arrivals: dict[str, Arrival] = {}
 
 
 class Limit(NamedTuple):
-    """The limit of `limited_waits` in seconds, and its deadline as a value of time.monotonic()."""
+    """The limit in seconds, and the deadline as a value of time.monotonic()."""
 
     seconds: float
     deadline: float
@@ -51,9 +51,9 @@ _limit: ContextVar[Limit | None] = ContextVar("limit", default=None)
 def limited_waits(seconds: float) -> Iterator[None]:
     """Limit the time for which hooks wait for background resumes during the block.
 
-    During the block, hooks wait on the host until the resume ends. If a hook still waits when
-    `seconds` have passed since the beginning of the block, it raises an `InvalidStateError` that
-    names the tag. The resume continues.
+    During the block, hooks wait on the host until the resume ends. A hook that still waits
+    `seconds` after the beginning of the block raises an `InvalidStateError` that names the tag. The
+    resume continues.
     """
     outer = _limit.set(Limit(seconds, time.monotonic() + seconds))
     try:
@@ -67,7 +67,7 @@ def begin_arrival(tag: str, *, until_queued: bool = False) -> memsaver.Transitio
 
     Args:
         until_queued: whether to return only when all copies are queued. If True, the copies of
-            later resumes run after these copies.
+            later resumes run after the copies of this resume.
     """
     arrival = memsaver.resume(tag, wait=False)
     devices = (int(row["device"]) for row in _C.stats(tag))
@@ -84,20 +84,20 @@ def begin_arrival(tag: str, *, until_queued: bool = False) -> memsaver.Transitio
 
 
 def forget_arrival(tag: str) -> None:
-    """Remove the record of a tag's resume, because the tag is mapped or about to be paused."""
+    """Remove the record of a tag's resume when the tag is mapped or about to be paused."""
     _arrivals.pop(tag, None)
 
 
 def order_after_arrival(tag: str, memory: list[Any] | None = None) -> bool:
     """Make work that this thread submits later wait for the tag's background resume.
 
-    If `memory` is a list of tensors in the tag, the work waits only for the contents of these
+    If `memory` is a list of tensors in the tag, the later work waits only for the contents of these
     tensors. On each of the tag's devices, work on torch's current stream waits on the device. The
-    host waits only if the copies are not queued yet, during a capture (for all copies), and on the
-    simulated driver, where the host uses the tensors.
+    host itself waits only in three cases: until the copies are queued, during a capture (for all
+    copies), and on the simulated driver, where the host uses the tensors.
 
     Returns:
-        False if the tag is mapped or no background resume is known.
+        False if the tag is mapped, or if no background resume is known.
 
     Raises:
         InvalidStateError: see `limited_waits`.

@@ -1,4 +1,4 @@
-"""Moves of the memory of targets into a tag: existing memory at once, new memory later."""
+"""Move the memory of targets into a tag: existing memory immediately, new memory later."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _before_any_step(optimizer: Any) -> None:
 class Collection:
     """The targets of a handle, and the tag to which their memory is moved. Any thread.
 
-    A collection refers to optimizers and modules weakly. After `watch`, their hooks keep the
+    A collection has weak references to optimizers and modules. After `watch`, their hooks keep the
     collection alive. A collection owns strong references to tensors, because
     `torch.utils.swap_tensors` rejects tensors with weak references.
     """
@@ -132,8 +132,8 @@ class Collection:
         """Check that all existing memory except gradients can be moved into the tag. Moves nothing.
 
         Raises:
-            ConfigError: some memory must stay in place (the message names the memory and the
-                reason), or new states of an optimizer are already moved to another tag.
+            ConfigError: some memory must stay in place, or an optimizer's new states are already
+                moved to another tag. The message names the memory and the reason.
         """
         import torch
 
@@ -172,7 +172,7 @@ class Collection:
             self._memory.trim(self.tag)
 
     def watch(self) -> None:
-        """Start to move new memory into the tag, and to reject work while the tag is not mapped.
+        """Begin to move new memory into the tag, and to reject work while the tag is not mapped.
 
         Raises:
             ConfigError: a target accepts no hooks. No target is watched.
@@ -224,7 +224,7 @@ class Collection:
             _watching[key] = weakref.ref(self, lambda _: _watching.pop(key, None))
 
     def unwatch(self) -> None:
-        """End the effect of `watch`; memory in the tag stays there. Idempotent."""
+        """End the effect of `watch`; moved memory stays in the tag. Idempotent."""
         _watching.pop(id(self), None)
         self._hooks.close()
         self._leave_parts()
@@ -317,7 +317,7 @@ class Collection:
 
         Without `parameters`, an optimizer's states that share a storage with a parameter are
         omitted, because they stay with the parameter. For states that are not in the tag yet, the
-        parameters of all other objects in the process also count.
+        parameters of all other objects in the process are also considered.
         """
         import torch
 
@@ -385,9 +385,9 @@ def _size(optimizer: Any) -> int:
 
 
 def _frames_of_others() -> int:
-    """Return the `stacklevel` that attributes the caller's warning to the program's own frame.
+    """Return the `stacklevel` that attributes the caller's warning to a frame of the program.
 
-    The number of torch's frames between these frames depends on the versions of torch and of its
+    The number of torch's frames between the two frames depends on the versions of torch and its
     compiler.
     """
     frame, level = sys._getframe(1), 1

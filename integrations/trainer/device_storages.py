@@ -1,4 +1,4 @@
-"""Moves of the storages of CUDA tensors into a tag, without changes to the tensor objects."""
+"""Move the storages of CUDA tensors into a tag without changing the tensor objects."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class DeviceStorages:
     def move(self, tensors: list[Any], tag: str) -> None:
         """Move the storage of each tensor, with its contents, into the tag's memory.
 
-        Releases the old memory. Tensors that share a storage still share a storage afterwards. The
-        function first waits for all work of the devices, and finally waits for its copies. No other
-        thread may use the storages during the call.
+        Releases the old memory. Tensors that share a storage before the call still share a storage
+        afterwards. The function first waits for all work of the devices, and at the end for its own
+        copies. No other thread may use the storages during the call.
 
         Raises:
             OutOfDeviceMemoryError: only the storages before the failing storage were moved. All
@@ -66,8 +66,8 @@ class DeviceStorages:
     def trim(self, tag: str) -> None:
         """Release the memory of the tag's deleted tensors from segments without live tensors.
 
-        An example is the memory of gradients that the last pause moved into the tag. Torch does not
-        reuse this memory, and releases it with the rest of its cache.
+        For example, this memory can belong to gradients that the last pause moved into the tag.
+        Torch does not reuse this memory, and releases it together with the rest of torch's cache.
         """
         import torch
 

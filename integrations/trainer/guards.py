@@ -34,8 +34,8 @@ Hook: TypeAlias = Callable[[Any], object]  # called with the optimizer or the mo
 def check_mapped(tag: str, what: str, memory: list[Any] | None = None) -> None:
     """Raise an InvalidStateError with advice unless the tag is mapped.
 
-    If the tag is being resumed (`Offloaded.resume(wait=False)`), work that is submitted afterwards
-    waits for the resume, or only for the contents of `memory`; see `order_after_arrival`.
+    If the tag is being resumed (`Offloaded.resume(wait=False)`), later work waits for the resume,
+    or only for the contents of `memory`. See `order_after_arrival`.
     """
     if state(tag) == "mapped" or order_after_arrival(tag, memory):
         return
@@ -86,9 +86,9 @@ class ModuleChecks(Protocol):
 class Guard:
     """A module hook that calls `check` with the module as its argument.
 
-    A shallow copy of a module shares the memory and the hooks of the module. A deep copy or an
-    unpickled module has its own memory and copies of the hooks, and a copied or unpickled `Guard`
-    does nothing.
+    A shallow copy of a module shares the module's memory and hooks. A deep copy or an unpickled
+    module has its own memory and its own copies of the hooks. A copied or unpickled `Guard` does
+    nothing.
     """
 
     def __init__(self, check: Hook) -> None:
@@ -120,14 +120,14 @@ def guard_optimizer(
     loaded: Hook,
     before_save: Hook,
 ) -> contextlib.ExitStack:
-    """Install hooks that are called with an optimizer around steps and loads and before saves.
+    """Install hooks that an optimizer calls around steps and loads and before saves.
 
     If `before_step`, `before_load` or `before_save` (for `state_dict`) raises an exception, the
     call is not executed. A compiled step is split into separate graphs around the hooks. Copies of
     an optimizer have no hooks.
 
     Returns:
-        A stack that removes the hooks when it is closed.
+        An exit stack that removes the hooks when the stack is closed.
 
     Raises:
         ConfigError: the optimizer does not accept hooks. No hook stays installed.
@@ -149,7 +149,7 @@ def guard_steps(before_step: Hook) -> None:
     """Install a hook that calls `before_step` before each step of any torch optimizer.
 
     If `before_step` raises an exception, the step is not executed. Further calls with the same
-    function have no effect. The hook is never removed, because torch does not allow changes of
+    function have no effect. The hook is never removed, because torch does not allow changes to
     these hooks during another thread's step.
     """
     from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -161,7 +161,7 @@ def guard_module(module: Any, checks: ModuleChecks) -> contextlib.ExitStack:
     """Install a hook that calls `checks.before_forward` before a module's forward passes.
 
     Returns:
-        A stack that removes the hook when it is closed.
+        An exit stack that removes the hook when the stack is closed.
 
     Raises:
         ConfigError: the module does not accept hooks. No hook stays installed.
@@ -172,10 +172,10 @@ def guard_module(module: Any, checks: ModuleChecks) -> contextlib.ExitStack:
 
 
 class StateGuards:
-    """Hooks before `load_state_dict` and `state_dict` of modules and of their parts.
+    """Hooks that run before `load_state_dict` and `state_dict` of modules and their submodules.
 
-    The hooks of a module's parts stay until `close`, because torch does not allow a thread to
-    remove a hook during a call.
+    The hooks of submodules stay until `close`, because torch does not allow a thread to remove a
+    hook during a call.
     """
 
     def __init__(self) -> None:
@@ -183,7 +183,7 @@ class StateGuards:
         self._guarded: dict[int, weakref.ref[Any]] = {}  # modules by id: they may compare equal
 
     def add(self, module: Any, checks: ModuleChecks) -> None:
-        """Call `checks` before loads and saves of a module and of those parts that have no guard.
+        """Call `checks` before loads and saves of a module and its submodules without a guard.
 
         Raises:
             ConfigError: a module does not accept hooks. No hook is added.
@@ -213,9 +213,9 @@ def guard_parts(module: Any, checks: ModuleChecks) -> contextlib.ExitStack:
     """Guard the forward passes of a module's submodules, and its compiled calls.
 
     The hooks also call `checks.after_forward` after each forward pass of the module itself.
-    Scripted modules accept no hooks, and are guarded only by the hooks of the modules that contain
-    them. Remove the hooks soon, because each hook costs a few microseconds per forward pass, and
-    torch has fast paths for modules without hooks.
+    Scripted modules accept no hooks. Only the hooks of the containing modules guard scripted
+    modules. The caller should remove the hooks soon, because each hook costs a few microseconds per
+    forward pass and disables torch's fast paths for modules without hooks.
     """
     import torch
 
@@ -249,7 +249,7 @@ def _guard_forward(module: Any, checks: ModuleChecks, hooks: contextlib.ExitStac
 class _CompiledCall:
     """The result of `module.compile()`, which is called after the checks of all guards.
 
-    Compiled code contains the module's hooks, so a hook cannot make the checks.
+    The checks cannot be made by a hook, because compiled code contains the module's hooks.
     """
 
     def __init__(self, module: Any, compiled: Callable[..., Any]) -> None:
@@ -287,7 +287,7 @@ def _guard_compiled(module: Any, checks: ModuleChecks, hooks: contextlib.ExitSta
 def _registering(target: Any) -> Iterator[contextlib.ExitStack]:
     """Yield a stack of hooks that are removed if the registration of any hook fails.
 
-    Any exception is replaced by a ConfigError, because torch raises many kinds of errors.
+    Every exception is replaced by a ConfigError, because torch raises many kinds of errors.
     """
     with contextlib.ExitStack() as hooks:
         try:

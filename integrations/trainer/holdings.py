@@ -73,9 +73,9 @@ def holdings_of(target: Any, parameters: bool) -> Iterator[Holding]:
 def weights_of(target: Any) -> Iterator[Holding]:
     """Yield all parameters to which an optimizer refers, even if it does not update them.
 
-    Parameters that the optimizer does not update itself, such as low-precision weights that a
-    wrapper updates, are found in the optimizer's states, in its attributes, and in modules among
-    its attributes.
+    The optimizer might not update some of these parameters itself, for example low-precision
+    weights that a wrapper updates. Such parameters are found in the optimizer's states, in its
+    attributes, and in modules among its attributes.
     """
     import torch
 
@@ -94,8 +94,8 @@ def weights_of(target: Any) -> Iterator[Holding]:
 def storages_of_live_parameters() -> set[int]:
     """Return the ids of the storages of all `torch.nn.Parameter`s in the process.
 
-    The ids are those of `storages_of`. The function takes about 0.1 s in a process with a million
-    objects. The result does not include parameters that a `gc.freeze()` hides, and parameters that
+    `storages_of` uses the same ids. The function takes about 0.1 s in a process with a million
+    objects. The result excludes parameters that are hidden by `gc.freeze()` and parameters that
     reject queries.
     """
     import torch
@@ -117,7 +117,7 @@ def gradients_of(target: Any) -> Iterator[Holding]:
 
 
 def storages_of(holdings: Iterable[Holding]) -> dict[int, tuple[Any, Holding]]:
-    """Return each nonempty storage by its id, with the first tensor found in the storage."""
+    """Return the nonempty storages by id, each with the first tensor found in the storage."""
     found: dict[int, tuple[Any, Holding]] = {}
     for holding in holdings:
         storage = holding.tensor.untyped_storage()
@@ -127,7 +127,7 @@ def storages_of(holdings: Iterable[Holding]) -> dict[int, tuple[Any, Holding]]:
 
 
 def reshard(target: Any) -> None:
-    """Reshard a module's FSDP2 parts, which are also sharded before each forward pass."""
+    """Reshard a module's FSDP2 submodules, which are also sharded before each forward pass."""
     import torch
 
     if isinstance(target, torch.nn.Module):
@@ -176,7 +176,7 @@ def _attributes(optimizer: Any) -> dict[str, Any]:
 
 
 def parts_of(tensor: Any, what: str, is_counter: bool = False) -> Iterator[Holding]:
-    """Yield the dense tensors inside a DTensor or another wrapper, or a plain tensor itself."""
+    """Yield a plain tensor itself, or the dense tensors inside a DTensor or another wrapper."""
     import torch
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 

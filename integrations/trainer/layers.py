@@ -14,9 +14,9 @@ __all__ = ["has_separate_layers", "read_by_forward"]
 def has_separate_layers(model: Any) -> bool:
     """Return whether every tensor of a model is read by the forward pass of a known module.
 
-    The result is False in three cases. The model has FSDP2 modules, which gather other modules'
-    parameters. The model has scripted modules, which accept no hooks. The model itself cannot be
-    called, and has tensors outside modules that can be called.
+    The result is False in three cases. First, the model has FSDP2 modules, which gather other
+    modules' parameters. Second, the model has scripted modules, which accept no hooks. Third, the
+    model itself cannot be called, and some of its tensors are outside all callable modules.
     """
     import torch
 
@@ -29,11 +29,11 @@ def has_separate_layers(model: Any) -> bool:
 def read_by_forward(module: Any) -> Iterator[Holding]:
     """Yield the tensors that a module's forward pass reads outside its submodules' forward passes.
 
-    These are the module's own parameters with their gradients, its own buffers, and the same
-    tensors of submodules that cannot be called, such as a `ParameterList`. For compiled modules,
-    and for modules whose class or `forward` is torch's own, the tensors of all submodules are
-    included, because, for example, a `MultiheadAttention` does not call its projection. An
-    exception is `Sequential`, which only calls its submodules.
+    These tensors are the module's own parameters with their gradients and the module's own buffers.
+    The same tensors of submodules that cannot be called, such as a `ParameterList`, are included.
+    For compiled modules, and for modules whose class or `forward` is torch's own, the tensors of
+    all submodules are included. For example, a `MultiheadAttention` does not call its projection.
+    The exception is `Sequential`, because it only calls its submodules.
     """
     import torch
 

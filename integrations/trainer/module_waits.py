@@ -1,4 +1,4 @@
-"""Waits of a model's modules for a background resume."""
+"""Make a model's modules wait for a background resume."""
 
 from __future__ import annotations
 
@@ -57,5 +57,5 @@ class ModuleWaits:
         check_mapped(self._owner.tag, "the model's load_state_dict")
 
     def before_module_save(self, module: Any) -> None:
-        """Wait for all tensors. For a paused tag, the `state_dict` refers to paused tensors."""
+        """Wait for all tensors. If the tag is paused, the `state_dict` refers to paused tensors."""
         order_after_arrival(self._owner.tag)

@@ -15,7 +15,7 @@ _SEQUENCES = (list, tuple, set, frozenset, deque, UserList)
 
 
 def leaves(value: Any, what: str = "") -> Iterator[tuple[Any, str]]:
-    """Yield the values inside containers at any depth, and enter each container only once.
+    """Yield the values inside containers at any depth; enter each container only once.
 
     Containers are mappings, sequences, sets, deques, dataclasses and SimpleNamespaces. Any other
     object is yielded without being entered. The keys of mappings are not yielded.

@@ -30,9 +30,9 @@ class Offloaded:
 
     Any thread may use a handle, but only one thread at a time.
 
-    The hooks on optimizers and modules continue to work without this object. If targets are
-    tensors, keep this object: their gradients are moved into the tag, and steps that use them while
-    the tag is paused are rejected, only during this object's lifetime.
+    The hooks on optimizers and modules continue to work without this object. If some targets are
+    tensors, keep this object. Only during its lifetime are the gradients of these tensors moved
+    into the tag, and are steps rejected that use these tensors while the tag is paused.
 
     Attributes:
         tag: the tag, for memsaver's own functions: `memsaver.swap(out=offloaded.tag, ...)`.
@@ -61,9 +61,9 @@ class Offloaded:
     def bytes(self) -> int:
         """The bytes of the targets' tensors in the tag, without other memory in the tag.
 
-        If FSDP2 modules have gathered parameters (between a forward pass and the backward pass,
-        without `reshard_after_forward`), these parameters count as memory outside the tag, and the
-        shards are not counted.
+        Without `reshard_after_forward`, FSDP2 modules have gathered parameters between a forward
+        pass and the backward pass. During this time, the gathered parameters count as memory
+        outside the tag, and the shards are not counted.
         """
         return int(self._collection.bytes()[0])
 
@@ -71,9 +71,9 @@ class Offloaded:
     def bytes_elsewhere(self) -> int:
         """The bytes of the targets' tensors on the device outside the tag.
 
-        This includes gradients until a pause moves them, tensors that a step has replaced, and
-        gradients that must stay in the memory of a CUDA graph or in another tag. DDP's buckets, and
-        gradients that FSDP2 accumulates without sharding, are not counted.
+        These bytes include gradients that no pause has moved yet, tensors that a step has replaced,
+        and gradients that must stay in the memory of a CUDA graph or in another tag. DDP's buckets,
+        and gradients that FSDP2 accumulates without sharding, are not counted.
         """
         return int(self._collection.bytes()[1])
 
@@ -84,13 +84,13 @@ class Offloaded:
     def pause(self, backup: Backup | None = None, *, wait: Literal[False]) -> Transition: ...
 
     def pause(self, backup: Backup | None = None, *, wait: bool = True) -> Report | Transition:
-        """Move new memory into the tag, then call `memsaver.pause` on it.
+        """Move new memory into the tag, and then call `memsaver.pause` with the tag.
 
         Args:
             backup: see `memsaver.pause`.
-            wait: False returns a `memsaver.Transition` when new memory has been moved into the tag;
-                another thread saves the contents and releases the memory. From that moment, the
-                hooks reject work on the memory.
+            wait: False returns a `memsaver.Transition` as soon as new memory has been moved into
+                the tag. Another thread then saves the contents and releases the memory. From that
+                moment, the hooks reject work on the memory.
 
         Raises:
             InvalidStateError: this handle is closed.
@@ -108,15 +108,15 @@ class Offloaded:
     def resume(self, *, wait: Literal[False]) -> Transition: ...
 
     def resume(self, *, wait: bool = True) -> Report | Transition:
-        """Call `memsaver.resume` on the tag.
+        """Call `memsaver.resume` with the tag.
 
         With `wait=False`, forward and backward passes that use other memory can begin immediately.
         If a hook finds that the tag is being resumed, later work on torch's current streams waits
         for the copies. Hooks run before an optimizer's `step`, `load_state_dict` and `state_dict`,
         and before the forward pass, `load_state_dict` and `state_dict` of a module. If the resume
-        has failed, the first of these calls raises the resume's error; the tag is paused and its
-        backup is intact. Other uses of the memory must wait for the returned transition. Examples
-        are reading `optimizer.state`, and a backward pass that adds to gradients that were paused.
+        has failed, the first of these calls raises the resume's error. The tag is then paused, and
+        its backup is intact. All other users of the memory must wait for the returned transition.
+        Examples are a read of `optimizer.state` and a backward pass that adds to paused gradients.
 
         With `offload(by_layer=True)`, the forward pass of each module waits only for the module's
         own parameters, their gradients and the module's buffers, which are restored in address
@@ -126,8 +126,8 @@ class Offloaded:
         Args:
             wait: False returns a `memsaver.Transition` as soon as the resume has begun. With
                 `offload(by_layer=True)`, the call returns when all memory is mapped and all copies
-                are queued. Backups that are neither in pinned memory nor on another GPU have been
-                read at this time.
+                are queued. By this time, all backups outside pinned memory and outside other GPUs
+                have been read.
 
         Raises:
             InvalidStateError: this handle is closed.
@@ -140,7 +140,7 @@ class Offloaded:
 
     @property
     def may_overlap(self) -> bool:
-        """Whether only hooked calls use the memory, so that other work can run during a resume.
+        """Whether only calls with hooks use the memory, so other work can run during a resume.
 
         The value is True if every target is a module with `offload(by_layer=True)`, or an optimizer
         that has only states (no parameters and no gradients) in the tag. Regions with the tag's
@@ -164,7 +164,7 @@ class Offloaded:
         """Remove all hooks. Closing twice is allowed.
 
         The tensors stay in the tag at the same addresses, and the tag can still be paused by its
-        name. New memory is no longer moved into the tag.
+        name. After this call, new memory is no longer moved into the tag.
 
         Raises:
             InvalidStateError: the tag is paused. Without the hooks, a step on the paused memory
@@ -176,8 +176,8 @@ class Offloaded:
         """Raise `InvalidStateError` if this handle is closed.
 
         Args:
-            advice: the advice in the message; "" selects the advice for callers of `pause` and
-                `resume`.
+            advice: the advice in the error message; "" selects the advice for callers of `pause`
+                and `resume`.
         """
         if self._is_closed:
             advice = advice or (
@@ -221,10 +221,10 @@ def offload(
 ) -> Offloaded:
     """Move a trainer's memory into a tag, so that a pause releases it and a resume restores it.
 
-    A step after a resume is bitwise identical to the same step without the pause. The address of
-    each tensor changes once: in this call for existing memory, after the step that creates them for
-    later states, and in the first pause that finds them for gradients. CPU tensors (such as step
-    counters) and sparse tensors are not moved.
+    A step after a resume has results that are bitwise identical to those without the pause. The
+    address of each tensor changes once. Existing tensors are moved in this call, later states after
+    the step that creates them, and gradients in the first pause that finds them. CPU tensors (such
+    as step counters) and sparse tensors are not moved.
 
     Args:
         targets: optimizers (their states), modules (their parameters and buffers), tensors (such as
@@ -235,55 +235,57 @@ def offload(
             A tag can have several handles, and can also have regions.
         backup: see `memsaver.region`. With "none", a pause discards the contents. None means the
             tag's present backup, or "host" for a tag without a backup.
-        parameters: whether an optimizer's parameters are also moved, for an optimizer with its own
-            master weights. In a plain trainer, the optimizer's parameters are the model's weights.
-            With False, the parameters and any states that share their memory stay in place; to move
-            the parameters, offload the model.
+        parameters: whether an optimizer's parameters are also moved; meant for optimizers with
+            their own master weights. In a plain trainer, the optimizer's parameters are the model's
+            weights. With False, the parameters and any states that share the parameters' memory
+            stay in place. To move the parameters, offload the model.
         gradients: whether existing gradients are moved into the tag before each pause.
         by_layer: whether a forward pass can begin before all parameters are restored (see
-            `Offloaded.resume`). True is a promise by the caller: until the end of the model's
-            forward pass, each parameter and buffer is read only during or after the forward pass of
-            a module that owns it, and every such forward pass is a call of the module. A model
-            breaks the promise if a module reads a parameter of another module that was not called
-            before (as a fused loss reads `lm_head.weight`), or if a compiled function calls the
-            model's modules. For compiled modules and modules of torch's own classes, such as
-            `MultiheadAttention`, the parameters of all submodules count as their own. Models with
-            FSDP2 modules or scripted modules always wait for all memory.
+            `Offloaded.resume`). With True, the caller promises the following until the end of the
+            model's forward pass: each parameter and buffer is read only during or after the forward
+            pass of a module that owns it, and every such forward pass is a call to the module. A
+            model breaks the promise if a module reads a parameter of another module that has not
+            been called yet, as a fused loss reads `lm_head.weight`. A model also breaks the promise
+            if a compiled function calls the model's modules. A compiled module, or a module of one
+            of torch's own classes such as `MultiheadAttention`, also owns the parameters of all its
+            submodules for this purpose. Models with FSDP2 modules or scripted modules always wait
+            for all memory.
 
     Existing memory is moved in this call. Later memory is moved after the step that created it,
     after `load_state_dict`, and before each pause of the tag. The search for an optimizer's states
-    covers its `state`, its `param_groups` and its attributes. It enters mappings, sequences, sets,
-    dataclasses and `SimpleNamespace`s, but no other objects. Single-element tensors in
-    `param_groups` and attributes, such as learning rates, stay in place.
+    covers its `state`, its `param_groups` and its attributes. The search enters mappings,
+    sequences, sets, dataclasses and `SimpleNamespace`s, but no other objects. Single-element
+    tensors in `param_groups` and attributes, such as learning rates, stay in place.
 
     Moving gradients or states needs free memory for one batch of tensors (at most 512 MiB, or a
     single larger tensor), and empties torch's cache.
 
-    While the tag is paused, the optimizers' `step` and `load_state_dict`, and the forward pass and
-    `load_state_dict` of the modules and their parts, raise InvalidStateError. A step whose
-    parameters, gradients or states are in another paused tag also raises InvalidStateError. Other
-    uses of the memory are not detected: backward passes, clipping, `zero_grad(set_to_none=False)`,
-    a gradient scaler's `unscale_` and `step`, replays of CUDA graphs, and the forward pass of a
-    model that is not a target. The forward pass of a compiled model is detected only if the target
-    is the result of `torch.compile`, or if the target was compiled in place (`Module.compile`)
-    before the pause. Users of the memory's address (DLPack consumers, CUDA array interfaces) must
-    be created after the call.
+    While the tag is paused, several calls raise InvalidStateError: an optimizer's `step` and
+    `load_state_dict`, and the forward pass and `load_state_dict` of a module or its submodules. A
+    step whose parameters, gradients or states are in another paused tag also raises
+    InvalidStateError. Other uses of the memory are not detected: backward passes, clipping,
+    `zero_grad(set_to_none=False)`, a gradient scaler's `unscale_` and `step`, replays of CUDA
+    graphs, and the forward pass of a model that is not a target. The forward pass of a compiled
+    model is detected only if the target is the result of `torch.compile`, or if the target was
+    compiled in place (`Module.compile`) before the pause. Objects that use the memory's address,
+    such as DLPack consumers and CUDA array interfaces, must be created after the call.
 
     Before you capture CUDA graphs that use the memory, call this function and run a first step. If
     gradients exist across the capture and `gradients` is True, also run a first pause with
-    gradients. No other thread may use the memory during the call. An interrupt is raised after
-    everything is moved; repeating the call returns the handle.
+    gradients. No other thread may use the memory during the call. An interrupt is raised only after
+    all memory is moved. Repeating the call returns the handle.
 
     Raises:
         ConfigError: a target has an unsupported type or accepts no hooks, the backup is unknown, or
             memory must stay in place, for example because it is in another tag. Nothing is moved,
             and the tag is unchanged.
         InvalidStateError: the tag is paused, or the thread is inside torch's `use_mem_pool`. On the
-            simulated driver, also raised if something other than a Python tensor uses the memory.
+            simulated driver, this error is also raised if an object other than a Python tensor uses
+            the memory.
         OutOfDeviceMemoryError: too little memory is free for the move. Memory that was moved before
             the failure is in the tag, and all other memory stays in place. All of the memory can be
-            used, and repeating the call moves the remaining memory. Even before a repeated call
-            succeeds, operations on the targets while the tag is paused raise InvalidStateError, as
+            used, and repeating the call moves the remaining memory. Until a repeated call succeeds,
+            operations on the targets already raise InvalidStateError while the tag is paused, as
             described above.
         NotLoadedError: torch is not installed, or there is no CUDA driver.
     """

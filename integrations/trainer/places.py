@@ -1,4 +1,4 @@
-"""The locations of storages: movable memory, a tag, or a private pool."""
+"""Determine the locations of storages: movable memory, a tag, or a private pool."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def tag_of(storage: Any) -> str | None:
 
 
 class Places:
-    """The owners of the memory of storages when this object was created."""
+    """The owners of the storages' memory at the creation of this object."""
 
     def __init__(self) -> None:
         pools = torch_pools(required=False)

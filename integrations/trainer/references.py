@@ -59,8 +59,8 @@ def references_to(objects: list[Any]) -> Counter[int]:
 def buffers_in_use() -> list[tuple[range, str]]:
     """Find numpy arrays and writable buffers to which containers and local variables refer.
 
-    Buffers are the objects of the standard library whose memory torch can use: bytearrays,
-    memoryviews, `array.array`s, memory maps, and arrays and structures of ctypes.
+    Buffers are standard library objects whose memory torch can use: bytearrays, memoryviews,
+    `array.array`s, memory maps, and arrays and structures of ctypes.
 
     Returns:
         The addresses of each array or buffer, and its name for messages, such as "buffer of type

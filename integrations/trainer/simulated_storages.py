@@ -1,4 +1,4 @@
-"""Moves of the storages of CPU tensors that represent CUDA tensors on the simulated driver.
+"""Move the storages of CPU tensors that represent CUDA tensors on the simulated driver.
 
 A CPU storage cannot be reallocated in the simulator's memory, so all tensors that share a storage
 are found and redirected to a new storage. If a tensor cannot be found, nothing is moved.
@@ -30,12 +30,12 @@ class SimulatedStorages:
     def move(self, tensors: list[Any], tag: str) -> None:
         """Move the storages of tensors, with their contents, into the tag's memory.
 
-        All tensors that use these storages refer to the new memory afterwards.
+        Afterwards, all tensors that use these storages refer to the new memory.
 
         Raises:
-            InvalidStateError: something other than a Python tensor uses a storage, in which case
-                nothing was moved; or a tensor rejects the new memory, in which case only storages
-                before its own storage were moved.
+            InvalidStateError: an object other than a Python tensor uses a storage, or a tensor
+                rejects the new memory. In the first case, no storage was moved. In the second case,
+                only the storages before the tensor's storage were moved.
             OutOfDeviceMemoryError: only the storages before the failing storage were moved, as on a
                 GPU.
         """
@@ -62,10 +62,10 @@ class SimulatedStorages:
 
 
 def _move(tensor: Any, users: list[Any], tag: str) -> None:
-    """Move the storage of a tensor for all of its users or for none.
+    """Move a tensor's storage either for all users of the storage or for none.
 
-    No variable refers to the storage, because an exception's traceback keeps variables alive,
-    and a reference to the storage would prevent a later move.
+    No variable may refer to the storage. An exception's traceback would keep the variable alive,
+    and the reference would prevent a later move.
     """
     import torch
 
@@ -94,7 +94,7 @@ def _move(tensor: Any, users: list[Any], tag: str) -> None:
 
 
 def _point(tensor: Any, storage: list[Any]) -> None:
-    """Make a tensor use the storage in the list; preserve its version, class and autograd graph."""
+    """Make a tensor use the storage in the list; preserve the tensor's version, class and graph."""
     import torch
 
     is_inference = tensor.is_inference()

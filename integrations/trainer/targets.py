@@ -49,10 +49,10 @@ def _check_hash(module: Any) -> None:
 
 
 def _optimizers_in(target: Any) -> list[Any]:
-    """Return the optimizers in an optimizer or a wrapper, including the object, outermost first.
+    """Return all optimizers in an object, including an optimizer itself, outermost first.
 
-    Wrappers that derive from torch's class without initialising it, and only forward calls to
-    another optimizer, are omitted.
+    Some wrappers derive from torch's class without initializing it and only forward calls to
+    another optimizer. The result omits such wrappers.
     """
     import torch
 

@@ -1,9 +1,10 @@
 """memsaver as vLLM's sleep mode allocator.
 
-If memsaver is installed, an unmodified vLLM with `enable_sleep_mode=True` uses memsaver in every
-worker to allocate its weights and its KV cache, to sleep and to wake up. No import or configuration
-is needed. `memsaver.integrations.vllm.plugin` describes the mechanism, and
-`memsaver.integrations.vllm.settings` describes the environment variables for its configuration.
+If memsaver is installed, every worker of an unmodified vLLM with `enable_sleep_mode=True` uses
+memsaver to allocate weights and the KV cache, to sleep and to wake up. No import or configuration
+is needed. `memsaver.integrations.vllm.plugin` describes the mechanism.
+`memsaver.integrations.vllm.settings` describes the environment variables that configure the
+mechanism.
 
 A program that controls an engine imports the following from this package: `SleepController`, its
 status and reports, and the errors that it raises in addition to memsaver's own errors. The other

@@ -1,8 +1,9 @@
 """Hooks in vLLM's `AsyncLLM` for requests to a sleeping engine.
 
 The hooks apply the policy of `settings.policy_of` before a request is sent to the engine cores. The
-cores' own guard (`guard`) makes the final check. If the guard refuses the request because a release
-arrived first, the request is sent again or raises the same error.
+guard in each engine core (`guard`) makes the final check. If the guard refuses a request because a
+release arrived first, the hooks send the request again or raise the same error, according to the
+policy.
 
 | policy | a request that needs released memory |
 |---|---|
@@ -10,10 +11,10 @@ arrived first, the request is sent again or raises the same error.
 | wait | is held, in order, until the memory is resumed; raises after a timeout |
 | wake | resumes the memory that it needs; if too little is free, retries for a time, then raises |
 
-An abort ends a request that is held, or that an engine core has refused, with
-`RequestAbortedError`. A client that disconnects cancels its request. If the engine exits, held
-requests raise vLLM's `EngineDeadError`. The hooks do nothing without `enable_sleep_mode`, or if an
-allocator other than memsaver has released the memory.
+If a held or refused request is aborted, it fails with `RequestAbortedError`. A client that
+disconnects cancels its request. If the engine exits, held requests raise vLLM's `EngineDeadError`.
+The hooks do nothing without `enable_sleep_mode`, or if an allocator other than memsaver has
+released the memory.
 """
 
 from __future__ import annotations
@@ -61,9 +62,9 @@ class VllmAdmission(Admission):
     """An engine's `Admission`.
 
     Attributes:
-        is_ours: whether memsaver manages the engine's memory; None until this has been determined
-            by a query of an engine with released memory. If False, new requests bypass the
-            admission; held requests can still be aborted.
+        is_ours: whether memsaver manages the engine's memory; None until a query of an engine with
+            released memory has determined the value. If False, new requests bypass the admission;
+            held requests can still be aborted.
     """
 
     is_ours: bool | None = None
@@ -125,7 +126,7 @@ class _AsyncCores(Cores):
 
 
 def record_memory(engine: Any, memory: Memory) -> frozenset[str]:
-    """Record an engine's allocator and its memory's lost contents; return the released tags."""
+    """Record an engine's allocator and the tags with lost contents; return the released tags."""
     admission: VllmAdmission = vars(engine)[_ATTRIBUTE]
     if memory.is_others:
         admission.is_ours = False
@@ -173,9 +174,9 @@ async def _changed(engine: Any, work: Callable[[], Awaitable[Any]], **change: An
 def assumed_asleep_if_interrupted(admission: VllmAdmission) -> Iterator[None]:
     """Record all memory as released if the block is interrupted or cancelled.
 
-    The engine core might still perform the block's sleep or wake-up. Before a request is refused or
-    wakes the engine, and when it has waited for more than a second, the engine is queried, which
-    corrects the record.
+    The engine core might still perform the block's sleep or wake-up. A query of the engine corrects
+    the record. The engine is queried before a request is refused or wakes the engine, and when a
+    request has waited for more than a second.
     """
     try:
         yield
@@ -192,7 +193,7 @@ def record_change(
     """Record a successful sleep or wake-up without querying the engine.
 
     Returns:
-        Whether the new state is known; if False, the caller must query the engine.
+        Whether the new state is known; if it is unknown, the caller must query the engine.
     """
     if level == 0:
         return True
@@ -297,7 +298,7 @@ async def abort(
     request_id: str | Iterable[str],
     internal: bool = False,
 ) -> Any:
-    """Wrap `AsyncLLM.abort`, which aborts only requests that were sent."""
+    """Wrap `AsyncLLM.abort`, which itself aborts only requests that were sent."""
     ids = [request_id] if isinstance(request_id, str) else list(request_id)
     admission = admission_of(engine) or vars(engine)[_ATTRIBUTE]  # held requests may remain
     if admission is not None:
@@ -311,7 +312,7 @@ async def abort(
 def process_outputs(
     original: Callable[..., Any], processor: Any, outputs: Any, *args: Any, **named: Any
 ) -> Any:
-    """Wrap `OutputProcessor.process_outputs`, and end the requests that an engine core refused.
+    """Wrap `OutputProcessor.process_outputs`, and fail the requests that an engine core refused.
 
     The guard sends refusals in separate messages.
 

@@ -1,4 +1,4 @@
-"""`MemsaverAllocator`: replaces vLLM's sleep mode allocator, `CuMemAllocator`."""
+"""`MemsaverAllocator`, which replaces vLLM's sleep mode allocator `CuMemAllocator`."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _NAMES = {"cudagraph": GRAPH}  # vLLM's tags that have another name in memsaver
 
 
 class MemsaverAllocator:
-    """An implementation of the `CuMemAllocator` of vLLM 0.26 and 0.33 with memsaver.
+    """An implementation of vLLM's `CuMemAllocator` (versions 0.26 and 0.33) with memsaver.
 
     Each vLLM tag corresponds to a memsaver tag with the same name, except that CUDA graphs have the
-    memsaver tag `cuda_graph`. Each process has one allocator, which vLLM's worker uses on one
-    thread.
+    memsaver tag `cuda_graph`. Each process has one allocator, and vLLM's worker uses the allocator
+    on one thread.
 
     Inside a `steps.Step`, `sleep`, `discard` and `wake_up` are collective calls that change all
     ranks or none. A failed call leaves the tags unchanged, except that contents without a backup
@@ -106,7 +106,7 @@ class MemsaverAllocator:
         _release_free_memory()
 
     def close(self) -> None:
-        """Do the same as `release_pools`."""
+        """Call `release_pools`."""
         self.release_pools()
 
     # --- transitions ------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class MemsaverAllocator:
 
     @contextlib.contextmanager
     def only(self, tags: Sequence[str]) -> Iterator[None]:
-        """Restrict all releases and wake-ups during the block to these tags."""
+        """Restrict releases and wake-ups during the block to these tags."""
         self._chosen = frozenset(tags)
         try:
             yield
@@ -148,7 +148,7 @@ class MemsaverAllocator:
 
     @contextlib.contextmanager
     def rewriting(self, tags: Sequence[str]) -> Iterator[None]:
-        """Skip restoring these tags in wake-ups during the block, because they will be rewritten.
+        """In wake-ups during the block, do not restore these tags, because they will be rewritten.
 
         If such a wake-up fails after any rank has mapped the tag, the contents are lost.
         """
@@ -236,7 +236,7 @@ class MemsaverAllocator:
 
 
 def _release_free_memory() -> None:
-    """Release the cached memory of deleted tensors, which vLLM's own allocator does not cache."""
+    """Release the cached memory of deleted tensors; vLLM's own allocator has no such cache."""
     pools = torch_pools(required=False)
     if pools is not None:
         pools.release_closed_pools()

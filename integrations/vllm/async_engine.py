@@ -29,8 +29,8 @@ class AsyncEngine(Local):
 
     Args:
         engine: the AsyncLLM.
-        loop: the AsyncLLM's event loop, which another thread must run; None means the loop in which
-            the AsyncLLM was created or first used.
+        loop: the AsyncLLM's event loop, which must run on another thread; None means the loop in
+            which the AsyncLLM was created or first used.
 
     Raises:
         ConfigError: the AsyncLLM has no event loop yet.
@@ -65,7 +65,7 @@ class AsyncEngine(Local):
         return self.run(name, lambda: calls[name](**arguments), timeout)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """See `Engine`; return the last output of `AsyncLLM.generate` for these arguments.
+        """Return the last output of `AsyncLLM.generate` for these arguments; see `Engine`.
 
         Args:
             args: the arguments.

@@ -1,6 +1,6 @@
-"""vLLM as a `Backend` for rollouts, as an engine in this process or a server at a URL.
+"""A rollout `Backend` for a vLLM engine in this process or a vLLM server at a URL.
 
-For vLLM 0.26 and newer.
+This module supports vLLM 0.26 and newer.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class VLLMBackend(WeightCalls):
     Args:
         link: the connection to the engine.
         timeout: the time limit in seconds for the query of the engine's arguments and state.
-        end: a function that shuts the engine down, which is called once; None if the engine's owner
-            shuts it down.
+        end: a function that shuts the engine down and is called once; None if the engine's owner
+            shuts the engine down.
         level: see `SleepController`.
     """
 

@@ -1,7 +1,7 @@
 """Hooks in vLLM's `LLMEngine`, which `LLM` uses, for requests to a sleeping engine.
 
-The policy is the same as that of an `AsyncLLM`; see `admissions`. The calling thread waits. While
-waiting for a wake-up by another thread or process, the thread queries the engine once per second.
+The policy is the same as that of an `AsyncLLM`; see `admissions`. The calling thread waits. While a
+thread waits for a wake-up by another thread or process, it queries the engine once per second.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def admission_of(engine: Any) -> VllmAdmission | None:
 
 
 class _Core(Cores):
-    """See `Sleeper`. The calls block the event loop, which has no other tasks."""
+    """See `Sleeper`. The calls block the event loop, because this loop has no other tasks."""
 
     async def released(self) -> frozenset[str] | None:
         setattr(self._engine, _TOUCHED, time.monotonic())

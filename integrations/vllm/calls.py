@@ -1,4 +1,4 @@
-"""The requests to vLLM's engine core that need memory, and the tags that each request needs."""
+"""Determine the tags whose memory each request to vLLM's engine core needs."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ _HARMLESS = frozenset(
 
 
 def need_of(method: object, args: Sequence[Any] = ()) -> Need | None:
-    """Return the memory that a call of the engine core needs; None if no need is known.
+    """Return the memory that a call to the engine core needs; None if the call is not known.
 
     Args:
         method: the name of the method, of the engine core or of its workers.
@@ -146,7 +146,7 @@ def is_query(method: object, args: Sequence[Any]) -> bool:
 
 
 def is_known(method: object) -> bool:
-    """Return whether the memory that a method of the workers needs is known."""
+    """Return whether it is known which memory a method of the workers needs."""
     return isinstance(method, str) and (
         method in _NEEDS or method in _QUERIES or method in _HARMLESS
     )

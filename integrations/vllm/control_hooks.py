@@ -1,4 +1,4 @@
-"""Hooks in the methods that both `AsyncLLM` and `LLMEngine` have, other than generation methods."""
+"""Hooks in the methods, except generation, that `AsyncLLM` and `LLMEngine` have in common."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["ControlHooks"]
 
 
 class ControlHooks:
-    """Wraps an engine's methods. The wrapped methods of an `AsyncLLM` return awaitables.
+    """Wrappers of an engine's methods. The wrapped methods of an `AsyncLLM` return awaitables.
 
     Args:
-        change: the function that makes a call that releases or resumes memory; `level` and `woken`
+        change: the function that makes calls that release or resume memory; `level` and `woken`
             describe the call.
-        call: the function that makes a call that can need released memory, or a query if the call's
-            need is None.
+        call: the function that makes calls that can need released memory, and queries, for which
+            the need is None.
     """
 
     def __init__(self, change: Callable[..., Any], call: Callable[..., Any]) -> None:
@@ -51,7 +51,7 @@ class ControlHooks:
         return self._call(engine, need_of(method), work)
 
     def lora(self, name: str) -> Callable[..., Any]:
-        """Return the hook in `add_lora` or `pin_lora`."""
+        """Return the hook for `add_lora` or `pin_lora`."""
 
         def hook(original: Callable[..., Any], engine: Any, *args: Any, **named: Any) -> Any:
             return self._call(engine, need_of(name), lambda: original(engine, *args, **named))

@@ -1,16 +1,15 @@
-"""Answers to memsaver's calls in vLLM's engine core, where the requests in flight are known.
+"""Answer memsaver's calls in vLLM's engine core, which knows the requests in flight.
 
-The calls arrive through vLLM's collective_rpc, which is the only function through which every
-client (an LLM, an AsyncLLM and a server's /collective_rpc) can call methods by arbitrary names.
-This module answers queries of the state and of the engine's description, and releases and resumes
-tags; other calls are passed to the workers.
+The calls arrive through vLLM's collective_rpc. Only this function lets every client (an LLM, an
+AsyncLLM and a server's /collective_rpc) call methods by arbitrary names. This module answers
+queries of the state and of the engine's description, and releases and resumes tags; other calls are
+passed to the workers.
 
-This module releases the weights and the KV cache through vLLM's own sleep, and resumes them through
-vLLM's wake-up, so that vLLM's state and other clients' calls remain valid. vLLM's sleep cannot
-release only one of these tags, so a call to the workers releases a single tag. CUDA graphs that
-cannot be released count as released while the weights and the KV cache are released. CUDA graphs
-that can be released are not released alone, because the scheduler would continue without the
-graphs.
+This module uses vLLM's own sleep and wake-up to release and resume the weights and the KV cache.
+Therefore, vLLM's state and other clients' calls remain valid. vLLM's sleep always releases both
+tags, so a single tag is released by a call to the workers. CUDA graphs that cannot be released
+count as released while the weights and the KV cache are released. CUDA graphs that can be released
+are never released alone, because the scheduler would continue to run without the graphs.
 """
 
 from __future__ import annotations
@@ -104,8 +103,8 @@ def _state_of(core: Any, *, measures: bool = False) -> SchedulerState:
     """Return the state of all ranks.
 
     A tag counts as released if vLLM's executor counts it as asleep, or if a rank has released it.
-    The two conditions differ after a failed rollback. In this case, the last answer's `held`
-    contains the tags that a rank still has in memory.
+    The two conditions differ after a failed rollback. In this case, `held` in the last answer
+    contains the tags that a rank has not released.
 
     Args:
         core: the engine core.
@@ -138,7 +137,7 @@ def _full(released: Collection[str]) -> tuple[str, ...]:
 
 
 def _is_idle(core: Any) -> bool:
-    """Return whether no request uses memory or is about to use memory.
+    """Return True if no request uses memory or is about to use memory.
 
     Requests that a pause holds do not count.
     """
@@ -196,7 +195,7 @@ def _has_graphs(_: Any) -> bool:
 
 
 def _release_part(core: Any, tags: Sequence[str], level: int) -> Any:
-    """Release some tags, and set vLLM's executor to the state after a partial wake-up."""
+    """Release some tags, and set vLLM's executor to the state that follows a partial wake-up."""
     was_paused = core.is_scheduler_paused()
 
     def release(_: Any) -> None:
@@ -226,7 +225,7 @@ def _resume(core: Any, tags: Sequence[str], keep_weights: bool = True) -> Any:
 
 
 def _wake_rewritten(core: Any, tags: Sequence[str]) -> None:
-    """Make vLLM's own wake-up call the workers' method for weights that are about to be rewritten.
+    """Make vLLM's wake-up call the workers' method for weights that will be rewritten.
 
     A separate method is needed because vLLM's executor passes only known tags to the workers.
     """
@@ -257,9 +256,9 @@ def _answered(
 ) -> Any:
     """Run a release or a resume, and return its `Answer`, which contains any failure.
 
-    The result is a future if `work` returns one, because a pause of vLLM's scheduler ends later.
-    Errors other than memsaver's errors propagate, unless the workers reported a failure of this
-    call.
+    If `work` returns a future, the result is also a future, because a pause of vLLM's scheduler
+    ends later. Errors of other classes than memsaver's propagate, unless the workers reported a
+    failure of this call.
 
     Args:
         core: the engine core.
@@ -323,7 +322,7 @@ def _then(first: Any, work: Callable[[Any], Any]) -> Any:
 def _refused(
     core: Any, operation: str, tags: Sequence[str], error: MemsaverError, number: int
 ) -> Answer:
-    """Return the answer to a failed call, which is the workers' own answer if they sent one."""
+    """Return the answer to a failed call: the workers' own answer if the workers sent an answer."""
     state = _state_of(core)
     if state.last is not None and state.last.number > number and state.last.failure is not None:
         return state.last
@@ -338,7 +337,7 @@ def _refused(
 
 
 def _end(core: Any, complete: bool = False) -> Any:
-    """End an update in the workers. If the core is idle, discard old encoder outputs."""
+    """End the update in the workers. If the core is idle, discard old encoder outputs."""
     rows = core.model_executor.collective_rpc(END)
     if complete and is_good([RankCheck.from_fields(row) for row in rows[0]]):
         guard_of(core).loaded()

@@ -1,4 +1,4 @@
-"""The calls from vLLM's clients to their engine cores for requests to a sleeping engine.
+"""Call engine cores from vLLM's clients to handle requests to a sleeping engine.
 
 A client is the object through which vLLM's `AsyncLLM` or `LLMEngine` calls its engine core, in the
 same process or in another process. With data parallelism, a client has several engine cores.
@@ -33,13 +33,13 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class Memory:
-    """The state of the memory of all of an engine's cores.
+    """The memory state of all cores of an engine.
 
     Attributes:
         released: the tags that are released on at least one core.
         lost: the tags that lack contents while memory is released; see `guard.Guard`.
         is_others: whether an allocator other than memsaver has released memory.
-        error: the error of the last sleep or wake-up, if the call failed and its error was queried;
+        error: the error of the last sleep or wake-up if this call failed and the error was queried;
             otherwise None.
     """
 
@@ -91,9 +91,9 @@ async def _on_all_cores(client: Any, method: str, *args: Any) -> list[Any]:
 
 
 async def alive(engine: Any, work: Awaitable[_Result]) -> _Result:
-    """Return the result of a call to an `AsyncLLM`'s engine cores; raise an error if they exit.
+    """Return the result of a call to an `AsyncLLM`'s engine cores; raise an error if a core exits.
 
-    vLLM's own call waits indefinitely if an engine core exits before it answers.
+    vLLM's own call waits indefinitely if an engine core exits without an answer.
     """
     task = asyncio.ensure_future(work)
     try:
@@ -107,7 +107,7 @@ async def alive(engine: Any, work: Awaitable[_Result]) -> _Result:
 
 
 def error_from(error: Exception, memory: Memory) -> Exception:
-    """Return the original error of a failed sleep or wake-up, of which vLLM sends only the text."""
+    """Return the original error of a failed sleep or wake-up; vLLM sends only the error's text."""
     known = memory.error  # the error may belong to an earlier call
     if isinstance(error, MemsaverError) or known is None or known.message not in str(error):
         return error

@@ -1,8 +1,8 @@
-"""The failure of calls that wait for an engine core that has exited.
+"""Make calls fail that wait for an engine core that has exited.
 
 vLLM's blocking client waits indefinitely for the answer to a call, even after the engine core has
-exited. A core can exit in two ways. If its workers have exited, the core reports this in a message
-and exits. If the core's process exits without a message, vLLM shuts the client down.
+exited. A core can exit in two ways. If its workers have exited, the core sends a message about this
+failure and exits. If the core's process exits without a message, vLLM shuts the client down.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""vLLM as an `Engine`, as a `vllm.LLM` or an `AsyncLLM` in this process or a server at a URL."""
+"""The `Engine` for a `vllm.LLM` or an `AsyncLLM` in this process, or for a server at a URL."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _POLL_SECONDS, _QUERY_SECONDS = 0.02, 1.0  # intervals in `_wait_for_wake_up`
 
 
 def connect(engine: Any, api_key: str | None = None) -> Link:
-    """Return the object that makes the calls to `engine`.
+    """Return the object through which `engine` is called.
 
     Args:
         engine: a `vllm.LLM`, an `AsyncLLM`, the URL of a vLLM server, or the result of an earlier
@@ -74,8 +74,8 @@ class LocalEngine(Local):
 
     An LLM runs one call at a time, so a call waits until another thread's call ends. During a
     generation by `samples`, other calls can run between vLLM's steps and while a request waits for
-    a wake-up. Only a pause waits until the generation ends. If vLLM runs its engine core in this
-    process, calls cannot be interrupted, and their timeouts are checked only after the calls.
+    a wake-up. Only a pause must wait until the generation ends. If vLLM runs its engine core in
+    this process, calls cannot be interrupted, and their timeouts are checked only after the calls.
 
     Args:
         engine: the LLM.
@@ -119,13 +119,13 @@ class LocalEngine(Local):
 
         Args:
             args: the arguments.
-            kwargs: the keyword arguments, and `timeout`, the time limit for the wait for other
-                threads' calls in seconds (one hour by default).
+            kwargs: the keyword arguments, and `timeout`, the limit in seconds for the wait for
+                other threads' calls (one hour by default).
 
         Raises:
             ConfigError: the timeout is not a positive number.
             EngineTimeoutError: another thread's call did not end in time.
-            InvalidStateError: this thread is already making a call of the engine.
+            InvalidStateError: this thread is already making a call to the engine.
         """
         timeout = kwargs.pop("timeout", GENERATION_SECONDS)
         check_outside_loop()
@@ -196,8 +196,9 @@ class LocalEngine(Local):
     ) -> None:
         """With the policy "wait", wait until another caller has woken the tags of a request.
 
-        This wait must precede vLLM's call, which applies the policy itself. vLLM's call would wait
-        while this thread owns `_busy`, and no other thread could wake the engine.
+        This wait must precede vLLM's call, although vLLM's call applies the policy itself. vLLM's
+        call would wait while this thread holds the lock `_busy`, so no other thread could wake the
+        engine.
         """
         if need is None or not has_plugin():
             return
@@ -240,7 +241,7 @@ class LocalEngine(Local):
 
     @contextlib.contextmanager
     def _calling(self) -> Iterator[None]:
-        """Record that this thread can own a lock, so that nested calls do not wait for the lock."""
+        """Record that this thread can own a lock, so nested calls do not wait for the lock."""
         recorded: list[int] = []
         forget = functools.partial(self._forget, recorded)
         try:
@@ -279,10 +280,10 @@ class LocalEngine(Local):
         return result_of(done, what, seconds_until(deadline), self.death, kinds=ERRORS)
 
     def _start(self, owned: list[threading.Lock], work: Callable[[], None]) -> None:
-        """Start a thread that runs a call and then releases `_busy`.
+        """Start a thread that runs a call and then releases the lock `_busy`.
 
-        A finalizer on the new thread could wait for `_busy`, so no finalizer may run there before
-        the thread is recorded. No signal handler may run between these steps.
+        A finalizer on the new thread could wait for `_busy`, so no finalizer may run on this thread
+        before the thread is recorded. No signal handler may run between these steps.
         """
 
         def call() -> None:
@@ -295,7 +296,7 @@ class LocalEngine(Local):
         owned.clear()
 
     def _is_in_process(self) -> bool:
-        """Return whether the engine core runs in this process and uses the GPU from its threads."""
+        """Return whether the engine core runs in this process, whose threads then use the GPU."""
         return hasattr(self._engine.engine_core, "engine_core")
 
 

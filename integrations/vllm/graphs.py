@@ -1,8 +1,8 @@
 """CUDA graphs in pausable memory, for versions of vLLM without `sleep_mode_offload_cudagraph`.
 
-In each process, vLLM captures its graphs into one pool, whose id is returned by vLLM's platform
-class. With MEMSAVER_VLLM_GRAPHS=1, the class returns the id of a pool of memsaver's allocator if
-vLLM uses this allocator.
+In each process, vLLM captures its graphs into one pool. vLLM's platform class returns the pool's
+id. With MEMSAVER_VLLM_GRAPHS=1, the class returns the id of a pool of memsaver's allocator if vLLM
+uses this allocator.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _graph_pool(original: Callable[..., Any], platform: Any) -> Any:
 
 
 def _are_registered() -> bool:
-    """Return whether vLLM exports the graphs' memory to other processes; log an export once.
+    """Return whether vLLM exports the graphs' memory to other processes; log the first export.
 
     vLLM's custom all-reduce exports the graphs' memory, and CUDA permits this only for memory that
     cudaMalloc allocated.

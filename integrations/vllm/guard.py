@@ -1,10 +1,10 @@
 """The guard in vLLM's engine core, which refuses requests that need released memory.
 
-Without the guard, a generation that arrives while memory is released would wait indefinitely,
-because vLLM's scheduler is paused. Other requests that use the weights, such as loads of LoRA
-adapters, would crash the engine. The guard runs before the engine core's handlers, on the thread of
-the core's loop, and reads the executor's record of the state of all ranks. The guard takes effect
-only while memory of memsaver is released, and adds no work to a decoding step.
+Without the guard, a generation request that arrives while memory is released would wait
+indefinitely, because vLLM's scheduler is paused. Other requests that use the weights, such as loads
+of LoRA adapters, would crash the engine. The guard runs before the engine core's handlers, on the
+thread of the core's loop, and reads the executor's record of the state of all ranks. The guard
+takes effect only while memsaver's memory is released. It adds no work to a decoding step.
 
 | request | while memory is released |
 |---|---|
@@ -15,10 +15,10 @@ only while memory of memsaver is released, and adds no work to a decoding step.
 | sleep, wake-up, abort, pause, query, reset of a cache | as usual |
 | `collective_rpc` of an unknown method | runs, and is logged; an error names the released tags |
 
-Requests that the scheduler accepted before the sleep and did not abort continue after the wake-up.
-A sleep with `mode="wait"` waits until the requests that the scheduler has begun are finished. vLLM
-would hold all other requests indefinitely, so the guard refuses them like new requests. With
-several data-parallel engine cores, each core decides based on its own state.
+Requests that were accepted before the sleep and were not aborted continue after the wake-up. A
+sleep with `mode="wait"` waits until the requests that the scheduler has begun are finished. vLLM
+would hold all other requests indefinitely, so the guard refuses these requests like new requests.
+With data parallelism, each engine core decides based on its own state.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def memsaver_memory(core: Any, touch: bool = False, failed: bool = False) -> str
 
     Args:
         core: the engine core.
-        touch: whether a request will follow, in which case an idle engine keeps its memory.
+        touch: whether a request will follow. If so, an idle engine does not release its memory.
         failed: whether to include the failure of the last sleep or wake-up.
 
     Returns:
@@ -133,9 +133,9 @@ class Guard:
     Attributes:
         idle: the object that releases the memory of an idle engine; None if the settings do not
             request this.
-        lost: the tags whose contents were discarded and have not been loaded since. Meaningful only
-            while memory is released: the caller that wakes up the last tag is responsible for the
-            contents.
+        lost: the tags whose contents were discarded and have not been loaded since. The value is
+            meaningful only while memory is released, because the caller that wakes up the last tag
+            is responsible for the contents.
 
     Args:
         core: the engine core.
@@ -168,11 +168,11 @@ class Guard:
 
     @functools.cached_property
     def has_draft(self) -> bool:
-        """Whether there might be a draft model, whose weights an update does not change."""
+        """Whether a draft model might exist; an update does not change its weights."""
         return any(self._core.model_executor.collective_rpc(has_draft))
 
     def failure(self) -> dict[str, Any] | None:
-        """Return the fields of the last sleep's or wake-up's `Failure`; None if it succeeded."""
+        """Return the fields of the last sleep's or wake-up's `Failure`; None after a success."""
         for state in self._core.model_executor.collective_rpc(RANK_STATE) if self.is_ours else ():
             if state["last"] is not None and state["last"]["failure"] is not None:
                 return dict(state["last"]["failure"])
@@ -210,7 +210,7 @@ class Guard:
             self.lost = frozenset()
 
     def woken_without_contents(self) -> None:
-        """Record that the weights were mapped for an update, which may begin later."""
+        """Record that the weights were mapped for an update that might begin later."""
         if self._core.model_executor.sleeping_tags:
             self.lost |= {WEIGHTS}
 
@@ -226,7 +226,7 @@ class Guard:
             self.loaded()
 
     def wake_failed(self) -> None:
-        """Record the contents that were lost in a failed wake-up that does not restore contents."""
+        """Record the contents that were lost in a failed wake-up without a restore."""
         for state in self._core.model_executor.collective_rpc(RANK_STATE):
             if state["last"] is not None:
                 self.lost |= frozenset(state["last"]["lost"])
@@ -244,7 +244,7 @@ class Guard:
         ended(failed=pending.cancelled() or pending.exception() is not None)
 
     def hold_queued(self) -> None:
-        """Abort requests that the scheduler has not begun, and refuse them when the sleep ends."""
+        """Abort requests that the scheduler has not begun; refuse them when the sleep ends."""
         scheduler = self._core.scheduler
         found = [
             request
@@ -310,8 +310,9 @@ class Guard:
             work: the function that makes the call.
 
         Raises:
-            EngineError: the call failed while memory was released. Raised only if the engine core
-                has its own process, which sends only the text of an error.
+            EngineError: the call failed while memory was released. This error is raised only if the
+                engine core has its own process, because this process sends only the text of an
+                error.
         """
         released = self.released
         if not released:

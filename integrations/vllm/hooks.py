@@ -1,4 +1,4 @@
-"""The methods of vLLM into which memsaver installs hooks for requests, and their installation.
+"""Install memsaver's hooks for requests in methods of vLLM.
 
 The hooks in vLLM's workers are in `worker`.
 """

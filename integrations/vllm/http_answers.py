@@ -1,4 +1,4 @@
-"""HTTP responses of a sleeping vLLM server; see `..engine.http.asleep_answers`.
+"""The HTTP responses of a sleeping vLLM server; see `..engine.http.asleep_answers`.
 
 `/ping` keeps vLLM's own response, because probes that restart servers use this route.
 """
@@ -27,7 +27,7 @@ _ASYNC = "AsyncLLM"
 
 
 def install(module: ModuleType) -> None:
-    """Make one of `MODULES` add the middleware to each application that it builds. Idempotent."""
+    """Make a module of `MODULES` add the middleware to its applications. Idempotent."""
     if hasattr(module, _BUILD):  # in 0.33, the module with this name builds no application
         hooking.around(module, _BUILD, _build_app)
 

@@ -1,10 +1,10 @@
-"""Release of an idle engine's memory by vLLM's engine core after a period without requests.
+"""Release an idle engine's memory in vLLM's engine core after a period without requests.
 
 The engine core waits for requests in its input queue. `IdleSleep` limits this wait to the remaining
-time, and then releases the memory on the waiting thread, so that no request can arrive before the
+time. It then releases the memory on the waiting thread, so no request can arrive before the
 release. With several data-parallel engine cores, each core releases its memory independently. The
-exception is a model with experts, whose engine cores run their steps together: these cores do not
-release their memory.
+exception is a model with experts: its engine cores run their steps together and do not release
+their memory.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class IdleSleep:
     def received(self, kind: str, request: Any) -> None:
         """Record a client's request. Queries do not postpone a release.
 
-        The period restarts when the request arrives. It restarts again when the engine core has
-        handled the request and waits for the next request.
+        The period restarts when the request arrives. The period restarts again when the engine core
+        has handled the request and waits for the next request.
         """
         if kind == "ADD" or (kind == "UTILITY" and not is_query(request[2], request[3])):
             self._is_working = True

@@ -1,10 +1,10 @@
-"""Preserves state other than weights during sleeps in versions of vLLM that lose this state.
+"""Preserve state other than weights during sleeps, in versions of vLLM that lose this state.
 
 vLLM 0.33 creates LoRA's stacks of adapters in the pool `runtime`, whose contents every sleep keeps.
-It also saves the buffers of a draft model in the same way as those of the model. Older versions
-create the stacks in the pool of the weights, and save neither the stacks nor these buffers. After a
-wake-up from level 2, the adapters would be zero although their manager counts them as loaded, and
-the engine would generate with the base model.
+vLLM 0.33 also saves the buffers of a draft model, in the same way as the model's buffers. Older
+versions create the stacks in the pool of the weights, and save neither the stacks nor these
+buffers. Therefore, the adapters would be zero after a wake-up from level 2. Because their manager
+counts them as loaded, the engine would generate with the base model.
 
 Since vLLM 0.32, the block tables and the constants of the attention backends are also in the pool
 `runtime`. vLLM 0.26 to 0.28 create them in the pool of the KV cache, whose contents every sleep
@@ -55,7 +55,7 @@ AllocatorOf = Callable[[], MemsaverAllocator | None]
 
 
 def install_lora(module: ModuleType, allocator_of: AllocatorOf) -> None:
-    """Create LoRA's stacks in the pool `runtime`, unless vLLM does so itself. Idempotent.
+    """Create LoRA's stacks in the pool `runtime`, unless vLLM itself uses this pool. Idempotent.
 
     Raises:
         AttributeError: the module does not have the expected class and method.
@@ -162,7 +162,7 @@ def restores_draft(wake_up: Callable[..., None]) -> Callable[..., None]:
 
 
 def _draft(worker: Any) -> Any:
-    """Return the worker's draft model; None if there is none or vLLM saves the model's buffers."""
+    """Return the worker's draft model; None without a draft model or if vLLM saves its buffers."""
     if hasattr(worker, _OWN) or not hasattr(worker, "get_draft_model"):
         return None
     return worker.get_draft_model()

@@ -1,4 +1,4 @@
-"""The start of an `AsyncLLM` in the leader's process, on the GPUs of its tensor-parallel group."""
+"""Start an `AsyncLLM` in the leader's process, on the GPUs of its tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def sizes_of(arguments: Mapping[str, Any], ranks: int | None) -> Sizes:
 
     Args:
         arguments: the arguments of `launch`.
-        ranks: the number of the trainer's ranks, which is the default and the upper limit for the
+        ranks: the number of the trainer's ranks, which is both the default and the maximum for the
             number of the engine's ranks; None for no limit.
 
     Raises:
@@ -59,7 +59,7 @@ def place(gpus: Sequence[Gpu | None], dp_rank: int, sizes: Sizes | None = None) 
 
     Args:
         gpus: the GPUs of the group's ranks, in the engine's order.
-        dp_rank: the engine's number, which is not used, because vLLM chooses free ports itself.
+        dp_rank: the engine's number. It is not used, because vLLM chooses free ports itself.
         sizes: ignored, because the placement does not depend on the number of the engine's ranks.
 
     Raises:
@@ -93,8 +93,8 @@ def launch(
         arguments: the arguments of vLLM's `AsyncEngineArgs`, and `sleep_level`, the `level` of
             `SleepController`. These arguments override the placement and the defaults for rollouts.
         timeout: the time limit in seconds for the engine's start, after which its processes are
-            killed. The limit does not apply to vLLM's work in this process before the start of
-            these processes, such as a download of the model.
+            killed. The limit does not apply to vLLM's work in this process before these processes
+            start, such as a download of the model.
         variables: environment variables for the engine, such as those of `policy_variables`.
 
     Raises:

@@ -1,7 +1,7 @@
-"""`Link`: the calls to a vLLM engine in this process or on a server.
+"""`Link`, the base class for calls to a vLLM engine in this process or on a server.
 
-A subclass provides vLLM's own calls. If the engine has memsaver's plugin, queries of the memory's
-state, releases and resumes are calls to `core_calls` through vLLM's collective_rpc. Without the
+A subclass provides vLLM's own calls. If the engine has memsaver's plugin, the class queries,
+releases and resumes memory with calls to `core_calls` through vLLM's collective_rpc. Without the
 plugin, a release is vLLM's sleep, which releases the weights and the KV cache together.
 """
 
@@ -128,8 +128,8 @@ class Link(abc.ABC):
     def has_plugin(self, timeout: float) -> bool:
         """Return whether the engine has memsaver's plugin.
 
-        A test call cannot be used, because a call of a method that the workers lack would leave
-        responses in vLLM's queues, where vLLM's next call would read them.
+        A test call cannot answer this question. A call to a method that the workers lack would
+        leave responses in vLLM's queues, and vLLM's next call would read these responses.
         """
 
     @abc.abstractmethod

@@ -1,4 +1,4 @@
-"""`Local`: the calls to a vLLM engine in this process."""
+"""`Local`, the class for calls to a vLLM engine in this process."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 vLLM calls the entry points of the group `vllm.general_plugins` in every process of an engine: the
 front end, the engine core, the workers, Ray's actors, and the processes that inspect models. In
-some of these processes, vLLM calls them more than once. The effects begin when vLLM imports the
-affected modules:
+some of these processes, vLLM calls the entry points more than once. The effects begin when vLLM
+imports the affected modules:
 
 - `CuMemAllocator.get_instance`, through which vLLM obtains its sleep mode allocator, returns
   memsaver's allocator (`allocator`).
@@ -13,14 +13,14 @@ affected modules:
   (`routes`).
 - LoRA adapters, the buffers of draft models, and state that is created with the KV cache survive
   sleeps (`kept`).
-- vLLM copies memsaver's environment variables to the workers of Ray's executor.
+- vLLM copies memsaver's environment variables to the workers of the Ray executor.
 - CUDA graphs are captured into pausable memory if `settings` request this (`graphs`).
 - Requests to a sleeping engine are refused, wait, or wake it (`hooks`, `http_answers`).
 
 Until vLLM requests the allocator, the plugin neither opens the driver nor imports torch. Unless
 `enable_sleep_mode` or `enable_cumem_allocator` is set, vLLM behaves as it does without memsaver.
-Failures of this module do not end a vLLM process, with one exception: requesting the sleep mode
-without a CUDA driver is an error.
+Failures of this module do not terminate a vLLM process, with one exception: requesting the sleep
+mode without a CUDA driver is an error.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def load_plugin() -> None:
 
 
 def _effects(graphs_too: bool) -> dict[str, list[Install]]:
-    """Return, for each of vLLM's modules, the functions that install hooks in the module."""
+    """Return the functions that install hooks in each of vLLM's modules."""
     found: dict[str, list[Install]] = {
         worker.CUMEM: [_replace_allocator],
         _WORKER: [
@@ -113,7 +113,7 @@ def _effects(graphs_too: bool) -> dict[str, list[Install]]:
 
 
 def _copy_variables(module: ModuleType) -> None:
-    """Make vLLM copy memsaver's variables to Ray's workers, like its own variables."""
+    """Make vLLM copy memsaver's variables to Ray's workers, together with vLLM's own variables."""
     module.DEFAULT_ENV_VAR_PREFIXES.add("MEMSAVER_")
 
 

@@ -1,8 +1,8 @@
 """The names of memsaver's calls through vLLM's collective_rpc, and the format of their messages.
 
 The plugin adds the methods to vLLM's workers, and `core_calls` answers the calls in vLLM's engine
-core. All arguments and results are JSON values, because vLLM sends other objects only with
-VLLM_ALLOW_INSECURE_SERIALIZATION.
+core. All arguments and results are JSON values, because vLLM sends other objects only if
+VLLM_ALLOW_INSECURE_SERIALIZATION is set.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Coming:
     """A bucket of weights that a worker reads from the fields of a message.
 
     Attributes:
-        tensors: the source of the tensors; for `SharedTensors`, with the payloads of all ranks.
+        tensors: the source of the tensors; a `SharedTensors` contains the payloads of all ranks.
         timeout: the time limit for the whole load, in seconds.
         verification: the verification request; None for no checks.
 
@@ -103,7 +103,7 @@ def fields_of(load: WeightLoad) -> dict[str, Any]:
 
 
 def group_of(fields: Mapping[str, Any]) -> JoinRequest:
-    """Return a request to join a group from its `asdict`. Raises `EngineError`."""
+    """Return a request to join a group, built from the result of `asdict`. Raises `EngineError`."""
     read = Fields(fields, "a request to join a group")
     return JoinRequest(
         read.text("name"),
@@ -119,7 +119,7 @@ def checks_of(rows: Sequence[Any]) -> list[RankCheck]:
     """Return the results of the engine's ranks from the rows of a worker's answer.
 
     Raises:
-        EngineError: a row is invalid. If a rank failed with a memsaver error, an error of that
+        EngineError: a row is invalid. If a rank failed with a memsaver error, an error of the same
             class is raised.
     """
     checks = [RankCheck.from_fields(row) for row in rows]

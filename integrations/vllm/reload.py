@@ -1,4 +1,4 @@
-"""vLLM's layerwise reload of weights, in buckets whose memory the sender reuses."""
+"""Reload weights layer by layer with vLLM, from buckets whose memory the sender reuses."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ def is_converted(model: Any) -> bool:
 
 
 def domain_of(worker: Any) -> str:
-    """Return the domain of the processes whose tensors a worker's model can load without a copy.
+    """Return the domain of processes whose tensors a worker's model can load without a copy.
 
     The domain is empty if the worker has no model, or if vLLM converts the model's weights. Loading
-    such a model can write to the sender's tensors, and memsaver does not detect these writes.
+    into a converted model can write to the sender's tensors, and memsaver does not detect such
+    writes.
     """
     try:
         model = worker.model_runner.get_model()

@@ -1,10 +1,10 @@
-"""Wake-ups of weights that are about to be rewritten, which restore only the model's buffers.
+"""Wake up weights that are about to be rewritten, and restore only the model's buffers.
 
 An update rewrites the parameters of the model. An update does not rewrite the model's buffers, a
 draft model, or the parameters in vLLM's `sleep_preserve_parameter_names`. Before such a wake-up,
-the buffers are read from the backup. vLLM's worker then restores the buffers, in the same way as
-after a sleep at level 2. If there is a draft model or a preserved parameter, the wake-up restores
-all contents.
+the buffers are read from the backup. vLLM's worker then restores the buffers in the same way as
+after a level 2 sleep. If there is a draft model or a preserved parameter, the wake-up restores all
+contents.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _logger = logging.getLogger("memsaver.vllm")
 
 
 def has_draft(worker: Any) -> bool:
-    """Return whether the worker might have a draft model, which an update does not rewrite."""
+    """Return whether the worker might have a draft model; updates do not rewrite this model."""
     if hasattr(worker, "get_draft_model"):
         return worker.get_draft_model() is not None
     return getattr(worker.vllm_config, "speculative_config", None) is not None
@@ -36,7 +36,7 @@ def has_draft(worker: Any) -> bool:
 def save_buffers(worker: Any, allocator: MemsaverAllocator) -> bool:
     """Save the model's buffers for a wake-up that does not restore the released weights.
 
-    The function never raises, because the other ranks would wait for this rank.
+    The function never raises an exception, because the other ranks would wait for this rank.
 
     Returns:
         Whether the next wake-up of the weights needs no other contents of the backup. False if an

@@ -1,4 +1,4 @@
-"""Conversion of a rollout's requests to vLLM's format, and of vLLM's outputs to samples."""
+"""Convert a rollout's requests to vLLM's format, and vLLM's outputs to samples."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def prompt_of(request: Request) -> dict[str, Any]:
 
 
 def sampling_of(request: Request) -> Any:
-    """Return a request's `SamplingParams`, which request the sampled tokens' log-probabilities.
+    """Return a request's `SamplingParams`, with log-probabilities of the sampled tokens enabled.
 
     Raises:
         ConfigError: vLLM rejects the parameters.
@@ -52,7 +52,7 @@ def sampling_of(request: Request) -> Any:
 
 
 def sample_of(output: Any) -> Sample:
-    """Return the sample from an output of vLLM, which is None for an aborted request.
+    """Return the sample from an output of vLLM; the output is None for an aborted request.
 
     Raises:
         EngineError: the output's format is invalid.
@@ -78,7 +78,7 @@ def sample_of(output: Any) -> Sample:
 
 
 def completions_of(requests: Sequence[Request]) -> list[tuple[list[int], dict[str, Any]]]:
-    """Return the bodies of calls of /v1/completions, with the indices of their requests.
+    """Return the bodies of calls to /v1/completions, with the indices of their requests.
 
     Requests with equal parameters are sent together.
 

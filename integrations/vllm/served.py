@@ -1,6 +1,6 @@
-"""A vLLM server at a URL as an `Engine`.
+"""The `Engine` for a vLLM server at a URL.
 
-The server has endpoints for sleep only with VLLM_SERVER_DEV_MODE=1.
+The server has endpoints for sleep only if it runs with VLLM_SERVER_DEV_MODE=1.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class ServedEngine(served.ServedEngine, Link):
 
 
 def _part(value: Any, name: str) -> dict[str, Any]:
-    """Return an object that is nested in a JSON object; {} if there is none."""
+    """Return an object that is nested in a JSON object; {} if the nested object is missing."""
     part = value.get(name) if isinstance(value, dict) else None
     return part if isinstance(part, dict) else {}
 

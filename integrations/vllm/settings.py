@@ -42,7 +42,7 @@ fix_policy, policy_variables = _policies.fix, _policies.variables
 
 
 def backup() -> Backup:
-    """Return the backing store for backups; raise `ConfigError` for an invalid value."""
+    """Return the backing store for backups; raise `ConfigError` if the value is invalid."""
     return variables.backup("MEMSAVER_VLLM_BACKUP")
 
 

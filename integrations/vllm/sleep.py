@@ -1,4 +1,4 @@
-"""`SleepController`: puts a vLLM engine to sleep and wakes it."""
+"""`SleepController`, which puts a vLLM engine to sleep and wakes the engine."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["SleepController", "Status"]
 class SleepController(EngineController):
     """Puts a vLLM engine to sleep and wakes it, by tag: "kv_cache", "weights", "cuda_graph".
 
-    Every call skips tags that are already in the requested state. A sleep raises an error while
-    requests are in flight, instead of aborting the requests.
+    Every call skips tags that are already in the requested state. While requests are in flight, a
+    sleep raises an error and does not abort the requests.
 
         engine = SleepController(vllm.LLM(model, enable_sleep_mode=True))
         engine.sleep(wait_idle=True)          # all tags; the trainer may use the memory
@@ -28,22 +28,22 @@ class SleepController(EngineController):
 
     If the engine has memsaver's plugin, tags sleep independently of each other. A failed call (for
     example because too little memory is free) leaves the engine alive and unchanged on all ranks,
-    and can be repeated. The engine itself reports its state, even after errors and after calls by
-    other clients. Without the plugin, the weights and the KV cache sleep together, and the
-    controller knows only its own calls and the argument `released`. The tag "cuda_graph" is
-    released together with all other tags, and is mapped by any wake-up. Graphs that can be released
-    are not released alone; such a sleep raises `ConfigError`.
+    and can be repeated. The controller reads this state from the engine, so the state is correct
+    even after errors and after calls by other clients. Without the plugin, the weights and the KV
+    cache sleep together, and the controller knows only its own calls and the argument `released`.
+    The tag "cuda_graph" is released together with all other tags, and is mapped by any wake-up.
+    Graphs that can be released are never released alone; an attempt raises `ConfigError`.
 
     `generate` has the arguments of `vllm.LLM.generate`, or the arguments of `AsyncLLM.generate`, of
     which it returns the last output. For a server at a URL, `generate` sends its arguments as the
     fields of a request to /v1/completions, without streaming. For an AsyncLLM or a server,
     `timeout` is the time limit for the whole call in seconds (one hour by default). For a
-    `vllm.LLM`, `timeout` limits the wait for other threads' calls. In a callback of `on_pause` or
-    `on_resume`, pass a short timeout, because the other thread might be waiting for the callback's
-    tag.
+    `vllm.LLM`, `timeout` limits the wait for other threads' calls. In an `on_pause` or `on_resume`
+    callback, pass a short timeout, because another thread's call might be waiting for the
+    callback's tag.
 
     Threads: any thread may make calls, except the thread that runs an AsyncLLM's event loop. Calls
-    of `sleep` and `wake_up` are serialised. Generations of a `vllm.LLM` are also serialised, but
+    to `sleep` and `wake_up` are serialized. Generations of a `vllm.LLM` are also serialized, but
     generations of an AsyncLLM or a server run concurrently.
 
     Args:

@@ -1,7 +1,7 @@
-"""A release or a wake-up of vLLM's worker on all ranks of an executor or on none.
+"""Perform a release or a wake-up of vLLM's worker on all ranks of an executor or on none.
 
 vLLM's `Worker.sleep` and `Worker.wake_up` copy buffers before the allocator's transition, and
-restore buffers and run checks after the transition. A `Step` surrounds such a call on every rank.
+restore buffers and run checks after the transition. Every rank makes such a call inside a `Step`.
 The transition and the end of the call are collective: if any part fails on a rank, all ranks undo
 the transition.
 """
@@ -24,7 +24,7 @@ Move = Callable[[Group], list[RankReport]]
 
 
 class _MoveFailed(Exception):
-    """Ends the worker's call on every rank after a transition failed on any rank."""
+    """An exception that ends the worker's call on every rank after a failure on any rank."""
 
 
 class Step:
@@ -41,8 +41,8 @@ class Step:
 
         Args:
             group: the group of the executor's ranks.
-            undo_nothing: the rollback on a rank that failed before the transition; it only joins
-                the collectives of the other ranks' rollback.
+            undo_nothing: the rollback on a rank that failed before the transition. This rollback
+                only joins the collectives of the other ranks' rollback.
         """
         self.group = group
         self.reports: list[RankReport] = []
@@ -84,7 +84,7 @@ class Step:
 
 
 def move(move: Move, undo: Move) -> None:
-    """Run the transition of the current step; outside steps, run a transition on this rank only.
+    """Run the transition of the current step; outside a step, run the transition on this rank only.
 
     Raises:
         MemsaverError: the transition failed, and there is no current step. It is undone.

@@ -24,7 +24,7 @@ SIMULATED = (
 def refusal(version: str) -> str | None:
     """Return the reason why this version of vLLM must keep its own allocator; None if supported.
 
-    A version counts as tested if any release with the same first two numbers was tested.
+    A version counts as tested if a release with the same first two numbers was tested.
     """
     series = _series(version)
     known = [_series(one) for one in (*TRIED, *SIMULATED)]

@@ -1,11 +1,11 @@
-"""The worker's own changes to the model in a wake-up.
+"""Postpone the changes that vLLM's worker makes to the model in a wake-up.
 
 After a sleep at level 2, the worker of vLLM 0.26 restores the model's buffers in the first wake-up,
-regardless of the wake-up's tags. With a quantised KV cache, its V1 model runner resets the cache's
-scales to 1 after every wake-up of the KV cache. The buffers and the scales are in the memory of the
-weights. If this memory is still released, writing to it would crash the worker with an illegal
-access. The scales are also buffers, so their values are restored with the weights at every level,
-and a reset is not needed.
+even if that wake-up does not include the weights. With a quantized KV cache, its V1 model runner
+resets the cache's scales to 1 after every wake-up of the KV cache. The buffers and the scales are
+in the memory of the weights. If this memory is still released, a write to the memory crashes the
+worker with an illegal access. The scales are also buffers, so their values are restored with the
+weights at every level, and a reset is not needed.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ class WeightCalls(EngineBackend[Link]):
     """The calls of a `Backend` that update weights. Engines with `other_ranks` are rejected.
 
     Attributes:
-        weight_version: the version of the weights that the engine reports or that this backend has
-            loaded; None if the version is unknown.
+        weight_version: the version of the weights, as reported by the engine or as loaded by this
+            backend; None if the version is unknown.
     """
 
     weight_version: str | None
@@ -68,8 +68,8 @@ class WeightCalls(EngineBackend[Link]):
     def checksums(self, timeout: float) -> Sequence[str]:
         """Return an empty tuple.
 
-        Only engines without the plugin are compared by checksums, and such engines of vLLM cannot
-        load weights.
+        Checksums are compared only for engines without the plugin, and vLLM engines without the
+        plugin cannot load weights.
         """
         return ()
 
@@ -86,7 +86,7 @@ class WeightCalls(EngineBackend[Link]):
     def _on_all_ranks(
         self, method: str, arguments: Sequence[Any], timeout: float
     ) -> list[RankCheck]:
-        """Call all ranks, and return their results; raise the failure of the first failed rank."""
+        """Call all ranks, and return their results; if a rank failed, raise the first failure."""
         if not self.link.has_plugin(timeout):
             raise ConfigError(
                 "the engine lacks memsaver's plugin, which loads the weights in vLLM's workers: "

@@ -1,19 +1,19 @@
-"""Loads of weights from a trainer into the models of vLLM's workers.
+"""Load weights from a trainer into the models of vLLM's workers.
 
-All functions are methods of vLLM's worker, which every rank of an executor calls. The ranks
-exchange their results before any rank answers, and each answer contains the results of all ranks. A
-failure is never raised, because after a rank's exception, the multiprocessing executor leaves the
-responses of the following ranks in its queues, where its next call would read them. An interrupt or
-an exit is raised on the interrupted rank after the exchange.
+The plugin adds all functions to vLLM's worker as methods, and every rank of an executor calls these
+methods. The ranks exchange their results before any rank answers, and each answer contains the
+results of all ranks. A failure is never raised. After a rank's exception, the multiprocessing
+executor would leave the responses of the following ranks in its queues, and its next call would
+read these responses. An interrupt or an exit is raised on the interrupted rank after the exchange.
 
 If a bucket arrives damaged on one rank, no rank loads the bucket. If a load fails on one rank, the
 load counts as failed on all ranks.
 
-vLLM converts the weights of some models after loading: quantised weights, and weights whose kernels
-use another layout. The buckets for these models are loaded through vLLM's layerwise reload, as in
-vLLM's own engines for weight transfers. The reload keeps tensors until a layer is complete, and
-then loads, converts and copies the tensors into the layer's memory. All other models load each
-bucket directly into their memory, and the contents are compared with the tensors.
+After loading, vLLM converts quantized weights and weights whose kernels use another layout. The
+buckets for these models are loaded through vLLM's layerwise reload, as in vLLM's own engines for
+weight transfers. The reload keeps tensors until a layer is complete, and then loads, converts and
+copies the tensors into the layer's memory. For all other models, each bucket is loaded directly
+into the model's memory, and the contents are compared with the received tensors.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _begin(worker: Any) -> Rows:
 
 
 def _end(worker: Any) -> Rows:
-    """End an update. Does nothing without one. If the call is refused, it can be repeated."""
+    """End an update. Does nothing without one. A refused call can be repeated."""
 
     def work() -> None:
         update: _Update | None = getattr(worker, _UPDATE, None)
@@ -193,7 +193,7 @@ class _Update:
             check.load_unseen(self._model, tensors, self._reload.load, _CONVERTED)
 
     def _write(self, tensors: Iterable[tuple[str, Any]]) -> None:
-        """Copy tensors in the layout of the model's parameters."""
+        """Copy tensors that already have the layout of the model's parameters."""
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         for name, tensor in tensors:
             held = parameters.get(name)

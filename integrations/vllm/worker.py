@@ -1,11 +1,11 @@
-"""Sleep and wake-up in vLLM's worker processes, on all ranks or on none, and never partially.
+"""Make sleep and wake-up in vLLM's worker processes take effect on all ranks or on none.
 
 vLLM's executor calls `Worker.sleep`, `Worker.wake_up` and `Worker.discard` on every rank, and each
-rank acts independently. If one rank fails, the other ranks are in a different state, and the
-multiprocessing executor leaves the responses of the following ranks in its queues, where its next
-call would read them. The hooks of this module wrap these methods. The ranks exchange their
-outcomes, and undo the call on all ranks if it failed on any rank. Only the rank whose response the
-executor reads last raises an error.
+rank acts independently. If one rank fails, the other ranks are in a different state. The
+multiprocessing executor also leaves the responses of the following ranks in its queues, and its
+next call would read these responses. The hooks of this module wrap these methods. The ranks
+exchange their results. If the call failed on any rank, all ranks undo the call. Only the rank whose
+response the executor reads last raises an error.
 
 | event | state afterwards, on every rank |
 |---|---|
@@ -13,10 +13,9 @@ executor reads last raises an error.
 | a sleep fails later | mapped; contents without a backup may be lost |
 | a wake-up fails | still released, with backups; the call may be repeated |
 
-If the rollback of a sleep also fails, the sleep counts as successful, so that the engine does not
-use memory that is released on a rank. The next wake-up maps this memory. The method
-`memsaver_state` returns the last answer and the state of the memory; a collective_rpc calls this
-method by name.
+If the rollback of a sleep also fails, the sleep counts as successful, so the engine does not use
+memory that is released on a rank. The next wake-up maps this memory. The method `memsaver_state`,
+which collective_rpc calls by name, returns the last answer and the state of the memory.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ def install(worker: Any) -> None:
 
 
 def _of_part(sleep: Callable[..., None]) -> Callable[..., None]:
-    """Return a variant of a worker's sleep that can release only some of the deferrable tags.
+    """Return a variant of a worker's sleep that can release a subset of the deferrable tags.
 
     The sleep of the last mapped deferrable tag also releases all other memory, like a sleep of both
     tags.
@@ -168,7 +167,7 @@ def memsaver_state(worker: Any, measures: bool = False) -> dict[str, Any]:
 
 
 def _measured(ranks: Sequence[RankReport], own: int) -> tuple[RankReport, ...]:
-    """Return the reports, with this device's memory in use in the report of rank `own`."""
+    """Return the reports; add this device's memory in use to the report of rank `own`."""
     device = held.device()
     try:
         found = held.measure(device, [*of_torch(device), *of_groups("vllm", _PARALLEL)])
@@ -215,7 +214,7 @@ def _hooked(
 
 
 def _wake(worker: Any, wake_up: Callable[..., None], tags: list[str]) -> None:
-    """Run the worker's own part of a wake-up after a rolled-back release of these tags."""
+    """Run the worker's own part of a wake-up after the release of these tags was rolled back."""
     try:
         wake_up(worker, tags)
     except Exception as error:
@@ -263,8 +262,8 @@ def _lost(operation: str, undone: list[RankReport], allocator: MemsaverAllocator
     """Return the tags whose contents a failed call lost on at least one rank.
 
     A release loses the contents that it does not keep, and a resume loses the contents that it does
-    not restore. If a rank cannot release such memory again, the memory stays mapped there without
-    its contents.
+    not restore. If a rank cannot release such memory again, the memory stays mapped on this rank
+    without its contents.
     """
     if operation == "resume" and first_failure(undone):
         return set(allocator.rewritten)

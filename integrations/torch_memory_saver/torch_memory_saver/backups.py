@@ -1,4 +1,4 @@
-"""The choice of backups from a region's options, and the release of backups after a resume."""
+"""Select backups from a region's options, and release backups after a resume."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class Backups:
     Any thread may use this object.
 
     Attributes:
-        retain: whether the memory is kept with its contents; None if the program has not set this.
+        retain: whether the memory is kept with its contents; None if the program has not set a
+            value.
     """
 
     def __init__(self, retain: bool | None) -> None:

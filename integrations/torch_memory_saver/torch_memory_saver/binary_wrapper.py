@@ -19,7 +19,7 @@ __all__ = ["BinaryWrapper", "ThreadState"]
 
 
 class ThreadState:
-    """The calling thread's state, with methods that have the names of the library's functions."""
+    """The calling thread's state; the methods have the names of the library's functions."""
 
     def __init__(self, backend: str) -> None:
         self._backend = backend
@@ -27,7 +27,7 @@ class ThreadState:
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """At the end of the block, re-enable a region that the block has disabled."""
+        """Re-enable, at the end of the block, a region that the block has disabled."""
         around, self._local.off = self._local.off, None
         try:
             yield
@@ -63,7 +63,7 @@ class ThreadState:
         return self._region()[1] == "disk"
 
     def tms_get_cpu_backup_backend(self) -> bytes:
-        """Return the kind of host memory for the allocations' backup, or the default kind."""
+        """Return the kind of host memory for this thread's backups, or the default kind."""
         named = {backup: kind for kind, backup in BACKENDS.items()}
         return named.get(self._region()[1], self._backend).encode()
 
@@ -78,7 +78,7 @@ class ThreadState:
 
 
 class BinaryWrapper:
-    """An object that provides the state as `cdll`, the name that frameworks use."""
+    """An object with the attribute `cdll`, through which frameworks access the state."""
 
     def __init__(self, state: ThreadState) -> None:
         self.cdll = state

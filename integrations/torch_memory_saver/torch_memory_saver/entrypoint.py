@@ -21,11 +21,12 @@ __all__ = ["TorchMemorySaver"]
 
 
 class TorchMemorySaver:
-    """Pauses and resumes tensors tag by tag; all objects of a process share the same tags.
+    """A saver that pauses and resumes tensors by tag; all savers of a process share the tags.
 
-    The methods raise memsaver's errors. After an error, no contents are lost and no operation is
-    half finished. Pausing a paused tag, resuming a mapped tag, and naming a tag without a region
-    have no effect. Any thread may call the methods; a region applies to the thread that entered it.
+    The methods raise memsaver's errors. After an error, no contents are lost, and no operation is
+    partially complete. Pausing a paused tag, resuming a mapped tag, and pausing or resuming an
+    unknown tag have no effect. Any thread may call the methods; a region applies to the thread that
+    entered it.
     """
 
     def __init__(self) -> None:
@@ -120,7 +121,7 @@ class TorchMemorySaver:
         """Release the device memory of a tag, or of all tags, and keep the addresses.
 
         Raises:
-            MemsaverError: see `memsaver.pause`. Every tag is mapped with its contents.
+            MemsaverError: see `memsaver.pause`. Every tag is still mapped with its contents.
         """
         self._ensure_initialized()
         if not tag:
@@ -131,8 +132,8 @@ class TorchMemorySaver:
     def resume(self, tag: str | None = None) -> None:
         """Map memory at the addresses of a tag, or of all tags, and restore the saved contents.
 
-        After the restore, release the host memory of "mmap" backups or, if `retain_cpu_backup` was
-        set to False, of all backups. Starts no thread.
+        After the restore, the host memory of "mmap" backups is released. If `retain_cpu_backup` was
+        set to False, the host memory of all backups is released. Starts no thread.
 
         Raises:
             MemsaverError: see `memsaver.resume`; for example `OutOfDeviceMemoryError`. Every tag
@@ -159,8 +160,8 @@ class TorchMemorySaver:
         applies to the current GPU. The mode cannot be set after the first use.
 
         Raises:
-            ConfigError: a new mode is unknown.
-            InvalidStateError: a mode is set after the first use of the object.
+            ConfigError: the new mode is unknown.
+            InvalidStateError: the mode is set after the first use of the object.
         """
         return self._hook_mode
 
@@ -176,13 +177,13 @@ class TorchMemorySaver:
 
     @property
     def memory_margin_bytes(self) -> int:
-        """The bytes of device memory that allocations in regions leave free; the default is 0.
+        """The bytes of device memory that allocations in regions must leave free; the default is 0.
 
         An allocation that would leave less free memory fails with an out-of-memory error. Torch
         then releases its cached blocks and retries the allocation.
 
         Raises:
-            ConfigError: a new value is not a valid size.
+            ConfigError: the new value is not a valid size.
         """
         self._ensure_initialized()
         return int(_C.option("margin_bytes"))
@@ -197,9 +198,8 @@ class TorchMemorySaver:
 
         A value that is set here or by TMS_RETAIN_CPU_BACKUP applies to later resumes. True keeps
         the host memory of backups with its contents. False releases the host memory in each
-        `resume`. If no value was ever set, this property is False. In this case, a resume keeps
-        pinned memory without its contents, which makes the next pause fast, and releases "mmap"
-        memory.
+        `resume`. If no value has been set, this property is False. In this case, a resume releases
+        "mmap" memory, and keeps pinned memory without its contents to make the next pause fast.
         """
         return self._ensure_initialized().backups.retain or False
 
@@ -210,7 +210,7 @@ class TorchMemorySaver:
     def get_cpu_backup(self, x: Any, zero_copy: bool = False) -> Any:
         """Return the last pause's copy of a tensor as a CPU tensor; None if there is no copy.
 
-        There is a copy if the tensor's tag is paused, or if the tag is mapped and was resumed while
+        A copy exists if the tensor's tag is paused, or if the tag was resumed while
         `retain_cpu_backup` was True. In the second case, the copy contains the contents of the last
         pause, and its host address is the same for every pause.
 

@@ -46,7 +46,7 @@ class Environment:
 
 
 def read_environment() -> Environment:
-    """Return the current values of this process's variables.
+    """Return the current values of the variables in this process.
 
     Raises:
         ConfigError: a variable has an invalid value, or two variables are inconsistent.

@@ -1,4 +1,4 @@
-"""Small helpers for tests of programs that use the package."""
+"""Helper functions for tests of programs that use the package."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ __all__ = ["empty_cache", "get_and_print_gpu_memory", "get_device"]
 
 
 def get_device() -> str:
-    """Return torch's name of the device for tests."""
+    """Return torch's name for the device that tests use."""
     return "cuda"
 
 

@@ -1,4 +1,4 @@
-"""The path of the preloaded library, and changes of environment variables."""
+"""Find the preloaded library, and change environment variables."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def preload_library() -> Path:
 def get_binary_path_from_package(stem: str) -> Path:
     """Return the path of the library with this name, for programs that set LD_PRELOAD themselves.
 
-    If torch is installed, the path is that of the library with torch's CUDA version in its name.
+    If torch is installed, the path belongs to the library whose name contains torch's CUDA version.
     The libraries are identical.
 
     Raises:
@@ -89,6 +89,6 @@ def _cuda_suffix() -> str:
 
 
 def _is_found_by_name() -> bool:
-    """Return whether a child process finds memsaver's library through this LD_LIBRARY_PATH."""
+    """Return whether a child process with this LD_LIBRARY_PATH finds memsaver's library."""
     folders = os.environ.get("LD_LIBRARY_PATH", "").replace(";", ":").split(":")
     return any((Path(folder) / LIBRARY).is_file() for folder in folders if folder)

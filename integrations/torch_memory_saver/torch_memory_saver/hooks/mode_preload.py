@@ -1,4 +1,4 @@
-"""The start of child processes that use memsaver's cudaMalloc."""
+"""Start child processes that use memsaver's cudaMalloc."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["configure_subprocess"]
 
 @contextmanager
 def configure_subprocess() -> Iterator[None]:
-    """Preload memsaver into child processes that are started during the block.
+    """Preload memsaver into all child processes that are started during the block.
 
     If TMS_INIT_ENABLE=1 is set, the whole preloaded child process is one region with the tag
     "default". During the block, `os.environ` is changed for all threads; the end of the block
@@ -21,8 +21,8 @@ def configure_subprocess() -> Iterator[None]:
 
     Raises:
         NotLoadedError: a library is missing.
-        ConfigError: a library's path contains a space or a colon, which `LD_PRELOAD` cannot
-            express.
+        ConfigError: a library's path contains a space or a colon, which `LD_PRELOAD` does not
+            support.
     """
     # Includes memsaver's own library, so that the other library need not search for it.
     others = memsaver.preload_env()["LD_PRELOAD"].split(":")
