@@ -136,8 +136,7 @@ class Admission:
     def abort(self, ids: Collection[str], every: bool = False) -> None:
         """Record that a caller aborts all generations, or the generations with these names.
 
-        Waiting generations fail. The engine aborts the generations that it has received. Refused
-        generations are not sent again.
+        Waiting generations fail, and refused ones are not sent again. The engine aborts the others.
         """
         if self._ignores_aborts:
             return
@@ -201,15 +200,13 @@ class Admission:
             what: the name of the request's operation, for the error message.
             deadline: a result of `deadline()`; None computes the deadline now.
             reads: whether the request reads the tags' contents; False if it only overwrites them.
-            is_gone: a function that returns whether the client has disconnected, or raises
-                `RequestAbortedError`; called while the request waits.
+            is_gone: returns whether the client has disconnected, or raises `RequestAbortedError`.
 
         Raises:
             EngineAsleepError: a needed tag is released. With "refuse", or if too many requests are
-                held, the error is raised immediately. With "wait", the error is raised at the
-                deadline. With "wake", the error is raised if the wake-up fails; the failure is the
-                error's cause. The error is also raised if the engine does not answer the wake-up by
-                the deadline or within 60 s, whichever is later.
+                held, the error is raised immediately. With "wait", it is raised at the deadline.
+                With "wake", it is raised if the wake-up fails, with the failure as its cause, or if
+                the engine does not answer by the deadline or within 60 s, whichever is later.
             ClientGoneError: the client has disconnected.
             RequestAbortedError: `is_gone` raised it.
         """

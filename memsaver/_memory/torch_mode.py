@@ -77,9 +77,7 @@ def torch_pools(required: bool = True) -> TorchPools | None:
 
 
 class TorchPools:
-    """An object that routes each thread's tensors to the pools of the thread's open regions.
-    Thread-safe.
-    """
+    """Routes each thread's tensors to the pools of the thread's open regions. Thread-safe."""
 
     def __init__(self, torch: Any) -> None:
         self.torch = torch
@@ -238,9 +236,7 @@ class TorchPools:
         return bool(self.torch.cuda.is_current_stream_capturing())
 
     def unowned_ranges(self) -> list[tuple[int, int]]:
-        """Return the address and size of each block that no tensor owns in memsaver's closed
-        pools.
-        """
+        """Return the address and size of each unowned block in memsaver's closed pools."""
         unowned = []
         for segment in self._segments():
             if tuple(segment.get("segment_pool_id", (0, 0))) not in _closed_pools:
