@@ -12,7 +12,9 @@ from faults.scenario import SMALL_GRANULE, Scenario, require
 
 
 class Allocate(Scenario):
-    """Allocations of several sizes. Some need a new span, and some or all need new memory."""
+    """Allocations of several sizes. Some allocations need a new span, and some or all allocations
+    need new memory.
+    """
 
     def __init__(self, machine: Machine, name: str, nbytes: int, new_tags: bool = False) -> None:
         super().__init__(machine, name)
@@ -132,7 +134,7 @@ class Captured(Allocate):
 
 
 class Free(Scenario):
-    """Frees of mapped or paused memory, or during a pause, which never fail for their caller."""
+    """Frees of mapped or paused memory, or during a pause. A free never fails for its caller."""
 
     def __init__(self, machine: Machine, name: str, when: str) -> None:
         super().__init__(machine, name)

@@ -76,8 +76,8 @@ def attempt(scenario: Scenario, injection: Injection, reference: dict[str, Any])
 
 
 def act(scenario: Scenario) -> Exception | None:
-    """Run the act on its own thread, so that a context that it fails to pop affects no other
-    thread.
+    """Run the act on its own thread, because an act that fails to pop a context would affect other
+    acts.
     """
     met: list[Exception] = []
 

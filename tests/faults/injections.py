@@ -96,7 +96,7 @@ OS_TOLERATED = {
 
 @dataclass(frozen=True)
 class Injection:
-    """The `nth` call of a function (counted from 1) in a scenario's act fails with `code`.
+    """The `nth` call to a function (counted from 1) in a scenario's act fails with `code`.
 
     With `forever`, every later call of this function also fails until the act ends.
     """

@@ -22,9 +22,7 @@ _SIZES = [4096, SMALL_GRANULE + 512]  # in two extents
 
 
 class _Peer(peers.Peer):
-    """A connection that records its thread, and whether it has tried to release memory since its
-    end.
-    """
+    """A connection that records its thread, and whether a release was attempted after the end."""
 
     threads: ClassVar[dict[str, threading.Thread]] = {}  # by endpoint: the last to use the peer
     has_tried = False

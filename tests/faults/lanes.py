@@ -91,7 +91,7 @@ class Worker:
         self._read = b""
 
     def ask(self, line: str) -> dict[str, Any]:
-        """Send a request and return the answer; without an answer, the final result is "died" or
+        """Send a request and return the answer; if no answer arrives, the result is "died" or
         "hung".
         """
         assert self._process.stdin and self._process.stdout

@@ -82,7 +82,7 @@ class Machine:
     # --- figures
 
     def totals(self) -> dict[str, Any]:
-        """Return, by name, all counters of the driver and the system that a leak would change."""
+        """Return all counters of the driver and system that a leak would change, by name."""
         totals = self.sim.counts()
         end = time.monotonic() + 1  # for work that no call waits for
         while totals.queued_operations and time.monotonic() < end:
@@ -101,8 +101,8 @@ class Machine:
         return figures
 
     def tags_bytes(self) -> int:
-        """Return the device memory in use by the driver's count, without backups and the
-        library's own.
+        """Return the device memory that the driver counts, without backups and the library's own
+        memory.
         """
         physical = self.sim.counts().physical_bytes
         used = sum(physical[device] - idle for device, idle in self.idle.items())
@@ -161,5 +161,7 @@ class Group:
         return not any(self.machine.sim.accessible(block.address) for block, _ in self.blocks)
 
     def came_back(self) -> bool:
-        """Return whether a resume restored the contents, which are zeros without a backup."""
+        """Return whether a resume restored the contents; without a backup, the contents must be
+        zeros.
+        """
         return self.is_zero() if self.backup in (None, "none") else self.is_intact()

@@ -1,7 +1,7 @@
 """Defines the base class of scenarios, which consist of memory, an act under faults, and checks.
 
-One process uses a scenario repeatedly. `prepare` changes the scenario from rest to the start of the
-act, after any earlier result. `check_unchanged` checks that a failed act changed nothing.
+One process uses a scenario repeatedly. `prepare` brings the scenario from rest to the start of the
+act, regardless of earlier results. `check_unchanged` checks that a failed act changed nothing.
 `check_done` checks the result of the act. `rest` restores the initial state without leaks.
 """
 

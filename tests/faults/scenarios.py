@@ -42,9 +42,7 @@ def _view(asked: Ask) -> object:
 
 
 def _timeline(asked: Ask) -> object:
-    """Start, sample and read a recording; always stop the recording, so that the next one can
-    start.
-    """
+    """Start, sample and read a recording; always stop it, so that the next recording can start."""
     from memsaver._runtime.native import _C
 
     _C.timeline_start(1000)

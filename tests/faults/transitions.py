@@ -1,5 +1,7 @@
-"""Pauses, resumes and swaps under faults: with every backup, partial, with graphs, in
-background.
+"""Pauses, resumes and swaps under faults.
+
+The scenarios include every kind of backup, transitions of only some tags, graphs, and background
+transitions.
 """
 
 from __future__ import annotations
@@ -30,8 +32,7 @@ class Transitions(Scenario):
         require(group.is_gone(), f"{group.names} are paused, and their memory is there")
 
     def was_kept(self, group: Group, error: Exception) -> bool:
-        """Return whether the rollback also failed, because a call failed or a backup was
-        unreadable.
+        """Return whether the rollback also failed because a call failed or a backup was unreadable.
 
         A rollback requires no host memory (csrc/DESIGN.md).
         """

@@ -1,7 +1,7 @@
 """Runs faults of one scenario in a process, with line-based requests on stdin and answers on
 stdout.
 
-The answer to `count` is the calls that the act makes. The answer to an injection is its result.
+The answer to `count` lists the calls that the act makes. The answer to an injection is its result.
 After a failed injection, the worker's state is unknown, and the caller starts another worker.
 """
 

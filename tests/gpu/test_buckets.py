@@ -2,7 +2,7 @@
 
     pytest -m gpu tests/gpu/test_buckets.py
 
-The tests use the memsaver that this Python has installed.
+The tests use the installed memsaver package.
 """
 
 from __future__ import annotations

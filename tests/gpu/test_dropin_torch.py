@@ -40,7 +40,7 @@ WHOLE_PROCESS = [
 
 
 def run_child(case: str, setting: str, site: Path, **variables: str) -> None:
-    """Run a case in a child process with this setting; fail with the case's output if it fails."""
+    """Run a case in a child process with this setting; if the case fails, fail with its output."""
     program = [sys.executable, str(CHILD), f"case_{case}", setting]
     if setting == "preload":
         start = "import subprocess, sys; from torch_memory_saver import configure_subprocess\n"

@@ -1,7 +1,7 @@
-"""Tests memsaver in every kind of SGLang engine: releases, resumes and updates keep the output.
+"""Tests memsaver in every kind of SGLang engine: releases, resumes and updates preserve the output.
 
-Each test runs two engines of one kind, as benchmarks/sglang_kinds.py does. The tests of kinds whose
-kernels are not installed fail. The tests use the memsaver that this Python has installed.
+Each test runs two engines of one kind, as benchmarks/sglang_kinds.py does. A test fails if the
+kernels for its kind are not installed. The tests use the installed memsaver package.
 """
 
 from __future__ import annotations

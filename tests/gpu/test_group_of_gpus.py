@@ -1,7 +1,7 @@
 """Tests that calls on two ranks with one GPU each succeed on all ranks or on none.
 
 The tests cover memory, contents, and a resume that does not fit. Each rank queries both GPUs,
-because a call's guarantees hold for all ranks once the call returns on any rank.
+because a call's guarantees apply to all ranks once the call returns on any rank.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     pytest -m "gpu and sglang" tests/gpu/test_grpo.py
 
-The tests use the memsaver that this Python has installed, with its entry points.
+The tests use the installed memsaver package, including its entry points.
 """
 
 from __future__ import annotations

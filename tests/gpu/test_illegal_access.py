@@ -114,7 +114,9 @@ def test_paused_memory_that_was_touched_is_explained() -> None:
 
 @pytest.mark.gpu
 def test_a_paused_tensor_that_was_copied_is_explained() -> None:
-    """After torch's error, as when safetensors or a checkpoint copies a tensor, `explain` works."""
+    """`explain` works after the error that torch raises if safetensors or a checkpoint copies a
+    tensor.
+    """
     (said,) = lines_of(COPY)
     assert "has been paused" in said and "nothing that saves or sends it" in said
 

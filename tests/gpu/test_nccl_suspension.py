@@ -1,4 +1,5 @@
-"""Tests that suspended NCCL communicators release memory and that graphs with them replay.
+"""Tests that suspended NCCL communicators release memory and that graphs with communicators can be
+replayed.
 
 The tests require NCCL 2.29.7 or newer, which torch 2.11 does not include.
 """

@@ -1,6 +1,4 @@
-"""Tests a trainer's memory in tags on real GPUs; each case of these files runs in its own
-process.
-"""
+"""Tests a trainer's memory in tags on real GPUs; each case runs in its own process."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ ALONE = [name for name in CASES if name not in {"case_fsdp2", "case_on_the_secon
 
 
 def run(name: str, ranks: int = 1, expandable: bool = False) -> None:
-    """Run a case on `ranks` ranks; if it fails, fail with their output."""
+    """Run a case on `ranks` ranks; if the case fails, fail with the ranks' output."""
     said = run_on_ranks([sys.executable, str(CASES[name]), name], ranks, expandable)
     assert all(text.splitlines()[-1] == "held" for text in said), "\n".join(said)
 

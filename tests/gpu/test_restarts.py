@@ -1,8 +1,8 @@
-"""Tests that a real SGLang engine that died is restarted and leaves no GPU memory allocated.
+"""Tests that a dead SGLang engine is restarted and leaves no GPU memory allocated.
 
     pytest -m "gpu and sglang" tests/gpu/test_restarts.py
 
-The tests use the memsaver that this Python has installed, with its entry points.
+The tests use the installed memsaver package, including its entry points.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     pytest -m "gpu and sglang" tests/gpu/test_rollout.py
 
-The tests use the memsaver that this Python has installed, with its entry points.
+The tests use the installed memsaver package, including its entry points.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ pytestmark = [
 
 
 def go_through(scene: str, size: int, folder: Path, child: Path = CHILD) -> None:
-    """Run a scene of the child as `size` ranks."""
+    """Run a scenario of the program `child` on `size` ranks."""
     outputs = run_ranks([str(child), scene, str(folder)], environment(scene), folder, SECONDS, size)
     assert all("held" in output.splitlines() for output in outputs), outputs
 

@@ -1,4 +1,4 @@
-"""Tests memsaver in a real SGLang engine: every release and resume keeps the greedy output.
+"""Tests memsaver in a real SGLang engine: every release and resume preserves the greedy output.
 
 For each engine, a child process (sglang_child.py) starts the engine once and runs scenarios on it,
 one per test. The scenarios are in the modules sglang_cycles, sglang_calls, sglang_asleep,
@@ -9,7 +9,7 @@ CUDA_VISIBLE_DEVICES.
     pytest -m "gpu and sglang"                     all tests, some of which need two GPUs
     pytest -m "gpu and sglang and not two_gpus"
 
-The tests use the memsaver that this Python has installed, with its entry points.
+The tests use the installed memsaver package, including its entry points.
 """
 
 from __future__ import annotations

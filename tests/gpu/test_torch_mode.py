@@ -118,7 +118,7 @@ def environment(setting: str) -> dict[str, str]:
 
 
 class Child:
-    """A process that runs cases; it is replaced after a case that makes it unusable."""
+    """A process that runs cases and is replaced after a case that makes the process unusable."""
 
     def __init__(self, setting: str) -> None:
         self._env = environment(setting)

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(TIMEOUT + 30)
 
 
 def run(name: str, ranks: int = 1, **more: str) -> None:
-    """Run a case on `ranks` ranks; if it fails, fail with their output."""
+    """Run a case on `ranks` ranks; if the case fails, fail with the ranks' output."""
     needs("transformers", "pip install transformers")
     needs(NEEDED[name], f"pip install {NEEDED[name]}")
     with socket.socket() as listener:

@@ -2,8 +2,8 @@
 
     pytest -m "gpu and sglang" tests/gpu/test_verl.py
 
-The tests require verl 0.9 and Ray, and use the memsaver that this Python has installed, with its
-entry points.
+The tests require verl 0.9 and Ray. They use the installed memsaver package, including its entry
+points.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests memsaver in a real vLLM engine: every sleep and wake-up keeps the greedy output.
+"""Tests memsaver in a real vLLM engine: every sleep and wake-up preserves the greedy output.
 
 For each engine, a child process (vllm_child.py) starts the engine once and runs the scenarios of
 vllm_cycles, vllm_failures and vllm_asleep on it, one per test. After a failure, a new child process
@@ -7,7 +7,7 @@ starts.
     pytest -m "gpu and vllm"                     all tests, some of which need two GPUs
     pytest -m "gpu and vllm and not two_gpus"
 
-The tests use the memsaver that this Python has installed, with its entry points.
+The tests use the installed memsaver package, including its entry points.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     pytest -m "gpu and vllm" tests/gpu/test_vllm_requests.py
 
-The tests use the memsaver that this Python has installed, with its entry points. The module
-test_vllm tests requests to an `LLM`.
+The tests use the installed memsaver package, including its entry points. The module test_vllm
+contains the tests of requests to an `LLM`.
 """
 
 from __future__ import annotations

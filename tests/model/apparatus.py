@@ -1,6 +1,4 @@
-"""The base of the operations, with the library, its model, and a comparison after each
-operation.
-"""
+"""The operations' base class, which compares the library with its model after each operation."""
 
 from __future__ import annotations
 
@@ -101,8 +99,8 @@ class Apparatus(RuleBasedStateMachine):
         self.process.journal.note(f"{what} {arguments}")
 
     def is_rested(self, *names: str) -> bool:
-        """Return whether none of these operations is recent, so that cheap operations do not
-        dominate.
+        """Return whether all of these operations are long ago; this limits the share of cheap
+        operations.
         """
         return all(self.steps - self.last.get(name, -REST) >= REST for name in names)
 
@@ -115,7 +113,9 @@ class Apparatus(RuleBasedStateMachine):
         may: tuple[type[MemsaverError], ...] = (),
         **named: Any,
     ) -> Outcome:
-        """Make a call on a thread under faults; only `may` and the faults' errors are allowed."""
+        """Make a call on a thread under faults; only errors in `may` and the faults' errors are
+        allowed.
+        """
         hand = self.process.hands[thread]
         if faults:
             self.land()
@@ -147,14 +147,12 @@ class Apparatus(RuleBasedStateMachine):
         return error
 
     def hold(self) -> None:
-        """Keep the program's own work running until a call waits for it or the next operation
-        begins.
-        """
+        """Keep device work running until a call waits for it or the next operation begins."""
         self.sim.hold_streams(True)
         self.held = True
 
     def work_on(self, allocation: Allocation, value: int) -> None:
-        """Submit device work that is still running when the next call is made."""
+        """Submit device work that is still running when the next call begins."""
         self.begin("write_on_the_device", allocation.tag.name, allocation.nbytes, value)
         self.land()
         self.hold()

@@ -25,8 +25,8 @@ Choices = Sequence[Sequence[Any]]  # of which a tuple has one element each
 def _numbers(choices: Choices) -> st.SearchStrategy[int]:
     """Return a strategy for the index of a tuple.
 
-    Each tuple takes one draw, because a draw takes Hypothesis longer than most calls take the
-    library.
+    Each tuple requires only one draw, because a draw in Hypothesis takes longer than most calls to
+    the library.
     """
     count = math.prod(map(len, choices))
     assert count <= 1 << 24, "Hypothesis would prefer small numbers"
@@ -47,10 +47,10 @@ def one_of_each(*choices: Sequence[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
 
 
 def lists(min_size: int, max_size: int, *parts: Choices) -> st.SearchStrategy[list[Any]]:
-    """Return a strategy for lists of tuples from `one_of_each`, one for each part's choices.
+    """Return a strategy for lists whose elements contain a tuple from `one_of_each` for each part.
 
-    The strategy always draws all possible elements, because `st.lists` makes an additional draw per
-    element for the list's end.
+    The strategy always draws `max_size` elements, because `st.lists` makes an additional draw per
+    element to determine the end of the list.
     """
 
     def chosen(drawn: tuple[int, ...]) -> list[Any]:

@@ -68,8 +68,8 @@ class Outcome:
     def may_park(self, kind: str) -> bool:
         """Return whether a rollback might have failed after a call of the transition failed.
 
-        A pause maps memory only during a rollback. A swap also uses its rollback's calls in the
-        forward direction, so only the second failure of a call can be in the rollback.
+        A pause maps memory only during a rollback. A swap also makes its rollback's calls in the
+        forward direction, so only the second failure of a call can occur in the rollback.
         """
         undoing = any(fault.call in _UNDOING[kind] for fault in self.met)
         return undoing and (kind == "pause" or self.refusals > 1)

@@ -69,7 +69,7 @@ def of_transition(kind: str, out: Iterable[str], into: Iterable[str]) -> list[st
     """Return the calls that a transition makes.
 
     Args:
-        kind: "pause", "resume" or "swap".
+        kind: the kind of transition, which is "pause", "resume" or "swap".
         out: the backups of the tags that are paused.
         into: the backups of the tags that are resumed.
     """
@@ -96,7 +96,9 @@ UNDOING = {
 def injections(
     chances: tuple[Chance, ...], calls: list[str], undoing: list[str] | None = None
 ) -> tuple[Injection, ...]:
-    """Return a fault in one of `calls` per chance; later faults are in `undoing`, if not empty."""
+    """Return a fault in one of `calls` per chance; faults after the first are in `undoing` if it is
+    not empty.
+    """
     made: list[Injection] = []
     for pick, code, nth, often in chances:
         if often == "never":

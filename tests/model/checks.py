@@ -1,4 +1,6 @@
-"""Compares memsaver's and the driver's reports with the model; AssertionErrors name differences."""
+"""Compares memsaver's and the driver's reports with the model; an AssertionError names each
+difference.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ def check_contents(place: Place, allocation: Allocation, *, wholly: bool) -> Non
 
 
 def check_location(allocation: Allocation, offset: int) -> None:
-    """Check that a lookup of an interior address returns the right block."""
+    """Check that a lookup of an interior address returns the correct block."""
     found = _C.locate(allocation.address + offset)
     tag, device = allocation.tag, allocation.device
     expected = (tag.name, device, 2 if tag.paused else 0, allocation.address, allocation.nbytes)

@@ -39,7 +39,7 @@ class Owner:
         self.error: Exception | None = None
 
     def delete(self) -> None:
-        """Delete the tensor. Raises the error of the free, which can also happen later."""
+        """Delete the tensor. Raises the error of the free, unless the free happens later."""
         self.tensor = None
         if self.error is not None:
             raise self.error
@@ -79,7 +79,7 @@ class Allocation:
         return len(self.contents)
 
     def set(self, value: int) -> None:
-        """Set every byte of the contents in place, because new bytes would cost as many page
+        """Set every byte of the contents in place, because a new object would cause more page
         faults.
         """
         ctypes.memset((ctypes.c_char * 1).from_buffer(self.contents), value, self.nbytes)

@@ -1,4 +1,4 @@
-"""Rules in which importers also use the memory of other exporters, which are killed meanwhile."""
+"""Rules in which importers also use the memory of other exporters, which can be killed."""
 
 from __future__ import annotations
 
@@ -187,7 +187,9 @@ class ExporterRules(SharingRules):
             require(seen == expected, "an exporter sees other contents than its importer")
 
     def settle_elsewhere(self, exporter: Exporter) -> None:
-        """Wait until only blocks in use are kept, either by the exporter or by importers alone."""
+        """Wait until only blocks in use are kept, by the exporter or, if it is dead, by the
+        importers.
+        """
         uses = [use for use in self.uses_elsewhere if use.block.exporter is exporter]
         if not exporter.is_dead:
             count = len({(use.importer, use.block) for use in uses})

@@ -37,14 +37,14 @@ class _Importer:
         peers.peer_at(endpoint, "")
 
     def has_noticed(self, endpoint: str) -> bool:
-        """Return whether this process knows that an exporter has ended, or does not know the
+        """Return whether this process has noticed an exporter's end or has never known the
         exporter.
         """
         peer = peers._peers.get(endpoint)
         return peer is None or not peer._is_connected
 
     def receive(self, key: int, place: tuple[Any, ...], refused: str | None) -> None:
-        """Import a sent block without creating a tensor in it, which would require torch."""
+        """Import a sent block without creating a tensor, because a tensor would require torch."""
         with contextlib.ExitStack() as stack:
             if refused is not None:
                 stack.enter_context(simulator.fault(refused, REFUSED, times=0))
@@ -83,7 +83,9 @@ class Importers:
         return self._all[importer]
 
     def restart(self, importer: int) -> None:
-        """Kill an importer; start another one after the library has noticed the importer's end."""
+        """Kill an importer; after the library has noticed the importer's end, start another
+        importer.
+        """
         self._all[importer].kill()
         self._wait_for_connections(IMPORTERS - 1)
         self._all[importer] = self._start()

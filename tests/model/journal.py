@@ -10,7 +10,7 @@ STUCK_SECONDS = 90  # of a sequence, which takes 1 s; then the process logs its 
 
 
 class Journal:
-    """The record of the current sequence, which shows where a crashed process ended."""
+    """The record of the current sequence, which shows the last operation of a crashed process."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)

@@ -1,4 +1,4 @@
-"""The state machine of all operations, which are the calls of a program in any order."""
+"""A state machine whose operations are a program's calls in any order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from model.region_rules import RegionRules
 class Machine(ExporterRules, RegionRules, OtherRules):
     """One sequence of operations.
 
-    After each operation, the library's state must equal the model's.
+    After each operation, the library's state must equal the model's state.
     """
 
     @invariant()
@@ -21,7 +21,7 @@ class Machine(ExporterRules, RegionRules, OtherRules):
         self.compare()
 
     def teardown(self) -> None:
-        """Tear down; record a violation that is found only now, because it might not be
+        """Tear down; record a violation that the teardown finds, because it might not be
         reproducible.
         """
         try:

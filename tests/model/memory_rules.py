@@ -88,8 +88,8 @@ class MemoryRules(Sharing):
         self.allocated(made, tag, device, nbytes, seed)
 
     def shortage(self, device: int, nbytes: int) -> tuple[type[OutOfDeviceMemoryError], ...]:
-        """Return the errors that an allocation can raise, which are none unless memory is
-        scarce.
+        """Return the errors that an allocation can raise; without a shortage, there are no such
+        errors.
         """
         free = memsaver.device_memory(device)[0] - self.margin
         enough = free >= block_bytes(nbytes) + PAGE and not self.flying
@@ -125,8 +125,8 @@ class MemoryRules(Sharing):
     @precondition(lambda self: self.allocations(mapped=True))
     @rule(pick=picks, value=st.integers(0, 255))
     def write_on_the_device(self, pick, value):
-        """Submit a write that still runs in the next operation, which must wait before
-        unmapping.
+        """Submit a write that still runs in the next operation. That operation must wait before it
+        unmaps memory.
         """
         self.work_on(self.pick(pick, mapped=True), value)
 

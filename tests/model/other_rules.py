@@ -141,7 +141,7 @@ class OtherRules(Apparatus):
     @precondition(lambda self: self.is_rested("occupy"))
     @rule(device=devices, left=st.sampled_from(SCARCE))
     def occupy(self, device, left):
-        """Make another process allocate a device's memory or release it."""
+        """Make another process allocate or release a device's memory."""
         self.begin("occupy", device, left)
         self.land()
         self.let_go()

@@ -106,8 +106,8 @@ class Place:
     # --- amounts of memory
 
     def leave(self, device: int, nbytes: int | None) -> None:
-        """Make another process allocate all but `nbytes` of a device's memory, or nothing if
-        None.
+        """Make another process allocate all but `nbytes` bytes of a device; None releases this
+        memory.
         """
         self._occupied[device] = 0
         self.sim.occupy(0, device)
@@ -124,9 +124,8 @@ class Place:
         return int(physical[device] - self.idle[device])
 
     def figures(self) -> dict[str, int]:
-        """Return, by name, all counters that a leak would change.
-
-        Must be called while nothing is in progress.
+        """Return all counters that a leak would change, keyed by name. The caller must ensure that
+        no operation is in progress.
         """
         totals = self.sim.counts()
         end = time.monotonic() + 1  # for work that no call had to wait for

@@ -1,4 +1,4 @@
-"""The base of the rules that share memory, with importers, messages, and the blocks they use."""
+"""The base class of the rules that share memory: importers, messages, and the blocks in use."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Sharing(Apparatus):
     """Shareable tags, the messages that the sequence has sent, and the importers' uses of blocks.
 
     All work of other processes ends before the next operation begins. The only exception is the
-    release of memory that they keep mapped for later messages.
+    release of memory that these processes keep mapped for later messages.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Sharing(Apparatus):
         return self.process.importers
 
     def refusals(self, going: Iterable[Tag]) -> tuple[type[MemsaverError], ...]:
-        """Return the errors of which a pause of these tags must raise one; () if it can begin."""
+        """Return the possible errors of a pause of these tags, or () if the tags can be paused."""
         found: list[type[MemsaverError]] = []
         if any(tag.regions for tag in going):
             found.append(InvalidStateError)
@@ -80,7 +80,7 @@ class Sharing(Apparatus):
         return tuple(found)
 
     def refuse(self, going: list[Tag], call: Callable[..., Any], **named: Any) -> bool:
-        """Request a pause that must be refused, if these tags' state requires a refusal."""
+        """If these tags cannot be paused now, request a pause and check that it is refused."""
         kinds = self.refusals(going)
         if not kinds:
             return False
@@ -124,7 +124,9 @@ class Sharing(Apparatus):
         return tuple(arguments[-1])
 
     def uses(self, importer: int, message: Message) -> bool:
-        """Return whether an importer has imported the memory, so that it needs no exchange."""
+        """Return whether an importer has already imported the memory, which makes an exchange
+        unnecessary.
+        """
         return any(
             (each.importer, each.allocation, each.message.pauses)
             == (importer, message.allocation, message.pauses)
@@ -149,7 +151,7 @@ class Sharing(Apparatus):
         return bool(seen == hashlib.blake2b(used.allocation.contents).digest())
 
     def expire(self) -> None:
-        """Expire all messages, so that they no longer keep deleted blocks."""
+        """Expire all messages, so that the messages no longer keep deleted blocks alive."""
         self.synchronize()
         for allocation in self.allocations():
             allocation.in_transit = 0
@@ -157,7 +159,7 @@ class Sharing(Apparatus):
         self.settle()
 
     def settle(self) -> None:
-        """Wait until the importers' uses have ended and the blocks that they kept are freed."""
+        """Wait until the importers' uses have ended and the blocks kept by these uses are freed."""
         held = len({(each.importer, each.allocation) for each in self.imports})
         wait_until(
             lambda: exporter.held() == held, f"{exporter.held()} blocks are held, not {held}"

@@ -42,7 +42,7 @@ shares = rule(
 class SharingRules(MemoryRules, TransitionRules):
     @shares
     def share(self, drawn):
-        """Share memory in some steps, between which nothing else changes the memory's tags."""
+        """Run several sharing steps; no other operation changes the tags between the steps."""
         for i, ((step, pick, importer, refused, backup), (seed,)) in enumerate(drawn):
             if i > 0:
                 self.compare()
@@ -95,7 +95,7 @@ class SharingRules(MemoryRules, TransitionRules):
                 self.expire()
 
     def shareable(self, pick: int) -> Tag | None:
-        """Return a shareable tag; if a tag has imports, return such a tag in most cases."""
+        """Return a shareable tag, in most cases one with imports if such a tag exists."""
         tags = [each for each in self.tags if each.shareable]
         imported = [each for each in tags if each.is_imported]
         among = imported if imported and pick % 4 else tags
@@ -137,7 +137,9 @@ class SharingRules(MemoryRules, TransitionRules):
                     self.receive(self.messages[-1], importer, refused)
 
     def receive(self, message: Message, importer: int, refused: str | None) -> None:
-        """Receive a message, possibly late or again, or after its memory was freed or replaced."""
+        """Receive a message, possibly late, more than once, or after its memory was freed or
+        replaced.
+        """
         if len(self.imports) >= MOST_IMPORTS:
             return
         allocation, tag = message.allocation, message.allocation.tag

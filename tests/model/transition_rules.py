@@ -123,7 +123,7 @@ class TransitionRules(Sharing):
         return call, self.named(out), self.named(into)
 
     def restores(self, names, backup):
-        """Return whether a resume with this drawn backup restores contents; "none" does not.
+        """Return whether a resume restores contents if `backup` was drawn; for "none", it does not.
 
         A resume of retained pages always restores contents because the pages keep their contents.
         """
@@ -179,7 +179,8 @@ class TransitionRules(Sharing):
         return self.scarce_device or self.scarce_host
 
     def is_enough_for(self, tags: list[Tag]) -> bool | None:
-        """Return whether a resume's pages, which are those of live allocations, fit on the devices.
+        """Return whether the pages of a resume fit on the devices; only live allocations need
+        pages.
 
         Returns None if the answer is unknown because pages are retained or releases are deferred.
         """
@@ -276,9 +277,7 @@ class TransitionRules(Sharing):
     @precondition(lambda self: not self.scarce and not self.flying)
     @rule(name=names, pick=picks, on_host=st.booleans())
     def use_before_all_has_arrived(self, name, pick, on_host):
-        """Use a block during a resume whose copies take some milliseconds, after a wait for the
-        block.
-        """
+        """During a resume whose copies take a few milliseconds, wait for a block and use it."""
         (tag,) = self.named((name,))
         if not tag.paused or tag.unknown or not tag.allocations:
             return

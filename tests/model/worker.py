@@ -36,7 +36,7 @@ SEQUENCES = 5  # in a round, which has one seed and can be repeated alone
 def run_round(
     machine: type, seed: int, sequences: int = SEQUENCES, *, shrinks: bool = True
 ) -> None:
-    """Run one round. Raises a violation with the shrunken sequence as notes."""
+    """Run one round. Raises a violation whose notes contain the shrunken sequence."""
 
     class Round(machine):  # type: ignore[misc]
         pass

@@ -8,10 +8,10 @@ from installed import needs_sglang
 
 @pytest.fixture
 def process_group(tmp_path_factory):
-    """Initialise a torch.distributed world that contains only this process, as SGLang's schedulers
+    """Initialize a torch.distributed world that contains only this process, as SGLang's schedulers
     do.
 
-    The world exists for one test, because other tests in this process need an uninitialised
+    The world exists for one test, because other tests in this process need an uninitialized
     torch.distributed.
     """
     dist = pytest.importorskip("torch.distributed")

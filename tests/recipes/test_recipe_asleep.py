@@ -44,7 +44,7 @@ def messages(scheduler):
 
 
 def sent(messages, message):
-    """Return the message in the form that the tokenizer manager receives."""
+    """Return the message as the tokenizer manager receives it."""
     if not hasattr(messages, "msgpack_encode"):  # older versions pickle their messages
         return message
     return messages.msgpack_decode(messages.msgpack_encode(message))

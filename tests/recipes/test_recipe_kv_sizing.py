@@ -13,7 +13,7 @@ pytestmark = pytest.mark.recipes
 
 def test_sglang_sizes_no_cache_after_the_capture_with_a_memory_saver(monkeypatch):
     """Otherwise, SGLang would allocate the KV cache through driver calls that no memory saver
-    observes.
+    intercepts.
     """
     needs_sglang()
     try:

@@ -41,7 +41,7 @@ def post(engine, path, tags):
 
 @pytest.mark.parametrize("framework", SEQUENCES)
 def test_a_round_succeeds_after_calls_in_any_order(engine, sim, framework):
-    """The calls imitate a step that raised or was interrupted between two calls."""
+    """The calls imitate a step that raised an error or was interrupted between two calls."""
     scheduler, full, calls = engine.scheduler, sim.tag_bytes(), SEQUENCES[framework]
     orders = itertools.permutations(range(len(calls)))
     for start in sorted({order[:count] for order in orders for count in range(len(calls) + 1)}):

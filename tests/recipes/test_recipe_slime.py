@@ -1,4 +1,4 @@
-"""Tests slime's and miles's own engine actors and training actors with memsaver, if installed."""
+"""Tests the engine actors and training actors of slime and miles, if installed, with memsaver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests weight updates with SGLang's own session, unpickler, selector and updaters of runners."""
+"""Tests weight updates with SGLang's own session, unpickler, selector and runners' updaters."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def test_a_draft_model_takes_its_weights_from_a_whole_bucket(backend, scheduler,
 
 @pytest.fixture
 def cached(engine, scheduler):
-    """Return a scheduler whose weights belong to SGLang's weight cache, which is another
+    """Return a scheduler whose weights belong to SGLang's weight cache, which is a separate
     process.
     """
     from recipe_updater import published

@@ -64,7 +64,7 @@ def model_config():
 
 @pytest.fixture
 def rollout(engine, monkeypatch):
-    """Return verl's client of an engine in the form that a worker of the trainer creates."""
+    """Return verl's engine client, created in the same way as in a trainer's worker."""
     import ray
     from torch.distributed.device_mesh import init_device_mesh
     from verl.workers.rollout.sglang_rollout.sglang_rollout import ServerAdapter
@@ -130,7 +130,8 @@ def test_a_busy_engine_keeps_its_memory(rollout, engine):
 def worker(rollout, monkeypatch):
     """Return verl's own colocated worker of a trainer whose model has no tensors.
 
-    `worker.seen` contains the states when weights are sent and when the trainer's copy is released.
+    `worker.seen` contains the tags' states at two times: when the weights are sent, and when the
+    trainer's copy is released.
     """
     from verl.workers import engine_workers
     from verl.workers.engine_workers import ActorRolloutRefWorker
@@ -223,7 +224,7 @@ def test_the_server_releases_only_the_cache(server, engine):
 def generating(server, engine):
     """Return verl's Ray actor, whose generations run SGLang's own code up to the scheduler.
 
-    The request is not tokenised, and the scheduler's answer contains the numbers of the mapped
+    The request is not tokenized, and the scheduler's answer contains the numbers of the mapped
     tags.
     """
     from sglang.srt.managers.tokenizer_manager import TokenizerManager

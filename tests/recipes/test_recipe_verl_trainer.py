@@ -1,4 +1,4 @@
-"""Tests that verl accepts the settings and the tokenizer of the benchmark of verl's trainer."""
+"""Tests that verl accepts the settings and the tokenizer of the benchmark for verl's trainer."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def verl():
 
 
 def test_verl_accepts_the_settings(benchmark_module, tmp_path):
-    """verl's own check passes, and each setting exists, because hydra rejects unknown names
-    without "+".
+    """verl's own check passes. Each setting exists, because hydra rejects unknown names without
+    "+".
     """
     import hydra
     from verl.trainer.ppo.utils import need_critic, need_reference_policy

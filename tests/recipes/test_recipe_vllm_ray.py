@@ -37,7 +37,7 @@ def ray(monkeypatch):
 
 @pytest.fixture
 def core(ray, sim, monkeypatch):
-    """Yield an engine core whose workers, in Ray's processes, have a model and a KV cache."""
+    """Yield an engine core whose workers run in Ray's processes and have a model and a KV cache."""
     try:
         from vllm.v1.executor import ray_executor
     except ImportError:

@@ -29,9 +29,9 @@ OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 class Limits:
     """The limits of a process's memory, in bytes.
 
-    `budget` limits all tensors together, `host` all backups together, `tag` a tag by its kind of
-    backup, and `tensor` a single tensor. `leave` bytes stay free when memory without a tag is
-    allocated.
+    `budget` is the limit for all tensors together, `host` is the limit for all backups together,
+    `tag` contains the limit of a tag for each kind of backup, and `tensor` is the limit for a
+    single tensor. `leave` bytes stay free when memory without a tag is allocated.
     """
 
     budget: int
@@ -290,7 +290,7 @@ class Graph:
         self._graph.reset()
 
     def replay(self, value: int) -> tuple[Any, Any]:
-        """Return the result of a replay with these inputs, and the expected tensor."""
+        """Return the result of a replay with this input, and the expected tensor."""
         self._memory.inputs.fill_(value)
         self._graph.replay()
         self._memory.reference.fill_(3 * value + self._number)

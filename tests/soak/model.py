@@ -21,7 +21,7 @@ class Wrong(AssertionError):
 
 
 class Digests:
-    """Fingerprints of device memory, computed on the device, with results of a few bytes."""
+    """Digests of device memory, based on fingerprints that are computed on the device."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -100,7 +100,7 @@ class SoakedTag:
         return sum(piece.nbytes for piece in self.pieces)
 
     def drop_graph(self) -> None:
-        """Delete the graph and return its memory to torch."""
+        """Delete the graph and release its memory to torch."""
         if self.graph is not None:
             self.graph.close()
         self.graph = None

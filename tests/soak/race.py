@@ -39,7 +39,7 @@ SLACK = {
 
 
 class Failed(AssertionError):
-    """A process of the soak test failed, ended or hangs."""
+    """Raised if a process of the soak test failed, exited or hung."""
 
 
 class Walker:
@@ -114,12 +114,14 @@ def run(
     """Run two walks of `seconds` seconds on one device; return their results. Raises Failed.
 
     Args:
-        driver: "gpu" (torch's memory) or "sim" (the simulated driver's).
+        driver: the source of memory, either "gpu" for torch or "sim" for the simulated driver.
         seconds: the duration of the walks, without preparation and final checks.
-        seed: the same seed tries the same steps; their results depend on timing.
+        seed: the random seed. Runs with the same seed try the same steps, whose results depend on
+            timing.
         steps: the maximum number of steps per process, for a run with the same steps on any
             machine.
-        gib: device memory per process, in GiB; None for an amount whose sum does not fit.
+        gib: device memory per process, in GiB; None for an amount that does not fit on the device
+            twice.
         under: a command to run each process under, such as compute-sanitizer.
         patience: seconds to wait for an answer, in addition to the duration of the walks.
     """

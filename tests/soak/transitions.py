@@ -1,4 +1,4 @@
-"""The transitions of a walk, with checks of their promises and counts of events."""
+"""The transitions of a walk, with checks of their guarantees and counts of events."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class CheckedTransitions:
         done: Callable[[], None],
         failed: Callable[[], None],
     ) -> bool:
-        """Make the call and check its promises; return whether it succeeded."""
+        """Make the call and check its guarantees; return whether the call succeeded."""
         name = changing[0].name if changing else "nothing"
         with self._memory.faults() as faulty:
             try:

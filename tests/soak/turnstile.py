@@ -1,6 +1,4 @@
-"""A lock between processes, exclusive or shared, based on file locks, which end with their
-process.
-"""
+"""A lock between processes, based on file locks, which are released when their process exits."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from pathlib import Path
 class Turnstile:
     """An inter-process lock, which is shared or exclusive.
 
-    The exclusive process first locks the door, so that it need not wait indefinitely.
+    A process first locks the file "door", so that an exclusive lock does not wait indefinitely.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""A random walk over all operations on tags, which checks every step's promises."""
+"""A random walk over all operations on tags, which checks every step's guarantees."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Walk(CheckedTransitions):
         self.finish()
 
     def run(self, seconds: float, most: int) -> None:
-        """Walk for `seconds` seconds, but at most `most` steps."""
+        """Walk for `seconds` seconds or `most` steps, whichever ends first."""
         steps = self._steps()
         choices, weights = [step for step, _ in steps], [weight for _, weight in steps]
         end = time.monotonic() + seconds
@@ -124,7 +124,7 @@ class Walk(CheckedTransitions):
             raise Wrong(f"after {step.__name__}: {self._memory.violations()}")
 
     def create(self) -> None:
-        """Create tensors. The allocation fails while their tag is paused."""
+        """Create tensors. The allocation must fail while the tensors' tag is paused."""
         tag = self._any()
         try:
             with memsaver.region(tag.name, backup=tag.backup):
@@ -288,7 +288,9 @@ class Walk(CheckedTransitions):
         self._tags[-1].drop_graph()
 
     def _make_room(self) -> None:
-        """Follow the errors' advice for device and host memory; another process might be faster."""
+        """Free device and host memory as the errors advise; another process might allocate it
+        first.
+        """
         self._memory.let_go()
         self._memory.tidy()
         memsaver.trim(wait=True)

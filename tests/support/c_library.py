@@ -1,4 +1,4 @@
-"""Conditions on the test machine's C library."""
+"""Test conditions that depend on the machine's C library."""
 
 from __future__ import annotations
 

@@ -35,7 +35,8 @@ def run_code(
     with_memsaver: bool = False,
     fresh: bool = True,
 ) -> subprocess.CompletedProcess[str]:
-    """Run code in a new process in a folder; raise AssertionError if the exit status differs.
+    """Run code in a new process in a folder; raise AssertionError if the exit status is not
+    `status`.
 
     `status=None` accepts any exit status. `timeout` is in seconds. By default, the process is a new
     interpreter. With `with_torch`, the process is forked from one that has already imported torch,

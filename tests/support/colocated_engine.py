@@ -13,13 +13,13 @@ KV_BYTES = 8 << 20
 
 
 class TagEngine:
-    """A fake with those methods of `RolloutEngine` that a session calls; its memory is simulated.
+    """A fake with the methods of `RolloutEngine` that a session calls, and with simulated memory.
 
     The weights have no backup: after a sleep, they are zeros until the next update.
 
     Attributes:
         heard: the names of the received calls, in order.
-        fail: the exception that the next call raises, by the call's name.
+        fail: the exceptions that the next calls raise, keyed by the calls' names.
     """
 
     def __init__(self, model: torch.nn.Module, weights: str, kv_cache: str) -> None:

@@ -33,7 +33,7 @@ def raising(error):
 
 
 class FakeDriver:
-    """A fake driver that returns the same answers as a real GPU's driver."""
+    """A fake driver that returns the same results as a real GPU's driver."""
 
     name, simulated = "libcuda.so.1", False
 

@@ -1,4 +1,4 @@
-"""Chooses the driver for a test run and the tests to skip."""
+"""Chooses the driver and the skipped tests for a test run."""
 
 from __future__ import annotations
 

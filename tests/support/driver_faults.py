@@ -20,7 +20,7 @@ DRIVER_CALLS = re.findall(r"X\((cu\w+)\)", (ROOT / "csrc/core/driver/driver.h").
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """A fault: the nth call of a driver function fails; `times` calls fail in all (0: no limit)."""
+    """A fault: the nth call to a driver function fails; `times` calls fail in total (0: all)."""
 
     call: str
     nth: int
@@ -33,7 +33,7 @@ class Fault:
 
 
 class Fixed:
-    """Blocks whose expected bytes are computed once, because they are checked often."""
+    """Blocks whose expected bytes are computed only once, because tests check the bytes often."""
 
     def __init__(self, sim, blocks):
         self.sim = sim

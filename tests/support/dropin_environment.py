@@ -14,7 +14,7 @@ from repository import IMPORT_PATH, ROOT, TESTS
 
 
 def wheel_in(folder: Path) -> Path:
-    """Return the distribution's wheel in a folder; the first process that calls this builds it."""
+    """Return the distribution's wheel in a folder; the first process to call this builds it."""
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

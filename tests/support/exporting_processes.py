@@ -4,7 +4,7 @@
 
 The program is the server that forks these processes; see `forked_processes`. The program loads
 torch; processes that only import this module do not need torch. Each exportable allocation of a
-simulated device is a file, which exists while a process has it open or mapped.
+simulated device is a file that exists while a process has the file open or mapped.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Exporter:
         self._ends = True
 
     def kill(self) -> None:
-        """Kill the exporter unless it has exited, and wait until it has ended."""
+        """Kill the exporter if it is still running, and wait until it has exited."""
         pid = self.process.pid
         if not self._ends:
             self._files = files_of(pid)
@@ -144,7 +144,7 @@ class Exporters:
         self.is_used = False
 
     def alive(self) -> Exporter:
-        """Return the live exporter; start an exporter if there is none."""
+        """Return the live exporter; if no exporter is alive, start one."""
         if self._last.is_dead:
             self._last = Exporter(self._server.start())
         return self._last

@@ -9,7 +9,7 @@ class Nvml:
     """A fake with the pynvml functions that memsaver calls.
 
     Attributes:
-        rows: (pid, name, bytes) tuples.
+        rows: tuples of pid, name and bytes.
         broken: the names of the functions that raise.
         opened: the number of `nvmlInit` calls without an `nvmlShutdown` call.
         bus_ids: the devices that were looked up.

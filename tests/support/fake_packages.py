@@ -11,7 +11,7 @@ import types
 class _Anything:
     """An attribute of a fake package.
 
-    As a decorator, the attribute returns its argument; a call returns the attribute.
+    As a decorator, the attribute returns its argument; any other call returns the attribute itself.
     """
 
     def __init__(self, keeps_apps: bool) -> None:
@@ -47,7 +47,7 @@ class _Package(types.ModuleType):
 
 
 def fake_missing(work, patch):
-    """Return the result of `work`, with fakes for packages that its imports cannot find."""
+    """Return the result of `work`; fakes replace the packages that its imports cannot find."""
     while True:
         try:
             return work()
@@ -63,7 +63,7 @@ def fake(error: ModuleNotFoundError, patch) -> None:
 
 
 def imported(name: str, patch):
-    """Import a module and return it, or return None if it does not exist."""
+    """Import and return a module, or return None if the module does not exist."""
     try:
         return fake_missing(lambda: importlib.import_module(name), patch)
     except ModuleNotFoundError:

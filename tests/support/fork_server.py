@@ -91,10 +91,11 @@ def serve() -> dict[str, Any] | None:
 
 
 def for_adoption(process: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
-    """Fork a process that is not a child of this one; return `process` there and the pid here.
+    """Fork a process that is not a child of this process.
 
-    The new process's parent is its nearest ancestor that adopts orphans. In this process, the
-    function returns after the new process has opened its files.
+    The parent of the new process is the nearest ancestor that adopts orphans. The function returns
+    `process` in the new process. In this process, it returns the new process's pid after the new
+    process has opened its files.
     """
     reading, writing = os.pipe()
     between = os.fork()
@@ -124,8 +125,9 @@ def ended(
 
     Args:
         ranks: the rank of each process, by pid.
-        timeout: seconds for the ranks.
-        linger: seconds for the ranks' own child processes, after the end of the last rank.
+        timeout: the time limit for the ranks, in seconds.
+        linger: the time limit for the ranks' own child processes after the last rank has ended, in
+            seconds.
 
     Returns:
         The ranks' statuses in order (None for a rank killed at the timeout), and the pids and
@@ -171,9 +173,9 @@ def children() -> dict[int, str]:
 def share_by_file_names() -> None:
     """Start torch's helper for memory shared by file name, then continue in a forked process.
 
-    Without the helper, each process that shares memory by file name would start its own, which
-    takes half a second of CPU time. The helper is a child of this process, which then only waits
-    for the forked process. The helper keeps the files of killed processes until all forked
+    Without this helper, each process that shares memory by file name would start its own helper,
+    which takes half a second of CPU time. The helper is a child of this process, which then only
+    waits for the forked process. The helper keeps the files of killed processes until all forked
     processes have ended.
     """
     import torch
@@ -231,7 +233,7 @@ def become(process: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def leave() -> None:
-    """End the process without unloading torch's modules, which would take a quarter of a second.
+    """Exit without unloading torch's modules, because unloading takes a quarter of a second.
 
     Tests for code that runs at interpreter exit use new interpreters.
     """

@@ -1,6 +1,6 @@
-"""Forked child processes of a test program that answer its requests one at a time.
+"""Forked child processes that answer a test program's requests one at a time.
 
-Each kind of process has its own program, whose process is the server. The server loads the required
+Each kind of process has its own program, which runs as the server. The server loads the required
 modules without opening the driver, and forks a process for each socket that it receives. A fork is
 faster than starting a program.
 """
@@ -25,10 +25,11 @@ SETTLE_SECONDS = 20.0  # the longest wait for another process
 
 
 def serve(make_worker: Callable[[], Any]) -> None:
-    """Run a server until the caller ends; the program's argument is the server's socket.
+    """Run a server until the caller exits; the program's argument is the server's socket.
 
     Args:
-        make_worker: creates a forked process's object, whose methods answer the requests.
+        make_worker: a function that creates an object in a forked process; the object's methods
+            answer the requests.
     """
     control = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that none stays as a zombie

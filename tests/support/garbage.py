@@ -8,7 +8,7 @@ MANY_OBJECTS = 5_000  # more than a test creates, fewer than a library such as t
 def collect_garbage() -> None:
     """Collect garbage.
 
-    Objects of newly imported libraries become permanent, so later collections skip them.
+    Objects of newly imported libraries become permanent, so later collections skip these objects.
     """
     gc.collect()
     if len(gc.get_objects()) > MANY_OBJECTS:

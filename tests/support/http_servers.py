@@ -85,7 +85,9 @@ def response(body: object, status: str = "200 OK", headers: str = "") -> bytes:
 
 
 def texts_of(error: BaseException, variables: bool = True) -> str:
-    """Return all texts that an error report can show, including causes and variables of frames."""
+    """Return all texts that an error report can show, including the causes and the frames'
+    variables.
+    """
     frames = error.__traceback__
     while frames is not None and TESTS in Path(frames.tb_frame.f_code.co_filename).parents:
         frames = frames.tb_next

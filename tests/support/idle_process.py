@@ -11,7 +11,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def idle(seconds, begun):
-    """Sleep like a process of SGLang, which ends with the thread that started it."""
+    """Sleep like a process of SGLang, which exits when the thread that started the process ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     begun.set()
     time.sleep(seconds)

@@ -37,7 +37,7 @@ RUN_STREAMS = "simulator.control().sim_hold_streams(0)"
 
 
 class ImportFailed(Exception):
-    """The process raised an error. Contains the name of the error's type and its text."""
+    """An error that the process raised, with the name of the error's type and the error's text."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(f"{kind}: {text}")
@@ -108,7 +108,7 @@ class ImportingProcess:
 def importing_process(
     popen: Popen = subprocess.Popen, **environment: str
 ) -> Iterator[ImportingProcess]:
-    """Start an `ImportingProcess` and end it at the end of the block."""
+    """Start an `ImportingProcess` and stop the process at the end of the block."""
     started = ImportingProcess(popen, **environment)
     try:
         yield started

@@ -12,7 +12,7 @@ SGLANG = "sglang.srt.plugins"
 
 
 def is_there(module: str) -> bool:
-    """Return whether a module can be found; the search imports its parent packages."""
+    """Return whether a module can be found; the search imports the module's parent packages."""
     try:
         return importlib.util.find_spec(module) is not None
     except ImportError:

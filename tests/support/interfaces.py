@@ -28,7 +28,7 @@ class Parameters:
         return {*self.positional, *self.named}
 
     def difference(self, real: Parameters) -> str:
-        """Return how a fake's parameters contradict the real function's; "" if they do not."""
+        """Describe how a fake's parameters contradict the real function's; "" if they agree."""
         unknown = self.names - real.names
         if unknown and not real.takes_all:
             return f"has no {', '.join(sorted(unknown))}"
@@ -45,7 +45,7 @@ class Parameters:
 class Interface:
     """The interface of a class or function.
 
-    A function is its own only method, under the name "".
+    A function's interface has only one method: the function itself, under the name "".
     """
 
     methods: dict[str, Parameters] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class Sources:
         return {name: self.find(module, name) for name in names if not name.startswith("_")}
 
     def find(self, module: str, name: str) -> Interface | None:
-        """Return the class or function that a name in a module refers to; None if there is none."""
+        """Return the class or function that a name in a module refers to, or None."""
         for statement in self._body(module):
             if isinstance(statement, ast.ClassDef) and statement.name == name:
                 return self._class(module, statement)

@@ -19,7 +19,7 @@ class Interrupter:
     """Interrupts calls on the main thread. Installs a signal handler.
 
     Attributes:
-        where: the name of the function that the last interrupt was raised in.
+        where: the name of the function in which the last interrupt was raised.
 
     Args:
         number: the signal's number.
@@ -55,11 +55,12 @@ class Interrupter:
         every: int = 1,
         raised: Callable[[], object] = lambda: None,
     ) -> Iterator[int]:
-        """Repeat the call, interrupt each call `every` places after the last one; yield each place.
+        """Repeat the call and interrupt it `every` places later each time; yield each place.
 
-        The first call, at place 0, is not interrupted. The iteration ends after a call that returns
-        before its interrupt, at a place beyond all places of the first call. Raises the same errors
-        as `interrupted`. Calls `raised` while an interrupt propagates to the caller.
+        The first call, at place 0, is not interrupted. The iteration ends when a call returns
+        before its interrupt and the interrupt's place is beyond all places of the first call.
+        Raises the same errors as `interrupted`. Calls `raised` while an interrupt propagates to the
+        caller.
         """
         self.interrupted(0, call)
         whole = self._seen.value
@@ -88,8 +89,8 @@ class Interrupter:
         With place 0, the call itself sets the place with `start`. An interrupt in one of Python's
         own finalizers (for `threading`'s list of threads) is counted but does not propagate.
 
-        Raises the call's exceptions except for the handler's error, and AssertionError if an
-        interrupt was lost.
+        Raises AssertionError if an interrupt was lost, and any exception of the call except the
+        handler's error.
         """
         self.start(place)
         self._swallowed = False

@@ -15,7 +15,7 @@ from idle_process import idle
 
 
 class SGLang:
-    """A fake of `sglang.Engine`'s startup: its processes, signals, environment and loop."""
+    """A fake of `sglang.Engine`'s startup: its processes, signals, environment and event loop."""
 
     def __init__(self, classes) -> None:
         self.classes = classes
@@ -74,7 +74,7 @@ class SGLang:
 
 @contextlib.contextmanager
 def launchable(patch):
-    """Make the fake importable as `sglang` in the block; all its processes must end with it."""
+    """Make the fake importable as `sglang` in the block; its processes must end in the block."""
     with fake_sglang.modules(patch) as classes:
         made = SGLang(classes)
         patch.setattr(sys.modules["sglang"], "Engine", made, raising=False)

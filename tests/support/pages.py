@@ -1,8 +1,8 @@
 """Runs the code blocks of Markdown pages and compares their output with the pages.
 
 A ```python block runs on the simulated driver after the page's earlier blocks, in the same module.
-The ```text block that follows contains its expected output. A comment before the block changes
-this:
+The ```text block that follows contains the expected output. A comment before the ```python block
+changes how the block runs:
 
     <!-- gpu -->            the block needs a GPU and torch, and runs with the GPU tests
     <!-- not run: why -->   the block is only compiled
@@ -37,10 +37,11 @@ _ENVIRONMENT = re.compile(r"<!-- environment: (.*?) -->")
 class Block:
     """A block of Python code.
 
-    "sim", "gpu", or "" for a block that does not run.
-        line: the line of the page at which its code begins, from 1.
-        code: its text.
-        output: its expected output, or None if the page has none.
+    Attributes:
+        where: the driver, either "sim" or "gpu", or "" for a block that does not run.
+        line: the line of the page at which the code begins, from 1.
+        code: the text of the code.
+        output: the expected output, or None if the page has no output for the block.
     """
 
     where: str

@@ -56,7 +56,7 @@ class Scene:
         return self.sim.tag_bytes(device)
 
     def leave_free(self, nbytes: int, device: int = 1) -> None:
-        """Make another process allocate all memory of a device except `nbytes`."""
+        """Make another process allocate all memory of a device except `nbytes` bytes."""
         self.sim.occupy(CAPACITY - self.sim.physical(device) - nbytes, device)
 
     def rewrite(self, index: int) -> None:
@@ -64,7 +64,9 @@ class Scene:
         self.blocks[index].fill(self._next())
 
     def check(self) -> None:
-        """Check the contents, the driver's rules, and that the statistics agree with the driver."""
+        """Check that the contents are intact, no driver rule is violated, and the statistics are
+        correct.
+        """
         assert memsaver.state("t") == "mapped" and all(b.is_intact() for b in self.blocks)
         assert self.row.peer_bytes == memsaver.stats().peer_bytes == self.on_neighbour()
         assert self.sim.tag_bytes(0) == self.row.resident_bytes

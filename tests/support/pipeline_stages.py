@@ -12,7 +12,7 @@ LOOP = ("process_input_requests", "_pp_send_pyobj_to_next_stage")
 
 
 class StageLoop:
-    """A pipeline stage, which receives requests, handles them, sends them on, and runs a batch.
+    """A pipeline stage that receives, handles and forwards requests, and then runs a batch.
 
     A subclass defines `process_input_requests`. Without `hook`, the loop runs without memsaver's
     hooks.
@@ -57,7 +57,8 @@ class StageLoop:
     def step(self, requests, batch=None) -> None:
         """Run one round.
 
-        The first stage has received the requests; `batch` begins unless it is None.
+        `requests` are the requests that the first stage has received. If `batch` is not None, this
+        batch begins.
         """
         self.process_input_requests(requests if self.stage == 0 else self.receive())
         if self.stage == 0:

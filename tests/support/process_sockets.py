@@ -26,7 +26,7 @@ def listening() -> list[str]:
 
 
 def eventually(what: Callable[[], object], like: object, seconds: float = 30.0) -> None:
-    """Wait until `what()` equals `like`, because an ending thread may need a moment."""
+    """Wait until `what()` equals `like`, because a thread can take a moment to end."""
     deadline = time.monotonic() + seconds
     while (found := what()) != like:
         assert time.monotonic() < deadline, (found, like)

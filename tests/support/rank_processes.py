@@ -1,4 +1,4 @@
-"""Runs Python code in processes forked from one with loaded modules, for example as ranks."""
+"""Runs Python code, for example as ranks, in forks of a process with loaded modules."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(
 
     Every process must end with status 0, except the ranks in `statuses`. `timeout` is the limit for
     all processes together, in seconds. The processes have imported torch and memsaver. With
-    `fresh`, the processes are new interpreters, each of which takes seconds longer.
+    `fresh`, the processes are new interpreters, whose start takes several seconds longer.
     """
     environment = _environment()
     with socket.socket() as free:
@@ -83,7 +83,7 @@ def run_forked(
 ) -> subprocess.CompletedProcess[str]:
     """Run code in a process that has imported `fork_server.MODULES[modules]`.
 
-    `environment` must contain PYTHONPATH. The process ignores the other variables that an
+    `environment` must contain PYTHONPATH. The process ignores all other variables that an
     interpreter reads at startup. With the modules "plain", the code runs as with `python -c`: no
     file appears in `folder`, and spawned processes do not rerun the code. Raises AssertionError if
     the process runs longer than `timeout` seconds.
@@ -151,7 +151,7 @@ def _forked(
 ) -> list[int | None]:
     """Return the exit statuses of `fork_server`'s children, with None for a child that timed out.
 
-    Raises AssertionError if the children's own processes still run LINGER_SECONDS after the
+    Raises AssertionError if the children's own processes are still running LINGER_SECONDS after the
     children have ended.
     """
     request = {"processes": processes, "timeout": timeout, "linger": LINGER_SECONDS}
@@ -177,7 +177,9 @@ def adopted(process: Process, modules: str = "torch") -> int:
 
 
 def _answer(request: dict[str, Any], environment: Mapping[str, str], modules: str = "torch") -> Any:
-    """Ask the `fork_server` for this environment to start processes; return its answer."""
+    """Request new processes from the `fork_server` for this environment; return the server's
+    answer.
+    """
     libraries = environment.get("LD_LIBRARY_PATH")
     key = modules, libraries
     if key not in _servers:  # runs until this process ends, which closes its pipe

@@ -1,9 +1,10 @@
 """The part of an SGLang engine that releases and resumes memory, on the simulated driver.
 
-The engine uses SGLang's own HTTP server, control calls of the tokenizer manager, messages, handlers
-of the scheduler, and plugin system, through which SGLang finds memsaver. Parts that need a GPU are
-missing. The weights and the KV cache are blocks of simulated memory, the model that receives new
-weights is on the CPU, and the engine generates nothing.
+The engine uses these unmodified parts of SGLang: the HTTP server, the tokenizer manager's control
+calls, the messages, the scheduler's handlers, and the plugin system. SGLang finds memsaver through
+the plugin system. Parts that need a GPU are missing. The weights and the KV cache are blocks of
+simulated memory, the model that receives new weights is on the CPU, and the engine generates no
+output.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ import types
 
 @contextlib.contextmanager
 def raising(kind):
-    """Check that the block raises an error of a class; yield an object with the error as
-    `error`.
+    """Check that the block raises an error of this class; yield an object whose `error` is the
+    error.
     """
     caught = types.SimpleNamespace(error=None)
     try:
@@ -21,12 +21,12 @@ def raising(kind):
 
 
 def refused(kind, call, *arguments, **named):
-    """Make a call that must raise an error of a class; return the error."""
+    """Make a call that must raise an error of this class; return the error."""
     with raising(kind) as caught:
         call(*arguments, **named)
     return caught.error
 
 
 def raises(kind, call, *arguments, **named) -> str:
-    """Make a call that must raise an error of a class; return the error's text."""
+    """Make a call that must raise an error of this class; return the error's text."""
     return str(refused(kind, call, *arguments, **named))

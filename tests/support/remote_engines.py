@@ -40,7 +40,8 @@ def serve(engine, make_manager, rank=0, size=1, group=None):
 
     Args:
         engine: the engine's name in the store.
-        make_manager: a function that makes a rank's weight updater from its model and group.
+        make_manager: a function that creates a rank's weight updater from the rank's model and
+            group.
         rank: this process's rank in the engine.
         size: the number of ranks of the engine.
         group: the engine's process group.
@@ -84,11 +85,11 @@ def _load(manager, groups, names, dtypes, shapes, name, text):
 
 
 class Remote(weight_engine.Backend):
-    """The trainer's handle to such an engine.
+    """The trainer's handle to an engine in separate processes.
 
     Attributes:
         refuses: whether loads fail before the engine receives them.
-        dies: whether the engine's processes end during the next load.
+        dies: whether the engine's processes exit during the next load.
     """
 
     def __init__(self, engine, make_manager, size=1):

@@ -1,4 +1,4 @@
-"""The paths of the repository and of the folders that its tests import modules from."""
+"""The paths of the repository and of the folders from which its tests import modules."""
 
 from __future__ import annotations
 

@@ -52,10 +52,7 @@ def fails_on(rank, block):
 
 
 def runner(folder):
-    """Return a function that runs code in one process per rank, to be called as
-
-    `runner(folder)(size)(code)`.
-    """
+    """Return a function that runs code in one process per rank: `runner(folder)(size)(code)`."""
 
     def on(size, statuses=None):
         def run(code):

@@ -92,7 +92,7 @@ class Simulator:
     # Its behaviour.
 
     def fail(self, call: str, code: int, nth: int = 1, times: int = 1) -> None:
-        """Make the nth following call of a function fail, and `times` calls in total (0: all)."""
+        """Make the nth subsequent call to a function fail; `times` calls fail in total (0: all)."""
         assert self.opened.sim_fail(call.encode(), nth, code, times) == 0, f"no call {call}"
 
     def clear_faults(self) -> None:
@@ -118,7 +118,7 @@ class Simulator:
         assert self.opened.sim_granularity(nbytes) == 0, f"{nbytes} bytes, or it has started"
 
     def peer_access(self, possible: bool) -> None:
-        """Let all devices access each other's memory, or let none do so."""
+        """Allow all devices to access each other's memory, or forbid all such accesses."""
         self.opened.sim_peer_access(int(possible))
 
     def host_limit(self, nbytes: int = (1 << 64) - 1) -> None:
@@ -136,7 +136,9 @@ class Simulator:
         self.opened.sim_hold_streams(int(held))
 
     def hold_memory(self, address: int, nbytes: int) -> None:
-        """Stop operations on this memory and later operations of their streams; 0 bytes: none."""
+        """Block operations on this memory and later operations on their streams; 0 bytes unblocks
+        them.
+        """
         self.opened.sim_hold_memory(address, nbytes)
 
     def deinitialize(self, gone: bool) -> None:
@@ -166,8 +168,8 @@ class Simulator:
         return self.counts().physical_bytes[device]
 
     def tag_bytes(self, device: int = 0) -> int:
-        """Return the device memory without the library's own: the tags' memory, if nothing
-        leaks.
+        """Return the device memory except the library's own. Without leaks, this is the tags'
+        memory.
         """
         return self.physical(device) - self.idle[device]
 
@@ -219,7 +221,7 @@ class Simulator:
 
     @contextlib.contextmanager
     def stream(self, device: int = 0):
-        """Create a stream for the program, with its context current on this thread."""
+        """Create a stream for the program; the stream's context is current on this thread."""
         library, context, stream = self.opened, ctypes.c_void_p(), ctypes.c_void_p()
         assert library.cuInit(0) == 0
         assert library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) == 0

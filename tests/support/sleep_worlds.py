@@ -13,12 +13,12 @@ ALL = frozenset(fake_sglang.TAGS)
 
 
 def started(cleanup, monkeypatch, kind, schedulers=1, *, hooked=False):
-    """Start a fake engine; return its manager and the engine or its server's URL.
+    """Start a fake engine; return its manager, and either the engine or the URL of its server.
 
     Args:
         cleanup: an `ExitStack` that shuts the engine down.
         monkeypatch: pytest's fixture.
-        kind: "local" or "server".
+        kind: the kind of engine, either "local" or "server".
         schedulers: the number of data-parallel schedulers.
         hooked: whether memsaver's hooks are installed.
     """

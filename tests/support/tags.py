@@ -19,7 +19,7 @@ class Tags:
 
 
 def leftovers(names: list[str]) -> list[str]:
-    """Resume the tags, release their host memory, and describe any memory that they still have."""
+    """Resume the tags, release their host memory, and describe any memory that is not released."""
     import memsaver
     from memsaver._runtime.native import _C, STATES
 

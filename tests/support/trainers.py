@@ -96,7 +96,7 @@ def pause_and_resume(offloaded: Offloaded) -> None:
 
 
 def assert_same_steps(trainer: Any, expected: Any, offloaded: Offloaded, steps: int = 6) -> None:
-    """Check that a trainer's steps, with pauses between them, equal another trainer's steps."""
+    """Check that a trainer with pauses between steps has the same results as another trainer."""
     for number in range(steps):
         step_all(trainer, expected)
         pause_and_resume(offloaded)

@@ -24,7 +24,7 @@ def is_registered(worker) -> bool:
 
 
 def occupy(worker, nbytes: int, rank: int = 0) -> None:
-    """Allocate the device's memory as another process would, on one rank."""
+    """On one rank, allocate the device's memory as another process would."""
     from memsaver import simulator
 
     if worker.rank == rank:
@@ -158,7 +158,7 @@ def hurt_next_bucket(worker, rank: int) -> None:
 
 
 def join_world(store: str, rank: int, results) -> None:
-    """Join a world of four ranks and report what the second executor's ranks exchange."""
+    """Join a world of four ranks and report the values that the second executor's ranks gather."""
     import torch.distributed as dist
     from vllm.distributed import parallel_state
 

@@ -1,7 +1,7 @@
-"""A call to an engine core that ends instead of answering, through vLLM's or the fake's client.
+"""A call to an engine core that exits instead of answering, through vLLM's client or a fake client.
 
-The client is the blocking one. The core notices that its workers have ended, notifies its client
-and ends. vLLM's client does not shut itself down in this case.
+The client is synchronous. The core notices that its workers have ended, notifies its client and
+exits. vLLM's client does not shut itself down in this case.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def exist() -> bool:
 
 
 def allocate(function: Callable, config) -> torch.Tensor:
-    """Allocate the KV cache in the open pools, with `function` if vLLM has it."""
+    """Allocate the KV cache in the open pools, with `function` if vLLM has this function."""
 
     def zeros(size, dtype, device):
         return simulator.empty(size, dtype).zero_()

@@ -1,8 +1,8 @@
 """The part of a vLLM engine that sleeps and wakes up, on the simulated driver.
 
-The engine uses vLLM's own plugin system (through which vLLM finds memsaver), engine core, executor,
-worker, sleep mode backend and graph pool. Parts that need a GPU are missing. The model and the KV
-cache are CPU tensors in simulated memory, and the engine generates nothing.
+The engine uses vLLM's own plugin system, engine core, executor, worker, sleep mode backend and
+graph pool. vLLM finds memsaver through the plugin system. Parts that need a GPU are missing. The
+model and the KV cache are CPU tensors in simulated memory, and the engine generates no output.
 """
 
 from __future__ import annotations

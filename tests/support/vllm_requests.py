@@ -77,7 +77,7 @@ async def until(condition, seconds=30):
 
 
 class Server:
-    """The fake server's application, called in the way that a server calls it."""
+    """A client that calls the fake server's application as a server would."""
 
     def __init__(self, engine):
         from vllm.entrypoints.openai import api_server

@@ -16,7 +16,7 @@ class Server:
     Attributes:
         url: the server's address.
         requests: the paths of the requests, in order.
-        routes: whether the server is in its development mode.
+        routes: whether the server is in development mode.
     """
 
     def __init__(self, llm, routes: bool = True) -> None:

@@ -18,7 +18,7 @@ from memsaver.integrations.vllm import protocol, weight_loads
 
 
 class Worker:
-    """Calls of the plugin's methods, with arguments and results serialized to JSON and back."""
+    """Calls to the plugin's methods, with arguments and results converted to JSON and back."""
 
     def __init__(self, model) -> None:
         self.model_runner = SimpleNamespace(get_model=lambda: model)
@@ -26,7 +26,7 @@ class Worker:
         self.model_config, self.device = SimpleNamespace(dtype=torch.float32), "cpu"
 
     def call(self, method: str, *arguments) -> RankCheck:
-        """Call a method and return the check of the only rank."""
+        """Call a method and return the only rank's check."""
         rows = getattr(self, method)(*json.loads(json.dumps(arguments)))
         [check] = [RankCheck.from_fields(row) for row in json.loads(json.dumps(rows))]
         return check
@@ -54,7 +54,7 @@ def equal(one, other) -> bool:
 
 
 def buckets(named, count: int) -> list[dict[str, torch.Tensor]]:
-    """Divide tensors into buckets that cross the borders of layers."""
+    """Divide tensors into buckets that cross layer boundaries."""
     names = list(named)
     size = -(-len(names) // count)
     groups = (names[at : at + size] for at in range(0, len(names), size))

@@ -98,10 +98,7 @@ def top_command(runtime: Path, *arguments: str) -> list[str]:
 
 
 class Child:
-    """A child process on the simulated driver, which runs code, such as
-
-    `child("make('t', 1000)")`.
-    """
+    """A child process on the simulated driver; `child("make('t', 1000)")` runs code in it."""
 
     def __init__(self, runtime: Path | None, *, program: list[str] | None = None, **env) -> None:
         kept = environment_without("MEMSAVER_", "XDG_RUNTIME_DIR")
@@ -137,7 +134,7 @@ class Child:
         return value
 
     def end(self, code: str = "", status: int | None = 0) -> None:
-        """End the child: run `code` if given, close stdin, and check the exit status."""
+        """Stop the child: run `code` if it is not None, close stdin, and check the exit status."""
         if code:
             self.begin(code)
         self.process.stdin.close()
@@ -166,7 +163,7 @@ def names_in(runtime: Path) -> list[str]:
 
 
 def connect(path: Path, timeout: float = 10) -> socket.socket:
-    """Connect to a socket, whose path can be too long for an address."""
+    """Connect to a socket whose path can be too long for a socket address."""
     client = socket.socket(socket.AF_UNIX)
     client.settimeout(timeout)
     folder = os.open(path.parent, os.O_PATH)

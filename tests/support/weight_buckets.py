@@ -8,7 +8,7 @@ from memsaver.integrations.rollout.weights.payloads import flattened, listed
 
 
 def payload(named, as_list=False):
-    """Return a bucket's text, and its memory, which must exist while the text is being opened.
+    """Return a bucket's text and its memory; the memory must exist until the text has been opened.
 
     Args:
         named: the tensors, by name.
@@ -27,9 +27,9 @@ def payload(named, as_list=False):
 
 
 def _share(memory, tries=10):
-    """Move host memory to shared memory; retry if torch's manager process does not answer in 1 s.
+    """Move host memory to shared memory; retry if torch's manager process is too slow.
 
-    On a loaded machine, the answer can take longer.
+    On a loaded machine, an answer can take longer than the limit of 1 s.
     """
     for left in reversed(range(tries)):
         try:

@@ -2,7 +2,8 @@
 
 The engine has a model with fused, sharded, transposed, padded, cast and tied weights. The ranks
 have the classes that update weights in SGLang 0.5.16 and 0.5.23, with memsaver's hooks. The backend
-calls ranks in this process. Without the hooks, an exception in a loader ends a rank, as in SGLang.
+calls ranks in this process. Without the hooks, an exception in a loader terminates a rank, as in
+SGLang.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class Model(torch.nn.Module):
                 future.result()
 
     def copies(self, name: str, tensor: torch.Tensor) -> list:
-        """Return the (target, source) pairs that copy a tensor into the model's memory."""
+        """Return (target, source) pairs for copying a tensor into the model's memory."""
         part = HIDDEN // self.size
         begin = self.rank * part
         if name == "embed.weight":
@@ -295,7 +296,7 @@ def _for_rank(request: Request, rank: int) -> Request:
 
 
 class Control:
-    """A fake of an engine's sleep; the memory is a set of released tags."""
+    """A fake of an engine's sleep, whose memory is only a set of released tags."""
 
     def __init__(self) -> None:
         self.released: frozenset[str] = frozenset()

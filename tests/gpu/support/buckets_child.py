@@ -1,9 +1,11 @@
 """Sends tensors between two ranks without an engine; exits with status 0 on success.
 
-usage: buckets_child.py SCENE, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set
+usage: buckets_child.py SCENARIO
 
-In the scene "region", rank 0 updates an engine that consists of rank 1. The engine maps rank 0's
-tensors. In the other scenes, the ranks write parts of tensors into each other's buckets.
+The environment variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be set.
+
+In the scenario "region", rank 0 updates an engine that consists of rank 1. The engine maps rank 0's
+tensors. In the other scenarios, the ranks write parts of tensors into each other's buckets.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ def into_buckets(scene: str) -> None:
 
 
 def tensors(seed: int) -> dict[str, Any]:
-    """Return unsharded tensors on the host, which are equal on both ranks."""
+    """Return unsharded tensors on the host; the tensors are the same on both ranks."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -136,7 +138,7 @@ def asked(question: Any) -> Any:
 
 
 class OtherRank:
-    """The calls that a `Backend` makes, sent to rank 1."""
+    """The methods of a `Backend`, which send requests to rank 1."""
 
     tp_size = 1
     control = SimpleNamespace(check=lambda operation: None, status="awake", released=())
@@ -165,7 +167,7 @@ class OtherRank:
 
 
 def be_an_engine() -> None:
-    """Load tensors into a float32 model until rank 0 ends its requests."""
+    """Load tensors into a float32 model until rank 0 sends no more requests."""
     import torch
     import torch.distributed as dist
 

@@ -58,9 +58,7 @@ def resident(device: int, tags: tuple[str, ...] = TAGS) -> int:
 
 
 def use_of(device: int, bytes_to_fill: int) -> int:
-    """Use memory as a trainer does: allocate `bytes_to_fill` bytes, compute in them, and free
-    them.
-    """
+    """Act as a trainer: allocate `bytes_to_fill` bytes, run computations on them, and free them."""
     chunk = 256 * MIB
     side = 4096
     with torch.cuda.device(device):
@@ -79,9 +77,7 @@ def use_of(device: int, bytes_to_fill: int) -> int:
 
 @contextlib.contextmanager
 def filled(devices: list[int]) -> Iterator[None]:
-    """Fill all memory except HEADROOM, so that a trainer depends on memory that a pause
-    releases.
-    """
+    """Fill all memory except HEADROOM, to make a trainer depend on memory that a pause releases."""
     tidy(devices)
     ballast = []
     for device in devices:

@@ -1,4 +1,4 @@
-"""Decoders with static KV caches and captured decode steps, built in regions of tags."""
+"""Builds decoders with static KV caches and captured decode steps in the regions of tags."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ class Decoder:
         self.cache: Any
 
     def build(self, scopes: Callable[[str, str | None], Any]) -> None:
-        """Create the weights and the cache in their tags' regions, and everything else outside."""
+        """Create the weights and the cache in their tags' regions, and everything else outside any
+        region.
+        """
         size, device = self.size, self.device
         config = size.config()
         with scopes("weights", "host"):
@@ -149,7 +151,9 @@ class Decoder:
 
 
 def build_all(decoders: list[Decoder], in_threads: bool) -> None:
-    """Build the decoders in sequence, or concurrently on one thread each with an open region."""
+    """Build the decoders in sequence, or concurrently with one thread and one open region per
+    decoder.
+    """
     ready = threading.Barrier(len(decoders))
     capturing = threading.Lock()
     failures: list[BaseException] = []

@@ -56,8 +56,8 @@ class Phases:
 
 
 def pause_tags(cycle: int) -> int:
-    """Pause all tags, with different calls in each cycle; return the bytes that the reports
-    state.
+    """Pause all tags, with different calls in each cycle; return the number of bytes in the
+    reports.
     """
     if cycle % 3 == 0:
         return memsaver.pause(*TAGS).bytes

@@ -24,7 +24,8 @@ TEST_SECONDS = START_SECONDS + SCENARIO_SECONDS + 2 * END_SECONDS  # the limit o
 
 
 def environment(dropped: tuple[str, ...]) -> dict[str, str]:
-    """Return this environment without variables for memsaver and torch's allocator, and `dropped`.
+    """Return the environment without memsaver's variables, torch's allocator settings, and
+    `dropped`.
 
     Args:
         dropped: prefixes of further variables to remove.
@@ -70,7 +71,9 @@ class Child:
         self.start_error = self._reply("the start", START_SECONDS)
 
     def run(self, scenario: str, seconds: float) -> str:
-        """Run a scenario. Return "" on success, or the reason if it failed or took too long."""
+        """Run a scenario. Return "" on success; if the scenario failed or timed out, return the
+        reason.
+        """
         stdin = self._process.stdin
         assert stdin
         with contextlib.suppress(BrokenPipeError):
@@ -100,7 +103,7 @@ class Child:
         return "\n".join([f"--- the end of {self._log}", *shown])
 
     def close(self) -> None:
-        """End the engine and all its remaining processes."""
+        """Terminate the engine and all its remaining processes."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin and stdout
         with contextlib.suppress(OSError):
@@ -120,7 +123,7 @@ class Child:
 
 
 class Children:
-    """Keeps one child at a time, for the group that was used last.
+    """Keeps one child process at a time, for the group that a test used last.
 
     Args:
         script: the children's program; see `Child`.
@@ -136,7 +139,9 @@ class Children:
         self._started = 0
 
     def run(self, group: str, scenario: str, seconds: float = SCENARIO_SECONDS) -> None:
-        """Run a scenario on an engine of the group; if the scenario fails, fail with its reason."""
+        """Run a scenario on an engine of the group; if the scenario fails, fail the test with the
+        reason.
+        """
         if group in self._broken:
             pytest.fail("the engine did not start, as its first test says", pytrace=False)
         if self._child is None or group != self._group:

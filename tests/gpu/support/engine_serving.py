@@ -1,9 +1,9 @@
 """The program of a child process that runs named scenarios on one engine, one after the other.
 
-The program prints a line of JSON for the start, and a line for each "module.function" that it reads
-from stdin. All other output goes to stderr, which the caller redirects to a log. An engine's
-processes might import the program again, so the program imports only modules that every process
-needs.
+The program prints a line of JSON with the outcome of the start, and a line for each
+"module.function" that it reads from stdin. All other output goes to stderr, which the caller
+redirects to a log. An engine's processes might import the program again, so the program imports
+only modules that every process needs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STUCK_SECONDS = 80  # after which every thread's stack is logged
 
 
 def check_plugins(engine: str, groups: tuple[str, ...]) -> None:
-    """Raise if an engine would not find memsaver's plugins in its entry point groups."""
+    """Raise an error if an engine would not find memsaver's plugins in its entry point groups."""
     missing = [
         group for group in groups if "memsaver" not in {e.name for e in entry_points(group=group)}
     ]
@@ -64,8 +64,8 @@ def serve(start: Callable[[], Any]) -> None:
     """Start an engine and run the scenarios named on stdin until one fails.
 
     Args:
-        start: a function that starts the engine and returns a session, which is the scenarios'
-            argument and has a method `close`.
+        start: a function that starts the engine and returns a session. The session is passed to
+            each scenario and must have a `close` method.
     """
     threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
     replies = os.fdopen(os.dup(1), "w")

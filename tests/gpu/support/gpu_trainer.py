@@ -11,9 +11,9 @@ GIB = 1 << 30
 
 
 class Trainer:
-    """Allocations of this process that fill a GPU, except for a margin, with a checkable pattern.
+    """Allocations that fill a GPU except for a margin and contain a known pattern.
 
-    `bytes` is the total size of its 1 GiB blocks. `free` releases them to the driver.
+    `bytes` is the total size of the 1 GiB blocks. `free` releases the blocks to the driver.
     """
 
     def __init__(self, gpu: int, margin: int, pattern: int) -> None:

@@ -1,6 +1,8 @@
 """Runs one rank of a trainer with Megatron's shards; exits with status 0 on success.
 
-usage: megatron_child.py SCENE FOLDER, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set
+usage: megatron_child.py SCENARIO FOLDER
+
+The environment variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be set.
 
 The model has grouped queries, tied embeddings, and a vocabulary that Megatron pads.
 """
@@ -84,8 +86,9 @@ def outputs(engine: Any) -> list[list[int]]:
 
 
 def check(engine: Any) -> None:
-    """Compare updates from shards with whole tensors; check memory use and that shards are
-    unchanged.
+    """Compare updates from shards with updates from whole tensors.
+
+    Also check the memory use, and that updates leave the shards unchanged.
     """
     import torch
     import torch.distributed as dist
@@ -140,12 +143,12 @@ def check(engine: Any) -> None:
 
 
 def one_gpu(folder: Path) -> None:
-    """Send from two ranks on one GPU to a one-rank engine; the ranks use gloo."""
+    """Send weights from two ranks on one GPU to a one-rank engine; the ranks use gloo."""
     run(folder, 0, "gloo", {"tp_size": 1})
 
 
 def two_gpus(folder: Path) -> None:
-    """Send from two ranks on two GPUs to a two-rank engine, then to a one-rank engine."""
+    """Send weights from two ranks on two GPUs to a two-rank engine, then to a one-rank engine."""
     run(folder, RANK, "nccl", {}, {"tp_size": 1})
 
 

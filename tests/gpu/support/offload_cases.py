@@ -39,7 +39,7 @@ def free() -> int:
 
 
 def wide_model() -> torch.nn.Module:
-    """Return a model with two layers of 64 MiB of weights each."""
+    """Return a model with two layers, each of which has 64 MiB of weights."""
     return torch.nn.Sequential(
         torch.nn.Linear(32, 4096), torch.nn.Linear(4096, 4096), torch.nn.Linear(4096, 4096)
     )

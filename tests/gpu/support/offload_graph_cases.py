@@ -24,10 +24,10 @@ OPTIMIZERS["adamw_capturable"] = lambda p: torch.optim.AdamW(p, lr=1e-2, captura
 def captured(
     tag: str | None, set_to_none: bool
 ) -> tuple[Trainer, torch.Tensor, torch.cuda.CUDAGraph]:
-    """Capture forward, backward and step; return the trainer, the graph's input and the graph.
+    """Capture a whole training step; return the trainer, the graph's input and the graph.
 
-    With a tag, the optimizer is offloaded before the capture. With `set_to_none`, the gradients
-    belong to the graph. Otherwise, torch allocated them before the capture.
+    With a tag, the optimizer is offloaded before the capture. With `set_to_none`, the gradients'
+    memory belongs to the graph. Otherwise, torch allocated the gradients before the capture.
     """
     trainer = Trainer("adamw_capturable", None, "cuda")
     x = torch.ones(4, 32, device="cuda")
@@ -57,7 +57,9 @@ def captured(
 
 
 def replay(set_to_none: bool) -> None:
-    """Check that replays with pauses between them equal replays of a trainer that never paused."""
+    """Check that replays with pauses in between have the same results as in a trainer without
+    pauses.
+    """
     trainer, x, graph = captured("optimizer", set_to_none)
     expected, other_x, other = captured(None, set_to_none)
     assert all(lies_in(state, "optimizer") for state in states_of(trainer.optimizer))

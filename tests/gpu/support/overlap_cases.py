@@ -1,4 +1,4 @@
-"""Tests optimizer states that move while other work runs, on a real GPU.
+"""Tests pauses and resumes of optimizer states during other work on a real GPU.
 
 Each case runs in a separate process:
 
@@ -36,8 +36,8 @@ def wide_model() -> torch.nn.Module:
 
 
 def make() -> tuple[Trainer, Trainer, Offloaded]:
-    """Return a trainer with states, an equal trainer that never pauses, and the first one's
-    handle.
+    """Return a trainer with optimizer states, an identical trainer that never pauses, and the first
+    trainer's handle.
     """
     trainer = Trainer("adamw_fused", wide_model, "cuda")
     expected = Trainer("adamw_fused", wide_model, "cuda")
@@ -202,7 +202,7 @@ def case_the_first_layer_runs_before_the_last_has_arrived() -> None:
 
 
 class CudaEngine:
-    """A fake with those methods of `RolloutEngine` that a session calls; its memory is in this
+    """A fake with the methods of `RolloutEngine` that a session calls, and with memory in this
     process.
     """
 

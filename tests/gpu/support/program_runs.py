@@ -1,4 +1,4 @@
-"""Runs Python programs to their end, each in its own process group."""
+"""Runs Python programs until they exit, each in its own process group."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(words: Sequence[str], env: Mapping[str, str], folder: Path, seconds: flo
         words: the program and its arguments.
         env: the environment variables.
         folder: the working directory, in which the logs are also written.
-        seconds: the time limit, after which the program is ended and the test fails.
+        seconds: the time limit, after which the program is terminated and the test fails.
     """
     return _run(words, [env], folder, seconds)[0]
 

@@ -1,7 +1,8 @@
 """A small Qwen3 model with random weights that an engine can load.
 
-The weights are as large as trained weights, so the generated tokens depend on every layer and on
-the KV cache. An engine's dummy weights are much smaller, and the tokens would not depend on them.
+The weights have magnitudes similar to those of trained weights, so the generated tokens depend on
+every layer and on the KV cache. An engine's dummy weights have much smaller magnitudes, and the
+tokens would not depend on the dummy weights.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ CONFIG = {
 
 
 def shapes() -> list[dict[str, tuple[int, ...]]]:
-    """Return the shapes of the model's tensors, by checkpoint name, in parts.
+    """Return the shapes of the model's tensors in parts, keyed by checkpoint name.
 
     Each layer is a part, and no part is larger than 40 MB.
     """
@@ -67,7 +68,9 @@ def shapes() -> list[dict[str, tuple[int, ...]]]:
 
 
 def weights(seed: int) -> list[dict[str, Any]]:
-    """Return tensors on the CPU, in the parts of `shapes`. The tensors depend only on the seed."""
+    """Return tensors on the CPU, divided into the same parts as in `shapes`. The tensors depend
+    only on the seed.
+    """
     import torch
 
     random = torch.Generator().manual_seed(seed)

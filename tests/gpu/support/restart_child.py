@@ -1,6 +1,6 @@
-"""Runs a scene in which an engine dies and restarts; exits with status 0 on success.
+"""Runs a scenario in which an engine dies and restarts; exits with status 0 on success.
 
-usage: restart_child.py SCENE FOLDER
+usage: restart_child.py SCENARIO FOLDER
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def free() -> int:
 
 
 def settled_free(at_least: int) -> int:
-    """Return the free memory once it is at least `at_least` bytes, or after some seconds."""
+    """Return the free memory once it is at least `at_least` bytes, or after a few seconds."""
     deadline = time.monotonic() + 10
     while free() < at_least and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -157,7 +157,7 @@ def deaths(folder: Path) -> None:
 
 
 def session(folder: Path) -> None:
-    """Kill the engine in a session's rollout; the new engine receives the trainer's weights."""
+    """Kill the engine during a session's rollout; the new engine receives the trainer's weights."""
     import torch
 
     from memsaver.integrations.rollout import ColocatedSession, Restarts, RolloutEngine
@@ -190,7 +190,9 @@ def session(folder: Path) -> None:
 
 
 def in_place(folder: Path) -> None:
-    """Kill the engine while it maps the trainer's weights; their tag can be paused and resumed."""
+    """Kill the engine while it maps the trainer's weights; the weights' tag can be paused and
+    resumed.
+    """
     import torch
 
     import memsaver

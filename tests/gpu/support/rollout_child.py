@@ -1,6 +1,8 @@
-"""Runs a scene as one rank of a trainer with a rollout engine; exits with status 0 on success.
+"""Runs a scenario as one rank of a trainer with a rollout engine; exits with status 0 on success.
 
-usage: rollout_child.py SCENE FOLDER, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set
+usage: rollout_child.py SCENARIO FOLDER
+
+The environment variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be set.
 
 SGLang's processes import this file again, so the file imports only modules that every process
 needs.
@@ -30,7 +32,7 @@ def greedy(tokens: int = TOKENS, **others: Any) -> dict[str, Any]:
 
 
 def arguments(folder: Path) -> dict[str, Any]:
-    """Return the engine's arguments, after the leader has saved the model."""
+    """Save the model if this rank is the leader; return the engine's arguments."""
     import qwen_model
     import sglang_engines
 
@@ -63,7 +65,7 @@ def directly(engine: Any, prompt: list[int], params: dict[str, Any]) -> tuple[An
 
 
 def check_against_sglang(engine: Any) -> None:
-    """Compare the output with SGLang's, one prompt at a time, because batches change the
+    """Compare the output with SGLang's own, one prompt at a time because batches change the
     arithmetic.
     """
     import torch
@@ -141,7 +143,7 @@ def in_background(
 def wait_until_generating(engine: Any, work: threading.Thread) -> None:
     """Wait until this process's engine has generated tokens for the request of `work`.
 
-    SGLang's scheduler reports every 50 tokens, even if nothing is streamed.
+    SGLang's scheduler sends a report after every 50 tokens, even without streaming.
     """
     requests = engine.backend.link.engine.tokenizer_manager.rid_to_state
     deadline = time.monotonic() + 20
@@ -155,7 +157,7 @@ def wait_until_generating(engine: Any, work: threading.Thread) -> None:
 def check_pause(engine: Any, *, is_seen: bool) -> None:
     """Check that a pause aborts another thread's generation, which returns the partial output.
 
-    `is_seen` states that the engine belongs to this process, which therefore sees the generated
+    If `is_seen` is true, the engine belongs to this process, so this process sees the generated
     tokens.
     """
     work, results = in_background(engine, 4000)
@@ -188,7 +190,9 @@ def check_timeout(engine: Any) -> None:
 
 
 def check_death(engine: Any) -> None:
-    """Check that the death of an engine process raises an error and does not end this process."""
+    """Check that the death of an engine process raises an error and does not terminate this
+    process.
+    """
     from memsaver.integrations.sglang import EngineError
 
     if engine.layout.is_leader:
@@ -234,7 +238,7 @@ def alone(folder: Path) -> None:
 
 
 def served(folder: Path) -> None:
-    """Run the checks against a server, which must work afterwards."""
+    """Run the checks against a server; the server must still work afterwards."""
     import sglang_engines
 
     from memsaver.integrations.rollout import RolloutEngine
@@ -313,7 +317,7 @@ def two(folder: Path) -> None:
 
 
 def play(scenes: Mapping[str, Callable[[Path], None]]) -> None:
-    """Run the scene named on the command line, then print "held"."""
+    """Run the scenario named on the command line, then print "held"."""
     from sglang_child import check_installation
 
     check_installation()

@@ -1,6 +1,8 @@
-"""Runs a scene with a trainer whose sleeping rollout engines receive requests.
+"""Runs a scenario in which a trainer's sleeping rollout engines receive requests.
 
-usage: rollout_policies_child.py SCENE FOLDER, with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT set
+usage: rollout_policies_child.py SCENARIO FOLDER
+
+The environment variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be set.
 """
 
 from __future__ import annotations
@@ -77,8 +79,8 @@ def policies_of_ranks(folder: Path, **parallel: Any) -> None:
     """Send requests to the sleeping engines of two ranks, each with its own policy.
 
     Args:
-        folder: the scene's folder.
-        parallel: `pp_size` or `dp_size`; without it, the ranks are tensor-parallel.
+        folder: the scenario's folder.
+        parallel: either `pp_size` or `dp_size`; without an argument, the ranks are tensor-parallel.
     """
     import torch
     import torch.distributed as dist

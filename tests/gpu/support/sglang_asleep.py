@@ -1,7 +1,7 @@
-"""Scenarios in which requests reach a sleeping engine, which refuses or holds them, or wakes up.
+"""Scenarios in which a sleeping engine receives requests and refuses them, holds them, or wakes up.
 
-The engine is awake at the start and end of each scenario; if a scenario raises, the engine is
-replaced.
+The engine is awake at the start and end of each scenario. If a scenario raises an exception, the
+engine is replaced.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MOST_SECONDS = 30
 
 
 def engine_requests(session: Session) -> dict[str, Callable[[], Any]]:
-    """Return calls of the engine that require released memory, by description."""
+    """Return calls to the engine that require released memory, keyed by description."""
     engine, options = session.engine, {"sampling_params": greedy(4)}
     name, tensor = next(iter(session.weights[0].items()))
     calls = {
@@ -68,7 +68,7 @@ def requests_are_refused(session: Session) -> None:
 
 
 def the_scheduler_refuses_too(session: Session) -> None:
-    """The scheduler refuses a request that arrives there because a release overtook the request."""
+    """The scheduler refuses a request that a release has overtaken on the way to the scheduler."""
     admission = admission_of(session.engine.tokenizer_manager)
     assert admission is not None
     for tags in (["kv_cache"], ["weights"], ["cuda_graph"], None):
@@ -91,7 +91,7 @@ def the_scheduler_refuses_too(session: Session) -> None:
 
 
 def http_requests_are_refused(session: Session) -> None:
-    """The server answers with status 503 and the tags, and still reports its health."""
+    """The server answers with status 503 and the released tags, and still reports its health."""
     url, prompt = session.url, {"input_ids": PROMPTS[0], "sampling_params": greedy(4)}
     session.settle()
     assert request(url, "/health")[0] == 200
@@ -164,7 +164,7 @@ def requests_wake(session: Session) -> None:
 
 
 def a_wake_without_memory(session: Session) -> None:
-    """If a trainer occupies the memory, the request raises and the engine stays asleep."""
+    """If a trainer occupies the memory, the request raises an error and the engine stays asleep."""
     sleep(session)
     trainer = Trainer(session.gpus - 1, ROOM, pattern=5)
     with raises(EngineAsleepError) as caught:
@@ -178,7 +178,9 @@ def a_wake_without_memory(session: Session) -> None:
 
 
 def an_idle_engine_sleeps(session: Session) -> None:
-    """The engine releases its memory after a time without requests; a later request wakes it."""
+    """After a period without requests, the engine releases its memory; a later request wakes the
+    engine.
+    """
     session.settle()  # with data-parallel attention, cached prefixes change the output
     check_output(session)
     session.wait_until_asleep()
@@ -189,8 +191,8 @@ def an_idle_engine_sleeps(session: Session) -> None:
 
 
 def embeddings_while_asleep(session: Session) -> None:
-    """The sleeping engine refuses or holds an embedding request, or wakes up, according to the
-    policy.
+    """Depending on the policy, an embedding request is refused, is held, or wakes the sleeping
+    engine.
     """
 
     def is_right() -> bool:
@@ -200,8 +202,8 @@ def embeddings_while_asleep(session: Session) -> None:
 
 
 def adapters_while_asleep(session: Session) -> None:
-    """Loading a LoRA adapter is refused or held, or wakes the weights; the adapter is used
-    afterwards.
+    """A request to load a LoRA adapter is refused, is held, or wakes the weights; the adapter then
+    works.
     """
     sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
     import sglang_kind_models
@@ -234,7 +236,7 @@ def under_each_policy(
 
     Args:
         session: a session with an `sglang.Engine`, whose policy is replaced.
-        is_right: sends the request and returns whether the answer is right.
+        is_right: a function that sends the request and returns whether the answer is correct.
         needs: the tag that the request requires; None for all tags.
         woken: the engine's status after the request has woken it.
     """
@@ -263,7 +265,7 @@ def under_each_policy(
 
 
 def two_models_take_turns(session: Session) -> None:
-    """Two servers that do not fit on the GPU together answer requests without explicit sleep
+    """Two servers that do not fit on the GPU together can answer requests without explicit sleep
     calls.
     """
     other = session.other
@@ -287,7 +289,9 @@ def two_models_take_turns(session: Session) -> None:
 
 
 def wakes_and_releases_at_once(session: Session) -> None:
-    """Clients that generate and clients that release memory do not disturb one another."""
+    """Clients that generate tokens and clients that release memory do not interfere with one
+    another.
+    """
     prompt = {"input_ids": PROMPTS[1], "sampling_params": greedy(8)}
     expected = session.expected[1][:8]
     end = time.monotonic() + 8

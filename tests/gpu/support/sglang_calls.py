@@ -1,7 +1,7 @@
 """Scenarios with calls and requests at inconvenient times, with and without the controller.
 
-The engine is awake at the start and end of each scenario; if a scenario raises, the engine is
-replaced.
+The engine is awake at the start and end of each scenario. If a scenario raises an exception, the
+engine is replaced.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
 
 
 def stream_of(session: Session) -> Iterator[Any]:
-    """Start a request that bypasses the controller and runs for seconds."""
+    """Start a request that bypasses the controller and runs for several seconds."""
     stream = session.engine.generate(
         input_ids=PROMPTS[0], sampling_params=greedy(LONG), stream=True
     )
@@ -129,7 +129,7 @@ def http_calls(session: Session) -> None:
 
 
 def http_resume_that_does_not_fit(session: Session) -> None:
-    """A resume that does not fit returns status 400 and the reason, and can be repeated."""
+    """A resume without enough memory returns status 400 and the reason, and can be retried."""
     resume = "/resume_memory_occupation"
     sleep(session)
     trainer = Trainer(0, ROOM, pattern=9)

@@ -15,7 +15,7 @@ GROUPS = ("sglang.srt.plugins", "sglang.srt.platforms")
 
 
 def check_installation() -> None:
-    """Raise if SGLang would not find memsaver's plugin."""
+    """Raise an error if SGLang would not find memsaver's plugin."""
     check_plugins("SGLang", GROUPS)
 
 

@@ -1,7 +1,7 @@
 """Scenarios that put a live engine to sleep and wake it; the engine's weights have a backup.
 
-The engine is awake at the start and end of each scenario; if a scenario raises, the engine is
-replaced.
+The engine is awake at the start and end of each scenario. If a scenario raises an exception, the
+engine is replaced.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from memsaver.integrations.engine.status import Status
 
 
 def active_in_every_process(session: Session) -> None:
-    """Each SGLang process that uses a GPU loads memsaver and logs this once."""
+    """Each SGLang process that uses a GPU loads memsaver and logs one line about it."""
     assert session.controller.guarded and session.controller.status is Status.AWAKE
     report = sleep(session)
     session.controller.wake_up()
@@ -47,7 +47,9 @@ def active_in_every_process(session: Session) -> None:
 
 
 def two_stages(session: Session) -> None:
-    """The KV cache and the weights are released and resumed separately; the weights come first."""
+    """The KV cache and the weights are released and resumed separately; the weights are resumed
+    first.
+    """
     controller, reports = session.controller, []
     with gives_back(session, reports):
         reports.append(sleep(session, "kv_cache"))
@@ -69,7 +71,7 @@ def two_stages(session: Session) -> None:
 
 
 def weights_alone(session: Session) -> None:
-    """A sleep of the weights alone keeps the KV cache and its cached prefixes."""
+    """A sleep that releases only the weights keeps the KV cache and its cached prefixes."""
     controller, reports = session.controller, []
 
     def generate() -> tuple[int, list[int]]:
@@ -132,7 +134,7 @@ def little_stays(session: Session) -> None:
 
 
 def five_cycles_with_a_trainer(session: Session) -> None:
-    """In each cycle, a trainer overwrites the released memory; outputs stay equal and nothing
+    """In each cycle, a trainer overwrites the released memory; the output is unchanged and nothing
     leaks.
     """
     after: list[list[int]] = []
@@ -158,7 +160,7 @@ def five_cycles_with_a_trainer(session: Session) -> None:
 
 
 def a_wake_that_does_not_fit(session: Session) -> None:
-    """If a trainer occupies the last GPU's memory, a wake-up raises and no other rank resumes."""
+    """If a trainer occupies the last GPU's memory, a wake-up fails and no other rank resumes."""
     controller = session.controller
     sleep(session)
     last = session.gpus - 1
@@ -189,7 +191,9 @@ def a_wake_that_does_not_fit(session: Session) -> None:
 
 
 def a_wake_that_does_not_fit_one_replica(session: Session) -> None:
-    """Replicas resume independently. If one fails, the call raises, and a second call wakes it."""
+    """Replicas resume independently. If a replica fails, the call raises an error, and a second
+    call wakes the replica.
+    """
     controller = session.controller
     sleep(session)
     trainer = Trainer(session.gpus - 1, ROOM, pattern=7)

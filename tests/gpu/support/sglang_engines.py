@@ -1,7 +1,7 @@
 """Starts engines for the scenarios and provides the operations that the scenarios need.
 
 An SGLang engine or server runs in its own processes. This process is the engine's client and also
-plays the trainer that uses the released memory. Requires torch, SGLang and memsaver.
+acts as the trainer that uses the released memory. The module requires torch, SGLang and memsaver.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Session:
 
     @property
     def sends_no_tensors(self) -> bool:
-        """Whether `Engine.update_weights_from_tensor` does not reach all ranks.
+        """Whether `Engine.update_weights_from_tensor` fails to reach some ranks.
 
         SGLang does not send tensors to replicas. Pipeline stages share a payload, and only one
         process can receive a payload's tensors in host memory.
@@ -184,7 +184,7 @@ class Session:
         return self.run(compute)["embedding"]  # type: ignore[no-any-return]
 
     def run(self, work: Callable[[], Any]) -> Any:
-        """Run the coroutine that `work` returns on this engine's event loop.
+        """Call `work` and run the returned coroutine on this engine's event loop.
 
         Any thread can call this method.
         """
@@ -199,7 +199,7 @@ class Session:
             time.sleep(0.05)
 
     def wait_until_asleep(self) -> None:
-        """Wait until the engine has released its memory on all GPUs without a request."""
+        """Wait until the engine, without any requests, has released its memory on all GPUs."""
         awake, gained = self.free(), [0] * self.gpus
         deadline = time.monotonic() + SETTLE_SECONDS
         # Replicas release their memory one after the other.
@@ -270,7 +270,7 @@ def _start(group: str, folder: Path, seed: int) -> Session:
 
 
 def _learn(session: Session) -> None:
-    """Record the expected output; check that it is deterministic and not degenerate."""
+    """Record the expected output; check that the output is deterministic and not degenerate."""
     readings = []
     for _ in range(3):  # the first reading compiles kernels
         session.settle()

@@ -1,7 +1,7 @@
 """Scenarios in which a sleeping engine holds requests until it wakes up.
 
-The engine is awake at the start and end of each scenario; if a scenario raises, the engine is
-replaced.
+The engine is awake at the start and end of each scenario. If a scenario raises an exception, the
+engine is replaced.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Scenarios in which a trainer sends weights to an engine during a wake-up or while it is awake.
 
-The engine is awake at the start and end of each scenario; if a scenario raises, the engine is
-replaced.
+The engine is awake at the start and end of each scenario. If a scenario raises an exception, the
+engine is replaced.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def update_from_buckets(session: Session) -> None:
 
 
 def updates(session: Session, sent: Callable[[dict[str, Any]], Any], **options: Any) -> None:
-    """Send new weights between the stages of a wake-up, then restore the old weights the same
+    """Send new weights between the stages of a wake-up, then restore the old weights in the same
     way.
     """
     other = qwen_model.weights(seed=2)
@@ -120,9 +120,7 @@ def http_updates_that_fail(session: Session) -> None:
 
 
 def disk_updates_that_fail(session: Session) -> None:
-    """A checkpoint that is missing or has a wrong shape causes an error, and the engine still
-    works.
-    """
+    """A missing checkpoint or a wrong shape causes an error, and the engine still works."""
     folder, other = session.log.parent, qwen_model.weights(seed=2)
     qwen_model.save(folder / "other", other)
     wrong = [dict(part) for part in other]
@@ -139,7 +137,7 @@ def disk_updates_that_fail(session: Session) -> None:
 
 
 def update_from_disk(session: Session, model: Path) -> Answer:
-    """Load a checkpoint through a request to the server or a call of the engine."""
+    """Load a checkpoint through a request to the server or a call to the engine."""
     if session.url:
         payload = {"model_path": str(model)}
         return answer_of(*request(session.url, "/update_weights_from_disk", payload))
@@ -160,8 +158,9 @@ def check_updates(session: Session, what: str, send: Way, fail: str) -> None:
     Args:
         session: the engine.
         what: how the tensors are sent, for messages.
-        send: sends an update.
-        fail: a part of the message if the model's loader raises; {} stands for the rank number.
+        send: a function that sends an update.
+        fail: a part of the error's message if the model's loader raises an error; {} stands for the
+            rank number.
     """
     check_failures(session, what, send, fail)
     seconds = []
@@ -176,9 +175,7 @@ def check_updates(session: Session, what: str, send: Way, fail: str) -> None:
 
 
 def check_weights(session: Session, what: str, *, is_old: bool) -> None:
-    """Check that all outputs equal those of the first weights (`is_old`), or that none of them
-    do.
-    """
+    """Check that all outputs are those of the first weights (`is_old`), or that no output is."""
     session.settle()
     found = session.outputs()
     same = [new == old for new, old in zip(found, session.expected, strict=True)]

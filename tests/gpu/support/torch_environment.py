@@ -14,7 +14,7 @@ import memsaver
 
 
 def torch_environment(expandable: bool) -> dict[str, str]:
-    """Return this environment without variables for torch's allocator and memsaver.
+    """Return the environment without variables for torch's allocator and memsaver.
 
     In this environment, Python finds memsaver and the tests' helper modules. With `expandable`,
     torch uses expandable segments.

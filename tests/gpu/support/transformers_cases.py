@@ -33,7 +33,7 @@ DEVICE = "cpu" if simulator.active() else f"cuda:{os.environ.get('RANK', 0)}"
 
 
 def models() -> tuple[Any, Any]:
-    """Return a model and its frozen reference model; every call returns the same weights."""
+    """Return a model and its frozen reference model; the weights are the same in every call."""
     torch.manual_seed(3)
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY}
@@ -74,8 +74,8 @@ class Awake:
 
 
 class Asleep(Awake):
-    """A policy in which the reference sleeps except in its forward pass, and the trainer after
-    each step.
+    """A policy that pauses the reference except during its forward pass, and the trainer after each
+    step.
     """
 
     reference: Any = None
@@ -109,9 +109,9 @@ def trained(memory: Awake, where: str = "", error: type[BaseException] = ValueEr
     """Return the losses and gradient norms of transformers' Trainer.
 
     Args:
-        memory: which memory sleeps.
-        where: the model whose third forward pass raises; the training then restarts.
-        error: the error; a KeyboardInterrupt is raised by a signal.
+        memory: the policy that determines which memory sleeps.
+        where: the model whose third forward pass raises an error; training then restarts.
+        error: the class of the error; a KeyboardInterrupt is raised by a signal.
     """
     model, reference = models()
     found: list[float] = []
@@ -176,7 +176,7 @@ def case_trainer() -> None:
 
 
 def case_trainer_again() -> None:
-    """After a step that raises or is interrupted by Ctrl-C, another training works."""
+    """After a step that raises an error or is interrupted by Ctrl-C, another training succeeds."""
     for error in (ValueError, KeyboardInterrupt):
         for where in ("reference", "model"):
             assert trained(Asleep(), where, error) == trained(Awake(), where, error)

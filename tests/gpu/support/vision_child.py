@@ -1,6 +1,6 @@
-"""Runs a scene of an engine with a vision model; exits with status 0 on success.
+"""Runs a scenario on an engine with a vision model; exits with status 0 on success.
 
-usage: vision_child.py SCENE FOLDER
+usage: vision_child.py SCENARIO FOLDER
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def close_to(found: Any, expected: Any) -> float:
 
 
 def check_images(engine: Any, prompts: Any, folder: Path) -> list[list[int]]:
-    """Check the output for prompts with two images, no image and one image; return its tokens."""
+    """Check the output for prompts with two images, no image and one image; return the output's
+    tokens.
+    """
     from memsaver.integrations.rollout import RolloutOutput
 
     def generated(prompts: Any, images: Any, **options: Any) -> RolloutOutput:

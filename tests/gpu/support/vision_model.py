@@ -37,7 +37,7 @@ def token_id(special: str) -> int:
 
 
 def tokens_of(text: str) -> list[int]:
-    """Return a text's tokens, which must agree with the saved tokenizer's."""
+    """Return a text's tokens, which must equal the saved tokenizer's tokens."""
     tokens: list[int] = []
     while text:
         special = next((name for name in SPECIAL if text.startswith(name)), None)
@@ -128,7 +128,7 @@ def processor() -> Any:
 
 
 def _letters() -> list[str]:
-    """Return the character that represents each byte in a byte-level vocabulary."""
+    """Return the characters that represent the bytes in a byte-level vocabulary."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(byte if byte in plain else next(others)) for byte in range(BYTES)]

@@ -1,10 +1,10 @@
-"""Sends requests to a sleeping vLLM engine; exits with status 0 if they are answered.
+"""Sends requests to a sleeping vLLM engine; exits with status 0 on success.
 
-usage: vllm_asleep_child.py SCENE FOLDER [RANKS]
+usage: vllm_asleep_child.py SCENARIO FOLDER [RANKS]
 
 The engine is an `AsyncLLM` behind the application of vLLM's own server, which is called without a
-network. vLLM's processes import this file again, so the file imports only modules that all of them
-need.
+network. vLLM's processes import this file again, so the file imports only modules that every
+process needs.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def free(gpu: int = 0) -> int:
 
 
 async def refuse(one: Setting) -> None:
-    """The engine in this process and the engine core refuse requests."""
+    """Both the engine in this process and the engine core refuse requests."""
     from memsaver.errors import ConfigError
     from memsaver.integrations.vllm.admissions import admission_of
 

@@ -30,11 +30,11 @@ def running_loop() -> Iterator[asyncio.AbstractEventLoop]:
 def async_llm(
     arguments: Mapping[str, Any], loop: asyncio.AbstractEventLoop | None = None
 ) -> Iterator[Any]:
-    """Yield an `AsyncLLM` in a thread's event loop (by default, a new one); end it afterwards.
+    """Yield an `AsyncLLM` in a thread's event loop; shut the `AsyncLLM` down afterwards.
 
     Args:
         arguments: the arguments of `AsyncEngineArgs`.
-        loop: an event loop that another thread runs.
+        loop: an event loop that another thread runs; by default, a new loop in a new thread.
     """
     if loop is None:
         with running_loop() as own, async_llm(arguments, own) as engine:
@@ -57,7 +57,7 @@ def async_llm(
 
 @contextmanager
 def server(arguments: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the URL of vLLM's own server for an `AsyncLLM`; end both afterwards.
+    """Yield the URL of vLLM's own server for an `AsyncLLM`; shut both down afterwards.
 
     Requires uvicorn and VLLM_SERVER_DEV_MODE=1.
     """

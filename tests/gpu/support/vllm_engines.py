@@ -1,7 +1,7 @@
 """Starts vLLM engines for the scenarios and provides the operations that the scenarios need.
 
-The engine runs in a separate process or in this process. This process also plays the trainer that
-uses the memory that the engine releases. Requires torch, vLLM and memsaver.
+The engine runs in a separate process or in this process. This process also acts as the trainer that
+uses the released memory. The module requires torch, vLLM and memsaver.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def start(group: str, folder: Path) -> Session:
 
 
 def _learn(session: Session) -> None:
-    """Record the expected output; check that it is deterministic and not degenerate."""
+    """Record the expected output; check that the output is deterministic and not degenerate."""
     readings = [session.outputs() for _ in range(3)]  # the first compiles kernels
     assert readings[1] == readings[2], f"the engine is not deterministic: {readings[1:]}"
     session.expected = readings[2]

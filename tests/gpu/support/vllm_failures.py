@@ -1,7 +1,7 @@
 """Scenarios with memory shortages, requests during a sleep, and killed workers on a vLLM engine.
 
-The engine is awake at the start and end of each scenario; if a scenario raises, the engine is
-replaced.
+The engine is awake at the start and end of each scenario. If a scenario raises an exception, the
+engine is replaced.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ END_SECONDS = 30
 
 
 def a_wake_without_memory(session: Session) -> None:
-    """A wake-up without free memory fails with the cause; the engine stays asleep and can wake
-    later.
-    """
+    """A wake-up without free memory fails and reports the cause; the engine can wake up later."""
     session.llm.sleep(level=1)
     trainer = Trainer(0, ROOM - GIB, pattern=1)
     try:
@@ -170,9 +168,8 @@ def a_second_engine(session: Session) -> None:
 def a_killed_worker(session: Session) -> None:
     """Workers that are killed during a sleep leave no GPU memory allocated.
 
-    This scenario ends the engine.
-
-    Later calls raise errors within a bounded time, and finally the error of a dead engine.
+    This scenario terminates the engine. Later calls raise errors within a bounded time, and
+    eventually the error for a dead engine.
     """
     pids = session.in_workers("check_pid")
     assert os.getpid() not in pids

@@ -1,4 +1,4 @@
-"""Checks that run in vLLM's workers, because vLLM adds them to its worker class."""
+"""Checks that vLLM adds to its worker class and that run in vLLM's workers."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Checks:
             model.load_weights(loader.get_all_weights(worker.model_config, model))
 
     def check_out_of_memory(self) -> None:
-        """A failed allocation in a pool raises; later allocations, in the pool and outside,
+        """A failed allocation in a pool raises an error; later allocations inside and outside it
         succeed.
         """
         import torch
@@ -120,12 +120,12 @@ class Checks:
         self._check_held = _allocate(tag, nbytes).fill_(9)
 
     def check_drop(self) -> None:
-        """Free the tensor of `check_hold`."""
+        """Free the tensor that `check_hold` allocated."""
         del self._check_held
         gc.collect()
 
     def check_sum(self) -> int:
-        """Return a checksum of the tensor of `check_hold`."""
+        """Return a checksum of the tensor that `check_hold` allocated."""
         return int(self._check_held.sum(dtype=self._check_held.long().dtype))
 
 

@@ -1,7 +1,7 @@
-"""Runs a scene with a vLLM rollout engine; exits with status 0 on success.
+"""Runs a scenario with a vLLM rollout engine; exits with status 0 on success.
 
-usage: vllm_rollout_child.py SCENE FOLDER; the scene "two" needs RANK, WORLD_SIZE, MASTER_ADDR and
-MASTER_PORT
+usage: vllm_rollout_child.py SCENARIO FOLDER; the scenario "two" needs RANK, WORLD_SIZE, MASTER_ADDR
+and MASTER_PORT
 
 vLLM's processes import this file again, so the file imports only modules that every process needs.
 """
@@ -32,7 +32,7 @@ def greedy(tokens: int = TOKENS, **others: Any) -> dict[str, Any]:
 
 
 def arguments(folder: Path, seed: int = 1, **others: Any) -> dict[str, Any]:
-    """Return the engine's arguments, after saving the model with weights that depend on a seed."""
+    """Save the model with weights that depend on a seed; return the engine's arguments."""
     import qwen_model
     import vllm_engines
 
@@ -151,7 +151,7 @@ def check_updates(engine: Any, old: list[list[int]], new: list[list[int]]) -> No
 
 
 def check_mapped(engine: Any, old: list[list[int]], new: list[list[int]]) -> None:
-    """Update from a shareable region whose tensors the engine's process maps."""
+    """Update weights from a shareable region whose tensors the engine's process maps."""
     import memsaver
 
     with memsaver.region("shared", backup="host", shareable=True):
@@ -174,7 +174,7 @@ def check_damaged(engine: Any, state: dict[str, Any], ranks: int = 1) -> None:
 
 
 def check_mismatch(engine: Any, state: dict[str, Any]) -> None:
-    """Check that an update fails because tensors that should be equal differ."""
+    """Check that an update fails if tensors that should be equal differ."""
     from memsaver.integrations.rollout import WeightMismatchError
 
     try:
@@ -191,8 +191,8 @@ def damaged(backend: Any, ranks: int = 1) -> Iterator[None]:
     transit.
 
     Args:
-        backend: None on the trainer's ranks that have none.
-        ranks: of the engine.
+        backend: the rank's backend, or None if the rank has no backend.
+        ranks: the engine's number of ranks.
     """
     if backend is None:
         yield
@@ -264,7 +264,7 @@ def launched_scene(folder: Path) -> None:
 
 
 def quantized_scene(folder: Path) -> None:
-    """Test FP8 weights that vLLM quantises during loading."""
+    """Test FP8 weights that vLLM quantizes during loading."""
     with launched(folder, seed=2, quantization="fp8") as engine:
         outputs(engine)
         new = outputs(engine)
@@ -343,7 +343,7 @@ def async_scene(folder: Path) -> None:
 
 
 def url_scene(folder: Path) -> None:
-    """Test a server at a URL, whose /health reports that the engine sleeps."""
+    """Test a server at a URL; its /health endpoint reports that the engine sleeps."""
     import httpx
     import vllm_connections
 

@@ -1,6 +1,9 @@
-"""Runs a scene in which a trainer sends weights to a real engine; exits with status 0 on success.
+"""Runs a scenario in which a trainer sends weights to a real engine; exits with status 0 on
+success.
 
-usage: weight_sync_child.py SCENE FOLDER, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set
+usage: weight_sync_child.py SCENARIO FOLDER
+
+The environment variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be set.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ BUCKET = 24 * MIB
 
 
 def check_updates(engine: Any, first: list[list[int]], sent: Any, **options: Any) -> None:
-    """Check updates to new weights and back during wake-ups; the old output returns exactly."""
+    """Check updates to new weights and back during wake-ups; the old output is restored exactly."""
     other = None
     for seed in (2, 1):
         engine.sleep(wait_idle=True)
@@ -212,7 +215,9 @@ def session(folder: Path) -> None:
 
 
 def check_leaving(engine: Any, backend: str, weights: dict[str, Any]) -> None:
-    """Check that closed groups leave no threads or listeners and, with gloo, no descriptors."""
+    """Check that closed groups leave no threads or listening sockets and, with gloo, no
+    descriptors.
+    """
     from memsaver.integrations.rollout.weights import WeightGroup
 
     sys.path.append(str(Path(__file__).parents[2] / "support"))

@@ -1,6 +1,8 @@
-"""Runs a scene of weight updates to several engines, or to one with replicas or stages.
+"""Runs a scenario with weight updates to several engines, or to an engine with replicas or stages.
 
-usage: weight_sync_engines.py SCENE FOLDER, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set
+usage: weight_sync_engines.py SCENARIO FOLDER
+
+The environment variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be set.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from weight_sync_child import BUCKET, check_updates, refused
 
 
 def _ranks(gpus: int) -> Any:
-    """Initialise the trainer's ranks with one GPU each; return torch.distributed."""
+    """Initialize the trainer's ranks with one GPU each; return torch.distributed."""
     import torch
     import torch.distributed as dist
 
@@ -32,8 +34,8 @@ def parts(folder: Path, name: str) -> None:
     """Send weights to an engine whose two ranks are replicas or stages on the trainer ranks' GPUs.
 
     Args:
-        folder: the scene's folder.
-        name: "dp_size" or "pp_size".
+        folder: the scenario's folder.
+        name: the engine's argument, either "dp_size" or "pp_size".
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -83,7 +85,7 @@ def check_group(engine: Any, group: Any, first: list[list[int]], host: dict[int,
 
 
 def mesh_group(folder: Path, gpus: int, backend: str = "gloo") -> None:
-    """Send weights in one group to the engines of two ranks, on one GPU or two.
+    """Send weights in one group to the engines of two ranks, on one or two GPUs.
 
     By default, NCCL accepts one rank per GPU, so NCCL needs another GPU for the sender.
     """
@@ -115,8 +117,8 @@ def mesh_group(folder: Path, gpus: int, backend: str = "gloo") -> None:
 
 
 def check_fence(engine: Any, first: list[list[int]], dist: Any) -> None:
-    """Check that engines sleep and wake together, and that a failure on one rank raises on all
-    ranks.
+    """Check that engines sleep and wake together, and that a failure on one rank raises an error on
+    all ranks.
     """
     import torch
     from gpu_trainer import GIB, Trainer
@@ -203,7 +205,7 @@ def engine_set(folder: Path) -> None:
 
 
 def check_failing_engine(engine: Any, weights: dict[str, Any]) -> None:
-    """Check that a failing engine ends the update of all engines in the group."""
+    """Check that an engine's failure aborts the update of all engines in the group."""
     from memsaver.integrations.engine.errors import EngineError
     from memsaver.integrations.rollout.weights import WeightGroup
 
@@ -221,7 +223,7 @@ def check_failing_engine(engine: Any, weights: dict[str, Any]) -> None:
 
 
 def check_wake_without_memory(engine: Any, first: list[list[int]], dist: Any) -> None:
-    """Check that a wake-up raises on all nodes and maps nothing if the last node has too little
+    """Check that a wake-up fails on all nodes and maps nothing if the last node has too little
     memory.
     """
     import torch

@@ -1,4 +1,4 @@
-"""Updates an engine's server, without buckets, from a trainer whose whole process is a region.
+"""Updates an engine's server without buckets; the trainer's whole process is a region.
 
 usage: whole_process_child.py URL, with the variables of `memsaver.preload_env`
 """

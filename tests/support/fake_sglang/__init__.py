@@ -1,4 +1,4 @@
-"""A fake engine with SGLang's interface; errors that end SGLang's scheduler also end the fake's.
+"""A fake engine with SGLang's interface; errors that are fatal to SGLang are fatal to the fake.
 
 The fake has the names, fields and message types of SGLang 0.5.16 and 0.5.23 (and, on request,
 0.5.12) that memsaver's integration uses. The fake consists of a scheduler with a weight updater, a

@@ -39,7 +39,7 @@ class TokenizerManager:
         asyncio.get_running_loop()
 
     async def _ask(self, name: str, message=None) -> list:
-        """Return as many replies as there are schedulers, from any of them, as SGLang does."""
+        """Return as many replies as there are schedulers, from any scheduler, as SGLang does."""
         replies, enough = self._waiters[name] = [], asyncio.Event()
         loop = asyncio.get_running_loop()
         for number, scheduler in enumerate(self.schedulers):
@@ -115,7 +115,9 @@ class TokenizerManager:
         return {"output_ids": made, "meta_info": meta}
 
     async def _run(self, rid: str) -> bool:
-        """Let the schedulers process a request until it ends; return whether it was aborted."""
+        """Let the schedulers process a request until its end; return whether the request was
+        aborted.
+        """
         for scheduler in self.schedulers:
             scheduler.begin(rid)
         if any(scheduler.death for scheduler in self.schedulers):

@@ -1,6 +1,6 @@
 """The scheduler process with its weight updater and its memory saver.
 
-The first exception ends the process.
+The first exception terminates the process.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Saver:
 
 
 class Handlers:
-    """SGLang's release and resume handlers, with as few checks as in SGLang.
+    """SGLang's release and resume handlers, with only the checks that SGLang performs.
 
     Attributes:
         owner: the scheduler.
@@ -108,7 +108,9 @@ class Handlers:
 
 
 class UnownedUpdater(Handlers):
-    """The updater of SGLang 0.5.13, which has the scheduler's methods but no reference to it."""
+    """The updater of SGLang 0.5.13, which has the scheduler's methods but no reference to the
+    scheduler.
+    """
 
     def __init__(self, scheduler, saver, group=None) -> None:
         self.owner, self.is_fully_idle = scheduler, scheduler.is_fully_idle
@@ -170,7 +172,9 @@ class Sent:
 
 
 class Scheduler:
-    """A scheduler process, which handles one message at a time. The first exception ends it."""
+    """A scheduler process, which handles one message at a time. The first exception terminates the
+    process.
+    """
 
     def __init__(self, make_updater=Updater, saver=None, group=None) -> None:
         self.running: set[str] = set()
@@ -206,7 +210,7 @@ class Scheduler:
     def _dispatch(self, request):
         """Handle a request.
 
-        Requests without a case in this method require that all tags are mapped.
+        Requests without a case in this method require all tags to be mapped.
         """
         self.handled.append(request)
         kind = type(request).__name__

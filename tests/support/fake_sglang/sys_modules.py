@@ -23,7 +23,7 @@ HANDLERS = {"0.5.23": Updater, "0.5.13": UnownedUpdater, "0.5.12": UpdateWeights
 def modules(monkeypatch, version: str = "0.5.23"):
     """Install fake SGLang modules within the block; yield their classes, which can be changed.
 
-    The handlers are located as in the version of SGLang that `HANDLERS` names.
+    The locations of the handlers match the version of SGLang that `HANDLERS` names.
     """
     older = HANDLERS[version] is UpdateWeightsMixin
     classes = types.SimpleNamespace(

@@ -1,1 +1,1 @@
-"""Tests cases for the distribution that provides torch_memory_saver; see `dropin_child.py`."""
+"""Test cases for the distribution that provides torch_memory_saver; see `dropin_child.py`."""

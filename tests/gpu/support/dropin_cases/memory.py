@@ -23,5 +23,5 @@ def numbers(count: int, offset: int = 0, device: str = "cuda") -> torch.Tensor:
 
 
 def sum_of(tensor: torch.Tensor) -> int:
-    """Return the sum of all elements. Must be called outside all regions."""
+    """Return the sum of all elements. The caller must be outside all regions."""
     return int(tensor.sum(dtype=torch.int64).item())

@@ -116,7 +116,7 @@ def case_get_cpu_backup() -> None:
 
 
 def case_disable() -> None:
-    """Memory created under disable() is not paused and can be sent to another process."""
+    """Memory that is allocated under disable() is not paused and can be sent to another process."""
     with saver.region("a"):
         inside = numbers(32)
         with saver.disable():
@@ -148,8 +148,8 @@ def case_margin() -> None:
 
 
 def case_two_devices() -> None:
-    """A preloaded region applies to every GPU in use; otherwise, a region applies to the current
-    GPU.
+    """A region applies to every GPU in use with preloading, and to the current GPU without
+    preloading.
     """
     for device in (0, 1):
         torch.zeros(1, device=f"cuda:{device}")
@@ -190,7 +190,7 @@ def case_retained_backups() -> None:
 
 
 def case_mmap_backups_leave_the_host() -> None:
-    """A pause increases host memory by the tensor's size, and the resume releases this memory."""
+    """A pause increases host memory use by the tensor's size; the resume releases this memory."""
 
     def resident() -> int:
         with open("/proc/self/status") as status:

@@ -31,7 +31,9 @@ def forward(weights: list[torch.Tensor]) -> float:
 
 
 def case_a_training_engine() -> None:
-    """A pause releases the memory, a disabled block leaves no memory, and a resume restores all."""
+    """A pause releases memory, a disabled block leaves none allocated, and a resume restores
+    everything.
+    """
     first = torch.full((1_000_000,), 42, dtype=torch.uint8, device="cuda")
     at_first = used()
     weights = [torch.full((n,), 42, dtype=torch.uint8, device="cuda") for n in (GIB, MIB, KIB, 42)]
@@ -64,7 +66,9 @@ def case_a_training_engine() -> None:
 
 
 def case_disabled_blocks() -> None:
-    """Disabled blocks nest with regions, and their live tensors remain usable during a pause."""
+    """Disabled blocks can be nested with regions; tensors from these blocks stay usable during a
+    pause.
+    """
     forward([torch.ones(MIB, device="cuda")])
     before = used()
     for is_warm in (False, True, True):  # the first round uses 64 MiB more on an H200
@@ -116,9 +120,7 @@ def case_nested_regions() -> None:
 
 
 def case_memory_by_ctypes() -> None:
-    """A program that calls the library through ctypes can free memory of odd size while it is
-    paused.
-    """
+    """A program that calls the library through ctypes can free a paused allocation of odd size."""
     import ctypes
 
     library = ctypes.CDLL(None)

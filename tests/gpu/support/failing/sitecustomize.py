@@ -1,8 +1,9 @@
 """Makes a scheduler fail, if the PYTHONPATH of the engine's processes includes this folder.
 
-The file that MEMSAVER_TEST_FAILS names contains the kind of failure. "exception" raises in the next
-batch. "cuda" runs a failing kernel in the next batch. "killed" sends SIGKILL in the next update,
-after the load, while the received tensors exist. The scheduler removes the file first.
+The file that MEMSAVER_TEST_FAILS names contains the kind of failure. "exception" raises an
+exception in the next batch. "cuda" runs a failing kernel in the next batch. "killed" sends SIGKILL
+in the next update, after the load, while the received tensors exist. The scheduler removes the file
+before it fails.
 """
 
 import os

@@ -2,6 +2,6 @@
 
 The cases are `case_*` functions, each of which has its own tag.
 
-The cases run in a child process, whose CUDA context a failure can destroy. No other module imports
-them.
+The cases run in a child process, because a failure can destroy the process's CUDA context. Only
+that process imports these modules.
 """

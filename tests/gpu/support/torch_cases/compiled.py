@@ -25,7 +25,9 @@ def layers(width: int = 256) -> Any:
 
 
 def compiled(function: Any, graphs: bool = False) -> Any:
-    """Return the function compiled with a backend that works here, with or without CUDA graphs."""
+    """Return the function compiled with a backend that works on this machine, with or without CUDA
+    graphs.
+    """
     tools = shutil.which("cc") and Path(sysconfig.get_paths()["include"], "Python.h").exists()
     if not (tools and find_spec("triton")):
         return torch.compile(function, backend="cudagraphs" if graphs else "aot_eager")
@@ -33,8 +35,8 @@ def compiled(function: Any, graphs: bool = False) -> Any:
 
 
 def case_inference_mode(tag: str) -> None:
-    """Regions, pauses and backup views work in inference mode and, outside it, on inference
-    tensors.
+    """Regions, pauses and backup views work in inference mode, and on inference tensors outside
+    inference mode.
     """
     with torch.inference_mode():
         with memsaver.region(tag, backup="host"):
@@ -79,7 +81,7 @@ def case_compiled_model(tag: str) -> None:
 
 
 def case_region_inside_a_compiled_function(tag: str) -> None:
-    """A compiled function opens and closes its region; torch runs this part uncompiled."""
+    """A compiled function can open and close a region; torch runs this part of it uncompiled."""
 
     def function(x: Any) -> Any:
         y = x + 1

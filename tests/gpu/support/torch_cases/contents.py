@@ -58,7 +58,7 @@ def case_backup_view(tag: str) -> None:
 
 
 def case_poison(tag: str) -> None:
-    """Poison fills memory that has no backup with NaNs, and no other memory, even in a swap."""
+    """Poison fills only memory without a backup with NaNs, even in a swap."""
     kinds = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
     kept_tag = f"{tag} kept"
     with memsaver.region(kept_tag, backup="host"):
@@ -120,7 +120,7 @@ def case_damaged_disk_backup(tag: str) -> None:
 
 
 def case_work_in_flight_is_awaited(tag: str) -> None:
-    """A pause waits for work that was submitted earlier, on every stream."""
+    """A pause waits for GPU work that was submitted earlier on any stream."""
     with memsaver.region(tag, backup="host"):
         target = torch.zeros(64 * MIB, dtype=torch.int32, device="cuda")
         other = torch.zeros(64 * MIB, dtype=torch.int32, device="cuda")

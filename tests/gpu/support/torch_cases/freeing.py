@@ -59,7 +59,7 @@ def case_deleted_tensors_go_back(tag: str) -> None:
 
 
 def case_small_tensors_go_back(tag: str) -> None:
-    """Deleted small tensors are released after a resume, if share_bytes excludes small tensors."""
+    """Deleted small tensors are released after a resume if share_bytes excludes small tensors."""
     memsaver.configure(share_bytes="2MiB")
     try:
         with memsaver.region(tag, backup="host"):
@@ -77,7 +77,7 @@ def case_small_tensors_go_back(tag: str) -> None:
 
 
 def case_dead_blocks_are_not_copied(tag: str) -> None:
-    """Temporary memory from loading and deleted tensors are neither saved nor restored."""
+    """Neither temporary memory from loading nor memory of deleted tensors is saved or restored."""
     with memsaver.region(tag, backup="host"):
         peak = torch.empty(512 * MIB, dtype=torch.uint8, device="cuda")
         tensors: list[Any] = [numbered(2, number) for number in range(40)]
@@ -117,7 +117,7 @@ def case_freed_on_another_thread(tag: str) -> None:
 
 
 def case_freed_inside_another_region(tag: str) -> None:
-    """Deleting a tensor within another tag's region or disabled() frees it from its own tag."""
+    """A tensor deleted within another tag's region or disabled() is freed from its own tag."""
     other = tag + ".other"
     with memsaver.region(tag):
         tensors = [numbered(64, number) for number in range(3)]
@@ -169,7 +169,7 @@ def case_everything_freed_while_paused(tag: str) -> None:
 
 
 def case_mostly_dead_blocks(tag: str) -> None:
-    """A pause of blocks that are mostly free warns once."""
+    """A pause of blocks that are mostly free emits one warning."""
     with memsaver.region(tag, backup="host"):
         peak = torch.empty(512 * MIB, dtype=torch.uint8, device="cuda")
         tensor = numbered(64)

@@ -154,7 +154,7 @@ def case_backward_inside_a_graph(tag: str) -> None:
 
 
 def case_two_graphs_in_two_tags(tag: str) -> None:
-    """A graph can be replayed while another graph's tag is paused, because they share no
+    """A graph can be replayed while another graph's tag is paused, because the graphs share no
     workspace.
     """
     torch._C._cuda_clearCublasWorkspaces()

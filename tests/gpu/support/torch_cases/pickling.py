@@ -16,9 +16,9 @@ from torch_cases.tensors import inside, numbered
 
 
 def case_pickled_and_sent(tag: str) -> None:
-    """Tensors can be saved only while mapped and can never be sent.
+    """Tensors can be saved only while they are mapped, and can never be sent.
 
-    Errors give advice, and CUDA still works.
+    The errors contain advice, and CUDA still works afterwards.
     """
     with memsaver.region(tag, backup="host"):
         tensor = numbered(2)

@@ -32,7 +32,7 @@ def _importer() -> Iterator[ImportingProcess]:
 
 
 def case_shared_contents_and_views(tag: str) -> None:
-    """Views arrive with strides and offsets, both processes see writes, and no memory is copied."""
+    """Views keep their strides and offsets, both processes see writes, and no memory is copied."""
     with memsaver.region(tag, backup="host", shareable=True):
         large, small = numbered(256, 1), torch.arange(64, device="cuda").reshape(8, 8)
         parameter = torch.nn.Parameter(torch.ones(3, 5, device="cuda"))
@@ -94,9 +94,9 @@ def case_shared_through_queues_and_pipes(tag: str) -> None:
 
 
 def case_shared_tag_is_not_paused(tag: str) -> None:
-    """A pause waits for importers, then names them.
+    """A pause waits for importers; if the wait times out, the error names the importers.
 
-    The memory is released once both processes release it.
+    The memory is freed once both processes have released it.
     """
     with memsaver.region(tag, backup="host", shareable=True):
         tensor = numbered(512, 3)
@@ -150,7 +150,9 @@ def _settled(at_least: int) -> int:
 
 
 def case_shared_importer_is_killed(tag: str) -> None:
-    """If an importer is killed while a kernel runs, its claim ends and the memory is intact."""
+    """If an importer is killed while a kernel runs, its import is released and the memory stays
+    intact.
+    """
     with memsaver.region(tag, backup="host", shareable=True):
         tensor = numbered(256, 2)
     with memsaver.paused(tag):  # the first pause may allocate the driver's own memory
@@ -180,7 +182,7 @@ torch.cuda.synchronize()
 
 
 def case_shared_exporter_is_killed(tag: str) -> None:
-    """Contents outlive an exporter that was killed while a kernel ran, until they are deleted."""
+    """If an exporter is killed while a kernel runs, the contents remain until they are deleted."""
     assert is_numbered(numbered(256, 2), 2)  # the first kernels may allocate memory
     before = _stable_free()
     with _importer() as other:  # exports here

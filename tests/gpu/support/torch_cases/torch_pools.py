@@ -24,7 +24,7 @@ from torch_cases.tensors import (
 
 
 def case_torch_pool(tag: str) -> None:
-    """A pool's tensors belong to the pool's tag on every thread; in a region, to either tag."""
+    """On every thread, a pool's tensors belong to the pool's tag or, in a region, to either tag."""
     pool = memsaver.torch_pool(tag, backup="host")
     assert isinstance(pool, torch.cuda.MemPool)
     made: list[Any] = []
@@ -125,7 +125,7 @@ def case_torch_pool_in_use(tag: str) -> None:
 
 
 def case_torch_pool_of_a_paused_tag(tag: str) -> None:
-    """A pool of a paused tag allocates no new memory, and a warning gives the reason."""
+    """A pool of a paused tag allocates no new memory, and a warning states the reason."""
     pool = memsaver.torch_pool(tag, backup="host")
     with torch.cuda.use_mem_pool(pool):
         tensor = numbered(16)
