@@ -17,39 +17,39 @@ extern "C" {
  * metrics and the fields of TagStats (build_support/usage_fields.py) are generated from this list.
  * Counters and durations are per tag and are the same in the tag's rows for all devices. Byte
  * counts are per device. A failed transition changes only `failures`. */
-#define MS_USAGE_FIELDS(X)                                                                   \
-  X(uint64_t, allocations,                                                                   \
-    "live allocations: torch's segments, not its tensors; a freed one counts until its "     \
-    "memory is released")                                                                    \
-  X(uint64_t, allocated_bytes, "bytes of the live allocations, each rounded up to 512")      \
-  X(uint64_t, resident_bytes, "device memory in use, as counted by the driver")              \
-  X(uint64_t, backup_bytes, "bytes that the next resume restores")                           \
-  X(uint64_t, host_bytes,                                                                    \
-    "host memory in use for backups, kept for the next pause until it is trimmed")           \
-  X(uint64_t, disk_bytes,                                                                    \
-    "file space in use for backups, kept for the next pause until it is trimmed")            \
-  X(uint64_t, peer_bytes,                                                                    \
-    "memory of another device in use for backups, kept for the next pause until trimmed")    \
-  X(uint64_t, pauses, "pauses of the tag that succeeded, including swaps that paused it")    \
-  X(uint64_t, resumes, "resumes of the tag that succeeded, including swaps that resumed it") \
-  X(double, last_pause_seconds, "duration of the last pause, for all tags of its call")      \
-  X(double, last_resume_seconds, "duration of the last resume, for all tags of its call")    \
-  X(uint64_t, failures, "pauses, resumes and swaps of the tag that failed")                  \
-  X(double, pause_seconds, "total duration of the pauses")                                   \
-  X(double, resume_seconds, "total duration of the resumes")                                 \
-  X(uint64_t, last_paused_bytes, "device memory that the last pause released")               \
-  X(uint64_t, last_saved_bytes, "bytes that the last pause copied to the backup")            \
-  X(uint64_t, last_resumed_bytes, "device memory that the last resume mapped")               \
-  X(uint64_t, last_restored_bytes, "bytes that the last resume copied from the backup")      \
-  X(uint64_t, paused_bytes, "device memory that all pauses released")                        \
-  X(uint64_t, saved_bytes, "bytes that all pauses copied to the backup")                     \
-  X(uint64_t, resumed_bytes, "device memory that all resumes mapped")                        \
-  X(uint64_t, restored_bytes, "bytes that all resumes copied from the backup")               \
-  X(uint64_t, last_unchanged_pieces,                                                         \
-    "pieces of at most 1 MiB that the last pause did not copy, because their fingerprints "  \
-    "matched the backup")                                                                    \
-  X(uint64_t, last_unchanged_bytes, "bytes of the unchanged pieces of the last pause")       \
-  X(uint64_t, unchanged_pieces, "unchanged pieces of all pauses")                            \
+#define MS_USAGE_FIELDS(X)                                                                     \
+  X(uint64_t, allocations,                                                                     \
+    "the number of live allocations, which are torch's segments and not its tensors; a freed " \
+    "segment counts until its memory is released")                                             \
+  X(uint64_t, allocated_bytes, "bytes of the live allocations, each rounded up to 512")        \
+  X(uint64_t, resident_bytes, "device memory in use, as counted by the driver")                \
+  X(uint64_t, backup_bytes, "bytes that the next resume restores")                             \
+  X(uint64_t, host_bytes,                                                                      \
+    "host memory in use for backups, kept for the next pause until it is trimmed")             \
+  X(uint64_t, disk_bytes,                                                                      \
+    "file space in use for backups, kept for the next pause until it is trimmed")              \
+  X(uint64_t, peer_bytes,                                                                      \
+    "memory of another device in use for backups, kept for the next pause until trimmed")      \
+  X(uint64_t, pauses, "pauses of the tag that succeeded, including swaps that paused it")      \
+  X(uint64_t, resumes, "resumes of the tag that succeeded, including swaps that resumed it")   \
+  X(double, last_pause_seconds, "duration of the last pause, for all tags of its call")        \
+  X(double, last_resume_seconds, "duration of the last resume, for all tags of its call")      \
+  X(uint64_t, failures, "pauses, resumes and swaps of the tag that failed")                    \
+  X(double, pause_seconds, "total duration of the pauses")                                     \
+  X(double, resume_seconds, "total duration of the resumes")                                   \
+  X(uint64_t, last_paused_bytes, "device memory that the last pause released")                 \
+  X(uint64_t, last_saved_bytes, "bytes that the last pause copied to the backup")              \
+  X(uint64_t, last_resumed_bytes, "device memory that the last resume mapped")                 \
+  X(uint64_t, last_restored_bytes, "bytes that the last resume copied from the backup")        \
+  X(uint64_t, paused_bytes, "device memory that all pauses released")                          \
+  X(uint64_t, saved_bytes, "bytes that all pauses copied to the backup")                       \
+  X(uint64_t, resumed_bytes, "device memory that all resumes mapped")                          \
+  X(uint64_t, restored_bytes, "bytes that all resumes copied from the backup")                 \
+  X(uint64_t, last_unchanged_pieces,                                                           \
+    "pieces of at most 1 MiB that the last pause did not copy, because their fingerprints "    \
+    "matched the backup")                                                                      \
+  X(uint64_t, last_unchanged_bytes, "bytes of the unchanged pieces of the last pause")         \
+  X(uint64_t, unchanged_pieces, "unchanged pieces of all pauses")                              \
   X(uint64_t, unchanged_bytes, "bytes of the unchanged pieces of all pauses")
 
 /* The current statistics of one tag on one device. */

@@ -181,8 +181,7 @@ class EngineController:
             EngineTimeoutError: the engine did not answer, and its status is unknown until it
                 answers. Also raised if another thread's call did not end in time; in that case,
                 nothing was done.
-            EngineError: the engine failed. With the plugin, an engine that still answers is
-                unchanged.
+            EngineError: the engine failed. With the plugin, an engine that answers is unchanged.
             MemsaverError: with the plugin, memory could not be released, and all memory is mapped;
                 this error is the schedulers' own.
         """
