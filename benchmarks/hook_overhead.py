@@ -100,7 +100,9 @@ def find_runtime() -> Path:
 
 
 def build(folder: Path) -> Path:
-    """Compile the program, and link it to the runtime like torch's own libraries."""
+    """Compile the program, and link it against the runtime in the same way as torch's own
+    libraries.
+    """
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if not compiler:
         raise RuntimeError("no C++ compiler found; install g++ or set CXX")

@@ -52,8 +52,8 @@ def in_use() -> dict[str, int]:
 def growth(before: dict[str, int], after: dict[str, int]) -> tuple[int, int]:
     """Return the bytes that the process and the machine allocated between two readings of `in_use`.
 
-    For the process, the result is the largest growth of any of its figures. The machine's bytes
-    include other processes' bytes.
+    For the process, the result is the largest growth of any of its figures. The figure for the
+    machine includes memory that other processes use.
     """
     grown = {key: after[key] - before[key] for key in before if key in after}
     machine = grown.pop("machine")

@@ -86,7 +86,7 @@ def fractions_of(text: str) -> list[float]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
+    """Return the command-line parser."""
     made = engine_benchmark.parser(__doc__, PARTS, wait=1.0, touch_gib=24)
     add = made.add_argument
     add("--cycles", type=int, default=3, help="cycles with new weights, and as many without")

@@ -6,7 +6,7 @@ The steps are those of an RL framework: generate, put the engine to sleep, train
 update them, put the trainer to sleep, wake the KV cache. The engine's weights (16 GiB, with a
 backup), KV cache and graph, and the trainer's states (with a backup) are torch tensors in tags;
 kernels use them in every phase. The program writes the `memsaver.timeline()` of all steps except
-the first. In the first step, the memory of the backups is allocated. `memsaver trace FILE --picture
+the first. The first step allocates the memory for the backups. `memsaver trace FILE --picture
 shared_gpu.svg` draws the timeline.
 """
 

@@ -1,4 +1,4 @@
-"""Write the figures for pages that an engine could take over to docs/how-to/weight_sync.md.
+"""Update docs/how-to/weight_sync.md with the figures for pages that an engine could take over.
 
 The percentages are computed (page_shares.py); the times are read from results/.
 

@@ -132,7 +132,7 @@ class TrainerWorker(Worker):
         name: a key of `MEMORY`.
         model: a folder for the trainer's output.
         small: ignored.
-        wait: the seconds of sleep after each step.
+        wait: the number of seconds to sleep after each step.
         device: either "cuda", or "cpu" with a small model.
         steps: the number of training steps.
     """

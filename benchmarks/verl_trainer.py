@@ -221,7 +221,7 @@ class Found:
     Attributes:
         metrics: the metrics that verl reports for each step.
         responses: the sorted responses of each step, with their prompts and scores.
-        cycles: the seconds of the release and the resumes in each step.
+        cycles: the durations of the release and the resumes in each step, in seconds.
         sleeping: the bytes in use after each release of a step; None if NVML is missing.
         tokens: the capacity of the engine's KV cache, in tokens.
     """

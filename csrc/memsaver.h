@@ -396,9 +396,9 @@ typedef struct ms_run_result {
 } ms_run_result;
 
 /* Runs `count` transitions at the same time, each like ms_transition_run. If one transition fails,
- * the others are not affected. Waits for all work submitted earlier to the devices before any
- * transition copies. Returns when all transitions have ended. `results[i]` is the result of
- * `transitions[i]`.
+ * the others are not affected. Before any transition copies data, waits for all work submitted to
+ * the devices before the call. Returns when all transitions have ended. `results[i]` is the result
+ * of `transitions[i]`.
  *
  * Threads: the first transition runs on the calling thread, and each of the others runs on a new
  * thread, which ends before the call returns. Transitions for which no thread can be started run on

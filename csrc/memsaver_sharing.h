@@ -8,8 +8,8 @@
  * ms_importer_released.
  *
  * The library records the memory that each process has imported. A transition that would pause a
- * tag waits until no process has imported memory of the tag, for at most the time that option
- * importer_seconds sets. After that time, the transition fails with MS_TAG_SHARED, and
+ * tag first waits, for at most the time that the option importer_seconds sets, until no process has
+ * imported memory of the tag. After that time, the transition fails with MS_TAG_SHARED, and
  * `needed_bytes` of the error is the number of imported bytes.
  */
 #ifndef MEMSAVER_SHARING_H_
@@ -100,7 +100,8 @@ typedef struct ms_foreign_extent {
   int32_t descriptor;     /* the caller closes the descriptor after the call */
 } ms_foreign_extent;
 
-/* Reserves `bytes` of addresses, rounded up to the driver's granularity, for memory of `device`
+/* Reserves `bytes` bytes of address space, rounded up to the driver's granularity, for memory of
+`device`
  * (-1: the calling thread's current device).
  * Errors: MS_INVALID_ARGUMENT if `bytes` is 0 or the device does not exist;
  * MS_OUT_OF_DEVICE_MEMORY.

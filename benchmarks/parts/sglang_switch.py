@@ -17,10 +17,10 @@ still valid, and the row's details contain a note.
 
 The memory that a sleeping engine still uses is measured before the second engine starts.
 
-`measure_neighbour` compares switches of memsaver's engines with backups on another GPU
-(MEMSAVER_SGLANG_BACKUP=peer) with those of engines with backups in host memory. Backups that do not
-fit on the other GPU are stored in host memory. `measure_neighbour` therefore fails if the other
-GPU's memory use does not grow by the size of the backups.
+`measure_neighbour` compares switches in two configurations of memsaver: backups on another GPU
+(MEMSAVER_SGLANG_BACKUP=peer) and backups in host memory. Backups that do not fit on the other GPU
+are stored in host memory. `measure_neighbour` therefore fails if the other GPU's memory use does
+not grow by the size of the backups.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ class Reservation {
   Reservation(const Reservation&) = delete;
   Reservation& operator=(const Reservation&) = delete;
 
-  // Waits for the tags, but at most about `seconds` seconds (negative: without a limit), and
-  // reserves them. Raises the errors of ms_reserve, InvalidStateError if the wait exceeds this
+  // Waits for the tags for at most about `seconds` seconds (negative: without a limit), and
+  // reserves the tags. Raises the errors of ms_reserve, InvalidStateError if the wait exceeds this
   // time, and the exception of a signal handler.
   void take() {
     if (tags_.empty() || reservation_) return;

@@ -52,7 +52,7 @@ class Suspender:
 
         After a failure, some communicators may be suspended. `resume` resumes them. If a
         communicator is suspended on only some of its ranks, every later `resume` fails. If a rank
-        still waits in NCCL for a failed rank, every later `suspend` and `resume` fails.
+        is still waiting in NCCL for a failed rank, every later `suspend` and `resume` fails.
         """
         found: list[Communicator] = []
 
@@ -185,7 +185,8 @@ class Suspender:
 def _complete(
     group: Group, mine: Sequence[Communicator]
 ) -> tuple[list[Communicator], list[Communicator], bool]:
-    """Return the communicators that all of their ranks list, and the others. Collective.
+    """Return two groups of communicators: those that all of their ranks list, and the rest.
+    Collective.
 
     Also returns whether any rank lists any communicator.
     """

@@ -163,9 +163,9 @@ class Answer:
             scheduler's tensor-parallel group or, in a pipeline, of all stages.
         failure: the operation's failure, or None.
         number: the answer's sequence number, which starts at 1 for each scheduler.
-        lost: tags whose contents are lost. A failed release maps the tags again, but loses contents
-            without a backup. A failed resume releases the tags again, but loses contents that were
-            about to be overwritten.
+        lost: tags whose contents are lost. If a release fails, the tags are mapped again, but
+            contents without a backup are lost. A failed resume releases the tags again, but loses
+            contents that were about to be overwritten.
     """
 
     scheduler: str

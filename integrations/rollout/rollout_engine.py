@@ -56,13 +56,13 @@ class RolloutEngine(EngineStart):
     other thread may make calls during the restart. Do not use an engine inside an event loop.
 
     Attributes:
-        layout: the place of this rank.
+        layout: the position of this rank.
         backend: the engine, on the leader; None on all other ranks.
         together: the connection between the ranks for all calls except `generate`.
         tp_size: the engine's number of ranks, which for a server can differ from that of the
             layout.
         timeout: the default timeout of calls, in seconds.
-        pad_token_id: the token that fills the padding in the output of `generate`.
+        pad_token_id: the token used for padding in the output of `generate`.
 
     Args:
         backend: the engine, on the leader; None on all other ranks.
@@ -121,7 +121,7 @@ class RolloutEngine(EngineStart):
             timeout: the time limit in seconds for the start of the engine's processes, and the
                 default timeout of all calls. Download the model first, because downloads have no
                 timeout.
-            pad_token_id: the token that fills the padding in the output of `generate`.
+            pad_token_id: the token used for padding in the output of `generate`.
             restarts: the limits for restarts of an engine whose processes die during `generate`. If
                 None, the call raises an error. With this option, `generate` is a collective call of
                 the whole mesh. The limits must be the same on all ranks.

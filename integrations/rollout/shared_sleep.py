@@ -244,7 +244,9 @@ class SharedSleep:
         fence: str,
         keep_weights: bool = True,
     ) -> SleepReport:
-        """Run `wake_up` with descriptions of the call for this engine's ranks and for all ranks."""
+        """Run `wake_up`, and name the call in errors: once for this engine's ranks and once for all
+        ranks.
+        """
         options = {} if keep_weights else {"keep_weights": False}
         return self._change(
             what,

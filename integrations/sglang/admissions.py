@@ -112,7 +112,9 @@ class _Schedulers:
 
 
 def _asleep(released: Any) -> frozenset[str]:
-    """Return the released tags that have memory; GRAPH has memory only if graphs are pausable."""
+    """Return the released tags that manage memory; GRAPH manages memory only if graphs are
+    pausable.
+    """
     tags = frozenset(released)
     return tags if settings.graphs_are_pausable() else tags - {GRAPH}
 

@@ -1,7 +1,7 @@
 """SGLang as an `Engine`: an `sglang.Engine` in this process, or a server at a URL.
 
-Every call has a timeout in seconds. For a generation by an engine in this process, the timeout
-limits only the wait for other threads' calls.
+Every call has a timeout in seconds. When an engine in this process generates, the timeout limits
+only the wait for other threads' calls.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Torch's cache is always released to the driver; cuBLAS's workspaces are released if the engine
 captures no CUDA graphs. NCCL's communicators are suspended if MEMSAVER_SGLANG_SUSPEND_NCCL is set
 and no code uses them while memory is released. The guard must therefore refuse requests, and no
-rank may have a setting with which even an idle engine communicates. The communicators are resumed
+rank may use a setting that makes even an idle engine communicate. The communicators are resumed
 together with the first memory: at the same time if enough memory is free for both, otherwise before
 that memory.
 """

@@ -249,7 +249,7 @@ def _guard_forward(module: Any, checks: ModuleChecks, hooks: contextlib.ExitStac
 class _CompiledCall:
     """The result of `module.compile()`, which is called after the checks of all guards.
 
-    The checks cannot be made by a hook, because compiled code contains the module's hooks.
+    A hook cannot perform the checks, because torch compiles the module's hooks along with its code.
     """
 
     def __init__(self, module: Any, compiled: Callable[..., Any]) -> None:

@@ -245,11 +245,11 @@ def offload(
             model's forward pass: each parameter and buffer is read only during or after the forward
             pass of a module that owns it, and every such forward pass is a call to the module. A
             model breaks the promise if a module reads a parameter of another module that has not
-            been called yet, as a fused loss reads `lm_head.weight`. A model also breaks the promise
-            if a compiled function calls the model's modules. A compiled module, or a module of one
-            of torch's own classes such as `MultiheadAttention`, also owns the parameters of all its
-            submodules for this purpose. Models with FSDP2 modules or scripted modules always wait
-            for all memory.
+            been called yet; for example, a fused loss may read `lm_head.weight`. A model also
+            breaks the promise if a compiled function calls the model's modules. A compiled module,
+            or a module of one of torch's own classes such as `MultiheadAttention`, also owns the
+            parameters of all its submodules for this purpose. Models with FSDP2 modules or scripted
+            modules always wait for all memory.
 
     Existing memory is moved in this call. Later memory is moved after the step that created it,
     after `load_state_dict`, and before each pause of the tag. The search for an optimizer's states

@@ -146,7 +146,7 @@ def is_query(method: object, args: Sequence[Any]) -> bool:
 
 
 def is_known(method: object) -> bool:
-    """Return whether it is known which memory a method of the workers needs."""
+    """Return whether the memory that a worker's method needs is known."""
     return isinstance(method, str) and (
         method in _NEEDS or method in _QUERIES or method in _HARMLESS
     )

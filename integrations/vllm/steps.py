@@ -28,7 +28,7 @@ class _MoveFailed(Exception):
 
 
 class Step:
-    """A call of vLLM's worker on every rank, with at most one transition of the allocator.
+    """A call to vLLM's worker on every rank, with at most one transition of the allocator.
 
     Attributes:
         reports: the ranks' reports of the transition.

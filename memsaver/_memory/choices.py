@@ -2,8 +2,8 @@
 contradictory choices of a backup, and tags without memory.
 
 A tag is undecided until one of its regions passes a backup. The variable MEMSAVER_BACKUP also
-decides the process-wide tag (MEMSAVER_TAG). If a pause passes no backup and would discard
-LARGE_BYTES or more of undecided tags, the pause fails.
+decides the process-wide tag (MEMSAVER_TAG). If a call of `pause` passes no `backup` and would
+discard LARGE_BYTES or more of undecided tags, the call fails.
 
 All functions are safe on any thread and in finalizers, because they acquire no lock.
 """
@@ -78,8 +78,8 @@ def earlier_choice(tag: str, backup: Backup | None) -> Backup | None:
 def note_choice(tag: str, backup: Backup | None, earlier: Backup | None) -> None:
     """Record the backup that a region passed for its tag, after the region has been entered.
 
-    If the region withdraws the backup of earlier regions, and the tag still has memory of these
-    regions, the function emits a warning.
+    The function emits a warning if the region removes the backup that earlier regions chose and the
+    tag still has memory from those regions.
     """
     if backup is None:
         return

@@ -70,7 +70,7 @@ def check_unowned_blocks(tags: Iterable[str], unowned: list[tuple[int, int]]) ->
 def after_pause(
     tags: Iterable[str], backup: int, changes: Iterable[tuple[str, int, bool, int, int]]
 ) -> None:
-    """Check a pause, given its backup's number in the C ABI and the rows of its report."""
+    """Check a pause, given the C ABI's value of its backup policy and the rows of its report."""
     given: dict[str, int] = {}
     for tag, _, _, device_bytes, _ in changes:
         given[tag] = given.get(tag, 0) + device_bytes

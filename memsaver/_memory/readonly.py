@@ -81,7 +81,7 @@ class ReadOnlyTensor(torch.Tensor):  # type: ignore[misc]  # torch is not follow
             return func(*args, **(kwargs or {}))
 
     def __repr__(self, *, tensor_contents: str | None = None) -> str:
-        """Return the text of the ordinary tensor, marked as read-only."""
+        """Return the ordinary tensor's `repr`, marked as read-only."""
         return f"ReadOnlyTensor({self._tensor!r})"
 
     def data_ptr(self) -> int:

@@ -133,11 +133,11 @@ class TorchPools:
     def capture_pool(self, device: int, tag: str, pool: Any) -> Iterator[tuple[int, int]]:
         """Yield the id of the pool for a graph capture. The pool exists during the block.
 
-        If `pool` is None, the pool is new. A memsaver pool of an earlier graph is used unchanged.
-        Any other pool is replaced by a memsaver pool, because torch would not allocate the pool's
-        memory with memsaver. Examples are `torch.cuda.graph_pool_handle()`, and a memsaver pool
-        whose graphs were deleted. For each pair of a device and a tag, the replacement stays the
-        same as long as a graph uses it.
+        If `pool` is None, a new pool is used. A memsaver pool of an earlier graph is used
+        unchanged. Any other pool is replaced by a memsaver pool, because torch would not allocate
+        the pool's memory with memsaver. Examples are `torch.cuda.graph_pool_handle()`, and a
+        memsaver pool whose graphs were deleted. For each pair of a device and a tag, the
+        replacement stays the same as long as a graph uses it.
 
         Raises:
             ConfigError: `pool` is not a torch pool or the id of a pool.
@@ -366,7 +366,9 @@ def suspended() -> Iterator[None]:
 
 
 def _is_kept(pool: Any) -> bool:
-    """Return whether a graph keeps a closed pool. torch raises if the pool no longer exists."""
+    """Return whether a graph keeps a closed pool alive. torch raises an error if the pool no longer
+    exists.
+    """
     try:
         return bool(pool.use_count() > 0)
     except RuntimeError:

@@ -331,7 +331,7 @@ class PinnedMemory:
         )
 
     def to_device(self, device_address: int, nbytes: int, stream: ctypes.c_void_p) -> None:
-        """Queue a copy of `nbytes` (at most this memory's size) bytes to the device."""
+        """Queue a copy of `nbytes` bytes (at most this memory's size) to the device."""
         self._call(
             "cuMemcpyHtoDAsync_v2",
             ctypes.c_uint64(device_address),

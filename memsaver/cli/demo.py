@@ -68,9 +68,7 @@ def command() -> None:
 
 
 class Workload(Protocol):
-    """The workload of a demo run, which is an engine's tensors, and a trainer that needs their
-    memory.
-    """
+    """The workload of a demo run: an engine's tensors, and a trainer that needs their memory."""
 
     title: str
     limits: str

@@ -81,8 +81,9 @@ class AwaitedChannels:
         Raises:
             GroupError: no other rank waited on any of this rank's groups in time, or torch's store
                 does not respond.
-            KeyboardInterrupt: a signal handler raised this exception, or another exception, during
-                the search. Ranks that wait for this rank continue to wait until their own timeout.
+            KeyboardInterrupt: a signal handler raised this exception during the search. A handler's
+                other exceptions propagate in the same way. Ranks that wait for this rank continue
+                to wait until their own timeout.
         """
         world = self._world
         if not self._others or len(world.ranks) == 1:

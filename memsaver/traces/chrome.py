@@ -2,8 +2,8 @@
 chrome://tracing.
 
 Each pair of a tag and a device has a track with its transitions, and counters of its memory. Each
-device has a counter of the driver's free memory. Times are in microseconds since the start of the
-recording.
+device has a counter for its free memory, as reported by the driver. Times are in microseconds since
+the start of the recording.
 """
 
 from __future__ import annotations

@@ -157,8 +157,8 @@ def test_a_pause_that_failed_twice(sim, tag, make_blocks, options):
 
 
 def test_the_caller_is_that_of_the_paused_block(sim, tag, make_blocks):
-    """The reported caller is the program's frame of the block, not a frame inside the context
-    manager.
+    """The reported caller is the program's own frame, which contains the block, not a frame inside
+    the context manager.
     """
     name = tag()
     (block,) = make_blocks(name, [PAGE])

@@ -47,7 +47,7 @@ def sections(path):
 
 
 def rows_of(text):
-    """Return the cells of every row of every table, without code marks."""
+    """Return the cells of every row of every table, with backticks removed."""
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     return [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in lines]
 

@@ -222,7 +222,7 @@ def is_for_types(node):
 
 
 def module_of(node, path):
-    """Return the absolute name of the module in an `import from` statement."""
+    """Return the absolute name of the module in a `from ... import` statement."""
     if not node.level:
         return node.module
     # In integrations/, mypy and Python use different module names, except for relative imports.

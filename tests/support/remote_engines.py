@@ -18,7 +18,7 @@ __all__ = ["Remote", "serve"]
 
 
 def joined(address, port, rank, size, name, kind):
-    """Join a process group like SGLang's `init_custom_process_group`."""
+    """Join a process group the way SGLang's `init_custom_process_group` does."""
     url = f"tcp://{address}:{port}"
     made, rank, size = next(c10d.rendezvous(url, rank, size, timeout=c10d.default_pg_timeout))
     made.set_timeout(c10d.default_pg_timeout)

@@ -1,4 +1,6 @@
-"""Tests callbacks of background transitions: their threads, and the calls that they wait for."""
+"""Tests callbacks of background transitions: the threads that run the callbacks, and the calls that
+the callbacks wait for.
+"""
 
 import threading
 import time

@@ -57,7 +57,7 @@ bool is_imported(const std::vector<Tag*>& tags) noexcept;
 
 // Waits until a transition of `all` can begin (Need::kTransition) and no process has imported
 // memory of `out`. `lock` is the registry's lock, which is locked on return. Requests the release
-// of memory that importers keep only for later imports. Errors: kTagShared if the wait exceeds
+// of memory that importers keep only for later imports. Errors: kTagShared if the wait exceeds the
 // option importer_seconds (the message lists the processes and their bytes); kInvalidState under
 // the same conditions as in wait_for_tags().
 void wait_for_importers(std::unique_lock<std::mutex>& lock, const std::vector<Tag*>& all,

@@ -45,7 +45,7 @@ Tag* find_current_tag() noexcept;
 // Returns the tag of this thread's next allocation: the tag of its innermost region, or else the
 // process's tag if that tag is mapped, or else null. Hooks call this function for every allocation,
 // so it acquires no lock, never throws, and costs only a load if no thread is in a region. If the
-// environment is invalid, the process has no tag, and a single warning is added.
+// environment is invalid, the process has no tag, and a single warning is recorded.
 inline Tag* current_tag() noexcept {
   return regions::open_anywhere.load(std::memory_order_relaxed) == 0 ? nullptr
                                                                      : regions::find_current_tag();

@@ -66,7 +66,7 @@ def run_core(run_vllm):
 
 @pytest.fixture(params=["LLM", "LLM in this process", "AsyncLLM"])
 def run(run_vllm, run_async, request):
-    """Run lines with a `backend` for an engine of each kind."""
+    """Run lines of code once for each kind of engine; `backend` is that engine's backend."""
     if request.param == "AsyncLLM":
         return run_async
 
