@@ -207,7 +207,7 @@ class Loop(EngineWorker):
         self._held.train(seed)
 
     def _is_want_of_memory(self, error: Exception) -> bool:
-        """Return whether an error is an out-of-memory error of the trainer, a saver or the engine."""
+        """Return whether an error means that the trainer, a saver or the engine lacks memory."""
         import torch
 
         if self._name == OURS:
