@@ -61,6 +61,7 @@ ASLEEP = [
 ]
 WAKE = [
     "sglang_asleep.requests_wake",
+    "sglang_asleep.incomplete_weights_are_not_read",
     "sglang_asleep.a_wake_without_memory",
     "sglang_asleep.an_idle_engine_sleeps",
 ]

@@ -163,6 +163,20 @@ def requests_wake(session: Session) -> None:
     check_output(session)
 
 
+def incomplete_weights_are_not_read(session: Session) -> None:
+    """A request does not wake the rest of the engine before discarded weights are loaded again."""
+    controller = session.controller
+    controller.sleep(keep_weights=False)
+    controller.wake_up("weights", keep_weights=False)
+    with raises(EngineAsleepError) as caught:
+        controller.generate(input_ids=PROMPTS[0], sampling_params=greedy(1))
+    assert "kv_cache" in caught[0].tags and "weights" not in caught[0].tags, caught[0].tags
+    assert controller.refresh() is Status.WEIGHTS_ONLY
+    done, message = update_from_disk(session, session.log.parent / "model")
+    assert done, message
+    check_output(session)
+
+
 def a_wake_without_memory(session: Session) -> None:
     """If a trainer occupies the memory, the request raises an error and the engine stays asleep."""
     sleep(session)

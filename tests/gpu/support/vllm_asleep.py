@@ -63,9 +63,9 @@ def requests_never_wake_lost_weights(session: Session) -> None:
     session.llm.sleep(level=2)
     refused(session.outputs, "kv_cache", "weights")
     session.llm.wake_up(tags=["weights"])
+    refused(session.outputs, "kv_cache")
     session.in_workers("reload_weights")
-    session.llm.wake_up()
-    check_output(session)
+    check_output(session)  # wakes the KV cache
 
 
 def requests_that_cannot_wake(session: Session) -> None:
