@@ -116,7 +116,7 @@ PROGRAM = """
         import ctypes
         from pathlib import Path
         from types import SimpleNamespace
-        from hypothesis.errors import FlakyStrategyDefinition
+        from hypothesis.errors import Flaky
         import memsaver
         from memsaver._memory.sharing import exporter
         from memsaver._runtime.native import _C
@@ -131,7 +131,7 @@ PROGRAM = """
         for seed in {seeds}:
             try:
                 run_round(machine, seed, shrinks={shrinks})
-            except (AssertionError, FlakyStrategyDefinition) as error:
+            except (AssertionError, Flaky) as error:
                 # Sequences with other processes may not be reproduced: see `model.worker`. The
                 # journal has printed a violation in them.
                 if not isinstance(error, AssertionError) and not process.journal.has_failed:
