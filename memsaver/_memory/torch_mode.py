@@ -366,9 +366,7 @@ def suspended() -> Iterator[None]:
 
 
 def _is_kept(pool: Any) -> bool:
-    """Return whether a graph keeps a closed pool alive. torch raises an error if the pool no longer
-    exists.
-    """
+    """Return whether a graph keeps a closed pool alive. Without the pool, torch raises an error."""
     try:
         return bool(pool.use_count() > 0)
     except RuntimeError:
