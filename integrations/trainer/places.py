@@ -11,7 +11,7 @@ __all__ = ["Places", "tag_of"]
 
 
 def tag_of(storage: Any) -> str | None:
-    """Return the tag of a storage's memory, in any state of the tag; None if there is no tag."""
+    """Return the tag that contains a storage's memory, or None. The tag can be in any state."""
     found = _C.locate(storage.data_ptr())
     return found[0] if found is not None else None
 

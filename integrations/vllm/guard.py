@@ -35,7 +35,7 @@ from ..engine.errors import EngineError
 from ..engine.refusals import asleep_text
 from ..engine.tags import WEIGHTS
 from . import settings
-from .calls import MODEL, RELOAD, START, START_DRAFT, check_level, need_of
+from .calls import FINISH, MODEL, RELOAD, START, check_level, need_of
 from .idle_sleep import IdleRelease, IdleSleep
 from .protocol import RANK_STATE
 from .rewritten import has_draft
@@ -149,7 +149,7 @@ class Guard:
         self._logged: set[str] = set()  # requests refused since the last wake-up
         self._unknown: set[str] = set()  # unknown methods that have run while memory was released
         self.lost: frozenset[str] = frozenset()
-        self._updates_draft = False  # whether the last update that began is the draft model's
+        self._update_call = ""  # began the update in progress, unless a sleep has discarded weights
         self.idle = IdleSleep.of(core, settings.policy_of(core).sleep_after)
 
     @property
@@ -220,10 +220,9 @@ class Guard:
 
     def updated(self, method: str) -> None:
         """Record a successful call of `UPDATE_CALLS`."""
-        if method in (START, START_DRAFT):
-            self._updates_draft = method == START_DRAFT
-        elif method == RELOAD or not self._updates_draft:
+        if method == RELOAD or (method == FINISH and self._update_call == START):
             self.loaded()
+        self._update_call = method
 
     def wake_failed(self) -> None:
         """Record the contents that were lost in a failed wake-up without a restore."""
@@ -235,6 +234,7 @@ class Guard:
         executor = self._core.model_executor
         if not failed and level == 2:
             self.lost |= {WEIGHTS}.intersection(executor.sleeping_tags) - before
+            self._update_call = ""
         elif failed and continues and not executor.is_sleeping:
             self._core.resume_scheduler()
         self._admit_held()

@@ -10,7 +10,6 @@ from memsaver._runtime.blocks import block
 from memsaver._runtime.interrupts import signals_deferred
 from memsaver._runtime.native import _C, Backup
 from memsaver._transitions.handles import Call, state
-from memsaver._transitions.reports import Report
 from memsaver._transitions.transitions import pause_call, resume_call, swap_call
 from memsaver.distributed.agreement import run_on_all_ranks
 from memsaver.distributed.reports import GroupReport
@@ -44,7 +43,7 @@ def pause(
         InvalidStateError: torch.distributed is not initialized, or this rank is not in the group.
         NotLoadedError: torch is not installed, or the group needs gloo and torch lacks it.
     """
-    return _pause(tags, group, backup, timeout)
+    return run_on_all_ranks(*_pause(tags, backup), group, timeout)
 
 
 def resume(*tags: str, group: Any = None, timeout: float | None = None) -> GroupReport:
@@ -124,8 +123,8 @@ def paused(
     going: list[tuple[str, ...]] = []
     try:
         with signals_deferred():  # an interrupt must not lose the tags to resume
-            report = _pause(
-                tags, group, backup, timeout, lambda report: going.append(report.changed)
+            report = run_on_all_ranks(
+                *_pause(tags, backup), group, timeout, lambda report: going.append(report.changed)
             )
         yield report
     finally:
@@ -134,19 +133,10 @@ def paused(
 
 
 def _pause(
-    tags: Sequence[str],
-    group: Any,
-    backup: Backup | None,
-    timeout: float | None,
-    done: Callable[[Report], None] = lambda report: None,
-) -> GroupReport:
-    return run_on_all_ranks(
-        lambda: f"pause({listed(tags) or 'every tag'})",
-        lambda: pause_call(tags, backup),
-        group,
-        timeout,
-        done,
-    )
+    tags: Sequence[str], backup: Backup | None
+) -> tuple[Callable[[], str], Callable[[], Call]]:
+    """Return the first two arguments of `run_on_all_ranks` for a pause."""
+    return lambda: f"pause({listed(tags) or 'every tag'})", lambda: pause_call(tags, backup)
 
 
 def _resume_paused(

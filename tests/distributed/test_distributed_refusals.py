@@ -2,6 +2,10 @@
 
 import pytest
 
+import memsaver
+import memsaver.distributed
+from memsaver.errors import UsageWarning
+
 pytest.importorskip("torch")
 
 
@@ -209,3 +213,18 @@ def test_a_warning_that_is_an_error_does_not_keep_the_tags_paused(run_ranks):
         """,
         2,
     )
+
+
+def test_a_warning_names_the_callers_line(sim, tag):
+    torch = pytest.importorskip("torch")
+    dist = torch.distributed
+    with memsaver.region(name := tag(), backup="host"):
+        pass
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.warns(UsageWarning, match="has no device memory") as caught:
+            memsaver.distributed.pause(name)
+    finally:
+        dist.destroy_process_group()
+    assert [warning.filename for warning in caught] == [__file__]
+    memsaver.resume(name)

@@ -105,6 +105,12 @@ await engine.collective_rpc("start_draft_weight_update")
 await engine.finish_weight_update()
 assert (await refusal(generate(engine))).tags == ("kv_cache",)
 await engine.collective_rpc("start_weight_update")
+await engine.sleep(level=2)
+await engine.wake_up(["weights"])
+await engine.finish_weight_update()  # of an update that began before the weights were discarded
+assert (await refusal(generate(engine))).tags == ("kv_cache",)
+await engine.collective_rpc("start_weight_update")
+await engine.update_weights(1)
 await engine.finish_weight_update()
 assert await generate(engine) == before
 await engine.sleep(level=2)

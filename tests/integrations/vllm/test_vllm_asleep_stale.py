@@ -31,6 +31,7 @@ other = engine.engine_core.call_utility_async
 assert "weights has no backup" in str(await refusal(generate(engine)))
 assert await engine.is_sleeping()
 await engine.update_weights(1)  # only replaces the contents, so it wakes the weights
+await engine.collective_rpc("start_weight_update")
 await engine.finish_weight_update()
 assert await generate(engine) == before
 """,
