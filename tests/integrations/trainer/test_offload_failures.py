@@ -119,6 +119,18 @@ def test_a_pause_without_room_for_gradients_pauses_nothing(sim, tag, leave_free)
     assert trainer.contents() == expected.contents()
 
 
+def test_new_gradients_are_moved_to_the_places_of_deleted_ones(sim, tag, leave_free):
+    trainer, expected = Trainer(model=wide_model), Trainer(model=wide_model)
+    offloaded = offload(trainer.optimizer, tag=tag())
+    step_all(trainer, expected)
+    pause_and_resume(offloaded)
+    step_all(trainer, expected)
+    leave_free(0)
+    pause_and_resume(offloaded)
+    assert all(lies_in(p.grad, offloaded.tag) for p in trainer.model.parameters())
+    assert trainer.contents() == expected.contents()
+
+
 def test_states_without_room_warn_once_at_the_programs_line(sim, tag, leave_free):
     trainer, loaded = Trainer(model=wide_model), Trainer(model=wide_model)
     loaded.step()
