@@ -29,7 +29,12 @@ from setuptools import Extension
 from setuptools.command.build_ext import build_ext
 
 PACKAGE = "memsaver"
-PUBLIC_HEADERS = ("memsaver.h", "memsaver_inspection.h", "memsaver_sharing.h")
+PUBLIC_HEADERS = (
+    "memsaver.h",
+    "memsaver_transitions.h",
+    "memsaver_inspection.h",
+    "memsaver_sharing.h",
+)
 
 CXXFLAGS = [
     "-std=c++17",

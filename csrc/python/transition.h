@@ -17,7 +17,7 @@
 #include <utility>
 #include <vector>
 
-#include "memsaver.h"
+#include "memsaver_transitions.h"
 #include "python/calls.h"
 
 namespace memsaver::python {

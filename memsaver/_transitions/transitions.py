@@ -120,7 +120,9 @@ def resume(
     Args:
         tags: the tags; if empty, all tags.
         restore: whether to copy the saved contents. Pass False if the contents are about to be
-            overwritten; the memory then reads as if the pause had not saved its contents.
+            overwritten; the memory then reads as if the pause had not saved its contents. If the
+            last transition of a tag failed and could not be undone, the memory may still have the
+            saved contents.
         wait: if False, the call returns a `Transition` as soon as the tags are reserved, and
             another thread completes the resume. The host can use the memory after
             `Transition.wait()`. Work on a stream can use the memory if it is submitted after

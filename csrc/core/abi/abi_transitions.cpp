@@ -1,5 +1,5 @@
-// abi_transitions: memsaver.h's functions that reserve tags and change their state. Only converts
-// types and exceptions.
+// abi_transitions: memsaver_transitions.h's functions, ms_pause and ms_resume. Only converts types
+// and exceptions.
 #include <algorithm>
 #include <chrono>
 #include <memory>
@@ -13,7 +13,7 @@
 #include "core/platform/lifecycle.h"
 #include "core/platform/workers.h"
 #include "core/transition/transition.h"
-#include "memsaver.h"
+#include "memsaver_transitions.h"
 
 namespace {
 

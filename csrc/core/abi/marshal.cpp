@@ -7,6 +7,7 @@
 #include "core/memory/region.h"
 #include "core/observe/stats_server.h"
 #include "core/platform/lifecycle.h"
+#include "memsaver_transitions.h"
 
 namespace memsaver {
 
