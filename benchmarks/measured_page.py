@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import report
 import results
 from readme_table import ENGINES_ON_TWO, RESULTS, ROOT, dates, figure
 
@@ -343,7 +344,26 @@ def before_and_after(rows: list[Mapping[str, Any]]) -> list[str]:
             "" if row["limit"] is None else f"{row['limit']:,.1f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    return lines
+    return [*lines, "", *slower(rows)]
+
+
+def slower(rows: list[Mapping[str, Any]]) -> list[str]:
+    """Return the sentences that name the measurements in which the later build is too slow."""
+    missed = [row for row in rows if report.verdict(row, rows) == "not met"]
+    surely = [row for row in missed if _is_surely_slower(row)]
+    titles = (WORDS.get(row["metric"], row["metric"]).removesuffix(", ms") for row in missed)
+    return [
+        "The later build may be at most 3 % slower, or 10 % if the earlier build takes less than "
+        f"{report.SHORT_MS:g} ms. {len(missed)} of {len(rows)} measurements miss this limit"
+        + (f" ({'; '.join(titles)})" if missed else "")
+        + f", {len(surely) or 'none'} of them by more than two standard errors."
+    ]
+
+
+def _is_surely_slower(row: Mapping[str, Any]) -> bool:
+    wanted = report.goal(row)
+    assert wanted is not None and wanted.ratio is not None
+    return bool(row["ratio"] * (1 + 2 * row["detail"]["standard_error"]) < wanted.ratio)
 
 
 def page() -> str:

@@ -79,6 +79,8 @@ GOALS: tuple[tuple[str, Goal | None], ...] = (
     ("swap_*_ms", Goal(5.0)),
     ("two_gpu_backed_pause_ms", Goal(round(1 / 1.15, 4))),
     ("peer_*_16GB_ms", Goal(5.0)),
+    ("share_16GB_ms", Goal(at_most=10)),
+    ("update_from_region_ms", Goal(1.5)),
     ("disk_pause_ms", Goal(2.0, otherwise="disk_pause_rate")),
     ("disk_resume_ms", Goal(2.0, otherwise="disk_resume_rate")),
     ("disk_pause_rate", Goal(0.9, otherwise="disk_pause_ms")),

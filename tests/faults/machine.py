@@ -114,14 +114,17 @@ class Machine:
 class Group:
     """Tags that change together, with their blocks and the blocks' contents."""
 
-    def __init__(self, machine: Machine, names: list[str], backup: str | None) -> None:
+    def __init__(
+        self, machine: Machine, names: list[str], backup: str | None, shareable: bool = False
+    ) -> None:
         self.machine, self.names, self.backup = machine, names, backup
+        self.shareable = shareable
         self.blocks: list[tuple[Any, bytes]] = []
         self._seed = 0
 
     def allocate(self, sizes: list[int], device: int = 0, tag: int = 0) -> None:
         memsaver = self.machine.memsaver
-        with memsaver.region(self.names[tag], backup=self.backup):
+        with memsaver.region(self.names[tag], backup=self.backup, shareable=self.shareable):
             for nbytes in sizes:
                 self._seed += 1
                 contents = random.Random(f"{self.names[tag]} {self._seed}").randbytes(nbytes)

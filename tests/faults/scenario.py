@@ -43,8 +43,9 @@ class Scenario:
         """
         return [4096, 100_000, self.granule + 512]
 
-    def group(self, name: str, backup: str | None, tags: int = 1) -> Group:
-        return Group(self.machine, [f"{name}-{i}-of-{self.name}" for i in range(tags)], backup)
+    def group(self, name: str, backup: str | None, tags: int = 1, shareable: bool = False) -> Group:
+        names = [f"{name}-{i}-of-{self.name}" for i in range(tags)]
+        return Group(self.machine, names, backup, shareable)
 
     def build(self) -> None:
         """Allocate the scenario's permanent memory. The method is called once."""

@@ -10,7 +10,16 @@ from faults.killed_exporters import Import, Release
 from faults.machine import MIB, Machine
 from faults.scenario import GPU_GRANULE, Scenario, require
 from faults.sharing import Share
-from faults.transitions import DiskCached, DiskNamed, Graph, Pause, Resume, Swap, Unrestored
+from faults.transitions import (
+    DiskCached,
+    DiskNamed,
+    Graph,
+    NeighbourNearlyFull,
+    Pause,
+    Resume,
+    Swap,
+    Unrestored,
+)
 
 __all__ = ["SCENARIOS", "Scenario"]
 
@@ -81,6 +90,8 @@ SCENARIOS: dict[str, Make] = {
     "pause_disk_cached": _case(DiskCached, "disk"),
     "pause_peer": _case(Pause, "peer", devices=2),
     "pause_peer_kept": _case(Pause, "peer", kept=True, granule=TWO_PIECES, devices=2),
+    "pause_peer_nearly_full": _case(NeighbourNearlyFull, "peer", devices=2),
+    "pause_shareable": _case(Pause, "host", shareable=True),
     "pause_two_devices": _case(Pause, "host", devices=2),
     "pause_background": _case(Pause, "host", background=True),
     "pause_graph": _case(Graph, "pause"),
@@ -89,6 +100,7 @@ SCENARIOS: dict[str, Make] = {
     "resume_pageable": _case(Resume, "pageable"),
     "resume_disk": _case(Resume, "disk"),
     "resume_peer": _case(Resume, "peer", devices=2),
+    "resume_shareable": _case(Resume, "host", shareable=True),
     "resume_unrestored": _case(Unrestored, "host"),
     "resume_two_devices": _case(Resume, "host", devices=2),
     "resume_background": _case(Resume, "host", background=True, granule=GPU_GRANULE),
@@ -98,6 +110,7 @@ SCENARIOS: dict[str, Make] = {
     "swap_none_host": _case(Swap, "none", "host", granule=GPU_GRANULE),
     "swap_pageable_disk": _case(Swap, "pageable", "disk"),
     "swap_peer_peer": _case(Swap, "peer", "peer"),
+    "swap_shareable": _case(Swap, "host", "host", shareable=True),
     "swap_background": _case(Swap, "host", "host", background=True),
     "share": _case(Share),
     "import_from_killed": _case(Import),

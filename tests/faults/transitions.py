@@ -51,10 +51,11 @@ class Pause(Transitions):
         kept: bool = False,
         devices: int = 1,
         background: bool = False,
+        shareable: bool = False,
     ) -> None:
         super().__init__(machine, name)
         self.devices, self.kept, self.background = devices, kept, background
-        self.going = self.group("going", backup, tags=2)
+        self.going = self.group("going", backup, tags=2, shareable=shareable)
 
     def build(self) -> None:
         super().build()
@@ -159,12 +160,19 @@ class Swap(Transitions):
     options: ClassVar[dict[str, str]] = {"share_bytes": "4MiB", "slab_bytes": "2MiB"}
 
     def __init__(
-        self, machine: Machine, name: str, out: str, into: str, background: bool = False
+        self,
+        machine: Machine,
+        name: str,
+        out: str,
+        into: str,
+        background: bool = False,
+        shareable: bool = False,
     ) -> None:
         super().__init__(machine, name)
         self.background = background
         self.devices = 2 if "peer" in (out, into) else 1  # the backups are on the second
-        self.out, self.into = self.group("out", out, tags=2), self.group("into", into)
+        self.out = self.group("out", out, tags=2, shareable=shareable)
+        self.into = self.group("into", into, shareable=shareable)
 
     def build(self) -> None:
         super().build()
@@ -284,6 +292,31 @@ class Graph(Pause):
         self.memsaver.resume(*self.going.names)
         self.expect_replayed()
         super().rest()
+
+
+class NeighbourNearlyFull(Pause):
+    """A pause to another GPU that has room for only a part of the contents."""
+
+    options: ClassVar[dict[str, str]] = {"peer_margin_bytes": "0"}
+    neighbour = 1
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.memsaver.trim(wait=True)
+        free, _ = self.memsaver.device_memory(self.neighbour)
+        self.sim.occupy(free - 2 * self.granule, self.neighbour)
+
+    def check_done(self) -> None:
+        super().check_done()
+        rows = self.memsaver.stats().tags
+        on_host = sum(
+            row.host_bytes for row in rows if row.tag in self.going.names and row.device == 0
+        )
+        require(on_host > 0, "nothing is on the host")
+
+    def rest(self) -> None:
+        super().rest()
+        self.sim.occupy(0, self.neighbour)
 
 
 class DiskNamed(Pause):

@@ -33,11 +33,20 @@ class FakeNccl:
         self._c.fake_set_version(version)
 
     def communicator(
-        self, shared: Path, name: str, ranks: tuple[int, ...], rank: int, nbytes: int
+        self,
+        shared: Path,
+        name: str,
+        ranks: tuple[int, ...],
+        rank: int,
+        nbytes: int,
+        keeps: int = 1 << 20,
     ) -> Communicator:
-        """Return a communicator that can suspend `nbytes` bytes and keeps 1 MiB."""
+        """Return a communicator that can suspend `nbytes` bytes and keeps `keeps` bytes.
+
+        With NCCL_CUMEM_ENABLE=0, NCCL counts 0 bytes of each kind.
+        """
         path = str(shared / name).encode()
-        handle = self._c.fake_comm(path, len(ranks), nbytes, 1 << 20)
+        handle = self._c.fake_comm(path, len(ranks), nbytes, keeps)
         return Communicator(name, ranks, rank, handle, self.nccl)
 
     def is_usable(self, communicator: Communicator) -> bool:

@@ -80,6 +80,8 @@ def reduce_any(tensor: Any, otherwise: Callable[[Any], Any]) -> Any:
         ConfigError: the tensor's region is not shareable.
         SharingError: the memory belongs to another process. See also `reduce`.
     """
+    if tensor.is_nested:
+        return otherwise(tensor)  # which reduces the tensor's buffer with torch's function
     found = located(tensor)
     if found is None:
         if importing.is_imported(_address(tensor)):

@@ -70,6 +70,18 @@ def test_an_old_library_or_a_communicator_without_such_memory_stays(
     assert fake.is_usable(one)
 
 
+@pytest.mark.parametrize(
+    ("keeps", "reported"),
+    [([], 0), ([MIB, 2 * MIB], 3 * MIB), ([MIB, 0], None)],
+    ids=["no communicators", "all are counted", "one is not counted"],
+)
+def test_nccl_is_reported_if_it_counts_the_memory_of_all_communicators(
+    fake, tmp_path, sim, keeps, reported
+):
+    ones = [fake.communicator(tmp_path, f"{at}", (0,), 0, 0, n) for at, n in enumerate(keeps)]
+    assert held.measure(0, ones).get("nccl") == reported
+
+
 def test_a_resume_without_memory_leaves_it_suspended(fake, one, suspender, sim):
     suspend(suspender)
     sim.occupy(memsaver.device_memory(0)[0] - 100 * MIB)

@@ -154,6 +154,17 @@ def test_plain_tensors_are_sent_by_torch(make):
     assert received(torch.eye(2).to_sparse()).to_dense().tolist() == [[1, 0], [0, 1]]
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensors_are_sent_with_their_buffer(make):
+    buffer = make(4, 4)
+    sizes, strides = torch.tensor([[2, 3], [4, 2]]), torch.tensor([[3, 1], [2, 1]])
+    strided = torch._nested_view_from_buffer(buffer.flatten(), sizes, strides, torch.tensor([0, 6]))
+    jagged = torch.nested.nested_tensor_from_jagged(buffer, torch.tensor([0, 1, 4]))
+    for sent in (strided, jagged):
+        mine = [part.tolist() for part in sent.unbind()]
+        assert [part.tolist() for part in received(sent).unbind()] == mine
+
+
 def test_other_tags_stay_unexportable(sim, tag, make):
     make(4)
     other = tag("other")
