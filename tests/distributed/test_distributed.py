@@ -118,6 +118,21 @@ def test_all_ranks_or_none(run_ranks):
         md.resume("w")
         assert states("w") == ["mapped"] and intact(weights)
 
+        # Another process uses a tensor of rank 1; here, rank 1 itself.
+        import pickle
+        from multiprocessing.reduction import ForkingPickler
+        memsaver.configure(importer_seconds=0.2)
+        with memsaver.region("shared", backup="host", shareable=True):
+            tensor = memsaver.simulator.empty(4096)
+        used = pickle.loads(bytes(ForkingPickler.dumps(tensor))) if RANK == 1 else None
+        error = refused(md.pause, "w", "shared")
+        assert list(error.failures) == [1] and error.failures[1].kind == "TagSharedError"
+        assert states("w", "shared") == ["mapped"] * 2 and intact(weights)
+        del used
+        md.pause("w", "shared")
+        md.resume("w", "shared")
+        assert intact(weights)
+
         # A group of some ranks; the ranks' numbers are the world's.
         pair = dist.new_group([0, 2])
         if RANK == 1:
