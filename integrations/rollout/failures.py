@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from memsaver.distributed.errors import RankFailure, failed
@@ -11,7 +12,27 @@ from memsaver.errors import MemsaverError
 
 from .pickles import PICKLES, pack, unpack
 
-__all__ = ["SerializedError", "error_of"]
+__all__ = ["SerializedError", "error_of", "noting"]
+
+
+@contextlib.contextmanager
+def noting(error: BaseException, what: str) -> Iterator[None]:
+    """Run a block after an error; an exception of the block becomes a note of the error.
+
+    Only an interrupt or an exit leaves the block.
+
+    Args:
+        error: the error, which the caller raises after the block.
+        what: a description of the block, for the note.
+    """
+    try:
+        yield
+    except Exception as second:
+        text = f"after this error, {what} failed: {type(second).__name__}: {second}"
+        if hasattr(error, "add_note"):
+            error.add_note(text)
+        else:  # Python 3.10, which does not show notes
+            setattr(error, "__notes__", [*getattr(error, "__notes__", []), text])  # noqa: B010
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -91,6 +90,11 @@ class Overlap:
         changes = tuple(change for report in reports for change in report.changes)
         return Report(max(report.seconds for report in reports), changes)
 
+    def missing(self, returning: Sequence[str]) -> tuple[str, ...]:
+        """Wait for transitions in progress; return the tags in `returning` that are not mapped."""
+        self.settle()
+        return tuple(tag for tag in returning if memsaver.state(tag) != "mapped")
+
     # --- the pause, while the weights are sent ----------------------------------------------------
 
     def may_leave(self) -> bool:
@@ -144,12 +148,15 @@ class Overlap:
         return going.wait()
 
     def undo_pause(self) -> None:
-        """Resume the memory that the last pause released, because another rank's pause failed."""
+        """Resume the memory that the last pause released, because another rank's pause failed.
+
+        Raises:
+            MemsaverError: the resume failed; the memory stays paused, and its backup is intact.
+        """
         self.settle()
         left, self._left = self._left, ()
-        with contextlib.suppress(MemsaverError):  # it stays paused, with its backup
-            if left:
-                memsaver.resume(*left)
+        if left:
+            memsaver.resume(*left)
 
     # --- after an error ---------------------------------------------------------------------------
 

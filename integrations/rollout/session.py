@@ -79,12 +79,16 @@ class ColocatedSession(StageOrder):
     a failed pause, the trainer's memory is mapped. After a failed resume, the trainer's memory is
     paused and its backup is intact. The engine's own error describes the state of the engine. After
     a failed update, the trainer's weights are intact, but the engine's weights are unknown, and no
-    block can use the engine until the next rollout has updated its weights. After an exception in a
-    rollout's block, the engine stays awake until the next block. A call in the wrong order raises
-    `InvalidStateError` and changes nothing. During a training block, each rank resumes memory
-    independently. If such a resume fails, the error is raised at the beginning of the block, by a
-    forward pass, by the optimizer's step, or at the end of the block. The memory stays mapped on
-    all ranks on which the resume succeeded.
+    block can use the engine until the next rollout has updated its weights. If the pause that ran
+    beside the update has also failed, the error has a note with the pause's error. After an
+    exception in a rollout's block, the engine stays awake until the next block. A call in the wrong
+    order raises `InvalidStateError` and changes nothing.
+
+    During a training block, each rank resumes memory independently. If such a resume fails on a
+    rank, this rank raises the error at the beginning of the block, in a forward pass, in the
+    optimizer's step, or at the end of the block. The other ranks raise the error at the beginning
+    or at the end of the block. The session then pauses the tag again on all ranks, with its present
+    contents. A step that has already run on another rank is not undone.
 
     Gradients that exist when a rollout begins are backed up with the optimizer's states, which
     costs time and host memory. To avoid this cost, call `optimizer.zero_grad()` at the end of each
@@ -291,15 +295,18 @@ class ColocatedSession(StageOrder):
         """
         with self._exclusive("training"):
             self._sleep(keep_weights=not self._rewrites)
+            returning: tuple[str, ...] = ()
             if self._sleeps:
                 returning = self._common("the resume's overlap", self._overlap.returning)
-                self._stage(Stage.RESUME_TRAINER, lambda: self._overlap.resume(returning))
-            self._is_current = False
-            self._phase = Phase.TRAINING
-            with self._block(Stage.TRAIN) as results:
-                yield
-                results.append(self._overlap.finish_resume())
-                self._trainer.synchronize()
+            with self._undoing_resume(returning):
+                if self._sleeps:
+                    self._stage(Stage.RESUME_TRAINER, lambda: self._overlap.resume(returning))
+                self._is_current = False
+                self._phase = Phase.TRAINING
+                with self._block(Stage.TRAIN) as results:
+                    yield
+                    results.append(self._overlap.finish_resume())
+                    self._trainer.synchronize()
 
     def close(self) -> None:
         """Remove the hooks from the model and the optimizer; the engine is unchanged.

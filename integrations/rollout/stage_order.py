@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from memsaver.errors import OutOfDeviceMemoryError
 
 from ..engine.held import release_cache
 from ..trainer.arrivals import limited_waits
+from .failures import noting
 from .overlap import Overlap
 from .rollout_engine import RolloutEngine
 from .session_arguments import options_of
@@ -64,16 +66,46 @@ class StageOrder(StageRuns):
             self._update_engine()
         except OutOfDeviceMemoryError:
             is_short = True  # the traceback, which keeps tensors alive, ends with this block
-        self._stage_of_pause(Stage.PAUSE_OPTIMIZER, self._overlap.finish_pause)
+        except BaseException as error:
+            with noting(error, "the pause of the optimizer's memory"):
+                self._end_pause()
+            raise
+        self._end_pause()
         if is_short:
             self._overlap.measure(self._update_engine)
+
+    def _end_pause(self) -> None:
+        self._stage_of_pause(Stage.PAUSE_OPTIMIZER, self._overlap.finish_pause)
 
     def _stage_of_pause(self, stage: Stage, action: Callable[[], Any]) -> None:
         """Run a stage; if it fails, map the optimizer's memory again on all ranks."""
         try:
             self._stage(stage, action)
-        except BaseException:
-            self._overlap.undo_pause()
+        except BaseException as error:
+            with noting(error, "the resume of the optimizer's memory on this rank"):
+                self._overlap.undo_pause()
+            raise
+
+    @contextlib.contextmanager
+    def _undoing_resume(self, returning: Sequence[str]) -> Iterator[None]:
+        """Run a block during which each rank resumes the tags in `returning` in the background.
+
+        After an error, a tag whose resume failed on a rank is paused again on all ranks, with its
+        present contents.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if returning:
+                with noting(error, "the pause of the tags that are not mapped on all ranks"):
+                    missing = self._together.gather(
+                        "the tags that are not mapped",
+                        lambda: self._overlap.missing(returning),
+                        self._timeout + GRACE_SECONDS,
+                        uninterrupted=True,  # an interrupt would prevent the pause
+                    )
+                    failed = {tag for tags in missing for tag in tags}
+                    self._trainer.pause(*(tag for tag in returning if tag in failed))
             raise
 
     def _update_engine(self) -> bool:

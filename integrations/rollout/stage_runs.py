@@ -52,7 +52,7 @@ class StageRuns:
             afterwards: a function that is called after the stage on all ranks; the function must
                 not fail.
         """
-        started = time.perf_counter()
+        started = time.monotonic()
         results: list[Result] = []
         error = None
         with LowWater(self._trainer.device) as water:
@@ -60,7 +60,7 @@ class StageRuns:
                 results.append(action())
             except BaseException as raised:
                 error = raised
-            seconds = time.perf_counter() - started
+            seconds = time.monotonic() - started
         limit = self._timeout + GRACE_SECONDS
         result = results[0] if results else None
         self._conclude(stage, started, seconds, water, result, error, limit)
@@ -71,7 +71,7 @@ class StageRuns:
     @contextlib.contextmanager
     def _block(self, stage: Stage) -> Iterator[list[object]]:
         """Run the caller's block as a stage; yield a list for the stage's result."""
-        started = time.perf_counter()
+        started = time.monotonic()
         error = None
         results: list[object] = []
         with LowWater(self._trainer.device) as water:
@@ -79,7 +79,7 @@ class StageRuns:
                 yield results
             except BaseException as raised:
                 error = raised
-            seconds = time.perf_counter() - started
+            seconds = time.monotonic() - started
         try:
             result = results[0] if results else None
             self._conclude(stage, started, seconds, water, result, error, self._block_timeout)
@@ -109,7 +109,8 @@ class StageRuns:
             failed = f"{type(raised).__name__}: {raised}"
             raise
         finally:
-            report = StageReport(stage, time.perf_counter() - started, ranks, result, failed)
+            took = time.monotonic() - started
+            report = StageReport(stage, started, took, ranks, result, failed)
             self.stages.append(report)
             if self._on_stage is not None:
                 self._on_stage(report)

@@ -58,6 +58,8 @@ class StageReport:
 
     Attributes:
         stage: the stage.
+        began: the start of the stage, in seconds of the monotonic clock (`time.monotonic`). The
+            start minus the `Trace.clock` of a timeline is the stage's place in the timeline.
         seconds: the stage's duration on this rank, including the wait for the other ranks.
         ranks: the reports of the ranks, in the group's order; () if the stage failed.
         result: the report of the pause, resume, sleep, wake-up or weight update on this rank. For
@@ -67,6 +69,7 @@ class StageReport:
     """
 
     stage: Stage
+    began: float
     seconds: float
     ranks: tuple[RankStage, ...]
     result: Any = None

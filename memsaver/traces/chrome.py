@@ -33,6 +33,7 @@ def to_json(trace: Trace) -> str:
             "process": trace.process,
             "dropped": trace.dropped,
             "begin": trace.begin,
+            "clock": trace.clock,
         },
     }
     return json.dumps(document, separators=(",", ":"))
@@ -203,6 +204,7 @@ def _trace(events: list[dict[str, Any]], about: dict[str, Any]) -> Trace:
         samples=tuple(samples),
         memory=tuple(memory),
         transitions=tuple(transitions),
+        clock=_number(about.get("clock", 0.0)),
     )
 
 

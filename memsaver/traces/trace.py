@@ -112,6 +112,8 @@ class Trace:
         samples: the memory of tags, in chronological order.
         memory: the driver's free memory, in chronological order.
         transitions: the transitions in order of their start.
+        clock: the start of the recording, in seconds of the monotonic clock (`time.monotonic`); 0
+            if the recording was read from a file that lacks this value.
     """
 
     started: float
@@ -122,6 +124,7 @@ class Trace:
     samples: tuple[TagSample, ...]
     memory: tuple[DeviceSample, ...]
     transitions: tuple[TagTransition, ...]
+    clock: float = 0.0
 
     @property
     def tags(self) -> tuple[str, ...]:
@@ -156,7 +159,7 @@ def trace_of(
     Args:
         rows: the rows of `timeline_read`.
         dropped: the number of dropped events of `timeline_read`.
-        clock: the monotonic clock at the start of the recording.
+        clock: see `Trace`.
         started: the start in seconds since 1970.
         seconds: the length of the recording.
         process: the process's id.
@@ -202,6 +205,7 @@ def trace_of(
         samples=tuple(samples),
         memory=tuple(memory),
         transitions=tuple(spans.values()),
+        clock=clock,
     )
 
 

@@ -43,6 +43,7 @@ def test_memory_of_a_tag_over_time(sim, tag, make_blocks, options):
     assert times == sorted(times) and times[0] >= 0 and times[-1] <= t.trace.seconds
     assert t.dropped == 0 == t.trace.begin and t.trace.process == os.getpid()
     assert abs(t.trace.started - time.time()) < 60
+    assert 0 < time.monotonic() - t.trace.clock < 60
 
 
 def test_a_free_that_fails_half_way_matches_the_statistics(sim, tag, options):

@@ -54,6 +54,20 @@ def test_each_stage_waits_for_what_it_needs_and_for_nothing_else(known, sim):
     assert arriving.end_seconds < leaving.end_seconds < rows["pause", known.tags[0]].begin_seconds
     by_stage = {report.stage: report for report in session.stages}
     assert by_stage[Stage.PAUSE_OPTIMIZER].result.changed == (optimizer,)
+    begin = {stage: report.began - recorded.trace.clock for stage, report in by_stage.items()}
+    moments = [
+        begin[Stage.RESUME_MODEL],
+        leaving.begin_seconds,
+        begin[Stage.WAKE_WEIGHTS],
+        arriving.begin_seconds,
+        arriving.end_seconds,
+        begin[Stage.UPDATE],
+        leaving.end_seconds,
+        rows["pause", known.tags[0]].begin_seconds,
+    ]
+    assert moments == sorted(moments)
+    order = [begin[stage] for stage in OVERLAPPED]
+    assert order[0] > 0 and order == sorted(order)
     with session.training():
         assert memsaver.state(known.tags[0]) == "mapped"
         known.train()

@@ -63,25 +63,89 @@ def test_ranks_overlap_alike_and_share_failures_of_the_background(run_colocated)
             error = refused(memsaver.DriverError, rollout)
         assert list(error.failures) == [0] and "pause_optimizer" in str(error)
         assert states("optimizer") == ["mapped"]
-        # A resume that fails on one rank: the step raises there, the end of the block elsewhere.
-        rollout()
-        begin = session._trainer.begin_resume
+
+        # An update that fails on one rank, during a pause that fails on another rank or on none.
+        training()
+        for call, own, failed in (
+            ("wake_up weights", memsaver.DriverError, "DriverError"),
+            ("update_weights", memsaver.DriverError, "DriverError"),
+            ("update_weights", KeyboardInterrupt, ["RankError", "KeyboardInterrupt"][RANK]),
+        ):
+            for guilty in (0, None):
+                rollout(), training()  # measures the update again
+                if RANK == 1:
+                    engine.fail[call] = own("lost")
+                with fault("cuMemUnmap", on=guilty):
+                    error = refused(BaseException, rollout)
+                assert type(error).__name__ == failed, error
+                assert states("optimizer") == ["paused" if guilty is None else "mapped"]
+                assert session.stages[-1].stage is Stage.PAUSE_OPTIMIZER
+                notes = "".join(getattr(error, "__notes__", ()))
+                assert ("cuMemUnmap" in notes) == (guilty is not None), notes
+                rollout(lambda engine: engine.generate(X))
+                training()
+                assert trainer.contents() == expected.contents()
+    """)
+
+
+def test_a_resume_that_fails_on_one_rank_is_undone_on_all_ranks(run_colocated):
+    run_colocated(2)("""
+        expected = Trainer("sgd_momentum", model=sharded)
+        step(expected)
+        session.close()
+
         def failing(tag):
-            if RANK == 1:
+            if RANK == 1 and tag in failed:
                 sim.fail("cuMemCreate", sim.OUT_OF_MEMORY)
             return begin(tag)
-        session._trainer.begin_resume = failing
-        kind = memsaver.OutOfDeviceMemoryError
-        error = refused(kind, lambda: training(trainer.optimizer.step))
-        assert states("optimizer") == [["mapped", "paused"][RANK]]
-        del session._trainer.begin_resume
-        assert session.stages[-1].stage is Stage.TRAIN and session.stages[-1].error
-        training()
-        assert states("optimizer") == ["mapped"]
-        rollout(lambda engine: engine.generate(X))
 
-        # A model that only one rank may resume in the background: no rank does.
-        training()
+        def again():
+            if any(p.grad is not None for p in trainer.model.parameters()):
+                trainer.optimizer.step()
+                trainer.optimizer.zero_grad()
+                trainer.done += 1
+            elif trainer.done < expected.done:
+                step(trainer)
+
+        # The states' resume fails in the step of one rank, while the other rank runs its step. By
+        # layer, the model's resume fails before the block.
+        for by_layer, failed, ended in (
+            (False, ["optimizer"], Stage.TRAIN),
+            (True, ["optimizer"], Stage.TRAIN),
+            (True, ["model", "optimizer"], Stage.RESUME_TRAINER),
+        ):
+            model = offload(trainer.model, tag="model", by_layer=by_layer)
+            session = ColocatedSession(
+                engine,
+                model,
+                trainer.optimizer,
+                overlap=True,
+                timeout=20,
+                state=trainer.model.state_dict,
+            )
+            rollout()
+            begin = session._trainer.begin_resume
+            session._trainer.begin_resume = failing
+            lost = memsaver.OutOfDeviceMemoryError
+            error = refused(lost, lambda: training(lambda: step(trainer)))
+            assert RANK == 1 or list(error.failures) == [1], error
+            del session._trainer.begin_resume
+            assert session.stages[-1].stage is ended and session.stages[-1].error
+            kept = {"model", "optimizer"} - set(failed)
+            assert states(*failed) == ["paused"] * len(failed)
+            assert states(*kept) == ["mapped"] * len(kept)
+            step(expected)
+            training(again)  # runs the step only on the ranks that have not run it
+            training()
+            assert trainer.contents() == expected.contents(), failed
+            rollout(lambda engine: engine.generate(X))
+            training()
+            session.close()
+    """)
+
+
+def test_all_ranks_resume_a_model_in_the_background_or_none(run_colocated):
+    run_colocated(2)("""
         session.close()
         model = offload(trainer.model, tag="model", by_layer=RANK == 1)
         session = ColocatedSession(
