@@ -19,7 +19,7 @@ from memsaver.errors import MemsaverError, OutOfDeviceMemoryError
 from .errors import EngineAsleepError, EngineTimeoutError
 from .policies import Policy
 from .refusal_log import RefusalLog
-from .refusals import asleep_in, asleep_text
+from .refusals import asleep_error, asleep_text
 from .shared_query import retrieve
 from .tags import RELEASE_ORDER, RESUME_ORDER
 
@@ -389,9 +389,7 @@ class Admission:
             return True
 
     def _error(self, what: str, more: str = "") -> EngineAsleepError:
-        error = asleep_in(asleep_text(self._released or EVERYTHING, what, more))
-        assert error is not None
-        return error
+        return asleep_error(self._released or EVERYTHING, what, more)
 
 
 async def _check_client(is_gone: Callable[[], Awaitable[bool]] | None) -> None:

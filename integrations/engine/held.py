@@ -63,8 +63,9 @@ def use_device(device: int) -> None:
 def measure(device: int, communicators: Iterable[Communicator] = ()) -> dict[str, int]:
     """Return the number of bytes in each part.
 
-    `nccl` is missing if NCCL cannot report the memory of all communicators. `context` is missing if NVML is not
-    available, does not report this process (as in some containers), or disagrees with the driver.
+    `nccl` is missing if NCCL cannot report the memory of all communicators. `context` is missing if
+    NVML is not available, does not report this process (as in some containers), or disagrees with
+    the driver.
     """
     free, total = memsaver.device_memory(device)
     own = own_bytes(device)
@@ -73,7 +74,7 @@ def measure(device: int, communicators: Iterable[Communicator] = ()) -> dict[str
     found |= of_segments(_segments(device))
     try:
         found["nccl"] = sum(one.nccl.held_bytes(one.handle) for one in communicators)
-    except (AttributeError, EngineError):  # an old version of NCCL, or memory that it does not count
+    except (AttributeError, EngineError):  # an old NCCL, or memory that NCCL does not count
         del found["nccl"]
     known = sum(found.values())
     # In a container, NVML may report the host's process ids, and another process may have this id:

@@ -89,8 +89,8 @@ class Knowledge:
             )
 
     def note(self, operation: str, tags: Sequence[str], answers: Sequence[Answer]) -> None:
-        """Record a successful release or resume, using the answers if there are any."""
-        if answers:
+        """Record a successful release or resume, using the answers if the engine reports states."""
+        if answers and self.guarded:
             when = "wait" if self.admits else "refuse"
             self.learn([SchedulerState(a.scheduler, a.released, True, a, when) for a in answers])
             return

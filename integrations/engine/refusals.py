@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from .errors import EngineAsleepError
 from .tags import RELEASE_ORDER
 
-__all__ = ["Refusal", "asleep_in", "asleep_text", "refusal_here", "refused"]
+__all__ = ["Refusal", "asleep_error", "asleep_in", "asleep_text", "refusal_here", "refused"]
 
 _TAG = "|".join(RELEASE_ORDER)
 _TEXT = re.compile(rf"the engine is asleep \(released: ((?:{_TAG})(?:, (?:{_TAG}))*)\)[^\n]*")
@@ -43,6 +43,13 @@ def asleep_in(text: object) -> EngineAsleepError | None:
     tags = tuple(found[1].split(", "))
     error = EngineAsleepError(found[0], tag=tags[0])
     error.tags = tags
+    return error
+
+
+def asleep_error(released: Collection[str], what: str, more: str = "") -> EngineAsleepError:
+    """Return the error of a refused operation; see `asleep_text`."""
+    error = asleep_in(asleep_text(released, what, more))
+    assert error is not None
     return error
 
 

@@ -31,6 +31,8 @@ from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
 
+from memsaver.errors import ConfigError
+
 from ..engine import moves
 from ..engine.policies import WhenAsleep
 from ..engine.refusals import asleep_text
@@ -41,8 +43,11 @@ from .idle_sleep import remove, with_handler
 from .updaters import updater_of
 
 __all__ = [
+    "FAILED",
     "MOVED",
+    "UNGUARDED",
     "Guard",
+    "check_release",
     "dispatch_unread",
     "flush",
     "guard_of",
@@ -142,7 +147,12 @@ _PASSING = frozenset(
 )
 _DISPATCHER = "_request_dispatcher"  # an attribute of a scheduler
 MOVED = "_memsaver_moved"  # an attribute of a scheduler: the tags that had memory on any rank
-_FAILED = "_memsaver_guard_failed"  # an attribute of a scheduler without a guard
+FAILED = "_memsaver_guard_failed"  # an attribute of a scheduler without a guard: the reason
+UNGUARDED = (
+    "memsaver cannot protect a sleeping engine from requests in this version of SGLang (%s): a "
+    "request that needs released memory would crash the engine, so memory is only released with "
+    "MEMSAVER_SGLANG_UNGUARDED=1"
+)
 _logger = logging.getLogger("memsaver.sglang")
 
 
@@ -159,13 +169,8 @@ def install(result: Any, scheduler: Any) -> Any:
             setattr(scheduler, _DISPATCHER, Guard(scheduler, dispatch))
     except Exception as error:
         remove(scheduler)
-        setattr(scheduler, _FAILED, True)
-        _logger.error(
-            "memsaver cannot protect a sleeping engine from requests in this version of SGLang: "
-            "%s: %s. A request that needs released memory crashes the engine",
-            type(error).__name__,
-            error,
-        )
+        setattr(scheduler, FAILED, f"{type(error).__name__}: {error}")
+        _logger.error(UNGUARDED, getattr(scheduler, FAILED))
     return result
 
 
@@ -176,7 +181,13 @@ def is_known(kind: str) -> bool:
 
 def has_failed(scheduler: Any) -> bool:
     """Return True if no guard could be installed, so that a request may crash a sleeping engine."""
-    return bool(getattr(scheduler, _FAILED, False))
+    return hasattr(scheduler, FAILED)
+
+
+def check_release(scheduler: Any) -> None:
+    """Raise `ConfigError` if there is no guard, and the settings do not accept its absence."""
+    if has_failed(scheduler) and not settings.releases_unguarded():
+        raise ConfigError(UNGUARDED % getattr(scheduler, FAILED))
 
 
 def when_asleep(scheduler: Any) -> WhenAsleep:

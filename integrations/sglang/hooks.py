@@ -25,11 +25,13 @@ from . import (
 )
 from .updaters import of_scheduler
 
-__all__ = ["install", "install_in", "lacks_guard", "left_out_by", "modules"]
+__all__ = ["NO_PLACE", "install", "install_in", "lacks_guard", "left_out_by", "modules"]
 
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _MIXIN = "sglang.srt.managers.scheduler_update_weights_mixin.SchedulerUpdateWeightsMixin"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_GUARDED = f"{_SCHEDULER}.init_request_dispatcher"  # the method whose hook installs the guard
+NO_PLACE = "Scheduler.init_request_dispatcher was not found"
 _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _TOKENIZER = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 _COMMUNICATOR = "sglang.srt.managers.communicator.FanOutCommunicator"
@@ -107,17 +109,12 @@ def left_out_by(name: str) -> tuple[str, ...]:
 
 def lacks_guard() -> bool:
     """Return whether this version of SGLang lacks the method that installs the guard."""
-    return f"{_SCHEDULER}.init_request_dispatcher" in _missing
-
-
-def _add_state(result: Any, *args: Any) -> Any:
-    """Report the memory's state only if requests can be refused; see `scheduler.add_state`."""
-    return result if lacks_guard() else scheduler.add_state(result, *args)
+    return _GUARDED in _missing
 
 
 def _sleep_when_idle(result: Any, scheduler: Any) -> Any:
     """Keep an idle engine's memory if it cannot refuse requests; see `idle_sleep`."""
-    return result if lacks_guard() else idle_sleep.install(result, scheduler)
+    return result if guard.has_failed(scheduler) else idle_sleep.install(result, scheduler)
 
 
 def install_in(module: ModuleType) -> None:
@@ -127,7 +124,20 @@ def install_in(module: ModuleType) -> None:
     imports each module with a hook, for example the whole scheduler in a process that only
     detokenizes.
     """
-    _missing.update(hooking.install(module, _hooks(), _optional_hooks()))
+    try:
+        _missing.update(hooking.install(module, _hooks(), _optional_hooks()))
+    finally:
+        _mark_unguarded(module)
+
+
+def _mark_unguarded(module: ModuleType) -> None:
+    """Mark the schedulers of a module that lacks the method with the guard's hook."""
+    where, kind, name = _GUARDED.rsplit(".", 2)
+    owner = getattr(module, kind, None)
+    if module.__name__ != where or owner is None:
+        return
+    if name not in vars(owner).get(hooking.INSTALLED, ()):
+        setattr(owner, guard.FAILED, NO_PLACE)
 
 
 def _hooks() -> dict[str, tuple[str, Callable[..., Any]]]:
@@ -137,7 +147,7 @@ def _hooks() -> dict[str, tuple[str, Callable[..., Any]]]:
         f"{_UPDATER}.resume_memory_occupation": ("AROUND", scheduler.resume),
         f"{_MIXIN}.release_memory_occupation": ("AROUND", of_scheduler(scheduler.release)),
         f"{_MIXIN}.resume_memory_occupation": ("AROUND", of_scheduler(scheduler.resume)),
-        f"{_SCHEDULER}.get_internal_state": ("AFTER", _add_state),
+        f"{_SCHEDULER}.get_internal_state": ("AFTER", scheduler.add_state),
         f"{_TOKENIZER}.release_memory_occupation": ("REPLACE", tokenizer.request_release),
         f"{_TOKENIZER}.resume_memory_occupation": ("REPLACE", tokenizer.request_resume),
     }
@@ -156,7 +166,7 @@ def _optional_hooks() -> dict[str, tuple[str, Callable[..., Any]]]:
 def _hooks_of_requests() -> dict[str, tuple[str, Callable[..., Any]]]:
     """Return the hooks that protect a sleeping engine from requests."""
     return {
-        f"{_SCHEDULER}.init_request_dispatcher": ("AFTER", guard.install),
+        _GUARDED: ("AFTER", guard.install),
         f"{_SCHEDULER}.flush_cache": ("AROUND", guard.flush),
         f"{_SCHEDULER}._dispatch_tokenized_mm_requests": ("AROUND", guard.dispatch_unread),
         f"{_SCHEDULER}.process_input_requests": ("AFTER", pipeline.after_input),

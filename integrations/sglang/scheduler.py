@@ -12,6 +12,7 @@ queues and bookkeeping.
 |---|---|
 | a release of released tags, a resume of mapped tags | unchanged; an error only if SGLang has one |
 | the engine is busy, or a tag is unknown | unchanged |
+| a release without the guard against requests (`guard.check_release`) | unchanged |
 | the engine's replicas receive requests separately (`has_local_control`) | unchanged |
 | a release is rejected before it runs | mapped, with contents; the KV cache is flushed |
 | a release fails later | mapped; contents without a backup may be lost, the KV cache is flushed |
@@ -144,7 +145,7 @@ def _release(
 
     # Released tags may still have memory on a rank: see the end of `_resume`.
     ranks = group.attempt(
-        lambda: handlers.check_idle(updater) if tags or moves.is_mapped(asked) else None
+        lambda: _check_release(updater) if tags or moves.is_mapped(asked) else None
     )
     if first_failure(ranks):
         return answer.failed(asked, ranks)
@@ -181,6 +182,12 @@ def _release(
     if WEIGHTS in lost:
         lost_weights.end_update(updater)
     return answer.failed(tags, ranks, _what_is_left(lost), lost=lost)
+
+
+def _check_release(updater: Any) -> None:
+    """Raise an error if a release might crash the engine, now or at a later request."""
+    guard.check_release(scheduler_of(updater))
+    handlers.check_idle(updater)
 
 
 def _rewritten(request: Any) -> tuple[str, ...]:
@@ -222,7 +229,7 @@ def _release_by_another(
         return answer.done([], [])
 
     def check() -> Figures:
-        handlers.check_idle(updater)
+        _check_release(updater)
         return Figures()
 
     ranks = answer.group.attempt(check)

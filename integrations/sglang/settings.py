@@ -17,6 +17,8 @@ MEMSAVER_SGLANG_SLEEP_AFTER: with `wake`, the seconds without a request after wh
     releases its memory. Default `0` (never).
 MEMSAVER_SGLANG_SUSPEND_NCCL: `1` suspends NCCL's communicators while all memory is released.
     Requires NCCL 2.29.7. Default `0`.
+MEMSAVER_SGLANG_UNGUARDED: `1` releases memory even if memsaver cannot refuse requests that need
+    released memory, so that such a request may crash the engine. Default `0`.
 MEMSAVER_SGLANG_CHECK_UPDATES: `0` accepts names that the model does not use in weight updates, as
     SGLang does. Default `1`.
 
@@ -43,6 +45,7 @@ __all__ = [
     "policy",
     "policy_of",
     "policy_variables",
+    "releases_unguarded",
     "suspends_nccl",
     "updates_are_checked",
 ]
@@ -67,6 +70,11 @@ def is_preloading() -> bool:
     return variables.flag("MEMSAVER_SGLANG_PRELOAD", False)
 
 
+def releases_unguarded() -> bool:
+    """Return whether an engine without a guard may release memory. Raises like `is_on`."""
+    return variables.flag("MEMSAVER_SGLANG_UNGUARDED", False)
+
+
 def suspends_nccl() -> bool:
     """Return whether a release of all memory suspends communicators. Raises like `is_on`."""
     return variables.flag("MEMSAVER_SGLANG_SUSPEND_NCCL", False)
@@ -81,6 +89,7 @@ def check() -> None:
     """Raise `ConfigError` now if a setting is invalid, rather than later in a scheduler."""
     policy()
     backup()
+    releases_unguarded()
     suspends_nccl()
     updates_are_checked()
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..engine.admission import Admission
 from ..engine.errors import EngineAsleepError
-from ..engine.refusals import asleep_in, asleep_text, refused
+from ..engine.refusals import asleep_error, refused
 from .admissions import admission_of
 from .guard import is_known
 
@@ -102,7 +102,6 @@ async def _end(communicator: Any, replies: asyncio.Future[Any]) -> None:
 
 
 def _refusal(admission: Admission, what: str) -> EngineAsleepError:
-    error = asleep_in(asleep_text(admission.released, what))
-    assert error is not None
+    error = asleep_error(admission.released, what)
     admission.report(what, error)
     return refused(error)

@@ -25,6 +25,7 @@ SETTINGS = [
     ("SGLang", {"MEMSAVER_SGLANG_SLEEP_AFTER": "9"}, "bad", "needs MEMSAVER_SGLANG_ASLEEP=wake"),
     ("SGLang", {"MEMSAVER_SGLANG_SUSPEND_NCCL": "x"}, "bad", "MEMSAVER_SGLANG_SUSPEND_NCCL"),
     ("SGLang", {"MEMSAVER_SGLANG_CHECK_UPDATES": "x"}, "bad", "MEMSAVER_SGLANG_CHECK_UPDATES"),
+    ("SGLang", {"MEMSAVER_SGLANG_UNGUARDED": "x"}, "bad", "MEMSAVER_SGLANG_UNGUARDED"),
     ("SGLang", {"MEMSAVER_SGLANG_BACKUP": "none"}, "bad", "MEMSAVER_SGLANG_BACKUP"),
     ("vLLM", {"MEMSAVER_VLLM_BACKUP": "x"}, "bad", "MEMSAVER_VLLM_BACKUP"),
     ("vLLM", {}, "good", "on, for engines with enable_sleep_mode"),

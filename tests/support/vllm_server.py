@@ -127,7 +127,8 @@ class Server:
     def on_server_info(self, query, body):
         assert query["config_format"] == ["json"]
         ranks = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1}
+        config = self.llm.llm_engine.vllm_config.model_config
         model = {
-            "skip_tokenizer_init": self.llm.llm_engine.vllm_config.model_config.skip_tokenizer_init
+            name: getattr(config, name) for name in ("enable_sleep_mode", "skip_tokenizer_init")
         }
         return {"vllm_config": {"parallel_config": ranks, "model_config": model}}

@@ -1,11 +1,11 @@
 """HTTP responses of a sleeping server: status 503 with the released tags, and health reports.
 
-`AsleepAnswers` is a middleware of an engine's server that does nothing while all memory is known to
-be mapped. The endpoints report errors in several formats, some of them inside a stream that begins
-with status 200. The middleware therefore delays the start of each response until the first part of
-its body, and replaces the response if the request was refused. This delay applies while memory is
-released. The delay also applies if memory can be released without a record, because the engine
-sleeps when idle or because other processes change its memory.
+`AsleepAnswers` is a middleware of an engine's server. The endpoints report errors in several
+formats, some of them inside a stream that begins with status 200. The middleware therefore delays
+the start of each response until the first part of its body, and replaces the response if the
+request was refused. The delay also applies while all memory is known to be mapped, because a
+release can overtake a request, and is recorded only when it has ended. The parts of the body are
+never delayed.
 
 While memory is released, a health request returns the released tags and causes no generation. The
 status of this response is suitable for load balancers: 503 if requests are refused, and 200 if
@@ -15,7 +15,7 @@ requests wait or wake the engine.
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
 from http import HTTPStatus
 from typing import Any
 
@@ -88,32 +88,9 @@ class AsleepAnswers:
         admission = self._admission() if scope["type"] == "http" else None
         if admission is None:
             return await self._app(scope, receive, send)
-        if scope["path"] in self._health and await self._is_asleep(admission):
-            return await _answer(
-                send,
-                _HEALTH_STATUS[admission.policy.when_asleep],
-                {"status": "asleep", "tags": _in_order(admission.released)},
-            )
-        if self._may_be_asleep(admission):
-            return await self._held_back(scope, receive, send)
-        return await self._app(scope, receive, send)
-
-    def _may_be_asleep(self, admission: Admission) -> bool:
-        """Return whether memory is released, or might have been released without a record."""
-        return bool(admission.released or admission.policy.sleep_after or self._is_shared())
-
-    async def _is_asleep(self, admission: Admission) -> bool:
-        """Return whether memory is released. Queries the engine if the record might be old."""
-        if not self._may_be_asleep(admission):
-            return False
-        try:
-            return bool(await admission.refresh())
-        except EngineTimeoutError:
-            return bool(admission.released)
-        except Exception:  # the application's own answer reports the failure
-            return False
-
-    async def _held_back(self, scope: Scope, receive: Receive, send: Send) -> None:
+        when = admission.policy.when_asleep if scope["path"] in self._health else None
+        if when is not None and await self._is_asleep(admission):
+            return await _answer(send, *_health(when, admission.released))
         refusal = Refusal()
         response = _Response(send, refusal)
         token = refusal_here.set(refusal)
@@ -124,14 +101,29 @@ class AsleepAnswers:
                 raise
         finally:
             refusal_here.reset(token)
-        await response.end()
+        error = refusal.error
+        if error is not None and not response.has_begun:
+            await _answer(send, *(_refused(error) if when is None else _health(when, error.tags)))
+
+    async def _is_asleep(self, admission: Admission) -> bool:
+        """Return whether memory is released. Queries the engine if the record might be old."""
+        if not (admission.released or admission.policy.sleep_after or self._is_shared()):
+            return False
+        try:
+            return bool(await admission.refresh())
+        except EngineTimeoutError:
+            return bool(admission.released)
+        except Exception:  # the application's own answer reports the failure
+            return False
 
 
 class _Response:
     """A response whose start is delayed until the first part of its body.
 
+    The response of a refused request is not sent if its body has not begun.
+
     Attributes:
-        has_begun: whether the start of the response was sent.
+        has_begun: whether the response is being sent.
     """
 
     def __init__(self, send: Send, refusal: Refusal) -> None:
@@ -146,34 +138,34 @@ class _Response:
         if message["type"] == "http.response.start":
             self._start = message
             return None
-        if self._refusal.error is not None:  # `end` replaces the response
+        if self._refusal.error is not None:  # another response replaces this one
             return None
         self.has_begun = True
         if self._start is not None:
             await self._send(self._start)
         return await self._send(message)
 
-    async def end(self) -> None:
-        """Send the refusal in place of the response, if the request was refused."""
-        if self._refusal.error is not None and not self.has_begun:
-            await _answer(self._send, HTTPStatus.SERVICE_UNAVAILABLE, _body(self._refusal.error))
+
+def _health(when: WhenAsleep, tags: Collection[str]) -> tuple[HTTPStatus, dict[str, Any]]:
+    return _HEALTH_STATUS[when], {"status": "asleep", "tags": _in_order(tags)}
 
 
-def _body(error: EngineAsleepError) -> dict[str, Any]:
-    return {
+def _refused(error: EngineAsleepError) -> tuple[HTTPStatus, dict[str, Any]]:
+    status = HTTPStatus.SERVICE_UNAVAILABLE
+    return status, {
         "success": False,  # as in the replies to control requests
         "message": error.message,
         "error": {
             "message": error.message,
             "type": ERROR_TYPE,
             "param": None,
-            "code": int(HTTPStatus.SERVICE_UNAVAILABLE),
+            "code": int(status),
             "tags": _in_order(error.tags),
         },
     }
 
 
-def _in_order(tags: Sequence[str] | frozenset[str]) -> list[str]:
+def _in_order(tags: Collection[str]) -> list[str]:
     return [tag for tag in RELEASE_ORDER if tag in tags]
 
 

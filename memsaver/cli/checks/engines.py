@@ -50,7 +50,7 @@ def _sglang_plugin() -> list[Finding]:
         on, preloading = sglang_settings.is_on(), sglang_settings.is_preloading()
         when_asleep = sglang_settings.policy().when_asleep
         sglang_settings.updates_are_checked(), sglang_settings.suspends_nccl()
-        sglang_settings.backup()
+        sglang_settings.backup(), sglang_settings.releases_unguarded()
     except ConfigError as error:
         return [bad(name, str(error), "correct it, or unset it")]
     listed = os.environ.get("SGLANG_PLUGINS")

@@ -16,7 +16,6 @@ import memsaver
 from memsaver.integrations.engine import moves
 from memsaver.integrations.engine.errors import EngineAsleepError
 from memsaver.integrations.engine.refusals import asleep_in, asleep_text
-from memsaver.integrations.sglang import hooks
 
 
 @pytest.fixture(params=["0.5.23", "0.5.12"])
@@ -327,22 +326,6 @@ def test_a_scheduler_without_a_memory_saver_has_no_guard(sglang):
 
     scheduler = sglang.Scheduler(sglang.Updater, saver=Disabled())
     assert scheduler._request_dispatcher == scheduler._dispatch
-
-
-def test_an_unexpected_scheduler_is_logged_and_starts(sglang, monkeypatch, caplog):
-    io_struct = __import__("sglang.srt.managers.io_struct", fromlist=["_"])
-    monkeypatch.delattr(io_struct, "AbortReq")
-    with caplog.at_level(logging.ERROR, "memsaver.sglang"):
-        scheduler = sglang.Scheduler(sglang.Updater)
-    assert "cannot protect a sleeping engine from requests" in caplog.text
-    assert scheduler._request_dispatcher == scheduler._dispatch
-    assert "memsaver" not in state_of(scheduler)  # a controller sees an unprotected engine
-
-
-def test_a_scheduler_without_the_guards_place_reports_no_state(engine, monkeypatch):
-    assert "memsaver" in state_of(engine)
-    monkeypatch.setattr(hooks, "lacks_guard", lambda: True)
-    assert "memsaver" not in state_of(engine)
 
 
 @pytest.mark.usefixtures("waking")

@@ -12,6 +12,7 @@ import sleeping_manager
 from sleeping_manager import BOTH, GenerateReqInput, Manager, change, outputs
 
 from memsaver.integrations.engine.errors import EngineAsleepError
+from memsaver.integrations.engine.http.asleep_answers import AsleepAnswers
 from memsaver.integrations.engine.refusals import asleep_text
 from memsaver.integrations.sglang import admissions, http_answers
 
@@ -39,11 +40,12 @@ class Server:
         path = scope["path"]
         if path == "/raises":
             await outputs(self.manager, GenerateReqInput("a"))
-        elif path == "/catches":
+        elif path in ("/catches", "/health_generate"):
+            is_probe = path == "/health_generate"
             try:
-                await outputs(self.manager, GenerateReqInput("a"))
+                await outputs(self.manager, GenerateReqInput("HEALTH_CHECK" if is_probe else "a"))
             except Exception:
-                await self._answer(send, 500, [b"an error without tags"])
+                await self._answer(send, 200 if is_probe else 500, [b"an error without tags"])
                 return
         elif path == "/stream":
             await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -89,6 +91,45 @@ async def test_every_endpoint_refuses_with_status_503_and_the_tags(path):
     assert answer["success"] is False and "asleep" in answer["message"]
     await change(server.manager, "resume")
     assert (await server.get(path))[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/raises", "/catches", "/stream", "/health_generate"])
+async def test_a_request_that_a_release_in_progress_overtakes_is_refused(path):
+    """The server records a release only after the schedulers have answered it."""
+    server = Server(Manager())
+    server.manager.between = lambda: server.manager.tags.update(BOTH)
+    status, body = await server.get(path)
+    answer = json.loads(body)
+    found = answer if path == "/health_generate" else answer["error"]
+    assert status == 503 and found["tags"] == list(BOTH)
+    assert ("error" in answer) == (path != "/health_generate")
+
+
+@pytest.mark.parametrize("error", [None, ConnectionResetError("the client disconnected")])
+async def test_an_awake_server_sends_each_part_at_once(error):
+    sent = []
+
+    async def serve(scope, receive, send):
+        assert receive is client
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for part in (b"a", b"b"):
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+            assert sent[-1] == part
+        if error is not None:
+            raise error
+
+    async def send(message):
+        sent.append(message.get("body", message.get("status")))
+
+    async def client():
+        return {"type": "http.disconnect"}
+
+    admission = admissions.admission_of(Manager())
+    app = AsleepAnswers(serve, lambda: admission, lambda: False, ())
+    raised = contextlib.nullcontext() if error is None else pytest.raises(type(error))
+    with raised:
+        await app({"type": "http", "path": "/stream"}, client, send)
+    assert sent == [200, b"a", b"b"]
 
 
 @pytest.mark.parametrize("path", ["/raises", "/stream"])
@@ -153,6 +194,7 @@ async def test_health_reports_a_sleeping_engine_without_generating(policy, when,
     policy(when)
     server = Server(Manager())
     assert await server.get(path) == (200, b"fine")
+    server.manager.sent.clear()
     await change(server.manager, "release")
     found, body = await server.get(path)
     assert found == status and json.loads(body) == {"status": "asleep", "tags": list(BOTH)}

@@ -10,7 +10,7 @@ from fake_sglang import messages
 from scheduler_calls import ask, states
 
 from memsaver.integrations.sglang import hooks
-from memsaver.integrations.sglang.guard import Guard
+from memsaver.integrations.sglang.guard import FAILED, Guard
 from memsaver.integrations.sglang.idle_sleep import IdleRelease, IdleSleep, install, with_handler
 
 GENERATION = messages.TokenizedGenerateReqInput("a")
@@ -149,13 +149,12 @@ def test_an_engine_without_a_guard_does_not_sleep(sleeper, monkeypatch, clock):
     assert advance(clock, sleeper.input_blocker, 20) == []
 
 
-@pytest.mark.parametrize("lacks_guard, kind", [(False, IdleSleep), (True, type(None))])
+@pytest.mark.parametrize("reason, kind", [(None, IdleSleep), ("not found", type(None))])
 @pytest.mark.usefixtures("waking")
-def test_an_engine_without_the_guards_place_does_not_sleep(
-    monkeypatch, scheduler, lacks_guard, kind
-):
+def test_an_engine_without_the_guards_place_does_not_sleep(monkeypatch, scheduler, reason, kind):
     monkeypatch.setenv("MEMSAVER_SGLANG_SLEEP_AFTER", "5")
-    monkeypatch.setattr(hooks, "lacks_guard", lambda: lacks_guard)
+    if reason is not None:
+        monkeypatch.setattr(type(scheduler), FAILED, reason, raising=False)
     scheduler.memory_saver_adapter = types.SimpleNamespace(enabled=True)
     scheduler.input_blocker = None
     place = f"{hooks._SCHEDULER}.init_watch_dog_memory_saver_input_blocker"

@@ -122,7 +122,12 @@ def test_a_plugin_that_is_turned_off_does_nothing(run_sglang, scenario, env):
 
 @pytest.mark.parametrize(
     "name",
-    ["MEMSAVER_SGLANG", "MEMSAVER_SGLANG_CHECK_UPDATES", "MEMSAVER_SGLANG_SUSPEND_NCCL"],
+    [
+        "MEMSAVER_SGLANG",
+        "MEMSAVER_SGLANG_CHECK_UPDATES",
+        "MEMSAVER_SGLANG_SUSPEND_NCCL",
+        "MEMSAVER_SGLANG_UNGUARDED",
+    ],
 )
 def test_an_invalid_flag(run_sglang, name):
     seen, log = run_sglang(SCENARIOS["scheduler"], status=1, **{name: "perhaps"})

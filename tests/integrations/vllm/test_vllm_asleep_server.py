@@ -53,6 +53,24 @@ assert status == 503 and json.loads(body)["error"]["tags"] == list(BOTH)
     )
 
 
+def test_a_request_that_a_release_in_progress_overtakes_has_status_503_and_the_tags(asleep):
+    """The server records a release only after the engine core has answered it."""
+    asleep(
+        """
+server = Server(engine)
+await engine.engine_core.call_utility_async("sleep", 1, "abort")
+for path in (
+    ("/v1/completions", {"prompt": PROMPT}),
+    ("/v1/completions", {"prompt": PROMPT, "stream": True}),
+    ("/v1/load_lora_adapter", {}),
+):
+    admission_of(engine).learn(())
+    status, body = await server.call(*path)
+    assert status == 503 and json.loads(body)["error"]["tags"] == list(BOTH), (path, status, body)
+"""
+    )
+
+
 def test_a_client_that_disconnects_no_longer_waits(asleep):
     asleep(
         """
