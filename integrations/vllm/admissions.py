@@ -22,7 +22,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Iterator
 from typing import Any
 
@@ -38,6 +37,7 @@ from . import settings
 from .calls import MODEL, Need
 from .control_hooks import ControlHooks
 from .cores import Memory, alive, error_from, memory_of_async, rpc_on_all_cores
+from .logs import logger
 from .protocol import CORE_CALLS
 
 __all__ = [
@@ -55,7 +55,6 @@ __all__ = [
 ]
 
 _ATTRIBUTE = "_memsaver_admission"  # of an engine
-_logger = logging.getLogger("memsaver.vllm")
 
 
 class VllmAdmission(Admission):
@@ -98,7 +97,7 @@ class Cores:
         """See `Sleeper`."""
         engine = self._engine
         before: frozenset[str] = vars(engine)[_ATTRIBUTE].released
-        _logger.info("a request wakes the engine: resuming %s", ", ".join(tags))
+        logger.info("a request wakes the engine: resuming %s", ", ".join(tags))
         try:
             # With data parallelism, the cores' own tags may differ: None resumes all of them.
             await self._wake(None if before <= set(tags) else list(tags))
@@ -116,7 +115,7 @@ class Cores:
 class _AsyncCores(Cores):
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
-        self._query = SharedQuery(lambda: memory_of_async(engine.engine_core), _logger)
+        self._query = SharedQuery(lambda: memory_of_async(engine.engine_core), logger)
 
     async def released(self) -> frozenset[str] | None:
         if self._engine.errored:

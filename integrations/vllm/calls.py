@@ -23,6 +23,7 @@ from .protocol import (
 
 __all__ = [
     "CHANGES",
+    "DIRECT",
     "FINISH",
     "MODEL",
     "RELOAD",
@@ -38,7 +39,10 @@ __all__ = [
 
 MODEL = frozenset({KV_CACHE, WEIGHTS})
 _WEIGHTS = frozenset({WEIGHTS})
-CHANGES = (RELEASE, RESUME)  # memsaver's own calls that release or resume memory
+# Calls through collective_rpc that release or resume memory: vLLM's methods of the workers, and
+# memsaver's own calls.
+DIRECT = ("sleep", "wake_up", "discard")
+CHANGES = (*DIRECT, RELEASE, RESUME)
 # vLLM's own calls that begin or end a weight update.
 START, START_DRAFT = "start_weight_update", "start_draft_weight_update"
 FINISH, RELOAD = "finish_weight_update", "reload_weights"
@@ -106,7 +110,6 @@ _HARMLESS = frozenset(
         *WORKER_CALLS,
         "annotate_profile",
         "check_health",
-        "discard",
         "get_cache_block_size_bytes",
         "get_encoder_timing_stats",
         "get_kv_cache_spec",
@@ -117,14 +120,12 @@ _HARMLESS = frozenset(
         "reset_encoder_cache",
         "reset_mm_cache",
         "shutdown_weight_transfer_engine",
-        "sleep",
         "supports_draft_weight_updates",
         "synchronize_device",
         "update_config",
         "update_max_model_len",
         VERSION,
         "vocab_size",
-        "wake_up",
     }
 )
 

@@ -22,14 +22,16 @@ from typing import Any
 
 from memsaver.errors import ConfigError, InvalidStateError, MemsaverError
 
-from ..engine.errors import EngineBusyError
 from ..engine.loops import settle
 from ..engine.messages import Answer, Failure, SchedulerState
 from ..engine.tags import GRAPH, KV_CACHE, RELEASE_ORDER, WEIGHTS, check_known
 from ..engine.weights.checks import RankCheck, is_good
-from .calls import UPDATE_CALLS, is_known
+from . import direct_calls
+from .calls import DIRECT, UPDATE_CALLS, is_known
+from .direct_calls import check_idle, is_idle, set_asleep
 from .guard import guard_of
-from .local import MARK, arguments_of
+from .link import without_sleep_mode
+from .local import MARK, arguments_of, sleep_mode_of
 from .protocol import (
     END,
     INFO,
@@ -75,6 +77,8 @@ def install(core: Any) -> None:
             call = functools.partial(original, self, method, timeout, args, kwargs)
             if not is_known(method):
                 return guard_of(self).run_unknown(method, call)
+            if method in DIRECT:
+                return direct_calls.run(self, method, args, kwargs or {}, call)
             result = call()
             if method in UPDATE_CALLS:
                 guard_of(self).updated(method)
@@ -127,7 +131,7 @@ def _state_of(core: Any, *, measures: bool = False) -> SchedulerState:
         held = {report.rank: report.held for report in reports if report.held}
         ranks = [replace(report, held=held.get(report.rank, {})) for report in last.ranks]
         last = replace(last, ranks=tuple(ranks))
-    return replace(states[0], released=released, idle=_is_idle(core), last=last)
+    return replace(states[0], released=released, idle=is_idle(core), last=last)
 
 
 def _full(released: Collection[str]) -> tuple[str, ...]:
@@ -136,30 +140,19 @@ def _full(released: Collection[str]) -> tuple[str, ...]:
     return tuple(tag for tag in RELEASE_ORDER if tag in found)
 
 
-def _is_idle(core: Any) -> bool:
-    """Return True if no request uses memory or is about to use memory.
-
-    Requests that a pause holds do not count.
-    """
-    if core.scheduler.running or getattr(core, "batch_queue", None):
-        return False
-    return bool(core.is_scheduler_paused() or not core.scheduler.has_unfinished_requests())
-
-
 def _release(core: Any, tags: Sequence[str], level: int, keep_weights: bool = True) -> Any:
     if not keep_weights and not guard_of(core).has_draft:
         level = 2
 
     def work(state: SchedulerState) -> Any:
+        if not sleep_mode_of(core.vllm_config):
+            raise without_sleep_mode()
         if hasattr(core, "dp_group"):
             raise ConfigError(
                 "the replicas of a mixture of experts can only pause together, so their memory "
                 "cannot be released by this call: use vLLM's own sleep() and wake_up()"
             )
-        if not _is_idle(core):
-            raise EngineBusyError(
-                "the engine has requests in flight, and memory that they use cannot be released"
-            )
+        check_idle(core)
         if not set(tags).isdisjoint(state.held):
             raise InvalidStateError(
                 f"{', '.join(state.held)} cannot be released on the ranks that still have the "
@@ -180,8 +173,8 @@ def _release(core: Any, tags: Sequence[str], level: int, keep_weights: bool = Tr
         guard = guard_of(core)
         if not guard.is_ours:
             raise ConfigError(
-                f"{', '.join(tags)} cannot be released: the memory of the engine's workers is not "
-                "memsaver's (start the engine with enable_sleep_mode=True)"
+                f"vLLM's own allocator cannot release {', '.join(tags)} alone: release the weights "
+                "and the KV cache together"
             )
         return guard.sleep(lambda: _release_part(core, part, level), level)
 
@@ -201,9 +194,7 @@ def _release_part(core: Any, tags: Sequence[str], level: int) -> Any:
     def release(_: Any) -> None:
         executor = core.model_executor
         executor.collective_rpc(RELEASE_PART, args=(list(tags), level))
-        executor.sleeping_tags = {*executor.sleeping_tags, *set(tags).intersection(_SLEEPING)}
-        if not isinstance(getattr(type(executor), "is_sleeping", None), property):  # vLLM 0.26
-            executor.is_sleeping = bool(executor.sleeping_tags)
+        set_asleep(executor, {*executor.sleeping_tags, *set(tags).intersection(_SLEEPING)})
         if not executor.sleeping_tags and not was_paused:  # the graphs alone
             core.resume_scheduler()
 
@@ -341,7 +332,7 @@ def _end(core: Any, complete: bool = False) -> Any:
     rows = core.model_executor.collective_rpc(END)
     if complete and is_good([RankCheck.from_fields(row) for row in rows[0]]):
         guard_of(core).loaded()
-    if _is_idle(core):
+    if is_idle(core):
         core.reset_encoder_cache()
     return rows[0]
 

@@ -8,18 +8,17 @@ uses this allocator.
 from __future__ import annotations
 
 import functools
-import logging
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from ..engine import hooking
+from .logs import logger
 from .worker import installed_allocator
 
 __all__ = ["install"]
 
 _PARALLEL = "vllm.distributed.parallel_state"
-_logger = logging.getLogger("memsaver.vllm")
 
 
 def install(platform: Any) -> None:
@@ -55,7 +54,7 @@ def _are_registered() -> bool:
 
 @functools.cache
 def _log_once() -> None:
-    _logger.warning(
+    logger.warning(
         "MEMSAVER_VLLM_GRAPHS has no effect: vLLM's custom all-reduce exports the memory of CUDA "
         "graphs to other ranks; start vLLM with disable_custom_all_reduce to release that memory"
     )

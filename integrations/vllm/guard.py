@@ -26,7 +26,6 @@ from __future__ import annotations
 import functools
 import importlib
 import json
-import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -37,6 +36,7 @@ from ..engine.tags import WEIGHTS
 from . import settings
 from .calls import FINISH, MODEL, RELOAD, START, check_level, need_of
 from .idle_sleep import IdleRelease, IdleSleep
+from .logs import logger
 from .protocol import RANK_STATE
 from .rewritten import has_draft
 from .worker import installed_allocator
@@ -47,7 +47,6 @@ _GUARD = "_memsaver_guard"  # an attribute of an engine core
 _RESUME_SCHEDULER = "resume_scheduler"
 _NOT_BEGUN = ("WAITING", "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR")  # statuses of requests
 _MOST_LINES = 20  # about unknown methods
-_logger = logging.getLogger("memsaver.vllm")
 
 
 def guard_of(core: Any) -> Guard:
@@ -266,7 +265,7 @@ class Guard:
             try:
                 self._admit(request, dispatch)
             except Exception as error:
-                _logger.error("a held request failed", exc_info=error)
+                logger.error("a held request failed", exc_info=error)
                 self._refuse(request, self.released or MODEL, f"it failed: {error}")
 
     def _admit(self, request: Any, dispatch: Callable[[], None]) -> None:
@@ -330,7 +329,7 @@ class Guard:
     def _report(self, name: str, tags: str) -> None:
         if name not in self._unknown and len(self._unknown) < _MOST_LINES:
             self._unknown.add(name)
-            _logger.warning(
+            logger.warning(
                 "a collective_rpc runs %s while %s are released: memsaver does not know which "
                 "memory it uses, and an access to released memory ends the engine, so wake the "
                 "tags that it uses first; later calls of it are not logged",
@@ -367,7 +366,7 @@ class Guard:
             self._answer(client, number, text)
             return True
         if method == _RESUME_SCHEDULER and released:
-            _logger.warning(
+            logger.warning(
                 "generation continues after a wake-up of %s, which are released",
                 ", ".join(sorted(released)),
             )
@@ -388,6 +387,6 @@ class Guard:
     def _log(self, what: str, text: str) -> None:
         if what not in self._logged:
             self._logged.add(what)
-            _logger.warning(
+            logger.warning(
                 "a request is refused: %s; later refusals are not logged until a wake-up", text
             )

@@ -9,7 +9,6 @@ their memory.
 
 from __future__ import annotations
 
-import logging
 import queue
 import time
 from collections.abc import Callable
@@ -17,12 +16,12 @@ from typing import Any
 
 from ..engine.idle import IdleTimer
 from .calls import is_query
+from .logs import logger
 
 __all__ = ["IdleRelease", "IdleSleep"]
 
 _LEVEL = 1  # the weights are saved
 _QUEUE = "input_queue"  # an attribute of an engine core
-_logger = logging.getLogger("memsaver.vllm")
 
 
 class IdleRelease:
@@ -54,13 +53,13 @@ class IdleSleep:
         if not seconds or not core.vllm_config.model_config.enable_sleep_mode:
             return None
         if not hasattr(core, _QUEUE):
-            _logger.error(
+            logger.error(
                 "memsaver does not release the memory of an idle engine that runs in the process "
                 "of its caller: set VLLM_ENABLE_V1_MULTIPROCESSING=1"
             )
             return None
         if hasattr(core, "dp_group"):
-            _logger.error(
+            logger.error(
                 "memsaver does not release the memory of an idle data-parallel engine whose model "
                 "has experts, because its ranks can only sleep together"
             )
@@ -106,10 +105,10 @@ class IdleSleep:
             # Not `core.sleep`, because it clears the caches of multi-modal inputs, and the clients
             # have the corresponding caches.
             if core.pause_scheduler("abort", False) is None and core.reset_prefix_cache():
-                _logger.info("the engine is idle: releasing its memory")
+                logger.info("the engine is idle: releasing its memory")
                 core.model_executor.sleep(_LEVEL)
         except Exception as error:
-            _logger.warning("the idle engine keeps its memory: %s", error)
+            logger.warning("the idle engine keeps its memory: %s", error)
         finally:
             if not core.model_executor.is_sleeping:
                 core.resume_scheduler()

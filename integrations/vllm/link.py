@@ -21,7 +21,7 @@ from ..engine.messages import Answer, SchedulerState, error_of
 from ..engine.tags import GRAPH, KV_CACHE, WEIGHTS
 from .protocol import INFO, RELEASE, RESUME, STATE
 
-__all__ = ["Link"]
+__all__ = ["Link", "without_sleep_mode"]
 
 _LEAST_SECONDS = 1.0  # seconds for a call that follows another call
 
@@ -58,8 +58,12 @@ class Link(abc.ABC):
                 f"without memsaver's plugin, vLLM cannot release {', '.join(tags)} alone: release "
                 "the weights and the KV cache together, or install the plugin"
             )
+        deadline = time.monotonic() + timeout
+        if not self.has_sleep_mode(timeout):
+            raise without_sleep_mode()
         level = self.level if keep_weights else 2
-        self.call("sleep", {"level": level, "mode": "abort"}, timeout)
+        left = max(_LEAST_SECONDS, deadline - time.monotonic())
+        self.call("sleep", {"level": level, "mode": "abort"}, left)
         return []
 
     def resume(
@@ -151,6 +155,13 @@ class Link(abc.ABC):
         """
 
     @abc.abstractmethod
+    def has_sleep_mode(self, timeout: float) -> bool:
+        """Return False if an engine without the plugin was started without sleep mode.
+
+        vLLM's sleep pauses such an engine, releases no memory, and raises no error.
+        """
+
+    @abc.abstractmethod
     def plain_arguments(self, timeout: float) -> dict[str, Any]:
         """Return the result of `arguments` for an engine without the plugin."""
 
@@ -165,6 +176,14 @@ class Link(abc.ABC):
     def death(self) -> str:
         """See `Backend`."""
         return ""
+
+
+def without_sleep_mode() -> ConfigError:
+    """Return the error for a release of an engine that was started without sleep mode."""
+    return ConfigError(
+        "the engine was started without sleep mode, so its memory cannot be released: start it "
+        "with enable_sleep_mode=True (option --enable-sleep-mode of a server)"
+    )
 
 
 def _kept(keep_weights: bool) -> list[bool]:

@@ -13,7 +13,7 @@ from ..engine.errors import EngineDiedError
 from ..engine.processes import death_among
 from .link import Link
 
-__all__ = ["ERRORS", "MARK", "Local", "arguments_of", "has_plugin"]
+__all__ = ["ERRORS", "MARK", "Local", "arguments_of", "has_plugin", "sleep_mode_of"]
 
 # memsaver's error for each of vLLM's errors.
 ERRORS: dict[str, type[MemsaverError]] = {
@@ -44,10 +44,15 @@ def arguments_of(config: Any, weight_version: str | None = None) -> dict[str, An
         "pp_size": int(ranks.pipeline_parallel_size),
         "dp_size": int(ranks.data_parallel_size),
         "skip_tokenizer_init": bool(model.skip_tokenizer_init),
-        "enable_sleep_mode": bool(model.enable_sleep_mode),
+        "enable_sleep_mode": sleep_mode_of(config),
         "version": version,
         "weight_version": weight_version,
     }
+
+
+def sleep_mode_of(config: Any) -> bool:
+    """Return whether an engine with this `VllmConfig` was started with sleep mode."""
+    return bool(config.model_config.enable_sleep_mode)
 
 
 class Local(Link):
@@ -80,6 +85,10 @@ class Local(Link):
         """See `Link`."""
         call = self._engine.collective_rpc
         return list(self.run(method, lambda: call(method, timeout, tuple(arguments)), timeout))
+
+    def has_sleep_mode(self, timeout: float) -> bool:
+        """See `Link`."""
+        return sleep_mode_of(self._engine.vllm_config)
 
     def plain_arguments(self, timeout: float) -> dict[str, Any]:
         """See `Link`."""

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -53,6 +52,7 @@ from . import (
     worker,
 )
 from .allocator import MemsaverAllocator
+from .logs import logger
 
 __all__ = ["load_plugin"]
 
@@ -63,7 +63,6 @@ _PLATFORM = "vllm.platforms.interface"
 _RAY = "vllm.ray.ray_env"
 _NCCL = "NCCL_GRAPH_REGISTER"
 Install = Callable[[Any], None]
-_logger = logging.getLogger("memsaver.vllm")
 
 
 def load_plugin() -> None:
@@ -72,15 +71,15 @@ def load_plugin() -> None:
     try:
         if not settings.is_on():
             return
-        settings.policy()
-        graphs_too = settings.graphs_are_pausable()
+        settings.check()
     except ConfigError as error:
-        _logger.error("memsaver is not active: %s", error)
+        logger.error("memsaver is not active: %s", error)
         return
     refusal = versions.refusal(_version())
     if refusal is not None:
-        when_imported(worker.CUMEM, lambda _: _logger.warning("%s", refusal))
+        when_imported(worker.CUMEM, lambda _: logger.warning("%s", refusal))
         return
+    graphs_too = settings.graphs_are_pausable()
     if graphs_too:
         # A resume maps new pages at a graph's addresses, but collectives that NCCL registered
         # during the capture would still use the old pages.
@@ -125,7 +124,7 @@ def _guarded(installs: Sequence[Install]) -> Install:
             try:
                 install(module)
             except Exception:
-                _logger.exception(
+                logger.exception(
                     "memsaver is not fully active: %s of vLLM %s does not have the expected "
                     "interface",
                     module.__name__,
@@ -170,14 +169,14 @@ def _start() -> None:
             f"vLLM requests its sleep mode allocator, but memsaver cannot work here: {error}. Set "
             "MEMSAVER_VLLM=0 to use vLLM without memsaver"
         ) from error
-    _logger.info(
+    logger.info(
         "memsaver %s is vLLM's sleep mode allocator in process %d (%s CUDA graphs)",
         memsaver.__version__,
         os.getpid(),
         "with" if settings.graphs_are_pausable() else "without",
     )
     if _C.option("poison") == "on":
-        _logger.warning(
+        logger.warning(
             "memsaver's option poison is on (MEMSAVER_POISON): the KV cache contains NaN after a "
             "wake-up, and vLLM may generate nonsense; turn it off"
         )

@@ -9,7 +9,6 @@ contents.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import memsaver
@@ -18,12 +17,12 @@ from memsaver._transitions.parts import names_of
 
 from ..engine.tags import WEIGHTS
 from .allocator import MemsaverAllocator
+from .logs import logger
 
 __all__ = ["has_draft", "save_buffers"]
 
 _SAVED = "_sleep_saved_buffers"  # an attribute of vLLM's worker
 _PRESERVED = "sleep_preserve_parameter_names"  # since vLLM 0.31
-_logger = logging.getLogger("memsaver.vllm")
 
 
 def has_draft(worker: Any) -> bool:
@@ -50,7 +49,7 @@ def save_buffers(worker: Any, allocator: MemsaverAllocator) -> bool:
             return False
         setattr(worker, _SAVED, _saved_buffers(worker.model_runner.model))
     except Exception as error:
-        _logger.info("a wake-up restores weights that are about to be rewritten: %s", error)
+        logger.info("a wake-up restores weights that are about to be rewritten: %s", error)
         return False
     return True
 

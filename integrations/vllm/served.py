@@ -88,11 +88,24 @@ class ServedEngine(served.ServedEngine, Link):
             return None
         return Fields(parsed(text, "the server's answer"), "the server's answer").flag("success")
 
-    def plain_arguments(self, timeout: float) -> dict[str, Any]:
-        """See `Link`."""
+    def has_sleep_mode(self, timeout: float) -> bool:
+        """See `Link`. True if the server's answer does not contain this information."""
+        try:
+            config = self._config(timeout)
+        except EngineError as error:
+            if not error.http_status:
+                raise
+            return True
+        return _part(config, "model_config").get("enable_sleep_mode") is not False
+
+    def _config(self, timeout: float) -> dict[str, Any]:
         text = self._client.get("/server_info?config_format=json", timeout)
         # No message quotes the answer, because a server's arguments may contain keys.
-        config = _part(parsed(text, "the server's information"), "vllm_config")
+        return _part(parsed(text, "the server's information"), "vllm_config")
+
+    def plain_arguments(self, timeout: float) -> dict[str, Any]:
+        """See `Link`."""
+        config = self._config(timeout)
         ranks = _part(config, "parallel_config")
         if not ranks:
             raise EngineError(

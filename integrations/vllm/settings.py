@@ -28,6 +28,7 @@ from ..engine import variables
 
 __all__ = [
     "backup",
+    "check",
     "fix_policy",
     "graphs_are_pausable",
     "is_on",
@@ -54,3 +55,10 @@ def is_on() -> bool:
 def graphs_are_pausable() -> bool:
     """Return whether CUDA graphs are captured into pausable memory. Raises like `is_on`."""
     return variables.flag("MEMSAVER_VLLM_GRAPHS", False)
+
+
+def check() -> None:
+    """Raise `ConfigError` if a variable other than MEMSAVER_VLLM is invalid."""
+    policy()
+    backup()
+    graphs_are_pausable()

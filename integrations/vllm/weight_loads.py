@@ -18,7 +18,6 @@ into the model's memory, and the contents are compared with the received tensors
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 from collections.abc import Callable, Iterable
@@ -38,6 +37,7 @@ from ..engine.weights.load_check import LoadCheck
 from ..engine.weights.payloads import named_tensors
 from ..engine.weights.writes import Named
 from .executor_ranks import group_of as ranks_of
+from .logs import logger
 from .protocol import BEGIN, END, JOIN, LEAVE, LOAD, Coming, group_of
 from .reload import LayerwiseReload, is_converted
 from .worker import installed_allocator
@@ -46,7 +46,6 @@ __all__ = ["install"]
 
 _UPDATE, _GROUPS = "_memsaver_update", "_memsaver_groups"  # attributes of a worker
 _CONVERTED = "vLLM converts this model's weights after loading, so they differ from those sent"
-_logger = logging.getLogger("memsaver.vllm")
 
 Rows = list[dict[str, Any]]
 
@@ -103,7 +102,7 @@ def _load(worker: Any, fields: dict[str, Any]) -> Rows:
         return {"arrived": not check.is_damaged(tensors)}
 
     def not_arrived(error: BaseException) -> dict[str, Any]:
-        _logger.error("new weights did not arrive", exc_info=error)
+        logger.error("new weights did not arrive", exc_info=error)
         check.fail(error)
         return {"arrived": False}
 
@@ -115,7 +114,7 @@ def _load(worker: Any, fields: dict[str, Any]) -> Rows:
             if all(row["arrived"] for row in arrived):
                 _update_of(worker).load(check, tensors, coming)
         except Exception as error:
-            _logger.exception("a weight update failed")
+            logger.exception("a weight update failed")
             check.fail(error)
         check.synchronize()
         return asdict(check.found())
@@ -292,7 +291,7 @@ def _on_all_ranks(worker: Any, work: Callable[[], None]) -> Rows:
         return asdict(RankCheck(group.rank, socket.gethostname(), os.getpid()))
 
     def failed(error: BaseException) -> dict[str, Any]:
-        _logger.error("a memsaver call failed", exc_info=error)
+        logger.error("a memsaver call failed", exc_info=error)
         return asdict(_failed(group.rank, error))
 
     return group.collect(done, failed)

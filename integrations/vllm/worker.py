@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -40,6 +39,7 @@ from . import settings
 from .allocator import DEFERRABLE, MemsaverAllocator
 from .executor_ranks import group_of
 from .kept import keeps_cache_state, restores_draft, saves_draft
+from .logs import logger
 from .protocol import RELEASE_PART, WAKE_REWRITTEN
 from .reload import domain_of
 from .rewritten import save_buffers
@@ -58,7 +58,6 @@ _UNDO_NOTHING = {
 }
 # Executors that run one rank each, so that every rank raises.
 _OF_ONE_RANK = ("external_launcher", "uni")
-_logger = logging.getLogger("memsaver.vllm")
 
 
 def install(worker: Any) -> None:
@@ -172,7 +171,7 @@ def _measured(ranks: Sequence[RankReport], own: int) -> tuple[RankReport, ...]:
     try:
         found = held.measure(device, [*of_torch(device), *of_groups("vllm", _PARALLEL)])
     except Exception as error:
-        _logger.warning("the memory that is still in use is unknown: %s", error)
+        logger.warning("the memory that is still in use is unknown: %s", error)
         return tuple(ranks)
     return tuple(replace(one, held=found) if one.rank == own else one for one in ranks)
 
@@ -206,7 +205,7 @@ def _hooked(
         if answer.failure is None:
             return
         if operation == "release" and first_failure(step.undone):
-            _logger.error("%s", answer.failure.message)
+            logger.error("%s", answer.failure.message)
         elif group.rank == group.size - 1 or _runs_one_rank(worker):
             raise raisable(answer.failure)
 
@@ -218,7 +217,7 @@ def _wake(worker: Any, wake_up: Callable[..., None], tags: list[str]) -> None:
     try:
         wake_up(worker, tags)
     except Exception as error:
-        _logger.warning("the worker's part of a sleep could not be undone: %s", error)
+        logger.warning("the worker's part of a sleep could not be undone: %s", error)
 
 
 def _answer(

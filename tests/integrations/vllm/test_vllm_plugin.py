@@ -45,6 +45,13 @@ def test_an_engine_sleeps_and_wakes_up_through_memsaver(run_vllm, processes, ver
     run_vllm(START + CYCLES, VLLM_FAKE_VERSION=version, **PROCESSES[processes])
 
 
+@pytest.mark.parametrize("processes", PROCESSES)
+def test_vllms_log_shows_once_that_memsaver_is_used(run_vllm, processes):
+    """Only vLLM's own logger has a handler, and the root logger's level is WARNING."""
+    done = run_vllm(f"{START}\nllm.sleep()\nllm.shutdown()", **PROCESSES[processes])
+    assert done.stderr.count("is vLLM's sleep mode allocator in process") == 1
+
+
 @pytest.mark.each_python
 def test_without_sleep_mode_no_driver_is_opened(run_vllm):
     run_vllm(
@@ -79,6 +86,8 @@ assert not hasattr(Worker, "memsaver_state")
         ({"VLLM_PLUGINS": "others"}, ""),
         ({"MEMSAVER_VLLM": "perhaps"}, "MEMSAVER_VLLM='perhaps' is not a flag"),
         ({"MEMSAVER_VLLM_ASLEEP": "never"}, "MEMSAVER_VLLM_ASLEEP='never' must be one of"),
+        ({"MEMSAVER_VLLM_BACKUP": "bogus"}, "MEMSAVER_VLLM_BACKUP='bogus' is not a place for"),
+        ({"MEMSAVER_VLLM_GRAPHS": "all"}, "MEMSAVER_VLLM_GRAPHS='all' is not a flag"),
         ({"VLLM_FAKE_VERSION": "0.99.0"}, "memsaver was not tested with vLLM 0.99.0"),
     ],
 )

@@ -88,6 +88,11 @@ def test_an_engine_without_the_plugin_sleeps_as_vllm_does(run):
     assert control.status is Status.WEIGHTS_ONLY and llm.llm_engine.is_sleeping()
     control.wake_up()
     assert control.status is Status.AWAKE and not llm.llm_engine.is_sleeping()
+    describe, server.on_server_info = server.on_server_info, None  # as another version might
+    control.sleep()
+    assert llm.llm_engine.is_sleeping()
+    control.wake_up()
+    server.on_server_info = describe
     backend = backend_of(server.url)
     assert backend.tp_size == 1
     with pytest.raises(ConfigError, match="lacks memsaver's plugin"):

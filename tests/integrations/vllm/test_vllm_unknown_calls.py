@@ -11,7 +11,7 @@ class Lines(logging.Handler):
         lines.append(record.getMessage())
 
 lines = []
-logging.getLogger("memsaver.vllm").addHandler(Lines(logging.WARNING))
+logging.getLogger("vllm.memsaver").addHandler(Lines(logging.WARNING))
 llm = LLM("tiny", enable_sleep_mode=True)
 first = llm.generate(PROMPTS)
 

@@ -1,0 +1,88 @@
+"""Record releases and wake-ups by workers' methods that a client calls through collective_rpc.
+
+vLLM's executor records the tags that its own `sleep`, `wake_up` and `discard` release or map. The
+guard and later wake-ups rely on this record. The workers have methods with the same names, and a
+client's call of these methods bypasses the record: the next request would use released memory, and
+a wake-up would ignore this memory. In this module, such a call updates the record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from ..engine.errors import EngineBusyError
+from .calls import MODEL
+from .guard import guard_of
+from .protocol import RANK_STATE
+
+__all__ = ["check_idle", "is_idle", "run", "set_asleep"]
+
+
+def run(
+    core: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[[], Any]
+) -> Any:
+    """Run a call of one of `calls.DIRECT`, and record the memory that is released afterwards.
+
+    Args:
+        core: the engine core.
+        method: the name of the workers' method.
+        args: the method's arguments.
+        kwargs: the method's keyword arguments.
+        call: the function that makes the call.
+
+    Raises:
+        EngineBusyError: see `check_idle`.
+    """
+    guard = guard_of(core)
+    if not guard.is_ours:
+        return call()
+    if method == "wake_up":
+        result = call()
+        _record(core)
+        if not core.model_executor.sleeping_tags:
+            core.resume_scheduler()  # as vLLM's own wake-up does
+        guard.woken()
+        return result
+    check_idle(core)
+    results = []
+
+    def release() -> None:
+        results.append(call())
+        _record(core)
+        core.reset_prefix_cache()
+
+    level = 2 if method == "discard" else [*args, *kwargs.values(), 1][0]
+    guard.sleep(release, level)
+    return results[0]
+
+
+def _record(core: Any) -> None:
+    states = core.model_executor.collective_rpc(RANK_STATE)
+    released = {tag for state in states for tag in state["released"]}
+    set_asleep(core.model_executor, MODEL & released)
+
+
+def set_asleep(executor: Any, tags: Collection[str]) -> None:
+    """Record these tags, and no others, as asleep in vLLM's executor."""
+    executor.sleeping_tags = set(tags)
+    if not isinstance(getattr(type(executor), "is_sleeping", None), property):  # vLLM 0.26
+        executor.is_sleeping = bool(tags)
+
+
+def is_idle(core: Any) -> bool:
+    """Return True if no request uses memory or is about to use memory.
+
+    Requests that a pause holds do not count.
+    """
+    if core.scheduler.running or getattr(core, "batch_queue", None):
+        return False
+    return bool(core.is_scheduler_paused() or not core.scheduler.has_unfinished_requests())
+
+
+def check_idle(core: Any) -> None:
+    """Raise `EngineBusyError` if a release would take memory from requests; see `is_idle`."""
+    if not is_idle(core):
+        raise EngineBusyError(
+            "the engine has requests in flight, and memory that they use cannot be released"
+        )
