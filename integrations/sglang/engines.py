@@ -26,7 +26,7 @@ from ..engine.processes import death_among
 from .places import effective_arguments
 from .protocol import FORGIVING, REWRITTEN, states_of
 from .replies import Reply, UnknownRequestError
-from .served import ServedEngine
+from .served import ServedEngine, check_memory_saver
 
 __all__ = ["LocalEngine", "ServedEngine", "connect"]
 
@@ -96,7 +96,13 @@ class LocalEngine:
     def release(
         self, tags: Sequence[str], timeout: float, keep_weights: bool = True
     ) -> list[Answer]:
-        """See `Engine`."""
+        """See `Engine`.
+
+        Raises:
+            ConfigError: see `check_memory_saver`.
+        """
+        arguments = effective_arguments(self._engine.tokenizer_manager)
+        check_memory_saver(getattr(arguments, "enable_memory_saver", None))
         return self._change("release_memory_occupation", tags, timeout, keep_weights)
 
     def resume(

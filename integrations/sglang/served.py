@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
+from memsaver.errors import ConfigError
+
 from ..engine.errors import EngineError
 from ..engine.fields import parsed
 from ..engine.http import served
@@ -14,20 +16,42 @@ from ..engine.messages import Answer, SchedulerState
 from .protocol import FORGIVING, REWRITTEN, states_of
 from .replies import Reply, UnknownRequestError
 
-__all__ = ["ServedEngine"]
+__all__ = ["ServedEngine", "check_memory_saver"]
 
 _PATHS = {"check_weights": "weights_checker"}  # by method, if the path differs from its name
+
+
+def check_memory_saver(is_enabled: object) -> None:
+    """Check that SGLang has a memory saver. Without one, a release does nothing but succeeds.
+
+    Args:
+        is_enabled: the value of SGLang's argument `enable_memory_saver`; None if it is unknown.
+
+    Raises:
+        ConfigError: the engine was started without a memory saver.
+    """
+    if is_enabled is False:
+        raise ConfigError(
+            "the engine was started without a memory saver, so its memory cannot be released: "
+            "start it with enable_memory_saver=True (option --enable-memory-saver of a server)"
+        )
 
 
 class ServedEngine(served.ServedEngine):
     """An SGLang server at a URL. See `integrations.engine.http.served`."""
 
     _GENERATE = "/generate"
+    _has_memory_saver: object = None  # the server's `enable_memory_saver`, if known
 
     def release(
         self, tags: Sequence[str], timeout: float, keep_weights: bool = True
     ) -> list[Answer]:
-        """See `Engine`."""
+        """See `Engine`.
+
+        Raises:
+            ConfigError: see `check_memory_saver`. The check uses the latest result of `info`.
+        """
+        check_memory_saver(self._has_memory_saver)
         self._change("/release_memory_occupation", tags, timeout, keep_weights)
         return []
 
@@ -53,6 +77,7 @@ class ServedEngine(served.ServedEngine):
         # No message quotes the answer, because a server's arguments may contain keys.
         if not isinstance(info, dict) or "internal_states" not in info:
             raise EngineError(f"{source} did not answer like an SGLang server: no internal_states")
+        self._has_memory_saver = info.get("enable_memory_saver")
         return info
 
     def states(self, timeout: float) -> list[SchedulerState]:

@@ -9,7 +9,7 @@ import pytest
 from sleep_worlds import ALL, MIB
 
 import memsaver
-from memsaver.errors import InvalidStateError
+from memsaver.errors import ConfigError, InvalidStateError
 from memsaver.integrations.engine.errors import EngineError, EngineTimeoutError
 from memsaver.integrations.engine.status import Status
 from memsaver.integrations.engine.tags import RELEASE_ORDER
@@ -197,4 +197,16 @@ def test_an_api_key_is_sent_to_the_server(make_world):
         SleepController(world.target)
     assert caught.value.http_status == 401
     SleepController(world.target, api_key="secret").sleep()
+    assert world.released == ALL
+
+
+def test_a_sleep_without_a_memory_saver_raises_and_changes_nothing(make_world, kind):
+    world = make_world(kind)
+    world.manager.server_args.enable_memory_saver = False
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="enable_memory_saver=True"):
+            world.controller.sleep()
+        assert world.released == set() and world.controller.status is Status.AWAKE
+    world.manager.server_args.enable_memory_saver = True
+    world.controller.sleep()
     assert world.released == ALL
