@@ -30,7 +30,10 @@ LINES: tuple[tuple[str, str], ...] = (
     ("backed_unchanged_pause_ms", "the same pause, nothing changed, ms"),
     ("backed_changed_resume_ms", "resume 16 GB from host memory, ms"),
     ("rl_transition_seconds", "all pauses and resumes of an RL step, 8B model, s"),
-    ("rl_step_overhead_seconds", "time that they add to the step if memsaver overlaps copies with work, s"),
+    (
+        "rl_step_overhead_seconds",
+        "time that they add to the step if memsaver overlaps copies with work, s",
+    ),
 )
 
 # The rows of docs/comparison.md: the README's, and those in which the peer is better.

@@ -298,9 +298,10 @@ MS_API void ms_while_waiting(int (*look)(void* data), void* data);
  * Errors: MS_UNKNOWN_TAG if a tag does not exist; MS_INVALID_STATE if a region of a tag is open on
  * a thread, or the wait would deadlock; MS_TAG_SHARED if other processes map memory of a tag (see
  * memsaver_sharing.h); MS_OUT_OF_DEVICE_MEMORY, MS_OUT_OF_HOST_MEMORY, MS_BACKUP_FAILED or
- * MS_DRIVER_FAILED if a step fails. After an error, every tag is mapped and has its contents. If
- * the rollback also fails, the tags are paused instead, and their contents are in their backups or
- * in retained pages. The error message reports this case, and a resume restores the contents. */
+ * MS_DRIVER_FAILED if a step fails. After an error, every tag is in the same state as before the
+ * call, and no contents are lost. If the rollback also fails, the tags are paused instead, and
+ * their contents are in their backups or in retained pages. The error message reports this case,
+ * and a resume restores the contents. */
 MS_API ms_status ms_pause(const char* const* tags, size_t tag_count, int backup,
                           const ms_range* unowned, size_t unowned_count, const uint64_t* changes,
                           ms_change** rows, size_t* row_count, ms_error* error);
@@ -308,11 +309,11 @@ MS_API ms_status ms_pause(const char* const* tags, size_t tag_count, int backup,
 /* Resumes tags: maps device memory for `tags` at the same addresses as before, on every device, and
  * restores the contents. An empty list of tags selects every tag. The resume succeeds for all of
  * these tags or for none. Tags that are already mapped are not changed. Bytes that were not saved
- * read as zero, or as 0xFF with option `poison`.
+ * read as zero, or as 0xFF with option `poison`. `rows` has the same meaning as in ms_pause.
  *
  * Errors: MS_UNKNOWN_TAG, MS_OUT_OF_DEVICE_MEMORY, MS_OUT_OF_HOST_MEMORY, MS_BACKUP_FAILED and
  * MS_DRIVER_FAILED as for ms_pause; MS_INVALID_STATE if the wait would deadlock. After an error,
- * every tag is paused, has its backup and uses no device memory. */
+ * every tag is in the same state as before the call; the paused tags have their backups. */
 MS_API ms_status ms_resume(const char* const* tags, size_t tag_count, ms_change** rows,
                            size_t* row_count, ms_error* error);
 

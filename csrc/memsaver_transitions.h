@@ -1,7 +1,7 @@
 /* memsaver_transitions.h: reservations of tags, and transitions with handles: pauses, resumes and
  * swaps that a program begins, runs and waits for in separate calls, on any threads. ms_pause and
- * ms_resume in memsaver.h do all of this in one call. The contract in memsaver.h applies to every
- * function, including the section "Waiting for a tag".
+ * ms_resume in memsaver.h begin, run and free a pause or a resume in one call. The contract in
+ * memsaver.h applies to every function, including the section "Waiting for a tag".
  *
  * These functions do not call the callbacks that Python code registers with on_pause and on_resume.
  */

@@ -300,19 +300,28 @@ class NeighbourNearlyFull(Pause):
     options: ClassVar[dict[str, str]] = {"peer_margin_bytes": "0"}
     neighbour = 1
 
+    def build(self) -> None:
+        super().build()
+        self.prepare()
+        self.act()  # without faults
+        require(all(self.places()), f"the neighbour and the host have {self.places()} bytes")
+        self.rest()
+
     def prepare(self) -> None:
         super().prepare()
         self.memsaver.trim(wait=True)
         free, _ = self.memsaver.device_memory(self.neighbour)
         self.sim.occupy(free - 2 * self.granule, self.neighbour)
 
+    def places(self) -> tuple[int, int]:
+        """Return the bytes of the backups on the neighbour and on the host."""
+        rows = self.memsaver.stats().tags
+        saved = [row for row in rows if row.tag in self.going.names and row.device == 0]
+        return sum(row.peer_bytes for row in saved), sum(row.host_bytes for row in saved)
+
     def check_done(self) -> None:
         super().check_done()
-        rows = self.memsaver.stats().tags
-        on_host = sum(
-            row.host_bytes for row in rows if row.tag in self.going.names and row.device == 0
-        )
-        require(on_host > 0, "nothing is on the host")
+        require(self.places()[1] > 0, "nothing is on the host")
 
     def rest(self) -> None:
         super().rest()

@@ -80,8 +80,6 @@ def reduce_any(tensor: Any, otherwise: Callable[[Any], Any]) -> Any:
         ConfigError: the tensor's region is not shareable.
         SharingError: the memory belongs to another process. See also `reduce`.
     """
-    if tensor.is_nested:
-        return otherwise(tensor)  # which reduces the tensor's buffer with torch's function
     found = located(tensor)
     if found is None:
         if importing.is_imported(_address(tensor)):
@@ -92,7 +90,8 @@ def reduce_any(tensor: Any, otherwise: Callable[[Any], Any]) -> Any:
         return otherwise(tensor)
     tag, state = found
     if is_shareable(tag):
-        return reduce(tensor, tag)
+        # torch reduces a nested tensor's buffer with the function that `cover` replaces.
+        return otherwise(tensor) if tensor.is_nested else reduce(tensor, tag)
     first = "" if state == "mapped" else f"after memsaver.resume({tag!r}) "
     raise ConfigError(
         f"a tensor of tag {tag!r} cannot be sent to another process: its memory can be paused, and "

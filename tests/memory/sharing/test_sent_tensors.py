@@ -244,6 +244,30 @@ def test_a_receiver_for_which_an_exit_waits_gets_its_tensor(run_python):
     run_python(code)
 
 
+def test_a_nested_tensor_stays_in_its_tag_if_no_tag_is_shareable(run_python):
+    code = """
+    from multiprocessing.reduction import ForkingPickler
+    import torch
+    import torch.multiprocessing
+    import memsaver
+    from memsaver import simulator
+
+    with memsaver.region("t", backup="host"):
+        buffer = simulator.empty(16)
+    sizes, strides = torch.tensor([[2, 3], [5, 2]]), torch.tensor([[3, 1], [2, 1]])
+    nested = torch._nested_view_from_buffer(buffer, sizes, strides, torch.tensor([0, 6]))
+    address = buffer.data_ptr()
+    try:
+        ForkingPickler.dumps(nested)
+    except memsaver.ConfigError as error:
+        assert "shareable=True" in str(error)
+    else:
+        raise AssertionError("sent")
+    assert buffer.data_ptr() == address and memsaver.explain(buffer).tag == "t"
+    """
+    run_python(code)
+
+
 def test_an_exit_drops_torchs_weak_references(run_python):
     """Otherwise, their finalizers would print tracebacks after torch's modules have been
     unloaded.
