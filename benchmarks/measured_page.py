@@ -354,7 +354,7 @@ def slower(rows: list[Mapping[str, Any]]) -> list[str]:
     titles = (WORDS.get(row["metric"], row["metric"]).removesuffix(", ms") for row in missed)
     return [
         "The later build may be at most 3 % slower, or 10 % if the earlier build takes less than "
-        f"{report.SHORT_MS:g} ms. {len(missed)} of {len(rows)} measurements miss this limit"
+        f"{report.SHORT_MS:g} ms. {len(missed)} of {len(rows)} measurements exceed this limit"
         + (f" ({'; '.join(titles)})" if missed else "")
         + f", {len(surely) or 'none'} of them by more than two standard errors."
     ]

@@ -32,7 +32,7 @@ LINES: tuple[tuple[str, str], ...] = (
     ("rl_transition_seconds", "all pauses and resumes of an RL step, 8B model, s"),
     (
         "rl_step_overhead_seconds",
-        "time that they add to the step if memsaver overlaps copies with work, s",
+        "time added to an RL step if memsaver overlaps copies with the step's work, s",
     ),
 )
 

@@ -258,7 +258,7 @@ MS_API ms_status ms_torch_malloc_of(const char* tag, int backup, ms_torch_malloc
  * Errors: MS_DRIVER_FAILED if the driver does not report which devices are in use. */
 MS_API ms_status ms_refresh_peers(ms_error* error);
 
-/* --- pauses and resumes; memsaver_transitions.h has swaps, and transitions with handles
+/* --- pauses and resumes; memsaver_transitions.h declares swaps and transitions with handles
  *
  * These functions do not call the callbacks that Python code registers with on_pause and
  * on_resume. */

@@ -1,7 +1,7 @@
 /* memsaver_transitions.h: reservations of tags, and transitions with handles: pauses, resumes and
  * swaps that a program begins, runs and waits for in separate calls, on any threads. ms_pause and
  * ms_resume in memsaver.h begin, run and free a pause or a resume in one call. The contract in
- * memsaver.h applies to every function, including the section "Waiting for a tag".
+ * memsaver.h, including its section "Waiting for a tag", applies to every function.
  *
  * These functions do not call the callbacks that Python code registers with on_pause and on_resume.
  */
@@ -38,7 +38,7 @@ MS_API ms_status ms_reservation_take_over(ms_reservation* reservation, ms_error*
 /* Releases the reservation; the calling thread need not own it. Further calls do nothing. */
 MS_API ms_status ms_reservation_release(ms_reservation* reservation, ms_error* error);
 
-/* Waits until the reservation is released, but at most `seconds` seconds (negative: without a
+/* Waits until the reservation is released, for at most `seconds` seconds (negative: without a
  * limit). Sets `is_over` to 1 if the reservation was released, otherwise to 0.
  * Errors: MS_INVALID_STATE if this thread owns the reservation, or the reservation's owner is
  * waiting for this thread.

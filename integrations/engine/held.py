@@ -63,7 +63,7 @@ def use_device(device: int) -> None:
 def measure(device: int, communicators: Iterable[Communicator] = ()) -> dict[str, int]:
     """Return the number of bytes in each part.
 
-    `nccl` is missing if NCCL cannot report the memory of all communicators. `context` is missing if
+    `nccl` is missing if NCCL cannot report the memory of each communicator. `context` is missing if
     NVML is not available, does not report this process (as in some containers), or disagrees with
     the driver.
     """

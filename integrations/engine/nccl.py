@@ -72,15 +72,15 @@ class Nccl:
         return self._statistic(handle, _SUSPENDABLE)
 
     def held_bytes(self, handle: int) -> int:
-        """Return the bytes that the communicator uses on the device.
+        """Return the number of bytes that the communicator uses on the device.
 
         Raises:
-            EngineError: NCCL does not know the number. NCCL counts only memory that it allocates
+            EngineError: NCCL does not report the number. NCCL counts only memory that it allocates
                 with the driver's virtual memory functions (NCCL_CUMEM_ENABLE=1).
         """
         total = self._statistic(handle, _TOTAL)
         if total == 0:
-            raise EngineError("NCCL counts no memory of the communicator (NCCL_CUMEM_ENABLE=0)")
+            raise EngineError("NCCL does not count the communicator's memory (NCCL_CUMEM_ENABLE=0)")
         released = self.suspendable_bytes(handle) if self.is_suspended(handle) else 0
         return max(0, total - released)
 

@@ -47,7 +47,7 @@ def asleep_in(text: object) -> EngineAsleepError | None:
 
 
 def asleep_error(released: Collection[str], what: str, more: str = "") -> EngineAsleepError:
-    """Return the error of a refused operation; see `asleep_text`."""
+    """Return the error for a refused operation; see `asleep_text`."""
     error = asleep_in(asleep_text(released, what, more))
     assert error is not None
     return error

@@ -39,7 +39,7 @@ __all__ = [
 
 MODEL = frozenset({KV_CACHE, WEIGHTS})
 _WEIGHTS = frozenset({WEIGHTS})
-# Calls through collective_rpc that release or resume memory: vLLM's methods of the workers, and
+# Calls through collective_rpc that release or resume memory: methods of vLLM's workers, and
 # memsaver's own calls.
 DIRECT = ("sleep", "wake_up", "discard")
 CHANGES = (*DIRECT, RELEASE, RESUME)

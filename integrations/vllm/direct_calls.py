@@ -1,9 +1,10 @@
 """Record releases and wake-ups by workers' methods that a client calls through collective_rpc.
 
 vLLM's executor records the tags that its own `sleep`, `wake_up` and `discard` release or map. The
-guard and later wake-ups rely on this record. The workers have methods with the same names, and a
-client's call of these methods bypasses the record: the next request would use released memory, and
-a wake-up would ignore this memory. In this module, such a call updates the record.
+guard and later wake-ups rely on this record. The workers have methods with the same names. If a
+client calls these methods directly, vLLM does not update the record: the next request would use
+released memory, and a wake-up would ignore this memory. This module updates the record after each
+such call.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ __all__ = ["check_idle", "is_idle", "run", "set_asleep"]
 def run(
     core: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[[], Any]
 ) -> Any:
-    """Run a call of one of `calls.DIRECT`, and record the memory that is released afterwards.
+    """Run a call to one of the methods in `calls.DIRECT`, and record which tags are then released.
 
     Args:
         core: the engine core.
@@ -81,7 +82,7 @@ def is_idle(core: Any) -> bool:
 
 
 def check_idle(core: Any) -> None:
-    """Raise `EngineBusyError` if a release would take memory from requests; see `is_idle`."""
+    """Raise `EngineBusyError` if a request uses memory or is about to use memory; see `is_idle`."""
     if not is_idle(core):
         raise EngineBusyError(
             "the engine has requests in flight, and memory that they use cannot be released"

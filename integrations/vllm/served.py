@@ -89,7 +89,7 @@ class ServedEngine(served.ServedEngine, Link):
         return Fields(parsed(text, "the server's answer"), "the server's answer").flag("success")
 
     def has_sleep_mode(self, timeout: float) -> bool:
-        """See `Link`. True if the server's answer does not contain this information."""
+        """See `Link`. The result is True if the server's answer lacks this information."""
         try:
             config = self._config(timeout)
         except EngineError as error:

@@ -118,7 +118,7 @@ def test_all_ranks_or_none(run_ranks):
         md.resume("w")
         assert states("w") == ["mapped"] and intact(weights)
 
-        # Another process uses a tensor of rank 1; here, rank 1 itself.
+        # In place of another process, rank 1 itself uses the tensor that it shares.
         import pickle
         from multiprocessing.reduction import ForkingPickler
         memsaver.configure(importer_seconds=0.2)

@@ -295,7 +295,7 @@ class Graph(Pause):
 
 
 class NeighbourNearlyFull(Pause):
-    """A pause to another GPU that has room for only a part of the contents."""
+    """A pause with a backup on another GPU, which has room for only part of the contents."""
 
     options: ClassVar[dict[str, str]] = {"peer_margin_bytes": "0"}
     neighbour = 1
@@ -314,7 +314,7 @@ class NeighbourNearlyFull(Pause):
         self.sim.occupy(free - 2 * self.granule, self.neighbour)
 
     def places(self) -> tuple[int, int]:
-        """Return the bytes of the backups on the neighbour and on the host."""
+        """Return the number of backup bytes on the neighbour and on the host."""
         rows = self.memsaver.stats().tags
         saved = [row for row in rows if row.tag in self.going.names and row.device == 0]
         return sum(row.peer_bytes for row in saved), sum(row.host_bytes for row in saved)

@@ -1,4 +1,4 @@
-// abi_transitions: memsaver_transitions.h's functions, ms_pause and ms_resume. Only converts types
+// abi_transitions: ms_pause, ms_resume, and memsaver_transitions.h's functions. Only converts types
 // and exceptions.
 #include <algorithm>
 #include <chrono>

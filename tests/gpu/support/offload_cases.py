@@ -279,7 +279,7 @@ def case_without_room() -> None:
     offloaded = offload(trainer.optimizer, tag="optimizer")
     step_all(trainer, expected)
 
-    # Without room to move gradients, the pause fails; it works without gradients.
+    # Without room to move gradients, the pause fails; without gradients, it succeeds.
     torch.cuda.empty_cache()
     filler = torch.empty(free() - 32 * MIB, dtype=torch.uint8, device="cuda")
     with raises(memsaver.OutOfDeviceMemoryError):
@@ -309,7 +309,7 @@ def case_without_room() -> None:
     step_all(trainer, expected)
     assert trainer.contents() == expected.contents()
 
-    # The new gradients are moved to the places of the deleted ones, which need no free memory.
+    # The new gradients are moved to the places of the deleted ones, so no free memory is needed.
     torch.cuda.empty_cache()
     filler = torch.empty(free() - 32 * MIB, dtype=torch.uint8, device="cuda")
     with offloaded.paused():

@@ -3,8 +3,8 @@
 import pytest
 
 BOTH = {"kv_cache", "weights"}
-# The version, the call, the released tags, and the weights afterwards: kept, without contents
-# (but with the buffers), or lost together with the buffers.
+# The version, the call, the released tags, and the state of the weights: kept, discarded
+# (but the buffers are kept), or lost together with the buffers.
 RELEASES = pytest.mark.parametrize(
     ("version", "call", "tags", "weights"),
     [
@@ -58,7 +58,7 @@ llm.shutdown()
 
 
 @RELEASES
-def test_a_request_wakes_only_memory_whose_contents_are_not_needed(
+def test_a_request_wakes_the_engine_only_if_the_weights_are_kept(
     asleep, version, call, tags, weights
 ):
     asleep(
