@@ -27,7 +27,7 @@ class Knowledge:
             Data-parallel schedulers may differ after a failure.
         lost: the tags whose contents were lost when the last release or resume failed.
         is_known: whether `anywhere` is the current state.
-        guarded: whether memsaver's plugin is in the engine.
+        guarded: whether memsaver's plugin in the engine reports its state and can refuse requests.
         admits: whether the engine accepts requests while it sleeps, and holds the requests or wakes
             up for them.
 

@@ -87,7 +87,7 @@ class EngineController:
 
     @property
     def guarded(self) -> bool:
-        """Whether memsaver's plugin is in the engine."""
+        """Whether memsaver's plugin in the engine reports its state and can refuse requests."""
         return self._knowledge.guarded
 
     def refresh(self) -> Status:
@@ -175,7 +175,7 @@ class EngineController:
                 thread's call and the query of the state.
 
         Raises:
-            ConfigError: a tag is unknown, the list of tags is empty, or the timeout is invalid.
+            ConfigError: an argument is invalid; the engine has no saver or cannot refuse requests.
             EngineBusyError: requests are in flight; if the call waits for requests, some are still
                 in flight after `timeout`. The engine is unchanged.
             EngineTimeoutError: the engine did not answer, and its status is unknown until it
@@ -394,6 +394,6 @@ class EngineController:
             self._knowledge.learn(self._states(deadline))
         if not self._knowledge.is_known:
             raise InvalidStateError(
-                "the engine's released tags are unknown since its last failure, because it lacks "
-                "memsaver's plugin: restart it"
+                "the engine's released tags are unknown since its last failure, because it does "
+                "not report them: restart it"
             )

@@ -64,12 +64,15 @@ class StageOrder(StageRuns):
         is_short = False
         try:
             self._update_engine()
-        except OutOfDeviceMemoryError:
-            is_short = True  # the traceback, which keeps tensors alive, ends with this block
         except BaseException as error:
-            with noting(error, "the pause of the optimizer's memory"):
-                self._end_pause()
-            raise
+            if not self._all_know_failure:
+                raise  # the other ranks may not end the pause now, so this rank must not wait
+            is_short = isinstance(error, OutOfDeviceMemoryError)
+            if not is_short:
+                with noting(error, "the pause of the optimizer's memory"):
+                    self._end_pause()
+                raise
+            # The traceback, which keeps tensors alive, ends with this block.
         self._end_pause()
         if is_short:
             self._overlap.measure(self._update_engine)
@@ -90,13 +93,13 @@ class StageOrder(StageRuns):
     def _undoing_resume(self, returning: Sequence[str]) -> Iterator[None]:
         """Run a block during which each rank resumes the tags in `returning` in the background.
 
-        After an error, a tag whose resume failed on a rank is paused again on all ranks, with its
-        present contents.
+        After an error that all ranks know of, a tag whose resume failed on a rank is paused again
+        on all ranks, with its present contents. After another error, nothing waits for other ranks.
         """
         try:
             yield
         except BaseException as error:
-            if returning:
+            if returning and self._all_know_failure:
                 with noting(error, "the pause of the tags that are not mapped on all ranks"):
                     missing = self._together.gather(
                         "the tags that are not mapped",

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from memsaver._inspection.statistics import stats
+from memsaver._runtime.interrupts import interruptible
+from memsaver.distributed.errors import GroupError
 from memsaver.errors import MemsaverError
 
 from .fence import Fence
@@ -37,6 +39,7 @@ class StageRuns:
     _block_timeout: float
     _on_stage: Callable[[StageReport], object] | None
     _rank: int
+    _all_know_failure: bool = False  # whether the latest exchange told all ranks of a failure
 
     def _stage(
         self,
@@ -127,12 +130,29 @@ class StageRuns:
     def _exchange(
         self, what: str, mine: Mine, error: BaseException | None, timeout: float
     ) -> tuple[Mine, ...]:
-        """Return the values of all ranks; raise an error if a rank reports an error."""
+        """Return the values of all ranks; raise an error if a rank reports an error.
+
+        If the handler of a signal that arrived before this call raises an exception, the exception
+        replaces `error`, unless `error` is an interrupt or an exit. After an exception, the ranks
+        can make another collective call if `_all_know_failure` is true. Otherwise, the other ranks
+        might not have raised an exception, or the group is lost.
+        """
+        self._all_know_failure = False
         try:
-            everyones = self._together.gather(what, lambda: (mine, error is not None), timeout)
+            interruptible(lambda: None)
+        except BaseException as raised:
+            if error is None or isinstance(error, Exception):
+                error = raised
+        try:
+            everyones = self._together.gather(
+                what, lambda: (mine, error is not None), timeout, uninterrupted=True
+            )
             if any(failed for _, failed in everyones):
+                self._all_know_failure = True
                 self._fence.wait(what, error)
-        except Exception:
+        except Exception as shared:
+            if isinstance(shared, GroupError):
+                self._all_know_failure = False
             if error is None or isinstance(error, Exception):
                 raise
             raise error from None  # an interrupt or an exit is raised only on its own rank

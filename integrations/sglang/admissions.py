@@ -31,7 +31,7 @@ from ..engine import admitted
 from ..engine.admission import EVERYTHING, Admission
 from ..engine.errors import EngineAsleepError
 from ..engine.messages import Answer, SchedulerState, error_of
-from ..engine.refusals import asleep_error, asleep_in, refused
+from ..engine.refusals import asleep_in, refused
 from ..engine.shared_query import SharedQuery
 from ..engine.tags import GRAPH, WEIGHTS
 from . import settings
@@ -186,18 +186,11 @@ def call(what: str, *, reads: bool = True) -> Callable[..., Awaitable[Any]]:
         if admission is None:
             return await original(manager, *args)
 
-        async def send() -> Any:
-            result = await original(manager, *args)
-            # The reply to a read of a weight has no text: None means a refusal or an unknown name.
-            if _lacks_value(result) and _WEIGHTS & await admission.refresh():
-                raise asleep_error(admission.released, what)
-            return result
-
         return await admitted.call(
             admission,
             EVERYTHING if _captures(args) else _WEIGHTS,
             what,
-            send,
+            lambda: original(manager, *args),
             lambda result: asleep_in(_text_of(result)),
             reads=reads,
             is_gone=_is_gone(args[1] if len(args) > 1 else None),
@@ -208,11 +201,6 @@ def call(what: str, *, reads: bool = True) -> Callable[..., Awaitable[Any]]:
 
 def _captures(args: Any) -> bool:
     return bool(args) and bool(getattr(args[0], "recapture_cuda_graph", False))
-
-
-def _lacks_value(result: Any) -> bool:
-    """Return whether a control method returned None, or None from one of several schedulers."""
-    return result is None or (isinstance(result, list) and any(one is None for one in result))
 
 
 def _text_of(result: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from memsaver.errors import ConfigError, InvalidStateError
@@ -12,11 +12,11 @@ from ..engine.answers import failure_of, last_answer, next_answer
 from ..engine.errors import EngineBusyError
 from ..engine.messages import Failure, RankReport
 from ..engine.ranks import Group, first_failure
-from . import guard, handlers
+from . import guard, handlers, unguarded
 from .protocol import text_of
 from .updaters import scheduler_of
 
-__all__ = ["Answering"]
+__all__ = ["Answering", "run_unexpected"]
 
 _logger = logging.getLogger("memsaver.sglang")
 
@@ -100,3 +100,23 @@ class Answering:
         if trouble and guard.is_rust_served(self._scheduler):
             _logger.warning("a %s of memory failed: %s", self._operation, trouble)
         return handlers.output_of(self._operation, text_of(answer), trouble)
+
+
+def run_unexpected(original: Callable[..., Any], updater: Any, request: Any, operation: str) -> Any:
+    """Call handlers with an unexpected interface; see `scheduler`.
+
+    Answers a release that `unguarded.check_release` rejects, if the handlers have what the answer
+    needs. Otherwise, logs the rejection; the sender receives no reply.
+    """
+    try:
+        if operation == "release":
+            unguarded.check_release(scheduler_of(updater))
+    except ConfigError as error:
+        try:
+            return Answering(updater, operation, Group(None), is_idle=False).refused(error)
+        except (AttributeError, ImportError, TypeError) as lacking:
+            _logger.error(
+                "a release is rejected, and its sender receives no reply: %s (%s)", error, lacking
+            )
+            return None
+    return original(updater, request)

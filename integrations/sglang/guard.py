@@ -31,27 +31,21 @@ from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
 
-from memsaver.errors import ConfigError
-
 from ..engine import moves
 from ..engine.policies import WhenAsleep
 from ..engine.refusals import asleep_text
 from ..engine.tags import GRAPH, KV_CACHE, RELEASE_ORDER, WEIGHTS
-from . import image_cache, settings
+from . import image_cache, settings, unguarded
 from .failed_replies import failed_reply
 from .idle_sleep import remove, with_handler
 from .updaters import updater_of
 
 __all__ = [
-    "FAILED",
     "MOVED",
-    "UNGUARDED",
     "Guard",
-    "check_release",
     "dispatch_unread",
     "flush",
     "guard_of",
-    "has_failed",
     "install",
     "is_known",
     "is_rust_served",
@@ -147,12 +141,6 @@ _PASSING = frozenset(
 )
 _DISPATCHER = "_request_dispatcher"  # an attribute of a scheduler
 MOVED = "_memsaver_moved"  # an attribute of a scheduler: the tags that had memory on any rank
-FAILED = "_memsaver_guard_failed"  # an attribute of a scheduler without a guard: the reason
-UNGUARDED = (
-    "memsaver cannot protect a sleeping engine from requests in this version of SGLang (%s): a "
-    "request that needs released memory would crash the engine, so memory is only released with "
-    "MEMSAVER_SGLANG_UNGUARDED=1"
-)
 _logger = logging.getLogger("memsaver.sglang")
 
 
@@ -169,25 +157,14 @@ def install(result: Any, scheduler: Any) -> Any:
             setattr(scheduler, _DISPATCHER, Guard(scheduler, dispatch))
     except Exception as error:
         remove(scheduler)
-        setattr(scheduler, FAILED, f"{type(error).__name__}: {error}")
-        _logger.error(UNGUARDED, getattr(scheduler, FAILED))
+        setattr(scheduler, unguarded.FAILED, reason := f"{type(error).__name__}: {error}")
+        unguarded.log(reason)
     return result
 
 
 def is_known(kind: str) -> bool:
     """Return whether memsaver knows which tags a kind of request needs."""
     return kind in _NEEDS or kind in _PASSING or kind in (_CONTINUE, _REMOTE_CALL)
-
-
-def has_failed(scheduler: Any) -> bool:
-    """Return True if no guard could be installed, so that a request may crash a sleeping engine."""
-    return hasattr(scheduler, FAILED)
-
-
-def check_release(scheduler: Any) -> None:
-    """Raise `ConfigError` if there is no guard, and the settings do not accept its absence."""
-    if has_failed(scheduler) and not settings.releases_unguarded():
-        raise ConfigError(UNGUARDED % getattr(scheduler, FAILED))
 
 
 def when_asleep(scheduler: Any) -> WhenAsleep:

@@ -20,8 +20,10 @@ from . import (
     scheduler,
     settings,
     tokenizer,
+    unguarded,
     unknown_requests,
     weight_loads,
+    weight_reads,
 )
 from .updaters import of_scheduler
 
@@ -51,7 +53,6 @@ def _after(first: Callable[..., Any], second: Callable[..., Any]) -> Callable[..
 
 _UPDATE = admissions.call("update its weights", reads=False)
 _LOAD_ADAPTER = admissions.call("load a LoRA adapter")
-_READ = admissions.call("read its weights")
 _CONTROL_CALLS: dict[str, Callable[..., Any]] = {
     f"{_TOKENIZER}.begin_weight_update": _UPDATE,
     f"{_TOKENIZER}.end_weight_update": _UPDATE,
@@ -67,8 +68,8 @@ _CONTROL_CALLS: dict[str, Callable[..., Any]] = {
     f"{_MANAGER}.update_weights_from_disk": _UPDATE,
     f"{_TOKENIZER}.load_lora_adapter": _LOAD_ADAPTER,
     f"{_TOKENIZER}.load_lora_adapter_from_tensors": _LOAD_ADAPTER,
-    f"{_TOKENIZER}.check_weights": _READ,
-    f"{_TOKENIZER}.get_weights_by_name": _READ,
+    f"{_TOKENIZER}.check_weights": admissions.call("read its weights"),
+    f"{_TOKENIZER}.get_weights_by_name": weight_reads.by_name,
     f"{_TOKENIZER}.send_weights_to_remote_instance": admissions.call("send its weights"),
 }
 _missing: set[str] = set()  # methods that imported modules lack
@@ -114,7 +115,7 @@ def lacks_guard() -> bool:
 
 def _sleep_when_idle(result: Any, scheduler: Any) -> Any:
     """Keep an idle engine's memory if it cannot refuse requests; see `idle_sleep`."""
-    return result if guard.has_failed(scheduler) else idle_sleep.install(result, scheduler)
+    return result if unguarded.has_failed(scheduler) else idle_sleep.install(result, scheduler)
 
 
 def install_in(module: ModuleType) -> None:
@@ -126,18 +127,20 @@ def install_in(module: ModuleType) -> None:
     """
     try:
         _missing.update(hooking.install(module, _hooks(), _optional_hooks()))
-    finally:
-        _mark_unguarded(module)
+    except Exception as error:
+        _mark_unguarded(module, f"{type(error).__name__}: {error}")
+        raise
+    _mark_unguarded(module, NO_PLACE)
 
 
-def _mark_unguarded(module: ModuleType) -> None:
-    """Mark the schedulers of a module that lacks the method with the guard's hook."""
+def _mark_unguarded(module: ModuleType, reason: str) -> None:
+    """Mark the schedulers of a module in which the guard's hook was not installed."""
     where, kind, name = _GUARDED.rsplit(".", 2)
     owner = getattr(module, kind, None)
     if module.__name__ != where or owner is None:
         return
     if name not in vars(owner).get(hooking.INSTALLED, ()):
-        setattr(owner, guard.FAILED, NO_PLACE)
+        setattr(owner, unguarded.FAILED, reason)
 
 
 def _hooks() -> dict[str, tuple[str, Callable[..., Any]]]:

@@ -35,7 +35,7 @@ from memsaver._runtime.native import _C
 from memsaver.errors import NotLoadedError
 
 from ..engine.imports import no_longer, when_imported
-from . import guard, hooks, http_answers, hybrid_pools, settings, shared_tensors, versions
+from . import hooks, http_answers, hybrid_pools, settings, shared_tensors, unguarded, versions
 from .adapter import MemsaverAdapter
 
 __all__ = ["create", "load_platform", "load_plugin"]
@@ -139,7 +139,7 @@ def _start() -> None:
     if doubt is not None:
         _logger.warning("%s", doubt)
     if hooks.lacks_guard():
-        _logger.error(guard.UNGUARDED, hooks.NO_PLACE)
+        unguarded.log(hooks.NO_PLACE)
     if _C.option("poison") == "on":
         _logger.warning(
             "memsaver's option poison is on (MEMSAVER_POISON): SGLang relies on a zeroed KV cache "

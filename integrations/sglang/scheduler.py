@@ -12,7 +12,7 @@ queues and bookkeeping.
 |---|---|
 | a release of released tags, a resume of mapped tags | unchanged; an error only if SGLang has one |
 | the engine is busy, or a tag is unknown | unchanged |
-| a release without the guard against requests (`guard.check_release`) | unchanged |
+| a release without the guard against requests (`unguarded.check_release`) | unchanged |
 | the engine's replicas receive requests separately (`has_local_control`) | unchanged |
 | a release is rejected before it runs | mapped, with contents; the KV cache is flushed |
 | a release fails later | mapped; contents without a backup may be lost, the KV cache is flushed |
@@ -26,7 +26,7 @@ The result is part of the answer to the tokenizer manager, whose methods return 
 schedulers or raise an error. The server information also contains the result. If the stages of a
 pipeline cannot work at the same time (see `pipeline.can_defer`), each stage decides independently,
 and only the first stage's answer is sent. If an engine uses a different saver, the hooks only run
-the checks. An engine with unexpected handlers has no hooks, and is not protected.
+the checks. If SGLang's handlers are unexpected, only releases without the guard are rejected.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from ..engine.answers import last_answer, name_of
 from ..engine.messages import RankReport, SchedulerState
 from ..engine.ranks import Figures, Group, first_failure
 from ..engine.tags import RELEASE_ORDER, RESUME_ORDER, WEIGHTS
-from . import draft_weights, guard, handlers, leftovers, lost_weights, pipeline
-from .answering import Answering
+from . import draft_weights, guard, handlers, leftovers, lost_weights, pipeline, unguarded
+from .answering import Answering, run_unexpected
 from .places import LOCAL_CONTROL, effective_arguments, group_of, has_local_control, place_of
 from .protocol import IDLE, REWRITTEN
 from .updaters import resume_of, scheduler_of, updater_of
@@ -81,8 +81,10 @@ def _answered(
     the result is None, and the reply is sent later. A resume of mapped tags does not involve the
     other stages, so its answer waits only for earlier requests, not for a batch.
     """
-    if handlers.is_running(updater) or not handlers.is_as_expected(updater):
+    if handlers.is_running(updater):
         return original(updater, request)
+    if not handlers.is_as_expected(updater):
+        return run_unexpected(original, updater, request, operation)
     scheduler = scheduler_of(updater)
     together = place_of(updater).stages > 1 and pipeline.can_defer(scheduler)
     group = group_of(updater) if together else Group(updater.tp_cpu_group)
@@ -185,8 +187,8 @@ def _release(
 
 
 def _check_release(updater: Any) -> None:
-    """Raise an error if a release might crash the engine, now or at a later request."""
-    guard.check_release(scheduler_of(updater))
+    """Raise an error if a release could crash the engine, now or during a later request."""
+    unguarded.check_release(scheduler_of(updater))
     handlers.check_idle(updater)
 
 
@@ -302,7 +304,7 @@ def add_state(result: Any, scheduler: Any, *_: Any) -> Any:
     """
     try:
         updater = updater_of(scheduler)
-        if handlers.is_as_expected(updater) and not guard.has_failed(scheduler):
+        if handlers.is_as_expected(updater) and not unguarded.has_failed(scheduler):
             state = SchedulerState(
                 name_of(scheduler),
                 tuple(sorted(updater.offload_tags)),

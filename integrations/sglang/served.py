@@ -15,6 +15,7 @@ from ..engine.http import served
 from ..engine.messages import Answer, SchedulerState
 from .protocol import FORGIVING, REWRITTEN, states_of
 from .replies import Reply, UnknownRequestError
+from .unguarded import VARIABLE
 
 __all__ = ["ServedEngine", "check_memory_saver"]
 
@@ -22,10 +23,10 @@ _PATHS = {"check_weights": "weights_checker"}  # by method, if the path differs 
 
 
 def check_memory_saver(is_enabled: object) -> None:
-    """Check that SGLang has a memory saver. Without one, a release does nothing but succeeds.
+    """Check that SGLang has a memory saver. Without one, a release succeeds but has no effect.
 
     Args:
-        is_enabled: the value of SGLang's argument `enable_memory_saver`; None if it is unknown.
+        is_enabled: the value of SGLang's argument `enable_memory_saver`; None if unknown.
 
     Raises:
         ConfigError: the engine was started without a memory saver.
@@ -49,10 +50,16 @@ class ServedEngine(served.ServedEngine):
         """See `Engine`.
 
         Raises:
-            ConfigError: see `check_memory_saver`. The check uses the latest result of `info`.
+            ConfigError: see `check_memory_saver`, which checks the latest result of `info`, and
+                `unguarded.check_release`.
         """
         check_memory_saver(self._has_memory_saver)
-        self._change("/release_memory_occupation", tags, timeout, keep_weights)
+        try:
+            self._change("/release_memory_occupation", tags, timeout, keep_weights)
+        except EngineError as error:
+            if VARIABLE in error.message:  # the refusal of `check_release`
+                raise ConfigError(error.message) from error
+            raise
         return []
 
     def resume(

@@ -18,7 +18,7 @@ MEMSAVER_SGLANG_SLEEP_AFTER: with `wake`, the seconds without a request after wh
 MEMSAVER_SGLANG_SUSPEND_NCCL: `1` suspends NCCL's communicators while all memory is released.
     Requires NCCL 2.29.7. Default `0`.
 MEMSAVER_SGLANG_UNGUARDED: `1` releases memory even if memsaver cannot refuse requests that need
-    released memory, so that such a request may crash the engine. Default `0`.
+    released memory. Such a request may crash the engine. Default `0`.
 MEMSAVER_SGLANG_CHECK_UPDATES: `0` accepts names that the model does not use in weight updates, as
     SGLang does. Default `1`.
 

@@ -2,10 +2,10 @@
 
 `AsleepAnswers` is a middleware of an engine's server. The endpoints report errors in several
 formats, some of them inside a stream that begins with status 200. The middleware therefore delays
-the start of each response until the first part of its body, and replaces the response if the
-request was refused. The delay also applies while all memory is known to be mapped, because a
-release can overtake a request, and is recorded only when it has ended. The parts of the body are
-never delayed.
+the start of each response until the first part of its body or the end of the application's call,
+and replaces the response if the request was refused. The delay also applies while all memory is
+known to be mapped, because a release can overtake a request and is recorded only after the release
+has ended. The parts of the body are never delayed.
 
 While memory is released, a health request returns the released tags and causes no generation. The
 status of this response is suitable for load balancers: 503 if requests are refused, and 200 if
@@ -98,12 +98,15 @@ class AsleepAnswers:
             await self._app(scope, receive, response.send)
         except Exception:
             if refusal.error is None or response.has_begun:
+                await response.begin()
                 raise
         finally:
             refusal_here.reset(token)
         error = refusal.error
-        if error is not None and not response.has_begun:
-            await _answer(send, *(_refused(error) if when is None else _health(when, error.tags)))
+        if error is None or response.has_begun:
+            return await response.begin()
+        await _answer(send, *(_refused(error) if when is None else _health(when, error.tags)))
+        return None
 
     async def _is_asleep(self, admission: Admission) -> bool:
         """Return whether memory is released. Queries the engine if the record might be old."""
@@ -118,9 +121,9 @@ class AsleepAnswers:
 
 
 class _Response:
-    """A response whose start is delayed until the first part of its body.
+    """A response whose start is delayed until the first part of its body, or until `begin`.
 
-    The response of a refused request is not sent if its body has not begun.
+    If the request is refused before the body begins, this response is not sent.
 
     Attributes:
         has_begun: whether the response is being sent.
@@ -140,10 +143,15 @@ class _Response:
             return None
         if self._refusal.error is not None:  # another response replaces this one
             return None
-        self.has_begun = True
-        if self._start is not None:
-            await self._send(self._start)
+        await self.begin()
         return await self._send(message)
+
+    async def begin(self) -> None:
+        """Send the start of the response, unless there is none or it was already sent."""
+        self.has_begun = True
+        start, self._start = self._start, None
+        if start is not None:
+            await self._send(start)
 
 
 def _health(when: WhenAsleep, tags: Collection[str]) -> tuple[HTTPStatus, dict[str, Any]]:

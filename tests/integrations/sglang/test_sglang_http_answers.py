@@ -106,13 +106,15 @@ async def test_a_request_that_a_release_in_progress_overtakes_is_refused(path):
 
 
 @pytest.mark.parametrize("error", [None, ConnectionResetError("the client disconnected")])
-async def test_an_awake_server_sends_each_part_at_once(error):
+@pytest.mark.parametrize("parts", [(b"a", b"b"), ()])
+async def test_an_awake_server_sends_each_part_at_once(error, parts):
+    """A stream has no parts if the client disconnects early."""
     sent = []
 
     async def serve(scope, receive, send):
         assert receive is client
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        for part in (b"a", b"b"):
+        for part in parts:
             await send({"type": "http.response.body", "body": part, "more_body": True})
             assert sent[-1] == part
         if error is not None:
@@ -129,7 +131,7 @@ async def test_an_awake_server_sends_each_part_at_once(error):
     raised = contextlib.nullcontext() if error is None else pytest.raises(type(error))
     with raised:
         await app({"type": "http", "path": "/stream"}, client, send)
-    assert sent == [200, b"a", b"b"]
+    assert sent == [200, *parts]
 
 
 @pytest.mark.parametrize("path", ["/raises", "/stream"])

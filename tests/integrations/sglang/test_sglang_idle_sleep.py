@@ -10,8 +10,9 @@ from fake_sglang import messages
 from scheduler_calls import ask, states
 
 from memsaver.integrations.sglang import hooks
-from memsaver.integrations.sglang.guard import FAILED, Guard
+from memsaver.integrations.sglang.guard import Guard
 from memsaver.integrations.sglang.idle_sleep import IdleRelease, IdleSleep, install, with_handler
+from memsaver.integrations.sglang.unguarded import FAILED
 
 GENERATION = messages.TokenizedGenerateReqInput("a")
 HEALTH = messages.TokenizedGenerateReqInput("HEALTH_CHECK_1")
@@ -151,7 +152,7 @@ def test_an_engine_without_a_guard_does_not_sleep(sleeper, monkeypatch, clock):
 
 @pytest.mark.parametrize("reason, kind", [(None, IdleSleep), ("not found", type(None))])
 @pytest.mark.usefixtures("waking")
-def test_an_engine_without_the_guards_place_does_not_sleep(monkeypatch, scheduler, reason, kind):
+def test_only_an_engine_with_a_guard_sleeps_when_idle(monkeypatch, scheduler, reason, kind):
     monkeypatch.setenv("MEMSAVER_SGLANG_SLEEP_AFTER", "5")
     if reason is not None:
         monkeypatch.setattr(type(scheduler), FAILED, reason, raising=False)
