@@ -40,7 +40,7 @@ class CoreLink(Link):
     def plain_arguments(self, timeout):
         raise AssertionError("the engine has the plugin")
 
-    generate = samples = plain_arguments
+    generate = samples = has_sleep_mode = plain_arguments
 
 
 @pytest.fixture

@@ -182,7 +182,7 @@ class Engine:
         self._published = contextlib.ExitStack()
         self._published.enter_context(published())
         self.scheduler = Scheduler(sim)
-        args = ServerArgs(model_path="none")
+        args = ServerArgs(model_path="none", enable_memory_saver=True)
         self.tokenizer = Tokenizer(args, self.scheduler)
         http_server.set_global_state(
             http_server._GlobalState(

@@ -156,6 +156,7 @@ class Engine:
         executor.driver_worker = WorkerWrapperBase.__new__(WorkerWrapperBase)
         executor.driver_worker.worker = self.worker
         self.core = core_with(executor)
+        self.core.vllm_config = self.worker.vllm_config
         self.worker.load_model()
         self.worker.initialize_from_config(KV_CACHE_CONFIG)
 
@@ -185,6 +186,9 @@ class Scheduler:
 
     def reset_encoder_cache(self) -> None:
         pass
+
+    def reset_prefix_cache(self, *_) -> bool:
+        return True
 
     def finish_requests(self, *_) -> list:
         return []

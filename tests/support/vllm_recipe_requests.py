@@ -53,9 +53,6 @@ class Scheduler(vllm_recipe.Scheduler):
 
     has_unfinished_requests = has_requests
 
-    def reset_prefix_cache(self, *_) -> bool:
-        return True
-
 
 @contextlib.contextmanager
 def served(core):
