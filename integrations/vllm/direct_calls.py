@@ -41,11 +41,9 @@ def run(
     if method == "wake_up":
         result = call()
         _record(core)
-        if not core.model_executor.sleeping_tags:
-            core.resume_scheduler()  # as vLLM's own wake-up does
         guard.woken()
         return result
-    check_idle(core)
+    check_idle(core, queued=False)  # a step that is still queued runs before this call
     results = []
 
     def release() -> None:
@@ -76,14 +74,24 @@ def is_idle(core: Any) -> bool:
 
     Requests that a pause holds do not count.
     """
-    if core.scheduler.running or getattr(core, "batch_queue", None):
-        return False
-    return bool(core.is_scheduler_paused() or not core.scheduler.has_unfinished_requests())
+    return not getattr(core, "batch_queue", None) and not _has_requests(core)
 
 
-def check_idle(core: Any) -> None:
-    """Raise `EngineBusyError` if a request uses memory or is about to use memory; see `is_idle`."""
-    if not is_idle(core):
+def check_idle(core: Any, *, queued: bool = True) -> None:
+    """Raise `EngineBusyError` if a request uses memory or is about to use memory; see `is_idle`.
+
+    Args:
+        core: the engine core.
+        queued: whether steps count that are still queued. They can belong to ended requests.
+    """
+    if not (is_idle(core) if queued else not _has_requests(core)):
         raise EngineBusyError(
             "the engine has requests in flight, and memory that they use cannot be released"
         )
+
+
+def _has_requests(core: Any) -> bool:
+    """Return whether requests run or are about to run. Requests that a pause holds do not count."""
+    if core.scheduler.running:
+        return True
+    return bool(not core.is_scheduler_paused() and core.scheduler.has_unfinished_requests())

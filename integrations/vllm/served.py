@@ -96,7 +96,10 @@ class ServedEngine(served.ServedEngine, Link):
             if not error.http_status:
                 raise
             return True
-        return _part(config, "model_config").get("enable_sleep_mode") is not False
+        model = _part(config, "model_config")
+        return model.get("enable_sleep_mode") is not False or bool(
+            model.get("enable_cumem_allocator")
+        )
 
     def _config(self, timeout: float) -> dict[str, Any]:
         text = self._client.get("/server_info?config_format=json", timeout)

@@ -76,6 +76,33 @@ else:
     )
 
 
+def test_a_queued_step_of_an_ended_request_does_not_prevent_a_release(run_vllm):
+    run_vllm("""
+from collections import deque
+llm = LLM(enable_sleep_mode=True)
+first = llm.generate(PROMPTS)
+core = llm.llm_engine.engine_core.engine_core
+core.batch_queue = deque(["a step that was scheduled before the request ended"])
+llm.collective_rpc("sleep")
+core.batch_queue.clear()
+llm.collective_rpc("wake_up")
+assert llm.generate(PROMPTS) == first
+llm.shutdown()
+    """)
+
+
+def test_a_direct_wake_up_does_not_end_a_pause_of_the_client(asleep):
+    asleep("""
+await engine.pause_generation(mode="keep")
+await engine.collective_rpc("wake_up")
+assert await engine.is_sleeping()
+await engine.collective_rpc("sleep", args=(1,))
+for tag in ("weights", "kv_cache"):
+    await engine.collective_rpc("wake_up", kwargs={"tags": [tag]})
+assert await engine.is_sleeping()
+    """)
+
+
 @pytest.mark.parametrize("call", [("discard", ["kv_cache"]), ("sleep",)])
 def test_memory_of_requests_in_flight_is_not_released(asleep, call):
     asleep(

@@ -62,3 +62,17 @@ def test_a_release_fails_before_the_engine_is_paused(run_vllm, lines, processes,
     run_vllm(
         START + lines, VLLM_ENABLE_V1_MULTIPROCESSING=processes, MEMSAVER_VLLM=plugin, timeout=120
     )
+
+
+def test_an_engine_with_only_vllms_allocator_can_be_released(run_vllm):
+    run_vllm("""
+from memsaver.integrations.vllm import SleepController
+llm = LLM(enable_cumem_allocator=True)
+first = llm.generate(PROMPTS)
+control = SleepController(llm)
+control.sleep()
+assert not any(llm.collective_rpc(vllm_calls.resident)[0].values())
+control.wake_up()
+assert llm.generate(PROMPTS) == first
+llm.shutdown()
+    """)
