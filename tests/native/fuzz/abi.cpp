@@ -9,6 +9,7 @@
 
 #include "input.h"
 #include "memsaver_inspection.h"
+#include "memsaver_transitions.h"
 #include "shares.h"
 #include "sim/sim.h"
 

@@ -13,6 +13,7 @@
 
 #include "memsaver_inspection.h"
 #include "memsaver_sharing.h"
+#include "memsaver_transitions.h"
 
 namespace stress {
 
