@@ -195,7 +195,18 @@ def test_the_page_shows_both_builds(benchmark_module, measured):
     later = measured["swap_2GiB_ms"]["commit"][:7]
     cells = f"0123456, {later} | 20.0 (20.0 to 20.0) | 10.0 (10.0 to 10.0) | 2.00 ± 0.00"
     words = "later pauses of 16 GB, all contents changed, ms"
-    assert lines[-2:] == [f"| {words} | {cells} | 5.0 |", f"| `swap_2GiB_ms` | {cells} |  |"]
+    assert lines[-4:-1] == [
+        f"| {words} | {cells} | 5.0 |",
+        f"| `swap_2GiB_ms` | {cells} |  |",
+        "",
+    ]
+    assert "0 of 2 measurements exceed this limit, none of them" in lines[-1]
+    slow = dict(measured["swap_2GiB_ms"], ratio=0.5)
+    unsure = dict(measured["backed_changed_pause_ms"], ratio=0.9)
+    unsure["detail"] = {**unsure["detail"], "standard_error": 0.1}
+    (sentence,) = page.slower([slow, unsure])
+    assert "2 of 2 measurements exceed this limit (swap_2GiB_ms; later pauses" in sentence
+    assert sentence.endswith("contents changed), 1 of them by more than two standard errors.")
 
 
 def test_a_build_that_is_not_in_its_folder_is_rejected(benchmark_module, tmp_path):

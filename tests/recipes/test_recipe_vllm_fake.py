@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
@@ -31,11 +31,12 @@ EXCEPTIONS = {
 @pytest.fixture(scope="module")
 def sources():
     """Return the sources of the fake's modules and of vLLM's own modules."""
-    found = importlib.util.find_spec("vllm")
-    if found is None:
+    try:
+        installed = version("vllm")
+    except PackageNotFoundError:
         pytest.skip("vLLM is not installed")
+    found = importlib.util.find_spec("vllm")
     fake = TESTS / "fixtures" / "vllm_engine"
-    installed = version("vllm")
     return Sources(fake, installed), Sources(Path(found.origin).parents[1], installed)
 
 
