@@ -185,7 +185,6 @@ def call(what: str, *, reads: bool = True) -> Callable[..., Awaitable[Any]]:
         admission = admission_of(manager)
         if admission is None:
             return await original(manager, *args)
-
         return await admitted.call(
             admission,
             EVERYTHING if _captures(args) else _WEIGHTS,

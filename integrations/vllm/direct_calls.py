@@ -51,7 +51,7 @@ def run(
         _record(core)
         core.reset_prefix_cache()
 
-    level = 2 if method == "discard" else [*args, *kwargs.values(), 1][0]
+    level = 2 if method == "discard" else args[0] if args else kwargs.get("level", 1)
     guard.sleep(release, level)
     return results[0]
 
@@ -84,7 +84,7 @@ def check_idle(core: Any, *, queued: bool = True) -> None:
         core: the engine core.
         queued: whether steps count that are still queued. They can belong to ended requests.
     """
-    if not (is_idle(core) if queued else not _has_requests(core)):
+    if _has_requests(core) or (queued and getattr(core, "batch_queue", None)):
         raise EngineBusyError(
             "the engine has requests in flight, and memory that they use cannot be released"
         )

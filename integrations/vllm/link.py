@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from memsaver._runtime.timeouts import seconds_until
 from memsaver.errors import ConfigError
 
 from ..engine.errors import EngineError
@@ -51,7 +52,7 @@ class Link(abc.ABC):
             answers = self._change(RELEASE, arguments, timeout)
             # Like vLLM's own sleep, because the front end must drop the inputs that the engine core
             # drops.
-            self.call("reset_mm_cache", {}, max(_LEAST_SECONDS, deadline - time.monotonic()))
+            self.call("reset_mm_cache", {}, seconds_until(deadline, _LEAST_SECONDS))
             return answers
         if not {WEIGHTS, KV_CACHE} <= set(tags):
             raise ConfigError(
@@ -62,7 +63,7 @@ class Link(abc.ABC):
         if not self.has_sleep_mode(timeout):
             raise without_sleep_mode()
         level = self.level if keep_weights else 2
-        left = max(_LEAST_SECONDS, deadline - time.monotonic())
+        left = seconds_until(deadline, _LEAST_SECONDS)
         self.call("sleep", {"level": level, "mode": "abort"}, left)
         return []
 

@@ -42,6 +42,18 @@ def training(inside=lambda: None):
         inside()
 
 
+def overlapping(model=None):
+    # `model` is the handle of the model, if it has one.
+    return ColocatedSession(
+        engine,
+        trainer.model if model is None else model,
+        trainer.optimizer,
+        overlap=True,
+        timeout=20,
+        state=trainer.model.state_dict,
+    )
+
+
 trainer = Trainer("sgd_momentum", model=sharded)
 step(trainer)
 engine = TagEngine(trainer.model, "weights", "kv_cache")

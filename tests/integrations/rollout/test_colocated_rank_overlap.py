@@ -6,9 +6,7 @@ def test_ranks_overlap_alike_and_share_failures_of_the_background(run_colocated)
         expected = Trainer("sgd_momentum", model=sharded)
         step(expected)
         session.close()
-        session = ColocatedSession(
-            engine, trainer.model, trainer.optimizer, overlap=True, timeout=20
-        )
+        session = overlapping()
         def cycle(overlaps):
             rollout()
             stages = stages_of(session)
@@ -82,14 +80,7 @@ def test_a_resume_that_fails_on_one_rank_is_undone_on_all_ranks(run_colocated):
             (True, ["model", "optimizer"], Stage.RESUME_TRAINER),
         ):
             model = offload(trainer.model, tag="model", by_layer=by_layer)
-            session = ColocatedSession(
-                engine,
-                model,
-                trainer.optimizer,
-                overlap=True,
-                timeout=20,
-                state=trainer.model.state_dict,
-            )
+            session = overlapping(model)
             rollout()
             begin = session._trainer.begin_resume
             session._trainer.begin_resume = failing
@@ -114,9 +105,7 @@ def test_a_resume_that_fails_on_one_rank_is_undone_on_all_ranks(run_colocated):
 def test_an_exception_that_only_one_rank_has_waits_for_no_other_rank(run_colocated):
     run_colocated(2, statuses={1: 7})("""
         session.close()
-        session = ColocatedSession(
-            engine, trainer.model, trainer.optimizer, overlap=True, timeout=20
-        )
+        session = overlapping()
         before = trainer.contents()
 
         def after(stage, fail, alone):
@@ -187,14 +176,7 @@ def test_all_ranks_resume_a_model_in_the_background_or_none(run_colocated):
     run_colocated(2)("""
         session.close()
         model = offload(trainer.model, tag="model", by_layer=RANK == 1)
-        session = ColocatedSession(
-            engine,
-            model,
-            trainer.optimizer,
-            overlap=True,
-            timeout=20,
-            state=trainer.model.state_dict,
-        )
+        session = overlapping(model)
         rollout()
         def block():
             assert memsaver.state("model") == "mapped"
