@@ -105,7 +105,17 @@ SGLANG = Engine(
         "0.5.23",
     ),
     ("0.5.11", "0.5.16", "0.5.23"),  # the oldest, the one that has run on a GPU, the newest
-    ("asleep", "draft", "graphs", "hooks", "hybrid_pools", "kv_sizing", "requests", "updates"),
+    (
+        "asleep",
+        "draft",
+        "graphs",
+        "hooks",
+        "hybrid_pools",
+        "kv_sizing",
+        "loaders",
+        "requests",
+        "updates",
+    ),
     ("dropin",),
 )
 VLLM = Engine(

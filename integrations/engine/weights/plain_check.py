@@ -124,10 +124,12 @@ class PlainCheck:
         new = {(name, tuple(tensor.shape)) for name, tensor in given} - self._known
         if not new:
             return load(given)
-        self._seen |= new
-        return self._watched(model, given, load)
+        result, source = self._watched(model, given, load)
+        # If the source of a write is unknown, only the names of known sources are checked.
+        self._seen |= {one for one in new if one[0] in source.used or not source.blurred}
+        return result
 
-    def _watched(self, model: Any, given: Named, load: Load) -> Any:
+    def _watched(self, model: Any, given: Named, load: Load) -> tuple[Any, Source]:
         coverage = _Coverage(model, Source(given))
         result = coverage.run(load)
         source = coverage.source
@@ -139,25 +141,21 @@ class PlainCheck:
             if name not in source.used:
                 if name not in self._used and not _is_skipped(model, name):
                     self.unused[name] = count
-            elif name not in coverage.converted:
+            elif coverage.is_copied(name):
                 part = coverage.part(name, int(tensor.nbytes))
                 if part.copied < part.whole:
                     self.partial[name] = part
         for name in self._used:
             self.unused.pop(name, None)
-        return result
+        return result, source
 
 
 class _Coverage(Writes):
-    """Records which parts of each tensor are copied.
-
-    Attributes:
-        converted: the names of tensors whose data were not written by copying a view.
-    """
+    """Records which parts of each tensor are copied."""
 
     def __init__(self, model: Any, source: Source) -> None:
         super().__init__(model, source)
-        self.converted: set[str] = set()
+        self._converted: set[str] = set()
         # By name: the copied views, each with its offset in bytes, element size, strides and sizes.
         # A set, because a loader may copy a view several times.
         self._views: dict[str, set[tuple[int, int, tuple[int, ...], tuple[int, ...]]]] = {}
@@ -170,9 +168,13 @@ class _Coverage(Writes):
             offset = view.data_ptr() - self._begins[names[0]]
             place = (offset, view.element_size(), tuple(view.stride()), tuple(view.size()))
             self._views.setdefault(names[0], set()).add(place)
-        else:
-            self.converted.update(names)
+        elif operation.constant != 0:
+            self._converted.update(names)
         return operation.run()
+
+    def is_copied(self, name: str) -> bool:
+        """Return whether the model's contents come only from views of this tensor, and padding."""
+        return name in self._views and name not in self._converted
 
     def part(self, name: str, whole: int) -> Part:
         """Return the copied part of a tensor of `whole` bytes.

@@ -19,6 +19,8 @@ from typing import Any
 from memsaver._memory.sharing.importing import is_imported
 from memsaver.errors import SharingError
 
+from ..errors import EngineError
+
 __all__ = ["Load", "Named", "Operation", "Source", "Storage", "Writes", "storage_of"]
 
 Named = Sequence[tuple[str, Any]]
@@ -56,6 +58,20 @@ class Operation:
     def is_copy(self) -> bool:
         """Whether the operation is a plain copy from one tensor to another."""
         return bool(self.function._schema.name == "aten::copy_")
+
+    @property
+    def constant(self) -> Any:
+        """The number that the operation writes to all elements; None for any other operation."""
+        import torch
+
+        if self.function._schema.name == "aten::zero_":
+            return 0
+        if self.function._schema.name not in ("aten::fill_", "aten::copy_"):
+            return None
+        value = self.args[1]
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.item() if value.dim() == 0 and value.device.type == "cpu" else None
 
     def tensors(self) -> Iterator[Any]:
         """Return the tensors among the arguments."""
@@ -98,9 +114,14 @@ class Writes:
             return load(iter(self.source))
 
     def call(self, operation: Operation) -> Any:
-        """Run one of the loader's operations."""
+        """Run one of the loader's operations.
+
+        Raises:
+            EngineError: the operation would repeat a tensor in a larger part of the model.
+            SharingError: the operation would write to the sender's tensors.
+        """
         targets = _written(operation)
-        written = [t for t in targets if storage_of(t) in self._storages]
+        written = [t for t in targets if storage_of(t) in self._storages and t.numel()]
         self._protect_sender(t for t in targets if storage_of(t) not in self._storages)
         if not written:
             result = self.read(operation)
@@ -108,7 +129,10 @@ class Writes:
             return result
         marks = {id(tensor) for tensor in written}
         sources = [tensor for tensor in operation.tensors() if id(tensor) not in marks]
-        return self.write(operation, written, self.source.writes(sources))
+        names = self.source.writes(sources, operation.constant)
+        if operation.is_copy and names:
+            _refuse_repetition(operation.args[0], operation.args[1], names)
+        return self.write(operation, written, names)
 
     def _protect_sender(self, targets: Iterable[Any]) -> None:
         """Raise `SharingError` if an operation would write to the sender's own tensors."""
@@ -157,6 +181,7 @@ class Source:
         for places in self._places.values():
             places.sort()
         self._computed: dict[Storage, frozenset[str]] = {}
+        self._numbers: dict[Any, frozenset[str]] = {}  # from which tensors a loader read a number
         self.used: set[str] = set()
         self.blurred = False
 
@@ -166,13 +191,20 @@ class Source:
             yield name, tensor
         self._name = None
 
-    def writes(self, tensors: Iterable[Any]) -> list[str]:
-        """Return the names of a write's source tensors, and add these names to `used`."""
+    def writes(self, tensors: Iterable[Any], constant: Any = None) -> list[str]:
+        """Return the names of a write's source tensors, and add these names to `used`.
+
+        Args:
+            tensors: the tensors that the operation reads.
+            constant: see `Operation.constant`. Zeros without a source are padding.
+        """
         names = list(dict.fromkeys(name for tensor in tensors for name in self._names_of(tensor)))
         if not names and self._name is not None:
             names = [self._name]
+        elif not names:
+            names = sorted(self._numbers.get(constant, ()))
         self.used.update(names)
-        self.blurred |= not names
+        self.blurred |= not names and constant != 0
         return names
 
     def follow(self, operation: Operation, result: Any) -> None:
@@ -185,6 +217,8 @@ class Source:
             # A different storage object is new, possibly at the address of a freed one.
             earlier = self._computed.get(storage) if storage in before else None
             self._computed[storage] = names | (earlier or frozenset())
+        if isinstance(result, int | float) and not isinstance(result, bool):
+            self._numbers[result] = names | self._numbers.get(result, frozenset())
 
     def _names_of(self, tensor: Any) -> Iterable[str]:
         names = self._at(_span(tensor))
@@ -221,6 +255,18 @@ def _span(tensor: Any) -> tuple[Any, int, int]:
 
 
 # --- tensors --------------------------------------------------------------------------------------
+
+
+def _refuse_repetition(held: Any, tensor: Any, names: Iterable[str]) -> None:
+    """Raise `EngineError` if a copy would repeat a tensor that has more than one element.
+
+    Loaders repeat single elements intentionally, such as the scale of a fused weight.
+    """
+    if 1 < tensor.numel() < held.numel():
+        raise EngineError(
+            f"the model's loader would repeat {', '.join(names)}, of shape {tuple(tensor.shape)}, "
+            f"to fill the shape {tuple(held.shape)}: send the whole tensor"
+        )
 
 
 def _storages_of(model: Any) -> Iterator[Storage]:

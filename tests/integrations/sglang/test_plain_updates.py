@@ -21,6 +21,13 @@ from memsaver.integrations.sglang import weight_loads  # noqa: E402
 pytestmark = pytest.mark.usefixtures("tensors_in_files")
 
 
+class Eager(Model):
+    """A loader that reads all weights before it writes the first weight."""
+
+    def load_weights(self, weights):
+        super().load_weights(sorted(weights, key=lambda one: one[0]))
+
+
 @pytest.mark.parametrize(
     "named, text",
     [
@@ -28,11 +35,14 @@ pytestmark = pytest.mark.usefixtures("tensors_in_files")
         ({"layers.7.q.weight": torch.zeros(8, 8)}, "qkv_7"),
         ({"layer.0.q.weight": torch.zeros(8, 8)}, "does not use layer.0.q.weight"),
         ({"layers.0.q.weight": torch.zeros(12, 8)}, "only a part of layers.0.q.weight"),
+        ({"layers.0.q.weight": torch.zeros(8, 1)}, "would repeat layers.0.q.weight"),
     ],
 )
+@pytest.mark.parametrize("kind", [Model, Eager])
 @pytest.mark.parametrize("sender", ["tensor", "distributed", "ipc"])
-def test_a_failed_plain_update_returns_an_error(manager, named, text, sender):
-    rank = manager(Model())
+def test_a_failed_plain_update_returns_an_error(manager, named, text, kind, sender):
+    """The other tensors of the update cause padding, and a number that is read and written."""
+    rank, named = manager(kind()), {**weights(), **named}
     if sender == "tensor":
         output = load(rank, named, None)
     else:
@@ -41,6 +51,19 @@ def test_a_failed_plain_update_returns_an_error(manager, named, text, sender):
     assert output.success is False and text in output.message
     named = weights()
     assert load(rank, named, None).success and rank.runner.model.holds(checkpoint())
+
+
+def test_unknown_names_remain_unknown_if_another_load_hides_them(manager):
+    class Constant(Eager):
+        def load_weights(self, weights):
+            super().load_weights(weights)
+            self.norm_0.data.fill_(7)  # the source of this number is unknown
+
+    rank, unknown = manager(Constant()), {"layer.0.q.weight": torch.zeros(8, 8)}
+    assert load(rank, {**weights(), **unknown}, None).success
+    rank.runner.model.load_weights = Model.load_weights.__get__(rank.runner.model)
+    output = load(rank, unknown, None)
+    assert not output.success and "does not use layer.0.q.weight" in output.message
 
 
 @pytest.mark.parametrize(
