@@ -275,8 +275,9 @@ MS_API uint64_t ms_changes(void);
  * finalizer). It would also deadlock if the threads that own the tag are waiting for the calling
  * thread. These rules apply to every function that begins transitions, makes reservations or waits,
  * and to ms_region_enter, ms_stream_bind, ms_malloc, ms_malloc_any, ms_torch_malloc_of,
- * ms_backup_view, ms_retained_view, ms_fingerprint and ms_importer_export. ms_free never fails
- * because of a deadlock: if necessary, the memory is released when the transition ends. */
+ * ms_backup_view, ms_retained_view, ms_fingerprint, ms_exportable and ms_importer_export. ms_free
+ * never fails because of a deadlock: if necessary, the memory is released when the transition
+ * ends. */
 
 /* Sets the calling thread's callback. While a call on this thread waits for a tag, the library
  * calls `look(data)` about every 50 ms on the same thread. The library owns no lock during the

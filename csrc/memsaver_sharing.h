@@ -46,10 +46,10 @@ typedef struct ms_import {
 MS_API ms_status ms_tag_make_shareable(const char* tag, ms_error* error);
 
 /* Returns the extents that back a range of a live allocation, without descriptors, in address
- * order. Does not wait. `rows` is required.
+ * order. Waits while a transition of the tag is in progress. `rows` is required.
  * Errors: MS_NOT_OURS if the range is not in memory that this library reserved; MS_SHARING_FAILED
- * if the tag is not mapped, the range is not in one live allocation, or its memory is not
- * exportable. */
+ * if the tag is paused, the range is not in one live allocation, or its memory is not exportable;
+ * MS_INVALID_STATE if the wait would deadlock. */
 MS_API ms_status ms_exportable(uint64_t address, uint64_t bytes, ms_exported** rows,
                                size_t* row_count, ms_error* error);
 
@@ -65,7 +65,7 @@ MS_API ms_status ms_importer_open(int64_t pid, ms_importer** importer, ms_error*
  * has already imported. Exports at most `most` extents; a further call exports the rest. The caller
  * closes the descriptors. Waits while a transition of the tag is in progress. `rows` is required.
  * Errors: the errors of ms_exportable; MS_INVALID_ARGUMENT if `ranges` is empty, or the ranges
- * belong to several tags or devices; MS_INVALID_STATE if the wait would deadlock. */
+ * belong to several tags or devices. */
 MS_API ms_status ms_importer_export(ms_importer* importer, const ms_range* ranges, size_t count,
                                     size_t most, ms_exported** rows, size_t* row_count,
                                     ms_error* error);

@@ -109,7 +109,7 @@ void define_sharing(py::module_& m) {
   m.def("exportable", [](uint64_t address, uint64_t bytes) {
     ms_exported* rows = nullptr;
     size_t count = 0;
-    without_gil(
+    interruptibly(
         [&](ms_error* error) { return ms_exportable(address, bytes, &rows, &count, error); });
     return list_of_extents(rows, count);
   });

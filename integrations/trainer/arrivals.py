@@ -14,7 +14,7 @@ from memsaver import simulator
 from memsaver._memory.torch_mode import torch_pools
 from memsaver._runtime.native import _C
 from memsaver._runtime.timeouts import seconds_until
-from memsaver.errors import InvalidStateError, MemsaverError
+from memsaver.errors import InvalidStateError
 
 __all__ = [
     "await_arrival",
@@ -75,17 +75,28 @@ def begin_arrival(tag: str, *, until_queued: bool = False) -> memsaver.Transitio
     if memsaver.state(tag) == "mapped":  # its callbacks may have run before it was recorded
         forget_arrival(tag)
     elif until_queued:
-        try:
+        with _ending(tag):
             arrival.wait_memory([])
-        except MemsaverError:
-            forget_arrival(tag)
-            raise
     return arrival
 
 
 def forget_arrival(tag: str) -> None:
     """Remove the record of a tag's resume when the tag is mapped or about to be paused."""
     _arrivals.pop(tag, None)
+
+
+@contextlib.contextmanager
+def _ending(tag: str) -> Iterator[None]:
+    """Forget the tag's arrival if the block raises, and pass on only the failure of the resume.
+
+    If the tag is mapped, the exception is a callback's, and `Transition.wait` raises it.
+    """
+    try:
+        yield
+    except Exception:
+        forget_arrival(tag)
+        if memsaver.state(tag) != "mapped":
+            raise
 
 
 def order_after_arrival(tag: str, memory: list[Any] | None = None) -> bool:
@@ -109,7 +120,7 @@ def order_after_arrival(tag: str, memory: list[Any] | None = None) -> bool:
     arrival, limit = known.transition, _limit.get()
     if limit is not None:
         _wait_until(limit, tag)
-    try:
+    with _ending(tag):
         pools = torch_pools(required=False)
         if pools is not None and pools.is_capturing():
             arrival.wait()
@@ -120,9 +131,6 @@ def order_after_arrival(tag: str, memory: list[Any] | None = None) -> bool:
             for device in known.devices:
                 with cuda.device(device):  # the default stream is that of the current device
                     arrival.wait_stream(cuda.current_stream(), memory=memory)
-    except MemsaverError:
-        forget_arrival(tag)
-        raise
     return True
 
 
@@ -147,8 +155,5 @@ def await_arrival(tag: str) -> None:
     """
     known = _arrivals.get(tag)
     if known is not None:
-        try:
+        with _ending(tag):
             known.transition.wait()
-        except MemsaverError:
-            forget_arrival(tag)
-            raise

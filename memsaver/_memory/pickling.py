@@ -6,11 +6,12 @@ both registries are exact types. Other tensor types, such as DTensor, contain te
 types. memsaver replaces no function of torch, except one function if a region is shareable (see
 `sending.cover`).
 
-- Pickling and saving read the contents, so they fail if the tensor's tag is paused.
+- Pickling and saving read the contents, so they wait for a transition in progress, and fail if the
+  tensor's tag is paused.
 - Sending shares the memory without a copy. CUDA IPC has no handle for memory that can be paused.
   Therefore, memsaver itself sends the tensors of shareable regions (see
   `memsaver._memory.sharing`), and rejects tensors of other regions. Tensors on the simulated driver
-  behave in the same way.
+  behave in the same way; their storages are rejected, as torch rejects storages on a GPU.
 
 If another library registers its own functions later, these functions replace memsaver's functions
 and might not call memsaver's functions. In this case, torch raises its own errors (`CUDA error:
@@ -19,6 +20,7 @@ invalid argument`), and `memsaver.explain(tensor)` shows the cause.
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import importlib
 import io
@@ -27,7 +29,8 @@ from collections.abc import Callable
 from typing import Any
 
 from memsaver._memory.sharing import importing, sending
-from memsaver.errors import InvalidStateError
+from memsaver._runtime.native import _C, State
+from memsaver.errors import InvalidStateError, SharingError
 
 __all__ = ["register"]
 
@@ -38,6 +41,7 @@ _registered = False
 # again.
 _sending: dict[type, _Sending] = {}
 _pickling: dict[type, _Pickling] = {}
+_storages: dict[type, _Storages] = {}
 
 
 def register(torch: Any) -> None:
@@ -58,6 +62,8 @@ def register(torch: Any) -> None:
     for kind in (torch.Tensor, torch.nn.Parameter):
         ForkingPickler.register(kind, _sending.setdefault(kind, _Sending(sent[kind])))
         ways[kind] = _pickling.setdefault(kind, _Pickling(ways.get(kind, _reduced)))
+    storage = torch.UntypedStorage
+    ForkingPickler.register(storage, _storages.setdefault(storage, _Storages(sent[storage])))
     sending.cover(torch)
     _registered = True
 
@@ -81,7 +87,7 @@ class _Pickling:
     def __call__(self, tensor: Any) -> Any:
         # A shallow copy uses the same registry, and shares the memory without reading it.
         shares = sys._getframe(1).f_globals.get("__name__") == "copy"
-        found = None if shares else sending.located(tensor)
+        found = None if shares else _settled(tensor)
         if found is not None and found[1] != "mapped":
             tag, state = found
             raise InvalidStateError(
@@ -94,6 +100,16 @@ class _Pickling:
         return self._otherwise(tensor)
 
 
+def _settled(tensor: Any) -> tuple[str, State] | None:
+    """Return `sending.located`, after the end of a transition in progress on another thread."""
+    found = sending.located(tensor)
+    if found is not None and found[1] in ("saving", "restoring"):
+        with contextlib.suppress(InvalidStateError), _C.Reservation([found[0]]):
+            pass
+        found = sending.located(tensor)
+    return found
+
+
 class _Sending:
     """A sending function that sends tensors of shareable regions, rejects tensors of other regions,
     and passes all other tensors to the previously registered function.
@@ -104,3 +120,21 @@ class _Sending:
 
     def __call__(self, tensor: Any) -> Any:
         return sending.reduce_any(tensor, self._otherwise)
+
+
+class _Storages:
+    """A sending function that rejects storages of regions and of other processes, which torch would
+    move to its own shared memory on the simulated driver.
+    """
+
+    def __init__(self, otherwise: Callable[[Any], Any]) -> None:
+        self._otherwise = otherwise
+
+    def __call__(self, storage: Any) -> Any:
+        address = int(storage.data_ptr())
+        if address and (_C.owns(address) or importing.is_imported(address)):
+            raise SharingError(
+                "the storage of a tensor in a region, or of a tensor that another process sent, "
+                "cannot be sent to another process: send a tensor of type torch.Tensor"
+            )
+        return self._otherwise(storage)

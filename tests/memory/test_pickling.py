@@ -11,6 +11,7 @@ import signal
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
+from looks import held, released_soon
 
 import memsaver
 from memsaver import simulator
@@ -98,14 +99,30 @@ def test_a_shallow_copy_of_a_paused_one_shares_its_memory(make, name):
     assert torch.equal(shared, tensor)
 
 
-def test_a_tag_in_transition_is_rejected(sim, make, name):
+@pytest.mark.parametrize("save", [pickle.dumps, saved])
+def test_pickling_waits_for_a_transition_in_progress(sim, make, name, save):
     tensor = make()
-    sim.stream_delay(0.3)
-    going = memsaver.pause(name, wait=False)
-    with pytest.raises(memsaver.InvalidStateError):
-        pickle.dumps(tensor)
+    with held(sim):
+        going = memsaver.pause(name, wait=False)
+        with released_soon(sim), pytest.raises(memsaver.InvalidStateError, match="is paused"):
+            save(tensor)
     going.wait()
-    memsaver.resume(name)
+    with held(sim):
+        coming = memsaver.resume(name, wait=False)
+        with released_soon(sim):
+            made = save(tensor)
+    coming.wait()
+    again = torch.load(made) if isinstance(made, io.BytesIO) else pickle.loads(made)
+    assert torch.equal(again, tensor)
+
+
+def test_a_callback_can_pickle_tensors_of_its_tag(make, name):
+    tensor, made = make(), []
+    registration = memsaver.on_resume(lambda _: made.append(pickle.dumps(tensor)), tag=name)
+    memsaver.pause(name)
+    memsaver.resume(name, wait=False).wait()
+    registration.remove()
+    assert torch.equal(pickle.loads(made[0]), tensor)
 
 
 @ways

@@ -66,7 +66,8 @@ ExportedExtent row_of(const Pool& pool, uint64_t address, const Mapping& extent)
 
 std::vector<ExportedExtent> exportable_extents(const Range& range) {
   std::vector<ExportedExtent> rows;
-  std::lock_guard<std::mutex> lock(Registry::instance().mutex);
+  std::unique_lock<std::mutex> lock(Registry::instance().mutex);
+  wait_for_tags(lock, {&pool_of(range).tag}, Need::kSettled);
   const Pool& pool = pool_of(range);
   visit_extents(pool, range, [&](uint64_t address, const Mapping& extent) {
     rows.push_back(row_of(pool, address, extent));

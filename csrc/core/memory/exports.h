@@ -29,9 +29,9 @@ struct ExportedExtent {
 void make_shareable(Tag& tag) noexcept;
 
 // Returns the extents that back a range of a live allocation, without descriptors, in address
-// order. Does not wait. Errors: kNotOurs if the range is not in memory that this library reserved;
-// kSharingFailed if the tag is not mapped, the range is outside live allocations, or its memory is
-// not exportable.
+// order. Waits while a transition of the tag is in progress. Errors: kNotOurs if the range is not
+// in memory that this library reserved; kSharingFailed if the tag is paused, the range is outside
+// live allocations, or its memory is not exportable; kInvalidState if the wait would deadlock.
 std::vector<ExportedExtent> exportable_extents(const Range& range);
 
 // Exports the extents that back ranges of one tag on one device, but at most `most` extents. Skips

@@ -12,6 +12,7 @@ from memsaver._memory.sharing.uses import Place
 from memsaver._runtime.native import _C, STATES, State
 from memsaver.errors import (
     ConfigError,
+    InvalidStateError,
     MemsaverError,
     SharingError,
     TagSharedError,
@@ -80,9 +81,9 @@ def reduce_any(tensor: Any, otherwise: Callable[[Any], Any]) -> Any:
         ConfigError: the tensor's region is not shareable.
         SharingError: the memory belongs to another process. See also `reduce`.
     """
-    found = located(tensor)
+    found = next((one for one in map(located, _parts(tensor)) if one is not None), None)
     if found is None:
-        if importing.is_imported(_address(tensor)):
+        if any(importing.is_imported(_address(part)) for part in _parts(tensor)):
             raise SharingError(
                 "a tensor that another process sent cannot be forwarded: send a copy, "
                 "tensor.clone(), or let the process that created it send it"
@@ -90,8 +91,9 @@ def reduce_any(tensor: Any, otherwise: Callable[[Any], Any]) -> Any:
         return otherwise(tensor)
     tag, state = found
     if is_shareable(tag):
-        # torch reduces a nested tensor's buffer with the function that `cover` replaces.
-        return otherwise(tensor) if tensor.is_nested else reduce(tensor, tag)
+        # torch reduces parts and buffers with the function that `cover` replaces.
+        is_plain = _parts(tensor)[0] is tensor and not tensor.is_nested
+        return reduce(tensor, tag) if is_plain else otherwise(tensor)
     first = "" if state == "mapped" else f"after memsaver.resume({tag!r}) "
     raise ConfigError(
         f"a tensor of tag {tag!r} cannot be sent to another process: its memory can be paused, and "
@@ -117,6 +119,7 @@ def reduce(tensor: Any, tag: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     once.
 
     Raises:
+        InvalidStateError: the wait for a transition of the tag in progress would deadlock.
         SharingError: the tag is paused, the memory is not exportable, or the tensor has an autograd
             history or is a conjugated or negated view.
     """
@@ -201,6 +204,18 @@ def _address(tensor: Any) -> int:
             return 0  # sparse, on the meta device, or a subclass
 
 
+def _parts(tensor: Any) -> list[Any]:
+    """Return the tensors that contain a sparse tensor's memory; for any other tensor, itself."""
+    torch = sys.modules["torch"]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor]
+
+
 def can_send(tensor: Any) -> bool:
     """Return whether the tensor's memory is exportable and belongs to a mapped, shareable tag."""
     storage = tensor.untyped_storage()
@@ -210,7 +225,7 @@ def can_send(tensor: Any) -> bool:
         return False
     try:
         return bool(_C.exportable(address, storage.nbytes()))
-    except SharingError:
+    except (InvalidStateError, SharingError):
         return False
 
 

@@ -27,6 +27,29 @@ def make(tag):
     return made
 
 
+@pytest.mark.parametrize("error", [RuntimeError, ValueError])
+def test_an_exception_of_a_callback_does_not_end_a_step(sim, make, error):
+    """The states have returned, and `Transition.wait` raises the exception."""
+    trainer, expected, offloaded = make()
+    offloaded.pause()
+
+    def fails(_):
+        raise error("a callback has a bad day")
+
+    registration = memsaver.on_resume(fails, tag=offloaded.tag)
+    with held(sim):
+        arrival = offloaded.resume(wait=False)
+        trainer.model(torch.ones(4, 32)).sum().backward()
+        with released_soon(sim):
+            trainer.optimizer.step()
+    with pytest.raises(error, match="bad day"):
+        arrival.wait()
+    registration.remove()
+    expected.model(torch.ones(4, 32)).sum().backward()
+    expected.optimizer.step()
+    assert offloaded.state == "mapped" and trainer.contents() == expected.contents()
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_step_waits_for_states_that_return_in_the_background(sim, make, optimizer):
     trainer, expected, offloaded = make(optimizer)

@@ -7,6 +7,7 @@ from multiprocessing.reduction import ForkingPickler
 
 import pytest
 from importing_process import allocations, dumped, received
+from looks import held, released_soon
 
 import memsaver
 from memsaver import simulator
@@ -244,7 +245,7 @@ def test_a_receiver_for_which_an_exit_waits_gets_its_tensor(run_python):
     run_python(code)
 
 
-def test_a_nested_tensor_stays_in_its_tag_if_no_tag_is_shareable(run_python):
+def test_tensors_with_parts_stay_in_their_tag_if_no_tag_is_shareable(run_python):
     code = """
     from multiprocessing.reduction import ForkingPickler
     import torch
@@ -256,16 +257,59 @@ def test_a_nested_tensor_stays_in_its_tag_if_no_tag_is_shareable(run_python):
         buffer = simulator.empty(16)
     sizes, strides = torch.tensor([[2, 3], [5, 2]]), torch.tensor([[3, 1], [2, 1]])
     nested = torch._nested_view_from_buffer(buffer, sizes, strides, torch.tensor([0, 6]))
-    address = buffer.data_ptr()
-    try:
-        ForkingPickler.dumps(nested)
-    except memsaver.ConfigError as error:
-        assert "shareable=True" in str(error)
-    else:
-        raise AssertionError("sent")
-    assert buffer.data_ptr() == address and memsaver.explain(buffer).tag == "t"
+    values, indices = buffer[:4], torch.tensor([0, 1, 2, 3])
+    with memsaver.region("t", backup="host"):
+        inside = simulator.empty(4, dtype=torch.int64).copy_(indices)
+    kinds = [
+        nested,
+        torch.sparse_coo_tensor(inside[None], torch.ones(4)),
+        torch.sparse_coo_tensor(indices[None], values),
+        torch.sparse_csr_tensor(torch.tensor([0, 4]), indices, values, (1, 4)),
+        torch.sparse_csc_tensor(torch.tensor([0, 4]), indices, values, (4, 1)),
+    ]
+    addresses = buffer.data_ptr(), inside.data_ptr()
+    for tensor in kinds:
+        try:
+            ForkingPickler.dumps(tensor)
+        except memsaver.ConfigError as error:
+            assert "shareable=True" in str(error)
+        else:
+            raise AssertionError(f"sent: {tensor}")
+    for outside in (torch.ones(3), torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr()):
+        ForkingPickler.dumps(outside)
+    assert (buffer.data_ptr(), inside.data_ptr()) == addresses
+    assert [memsaver.explain(one).tag for one in (buffer, inside)] == ["t", "t"]
     """
     run_python(code)
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("part", ["storage", "typed storage", "subclass"])
+def test_storages_stay_in_their_tag(importer, make, name, part):
+    tensor = make(4)
+    value = {
+        "storage": tensor.untyped_storage,
+        "typed storage": tensor._typed_storage,
+        "subclass": lambda: tensor.as_subclass(Subclass),
+    }[part]()
+    with pytest.raises(memsaver.SharingError, match=r"send a tensor of type torch\.Tensor"):
+        dumped(value)
+    assert memsaver.explain(tensor).tag == name and tensor.tolist() == [0, 1, 2, 3]
+    del value
+
+
+def test_a_send_waits_for_a_transition_in_progress(sim, importer, make, name):
+    tensor = make(4)
+    memsaver.pause(name)
+    with held(sim):
+        coming = memsaver.resume(name, wait=False)
+        with released_soon(sim):
+            importer.load("x", tensor)
+    coming.wait()
+    assert importer.ask("x.tolist()") == [0, 1, 2, 3]
 
 
 def test_an_exit_drops_torchs_weak_references(run_python):
