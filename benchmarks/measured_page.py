@@ -113,7 +113,7 @@ WORDS = {
     "sglang_release_kv_ms": "release the KV cache, ms",
     "sglang_resume_kv_ms": "resume the KV cache, ms",
     "sglang_decode_tokens_per_s": "decoding of 8 sequences, tokens/s",
-    "sglang_switch_ms": "release of one model, wake-up of another for a request, to a token, ms",
+    "sglang_switch_ms": "release of one model and wake-up of another, up to the first token, ms",
     "sglang_switch_peer_ms": "switch from one SGLang engine to another, backups on another GPU, ms",
     "sglang_resident_tp2_MiB": "memory in use on one of two GPUs, all tags released, MiB",
     "sglang_resident_tp2_64_ctas_MiB": "memory in use on one of two GPUs, NCCL_MAX_CTAS=64, MiB",

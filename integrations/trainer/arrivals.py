@@ -87,9 +87,9 @@ def forget_arrival(tag: str) -> None:
 
 @contextlib.contextmanager
 def _ending(tag: str) -> Iterator[None]:
-    """Forget the tag's arrival if the block raises, and pass on only the failure of the resume.
+    """Forget the tag's arrival if the block raises; suppress the exception if the tag is mapped.
 
-    If the tag is mapped, the exception is a callback's, and `Transition.wait` raises it.
+    If the tag is mapped, a callback raised the exception, and `Transition.wait` raises it again.
     """
     try:
         yield

@@ -11,7 +11,7 @@ types. memsaver replaces no function of torch, except one function if a region i
 - Sending shares the memory without a copy. CUDA IPC has no handle for memory that can be paused.
   Therefore, memsaver itself sends the tensors of shareable regions (see
   `memsaver._memory.sharing`), and rejects tensors of other regions. Tensors on the simulated driver
-  behave in the same way; their storages are rejected, as torch rejects storages on a GPU.
+  behave in the same way; sending their storages fails, as in torch on a GPU.
 
 If another library registers its own functions later, these functions replace memsaver's functions
 and might not call memsaver's functions. In this case, torch raises its own errors (`CUDA error:
@@ -101,7 +101,7 @@ class _Pickling:
 
 
 def _settled(tensor: Any) -> tuple[str, State] | None:
-    """Return `sending.located`, after the end of a transition in progress on another thread."""
+    """Wait for another thread's transition of the tag; return the result of `sending.located`."""
     found = sending.located(tensor)
     if found is not None and found[1] in ("saving", "restoring"):
         with contextlib.suppress(InvalidStateError), _C.Reservation([found[0]]):
@@ -123,8 +123,8 @@ class _Sending:
 
 
 class _Storages:
-    """A sending function that rejects storages of regions and of other processes, which torch would
-    move to its own shared memory on the simulated driver.
+    """A sending function that rejects storages of regions and storages that another process sent.
+    On the simulated driver, torch would move such storages to its own shared memory.
     """
 
     def __init__(self, otherwise: Callable[[Any], Any]) -> None:

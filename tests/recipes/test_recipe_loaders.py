@@ -37,7 +37,7 @@ def embedding(rank: int) -> torch.nn.Module:
 
 
 class Model(torch.nn.Module):
-    """A rank's part of a model whose tensors the loader of gpt-oss loads, in sorted order."""
+    """A rank's part of a model that uses gpt-oss's loader, which loads tensors in sorted order."""
 
     config = types.SimpleNamespace(
         num_attention_heads=1,
@@ -61,7 +61,7 @@ class Model(torch.nn.Module):
         from sglang.srt.models import gpt_oss
 
         load = gpt_oss.GptOssForCausalLM._load_normal_weights
-        # Before 0.5.14, the loader asks for its rank, but needs it only for experts.
+        # Before 0.5.14, the loader queries its rank, but uses the rank only for experts.
         with mock.patch.object(gpt_oss, "get_tensor_model_parallel_rank", int, create=True):
             load(self, weights, is_nextn=False, weight_name_mapping={})
 
@@ -93,7 +93,7 @@ def message_of(named: dict[str, torch.Tensor]) -> str:
         ),
     ],
 )
-def test_an_update_that_the_model_cannot_load_completely_fails(name, tensor, text):
+def test_unused_names_and_repeated_tensors_fail_the_update(name, tensor, text):
     needs_sglang()
     named = {"model.embed_tokens.weight": torch.ones(ROWS, WIDTH), "model.norm": torch.ones(WIDTH)}
     assert message_of(named) == ""

@@ -36,9 +36,9 @@ def watched(model: Any, named: Named, load: Load) -> tuple[Any, tuple[str, ...]]
         load: the model's loader. Its exceptions propagate.
 
     Returns:
-        The loader's result and the names of these tensors. There are no names if the source of a
-        write is unknown, for example if the loader has read all tensors and then writes a number
-        that it computed from one of them.
+        The loader's result and the names of these tensors. The tuple of names is empty if the
+        source of a write is unknown, for example if the loader has read all tensors and then writes
+        a number that it computed from one of them.
     """
     source = Source(named)
     result = Writes(model, source).run(load)

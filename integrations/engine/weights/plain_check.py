@@ -111,7 +111,7 @@ class PlainCheck:
 
     @property
     def seen(self) -> Known:
-        """The names and shapes that no earlier load has used."""
+        """The names and shapes that this load has checked for the first time."""
         return self._seen
 
     def around_loader(self, model: Any) -> contextlib.AbstractContextManager[None]:
@@ -125,7 +125,7 @@ class PlainCheck:
         if not new:
             return load(given)
         result, source = self._watched(model, given, load)
-        # If the source of a write is unknown, only the names of known sources are checked.
+        # If the source of a write is unknown, the next load checks unused names again.
         self._seen |= {one for one in new if one[0] in source.used or not source.blurred}
         return result
 
@@ -173,7 +173,7 @@ class _Coverage(Writes):
         return operation.run()
 
     def is_copied(self, name: str) -> bool:
-        """Return whether the model's contents come only from views of this tensor, and padding."""
+        """Return whether all writes from this tensor, except padding, copied views of it."""
         return name in self._views and name not in self._converted
 
     def part(self, name: str, whole: int) -> Part:

@@ -117,7 +117,7 @@ class Writes:
         """Run one of the loader's operations.
 
         Raises:
-            EngineError: the operation would repeat a tensor in a larger part of the model.
+            EngineError: the operation would repeat a tensor to fill a larger part of the model.
             SharingError: the operation would write to the sender's tensors.
         """
         targets = _written(operation)
@@ -181,7 +181,7 @@ class Source:
         for places in self._places.values():
             places.sort()
         self._computed: dict[Storage, frozenset[str]] = {}
-        self._numbers: dict[Any, frozenset[str]] = {}  # from which tensors a loader read a number
+        self._numbers: dict[Any, frozenset[str]] = {}  # by number: its source tensors
         self.used: set[str] = set()
         self.blurred = False
 
@@ -265,7 +265,7 @@ def _refuse_repetition(held: Any, tensor: Any, names: Iterable[str]) -> None:
     if 1 < tensor.numel() < held.numel():
         raise EngineError(
             f"the model's loader would repeat {', '.join(names)}, of shape {tuple(tensor.shape)}, "
-            f"to fill the shape {tuple(held.shape)}: send the whole tensor"
+            f"to fill a target of shape {tuple(held.shape)}: send the whole tensor"
         )
 
 

@@ -91,7 +91,7 @@ def reduce_any(tensor: Any, otherwise: Callable[[Any], Any]) -> Any:
         return otherwise(tensor)
     tag, state = found
     if is_shareable(tag):
-        # torch reduces parts and buffers with the function that `cover` replaces.
+        # torch reduces parts of sparse and nested tensors with the function that `cover` installs.
         is_plain = _parts(tensor)[0] is tensor and not tensor.is_nested
         return reduce(tensor, tag) if is_plain else otherwise(tensor)
     first = "" if state == "mapped" else f"after memsaver.resume({tag!r}) "
@@ -119,7 +119,7 @@ def reduce(tensor: Any, tag: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     once.
 
     Raises:
-        InvalidStateError: the wait for a transition of the tag in progress would deadlock.
+        InvalidStateError: waiting for a transition of the tag would deadlock.
         SharingError: the tag is paused, the memory is not exportable, or the tensor has an autograd
             history or is a conjugated or negated view.
     """
@@ -205,7 +205,7 @@ def _address(tensor: Any) -> int:
 
 
 def _parts(tensor: Any) -> list[Any]:
-    """Return the tensors that contain a sparse tensor's memory; for any other tensor, itself."""
+    """Return a sparse tensor's index and value tensors, or a list of only the given tensor."""
     torch = sys.modules["torch"]
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]

@@ -146,7 +146,7 @@ class Eager(Model):
         super().load_weights(sorted(weights, reverse=True))
 
 
-def test_a_loader_that_takes_all_first():
+def test_unused_names_are_found_if_the_loader_reads_all_tensors_first():
     model, named = Eager(), given()
     _, unused = watched(model, [*named, ("unknown", torch.ones(2))], model.load_weights)
     assert unused == ("unknown",)

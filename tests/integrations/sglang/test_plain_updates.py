@@ -41,7 +41,7 @@ class Eager(Model):
 @pytest.mark.parametrize("kind", [Model, Eager])
 @pytest.mark.parametrize("sender", ["tensor", "distributed", "ipc"])
 def test_a_failed_plain_update_returns_an_error(manager, named, text, kind, sender):
-    """The other tensors of the update cause padding, and a number that is read and written."""
+    """For the update's other tensors, the loader writes padding, and a number that it has read."""
     rank, named = manager(kind()), {**weights(), **named}
     if sender == "tensor":
         output = load(rank, named, None)
@@ -53,7 +53,7 @@ def test_a_failed_plain_update_returns_an_error(manager, named, text, kind, send
     assert load(rank, named, None).success and rank.runner.model.holds(checkpoint())
 
 
-def test_unknown_names_remain_unknown_if_another_load_hides_them(manager):
+def test_a_write_of_unknown_source_does_not_mark_names_as_known(manager):
     class Constant(Eager):
         def load_weights(self, weights):
             super().load_weights(weights)

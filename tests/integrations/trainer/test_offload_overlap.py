@@ -28,8 +28,8 @@ def make(tag):
 
 
 @pytest.mark.parametrize("error", [RuntimeError, ValueError])
-def test_an_exception_of_a_callback_does_not_end_a_step(sim, make, error):
-    """The states have returned, and `Transition.wait` raises the exception."""
+def test_a_step_succeeds_if_a_resume_callback_raises(sim, make, error):
+    """The optimizer's states are resumed, and `Transition.wait` raises the callback's exception."""
     trainer, expected, offloaded = make()
     offloaded.pause()
 
