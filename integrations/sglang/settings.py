@@ -19,8 +19,8 @@ MEMSAVER_SGLANG_SUSPEND_NCCL: `1` suspends NCCL's communicators while all memory
     Requires NCCL 2.29.7. Default `0`.
 MEMSAVER_SGLANG_UNGUARDED: `1` releases memory even if memsaver cannot refuse requests that need
     released memory. Such a request may crash the engine. Default `0`.
-MEMSAVER_SGLANG_CHECK_UPDATES: `0` accepts unknown names and wrong shapes in weight updates, as
-    SGLang does. Default `1`.
+MEMSAVER_SGLANG_CHECK_UPDATES: `0` accepts unknown names and wrong shapes in weight updates without
+    verification, as SGLang does. Default `1`.
 
 SGLang's own variables apply as well. If `SGLANG_PLUGINS`, the list of the plugins to load, is set,
 it must contain `memsaver`. If `SGLANG_PLATFORM` selects another platform plugin, SGLang does not

@@ -14,7 +14,7 @@ from memsaver import simulator
 from memsaver._memory.torch_mode import torch_pools
 from memsaver._runtime.native import _C
 from memsaver._runtime.timeouts import seconds_until
-from memsaver.errors import InvalidStateError
+from memsaver.errors import InvalidStateError, MemsaverError
 
 __all__ = [
     "await_arrival",
@@ -75,8 +75,11 @@ def begin_arrival(tag: str, *, until_queued: bool = False) -> memsaver.Transitio
     if memsaver.state(tag) == "mapped":  # its callbacks may have run before it was recorded
         forget_arrival(tag)
     elif until_queued:
-        with _ending(tag):
+        try:
             arrival.wait_memory([])
+        except MemsaverError:
+            forget_arrival(tag)
+            raise
     return arrival
 
 
@@ -86,14 +89,17 @@ def forget_arrival(tag: str) -> None:
 
 
 @contextlib.contextmanager
-def _ending(tag: str) -> Iterator[None]:
-    """Forget the tag's arrival if the block raises; suppress the exception if the tag is mapped.
+def _ending(tag: str, arrival: memsaver.Transition) -> Iterator[None]:
+    """Forget the arrival if it failed in the block; suppress the exception if the tag is mapped.
 
-    If the tag is mapped, a callback raised the exception, and `Transition.wait` raises it again.
+    If the arrival is done and the tag is mapped, a callback raised the exception, and
+    `Transition.wait` raises it again. A signal handler's exception propagates.
     """
     try:
         yield
-    except Exception:
+    except Exception as error:
+        if not isinstance(error, MemsaverError) and not arrival.done():
+            raise
         forget_arrival(tag)
         if memsaver.state(tag) != "mapped":
             raise
@@ -120,7 +126,7 @@ def order_after_arrival(tag: str, memory: list[Any] | None = None) -> bool:
     arrival, limit = known.transition, _limit.get()
     if limit is not None:
         _wait_until(limit, tag)
-    with _ending(tag):
+    with _ending(tag, arrival):
         pools = torch_pools(required=False)
         if pools is not None and pools.is_capturing():
             arrival.wait()
@@ -155,5 +161,5 @@ def await_arrival(tag: str) -> None:
     """
     known = _arrivals.get(tag)
     if known is not None:
-        with _ending(tag):
+        with _ending(tag, known.transition):
             known.transition.wait()

@@ -287,7 +287,7 @@ class Collection:
             await_arrival(self.tag)
             with self._lock.locked():
                 self._move([optimizer], gradients=False)
-        except Exception as error:
+        except RuntimeError as error:  # memsaver's and torch's
             self._seen[id(optimizer)] = _size(optimizer)  # the next step would fail the same way
             warnings.warn(
                 f"states of an optimizer could not be moved into tag {self.tag!r} after the step "

@@ -78,7 +78,7 @@ def get_admission(engine: Any, sleeper: Callable[[Any], Any]) -> VllmAdmission |
     """Return an engine's `Admission`, which the first call creates; None if there is none."""
     found = vars(engine).get(_ATTRIBUTE, False)
     if found is False:
-        is_on = settings.is_on() and engine.vllm_config.model_config.enable_sleep_mode
+        is_on = settings.is_on() and settings.sleep_mode_of(engine.vllm_config)
         found = VllmAdmission(settings.policy_of(engine), sleeper(engine)) if is_on else None
         setattr(engine, _ATTRIBUTE, found)
     return None if found is None or found.is_ours is False else found
@@ -107,9 +107,10 @@ class Cores:
             if getattr(engine, "errored", False):
                 raise
             raise EngineError(str(error)) from error
-        if engine.logger_manager is not None:
+        left = before.difference(tags)
+        if engine.logger_manager is not None and not left:
             engine.logger_manager.record_sleep_state(0, 0)
-        return before.difference(tags)
+        return left
 
 
 class _AsyncCores(Cores):

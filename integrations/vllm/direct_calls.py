@@ -12,8 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from memsaver.errors import ConfigError
+
 from ..engine.errors import EngineBusyError
-from .calls import MODEL
+from ..engine.tags import WEIGHTS
+from .calls import MODEL, check_level
 from .guard import guard_of
 from .protocol import RANK_STATE
 
@@ -21,7 +24,11 @@ __all__ = ["check_idle", "is_idle", "run", "set_asleep"]
 
 
 def run(
-    core: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[[], Any]
+    core: Any,
+    method: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    call: Callable[[Sequence[Any], Mapping[str, Any]], Any],
 ) -> Any:
     """Run a call to one of the methods in `calls.DIRECT`, and record which tags are then released.
 
@@ -30,30 +37,67 @@ def run(
         method: the name of the workers' method.
         args: the method's arguments.
         kwargs: the method's keyword arguments.
-        call: the function that makes the call.
+        call: a function that calls the method with its argument.
 
     Raises:
+        ConfigError: the sleep's level is neither 1 nor 2, or the tags to discard include one that
+            an awake engine needs but that does not count as asleep.
         EngineBusyError: see `check_idle`.
     """
     guard = guard_of(core)
     if not guard.is_ours:
-        return call()
+        return call(args, kwargs)
     if method == "wake_up":
-        result = call()
+        result = call((_tags(_argument(args, kwargs, "tags", None)),), {})
         _record(core)
         guard.woken()
         return result
+    if method == "discard":
+        level, argument = 2, _tags(_argument(args, kwargs, "tags", ()))
+        _check_discarded(argument)
+    else:
+        level = _argument(args, kwargs, "level", 1)
+        _check_level(level)
+        # vLLM's worker copies the model's buffers at level 2, but the weights are released already.
+        argument = 1 if WEIGHTS in guard.released else level
     check_idle(core, queued=False)  # a step that is still queued runs before this call
     results = []
 
     def release() -> None:
-        results.append(call())
+        results.append(call((argument,), {}))
         _record(core)
         core.reset_prefix_cache()
 
-    level = 2 if method == "discard" else args[0] if args else kwargs.get("level", 1)
     guard.sleep(release, level)
     return results[0]
+
+
+def _argument(args: Sequence[Any], kwargs: Mapping[str, Any], name: str, default: Any) -> Any:
+    """Return a method's only argument."""
+    return args[0] if args else kwargs.get(name, default)
+
+
+def _tags(tags: Any) -> Any:
+    """Return tags as a list; None means all tags."""
+    return tags if tags is None else [tags] if isinstance(tags, str) else list(tags)
+
+
+def _check_level(level: object) -> None:
+    check_level(level)
+    if level == 0:
+        raise ConfigError(
+            "level 0 only stops the scheduling, but vLLM's workers would discard all memory: call "
+            "the engine's own sleep(level=0)"
+        )
+
+
+def _check_discarded(tags: Sequence[str]) -> None:
+    others = [tag for tag in tags if tag not in MODEL]
+    if others:
+        raise ConfigError(
+            f"{', '.join(others)} cannot be discarded by the workers' method, because the engine "
+            f"would use this memory in the next request: discard only {' or '.join(sorted(MODEL))}"
+        )
 
 
 def _record(core: Any) -> None:

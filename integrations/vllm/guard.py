@@ -232,8 +232,9 @@ class Guard:
     def _ended(self, level: int, before: frozenset[str], continues: bool, failed: bool) -> None:
         executor = self._core.model_executor
         if not failed and level == 2:
-            self.lost |= {WEIGHTS}.intersection(executor.sleeping_tags) - before
-            self._update_call = ""
+            lost = {WEIGHTS}.intersection(executor.sleeping_tags) - before
+            self.lost |= lost
+            self._update_call = "" if lost else self._update_call
         elif failed and continues and not executor.is_sleeping:
             self._core.resume_scheduler()
         self._admit_held()

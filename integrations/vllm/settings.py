@@ -22,6 +22,8 @@ If vLLM's own variable `VLLM_PLUGINS` (the list of the plugins to load) is set, 
 
 from __future__ import annotations
 
+from typing import Any
+
 from memsaver._runtime.native import Backup
 
 from ..engine import variables
@@ -35,6 +37,7 @@ __all__ = [
     "policy",
     "policy_of",
     "policy_variables",
+    "sleep_mode_of",
 ]
 
 _policies = variables.EnginePolicies("MEMSAVER_VLLM")
@@ -62,3 +65,13 @@ def check() -> None:
     policy()
     backup()
     graphs_are_pausable()
+
+
+def sleep_mode_of(config: Any) -> bool:
+    """Return whether an engine with this `VllmConfig` can sleep.
+
+    vLLM also allocates memory that can be released if only `enable_cumem_allocator` is set, which
+    `enable_sleep_mode` implies.
+    """
+    model = config.model_config
+    return bool(model.enable_sleep_mode or getattr(model, "enable_cumem_allocator", False))

@@ -20,7 +20,6 @@ invalid argument`), and `memsaver.explain(tensor)` shows the cause.
 
 from __future__ import annotations
 
-import contextlib
 import copyreg
 import importlib
 import io
@@ -29,7 +28,7 @@ from collections.abc import Callable
 from typing import Any
 
 from memsaver._memory.sharing import importing, sending
-from memsaver._runtime.native import _C, State
+from memsaver._runtime.native import _C
 from memsaver.errors import InvalidStateError, SharingError
 
 __all__ = ["register"]
@@ -87,7 +86,7 @@ class _Pickling:
     def __call__(self, tensor: Any) -> Any:
         # A shallow copy uses the same registry, and shares the memory without reading it.
         shares = sys._getframe(1).f_globals.get("__name__") == "copy"
-        found = None if shares else _settled(tensor)
+        found = None if shares else sending.settled(tensor)
         if found is not None and found[1] != "mapped":
             tag, state = found
             raise InvalidStateError(
@@ -98,16 +97,6 @@ class _Pickling:
                 tag=tag,
             )
         return self._otherwise(tensor)
-
-
-def _settled(tensor: Any) -> tuple[str, State] | None:
-    """Wait for another thread's transition of the tag; return the result of `sending.located`."""
-    found = sending.located(tensor)
-    if found is not None and found[1] in ("saving", "restoring"):
-        with contextlib.suppress(InvalidStateError), _C.Reservation([found[0]]):
-            pass
-        found = sending.located(tensor)
-    return found
 
 
 class _Sending:

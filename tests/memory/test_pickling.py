@@ -8,6 +8,7 @@ import io
 import pickle
 import re
 import signal
+import threading
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -116,13 +117,20 @@ def test_pickling_waits_for_a_transition_in_progress(sim, make, name, save):
     assert torch.equal(again, tensor)
 
 
-def test_a_callback_can_pickle_tensors_of_its_tag(make, name):
+def test_a_callback_and_its_threads_can_pickle_tensors_of_its_tag(make, name):
     tensor, made = make(), []
-    registration = memsaver.on_resume(lambda _: made.append(pickle.dumps(tensor)), tag=name)
+
+    def pickled(_):
+        made.append(pickle.dumps(tensor))
+        thread = threading.Thread(target=lambda: made.append(pickle.dumps(tensor)))
+        thread.start()
+        thread.join(20)
+
+    registration = memsaver.on_resume(pickled, tag=name)
     memsaver.pause(name)
     memsaver.resume(name, wait=False).wait()
     registration.remove()
-    assert torch.equal(pickle.loads(made[0]), tensor)
+    assert len(made) == 2 and torch.equal(pickle.loads(made[1]), tensor)
 
 
 @ways

@@ -126,7 +126,12 @@ class PlainCheck:
             return load(given)
         result, source = self._watched(model, given, load)
         # If the source of a write is unknown, the next load checks unused names again.
-        self._seen |= {one for one in new if one[0] in source.used or not source.blurred}
+        unknown = {
+            name
+            for name, _ in new
+            if source.blurred and name not in source.used and not _is_skipped(model, name)
+        }
+        self._seen |= {one for one in new if one[0] not in unknown}
         return result
 
     def _watched(self, model: Any, given: Named, load: Load) -> tuple[Any, Source]:

@@ -100,7 +100,9 @@ class Writes:
     """
 
     def __init__(self, model: Any, source: Source) -> None:
-        self._storages = set(_storages_of(model))
+        tensors = [t for t in (*model.parameters(), *model.buffers()) if t.numel()]
+        self._storages = set(map(storage_of, tensors))
+        self._tensors = {(tensor.data_ptr(), tensor.numel()) for tensor in tensors}
         self.source = source
 
     def run(self, load: Load) -> Any:
@@ -129,10 +131,31 @@ class Writes:
             return result
         marks = {id(tensor) for tensor in written}
         sources = [tensor for tensor in operation.tensors() if id(tensor) not in marks]
-        names = self.source.writes(sources, operation.constant)
-        if operation.is_copy and names:
-            _refuse_repetition(operation.args[0], operation.args[1], names)
+        is_padding = operation.constant == 0 and not any(map(self._is_whole, written))
+        names = self.source.writes(sources, operation.constant, is_padding)
+        if operation.is_copy:
+            self._refuse_repetition(operation.args[0], operation.args[1])
         return self.write(operation, written, names)
+
+    def _is_whole(self, tensor: Any) -> bool:
+        """Return whether a tensor has the memory of a whole parameter or buffer."""
+        return (tensor.data_ptr(), tensor.numel()) in self._tensors
+
+    def _refuse_repetition(self, held: Any, tensor: Any) -> None:
+        """Raise `EngineError` if a copy would repeat a dimension of an input tensor.
+
+        Loaders repeat single elements intentionally, such as the scale of a fused weight, and
+        tensors that have fewer dimensions than the model's.
+        """
+        if not 1 < tensor.numel() < held.numel() or tensor.dim() != held.dim():
+            return
+        names = [n for n in self.source.views(tensor) if self.source.dims[n] == tensor.dim()]
+        if names:
+            raise EngineError(
+                f"the model's loader would repeat {', '.join(names)}, of shape "
+                f"{tuple(tensor.shape)}, to fill a target of shape {tuple(held.shape)}: send the "
+                "whole tensor"
+            )
 
     def _protect_sender(self, targets: Iterable[Any]) -> None:
         """Raise `SharingError` if an operation would write to the sender's own tensors."""
@@ -167,12 +190,14 @@ class Source:
 
     Attributes:
         named: the input tensors with their names, in the loader's order.
+        dims: the number of dimensions of each input tensor.
         used: the names of tensors from which something was written.
         blurred: whether the source of any write is unknown.
     """
 
     def __init__(self, named: Named) -> None:
         self.named = named
+        self.dims = {name: tensor.dim() for name, tensor in named}
         self._name: str | None = None
         self._places: dict[Any, list[tuple[int, int, str]]] = {}  # by device, sorted
         for name, tensor in named:
@@ -191,12 +216,14 @@ class Source:
             yield name, tensor
         self._name = None
 
-    def writes(self, tensors: Iterable[Any], constant: Any = None) -> list[str]:
+    def writes(self, tensors: Iterable[Any], constant: Any, is_padding: bool) -> list[str]:
         """Return the names of a write's source tensors, and add these names to `used`.
 
         Args:
             tensors: the tensors that the operation reads.
-            constant: see `Operation.constant`. Zeros without a source are padding.
+            constant: see `Operation.constant`.
+            is_padding: whether the operation writes zeros to a part of a parameter, which need no
+                source.
         """
         names = list(dict.fromkeys(name for tensor in tensors for name in self._names_of(tensor)))
         if not names and self._name is not None:
@@ -204,7 +231,7 @@ class Source:
         elif not names:
             names = sorted(self._numbers.get(constant, ()))
         self.used.update(names)
-        self.blurred |= not names and constant != 0
+        self.blurred |= not names and not is_padding
         return names
 
     def follow(self, operation: Operation, result: Any) -> None:
@@ -255,25 +282,6 @@ def _span(tensor: Any) -> tuple[Any, int, int]:
 
 
 # --- tensors --------------------------------------------------------------------------------------
-
-
-def _refuse_repetition(held: Any, tensor: Any, names: Iterable[str]) -> None:
-    """Raise `EngineError` if a copy would repeat a tensor that has more than one element.
-
-    Loaders repeat single elements intentionally, such as the scale of a fused weight.
-    """
-    if 1 < tensor.numel() < held.numel():
-        raise EngineError(
-            f"the model's loader would repeat {', '.join(names)}, of shape {tuple(tensor.shape)}, "
-            f"to fill a target of shape {tuple(held.shape)}: send the whole tensor"
-        )
-
-
-def _storages_of(model: Any) -> Iterator[Storage]:
-    for tensors in (model.parameters(), model.buffers()):
-        for tensor in tensors:
-            if tensor.numel():
-                yield storage_of(tensor)
 
 
 def storage_of(tensor: Any) -> Storage:

@@ -29,6 +29,7 @@ __all__ = [
     "reduce",
     "reduce_any",
     "reduce_named",
+    "settled",
 ]
 
 
@@ -195,6 +196,23 @@ def located(tensor: Any) -> tuple[str, State] | None:
     return None if found is None else (found[0], STATES[found[2]])
 
 
+def settled(tensor: Any) -> tuple[str, State] | None:
+    """Wait until no transition of the tensor's tag is in progress, and return `located`.
+
+    Does not wait if the wait would deadlock.
+    """
+    found = located(tensor)
+    while found is not None and found[1] in ("saving", "restoring"):
+        try:
+            _C.exportable(_address(tensor), 1)  # the call waits, whether or not it fails
+        except SharingError:
+            pass
+        except InvalidStateError:
+            return found
+        found = located(tensor)
+    return found
+
+
 def _address(tensor: Any) -> int:
     """Return the address of a tensor's memory, or 0 if the tensor has no memory of its own."""
     with _C.SignalsDeferred():  # a handler's exception is not one of torch's
@@ -221,11 +239,11 @@ def can_send(tensor: Any) -> bool:
     storage = tensor.untyped_storage()
     address = storage.data_ptr()
     found = _C.locate(address) if address and _C.owns(address) else None
-    if found is None or not is_shareable(found[0]):
+    if found is None or not is_shareable(found[0]) or STATES[found[2]] != "mapped":
         return False
     try:
         return bool(_C.exportable(address, storage.nbytes()))
-    except (InvalidStateError, SharingError):
+    except SharingError:
         return False
 
 

@@ -20,6 +20,8 @@ from memsaver.integrations.sglang import weight_loads  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("tensors_in_files")
 
+ZERO = torch.tensor(0.0)
+
 
 class Eager(Model):
     """A loader that reads all weights before it writes the first weight."""
@@ -98,6 +100,57 @@ def test_a_part_that_several_ranks_load_counts_once(rows, is_cut):
         found.append(plain_check.Found.from_fields(json.loads(json.dumps(asdict(one)))))
     verdict = plain_check.verdict(found)
     assert ("only a part of q.weight was loaded" in verdict) == is_cut == bool(verdict)
+
+
+def loaded(load, **named):
+    """Load the tensors into a parameter of shape [6, 4] on one rank; return the verdict."""
+    model, check = torch.nn.Module(), plain_check.PlainCheck(set())
+    model.weight = torch.nn.Parameter(torch.zeros(6, 4), requires_grad=False)
+    model.load_weights = lambda weights: load(model.weight.data, dict(weights))
+    with check.around_loader(model):
+        model.load_weights(list(named.items()))
+    found = plain_check.Found(0, True, "", None, check.unused, check.partial)
+    return plain_check.verdict([found])
+
+
+@pytest.mark.parametrize(
+    "pad", [lambda rest: rest.zero_(), lambda rest: rest.fill_(0), lambda rest: rest.copy_(ZERO)]
+)
+def test_zeros_after_a_part_hide_neither_the_part_nor_unknown_names(pad):
+    def load(held, given):
+        held[:4].copy_(given["a"][:4])
+        held[4:4].copy_(given["a"][:0])  # as on a rank without rows of its own
+        pad(held[4:])
+
+    assert loaded(load, a=torch.ones(4, 4)) == ""
+    assert "only a part of a was loaded" in loaded(load, a=torch.ones(6, 4))
+    assert "does not use b" in loaded(load, a=torch.ones(4, 4), b=torch.ones(1))
+
+
+VALID = {
+    "a vector for each row": lambda held, a: held.copy_(a),
+    "a vector with a new dimension": lambda held, a: held.copy_(a[None]),
+    "the mean as padding": lambda held, a: (held[:4].copy_(a), held[4:].copy_(a.mean(0))),
+    "a constant beside it": lambda held, a: (held[:4].copy_(a), held[4:].copy_(torch.arange(4.0))),
+    "a number that is 0": lambda held, a: held.fill_(a.sum().item() - 4),
+    "a list of numbers": lambda held, a: held.fill_(a.tolist()[0]),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "a"),
+    [
+        ("a vector for each row", torch.ones(4)),
+        ("a vector with a new dimension", torch.ones(4)),
+        ("the mean as padding", torch.ones(4, 4)),
+        ("a constant beside it", torch.ones(4, 4)),
+        ("a number that is 0", torch.ones(4)),
+        ("a number that is 0", torch.ones(5)),
+        ("a list of numbers", torch.zeros(1)),
+    ],
+)
+def test_intended_repetitions_and_computed_numbers_are_accepted(name, a):
+    assert loaded(lambda held, given: VALID[name](held, given["a"]), a=a) == ""
 
 
 def test_a_plain_update_accepts_names_that_the_model_ties_or_computes(manager):

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import signal
 import warnings
 
 import pytest
@@ -48,6 +49,35 @@ def test_a_step_succeeds_if_a_resume_callback_raises(sim, make, error):
     expected.model(torch.ones(4, 32)).sum().backward()
     expected.optimizer.step()
     assert offloaded.state == "mapped" and trainer.contents() == expected.contents()
+
+
+def test_a_signal_handlers_exception_ends_only_the_wait(sim, make):
+    """The next step waits again."""
+    trainer, expected, offloaded = make()
+
+    class AlarmError(Exception):
+        pass
+
+    def alarm(*_):
+        raise AlarmError
+
+    before = signal.signal(signal.SIGALRM, alarm)
+    offloaded.pause()
+    try:
+        with held(sim):
+            arrival = offloaded.resume(wait=False)
+            trainer.model(torch.ones(4, 32)).sum().backward()
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(AlarmError):
+                trainer.optimizer.step()
+            with released_soon(sim):
+                trainer.optimizer.step()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    arrival.wait()
+    expected.model(torch.ones(4, 32)).sum().backward()
+    expected.optimizer.step()
+    assert trainer.contents() == expected.contents()
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -117,3 +117,88 @@ assert (await running)[1] == "length"
         """,
         VLLM_FAKE_VERSION="0.33.0",
     )
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "text"),
+    [
+        ("sleep", {"level": 0}, "level 0 only stops the scheduling"),
+        ("sleep", {"level": 3}, "level 3 of sleep does not exist"),
+        ("sleep", {"level": "1"}, "level '1' of sleep does not exist"),
+        ("discard", {"tags": ["runtime"]}, "runtime cannot be discarded"),
+        ("discard", {"tags": ["kv_cache", "cudagraph"]}, "cudagraph cannot be discarded"),
+    ],
+)
+def test_calls_that_would_lose_memory_in_use_change_nothing(run_vllm, method, arguments, text):
+    run_vllm(
+        f"""
+from memsaver.errors import ConfigError
+llm = LLM(enable_sleep_mode=True)
+first = llm.generate(PROMPTS)
+for given in ({{"kwargs": {arguments}}}, {{"args": tuple({arguments}.values())}}):
+    error = refused(ConfigError, llm.collective_rpc, {method!r}, **given)
+    assert {text!r} in str(error), error
+assert llm.generate(PROMPTS) == first
+llm.shutdown()
+        """,
+        VLLM_FAKE_VERSION="0.33.0",
+    )
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.33.0"])
+def test_a_direct_call_on_a_sleeping_engine_keeps_what_was_saved(asleep, version):
+    asleep(
+        """
+before = await generate(engine)
+for level in (1, 2):
+    await engine.collective_rpc("sleep", kwargs={"level": level})
+for tags in ("weights", "kv_cache"):  # a string, as vLLM's own allocator accepts it
+    await engine.collective_rpc("wake_up", kwargs={"tags": tags})
+assert await generate(engine) == before
+await engine.collective_rpc("sleep", args=(2,))
+await engine.collective_rpc("wake_up", args=("weights",))
+await engine.collective_rpc("reload_weights")
+await engine.collective_rpc("wake_up")
+assert await generate(engine) == before
+        """,
+        VLLM_FAKE_VERSION=version,
+    )
+
+
+def test_a_discard_that_fails_on_one_rank_is_undone_on_all(run_vllm):
+    run_vllm(
+        """
+llm = LLM(enable_sleep_mode=True, tensor_parallel_size=2)
+first = llm.generate(PROMPTS)
+for given in ({"args": (["kv_cache"],)}, {"kwargs": {"tags": "kv_cache"}}):
+    llm.collective_rpc(vllm_calls.break_next, args=("discard", 0))
+    error = refused(Exception, llm.collective_rpc, "discard", **given)
+    assert "index out of range" not in str(error), error
+    assert all(all(rank.values()) for rank in llm.collective_rpc(vllm_calls.resident))
+    assert llm.generate(PROMPTS) == first
+llm.shutdown()
+        """,
+        VLLM_FAKE_VERSION="0.33.0",
+        VLLM_ENABLE_V1_MULTIPROCESSING="1",
+    )
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_an_engine_with_only_vllms_allocator_follows_the_policy(run_vllm, processes):
+    run_vllm(
+        """
+from memsaver.integrations.engine.errors import EngineAsleepError
+from memsaver.integrations.vllm import SleepController
+llm = LLM(enable_cumem_allocator=True)
+first = llm.generate(PROMPTS)
+control = SleepController(llm)
+control.sleep()
+error = refused(EngineAsleepError, llm.generate, PROMPTS)
+assert set(error.tags) == {"kv_cache", "weights"}
+control.wake_up()
+assert llm.generate(PROMPTS) == first
+llm.shutdown()
+        """,
+        VLLM_FAKE_VERSION="0.33.0",
+        VLLM_ENABLE_V1_MULTIPROCESSING=processes,
+    )

@@ -11,6 +11,7 @@ from looks import held, released_soon
 
 import memsaver
 from memsaver import simulator
+from memsaver._memory.sharing import sending
 from memsaver._runtime.native import _C
 
 torch = pytest.importorskip("torch")
@@ -306,6 +307,7 @@ def test_a_send_waits_for_a_transition_in_progress(sim, importer, make, name):
     memsaver.pause(name)
     with held(sim):
         coming = memsaver.resume(name, wait=False)
+        assert not sending.can_send(tensor)  # without a wait
         with released_soon(sim):
             importer.load("x", tensor)
     coming.wait()
