@@ -90,19 +90,30 @@ def forget_arrival(tag: str) -> None:
 
 @contextlib.contextmanager
 def _ending(tag: str, arrival: memsaver.Transition) -> Iterator[None]:
-    """Forget the arrival if it failed in the block; suppress the exception if the tag is mapped.
+    """Forget the arrival if it fails in the block; suppress the exception if the tag is mapped.
 
-    If the arrival is done and the tag is mapped, a callback raised the exception, and
-    `Transition.wait` raises it again. A signal handler's exception propagates.
+    If the tag is mapped, a callback raised the exception, and `Transition.wait` raises it again.
+    Other exceptions propagate, such as those of signal handlers.
     """
     try:
         yield
     except Exception as error:
-        if not isinstance(error, MemsaverError) and not arrival.done():
+        if not isinstance(error, MemsaverError) and not _has_raised(arrival, error):
             raise
         forget_arrival(tag)
         if memsaver.state(tag) != "mapped":
             raise
+
+
+def _has_raised(arrival: memsaver.Transition, error: Exception) -> bool:
+    """Return whether a transition is done and has raised this error."""
+    if not arrival.done():
+        return False
+    try:
+        arrival.wait()
+    except Exception as own:
+        return type(own) is type(error) and own.args == error.args
+    return False
 
 
 def order_after_arrival(tag: str, memory: list[Any] | None = None) -> bool:

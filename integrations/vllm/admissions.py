@@ -13,7 +13,7 @@ policy.
 
 If a held or refused request is aborted, it fails with `RequestAbortedError`. A client that
 disconnects cancels its request. If the engine exits, held requests raise vLLM's `EngineDeadError`.
-The hooks do nothing without `enable_sleep_mode`, or if an allocator other than memsaver has
+The hooks do nothing if the engine cannot sleep, or if an allocator other than memsaver has
 released the memory.
 """
 

@@ -87,7 +87,6 @@ _UPDATE = Need(_WEIGHTS, "update its weights", reads=False)
 # programs call methods of their own, and only these programs know which memory the methods use.
 _NEEDS = {
     "add_lora": _LOAD,
-    "apply_model": _READ,
     "compute_weight_checksums": _READ,
     "execute_dummy_batch": _BATCH,
     FINISH: _UPDATE,

@@ -37,34 +37,34 @@ def run(
         method: the name of the workers' method.
         args: the method's arguments.
         kwargs: the method's keyword arguments.
-        call: a function that calls the method with its argument.
+        call: a function that calls the method with the given arguments.
 
     Raises:
-        ConfigError: the sleep's level is neither 1 nor 2, or the tags to discard include one that
-            an awake engine needs but that does not count as asleep.
+        ConfigError: the sleep's level is neither 1 nor 2, or the tags to discard include a tag
+            other than the weights and the KV cache.
         EngineBusyError: see `check_idle`.
     """
     guard = guard_of(core)
     if not guard.is_ours:
         return call(args, kwargs)
     if method == "wake_up":
-        result = call((_tags(_argument(args, kwargs, "tags", None)),), {})
+        result = call(*_with_list(args, kwargs))
         _record(core)
         guard.woken()
         return result
     if method == "discard":
-        level, argument = 2, _tags(_argument(args, kwargs, "tags", ()))
-        _check_discarded(argument)
+        level, (args, kwargs) = 2, _with_list(args, kwargs)
+        _check_discarded(_argument(args, kwargs, "tags"))
     else:
         level = _argument(args, kwargs, "level", 1)
         _check_level(level)
-        # vLLM's worker copies the model's buffers at level 2, but the weights are released already.
-        argument = 1 if WEIGHTS in guard.released else level
+        if WEIGHTS in guard.released:  # at level 2, vLLM's worker reads the buffers among them
+            args, kwargs = _replaced(args, kwargs, "level", 1)
     check_idle(core, queued=False)  # a step that is still queued runs before this call
     results = []
 
     def release() -> None:
-        results.append(call((argument,), {}))
+        results.append(call(args, kwargs))
         _record(core)
         core.reset_prefix_cache()
 
@@ -72,14 +72,26 @@ def run(
     return results[0]
 
 
-def _argument(args: Sequence[Any], kwargs: Mapping[str, Any], name: str, default: Any) -> Any:
-    """Return a method's only argument."""
+def _argument(
+    args: Sequence[Any], kwargs: Mapping[str, Any], name: str, default: Any = None
+) -> Any:
+    """Return a method's first argument."""
     return args[0] if args else kwargs.get(name, default)
 
 
-def _tags(tags: Any) -> Any:
-    """Return tags as a list; None means all tags."""
-    return tags if tags is None else [tags] if isinstance(tags, str) else list(tags)
+def _replaced(
+    args: Sequence[Any], kwargs: Mapping[str, Any], name: str, value: Any
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Return a method's arguments with another value for the first argument."""
+    return ((value, *args[1:]), kwargs) if args else (args, {**kwargs, name: value})
+
+
+def _with_list(
+    args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Return a method's arguments; if its tags are a string, replace the string with a list."""
+    tags = _argument(args, kwargs, "tags")
+    return _replaced(args, kwargs, "tags", [tags]) if isinstance(tags, str) else (args, kwargs)
 
 
 def _check_level(level: object) -> None:
@@ -91,8 +103,8 @@ def _check_level(level: object) -> None:
         )
 
 
-def _check_discarded(tags: Sequence[str]) -> None:
-    others = [tag for tag in tags if tag not in MODEL]
+def _check_discarded(tags: Sequence[str] | None) -> None:
+    others = [tag for tag in tags or () if tag not in MODEL]
     if others:
         raise ConfigError(
             f"{', '.join(others)} cannot be discarded by the workers' method, because the engine "

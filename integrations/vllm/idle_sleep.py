@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 from ..engine.idle import IdleTimer
-from . import settings
 from .calls import is_query
 from .logs import logger
 
@@ -51,7 +50,7 @@ class IdleSleep:
     @classmethod
     def of(cls, core: Any, seconds: float) -> IdleSleep | None:
         """Return an engine core's `IdleSleep`; None if an idle core keeps its memory."""
-        if not seconds or not settings.sleep_mode_of(core.vllm_config):
+        if not seconds or not core.vllm_config.model_config.enable_sleep_mode:
             return None
         if not hasattr(core, _QUEUE):
             logger.error(

@@ -131,14 +131,21 @@ class Writes:
             return result
         marks = {id(tensor) for tensor in written}
         sources = [tensor for tensor in operation.tensors() if id(tensor) not in marks]
-        is_padding = operation.constant == 0 and not any(map(self._is_whole, written))
+        is_padding = (
+            operation.constant == 0
+            and not self.source.has_numbers
+            and not any(map(self._is_whole, written))
+        )
         names = self.source.writes(sources, operation.constant, is_padding)
         if operation.is_copy:
             self._refuse_repetition(operation.args[0], operation.args[1])
         return self.write(operation, written, names)
 
     def _is_whole(self, tensor: Any) -> bool:
-        """Return whether a tensor has the memory of a whole parameter or buffer."""
+        """Return whether a tensor has the memory of a whole parameter or buffer.
+
+        A zero that is written to all of it may have been computed from an input tensor.
+        """
         return (tensor.data_ptr(), tensor.numel()) in self._tensors
 
     def _refuse_repetition(self, held: Any, tensor: Any) -> None:
@@ -149,7 +156,7 @@ class Writes:
         """
         if not 1 < tensor.numel() < held.numel() or tensor.dim() != held.dim():
             return
-        names = [n for n in self.source.views(tensor) if self.source.dims[n] == tensor.dim()]
+        names = self.source.shown_by(tensor)
         if names:
             raise EngineError(
                 f"the model's loader would repeat {', '.join(names)}, of shape "
@@ -190,14 +197,13 @@ class Source:
 
     Attributes:
         named: the input tensors with their names, in the loader's order.
-        dims: the number of dimensions of each input tensor.
         used: the names of tensors from which something was written.
         blurred: whether the source of any write is unknown.
     """
 
     def __init__(self, named: Named) -> None:
         self.named = named
-        self.dims = {name: tensor.dim() for name, tensor in named}
+        self._shapes = {name: tensor.shape for name, tensor in named}
         self._name: str | None = None
         self._places: dict[Any, list[tuple[int, int, str]]] = {}  # by device, sorted
         for name, tensor in named:
@@ -222,8 +228,7 @@ class Source:
         Args:
             tensors: the tensors that the operation reads.
             constant: see `Operation.constant`.
-            is_padding: whether the operation writes zeros to a part of a parameter, which need no
-                source.
+            is_padding: whether the operation writes zeros that need no source.
         """
         names = list(dict.fromkeys(name for tensor in tensors for name in self._names_of(tensor)))
         if not names and self._name is not None:
@@ -252,6 +257,23 @@ class Source:
         if self._name is not None and self._name in names:
             return [self._name]
         return names or sorted(self._computed.get(storage_of(tensor), ()))
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether the loader has read a number from an input tensor."""
+        return bool(self._numbers)
+
+    def shown_by(self, tensor: Any) -> list[str]:
+        """Return the input tensors that a tensor contains, with the same dimensions.
+
+        The tensor is a view of an input tensor, or was computed from exactly one input tensor of
+        the same shape.
+        """
+        names = [n for n in self.views(tensor) if len(self._shapes[n]) == tensor.dim()]
+        computed = self._computed.get(storage_of(tensor), ()) if not names else ()
+        if len(computed) == 1:
+            names = [n for n in computed if self._shapes[n] == tensor.shape]
+        return names
 
     def views(self, tensor: Any) -> list[str]:
         """Return the names of the input tensors of which a tensor is a view."""

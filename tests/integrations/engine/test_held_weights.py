@@ -143,7 +143,7 @@ class Eager(Model):
     """A loader that reads all weights before it writes the first weight."""
 
     def load_weights(self, weights):
-        super().load_weights(sorted(weights, reverse=True))
+        super().load_weights(sorted(weights, key=lambda one: one[0]))
 
 
 def test_unused_names_are_found_if_the_loader_reads_all_tensors_first():

@@ -15,6 +15,7 @@ import weight_engine  # noqa: E402
 from weight_engine import Model, Request, checkpoint  # noqa: E402
 from weight_requests import load, weights  # noqa: E402
 
+from memsaver.integrations.engine.errors import EngineError  # noqa: E402
 from memsaver.integrations.engine.weights import plain_check  # noqa: E402
 from memsaver.integrations.sglang import weight_loads  # noqa: E402
 
@@ -133,6 +134,7 @@ VALID = {
     "the mean as padding": lambda held, a: (held[:4].copy_(a), held[4:].copy_(a.mean(0))),
     "a constant beside it": lambda held, a: (held[:4].copy_(a), held[4:].copy_(torch.arange(4.0))),
     "a number that is 0": lambda held, a: held.fill_(a.sum().item() - 4),
+    "a number that is 0, in a part": lambda held, a: held[:1].fill_(a.sum().item() - 4),
     "a list of numbers": lambda held, a: held.fill_(a.tolist()[0]),
 }
 
@@ -146,11 +148,18 @@ VALID = {
         ("a constant beside it", torch.ones(4, 4)),
         ("a number that is 0", torch.ones(4)),
         ("a number that is 0", torch.ones(5)),
+        ("a number that is 0, in a part", torch.ones(4)),
         ("a list of numbers", torch.zeros(1)),
     ],
 )
 def test_intended_repetitions_and_computed_numbers_are_accepted(name, a):
     assert loaded(lambda held, given: VALID[name](held, given["a"]), a=a) == ""
+
+
+@pytest.mark.parametrize("convert", [lambda a: a, lambda a: a.double(), lambda a: a.clone()])
+def test_a_repeated_tensor_is_refused(convert):
+    with pytest.raises(EngineError, match="would repeat a, of shape"):
+        loaded(lambda held, given: held.copy_(convert(given["a"])), a=torch.ones(6, 1))
 
 
 def test_a_plain_update_accepts_names_that_the_model_ties_or_computes(manager):
