@@ -37,6 +37,7 @@ from . import settings
 from .calls import MODEL, Need
 from .control_hooks import ControlHooks
 from .cores import Memory, alive, error_from, memory_of_async, rpc_on_all_cores
+from .local import sleep_mode_of
 from .logs import logger
 from .protocol import CORE_CALLS
 
@@ -78,7 +79,7 @@ def get_admission(engine: Any, sleeper: Callable[[Any], Any]) -> VllmAdmission |
     """Return an engine's `Admission`, which the first call creates; None if there is none."""
     found = vars(engine).get(_ATTRIBUTE, False)
     if found is False:
-        is_on = settings.is_on() and settings.sleep_mode_of(engine.vllm_config)
+        is_on = settings.is_on() and sleep_mode_of(engine.vllm_config)
         found = VllmAdmission(settings.policy_of(engine), sleeper(engine)) if is_on else None
         setattr(engine, _ATTRIBUTE, found)
     return None if found is None or found.is_ours is False else found

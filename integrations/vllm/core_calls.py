@@ -26,12 +26,12 @@ from ..engine.loops import settle
 from ..engine.messages import Answer, Failure, SchedulerState
 from ..engine.tags import GRAPH, KV_CACHE, RELEASE_ORDER, WEIGHTS, check_known
 from ..engine.weights.checks import RankCheck, is_good
-from . import direct_calls, settings
+from . import direct_calls
 from .calls import DIRECT, UPDATE_CALLS, is_known
 from .direct_calls import check_idle, is_idle, set_asleep
 from .guard import guard_of
 from .link import without_sleep_mode
-from .local import MARK, arguments_of
+from .local import MARK, arguments_of, sleep_mode_of
 from .protocol import (
     END,
     INFO,
@@ -146,7 +146,7 @@ def _release(core: Any, tags: Sequence[str], level: int, keep_weights: bool = Tr
         level = 2
 
     def work(state: SchedulerState) -> Any:
-        if not settings.sleep_mode_of(core.vllm_config):
+        if not sleep_mode_of(core.vllm_config):
             raise without_sleep_mode()
         if hasattr(core, "dp_group"):
             raise ConfigError(

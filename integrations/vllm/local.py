@@ -11,10 +11,9 @@ from memsaver.errors import ConfigError, MemsaverError
 
 from ..engine.errors import EngineDiedError
 from ..engine.processes import death_among
-from . import settings
 from .link import Link
 
-__all__ = ["ERRORS", "MARK", "Local", "arguments_of", "has_plugin"]
+__all__ = ["ERRORS", "MARK", "Local", "arguments_of", "has_plugin", "sleep_mode_of"]
 
 # memsaver's error for each of vLLM's errors.
 ERRORS: dict[str, type[MemsaverError]] = {
@@ -45,10 +44,20 @@ def arguments_of(config: Any, weight_version: str | None = None) -> dict[str, An
         "pp_size": int(ranks.pipeline_parallel_size),
         "dp_size": int(ranks.data_parallel_size),
         "skip_tokenizer_init": bool(model.skip_tokenizer_init),
-        "enable_sleep_mode": settings.sleep_mode_of(config),
+        "enable_sleep_mode": sleep_mode_of(config),
         "version": version,
         "weight_version": weight_version,
     }
+
+
+def sleep_mode_of(config: Any) -> bool:
+    """Return whether an engine with this `VllmConfig` can sleep.
+
+    vLLM also allocates memory that can be released if only `enable_cumem_allocator` is set, which
+    `enable_sleep_mode` implies.
+    """
+    model = config.model_config
+    return bool(model.enable_sleep_mode or getattr(model, "enable_cumem_allocator", False))
 
 
 class Local(Link):
@@ -84,7 +93,7 @@ class Local(Link):
 
     def has_sleep_mode(self, timeout: float) -> bool:
         """See `Link`."""
-        return settings.sleep_mode_of(self._engine.vllm_config)
+        return sleep_mode_of(self._engine.vllm_config)
 
     def plain_arguments(self, timeout: float) -> dict[str, Any]:
         """See `Link`."""

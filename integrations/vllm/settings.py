@@ -22,8 +22,6 @@ If vLLM's own variable `VLLM_PLUGINS` (the list of the plugins to load) is set, 
 
 from __future__ import annotations
 
-from typing import Any
-
 from memsaver._runtime.native import Backup
 
 from ..engine import variables
@@ -37,7 +35,6 @@ __all__ = [
     "policy",
     "policy_of",
     "policy_variables",
-    "sleep_mode_of",
 ]
 
 _policies = variables.EnginePolicies("MEMSAVER_VLLM")
@@ -65,13 +62,3 @@ def check() -> None:
     policy()
     backup()
     graphs_are_pausable()
-
-
-def sleep_mode_of(config: Any) -> bool:
-    """Return whether an engine with this `VllmConfig` can sleep.
-
-    vLLM also allocates memory that can be released if only `enable_cumem_allocator` is set, which
-    `enable_sleep_mode` implies.
-    """
-    model = config.model_config
-    return bool(model.enable_sleep_mode or getattr(model, "enable_cumem_allocator", False))

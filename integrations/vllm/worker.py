@@ -194,8 +194,10 @@ def _hooked(
         step = Step(group, _UNDO_NOTHING[operation])
         step.run(lambda: original(worker, *arguments, **named))
         if step.failed and operation == "release" and not first_failure(step.undone):
-            tags = (*arguments, *named.values())[0] if names_tags else DEFERRABLE
-            tags = (tags,) if isinstance(tags, str) else tags
+            tags: Sequence[str] = DEFERRABLE
+            if names_tags:
+                tags = arguments[0] if arguments else named["tags"]
+                tags = [tags] if isinstance(tags, str) else tags
             with allocator.only(()):  # the memory is mapped again, or was released before
                 _wake(worker, wake_up, [tag for tag in tags if tag not in before])
         if step.failed:

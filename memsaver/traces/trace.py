@@ -66,9 +66,9 @@ class TagTransition:
             the transition began before the recording or before `Trace.begin`.
         end_seconds: the end of the transition, in seconds since the recording began; None if the
             transition was in progress at the end of the recording.
-        outcome: "done" if the transition succeeded, "failed" if it failed, "given up" if the caller
-            cancelled it before it ran, and "under way" if it had not ended when the recording
-            ended.
+        outcome: "done" if the transition succeeded; "failed" if the transition raised an error;
+            "given up" if the caller canceled the transition before the transition began; "under
+            way" if the transition was in progress at the end of the recording.
         device_bytes: device memory released or mapped; 0 unless the outcome is "done".
         copied_bytes: bytes copied to or from the backup; 0 unless the outcome is "done".
         thread: the system's id of the thread that began the transition.

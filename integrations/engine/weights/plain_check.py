@@ -111,7 +111,10 @@ class PlainCheck:
 
     @property
     def seen(self) -> Known:
-        """The names and shapes that this load has checked for the first time."""
+        """The names and shapes that later loads need not check.
+
+        An unused name is missing if the source of a write was unknown.
+        """
         return self._seen
 
     def around_loader(self, model: Any) -> contextlib.AbstractContextManager[None]:
@@ -121,38 +124,31 @@ class PlainCheck:
         return replaced_loader(model, lambda given, load: self._checked(model, list(given), load))
 
     def _checked(self, model: Any, given: Named, load: Load) -> Any:
-        new = {(name, tuple(tensor.shape)) for name, tensor in given} - self._known
-        if not new:
+        if {(name, tuple(tensor.shape)) for name, tensor in given} <= self._known:
             return load(given)
-        result, source = self._watched(model, given, load)
-        # If the source of a write is unknown, the next load checks unused names again.
-        unknown = {
-            name
-            for name, _ in new
-            if source.blurred and name not in source.used and not _is_skipped(model, name)
-        }
-        self._seen |= {one for one in new if one[0] not in unknown}
-        return result
+        return self._watched(model, given, load)
 
-    def _watched(self, model: Any, given: Named, load: Load) -> tuple[Any, Source]:
+    def _watched(self, model: Any, given: Named, load: Load) -> Any:
         coverage = _Coverage(model, Source(given))
         result = coverage.run(load)
         source = coverage.source
         self._used |= source.used
         for name, tensor in given:
             count = int(tensor.numel())
+            is_unused = count > 0 and name not in self._used and not _is_skipped(model, name)
+            if not (is_unused and source.blurred):
+                self._seen.add((name, tuple(tensor.shape)))
             if not count or source.blurred:
                 continue
-            if name not in source.used:
-                if name not in self._used and not _is_skipped(model, name):
-                    self.unused[name] = count
-            elif coverage.is_copied(name):
+            if is_unused:
+                self.unused[name] = count
+            elif name in source.used and coverage.is_copied(name):
                 part = coverage.part(name, int(tensor.nbytes))
                 if part.copied < part.whole:
                     self.partial[name] = part
         for name in self._used:
             self.unused.pop(name, None)
-        return result, source
+        return result
 
 
 class _Coverage(Writes):

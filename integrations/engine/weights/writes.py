@@ -131,12 +131,11 @@ class Writes:
             return result
         marks = {id(tensor) for tensor in written}
         sources = [tensor for tensor in operation.tensors() if id(tensor) not in marks]
+        constant = operation.constant
         is_padding = (
-            operation.constant == 0
-            and not self.source.has_numbers
-            and not any(map(self._is_whole, written))
+            constant == 0 and not self.source.has_numbers and not any(map(self._is_whole, written))
         )
-        names = self.source.writes(sources, operation.constant, is_padding)
+        names = self.source.writes(sources, constant, is_padding)
         if operation.is_copy:
             self._refuse_repetition(operation.args[0], operation.args[1])
         return self.write(operation, written, names)

@@ -82,9 +82,10 @@ def reduce_any(tensor: Any, otherwise: Callable[[Any], Any]) -> Any:
         ConfigError: the tensor's region is not shareable.
         SharingError: the memory belongs to another process. See also `reduce`.
     """
-    found = next((one for one in map(located, _parts(tensor)) if one is not None), None)
+    parts = _parts(tensor)
+    found = next((one for one in map(located, parts) if one is not None), None)
     if found is None:
-        if any(importing.is_imported(_address(part)) for part in _parts(tensor)):
+        if any(importing.is_imported(_address(part)) for part in parts):
             raise SharingError(
                 "a tensor that another process sent cannot be forwarded: send a copy, "
                 "tensor.clone(), or let the process that created it send it"
@@ -93,7 +94,7 @@ def reduce_any(tensor: Any, otherwise: Callable[[Any], Any]) -> Any:
     tag, state = found
     if is_shareable(tag):
         # torch reduces parts of sparse and nested tensors with the function that `cover` installs.
-        is_plain = _parts(tensor)[0] is tensor and not tensor.is_nested
+        is_plain = parts[0] is tensor and not tensor.is_nested
         return reduce(tensor, tag) if is_plain else otherwise(tensor)
     first = "" if state == "mapped" else f"after memsaver.resume({tag!r}) "
     raise ConfigError(

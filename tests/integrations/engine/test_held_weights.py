@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from weight_engine import HIDDEN, Model, checkpoint  # noqa: E402
+from weight_engine import HIDDEN, Eager, Model, checkpoint  # noqa: E402
 
 from memsaver.integrations.engine.weights import held as held_weights  # noqa: E402
 from memsaver.integrations.engine.weights.held import differing, watched  # noqa: E402
@@ -137,13 +137,6 @@ def test_only_some_of_the_tensors_can_be_compared():
     model.qkv_0.data += 1
     some = [(name, t) for name, t in given() if not name.startswith("layers.0")]
     assert differing(model, some, model.load_weights) == ()
-
-
-class Eager(Model):
-    """A loader that reads all weights before it writes the first weight."""
-
-    def load_weights(self, weights):
-        super().load_weights(sorted(weights, key=lambda one: one[0]))
 
 
 def test_unused_names_are_found_if_the_loader_reads_all_tensors_first():

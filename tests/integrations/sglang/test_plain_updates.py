@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import weight_engine  # noqa: E402
-from weight_engine import Model, Request, checkpoint  # noqa: E402
+from weight_engine import Eager, Model, Request, checkpoint  # noqa: E402
 from weight_requests import load, weights  # noqa: E402
 
 from memsaver.integrations.engine.errors import EngineError  # noqa: E402
@@ -22,13 +22,6 @@ from memsaver.integrations.sglang import weight_loads  # noqa: E402
 pytestmark = pytest.mark.usefixtures("tensors_in_files")
 
 ZERO = torch.tensor(0.0)
-
-
-class Eager(Model):
-    """A loader that reads all weights before it writes the first weight."""
-
-    def load_weights(self, weights):
-        super().load_weights(sorted(weights, key=lambda one: one[0]))
 
 
 @pytest.mark.parametrize(
@@ -128,32 +121,28 @@ def test_zeros_after_a_part_hide_neither_the_part_nor_unknown_names(pad):
     assert "does not use b" in loaded(load, a=torch.ones(4, 4), b=torch.ones(1))
 
 
+# The loader's work on the parameter `held` and the tensor `a`, and the shape of `a`, which is ones.
 VALID = {
-    "a vector for each row": lambda held, a: held.copy_(a),
-    "a vector with a new dimension": lambda held, a: held.copy_(a[None]),
-    "the mean as padding": lambda held, a: (held[:4].copy_(a), held[4:].copy_(a.mean(0))),
-    "a constant beside it": lambda held, a: (held[:4].copy_(a), held[4:].copy_(torch.arange(4.0))),
-    "a number that is 0": lambda held, a: held.fill_(a.sum().item() - 4),
-    "a number that is 0, in a part": lambda held, a: held[:1].fill_(a.sum().item() - 4),
-    "a list of numbers": lambda held, a: held.fill_(a.tolist()[0]),
+    "a vector for each row": (lambda held, a: held.copy_(a), 4),
+    "a vector with a new dimension": (lambda held, a: held.copy_(a[None]), 4),
+    "the mean as padding": (
+        lambda held, a: (held[:4].copy_(a), held[4:].copy_(a.mean(0))),
+        (4, 4),
+    ),
+    "a constant beside it": (
+        lambda held, a: (held[:4].copy_(a), held[4:].copy_(torch.arange(4.0))),
+        (4, 4),
+    ),
+    "a number": (lambda held, a: held.fill_(a.sum().item() - 4), 5),
+    "a number that is 0": (lambda held, a: held.fill_(a.sum().item() - 4), 4),
+    "a number that is 0, in a part": (lambda held, a: held[:1].fill_(a.sum().item() - 4), 4),
+    "a list of numbers": (lambda held, a: held.fill_(a.tolist()[0] - 1), 1),
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "a"),
-    [
-        ("a vector for each row", torch.ones(4)),
-        ("a vector with a new dimension", torch.ones(4)),
-        ("the mean as padding", torch.ones(4, 4)),
-        ("a constant beside it", torch.ones(4, 4)),
-        ("a number that is 0", torch.ones(4)),
-        ("a number that is 0", torch.ones(5)),
-        ("a number that is 0, in a part", torch.ones(4)),
-        ("a list of numbers", torch.zeros(1)),
-    ],
-)
-def test_intended_repetitions_and_computed_numbers_are_accepted(name, a):
-    assert loaded(lambda held, given: VALID[name](held, given["a"]), a=a) == ""
+@pytest.mark.parametrize(("work", "shape"), VALID.values(), ids=VALID)
+def test_intended_repetitions_and_computed_numbers_are_accepted(work, shape):
+    assert loaded(lambda held, given: work(held, given["a"]), a=torch.ones(shape)) == ""
 
 
 @pytest.mark.parametrize("convert", [lambda a: a, lambda a: a.double(), lambda a: a.clone()])

@@ -93,9 +93,14 @@ for _ in range(2):
     assert await asyncio.gather(*(generate(engine, str(n)) for n in range(5))) == [before] * 5
     assert not await engine.is_sleeping()
 await engine.sleep()
+states = []
+engine.logger_manager = SimpleNamespace(record_sleep_state=lambda *state: states.append(state))
 await engine.add_lora("adapter")  # wakes the weights only
+assert not states
 assert (await engine.is_sleeping()) and admission_of(engine).released == {"kv_cache"}
 assert await generate(engine) == before
+assert states == [(0, 0)]
+engine.logger_manager = None
 await engine.sleep(level=2)
 error = await refusal(generate(engine))
 assert "weights has no backup" in str(error) and await engine.is_sleeping()
