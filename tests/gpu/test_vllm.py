@@ -56,7 +56,7 @@ WAKE = [
     "vllm_asleep.requests_never_wake_lost_weights",
     "vllm_asleep.an_idle_engine_sleeps",
 ]
-REFUSED = "vllm_asleep.requests_are_refused"
+REFUSED = ["vllm_asleep.requests_are_refused", "vllm_asleep.direct_calls"]
 KILLED = "vllm_failures.a_killed_worker"  # the last scenario of an engine
 
 V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
@@ -106,7 +106,7 @@ def children(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Children]:
     made.close()
 
 
-@each([*CYCLES, *CALLS, REFUSED, KILLED])
+@each([*CYCLES, *CALLS, *REFUSED, KILLED])
 def test_an_engine_in_its_own_process(children: Children, name: str) -> None:
     children.run("engine", name)
 
@@ -117,7 +117,7 @@ def test_an_engine_in_its_own_process(children: Children, name: str) -> None:
         *POOL,
         "vllm_failures.a_wake_without_memory",
         "vllm_failures.requests_continue",
-        REFUSED,
+        *REFUSED,
         "vllm_failures.a_second_engine",
     ]
 )
@@ -126,7 +126,7 @@ def test_an_engine_in_the_process_with_the_v1_runner(children: Children, name: s
     children.run("in_process", name)
 
 
-@each([*CYCLES, REFUSED])
+@each([*CYCLES, *REFUSED])
 def test_an_engine_in_its_own_process_with_the_v1_runner(children: Children, name: str) -> None:
     children.run("v1", name)
 
@@ -142,7 +142,7 @@ def test_weights_and_kv_cache_in_fp8_with_the_v1_runner(children: Children, name
     children.run("quantized_v1", name)
 
 
-@each([*CYCLES, "vllm_cycles.drafts_are_accepted", REFUSED])
+@each([*CYCLES, "vllm_cycles.drafts_are_accepted", *REFUSED])
 def test_a_draft_model(children: Children, name: str) -> None:
     """The draft has the target's weights, so the engine accepts the draft's tokens."""
     children.run("draft", name)
@@ -152,7 +152,7 @@ def test_the_memory_does_not_grow_over_1000_cycles(children: Children) -> None:
     children.run("cycles", "vllm_cycles.thousand_cycles", LONG_SECONDS)
 
 
-@each([*CYCLES, REFUSED])
+@each([*CYCLES, *REFUSED])
 def test_a_worker_of_ray(children: Children, name: str) -> None:
     pytest.importorskip("ray")
     children.run("ray", name)
@@ -163,7 +163,7 @@ def test_a_worker_of_ray(children: Children, name: str) -> None:
         "vllm_cycles.memsaver_is_active",
         "vllm_cycles.adapters",
         "vllm_cycles.adapters_at_level_2",
-        REFUSED,
+        *REFUSED,
     ]
 )
 def test_adapters(children: Children, name: str) -> None:
@@ -185,7 +185,7 @@ def test_other_places_of_backups(children: Children, place: str, name: str) -> N
 
 
 @pytest.mark.two_gpus
-@each([*CYCLES, *CALLS, REFUSED, KILLED])
+@each([*CYCLES, *CALLS, *REFUSED, KILLED])
 def test_tensor_parallel(children: Children, name: str) -> None:
     children.run("engine_tp2", name)
 

@@ -11,10 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 import vllm_adapters
+from expected_errors import raises
 from gpu_trainer import GIB, Trainer
 from vllm_cycles import check_output
 from vllm_engines import KV_CACHE, Session
 
+from memsaver.errors import ConfigError
 from memsaver.integrations.engine.errors import EngineAsleepError
 
 SLEEPS_WITHIN = 20  # seconds, of an idle engine
@@ -43,6 +45,28 @@ def requests_are_refused(session: Session) -> None:
     session.llm.wake_up(tags=["weights"])
     refused(session.outputs, "kv_cache")
     session.llm.wake_up(tags=["kv_cache"])
+    check_output(session)
+
+
+def direct_calls(session: Session) -> None:
+    """Calls of the workers' own `sleep` and `wake_up` follow the same rules as the engine's."""
+    for level in (0, 3):
+        with raises(ConfigError) as caught:
+            session.in_workers("sleep", level)
+        assert f"level {level}" in str(caught[0]), caught[0]
+        check_output(session)
+    for level in (1, 2):  # a later call keeps what the first one saved
+        session.in_workers("sleep", level)
+        refused(session.outputs, "kv_cache", "weights")
+        assert not any(sum(held.values()) for held in session.in_workers("check_tags"))
+    for tags in ("weights", "kv_cache"):  # a string, as vLLM's own allocator accepts it
+        session.in_workers("wake_up", tags)
+    check_output(session)
+    session.in_workers("sleep", 2)
+    session.in_workers("wake_up", ["weights"])
+    refused(session.outputs, "kv_cache")
+    session.in_workers("reload_weights")
+    session.in_workers("wake_up", None)
     check_output(session)
 
 
