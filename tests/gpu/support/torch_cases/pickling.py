@@ -12,7 +12,7 @@ import torch
 from expected_errors import raises
 
 import memsaver
-from torch_cases.tensors import inside, numbered
+from torch_cases.tensors import inside, is_numbered, numbered
 
 
 def case_pickled_and_sent(tag: str) -> None:
@@ -57,3 +57,24 @@ def case_pickled_and_sent(tag: str) -> None:
         from safetensors.torch import save as save_tensors
 
         assert torch.equal(load(save_tensors({"tensor": tensor}))["tensor"], tensor.cpu())
+
+
+def case_pickled_during_transitions(tag: str) -> None:
+    """Pickling and saving wait for a resume or a pause that is in progress."""
+    with memsaver.region(tag, backup="host"):
+        large, small = numbered(2048, 5), numbered(1, 3)
+    early = 0
+    for save in (pickle.dumps, lambda value: torch.save(value, io.BytesIO())):
+        going = memsaver.pause(tag, wait=False)
+        early += not going.done()
+        with raises(memsaver.InvalidStateError) as errors:
+            save(small)
+        assert errors[0].tag == tag and going.done()
+        coming = memsaver.resume(tag, wait=False)
+        early += not coming.done()
+        save(small)
+        again = pickle.loads(pickle.dumps({"last": small}))["last"]
+        coming.wait()
+        assert torch.equal(again, small) and is_numbered(large, 5)
+        large.add_(0)  # the next pause copies the contents again
+    assert early == 4, "each transition ended before the tensor was pickled"

@@ -127,6 +127,21 @@ def case_shared_tag_is_not_paused(tag: str) -> None:
         assert other.ask("int(x[0])") == int(tensor[MIB])
 
 
+def case_shared_during_a_resume(tag: str) -> None:
+    """A tensor that is sent during a resume has its contents in the other process."""
+    with memsaver.region(tag, backup="host", shareable=True):
+        large, small = numbered(2048, 5), numbered(1, 3)
+    with _importer() as other:
+        memsaver.pause(tag)
+        coming = memsaver.resume(tag, wait=False)
+        assert not coming.done()
+        other.load("x", {"large": large, "small": small})
+        coming.wait()
+        assert other.ask("int(x['small'][-1])") == int(small[-1])
+        assert other.ask("int(x['large'][-1])") == int(large[-1])
+        assert is_numbered(large, 5)
+
+
 def _stable_free() -> int:
     """Return the number of free bytes, after the memory of earlier processes has been released."""
     before = free()
