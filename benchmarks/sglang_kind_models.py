@@ -56,7 +56,9 @@ def _random(name: str, tensor: Any, tied: bool = False) -> Any:
 
     noise = torch.randn(tensor.shape)
     if tensor.ndim < 2:
-        return tensor.float() + noise / 10  # a scale, a bias or a state's decay
+        # A scale, a bias or a state's decay. With tied embeddings, scales close to 1 would make the
+        # last token the next one, with any weights.
+        return tensor.float() + (noise * 2 if tied else noise / 10)
     return noise if "embed" in name and not tied else noise / tensor.shape[-1] ** 0.5
 
 

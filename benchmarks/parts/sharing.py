@@ -168,7 +168,8 @@ class _Backend:
     def begin_update(self, timeout: float) -> None:
         pass
 
-    end_update = begin_update
+    def end_update(self, timeout: float, complete: bool = True) -> None:
+        pass
 
     def load_weights(self, load: Any) -> list[Any]:
         self.receiver.ask("load", load.timeout, payload=load.tensors.payloads[0])
