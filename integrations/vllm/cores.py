@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from memsaver.errors import MemsaverError
 
 from ..engine.fields import Fields, parsed
-from ..engine.messages import Answer, Failure, error_of
+from ..engine.messages import Failure, raisable
 from ..engine.tags import RELEASE_ORDER
 
 __all__ = [
@@ -39,14 +39,13 @@ class Memory:
         released: the tags that are released on at least one core.
         lost: the tags that lack contents while memory is released; see `guard.Guard`.
         is_others: whether an allocator other than memsaver has released memory.
-        error: the error of the last sleep or wake-up if this call failed and the error was queried;
-            otherwise None.
+        errors: the last errors of releases and wake-ups, if they were queried.
     """
 
     released: frozenset[str]
     lost: frozenset[str]
     is_others: bool
-    error: MemsaverError | None
+    errors: tuple[MemsaverError, ...]
 
     @classmethod
     def of(cls, answers: Iterable[str]) -> Memory:
@@ -59,9 +58,9 @@ class Memory:
             released.update(read.texts("released", RELEASE_ORDER))
             lost.update(read.texts("lost", RELEASE_ORDER))
             is_others = is_others or read.flag("other")
-            failures.append(Failure.from_fields(read.optional("failure")))
-        error = error_of(Answer("", "", (), (), failure=failure) for failure in failures)
-        return cls(frozenset(released), frozenset(lost), is_others, error)
+            failures.extend(map(Failure.from_fields, read.each("failures")))
+        errors = tuple(raisable(failure) for failure in failures if failure is not None)
+        return cls(frozenset(released), frozenset(lost), is_others, errors)
 
 
 def memory_of(client: Any, touch: bool = False, failed: bool = False) -> Memory:
@@ -107,8 +106,8 @@ async def alive(engine: Any, work: Awaitable[_Result]) -> _Result:
 
 
 def error_from(error: Exception, memory: Memory) -> Exception:
-    """Return the original error of a failed sleep or wake-up; vLLM sends only the error's text."""
-    known = memory.error  # the error may belong to an earlier call
-    if isinstance(error, MemsaverError) or known is None or known.message not in str(error):
+    """Return the original error of a failed call; vLLM sends only the error's text."""
+    if isinstance(error, MemsaverError):
         return error
-    return known
+    # The errors in `memory` may belong to earlier calls.
+    return next((known for known in memory.errors if known.message in str(error)), error)

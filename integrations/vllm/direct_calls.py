@@ -10,14 +10,16 @@ such call.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from memsaver.errors import ConfigError
+from memsaver.errors import ConfigError, MemsaverError
 
 from ..engine.errors import EngineBusyError
+from ..engine.messages import Failure
 from ..engine.tags import WEIGHTS
 from .calls import MODEL, check_level
-from .guard import guard_of
+from .guard import Guard, guard_of
 from .protocol import RANK_STATE
 
 __all__ = ["check_idle", "is_idle", "run", "set_asleep"]
@@ -31,6 +33,9 @@ def run(
     call: Callable[[Sequence[Any], Mapping[str, Any]], Any],
 ) -> Any:
     """Run a call to one of the methods in `calls.DIRECT`, and record which tags are then released.
+
+    An error of memsaver is also recorded: an engine core in its own process sends only the error's
+    text to its client, which then queries the error.
 
     Args:
         core: the engine core.
@@ -47,6 +52,21 @@ def run(
     guard = guard_of(core)
     if not guard.is_ours:
         return call(args, kwargs)
+    try:
+        return _run(core, guard, method, args, kwargs, call)
+    except MemsaverError as error:
+        guard.refusal = asdict(Failure.of(error))
+        raise
+
+
+def _run(
+    core: Any,
+    guard: Guard,
+    method: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    call: Callable[[Sequence[Any], Mapping[str, Any]], Any],
+) -> Any:
     if method == "wake_up":
         result = call(*_with_list(args, kwargs))
         _record(core)

@@ -100,12 +100,12 @@ def memsaver_memory(core: Any, touch: bool = False, failed: bool = False) -> str
     Args:
         core: the engine core.
         touch: whether a request will follow. If so, an idle engine does not release its memory.
-        failed: whether to include the failure of the last sleep or wake-up.
+        failed: whether to include the last errors of releases and wake-ups.
 
     Returns:
         The JSON object has the fields `released` (the released tags), `lost` (if tags are released,
         the tags without contents; see `Guard.lost`), `other` (whether another allocator released
-        memory) and `failure` (a `Failure` or null).
+        memory) and `failures` (a list of `Failure`).
     """
     guard = guard_of(core)
     if touch and guard.idle is not None:
@@ -116,7 +116,7 @@ def memsaver_memory(core: Any, touch: bool = False, failed: bool = False) -> str
             "released": sorted(released),
             "lost": sorted(guard.lost if released else ()),
             "other": bool(core.model_executor.is_sleeping and not released),
-            "failure": guard.failure() if failed else None,
+            "failures": guard.failures() if failed else [],
         }
     )
 
@@ -135,6 +135,8 @@ class Guard:
         lost: the tags whose contents were discarded and have not been loaded since. The value is
             meaningful only while memory is released, because the caller that wakes up the last tag
             is responsible for the contents.
+        refusal: the fields of the `Failure` of the last call in `direct_calls` that raised one of
+            memsaver's errors; None before the first.
 
     Args:
         core: the engine core.
@@ -148,6 +150,7 @@ class Guard:
         self._logged: set[str] = set()  # requests refused since the last wake-up
         self._unknown: set[str] = set()  # unknown methods that have run while memory was released
         self.lost: frozenset[str] = frozenset()
+        self.refusal: dict[str, Any] | None = None
         self._update_call = ""  # began the update in progress, unless a sleep has discarded weights
         self.idle = IdleSleep.of(core, settings.policy_of(core).sleep_after)
 
@@ -170,12 +173,13 @@ class Guard:
         """Whether a draft model might exist; an update does not change its weights."""
         return any(self._core.model_executor.collective_rpc(has_draft))
 
-    def failure(self) -> dict[str, Any] | None:
-        """Return the fields of the last sleep's or wake-up's `Failure`; None after a success."""
+    def failures(self) -> list[dict[str, Any]]:
+        """Return `refusal`, and the fields of the last sleep's or wake-up's `Failure`."""
+        found = [] if self.refusal is None else [self.refusal]
         for state in self._core.model_executor.collective_rpc(RANK_STATE) if self.is_ours else ():
             if state["last"] is not None and state["last"]["failure"] is not None:
-                return dict(state["last"]["failure"])
-        return None
+                return [*found, dict(state["last"]["failure"])]
+        return found
 
     def sleep(self, work: Callable[[], Future[Any] | None], level: int) -> Future[Any] | None:
         """Put some or all tags to sleep, and record the sleep.

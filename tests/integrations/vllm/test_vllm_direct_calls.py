@@ -110,7 +110,7 @@ def test_memory_of_requests_in_flight_is_not_released(asleep, call):
 running = asyncio.ensure_future(generate(engine, max_tokens=300))
 await until(lambda: asyncio.sleep(0, engine.output_processor.request_states))
 method, *arguments = {call}
-with raising(Exception) as caught:
+with raising(EngineBusyError) as caught:
     await engine.collective_rpc(method, args=arguments)
 assert "requests in flight" in str(caught.error), caught.error
 assert (await running)[1] == "length"
@@ -119,6 +119,7 @@ assert (await running)[1] == "length"
     )
 
 
+@pytest.mark.parametrize("processes", [0, 1])
 @pytest.mark.parametrize(
     ("method", "arguments", "text"),
     [
@@ -129,7 +130,9 @@ assert (await running)[1] == "length"
         ("discard", {"tags": ["kv_cache", "cudagraph"]}, "cudagraph cannot be discarded"),
     ],
 )
-def test_calls_that_would_lose_memory_in_use_change_nothing(run_vllm, method, arguments, text):
+def test_calls_that_would_lose_memory_in_use_change_nothing(
+    run_vllm, method, arguments, text, processes
+):
     run_vllm(
         f"""
 from memsaver.errors import ConfigError
@@ -142,6 +145,7 @@ assert llm.generate(PROMPTS) == first
 llm.shutdown()
         """,
         VLLM_FAKE_VERSION="0.33.0",
+        VLLM_ENABLE_V1_MULTIPROCESSING=processes,
     )
 
 
