@@ -52,7 +52,8 @@ class Memory:
         """Read the cores' answers. Raises `EngineError` for an invalid answer."""
         released: set[str] = set()
         lost: set[str] = set()
-        is_others, failures = False, []
+        is_others = False
+        failures: list[Failure | None] = []
         for answer in answers:
             read = Fields(parsed(answer, "an engine core's memory"), "an engine core's memory")
             released.update(read.texts("released", RELEASE_ORDER))
