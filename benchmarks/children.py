@@ -33,7 +33,7 @@ class Failed(Exception):
 
 
 class Ended(Failed):
-    """A child process exited early or was killed because the process hung."""
+    """A child process exited early or was killed because it hung."""
 
 
 @contextlib.contextmanager
@@ -48,7 +48,7 @@ def attempt(failures: list[str]) -> Iterator[None]:
 class Child:
     """A process that serves requests.
 
-    The constructor does not wait until the process is ready (see `ready`).
+    The constructor does not wait for the process to become ready (see `ready`).
 
     Args:
         worker: "module:class" of the child's worker.

@@ -54,7 +54,7 @@ class DeviceMemory:
         self.total = self._read().total
 
     def used(self) -> int:
-        """Return the bytes in use, including the driver's own memory. Callable on any thread."""
+        """Return the bytes in use, including the driver's own memory. Callable from any thread."""
         found = self._read()
         return int(found.total - found.free)
 

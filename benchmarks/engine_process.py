@@ -128,7 +128,7 @@ def decode_in_turns(one: Child, other: Child, turns: int) -> dict[str, list[floa
     rates: dict[str, list[float]] = {one.name: [], other.name: []}
     for turn in range(turns):
         for child in (one, other) if turn % 2 else (other, one):
-            # The batch that does not count refreshes caches after the other engine's turn.
+            # The uncounted batch refreshes caches after the other engine's turn.
             rates[child.name] += child.ask("decode", times=BATCHES)["tokens_per_s"]
     for name, values in rates.items():
         say(f"{name}: {statistics.median(values):.1f} tokens/s, {min(values)}..{max(values)}")

@@ -6,8 +6,8 @@ The kernel and the copy alternate, and both use random bytes in one torch tensor
 is the duration of the whole Python call, which waits for the device and reads the results. The rate
 of a fingerprint counts only the bytes that the kernel reads. The time of a copy is measured on the
 GPU. The rate of a copy counts both the bytes read and the bytes written. The first fingerprint and
-the first copy do not count, because the first call loads the kernel and pins host memory that later
-calls reuse.
+the first copy are not counted, because the first call loads the kernel and pins host memory that
+later calls reuse.
 
 Prints a JSON row and merges it into --output, if given (see results.py).
 """

@@ -92,7 +92,7 @@ def _line(
 
 
 def rewritten(page: str, text: str) -> str:
-    """Return a page in which the text replaces everything between the markers."""
+    """Return the page with everything between the markers replaced by the text."""
     before, rest = page.split(BEGIN)
     _, after = rest.split(END)
     return f"{before}{BEGIN}\n{text}\n{END}{after}"

@@ -1,7 +1,7 @@
 """List the calls that RL frameworks make to their memory saver and to SGLang, in order.
 
-The entry of each framework names the repository, the commit and the source files of its list. A
-list contains the calls of one training round and the calls before the first round.
+Each framework's entry names the repository, the commit and the source files that its list follows.
+Each list contains the calls of one training round and the calls before the first round.
 `parts/frameworks_calls.py` runs the lists on a GPU, and a test runs the trainers' calls on the
 simulated driver.
 """
@@ -53,8 +53,8 @@ class Framework:
         round: the calls of a round of training.
         start: the calls before the first round.
         graphs: whether SGLang's CUDA graphs are in the tag `cuda_graph`.
-        trainer: the environment variables of a trainer whose whole memory is one region; None for a
-            trainer without a memory saver.
+        trainer: the environment variables of a trainer whose memory is all in one region; None for
+            a trainer without a memory saver.
         tagged: whether the parameters and the gradients are in separate tags without a backup.
     """
 

@@ -17,7 +17,7 @@ def cells(
     replayed: Sequence[Mapping[str, Any]],
     shown: Mapping[str, Sequence[str]],
 ) -> dict[str, str]:
-    """Return the GPU runs, by the beginnings of the frameworks' lines.
+    """Return the GPU runs, keyed by the beginning of each framework's line.
 
     Args:
         rows: the rows of the results.

@@ -152,7 +152,7 @@ def _phases(row: Mapping[str, Any]) -> str:
 
 
 def _compared(row: Mapping[str, Any]) -> str:
-    """Return a sentence on the differences between the two training runs' figures."""
+    """Return a sentence about the differences between the two training runs' figures."""
     detail = row["detail"]
     steps = len(next(iter(detail["memsaver_phases"].values())))
     count = 4 * steps

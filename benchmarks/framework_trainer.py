@@ -1,8 +1,8 @@
 """Allocate memory like a Megatron trainer, and replay a framework's calls to its memory saver.
 
 The memory saver's library is preloaded into the process, as it is in the frameworks' training
-actors. All of the process's device memory is one region, including the memory of the CUDA graph of
-the training step.
+actors. All of the process's device memory is in one region, including the memory of the CUDA graph
+of the training step.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class TrainerWorker(Worker):
     def request(self, number: int, requests: str) -> dict[str, Any]:
         """Return the serialized weights of a request, and keep their memory until the update ends.
 
-        The memory is still needed after the engine's reply, because the engine replies when its
-        copies are queued, before the copies are complete.
+        The memory is still needed after the engine's reply, because the engine replies once its
+        copies are queued, before they are complete.
         """
         import torch
         from sglang.srt.utils import MultiprocessingSerializer
@@ -155,7 +155,7 @@ class TrainerWorker(Worker):
             self.parameters[name].copy_(master)
 
     def _train(self) -> None:
-        """Replay the step, and compare all contents with a trainer that did not sleep."""
+        """Replay the step, and compare all contents with those of a trainer that did not sleep."""
         import torch
 
         self._graph.replay()

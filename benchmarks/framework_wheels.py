@@ -10,8 +10,8 @@ The machine needs Python 3.12, torch, transformers and, for TRL's part, vLLM. Th
     standins/    one folder for each of the packages in STANDINS, which TRL imports but the
                  benchmarks hardly use. Copy the packages that the machine lacks to site/
 
-DeepSpeed is published as a source distribution. Without its compiled operations, DeepSpeed consists
-of Python code, which is copied. The archive is only for benchmarks. Do not publish it.
+DeepSpeed is published as a source distribution. Without its compiled operations, DeepSpeed is pure
+Python code, which is copied. The archive is only for benchmarks. Do not publish it.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ Measurements
               and --calls-dropin; writes results/framework_calls.json instead of --output
 
 framework_wheels.py prepares the packages for a machine without a network. Progress goes to stderr.
-Prints a table, and merges each row into --output as soon as the row exists (see results.py).
+Prints a table, and merges each row into --output as soon as it exists (see results.py).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python host_memory.py BYTES     touches BYTES bytes and ends; prints the seconds
 
-A virtual machine might receive its memory only when a process first accesses the memory, at 2 to 3
-GB/s. Without this touch, the first measured library would appear slower than the others.
+A virtual machine might receive its memory only when a process first accesses it, at 2 to 3 GB/s.
+Without this touch, the first measured library would appear slower than the others.
 """
 
 from __future__ import annotations

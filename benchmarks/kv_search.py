@@ -2,7 +2,7 @@
 
 An engine that fits reports its minimum free memory. The next engine uses this memory for a larger
 KV cache. The cache of the second engine is therefore near the largest size, and the third engine
-confirms the size.
+confirms it.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Memsaver:
     def __init__(self) -> None:
         import memsaver
 
-        # Looked up at each call: a version without `swap` can still be measured otherwise.
+        # Looked up at each call, so a version without `swap` can still run other measurements.
         self._memsaver: Any = memsaver
         self.pause = memsaver.pause
         self.resume = memsaver.resume

@@ -2,9 +2,9 @@
 
     python benchmarks/limits.py [--large 100000] [--output benchmarks/results/limits.json]
 
-The results exclude the time inside driver calls, because this time belongs to the simulator. This
-program builds a library between memsaver and the simulator that measures the excluded time. The
-remaining time is memsaver's own. The program reports its minimum over several rounds, in
+The results exclude the time inside driver calls, because this time belongs to the simulator. The
+program builds a library that sits between memsaver and the simulator and measures the excluded
+time. The remaining time is memsaver's own. The program reports its minimum over several rounds, in
 nanoseconds per allocation. `growth` is the ratio of the large tag's time to the small tag's time.
 Lookups are called from Python, which adds about 100 ns. Lookups in mixed order jump across the
 tag's memory, so the growth mainly shows how long the CPU waits for memory outside its caches.

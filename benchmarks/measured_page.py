@@ -164,7 +164,7 @@ WORDS = {
     "malloc_free_pair_512B_ns": "cudaMalloc + cudaFree of 512 B under preload, ns",
 }
 
-# The page's names of steps that have other names in the results of limits.py.
+# The page's names for steps that have different names in the results of limits.py.
 STEPS = {
     "free, mixed": "free, random order",
     "look at a backup, in order": "view a backup, in order",

@@ -2,7 +2,7 @@
 
 Two pages are equal if both contain the same bytes of the same tensors at the same offsets, and no
 other tensors. Unused bytes are ignored. Only equal pages could be mapped instead of copied.
-Physical memory is mapped as a whole, so pages may be larger than the granularity of 2 MiB.
+Physical memory is mapped in whole pieces, so pages may be larger than the granularity of 2 MiB.
 
 There are two placements: "torch" places allocations like torch's allocator, and "boundaries" places
 each allocation at a multiple of 2 MiB. See weight_layouts.py for the layouts.

@@ -1,4 +1,4 @@
-"""Compare an earlier build of memsaver with the current build on one GPU, alternately.
+"""Compare an earlier build of memsaver with the current one, alternating on one GPU.
 
     pip install --no-build-isolation --no-deps --target /tmp/before SOURCE_OF_AN_EARLIER_COMMIT
     python benchmarks/paired.py --before /tmp/before --before-commit HASH [--after /tmp/after]
@@ -6,7 +6,7 @@
 Because the machine's speed varies between runs by more than the differences of interest, the builds
 alternate cycle by cycle in one run. The build that is measured first also alternates. Each build
 runs in its own processes, with its folder on PYTHONPATH. The programs of this source tree measure
-both builds. This program writes the rows with the build that it imports.
+both builds. This program uses the build that it imports to write the rows.
 
 Measurements (pause_resume.py describes them)
     kv, discarded, many     without a backup; bare driver calls take turns with both builds

@@ -23,26 +23,26 @@ Measurements
 
 Each library and setting runs in a separate process. For measurements without a backup, the limit is
 a bare sequence of driver calls with handles of 1 GiB and one reservation, also in a separate
-process. The processes take turns, cycle by cycle in rotating order. All processes except the
-measured process are paused, so the device is in the same state for each process. For measurements
+process. The processes take turns cycle by cycle, in rotating order. All processes except the one
+being measured are paused, so the device is in the same state for each process. For measurements
 with a backup, the limit is a plain copy of the same number of bytes between the device and 1 GiB of
 pinned memory. All values count, including warm-ups and outliers.
 
 In measurements without a backup, a wait of --gap seconds before each resume represents work on the
-GPU. The driver clears released memory during this wait, so this time is not measured. For metrics
-whose names end in _at_once_ms, each resume follows its pause immediately. Swaps of tags without a
-backup also follow each other immediately, but for the metric that ends in _spaced_ms, each swap
-follows a wait of --gap seconds.
+GPU. The driver clears released memory during this wait, so the clearing is not measured. For
+metrics whose names end in _at_once_ms, each resume follows its pause immediately. Swaps of tags
+without a backup also follow each other immediately, except for the metric that ends in _spaced_ms,
+for which each swap follows a wait of --gap seconds.
 
-A virtual machine might receive its memory only when a process first accesses the memory, at 2 to 3
-GB/s. Therefore, before backups are measured, temporary processes repeatedly touch --touch-gib GiB
-of host memory until the accesses are fast.
+A virtual machine might receive its memory only when a process first accesses it, at 2 to 3 GB/s.
+Therefore, before backups are measured, temporary processes repeatedly touch --touch-gib GiB of host
+memory until the accesses are fast.
 
-Memory with a backup is full of random bits. In every cycle, the sum of each MiB before the pause is
-compared with the sum after the resume. If a library loses bytes, its measurement fails and has no
-row.
+Memory with a backup is filled with random bits. In every cycle, the sum of each MiB before the
+pause is compared with the sum after the resume. If a library loses bytes, its measurement fails and
+produces no row.
 
-Prints a table, and merges each row into --output as soon as the row exists (see results.py).
+Prints a table, and merges each row into --output as soon as it exists (see results.py).
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ GOALS: tuple[tuple[str, Goal | None], ...] = (
     ("rl_transition_seconds", Goal(5.0, peer=PEERS[DEFAULT])),
 )
 
-# Of a build against an earlier one (paired.py).
+# Goals for a build compared with an earlier one (paired.py).
 PAIRED = Goal(round(1 / 1.03, 4))
 PAIRED_SHORT = Goal(round(1 / 1.1, 4))
 SHORT_MS = 30.0

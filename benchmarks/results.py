@@ -1,7 +1,7 @@
 """The file of benchmark results: a JSON list of rows, never edited by hand.
 
 Several benchmarks share one file. Writing replaces the rows of the same bench, metric and peer and
-keeps all others, so that one benchmark can be run again alone.
+keeps all others, so that one benchmark can be rerun on its own.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def measurement(
 ) -> dict[str, Any]:
     """Return the row of a metric, from all values.
 
-    Amounts of memory may be zero or, through noise, negative: for the ratio they count as at least
-    1 MiB.
+    Amounts of memory may be zero or, because of noise, negative: for the ratio they count as at
+    least 1 MiB.
     """
     digits = 4 if "fraction" in metric else 3
     ours, others = (round(average(values), digits) for values in (memsaver, theirs))
@@ -106,7 +106,7 @@ def measurement(
 def unanswered(
     metric: str, memsaver: Sequence[float], peer: str, why: str, *, bench: str
 ) -> dict[str, Any]:
-    """Return the row of a metric without a value of the peer, with the reason."""
+    """Return the row of a metric for which the peer has no value, with the reason."""
     return {
         "bench": bench,
         "metric": metric,
@@ -167,7 +167,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def measured() -> list[dict[str, Any]]:
-    """Return the rows of both kinds of GPUs; a metric that both have is that of the H200."""
+    """Return the rows of both kinds of GPUs; for a metric that both have, the H200's row."""
     rows = read(DEFAULT_PATH)
     known = {row["metric"] for row in rows}
     return rows + [row for row in read(ON_H100) if row["metric"] not in known]
@@ -178,9 +178,9 @@ def write(
 ) -> int:
     """Stamp the measurements and merge them into the file; return its number of rows.
 
-    A row with the same bench, metric and peer is replaced in its place.
+    A row with the same bench, metric and peer is replaced in place.
     """
-    # Not at the top: paired.py's children import this module with an earlier memsaver.
+    # Not imported at the top: paired.py's children import this module with an earlier memsaver.
     from memsaver._runtime.whole_files import replace_file
 
     new: dict[tuple[str, str, str], dict[str, Any]] = {}

@@ -2,13 +2,12 @@
 
     PYTHONPATH=/parent/of/torch_memory_saver python benchmarks/rl_cycle.py [--only kv,step,overhead]
 
-Requires SGLang, and an installed memsaver whose plugin SGLang finds. The engine serves a model of
-Qwen3-8B's shape with random weights, 16.4 GB, including CUDA graphs. The trainer runs in the
-process that calls the engine. The trainer has a bfloat16 copy of the weights, and an optimizer with
---states states of the same size. The trainer's kernels access all of this memory. The copy and the
-states are backed up in host memory. With memsaver, memsaver.integrations.trainer.offload creates
-the backups. With torch_memory_saver, the tensors are in regions. See rl_engine.py for the stages of
-a step.
+Requires SGLang, and an installed memsaver whose plugin SGLang finds. The engine serves a model with
+Qwen3-8B's shape and random weights, 16.4 GB, including CUDA graphs. The trainer runs in the process
+that calls the engine. It has a bfloat16 copy of the weights, and an optimizer with --states states
+of the same size. Its kernels access all of this memory. The copy and the states are backed up in
+host memory. With memsaver, memsaver.integrations.trainer.offload creates the backups. With
+torch_memory_saver, the tensors are in regions. See rl_engine.py for the stages of a step.
 
 Measurements
     kv      the largest KV cache with which a step completes: waking in stages, waking all at once,
@@ -20,10 +19,10 @@ Measurements
             backup of the engine's weights; the peer retains host memory. About 5 minutes
 
 Each library's engine and trainer run in separate processes, with exclusive use of the GPU. If a
-peer's run ends early, the program continues. The peer's rows then report the failure or contain its
+peer's run ends early, the program continues, and the peer's rows report the failure or contain its
 earlier results. NVML reports the memory in use. Host memory is touched first (--touch-gib); see
 pause_resume.py. Progress is printed to stderr. Prints a table, and merges each row into --output as
-soon as the row exists (see results.py).
+soon as it exists (see results.py).
 """
 
 from __future__ import annotations

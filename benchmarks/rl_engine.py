@@ -98,7 +98,7 @@ class Loop(EngineWorker):
     def alone(self) -> dict[str, Any]:
         """Generate without a trainer.
 
-        The function first empties torch's cache, because a release also empties this cache.
+        The function first empties torch's cache, because a release does so too.
         """
         self._begin()
         self.rest()
@@ -171,8 +171,8 @@ class Loop(EngineWorker):
     def update_in_buckets(self) -> None:
         """Send the trainer's weights to the engine, in buckets outside any region.
 
-        On return, the engine has released the buckets, and the memory of the buckets has been
-        released to the driver.
+        On return, the engine has released the buckets, and their memory has been released to the
+        driver.
         """
         from sglang.srt.utils import MultiprocessingSerializer
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
@@ -279,7 +279,7 @@ class Loop(EngineWorker):
 
 
 def buckets(weights: Iterable[tuple[str, Any]], at_most: int) -> Iterator[list[tuple[str, Any]]]:
-    """Yield weights in order, in groups of up to `at_most` bytes; a larger weight is alone."""
+    """Yield weights in order, in groups of up to `at_most` bytes; a larger one is its own group."""
     part: list[tuple[str, Any]] = []
     size = 0
     for name, tensor in weights:

@@ -139,7 +139,7 @@ class Regions:
 
 
 class Trainer:
-    """A copy of a model's weights in bfloat16, and the weights' optimizer. Created awake.
+    """A bfloat16 copy of a model's weights, and their optimizer. Created awake.
 
     Args:
         name: the name of the trainer's memory saver.

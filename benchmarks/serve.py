@@ -43,7 +43,7 @@ def serve(path: str, name: str, settings: dict[str, Any]) -> None:
             reply = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
-    os._exit(0)  # memory is still paused, which not every library can free at exit
+    os._exit(0)  # not every library can free paused memory at exit
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     PYTHONPATH=/parent/of/torch_memory_saver python benchmarks/sglang_cycle.py [--only cycle]
 
-Requires SGLang, and an installed memsaver whose plugin SGLang finds. The engine serves a model of
-Qwen3-8B's shape with random weights, 16.4 GB, on one GPU, including CUDA graphs.
+Requires SGLang, and an installed memsaver whose plugin SGLang finds. The engine serves a model with
+Qwen3-8B's shape and random weights, 16.4 GB, on one GPU, including CUDA graphs.
 
 Measurements
     fraction    the largest mem_fraction_static with which an engine wakes up next to a trainer that
@@ -23,13 +23,13 @@ Measurements
 
 Each engine runs in a separate process. Except in plain, switch and neighbour, an engine has
 exclusive use of the GPU. memsaver's engines and the peer's engines run one after the other. The
-first engine of a run compiles kernels, and its start does not count. Each step begins after a wait
-of --wait seconds. The driver clears released memory during this wait, so this time is not measured.
-All times are measured by the engine's caller. All values count.
+first engine of a run compiles kernels, so its start is not counted. Each step begins after a wait
+of --wait seconds. The driver clears released memory during this wait, so the clearing is not
+measured. All times are measured by the engine's caller. All values count.
 
 New weights come from a trainer's tensors in the process that calls the engine. These tensors are
 freed before the release. The engine's checksum of its weights before each release is compared with
-the checksum after the resume. If a library loses bytes, its measurement fails and has no row.
+the checksum after the resume. If a library loses bytes, its measurement fails and produces no row.
 
 Host memory is touched first (--touch-gib); see pause_resume.py. Progress goes to stderr. After each
 part, prints a table and merges its rows into --output (see results.py).
@@ -52,7 +52,7 @@ from parts import (
     sglang_tp2,
 )
 
-# The order of measuring: the second part needs compiled kernels.
+# The order of measurement: the second part needs compiled kernels.
 PARTS: dict[str, runs.Measure] = {
     "fraction": sglang_fraction.measure,
     "cycle": sglang_tags.measure,

@@ -111,7 +111,7 @@ def mapped(part: str) -> bool:
 
 
 class EngineWorker(Worker):
-    """A worker that starts the engine and calls the engine for all measurements.
+    """A worker that starts the engine and calls it for all measurements.
 
     Args:
         name: the name of the memory saver, or PLAIN.

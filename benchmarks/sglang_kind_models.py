@@ -56,8 +56,8 @@ def _random(name: str, tensor: Any, tied: bool = False) -> Any:
 
     noise = torch.randn(tensor.shape)
     if tensor.ndim < 2:
-        # A scale, a bias or a state's decay. With tied embeddings, scales close to 1 would make the
-        # last token the next one, with any weights.
+        # A scale, a bias or a state's decay. With tied embeddings and scales close to 1, the model
+        # would repeat the last token, whatever its weights.
         return tensor.float() + (noise * 2 if tied else noise / 10)
     return noise if "embed" in name and not tied else noise / tensor.shape[-1] ** 0.5
 

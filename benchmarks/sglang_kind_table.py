@@ -173,13 +173,13 @@ KINDS = (
     Kind("qwen3_next", "state cache, Qwen3-Next", QWEN3_NEXT, {**TRITON_MOE, **_FEW}),
     Kind("falcon_h1", "state cache, Falcon-H1", FALCON_H1, _FEW),
     Kind("nemotron_h", "state cache, Nemotron-H", NEMOTRON_H, {**_FEW, **_FA3}),
-    # SGLang transposes these weights after loading, so that it cannot load others into them.
+    # SGLang transposes these weights after loading, so it cannot load other weights into them.
     Kind("fp8_online", "fp8, quantized on loading", arguments={"quantization": "fp8"}, update=""),
     Kind(
         "fp8_reload",
         "the same with `load_format=flash_rl`",
         arguments={"quantization": "fp8", "load_format": "flash_rl"},
-        update="cuda",  # the weights are quantized where they are
+        update="cuda",  # the weights are quantized in place
         reloads=True,
     ),
     Kind("w8a8_fp8", "`w8a8_fp8`", arguments={"quantization": "w8a8_fp8"}, update=""),

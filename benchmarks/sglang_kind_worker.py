@@ -127,7 +127,7 @@ class KindWorker(Worker):
         }
 
     def tier(self) -> dict[str, Any]:
-        """Release memory while the host tier contains a prompt's prefix, without a flush before.
+        """Release memory while the host tier contains a prompt's prefix, without flushing first.
 
         Raises RuntimeError if the output for the prompt differs after the release. If the prefix is
         still cached after the release, the reference output is one with a cached prefix. Otherwise,
@@ -248,7 +248,7 @@ class KindWorker(Worker):
             raise RuntimeError(f"the weights were not updated: {answer[1]}")
 
     def _send(self, named: dict[str, Any]) -> Any:
-        """Send tensors only to the target model; `Engine` has no argument for this choice."""
+        """Send tensors only to the target model; `Engine` has no argument for this."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 

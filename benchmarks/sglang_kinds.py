@@ -10,14 +10,14 @@ each kind (sglang_kind_table.py) run, each in a separate process, and several en
                         weights again
     without a backup    started with the other weights. Both weights are sent in the same way
 
-An engine's output after a resume must equal the output before the release. An engine's output after
-an update must equal the output of the other engine, which loaded the same weights when it started.
-Outputs are equal if all tokens are equal. With a draft model, the number of verifications must also
-be equal. For kinds with `reloads`, the output after an update must equal the engine's own output
-after the same update without a release.
+An engine's output after a resume must equal its output before the release, and its output after an
+update must equal that of the other engine, which loaded the same weights when it started. Outputs
+are equal if all tokens are equal. With a draft model, the number of verifications must also be
+equal. For kinds with `reloads`, the output after an update must equal the engine's own output after
+the same update without a release.
 
-A kind that fails also has a row. Kinds that need more GPUs than are visible, and kinds that are not
-started within --seconds, are recorded as not run. If the file already contains rows for these
+A kind that fails also gets a row. Kinds that need more GPUs than are visible, and kinds that are
+not started within --seconds, are recorded as not run. If the file already contains rows for these
 kinds, those rows are preserved instead. Each row is written to --output when its engines have
 exited. Progress goes to stderr.
 """

@@ -1,6 +1,6 @@
 """Run transformers' Trainer with a reference model in a separate process.
 
-The loss contains the divergence from a frozen reference model. The reference model is needed only
+The loss includes the divergence from a frozen reference model. The reference model is needed only
 to compute log-probabilities. After each step, the trainer sleeps, as it would while an engine
 generates. A class in `MEMORY` determines how the memory of the reference, the weights and the
 optimizer is released and restored.

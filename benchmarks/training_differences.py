@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 # The allowed multiple of the largest difference between the peer's two runs: with few steps, that
-# difference scatters.
+# difference varies widely.
 FACTOR = 10
 
 Steps = Sequence[Mapping[str, Any]]  # the figures of each step

@@ -134,7 +134,7 @@ def environment(name: str, settings: Settings, results: Path) -> dict[str, str]:
 
 
 class Trainer:
-    """A running trainer, as a context manager that finally terminates all its processes.
+    """A running trainer, as a context manager that terminates all of its processes on exit.
 
     Args:
         name: the memory saver.

@@ -43,7 +43,7 @@ PACKAGES = (
 )
 SOURCES = ("antlr4-python3-runtime==4.9.3",)  # published without a wheel
 
-# Names of files in wheels, from their beginning.
+# Prefixes of the names of files in wheels.
 OMITTED = (
     "ray/cpp/",
     "ray/dashboard/client/",
@@ -58,7 +58,7 @@ OMITTED = (
     "tutorial/",
 )
 
-# Modules of flashinfer that SGLang's modules for images import, beside the fake flashinfer of
+# flashinfer modules that SGLang's image modules import, in addition to the fake flashinfer in
 # SGLang's packages. Nothing calls their functions.
 FAKES = {
     "flashinfer/prefill.py": "cudnn_batch_prefill_with_kv_cache",
@@ -95,7 +95,7 @@ def unpack(wheel: Path, folder: Path) -> None:
             if item.is_dir() or item.filename.startswith(OMITTED):
                 continue
             path = Path(archive.extract(item, folder))
-            # Ray starts programs whose permissions are stored in the wheel.
+            # Ray starts programs that need the permissions stored in the wheel.
             path.chmod((item.external_attr >> 16) & 0o777 | 0o644)
             with path.open("rb") as file:
                 is_native = file.read(len(ELF)) == ELF

@@ -2,8 +2,8 @@
 
     python benchmarks/vllm_cycle.py [--only sleep]
 
-Requires vLLM, and an installed memsaver whose plugin vLLM finds. The engine serves a model of
-Qwen3-8B's shape with random weights, 16.4 GB, with CUDA graphs; its KV cache fills half of the GPU.
+Requires vLLM, and an installed memsaver whose plugin vLLM finds. The engine serves a model with
+Qwen3-8B's shape and random weights, 16.4 GB, with CUDA graphs; its KV cache fills half of the GPU.
 
 Measurements
     sleep     sleep at level 1 with the initial weights, without changes, and with all weights
@@ -13,10 +13,10 @@ Measurements
 
 Each engine runs in a separate process. In `sleep`, the two engines use the GPU one after the other.
 Each step begins after a wait of --wait seconds. The driver clears released memory during this wait,
-so this time is not measured. All times are measured by the engine's caller. All values count.
+so the clearing is not measured. All times are measured by the engine's caller. All values count.
 
 The checksums of the weights and the output before each sleep are compared with those after the
-wake-up. If an engine loses bytes, its measurement fails and has no row.
+wake-up. If an engine loses bytes, its measurement fails and produces no row.
 
 Host memory is touched first (--touch-gib), once for both engines; see pause_resume.py. Progress
 goes to stderr. After each part, prints a table and merges its rows into --output (see results.py).

@@ -68,7 +68,7 @@ def engine_process(name: str, options: argparse.Namespace, fraction: float) -> C
 
 
 class EngineWorker(Worker):
-    """A worker that starts the engine and calls the engine for all measurements.
+    """A worker that starts the engine and calls it for all measurements.
 
     Args:
         name: either OURS or THEIRS.

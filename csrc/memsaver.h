@@ -1,10 +1,10 @@
 /* memsaver.h: device memory that can be released and restored. Each allocation belongs to a named
- * group, called a tag. Pausing a tag releases its device memory but keeps its addresses reserved.
+ * group called a tag. Pausing a tag releases its device memory but keeps its addresses reserved.
  * Resuming the tag maps memory at the same addresses and restores the contents.
  *
  * This header, memsaver_transitions.h (swaps, transitions with handles, reservations of tags),
  * memsaver_inspection.h (statistics, the timeline, addresses, fingerprints) and memsaver_sharing.h
- * (memory that several processes share) form the C interface of libmemsaver.so. Hooks and language
+ * (memory shared between processes) form the C interface of libmemsaver.so. Hooks and language
  * bindings include only these four headers.
  *
  * The following contract applies to every function in the four headers:
@@ -14,22 +14,22 @@
  *   - No function throws a C++ exception, raises a signal, terminates the process or writes to
  *     stdout.
  *   - A function that can fail returns an ms_status. The argument `ms_error* error` may be NULL; a
- *     function writes to it only on failure. In addition to the errors in its comment, every
+ *     function writes to it only on failure. In addition to the errors listed in its comment, every
  *     function can return MS_OUT_OF_HOST_MEMORY, and MS_INVALID_ARGUMENT if a required pointer is
  *     NULL. Functions that use the driver can also return MS_NOT_LOADED and MS_DRIVER_FAILED.
  *   - A tag's name is a non-empty UTF-8 string of any length. A returned `const char* tag` is valid
  *     until the process exits. The character U+001F is reserved for memsaver's adapters, which
- *     append this character and the name of a backup policy to a tag's name: TAG\x1fhost is the
- *     part of TAG whose contents are backed up to host memory.
- *   - Names of sizes end in _bytes; names of times end in _seconds. Addresses are device addresses,
- *     except addresses that are named `host`. A parameter `device` is a device's ordinal in the
+ *     append it and the name of a backup policy to a tag's name: TAG\x1fhost is the part of TAG
+ *     whose contents are backed up to host memory.
+ *   - Names of sizes end in _bytes, and names of times end in _seconds. Addresses are device
+ *     addresses, except those named `host`. The parameter `device` is a device's ordinal in the
  *     process.
- *   - A function that returns a list allocates the list; the caller frees the list with
- *     ms_list_free. `row_count` may be NULL.
+ *   - A function that returns a list allocates it, and the caller frees it with ms_list_free.
+ *     `row_count` may be NULL.
  *
- * When the first tag is created, the library starts a thread, which sleeps until the same user's
- * `memsaver top` requests statistics. If option `top` (MEMSAVER_TOP) is off, the library does not
- * start this thread.
+ * When the first tag is created, the library starts a thread that sleeps until `memsaver top`, run
+ * by the same user, requests statistics. If option `top` (MEMSAVER_TOP) is off, the thread is not
+ * started.
  */
 #ifndef MEMSAVER_H_
 #define MEMSAVER_H_
@@ -77,7 +77,7 @@ typedef enum ms_backup {
   MS_BACKUP_PAGEABLE = 2, /* contents are saved in ordinary host memory, through pinned buffers */
   MS_BACKUP_DISK = 3, /* contents are saved in a private file in the directory of option disk_dir */
   MS_BACKUP_PEER = 4  /* contents are saved in the memory of another device (options peer and
-                         peer_margin_bytes), or in pinned host memory if it has no room */
+                         peer_margin_bytes), or in pinned host memory if the device has no room */
 } ms_backup;
 
 typedef struct ms_error {
@@ -113,8 +113,8 @@ MS_API const char* ms_version(void);
 
 /* Opens the driver. Returns the driver's version (13000 for 13.0) and the name of its library
  * ("libcuda.so.1", or the value of MEMSAVER_DRIVER). Sets `simulated` to 1 for the simulated
- * driver, otherwise to 0. Creates no CUDA context.
- * Errors: MS_NOT_LOADED if no driver was found, or the driver lacks virtual memory management. */
+ * driver, otherwise to 0. Does not create a CUDA context.
+ * Errors: MS_NOT_LOADED if no driver was found or the driver lacks virtual memory management. */
 MS_API ms_status ms_driver_info(int* version, const char** library, int* simulated,
                                 ms_error* error);
 
@@ -133,7 +133,7 @@ MS_API ms_status ms_device_bus_id(int device, char* text, size_t capacity, ms_er
 /* Returns the number of devices that the process can use. */
 MS_API ms_status ms_device_count(int* count, ms_error* error);
 
-/* Sets the option `name`. `value` is the new value as text.
+/* Sets the option `name` to `value`, which is given as text.
  * Errors: MS_BAD_CONFIG if the option does not exist or the value is invalid. */
 MS_API ms_status ms_configure(const char* name, const char* value, ms_error* error);
 
@@ -165,7 +165,7 @@ MS_API void ms_list_free(void* list);
 MS_API ms_status ms_region_enter(const char* tag, int backup, ms_error* error);
 
 /* Limits this thread's innermost region to the devices whose bits are set in `devices`. Bit n
- * represents device n; devices 64 and above are always included. On other devices the thread's
+ * represents device n; devices 64 and above are always included. On other devices, the thread's
  * allocations belong to no tag: ms_malloc fails with MS_INVALID_STATE, and ms_malloc_any allocates
  * ordinary device memory. Without a limit, a region applies to every device.
  * Errors: MS_INVALID_STATE outside any region. */
@@ -179,18 +179,17 @@ MS_API ms_status ms_region_exit(ms_error* error);
  * allocations belong to no tag, not even to the process-wide tag (MEMSAVER_TAG). */
 MS_API ms_status ms_disable_enter(ms_error* error);
 
-/* Returns the tag to which an allocation on this thread would now belong, or NULL if there is no
- * such tag. */
+/* Returns the tag that an allocation on this thread would now belong to, or NULL if none. */
 MS_API const char* ms_region_tag(void);
 
 /* Returns the depth of this thread's stack of regions and disabled sections. */
 MS_API size_t ms_region_depth(void);
 
-/* Binds `stream` to `tag` until ms_stream_unbind: allocations that ms_malloc_any makes on the
- * stream for threads outside any region belong to the tag. For example, a captured backward pass
- * allocates memory on autograd's threads, which are outside any region. A binding counts as an open
- * region of the tag and replaces any earlier binding of the stream. `backup` has the same meaning
- * as in ms_region_enter.
+/* Binds `stream` to `tag`. Until ms_stream_unbind is called, allocations that ms_malloc_any makes
+ * on the stream for threads outside any region belong to the tag. For example, a captured backward
+ * pass allocates memory on autograd's threads, which are outside any region. A binding counts as an
+ * open region of the tag and replaces any earlier binding of the stream. `backup` has the same
+ * meaning as in ms_region_enter.
  * Errors: the errors of ms_region_enter. */
 MS_API ms_status ms_stream_bind(void* stream, const char* tag, int backup, ms_error* error);
 
@@ -202,18 +201,17 @@ MS_API ms_status ms_stream_unbind(void* stream, ms_error* error);
 
 /* Allocates `bytes` bytes of device memory for this thread's tag on `device` (-1: the calling
  * thread's current device). The address is aligned to 512 bytes, or to the driver's granularity if
- * `bytes` is at least the granularity. If `bytes` is 0, the address is NULL. The contents are
- * undefined. If the thread has no current context, the device's primary context becomes current, as
- * with cudaMalloc. May be called during a stream capture. Waits while a transition of the tag is in
+ * `bytes` is at least that large. If `bytes` is 0, the address is NULL. The contents are undefined.
+ * If the thread has no current context, the device's primary context becomes current, as with
+ * cudaMalloc. May be called during a stream capture. Waits while a transition of the tag is in
  * progress.
- * Errors: MS_INVALID_STATE if the thread is in no region for the device, the tag is paused or the
- * wait would deadlock; MS_INVALID_ARGUMENT if there is no such device; MS_OUT_OF_DEVICE_MEMORY if
- * not enough device memory is available. */
+ * Errors: MS_INVALID_STATE if the thread is not in a region for the device, the tag is paused, or
+ * the wait would deadlock; MS_INVALID_ARGUMENT if there is no such device; MS_OUT_OF_DEVICE_MEMORY
+ * if not enough device memory is available. */
 MS_API ms_status ms_malloc(uint64_t bytes, int device, void** pointer, ms_error* error);
 
-/* Frees memory that ms_malloc allocated; accepts NULL. May be called in every state of the tag.
- * Like cudaFree, waits for work on the device before the memory is released to the driver or
- * reused.
+/* Frees memory that ms_malloc allocated; accepts NULL. May be called in any state of the tag. Like
+ * cudaFree, waits for work on the device before the memory is released to the driver or reused.
  * Errors: MS_NOT_OURS if ms_malloc did not allocate `pointer`; MS_INVALID_ARGUMENT if it is not the
  * start of a live allocation. If either error occurs, no memory is freed. */
 MS_API ms_status ms_free(void* pointer, ms_error* error);
@@ -222,22 +220,22 @@ MS_API ms_status ms_free(void* pointer, ms_error* error);
  * and takes a few nanoseconds. */
 MS_API int ms_owns(const void* pointer);
 
-/* Returns 1 if ms_malloc would allocate memory for this thread, otherwise 0. ms_malloc would do so
- * if the thread's innermost section is a region, or if the thread is in no section and the
- * process-wide tag (MEMSAVER_TAG) is mapped. Acquires no lock and takes a few nanoseconds. */
+/* Returns 1 if ms_malloc would allocate memory for this thread, otherwise 0. It would do so if the
+ * thread's innermost section is a region, or if the thread is in no section and the process-wide
+ * tag (MEMSAVER_TAG) is mapped. Acquires no lock and takes a few nanoseconds. */
 MS_API int ms_wants(void);
 
 /* The counterparts of ms_malloc and ms_free for an allocator that must serve every thread. For a
- * thread outside any region, the memory belongs to the tag that is bound to the stream, or else to
- * the process-wide tag. If neither tag exists, ms_malloc_any allocates ordinary device memory,
- * which no pause affects. ms_free_any accepts both kinds of memory.
+ * thread outside any region, the memory belongs to the tag bound to the stream, or else to the
+ * process-wide tag. If neither tag exists, ms_malloc_any allocates ordinary device memory, which no
+ * pause affects. ms_free_any accepts both kinds of memory.
  * Errors: the errors of ms_malloc and ms_free, except the error for a thread outside any region. */
 MS_API ms_status ms_malloc_any(uint64_t bytes, int device, void* stream, void** pointer,
                                ms_error* error);
 MS_API ms_status ms_free_any(void* pointer, int device, ms_error* error);
 
 /* ms_malloc_any and ms_free_any with the signatures that torch's CUDAPluggableAllocator expects. If
- * a call fails, the library adds a warning; ms_torch_malloc then returns NULL. */
+ * a call fails, the library adds a warning to the queue, and ms_torch_malloc returns NULL. */
 MS_API void* ms_torch_malloc(ptrdiff_t bytes, int device, void* stream);
 MS_API void ms_torch_free(void* pointer, size_t bytes, int device, void* stream);
 
@@ -247,13 +245,14 @@ typedef void* (*ms_torch_malloc_function)(ptrdiff_t bytes, int device, void* str
  * ms_torch_malloc, but its memory belongs to `tag`, regardless of the calling thread's region. The
  * function fails while the tag is paused. Every call with the same tag returns the same function.
  * `backup` has the same meaning as in ms_region_enter.
- * Errors: the errors of ms_region_enter; also MS_INVALID_STATE if 256 tags have a function. */
+ * Errors: the errors of ms_region_enter; also MS_INVALID_STATE if 256 tags already have a function.
+ */
 MS_API ms_status ms_torch_malloc_of(const char* tag, int backup, ms_torch_malloc_function* function,
                                     ms_error* error);
 
 /* Allows devices that came into use after memory was mapped to access that memory, if the hardware
- * permits the access. Allocations and resumes do the same. A new mapping is accessible only to the
- * devices that are in use at the time, and cudaDeviceEnablePeerAccess changes only the access to
+ * permits it. Allocations and resumes do the same. The function is needed because a new mapping is
+ * accessible only to the devices in use at the time, and cudaDeviceEnablePeerAccess affects only
  * memory from cudaMalloc. Waits for transitions in progress.
  * Errors: MS_DRIVER_FAILED if the driver does not report which devices are in use. */
 MS_API ms_status ms_refresh_peers(ms_error* error);
@@ -263,7 +262,8 @@ MS_API ms_status ms_refresh_peers(ms_error* error);
  * These functions do not call the callbacks that Python code registers with on_pause and
  * on_resume. */
 
-/* Returns a counter that every allocation, free and entered region increments. */
+/* Returns a counter that is incremented by every allocation, every free and every entry into a
+ * region. */
 MS_API uint64_t ms_changes(void);
 
 /* Waiting for a tag.
@@ -271,16 +271,16 @@ MS_API uint64_t ms_changes(void);
  * A call that needs a tag waits while a transition in progress or another thread's reservation owns
  * the tag. If the wait would deadlock, the call changes nothing and returns MS_INVALID_STATE. The
  * wait would deadlock if the calling thread has begun a transition of the tag and has neither run
- * the transition nor transferred it to another thread (for example, in a signal handler or a
- * finalizer). It would also deadlock if the threads that own the tag are waiting for the calling
+ * it nor transferred it to another thread (for example, if the call is made in a signal handler or
+ * a finalizer). It would also deadlock if the threads that own the tag are waiting for the calling
  * thread. These rules apply to every function that begins transitions, makes reservations or waits,
  * and to ms_region_enter, ms_stream_bind, ms_malloc, ms_malloc_any, ms_torch_malloc_of,
  * ms_backup_view, ms_retained_view, ms_fingerprint, ms_exportable and ms_importer_export. ms_free
- * never fails because of a deadlock: if necessary, the memory is released when the transition
- * ends. */
+ * never fails because of a deadlock: if necessary, the memory is released when the transition ends.
+ */
 
-/* Sets the calling thread's callback. While a call on this thread waits for a tag, the library
- * calls `look(data)` about every 50 ms on the same thread. The library owns no lock during the
+/* Registers a callback for the calling thread. While a call on this thread waits for a tag, the
+ * library calls `look(data)` about every 50 ms on the same thread. No lock is held during the
  * callback, so `look` may call the library's functions. If `look` returns a value other than 0, the
  * wait ends with MS_INVALID_STATE. Passing NULL removes the callback. */
 MS_API void ms_while_waiting(int (*look)(void* data), void* data);
@@ -314,7 +314,7 @@ MS_API ms_status ms_pause(const char* const* tags, size_t tag_count, int backup,
  *
  * Errors: MS_UNKNOWN_TAG, MS_OUT_OF_DEVICE_MEMORY, MS_OUT_OF_HOST_MEMORY, MS_BACKUP_FAILED and
  * MS_DRIVER_FAILED as for ms_pause; MS_INVALID_STATE if the wait would deadlock. After an error,
- * every tag is in the same state as before the call; the paused tags have their backups. */
+ * every tag is in the same state as before the call, and paused tags keep their backups. */
 MS_API ms_status ms_resume(const char* const* tags, size_t tag_count, ms_change** rows,
                            size_t* row_count, ms_error* error);
 
@@ -346,14 +346,14 @@ MS_API ms_status ms_tag_backup(const char* tag, int* backup, ms_error* error);
  * smaller than 1 MiB may be in two pieces.) `writable` must be 1 if the caller writes to the
  * backup; the resume restores the written bytes.
  * Errors: MS_NOT_OURS if the range is not in memory that this library reserved; MS_INVALID_ARGUMENT
- * if `bytes` is 0; MS_INVALID_STATE if the tag is not paused, the range is not in one live
- * allocation or was not saved completely (without a backup, or in `unowned`), its backup is on disk
- * or on another device, or the wait would deadlock. */
+ * if `bytes` is 0; MS_INVALID_STATE if the tag is not paused, the range is not within one live
+ * allocation or was not saved completely (because it has no backup or overlaps `unowned`), its
+ * backup is on disk or on another device, or the wait would deadlock. */
 MS_API ms_status ms_backup_view(uint64_t address, uint64_t bytes, int writable, void** host,
                                 ms_error* error);
 
-/* Returns the host address of the copy of [address, address + bytes) that the last pause of a
- * mapped tag saved. The address equals the result of ms_backup_view during that pause, and the
+/* Returns, for a mapped tag, the host address of the copy of [address, address + bytes) that the
+ * last pause saved. The address equals the result of ms_backup_view during that pause, and the
  * contents are those at the time of the pause. The address is valid until the next change or trim
  * of the tag. `writable` must be 1 if the caller writes to the copy; in that case, the next pause
  * always saves the range.

@@ -68,7 +68,7 @@ typedef struct ms_usage {
 MS_API ms_status ms_stats(ms_usage** rows, size_t* row_count, ms_error* error);
 
 /* Returns the host memory in use for all backups, including their temporary buffers. Also returns
- * the additional host memory that backups can allocate now, within option host_bytes and the
+ * the additional host memory that backups can allocate now, as limited by option host_bytes and the
  * system's available memory.
  * Errors: MS_BAD_CONFIG if the option's environment variable is invalid. */
 MS_API ms_status ms_host_memory(uint64_t* held_bytes, uint64_t* available_bytes, ms_error* error);
@@ -133,9 +133,9 @@ typedef struct ms_event {
 MS_API ms_status ms_timeline_start(size_t capacity, ms_error* error);
 
 /* Returns the recorded events. The list starts with a baseline for each combination of a tag and a
- * device that existed before its first event. The events follow in chronological order. Sets
- * `dropped`, which may be NULL, to the number of events that were replaced. Blocks other calls for
- * about a millisecond per 10,000 events.
+ * device that existed before its first recorded event. The events follow in chronological order.
+ * Sets `dropped`, which may be NULL, to the number of events that were replaced. Blocks other calls
+ * for about a millisecond per 10,000 events.
  * Errors: MS_INVALID_STATE if no timeline is being recorded. */
 MS_API ms_status ms_timeline_read(ms_event** rows, size_t* row_count, uint64_t* dropped,
                                   ms_error* error);
@@ -168,8 +168,8 @@ typedef struct ms_location {
 } ms_location;
 
 /* Returns the allocation and the tag of an address, and the transition that led to the tag's state.
- * Makes no driver call and does not wait for transitions, so this function also works after an
- * illegal memory access.
+ * Makes no driver call and does not wait for transitions, so it also works after an illegal memory
+ * access.
  * Errors: MS_NOT_OURS if the address is not in memory that this library reserved. */
 MS_API ms_status ms_locate(const void* pointer, ms_location* location, ms_error* error);
 
@@ -178,13 +178,13 @@ typedef struct ms_digest {
   uint64_t lanes[4];
 } ms_digest;
 
-/* Computes fingerprints of device memory, regardless of which library allocated the memory. Each
- * range is divided into pieces of 1 MiB, starting at the range's first byte; the last piece may be
- * shorter. `rows` receives one row for each piece, in order. A fingerprint depends only on the
- * bytes, not on addresses: equal contents have equal fingerprints in every process. Two different
- * pieces of equal length have equal fingerprints with a probability of 2^-128, unless they were
- * constructed to collide. Waits for transitions of the ranges' tags that are in progress, and for
- * work submitted earlier to the devices.
+/* Computes fingerprints of device memory, regardless of which library allocated it. Each range is
+ * divided into pieces of 1 MiB, starting at the range's first byte; the last piece may be shorter.
+ * `rows` receives one row for each piece, in order. A fingerprint depends only on the bytes, not on
+ * addresses: equal contents have equal fingerprints in every process. Two different pieces of equal
+ * length have equal fingerprints with a probability of 2^-128, unless they were constructed to
+ * collide. Waits for transitions in progress on the ranges' tags and for work submitted earlier to
+ * the devices.
  * Errors: MS_INVALID_ARGUMENT if a range is not device memory; MS_INVALID_STATE if a range belongs
  * to a paused tag or is not in live allocations of its tag, or if the wait would deadlock; also
  * MS_DRIVER_FAILED if the library has no device code for the GPU or driver. */

@@ -1,16 +1,16 @@
-/* memsaver_sharing.h: memory of tags that several processes map. The contract in memsaver.h applies
- * to every function.
+/* memsaver_sharing.h: sharing the memory of tags between processes. The contract in memsaver.h
+ * applies to every function.
  *
- * The process that allocated the memory, the exporter, calls ms_importer_export to export the
- * memory as file descriptors. The caller sends the descriptors to the other process, the importer
- * (SCM_RIGHTS), which maps the memory with ms_foreign_span_map. After the importer has unmapped the
- * memory, it sends the memory's ids back, and the exporter reports the ids to the library with
+ * The exporter, which is the process that allocated the memory, calls ms_importer_export to export
+ * it as file descriptors. The caller sends the descriptors (with SCM_RIGHTS) to the importer, which
+ * is the process that maps the memory with ms_foreign_span_map. After the importer has unmapped the
+ * memory, it sends the memory's ids back, and the exporter reports them to the library with
  * ms_importer_released.
  *
  * The library records the memory that each process has imported. A transition that would pause a
- * tag first waits, for at most the time that the option importer_seconds sets, until no process has
- * imported memory of the tag. After that time, the transition fails with MS_TAG_SHARED, and
- * `needed_bytes` of the error is the number of imported bytes.
+ * tag first waits, for at most the time set by option importer_seconds, until none of the tag's
+ * memory is imported. After that time, the transition fails with MS_TAG_SHARED, and the error's
+ * `needed_bytes` is the number of bytes still imported.
  */
 #ifndef MEMSAVER_SHARING_H_
 #define MEMSAVER_SHARING_H_
@@ -65,7 +65,7 @@ MS_API ms_status ms_importer_open(int64_t pid, ms_importer** importer, ms_error*
  * has already imported. Exports at most `most` extents; a further call exports the rest. The caller
  * closes the descriptors. Waits while a transition of the tag is in progress. `rows` is required.
  * Errors: the errors of ms_exportable; MS_INVALID_ARGUMENT if `ranges` is empty, or the ranges
- * belong to several tags or devices. */
+ * belong to more than one tag or device. */
 MS_API ms_status ms_importer_export(ms_importer* importer, const ms_range* ranges, size_t count,
                                     size_t most, ms_exported** rows, size_t* row_count,
                                     ms_error* error);
@@ -78,7 +78,7 @@ MS_API ms_status ms_importer_released(ms_importer* importer, const uint64_t* ids
  */
 MS_API void ms_importer_close(ms_importer* importer);
 
-/* Returns one row for each pair of a process and a tag whose memory the process has imported. */
+/* Returns one row for each process and each tag whose memory that process has imported. */
 MS_API ms_status ms_importers(ms_import** rows, size_t* row_count, ms_error* error);
 
 /* Returns an eventfd that becomes readable when importers should release memory that they do not
@@ -101,11 +101,9 @@ typedef struct ms_foreign_extent {
 } ms_foreign_extent;
 
 /* Reserves `bytes` bytes of address space, rounded up to the driver's granularity, for memory of
-`device`
- * (-1: the calling thread's current device).
+ * `device` (-1: the calling thread's current device).
  * Errors: MS_INVALID_ARGUMENT if `bytes` is 0 or the device does not exist;
- * MS_OUT_OF_DEVICE_MEMORY.
- */
+ * MS_OUT_OF_DEVICE_MEMORY. */
 MS_API ms_status ms_foreign_span_reserve(int device, uint64_t bytes, ms_foreign_span** span,
                                          uint64_t* address, ms_error* error);
 

@@ -1,5 +1,5 @@
 /* memsaver_transitions.h: reservations of tags, and transitions with handles: pauses, resumes and
- * swaps that a program begins, runs and waits for in separate calls, on any threads. ms_pause and
+ * swaps that a program begins, runs and waits for in separate calls, on any thread. ms_pause and
  * ms_resume in memsaver.h begin, run and free a pause or a resume in one call. The contract in
  * memsaver.h, including its section "Waiting for a tag", applies to every function.
  *
@@ -16,10 +16,10 @@ extern "C" {
 
 /* --- reservations */
 
-/* A reservation: the exclusive right to begin transitions of some tags, for work that must run
+/* A reservation: the exclusive right to begin transitions of a set of tags, for work that must run
  * together with a transition. Only the owning thread can begin transitions of the tags or reserve
  * the tags again (reservations nest). Other threads that try to do so wait; they can still allocate
- * memory of the tags. */
+ * memory for the tags. */
 typedef struct ms_reservation ms_reservation;
 
 /* Reserves `tags` for the calling thread; an empty list means every tag. Waits until no other
@@ -51,8 +51,8 @@ MS_API void ms_reservation_free(ms_reservation* reservation);
 
 /* --- transitions */
 
-/* A transition: a pause, a resume, or both. The thread that begins a transition owns the transition
- * until ms_transition_hand_over; afterwards, the thread that runs the transition owns it. */
+/* A transition: a pause, a resume, or both. The thread that begins a transition owns it until
+ * ms_transition_hand_over is called; after that, the thread that runs the transition owns it. */
 typedef struct ms_transition ms_transition;
 
 /* The value of `out_count` or `into_count` that selects every tag. */
@@ -62,8 +62,8 @@ typedef struct ms_transition ms_transition;
  * for the tags in `into` at the same addresses as before, on every device. The transition succeeds
  * for all of these tags or for none. A transition without `into` is a pause, and a transition
  * without `out` is a resume. A transition with both is a swap, which copies in both directions at
- * the same time and maps pages of `out` for `into` without releasing them. Tags of `out` that are
- * already paused and tags of `into` that are already mapped are not changed.
+ * the same time and remaps pages from `out` to `into` without releasing them. Tags of `out` that
+ * are already paused and tags of `into` that are already mapped are not changed.
  *
  * After this call, the transition owns the tags, and conflicting calls wait (see "Waiting for a
  * tag"), so the transition must be run or freed.

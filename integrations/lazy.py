@@ -1,4 +1,4 @@
-"""Imports a package's names when they are first used."""
+"""Imports a package's names on first use."""
 
 from __future__ import annotations
 

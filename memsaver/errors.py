@@ -1,8 +1,8 @@
-"""The exceptions and warnings of memsaver.
+"""memsaver's exceptions and warnings.
 
-Every error message states the problem, the tag, the number of bytes, and a solution. An error loses
-no contents and leaves no transition incomplete: after a failed pause, the tags are mapped, and
-after a failed resume, the tags are paused with their backups.
+Every error message states the problem, the tag, the number of bytes, and a solution. After a failed
+pause, the tags are mapped, and after a failed resume, they are paused with their backups; only
+`swap` and `memsaver.distributed` may lose contents that have no backup.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class MemsaverWarning(RuntimeWarning):
 class PerformanceWarning(MemsaverWarning):
     """A warning about code that needs more memory or time than necessary.
 
-    Each such warning is emitted once for each tag. To silence these warnings, call
+    Each such warning is emitted once for each tag. To silence them, call
     `warnings.simplefilter("ignore", memsaver.PerformanceWarning)`.
     """
 
@@ -56,7 +56,7 @@ class UsageWarning(MemsaverWarning):
 
 
 class MemsaverError(RuntimeError):
-    """The base class of all errors of memsaver.
+    """The base class of all memsaver errors.
 
     Attributes:
         status: the name of the C ABI's status, such as "OUT_OF_DEVICE_MEMORY".
@@ -156,9 +156,9 @@ class BackupError(MemsaverError, OSError):
     """A backup could not be written or read. See `errno` and `strerror`, as for any OSError.
 
     If a pause raises this error, the tags are mapped and their contents are intact. If a resume
-    raises this error, the tags are paused, and another resume may succeed. If the file is damaged,
-    free the tag's tensors (with torch, call `torch.cuda.empty_cache()` afterwards), resume the tag,
-    and load its contents again. The next pause writes a new file.
+    raises it, the tags are paused, and another resume may succeed. If the file is damaged, free the
+    tag's tensors (with torch, call `torch.cuda.empty_cache()` afterwards), resume the tag, and load
+    its contents again. The next pause writes a new file.
 
     Attributes:
         needed: the number of bytes that the failed operation tried to reserve, write or read.
@@ -188,7 +188,7 @@ class ConfigError(MemsaverError, ValueError):
     _status = "BAD_CONFIG"
 
 
-# The values of ms_status in memsaver.h.
+# The values of `ms_status` in memsaver.h.
 _STATUSES: dict[int, tuple[str, type[MemsaverError]]] = {
     1: ("INVALID_ARGUMENT", ConfigError),
     2: ("INVALID_STATE", InvalidStateError),
@@ -207,7 +207,7 @@ _STATUSES: dict[int, tuple[str, type[MemsaverError]]] = {
 
 
 # Called with each new error that the C ABI returns, to add facts that need the native library: the
-# holders of memory (`_memory.shortages`), a tag of a similar name (`_runtime.native`).
+# holders of memory (`_memory.shortages`), a tag with a similar name (`_runtime.native`).
 completions: list[Callable[[MemsaverError], None]] = []
 
 

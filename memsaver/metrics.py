@@ -1,4 +1,4 @@
-"""Prometheus metrics of memsaver, through `prometheus_client` (the extra `metrics`).
+"""Prometheus metrics for memsaver, through `prometheus_client` (the extra `metrics`).
 
     memsaver.metrics.register()
     prometheus_client.start_http_server(9100)
@@ -39,7 +39,7 @@ def _figures() -> Iterator[_Figure]:
     """Yield the figures of the statistics.
 
     All counts are Prometheus counters. Totals that also exist for the last transition are counters
-    too, for example `paused_bytes`, because `last_paused_bytes` exists.
+    too: for example, `paused_bytes` is one, because `last_paused_bytes` exists.
     """
     yield _Figure("paused_now_bytes", "Device memory that a resume will map.", False, False)
     meanings = _C.usage_meanings()
@@ -77,8 +77,8 @@ class Collector:
     def collect(self) -> Iterator[Any]:
         """Yield the current metrics.
 
-        In a process in which memsaver is inert, such as a forked child, there are no metrics. The
-        free memory of a device is queried only if tags have memory on the device.
+        There are no metrics in a process in which memsaver is inert, such as a forked child. A
+        device's free memory is queried only if tags have memory on it.
         """
         try:
             now = stats()
@@ -138,7 +138,7 @@ def register(registry: Registry | None = None) -> Collector:
 
     Experimental: this API can change in any version.
 
-    Metrics have the labels `tag` and `device`. Metrics of a whole tag, such as the number and the
+    Metrics have the labels `tag` and `device`. Metrics of a whole tag, such as the number and
     duration of its pauses, have only the label `tag`. Counters end in `_total`.
 
     Args:

@@ -1,12 +1,12 @@
-"""The simulated CUDA driver (MEMSAVER_DRIVER=sim), which runs rollout code without a GPU, and
-injects faults.
+"""The simulated CUDA driver (MEMSAVER_DRIVER=sim), which runs rollout code without a GPU and can
+inject faults.
 
-Simulated device memory is host memory at the simulated addresses, so CPU code can read and write
-this memory directly. As on a GPU, an access to paused memory causes a fault. torch itself cannot
-allocate simulated memory, so `empty` creates a CPU tensor in memory of the open region. Without a
-device argument, `empty` and `buffer` use the region's device or, if the region names no device, the
-first device. The simulator does not simulate torch's allocator, speed, or kernels other than
-memsaver's own.
+Simulated device memory is host memory at the simulated addresses, so CPU code can read and write it
+directly. As on a GPU, an access to paused memory causes a fault. torch itself cannot allocate
+simulated memory, so `empty` creates a CPU tensor in memory of the open region. Without a device
+argument, `empty` and `buffer` use the region's device or, if the region names no device, the first
+device. The simulator does not simulate torch's allocator, speed, or kernels other than memsaver's
+own.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 @block
 def fault(call: str, code: int, *, nth: int = 1, times: int = 1) -> Iterator[None]:
-    """Make the `nth` call of a driver function and the next `times - 1` calls fail with `code`.
+    """Make the `nth` call to a driver function and the next `times - 1` calls fail with `code`.
 
     If `times` is 0, all calls fail until the block ends. A call that fails has no effect.
 
@@ -104,8 +104,8 @@ class Buffer:
         self.address = _C.malloc(nbytes, _device(device))
         self.nbytes = nbytes
         self.array = (ctypes.c_char * nbytes).from_address(self.address)
-        # A tensor may keep the array longer than this object; the memory exists as long as the
-        # array.
+        # A tensor may keep the array alive longer than this object; the memory exists as long as
+        # the array.
         weakref.finalize(self.array, _free, self.address)
 
 

@@ -1,8 +1,8 @@
 """Measure pauses and resumes without a backup, for the workloads kv, discarded and many.
 
-The processes of all libraries and of the bare driver calls take turns, cycle by cycle in rotating
-order. All processes except the measured process are paused, so the device is in the same state for
-each process.
+The processes of all libraries and of the bare driver calls take turns cycle by cycle, in rotating
+order. All processes except the one being measured are paused, so the device is in the same state
+for each process.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Discarding(Worker):
         return {"resume_ms": milliseconds}
 
     def at_once(self, workload: str) -> dict[str, Any]:
-        """Pause a mapped workload, and immediately resume the workload."""
+        """Pause a mapped workload, and immediately resume it."""
         paused = workloads.timed_ms(lambda: self._memory.pause(workload))
         resumed = workloads.timed_ms(lambda: self._memory.resume(workload))
         self._memory.use(workload)

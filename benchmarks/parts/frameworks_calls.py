@@ -1,19 +1,19 @@
 """Replay the calls that slime, miles, xtuner and LightRFT make to their saver and to SGLang.
 
-The calls and their order are those in the frameworks' sources; see framework_steps.py. A small
-SGLang engine with memsaver's plugin performs the engine's calls. A trainer in another process
-performs the trainer's calls, and sends its weights to the engine as CUDA IPC handles. The library
-of the package torch_memory_saver is preloaded into this process. The folder of --calls-dropin
-contains memsaver and memsaver's package torch_memory_saver:
+The calls and their order come from the frameworks' sources; see framework_steps.py. A small SGLang
+engine with memsaver's plugin performs the engine's calls. A trainer in another process performs the
+trainer's calls, and sends its weights to the engine as CUDA IPC handles. The library of the package
+torch_memory_saver is preloaded into this process. The folder of --calls-dropin contains memsaver
+and memsaver's package torch_memory_saver:
 
     pip install --no-deps --target FOLDER . ./integrations/torch_memory_saver
 
 Unless --no-peer is given, the original torch_memory_saver also performs the calls.
 
-In each round, the trainer compares all its contents with those of a trainer that has never slept.
-At the end, a plain trainer that has performed the same steps sends its weights to the engine. The
-engine's checksum and output must not change. For each framework and saver, a row that lists all
-calls is merged into --calls-output.
+In each round, the trainer compares all of its contents with those of a trainer that has never
+slept. At the end, a plain trainer that has performed the same steps sends its weights to the
+engine. The engine's checksum and output must not change. For each framework and saver, a row that
+lists all calls is merged into --calls-output.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The same training runs three times: with memsaver's `offload`, with `Tensor.to` to the host and
 back, and with everything resident on the device. If the losses or gradients of a run differ from
-those of the resident run, the run fails and has no rows.
+those of the resident run, the run fails and produces no rows.
 """
 
 from __future__ import annotations

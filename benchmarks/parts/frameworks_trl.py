@@ -1,7 +1,7 @@
 """Measure steps of TRL's GRPOTrainer with a colocated vLLM that sleeps while the model trains.
 
-After each generation, TRL puts the engine to sleep at level 2. Later, TRL wakes the memory of the
-weights, sends new weights, and wakes the KV cache. The same training runs once with memsaver and
+After each generation, TRL puts the engine to sleep at level 2. Later, TRL wakes the weights'
+memory, sends new weights, and wakes the KV cache. The same training runs once with memsaver and
 once with vLLM's own allocator, in two consecutive processes. The losses, rewards, gradients and
 responses of each step must be identical. If they differ, the training with the peer runs a second
 time. The figures are still used if the peer's two runs also differ from each other, and if
@@ -71,7 +71,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def cycles_of(calls: Sequence[tuple[str, float]]) -> list[float]:
-    """Return the seconds of each sleep and its wake-ups; omit a last sleep without wake-ups."""
+    """Return the seconds of each sleep and its wake-ups; omit a final sleep without wake-ups."""
     found: list[float] = []
     woken = True
     for name, seconds in calls:

@@ -1,13 +1,13 @@
 """Measure steps of verl's GRPO trainer with an SGLang engine on the same GPUs.
 
-verl releases the engine's memory after each generation. verl resumes the weights before the weight
-update and the KV cache after the weight update. The same training runs once with memsaver and once
-with torch_memory_saver. If the losses, rewards or responses differ, the training with the peer runs
-a second time. The figures are still used if the peer's two runs also differ from each other, and if
+verl releases the engine's memory after each generation, and resumes the weights before the weight
+update and the KV cache after it. The same training runs once with memsaver and once with
+torch_memory_saver. If the losses, rewards or responses differ, the training with the peer runs a
+second time. The figures are still used if the peer's two runs also differ from each other, and if
 memsaver's figures in SIZED differ from the peer's by at most `training_differences.FACTOR` times
 the difference between the peer's runs. Otherwise, no row is written. A row is also omitted if the
-engine and the trainer seem to have different weights: with memsaver, their probabilities of the
-responses differ by more than MORE times the difference with the peer.
+engine and the trainer seem to have different weights, that is, if their probabilities of the
+responses with memsaver differ by more than MORE times the difference with the peer.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import results
 
 
 def measure(options: argparse.Namespace, failures: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield hook_overhead.py's rows, and add the ratio and the keys that all rows have."""
+    """Yield hook_overhead.py's rows with the ratio and the keys that all rows have."""
     try:
         import hook_overhead
 

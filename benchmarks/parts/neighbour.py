@@ -1,8 +1,9 @@
 """Compare pauses and resumes of 16 GB with backups on another GPU and on the host.
 
-All cycles after the first are measured. All contents are changed between two cycles. Each kind of
-backup is measured in its own process, one after the other. The limit is a plain copy of the same
-number of bytes between the two GPUs, which is measured before each pause and each resume.
+All cycles after the first are measured. All contents are changed between cycles. Each kind of
+backup is measured in its own process, and the processes run one after the other. The limit is a
+plain copy of the same number of bytes between the two GPUs, which is measured before each pause and
+each resume.
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
 Both builds run the workers of discarded.py, backed.py and swap.py, each build in its own processes
 with its folder on PYTHONPATH. The build that is measured first alternates from cycle to cycle. The
-cycles are divided among several sets of processes. This division is needed because the speed of a
-copy depends on the location of a process's pinned memory, and the duration of a driver call depends
-on the location of the process's device memory.
+cycles are divided among several sets of processes. This is needed because the speed of a copy
+depends on the location of a process's pinned memory, and the duration of a driver call depends on
+the location of the process's device memory.
 
 A driver call without a copy has one of two durations, which differ by up to a factor of two. The
-duration changes from cycle to cycle, so a few cycles would determine a median. A single cycle that
-the machine interrupts would determine a mean. The rows therefore contain trimmed means.
+duration changes from cycle to cycle, so a few cycles would determine a median, and a single cycle
+that the machine interrupts would distort a mean. The rows therefore contain trimmed means.
 """
 
 from __future__ import annotations

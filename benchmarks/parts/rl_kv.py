@@ -1,10 +1,10 @@
 """Find an engine's largest KV cache, alone on the GPU and next to a trainer.
 
 Next to a trainer, the engine runs a whole step (see rl_engine.py). In this step, the trainer keeps
-a copy of the weights until the engine has received the weights. If the engine wakes in stages, the
-KV cache is resumed after this copy is released. If the engine wakes all at once, the KV cache is
-resumed before this release. A KV cache fits if the engine starts, the step completes and the engine
-generates. The number of tokens is the capacity that the engine reports.
+a copy of the weights until the engine has received them. If the engine wakes in stages, the KV
+cache is resumed after this copy is released; if the engine wakes all at once, it is resumed before
+that. A KV cache fits if the engine starts, the step completes and the engine generates. The number
+of tokens is the capacity that the engine reports.
 
 The first engine has a small KV cache and is measured in all three ways. The remaining free memory
 determines the next size to try for each way (kv_search.py), with one engine per trial. The first
@@ -78,7 +78,7 @@ def probe(ways: Sequence[Way], options: argparse.Namespace) -> None:
 
 
 def try_one(way: Way, tokens: int, options: argparse.Namespace) -> None:
-    """Try an engine with room for `tokens` tokens; a failed start means no fit.
+    """Try an engine with room for `tokens` tokens; a failed start counts as not fitting.
 
     Raises Failed for failures other than a lack of memory.
     """

@@ -1,13 +1,13 @@
-"""Measure the time of an RL step beyond its work: training, update and generation.
+"""Measure the time that an RL step takes beyond its work: training, update and generation.
 
 The program rl_overhead.py defines a whole step. The overhead is the step's duration minus the
 duration of its work. The work is measured in steps whose stages begin and end with an idle device.
 The engine's weights have no backup, because the update overwrites them. The peer retains host
 memory, and runs its transitions one after the other. Each library's first two steps, which allocate
-backups, do not count.
+backups, are not counted.
 
 All losses, the engine's weights after each step and the trainer's memory at the end are compared.
-Libraries whose contents differ have no row.
+Libraries whose contents differ get no row.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """Measure the time and memory of each stage of RL steps with an engine and a trainer on one GPU.
 
-rl_engine.py describes a step. The libraries use the GPU one after the other. With each library, an
-engine and a trainer run, and the trainer's weights and optimizer states are backed up. The first
-step with each library creates the trainer and does not count. In the other steps, all backups
-already exist. As in a real training loop, stages follow each other immediately, except that the
-engine's sleep begins after a wait.
+rl_engine.py describes a step. The libraries use the GPU one after the other. For each library, an
+engine and a trainer run, with the trainer's weights and optimizer states backed up. The first step
+with each library creates the trainer and is not counted. In the other steps, all backups already
+exist. As in a real training loop, stages follow each other immediately, except that the engine's
+sleep begins after a wait.
 
-All contents of the trainer are compared after each wake-up, and the engine's weights are compared
-by the engine's own checksum. Because the seeds are the same, the engine's weights after each update
-are also compared between the libraries. A library that loses contents has no rows.
+All of the trainer's contents are compared after each wake-up, and the engine's weights are compared
+using the engine's own checksum. Because the seeds are the same, the engine's weights after each
+update are also compared between the libraries. A library that loses contents gets no rows.
 
 The peer is measured with its default settings in SGLang, and once more with its option to retain
-host memory. With this option, only the duration of the whole step has a row.
+host memory. With this option, there is a row only for the duration of the whole step.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def retained_row(ours: Found, theirs: Found) -> dict[str, Any]:
 def compared(
     metric: str, ours: Sequence[float], peer: str, theirs: Sequence[float], why: str
 ) -> dict[str, Any]:
-    """Return a row, which reports if the peer ended early."""
+    """Return a row, noting whether the peer ended early."""
     if not theirs:
         return results.unanswered(metric, ours, PEERS[peer], why, bench=BENCH)
     row = results.measurement(metric, ours, PEERS[peer], theirs, bench=BENCH)

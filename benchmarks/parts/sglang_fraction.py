@@ -1,11 +1,11 @@
 """Find the largest mem_fraction_static with which an engine can wake up next to a trainer.
 
-The trainer allocates memory while the engine sleeps. The trainer also keeps a copy of the weights
-until the engine has received the weights. If the engine wakes all at once, it resumes all memory
-while the trainer still has its copy. If the engine wakes in stages, the weights are resumed and
-updated, the trainer drops its copy, and the KV cache is resumed. For each fraction, one engine
-tries both ways, first waking all at once. An engine that has run out of memory must keep running,
-wake up after the trainer has released its memory, and continue.
+The trainer allocates memory while the engine sleeps, and keeps a copy of the weights until the
+engine has received them. If the engine wakes all at once, it resumes all memory while the trainer
+still has its copy. If the engine wakes in stages, the weights are resumed and updated, the trainer
+drops its copy, and the KV cache is resumed. For each fraction, one engine tries both ways, first
+waking all at once. An engine that has run out of memory must keep running, wake up after the
+trainer has released its memory, and continue.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Send requests of all kinds to a server that sleeps and wakes up repeatedly.
 
 The server holds requests while its memory is released (MEMSAVER_SGLANG_ASLEEP=wait). In each cycle,
-some requests arrive before or during the release. The other requests arrive while the memory is
+some requests arrive before or during the release, and the others arrive while the memory is
 released. The server must answer each request like an awake server: generations must return the same
 tokens, and all other requests must return the same status. The updates alternate between two sets
 of weights, so a skipped update changes later tokens. A generation that overlaps no update must

@@ -2,18 +2,18 @@
 
 Each engine's memory fills most of the GPU, so only one engine can be awake. A switch begins with a
 request to the sleeping engine. The other engine releases all of its memory, and the sleeping engine
-wakes up and generates. The switch ends when this engine has generated its first token. The weights
-have backups in host memory.
+wakes up and generates. The switch ends when the awakened engine has generated its first token. The
+weights have backups in host memory.
 
 memsaver's engines wake up by themselves (MEMSAVER_SGLANG_ASLEEP=wake). torch_memory_saver's engines
-are resumed through SGLang. The first switch to each engine does not count, because the memory for
-backups is allocated during this switch. "A new engine" is the time in which a new engine with the
-same model starts and generates its first token. Its kernels are already compiled, and it reads no
-weights. This time includes neither the start of the process nor its imports.
+are resumed through SGLang. The first switch to each engine is not counted, because the memory for
+backups is allocated during it. "A new engine" is the time that a new engine with the same model
+takes to start and generate its first token, with kernels already compiled and no weights to read.
+This time includes neither the start of the process nor its imports.
 
 The output of a greedy generation after each switch must equal the engine's first output. If
-memsaver's outputs differ, memsaver has no row. If the other library's outputs differ, its times are
-still valid, and the row's details contain a note.
+memsaver's outputs differ, memsaver gets no row. If the other library's outputs differ, its times
+are still valid, and the row's details contain a note.
 
 The memory that a sleeping engine still uses is measured before the second engine starts.
 
@@ -57,7 +57,7 @@ class Switching(EngineWorker):
     """A worker that releases all memory of its engine, and generates tokens."""
 
     def start(self) -> dict[str, Any]:
-        """Start the engine, record its output, and return also the time to a first token in ms."""
+        """Start the engine, record its output, and also return the time to a first token in ms."""
         found = super().start()
         self.engine.flush_cache()
         self._first_token()  # may compile a kernel
@@ -136,7 +136,7 @@ def measure_one(
             awake, asleep = asleep, awake
         if place == "peer":
             found["neighbour_MiB"].append(used_mib(1))
-        # Both engines have generated several times now; each has half of what is left.
+        # Both engines have generated several times by now; each has half of the memory in use.
         awake.ask("release")
         time.sleep(options.wait)
         found["asleep_MiB"].append(used_mib() / 2)

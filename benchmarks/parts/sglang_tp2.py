@@ -4,7 +4,7 @@ The benchmark compares suspended NCCL communicators with communicators that keep
 NCCL's default channels. MEMSAVER_SGLANG_SUSPEND_NCCL=1 suspends communicators and limits NCCL's
 channels. The benchmark also compares the durations of resumes of all memory. Both comparisons are
 repeated with NCCL_MAX_CTAS=8, which reduces NCCL's memory, and with NCCL_MAX_CTAS=64, which lets
-NCCL choose. The memory in use is the larger value of the two GPUs. Requires NCCL 2.29.7 or newer.
+NCCL choose. The memory in use is the larger of the two GPUs' values. Requires NCCL 2.29.7 or newer.
 """
 
 from __future__ import annotations

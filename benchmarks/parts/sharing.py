@@ -1,14 +1,14 @@
 """Measure transfers of tensors to another process, through shareable regions and CUDA IPC.
 
 share_16GB_ms is the time until another process has read the last byte of each of 16 tensors of 1
-GB. This time includes pickling, unpickling, mapping the memory, and running the kernels that read.
-In each measurement, the memory is new to the other process: the region was paused and resumed or,
-with CUDA IPC, the receiver closed its mapping. The tensors are sent --gap seconds later, so that
-the driver can clear the released memory. share_195_tensors_ms is the same for the 195 tensors of
-the decoder.
+GB. This time includes pickling, unpickling, mapping the memory, and running the kernels that read
+it. In each measurement, the memory is new to the other process: the region was paused and resumed
+or, with CUDA IPC, the receiver closed its mapping. The tensors are sent --gap seconds later, so
+that the driver can clear the released memory. share_195_tensors_ms is the same for the decoder's
+195 tensors.
 
-Each of these times is the sum of the time in both processes, without the transport of the pickled
-data.
+Each of these times is the sum of the times in both processes, excluding the transport of the
+pickled data.
 
 update_from_region_ms is the duration of `memsaver.integrations.rollout.weights.update` for 16 GB of
 weights without verification. The engine is a process on the same GPU that copies the received

@@ -13,7 +13,7 @@ the trainer's memory in the engine, and unmap and release this memory in the tra
 
 The driver calls are made for pieces of physical memory of several sizes, in one process. The
 reported values belong to the size with the lowest median. The details list the values of all sizes.
-A real implementation would also have to send a descriptor for each piece. It could only take over
+A real implementation would also have to send a descriptor for each piece, and could take over only
 pieces with equal contents. The details contain the percentages of such pieces (see page_shares.py).
 """
 

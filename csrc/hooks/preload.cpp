@@ -52,9 +52,9 @@ bool has_own_core() {
 }
 
 // Allocates tagged memory in *pointer, or returns a cudaError_t. Returns kNotServed if the real
-// function should serve the call: the runtime cannot determine a device or there is no driver (the
-// real function's error says why), or a pause of the process's tag, or a fork, happened between the
-// check and the allocation.
+// function should serve the call. This happens if the runtime cannot determine a device or there is
+// no driver (the real function's error says why), or if the process's tag was paused or the process
+// forked between the check and the allocation.
 [[gnu::cold, gnu::noinline]] int allocate(const void* caller, void** pointer, size_t bytes) {
   if (!has_own_core()) return kNotServed;
   // Until a thread's runtime has created a context, only the runtime knows its current device.
@@ -106,8 +106,9 @@ int query_capturing(const void* caller, void* stream, bool* capturing) {
   return error;
 }
 
-// During a capture, an allocation is a node of the graph, freed by another node: the runtime serves
-// it. Otherwise memory that is available at once satisfies every order of the stream.
+// During a capture, an allocation is a node of the graph and is freed by another node, so the
+// runtime serves it. Otherwise, memory that is available at once is valid for any order of work on
+// the stream.
 [[gnu::cold, gnu::noinline]] int allocate_on_stream(const void* caller, void** pointer,
                                                     size_t bytes, void* stream) {
   bool capturing = false;
@@ -115,9 +116,9 @@ int query_capturing(const void* caller, void* stream, bool* capturing) {
   return allocate(caller, pointer, bytes);
 }
 
-// Waits for the stream's work, then frees. While the stream is captured nothing is freed, because
-// the graph may use the memory at every replay, and a wait would end the capture. In that case
-// returns an error, as the runtime does for memory from outside the graph.
+// Waits for the stream's work, then frees. While the stream is being captured, nothing is freed,
+// because the graph may use the memory at every replay, and a wait would end the capture. In that
+// case, returns an error, as the runtime does for memory from outside the graph.
 [[gnu::cold, gnu::noinline]] int release_on_stream(const void* caller, void* pointer,
                                                    void* stream) {
   bool capturing = false;

@@ -18,7 +18,7 @@
 //     --default-stream per-thread, whose headers rename the functions. In these variants, stream 0
 //     is the thread's own stream.
 //   - cudaIpcGetMemHandle has no handle for memsaver's memory. Without the hook, the runtime would
-//     record an error, and torch would report this error at a later, unrelated call.
+//     record an error, and torch would report it at a later, unrelated call.
 //
 // These functions are not interposed:
 //   - cudaMallocFromPoolAsync names a pool that the caller creates, limits, shares and trims.
@@ -26,9 +26,9 @@
 //     the host.
 //   - cudaMallocPitch, 3D and Array allocate rows, textures and mipmaps, whose layout the driver
 //     chooses. The hooks of cudaFree and cudaFreeAsync forward such memory to the runtime.
-//   - cudaMemGetInfo returns the driver's answer, which is correct: paused memory is free.
-//   - cudaPointerGetAttributes, copies and memsets work on mapped memory in the same way as on
-//     other memory.
+//   - cudaMemGetInfo returns the driver's answer, which is correct because paused memory is free.
+//   - cudaPointerGetAttributes, copies and memsets work on mapped memory as they do on other
+//     memory.
 //   - cudaDeviceReset does not change memory from the virtual-memory calls.
 //   - dlsym and dlopen need no hook: a program that looks up a library's own cudaMalloc gets that
 //     function, for allocations and frees alike. A changed dlsym would break other tools.

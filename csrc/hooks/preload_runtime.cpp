@@ -67,7 +67,7 @@ const char* wanted_version(const dl_phdr_info& info, uintptr_t dynamic) {
   return nullptr;
 }
 
-// Returns the object that contains an address; an empty one for generated code.
+// Returns the object that contains an address, or an empty one for generated code.
 Object object_at(const void* address) {
   struct Search {
     const void* address;

@@ -45,7 +45,7 @@ class WithoutGil {
   PyThreadState* state_;
 };
 
-// Decodes a text from the library, and escapes invalid UTF-8, which can occur in a path.
+// Decodes text from the library and escapes invalid UTF-8, which can occur in a path.
 inline py::str text_of(const char* text) {
   PyObject* const decoded =
       PyUnicode_DecodeUTF8(text, static_cast<py::ssize_t>(std::strlen(text)), "backslashreplace");
@@ -96,10 +96,10 @@ inline bool is_exiting() {
 }
 
 // While this object exists, Python runs pending signal handlers during the calling thread's waits
-// for tags. A wait ends if a handler raises an exception. A wait also ends if the interpreter
-// exits, because Python has then stopped the threads that own the tags. Python runs handlers only
-// on the main thread, so other threads wait without running handlers. If the interpreter exits
-// during a wait, these threads end when they acquire the GIL.
+// for tags. A wait ends if a handler raises an exception. It also ends if the interpreter exits,
+// because by then Python has stopped the threads that own the tags. Python runs handlers only on
+// the main thread, so other threads wait without running handlers. If the interpreter exits during
+// a wait, these threads end when they acquire the GIL.
 //
 // `seconds` limits the waits (negative: no limit).
 class HandlersInWaits {

@@ -22,8 +22,8 @@
 namespace memsaver::python {
 namespace {
 
-// Throws unless the process's libmemsaver.so, the first that was loaded, is this package's: a
-// preloaded one may belong to another installation.
+// Throws unless the process's libmemsaver.so, the first that was loaded, is this package's. A
+// preloaded library may belong to another installation.
 void require_own_core() {
   if (std::string(ms_version()) == MEMSAVER_VERSION) return;
   Dl_info info{};

@@ -12,8 +12,8 @@
 
 namespace memsaver::python {
 
-// A context manager for an ms_reservation, which is used for one block. Without tags, the object
-// reserves nothing. The destructor releases the reservation if it has not been released.
+// A context manager that owns an ms_reservation for one block. Without tags, the object reserves
+// nothing. The destructor releases the reservation if it has not been released.
 //
 // Threads: any. All methods release the GIL. take() and wait() may wait for tags; on the main
 // thread, they run signal handlers during the wait. The other methods do not wait for tags.
@@ -25,9 +25,9 @@ class Reservation {
   Reservation(const Reservation&) = delete;
   Reservation& operator=(const Reservation&) = delete;
 
-  // Waits for the tags for at most about `seconds` seconds (negative: without a limit), and
-  // reserves the tags. Raises the errors of ms_reserve, InvalidStateError if the wait exceeds this
-  // time, and the exception of a signal handler.
+  // Waits for the tags for at most about `seconds` seconds (negative: without a limit), then
+  // reserves them. Raises the errors of ms_reserve, InvalidStateError if the wait exceeds this
+  // time, and any exception from a signal handler.
   void take() {
     if (tags_.empty() || reservation_) return;
     const std::vector<const char*> names = pointers(tags_);

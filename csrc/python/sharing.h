@@ -1,4 +1,4 @@
-// sharing: memory that several processes share, as Python objects.
+// sharing: memory shared between processes, as Python objects.
 #pragma once
 
 #include <pybind11/pybind11.h>

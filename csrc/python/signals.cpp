@@ -275,7 +275,7 @@ void DeferredBlock::leave() {
   if (raised) throw py::error_already_set(*raised);
 }
 
-// In the five functions below no owner of a Python object is alive during a call into Python,
+// In the five functions below, no owner of a Python object is alive during a call into Python,
 // because interpreter exit ends daemon threads in such a call by unwinding their stacks.
 
 namespace {

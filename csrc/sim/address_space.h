@@ -7,7 +7,7 @@
 // memory faults. cuMemAlloc's blocks are mappings without a reservation and are accessible from the
 // start. These blocks are in chunks, and blocks smaller than kGranularity share chunks.
 //
-// Every call needs the lock of state.h. A call that returns an error has no effect.
+// Every call requires the lock of state.h. A call that returns an error has no effect.
 #pragma once
 
 #include <cuda.h>
@@ -66,8 +66,8 @@ class AddressSpace {
   // Maps the whole memory. The range must be inside one reservation or several adjacent
   // reservations, and must be unmapped.
   CUresult map(Range range, std::shared_ptr<PhysicalMemory> memory);
-  // Removes all mappings in a reserved range. The range may contain no mapping; no mapping may
-  // extend beyond the range.
+  // Removes all mappings in a reserved range. The range need not contain a mapping, but no mapping
+  // may extend beyond it.
   CUresult unmap(Range range);
   // Sets access rights. The range must begin at a mapping and must not split a mapping. The range
   // is processed only up to the first hole; a hole is not an error. `descriptions` replace the

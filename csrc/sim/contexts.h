@@ -1,6 +1,6 @@
 // Primary contexts, one per device, and each thread's stack of current contexts.
 //
-// Functions need the lock of state.h, except functions that use only the calling thread's stack.
+// Functions require the lock of state.h, except those that use only the calling thread's stack.
 #pragma once
 
 #include <cuda.h>

@@ -16,11 +16,11 @@
 
 namespace memsaver::sim {
 
-// The unit of physical memory and of reserved addresses. The unit is the same as on GPUs, unless
-// sim_granularity() has set another unit. It is constant after cuInit.
+// The unit of physical memory and of reserved addresses. The unit is the same as on GPUs unless
+// sim_granularity() has set another, and it is constant after cuInit.
 constexpr uint64_t kGranularity = 2ull << 20;
 uint64_t granularity();
-// Sets the unit. Must be called before cuInit. Needs the lock. Returns false if `bytes` is not a
+// Sets the unit. Must be called before cuInit. Requires the lock. Returns false if `bytes` is not a
 // power of two from the system's page size to kGranularity.
 bool set_granularity(uint64_t bytes);
 

@@ -1,5 +1,5 @@
-// Records violations and illegal accesses (see sim.h) for tests. Every function needs the lock of
-// state.h.
+// Records violations and illegal accesses (see sim.h) for tests. Every function requires the lock
+// of state.h.
 #pragma once
 
 #include <cstdint>

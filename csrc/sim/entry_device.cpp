@@ -1,4 +1,4 @@
-// Entry points: initialisation, devices, contexts.
+// Entry points: initialization, devices, contexts.
 #include <cuda.h>
 
 #include <cstdio>

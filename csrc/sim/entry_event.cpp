@@ -12,7 +12,8 @@ std::shared_ptr<Event> find_event(CUevent handle) {
   return found == state().events.end() ? nullptr : found->second;
 }
 
-// Checks a query or a wait: fails for an event inside a capture, and while a capture forbids it.
+// Checks a query or a wait, which fails for an event inside a capture and while a capture forbids
+// it.
 CUresult admit(const Event* event) {
   if (event == nullptr) return CUDA_ERROR_INVALID_HANDLE;
   if (event->captured) {
@@ -98,7 +99,8 @@ CUresult cuEventSynchronize(CUevent handle) {
   return call.context()->broken;
 }
 
-// The driver exports two names with one behaviour; cuda.h declares one of them, by version.
+// The driver exports two names with the same behavior; cuda.h declares one of them, depending on
+// its version.
 #undef cuEventElapsedTime
 CUresult cuEventElapsedTime(float* milliseconds, CUevent start, CUevent end) {
   return elapsed(milliseconds, start, end);

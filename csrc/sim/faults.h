@@ -1,5 +1,5 @@
 // Counters and injected failures for each of the simulated driver's calls, by name. Every function
-// needs the lock of state.h.
+// requires the lock of state.h.
 #pragma once
 
 #include <cuda.h>

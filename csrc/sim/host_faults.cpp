@@ -89,7 +89,7 @@ void on_fault(int number, siginfo_t* info, void*) {
   errno = kept;
 }
 
-// Makes the library with this code stay loaded, even if a program closes it.
+// Keeps the library that contains this code loaded, even if a program closes it.
 bool keep_loaded(const void* code) {
   Dl_info library{};
   return dladdr(code, &library) != 0 && library.dli_fname &&

@@ -1,7 +1,7 @@
 // Host memory that the simulated device can access without staging: pinned memory and registered
 // memory.
 //
-// Every call needs the lock of state.h. A call that returns an error has no effect.
+// Every call requires the lock of state.h. A call that returns an error has no effect.
 #pragma once
 
 #include <cuda.h>

@@ -27,7 +27,7 @@
 //     KiB, MiB, GiB or TiB, rounded down to a multiple of 2 MiB; the default is 80GiB.
 //   - MEMSAVER_SIM_FAULTS is a comma-separated list of call:nth:code[:times], with the meanings
 //     that sim_fail defines.
-// sim_settings_problem returns the name of the invalid variable.
+// sim_settings_problem returns the reason why a value is rejected.
 #ifndef MEMSAVER_SIM_SIM_H_
 #define MEMSAVER_SIM_SIM_H_
 
@@ -88,9 +88,9 @@ int sim_counts(struct sim_totals* totals);
 // Copies entry `index` of the list of violations and illegal accesses into buffer, truncated to
 // size and zero-terminated. Returns the length of the whole text, or -1 if `index` is past the end.
 // The list contains the first 1000 entries. Violations are calls that remove memory from work in
-// progress. One kind is cuMemUnmap of a range that queued or running operations access. Another
-// kind is cuMemFree, cuMemFreeHost or cuMemHostUnregister of a range that new work accesses: these
-// functions wait for all work submitted earlier to the device, and the new work was submitted
+// progress. One kind is a cuMemUnmap of a range that queued or running operations access. Another
+// kind is a cuMemFree, cuMemFreeHost or cuMemHostUnregister of a range that new work accesses:
+// these functions wait for all work submitted earlier to the device, and the new work was submitted
 // during this wait. Illegal accesses are operations on memory that was unmapped or inaccessible
 // when the operations ran.
 int sim_violation(uint64_t index, char* buffer, size_t size);
@@ -127,7 +127,7 @@ void sim_copy_rate(uint64_t bytes_per_second);
 // If `held` is 1, no stream starts another operation, and calls that wait for work keep waiting. If
 // it is 0, the streams continue.
 void sim_hold_streams(int held);
-// Stops operations that read or write this memory, and all later operations of their streams. The
+// Stops operations that read or write this memory, and all later operations in their streams. The
 // range replaces the range of the previous call; a range of 0 bytes removes it.
 void sim_hold_memory(uint64_t address, uint64_t bytes);
 

@@ -1,8 +1,8 @@
-// The single state of the simulated driver, and functions that access the state.
+// The single state of the simulated driver, and functions that access it.
 //
-// One mutex guards the whole state. Each call locks the mutex, and unlocks it only while the call
-// waits for work or runs work. The state is never destroyed, because streams may run until the
-// process exits.
+// One mutex guards the whole state. Each call locks the mutex and unlocks it only while it waits
+// for work or runs work. The state is never destroyed, because streams may run until the process
+// exits.
 #pragma once
 
 #include <cuda.h>
@@ -70,11 +70,11 @@ struct State {
 
 State& state();
 
-// Returns whether this process is a child that was forked after cuInit. The state of such a child
-// is a copy without the threads.
+// Returns whether this process is a child that was forked after cuInit. Such a child has a copy of
+// the state, but none of the threads.
 bool in_forked_child();
 
-// Reads the environment and creates the devices, once. Needs the lock.
+// Reads the environment and creates the devices, once. Requires the lock.
 CUresult initialize();
 // Reads only the faults from the environment, so that a fault can apply to cuInit itself.
 CUresult read_environment();

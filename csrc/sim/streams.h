@@ -1,6 +1,6 @@
 // Streams: in-order queues of operations. Each stream has its own thread.
 //
-// Every function needs the lock of state.h; functions that are documented to wait release it. An
+// Every function requires the lock of state.h; functions that are documented to wait release it. An
 // operation starts when its dependencies are complete. A context's legacy stream depends on all of
 // the context's blocking streams, and the blocking streams depend on the legacy stream. Streams
 // that were created with CU_STREAM_NON_BLOCKING are independent of the legacy stream.

@@ -19,8 +19,8 @@ constexpr uint64_t kBufferBytes = 256 << 10;
 char* host(uint64_t address) { return reinterpret_cast<char*>(address); }
 
 // Copies within this process. Returns false if either side is not accessible memory. Needs no
-// descriptor, and the limit on file sizes does not apply. If the system forbids the call, a bad
-// address faults.
+// descriptor, and the limit on file sizes does not apply. If the system forbids process_vm_readv, a
+// bad address faults instead.
 bool copy_memory(char* to, const char* from, uint64_t size) {
   while (size > 0) {
     const iovec local{to, size}, remote{const_cast<char*>(from), size};

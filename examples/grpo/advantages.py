@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-_LEAST = 1e-6  # the least deviation: a group with equal rewards has no advantages
+_LEAST = 1e-6  # the minimum deviation: a group with equal rewards has no advantages
 
 
 def group_advantages(rewards: torch.Tensor, samples: int) -> torch.Tensor:
     """Return each reward minus the mean of its group, divided by the group's standard deviation.
 
     Args:
-        rewards: [groups * samples], with the samples of a group next to each other.
+        rewards: [groups * samples], with a group's samples adjacent.
         samples: the number of samples in a group.
     """
     groups = rewards.reshape(-1, samples).double()

@@ -60,10 +60,10 @@ def vllm_arguments(settings: Settings, vocabulary: Vocabulary, folder: Path) -> 
         "seed": settings.seed,
         "max_model_len": 1024,
         "enable_prefix_caching": False,
-        # Graphs for decoding without torch.compile, which takes minutes for a short run.
+        # Graphs for decoding, without torch.compile, which takes minutes even for a short run.
         "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
         "disable_log_stats": True,
-        "sleep_level": 2,  # each rollout sends the weights anew
+        "sleep_level": 2,  # each rollout sends the weights again
     }
 
 

@@ -21,7 +21,7 @@ from vocabulary import Vocabulary
 import memsaver
 from memsaver.integrations.rollout import ColocatedSession
 
-# The names of the number of tokens and of the seed, for engines whose names are not SGLang's.
+# The parameters for the number of tokens and the seed, for engines that do not use SGLang's names.
 SAMPLING_NAMES = {"vllm": ("max_tokens", "seed")}
 
 

@@ -2,8 +2,8 @@
 
 `ModelEngine` implements the `RolloutEngine` methods that the example uses. Because its memory is in
 tags, the engine sleeps and wakes up like SGLang. The engine's weights have no backup: a sleep
-discards the weights, and the weights must be updated after the wake-up. The engine is slow because
-it computes every token from the beginning of the sequence. Each rank has its own engine.
+discards them, and they must be updated after the wake-up. The engine is slow because it computes
+every token from the beginning of the sequence. Each rank has its own engine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The loss of a policy: the clipped surrogate of PPO and GRPO."""
+"""The policy loss: the clipped surrogate of PPO and GRPO."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def clipped_loss(
         old_logprobs: the same for the policy that generated the answers.
         advantages: [rows].
         mask: [rows, tokens], 1 for a token of the answer.
-        clip: the ratio of probabilities is clipped to 1 - clip to 1 + clip.
+        clip: the ratio of probabilities is clipped to the range from 1 - clip to 1 + clip.
         total: the number of tokens in all rows on all ranks. The sum of the results therefore does
             not depend on the division into rows and ranks.
     """

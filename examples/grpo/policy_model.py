@@ -57,7 +57,7 @@ def make_model(model: str, vocabulary: Vocabulary, seed: int, device: torch.devi
 
 
 def shard(model: Any, mesh: Any) -> Any:
-    """Return the model with FSDP2: each layer, and the rest, sharded over a mesh's ranks."""
+    """Return the model sharded by FSDP2 over a mesh's ranks: each layer, and then the rest."""
     from torch.distributed.fsdp import fully_shard
 
     for layer in model.model.layers:

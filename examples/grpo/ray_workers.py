@@ -7,11 +7,11 @@
 
 Each group of `tp` ranks is on one machine with its engine. An actor starts this engine, an SGLang
 server, on the GPUs of the group's ranks. With --nodes, a group and its engine are divided among
-several machines, and an actor on each machine starts the engine's part on this machine. memsaver
+several machines, and an actor on each machine starts that machine's part of the engine. memsaver
 needs no variables in the actors' environment, because SGLang loads it as a plugin. With --preload,
-the environment of the engines' actors contains `memsaver.preload_env()`, so that allocations of
-other libraries inside regions also belong to the regions. Preloading requires a new process. Ray
-meets this requirement, because it starts an actor with its own environment in a new process.
+the environment of the engines' actors contains `memsaver.preload_env()`, so that allocations by
+other libraries inside regions also belong to the regions. Preloading requires a new process, and
+Ray starts a new process for an actor that has its own environment.
 """
 
 from __future__ import annotations
@@ -50,11 +50,10 @@ HOST = "127.0.0.1"
 
 
 class EngineWorker:
-    """An actor that runs an SGLang server, or a part of an SGLang server, in separate processes.
+    """An actor that runs an SGLang server, or a part of one, in separate processes.
 
-    `stop` ends these processes. These processes exit with the actor's process, even if the actor's
-    process is killed: the kernel then kills the server, and SGLang's processes exit with their
-    server.
+    `stop` ends these processes. These processes exit with the actor's process, even if that process
+    is killed: the kernel then kills the server, and SGLang's processes exit with their server.
     """
 
     def __init__(self) -> None:
@@ -101,7 +100,7 @@ class EngineWorker:
         """Run a Python server that serves `/health`, and return the server's URL when it is ready.
 
         When the server is ready, SGLang has finished its warm-up generation. Without this wait, the
-        warm-up could run on a sleeping engine and crash the engine.
+        warm-up could run on a sleeping engine and crash it.
         """
         import with_parent
 
@@ -152,7 +151,7 @@ class TrainerRank:
         return [str(gpu) for gpu in ray.get_gpu_ids()]
 
     def meeting_place(self) -> tuple[str, int]:
-        """Return this machine's address and a free port on this machine."""
+        """Return this machine's address and a free port on it."""
         return ray.util.get_node_ip_address(), _free_port()
 
     def run(
@@ -249,7 +248,7 @@ def parts_of_engine(nodes: int, place: tuple[str, int]) -> list[dict[str, Any]]:
 def first_failure_or_all(calls: Sequence[Any], seconds: float) -> list[Any]:
     """Return the results of all calls, or raise an error as soon as one call fails.
 
-    If a part of an engine does not start, the calls to the other parts would wait for this part
+    If a part of an engine does not start, the calls to the other parts would wait for it
     indefinitely.
 
     Raises:
@@ -270,7 +269,7 @@ def worker_options(preload: bool) -> dict[str, Any]:
         return {}
     import memsaver
 
-    # With this machine's paths, so memsaver must be installed in the same folder on all machines.
+    # Contains this machine's paths, so memsaver must be in the same folder on all machines.
     return {"runtime_env": {"env_vars": memsaver.preload_env()}}
 
 

@@ -38,7 +38,7 @@ def check_installed(settings: Settings, *, picture: bool, started: bool = False)
 
 
 def is_installed(name: str) -> bool:
-    """Return whether a package can be imported; do not import the package."""
+    """Return whether a package can be imported, without importing it."""
     try:
         return importlib.util.find_spec(name) is not None
     except ValueError:  # a module without a spec, such as None in sys.modules

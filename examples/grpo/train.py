@@ -1,4 +1,4 @@
-"""Train with GRPO on sums, with a trainer and an engine that share their GPUs.
+"""Train on sums with GRPO, using a trainer and an engine that share their GPUs.
 
 python train.py                                      one GPU
 torchrun --nproc-per-node 2 train.py                 two: FSDP2, and the engine with TP=2
@@ -185,7 +185,7 @@ def publish(results: Results, out: Path, picture: bool = True) -> None:
 
 
 if __name__ == "__main__":
-    # Python's own traceback shows an error, once for each rank.
+    # Python's own traceback reports an error, once for each rank.
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(main)
     app()

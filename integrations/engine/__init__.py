@@ -1,8 +1,8 @@
 """The engine-independent parts of memsaver's integration with inference engines.
 
-The package defines an engine's tags, status, reports and errors. The package implements the
-engine's sleep, counts the requests in flight, and verifies new weights. An integration implements
-`interface.Engine` for an engine's sleep, and `interface.Backend` for rollouts. See
+The package defines an engine's tags, status, reports and errors. It implements the engine's sleep,
+counts the requests in flight, and verifies new weights. An integration implements
+`interface.Engine` for sleep and `interface.Backend` for rollouts. See
 `memsaver.integrations.sglang` and `memsaver.integrations.vllm`.
 
 | module | content |
@@ -20,5 +20,5 @@ engine's sleep, counts the requests in flight, and verifies new weights. An inte
 | `admission`, `admitted`, `policies`, `refusals`, `idle` | requests to a sleeping engine |
 | `http` | a client for engines behind a URL; the responses of a sleeping server |
 
-No module of this package imports an engine or another package of `memsaver.integrations`.
+No module in this package imports an engine or any other package of `memsaver.integrations`.
 """

@@ -28,7 +28,7 @@ __all__ = ["EVERYTHING", "Admission", "ClientGoneError", "RequestAbortedError", 
 EVERYTHING = frozenset(RELEASE_ORDER)
 
 _POLL_SECONDS = 1.0
-_WAKE_SECONDS = 60.0  # the minimum time for which a request waits for a wake-up
+_WAKE_SECONDS = 60.0  # the minimum time that a request waits for a wake-up
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 1.0
 
 
@@ -84,8 +84,9 @@ class Admission:
             refused while the tag is released, because its results would be wrong after a wake-up.
 
     Attributes:
-        lost: tags that the engine reported to have no contents, or not all of their new contents,
-            even if they are mapped. A request that reads such a tag does not wake the engine.
+        lost: tags that the engine reported as having no contents, or only part of their new
+            contents, even if the tags are mapped. A request that reads such a tag does not wake the
+            engine.
         changing: a lock that prevents wake-ups while its owner releases or resumes tags.
     """
 
@@ -118,7 +119,7 @@ class Admission:
         return len(self._waiters)
 
     def learn(self, released: Collection[str]) -> None:
-        """Record the released tags; admit the requests that need none of these tags, in order."""
+        """Record the released tags, and admit, in order, the requests that need none of them."""
         self._released = frozenset(released)
         if not self._released:
             self._log.awake()
@@ -148,8 +149,7 @@ class Admission:
     def own_aborts(self) -> Iterator[None]:
         """Ignore aborts during the block.
 
-        memsaver itself causes such aborts before it sends a request again. The block must not
-        await.
+        memsaver itself causes such aborts before it resends a request. The block must not await.
         """
         self._ignores_aborts = True
         try:
@@ -163,8 +163,8 @@ class Admission:
 
         Args:
             request: the generation.
-            whole: the generation that contains `request`, if any; an abort of `whole` applies to
-                `request` too.
+            whole: the generation that contains `request`, if any; aborting `whole` also aborts
+                `request`.
         """
         before = self._generations.get(whole, set())
         self._generations[request] = before.intersection([None, *request.ids])
@@ -254,7 +254,8 @@ class Admission:
         finally:
             self._waiters.remove(waiter)
             waiter.left.set_result(None)
-            # Later requests may keep this one in memory for a long time.
+            # Later requests may keep this one in memory for a long time, so it drops those that
+            # have left.
             while (earlier := waiter.before) and earlier.left.done():
                 waiter.before = earlier.before
 
@@ -290,7 +291,7 @@ class Admission:
                 return
             await _check_client(is_gone)
             if waiter is self._waiters[0] and (self._polling is None or self._polling.done()):
-                # Not awaited: the later requests would be admitted before this one.
+                # Not awaited, because later requests would be admitted before this one.
                 self._polling = asyncio.ensure_future(self.refresh())
                 self._polling.add_done_callback(retrieve)
 
@@ -346,11 +347,10 @@ class Admission:
         until: float,
         is_gone: Callable[[], Awaitable[bool]] | None,
     ) -> bool:
-        """Resume tags in a task that is shared by all requests that need a wake-up now.
+        """Resume tags in a task shared by all requests that currently need a wake-up.
 
         The wake-up continues even if a request is cancelled or stops waiting. Returns False if the
-        recorded state was out of date, or if the task of another request resumed only some of the
-        tags.
+        recorded state was out of date, or if another request's task resumed only some of the tags.
         """
         now = asyncio.get_running_loop().time
         begun = now()
@@ -377,9 +377,9 @@ class Admission:
         return self._released, self.without_backup, self.lost
 
     async def _resume(self, tags: frozenset[str], known: object) -> bool:
-        """Resume tags, but do nothing and return False if the state is no longer `known`.
+        """Resume tags; if the state is no longer `known`, do nothing and return False.
 
-        In that case, contents may be lost.
+        After such a change, the tags' contents may have been lost.
         """
         async with self.changing:
             await self.refresh()

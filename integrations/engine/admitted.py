@@ -1,7 +1,7 @@
 """Requests that an engine's integration sends after `Admission` has admitted them.
 
-The engine's own processes check each request again. If these processes refuse a request because a
-release arrived first, memsaver sends the request again, or raises the same error as `Admission`.
+The engine's own processes check each request again. If they refuse a request because a release
+arrived first, memsaver resends the request or raises the same error as `Admission`.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ class Generation(Protocol):
         """The names that a caller can use to abort the request."""
 
     async def is_gone(self) -> bool:
-        """Return whether the client has disconnected. Can raise an error if the engine exited."""
+        """Return whether the client has disconnected. May raise an error if the engine exited."""
 
     def send(self) -> AsyncGenerator[Any, None]:
         """Send the request, and return its outputs. Raises `EngineAsleepError` if refused."""
 
     def refusal_in(self, output: Any) -> EngineAsleepError | None:
-        """Return the refusal that the first output contains, or None."""
+        """Return the refusal in the first output, or None."""
 
     def refused_part(self, output: Any) -> Generation | None:
-        """Return the part of the request that a later output refuses, to send this part again.
+        """Return the part of the request that a later output refuses, so that it can be sent again.
 
         Returns:
-            The refused part, if it has no earlier outputs; otherwise, None.
+            The refused part if it has no earlier outputs; otherwise, None.
         """
 
     async def take_back(self, deadline: float) -> None:
@@ -64,7 +64,7 @@ async def generation(admission: Admission, what: str, request: Generation) -> As
     Raises:
         EngineAsleepError: see `Admission.admit`.
         ClientGoneError: the client has disconnected.
-        RequestAbortedError: a caller aborted the request or a part of the request before the engine
+        RequestAbortedError: a caller aborted the request, or a part of it, before the engine
             accepted the request.
     """
     deadline = admission.deadline()
@@ -131,7 +131,7 @@ async def call(
         needs: the tags that the request needs.
         what: the request's operation, for the error message.
         send: a function that sends the request, and can raise `EngineAsleepError`.
-        refusal_in: a function that returns the refusal that a result contains, or None.
+        refusal_in: a function that returns the refusal in a result, or None.
         reads: see `Admission.admit`.
         is_gone: see `Admission.admit`.
 
@@ -158,14 +158,14 @@ async def call(
 
 
 def repeats(admission: Admission | None) -> bool:
-    """Return whether requests that the engine's processes refuse are sent again."""
+    """Return whether requests refused by the engine's processes are sent again."""
     return admission is not None and admission.policy.when_asleep != "refuse"
 
 
 async def _again(
     admission: Admission, what: str, refusal: EngineAsleepError, deadline: float
 ) -> None:
-    """Record a refusal. Wait if the request may be sent again, otherwise raise."""
+    """Record a refusal. Wait if the request may be sent again; otherwise, raise an error."""
     admission.learn(refusal.tags)
     if not repeats(admission) or asyncio.get_running_loop().time() + RETRY_SECONDS > deadline:
         admission.report(what, refusal)

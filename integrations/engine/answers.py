@@ -14,13 +14,13 @@ from .ranks import first_failure
 
 __all__ = ["failure_of", "last_answer", "name_of", "next_answer"]
 
-# Attributes of the object that answers: a scheduler or a worker.
+# Attributes of the answering object: a scheduler or a worker.
 _LAST = "_memsaver_last_answer"
 _NAME = "_memsaver_name"
 
 
 def name_of(owner: Any) -> str:
-    """Return a unique name for a scheduler, because containers may share host names and pids."""
+    """Return a scheduler's name, which is unique even if containers share host names and pids."""
     if not hasattr(owner, _NAME):
         name = f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(8)}"
         setattr(owner, _NAME, name)

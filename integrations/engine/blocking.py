@@ -37,7 +37,7 @@ def run(work: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
         else:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(_cancel_all, loop)
-            wait([done])  # after an interrupt too: engines with blocking calls use one thread
+            wait([done])  # even after an interrupt: engines with blocking calls use one thread
 
 
 def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:

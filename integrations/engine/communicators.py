@@ -1,10 +1,10 @@
 """Suspends an engine's NCCL communicators while its memory is released, on all ranks or on none.
 
 In each call, NCCL waits indefinitely for the communicator's other ranks. A communicator is
-therefore suspended only if all of its ranks participate. To verify this condition, the ranks
-exchange lists of their communicators. Before a resume, all ranks check that enough memory is free:
-if NCCL's call failed on one rank, the other ranks would wait indefinitely, and the communicator
-would be lost.
+therefore suspended only if all of its ranks participate, which the ranks verify by exchanging lists
+of their communicators. Before a resume, all ranks check that enough memory is free, because if
+NCCL's call failed on one rank, the other ranks would wait indefinitely and the communicator would
+be lost.
 
 A call spends most of its time on NCCL's messages between the ranks, so the calls for several
 communicators run at the same time.
@@ -50,7 +50,7 @@ class Suspender:
     def suspend(self, group: Group) -> list[RankReport]:
         """Suspend the communicators that have memory and whose ranks all belong to `group`.
 
-        After a failure, some communicators may be suspended. `resume` resumes them. If a
+        After a failure, some communicators may be suspended; `resume` resumes them. If a
         communicator is suspended on only some of its ranks, every later `resume` fails. If a rank
         is still waiting in NCCL for a failed rank, every later `suspend` and `resume` fails.
         """
@@ -89,7 +89,7 @@ class Suspender:
         mostly waits for copies and the resume mostly waits for the driver. Otherwise, `work` runs
         after the resume.
 
-        Raises, and changes nothing, if a rank lacks memory for the communicators, or if a
+        Raises an error and changes nothing if a rank lacks memory for the communicators, or if a
         communicator cannot be resumed because `suspend` failed. `work` may have run even if a
         communicator's resume fails.
 
@@ -162,9 +162,9 @@ class Suspender:
     def _ended(self, calls: Iterable[tuple[Communicator, Call]]) -> Iterator[Communicator]:
         """Yield the communicators whose calls succeed, then raise the first error.
 
-        NCCL cannot cancel a call that still waits for other ranks. The timeout of such a call is
-        recorded for later calls. The timeout is raised only if no call failed with another error,
-        because such an error may be the cause of the timeout.
+        NCCL cannot cancel a call that still waits for other ranks. Such a call's timeout is
+        recorded for later calls. It is raised only if no call failed with another error, which
+        might be its cause.
         """
         deadline = time.monotonic() + nccl.SECONDS
         errors: list[Exception] = []
@@ -205,7 +205,7 @@ def _complete(
 
 def of_torch(device: int) -> list[Communicator]:
     """Return the communicators of torch's process groups on a device, except unused ones."""
-    torch: Any = sys.modules.get("torch")  # a process without torch has none of its communicators
+    torch: Any = sys.modules.get("torch")  # without torch, there are no torch communicators
     library = loaded()
     if library is None or torch is None:
         return []
@@ -233,7 +233,7 @@ def of_groups(engine: str, module: str) -> list[Communicator]:
     found = []
     for name, reference in list(getattr(sys.modules.get(module), "_groups", {}).items()):
         owner = reference()
-        # SGLang's group has the communicator; vLLM's has an object that has it.
+        # SGLang's group holds the communicator; vLLM's group holds an object that contains it.
         own: Any = getattr(owner, "pynccl_comm", None) or getattr(
             getattr(owner, "device_communicator", None), "pynccl_comm", None
         )

@@ -89,7 +89,7 @@ class Fields:
         return float(value) if is_number(value) else self._refuse(name, "a number", value)
 
     def texts(self, name: str, known: Collection[str] | None = None) -> tuple[str, ...]:
-        """Return a list of strings; () if missing. If given, `known` must contain each string."""
+        """Return a list of strings; () if missing. If given, `known` must contain every string."""
         values = self._read(name, (list, tuple), "a list", [])
         for value in values:
             if not isinstance(value, str):

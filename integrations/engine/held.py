@@ -54,7 +54,7 @@ def device() -> int:
 
 
 def use_device(device: int) -> None:
-    """Make a device this thread's current device, if torch has a CUDA context in this process."""
+    """Set this thread's current device, if torch has a CUDA context in this process."""
     torch = torch_with_cuda()
     if torch is not None:
         torch.cuda.set_device(device)
@@ -77,8 +77,9 @@ def measure(device: int, communicators: Iterable[Communicator] = ()) -> dict[str
     except (AttributeError, EngineError):  # an old NCCL, or memory that NCCL does not count
         del found["nccl"]
     known = sum(found.values())
-    # In a container, NVML may report the host's process ids, and another process may have this id:
-    # if that process uses a plausible amount of memory, it is reported as this process's context.
+    # In a container, NVML may report the host's process ids, and another process may have this id.
+    # If that process uses a plausible amount of memory, its use is counted as this process's
+    # context.
     if own is not None and known <= own <= total - free:
         found["context"] = own - known
     else:

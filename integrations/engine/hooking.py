@@ -17,7 +17,7 @@ AROUND hooks are called with the original and its arguments, AFTER hooks with it
 arguments, and REPLACE hooks with its arguments.
 """
 
-INSTALLED = "_memsaver_hooks"  # an attribute of a class, or of a function that is hooked alone
+INSTALLED = "_memsaver_hooks"  # an attribute of a class, or of a function hooked by itself
 
 
 def modules_of(*all_hooks: Hooks) -> tuple[str, ...]:
@@ -27,7 +27,7 @@ def modules_of(*all_hooks: Hooks) -> tuple[str, ...]:
 
 
 def install(module: ModuleType, hooks: Hooks, optional: Hooks) -> set[str]:
-    """Install the hooks of an imported module's methods. This function is idempotent.
+    """Install the hooks for an imported module's methods. This function is idempotent.
 
     Returns:
         The methods of `optional` that the module lacks.

@@ -21,6 +21,6 @@ def to_host(tensor: Any) -> Any:
 
     try:
         copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-    except RuntimeError:  # if the device has failed, copy_ raises again
+    except RuntimeError:  # if the device has failed, `copy_` raises an error too
         copy = torch.empty_like(tensor, device="cpu")
     return copy.copy_(tensor)

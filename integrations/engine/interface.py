@@ -38,8 +38,8 @@ PauseMode = Literal["abort", "retract", "in_place", "wait"]
 class Engine(Protocol):
     """The calls that `EngineController` makes to an engine.
 
-    Each call is one request, and stores no state. Every `timeout` is in seconds and limits the
-    whole call.
+    Each call is one request and stores no state. Every `timeout` is in seconds and limits the whole
+    call.
 
     Errors: a call raises `EngineTimeoutError` if no answer arrives in time, and `EngineError` if
     the engine died or rejects the call. A call also raises the errors that memsaver's hooks in the
@@ -75,7 +75,7 @@ class Engine(Protocol):
         """Return the state of each data-parallel scheduler; [] if memsaver's hooks are missing."""
 
     def flush(self, timeout: float) -> bool:
-        """Flush the prefix cache; return False, and do nothing, if requests are in flight."""
+        """Flush the prefix cache; if requests are in flight, do nothing and return False."""
 
     def abort(self, timeout: float) -> None:
         """Abort all requests. Some requests may end shortly after the call returns."""
@@ -98,8 +98,8 @@ class Request:
     Attributes:
         input_ids: the prompt's tokens; [] if the prompt is text.
         sampling_params: the engine's sampling parameters, without "n".
-        multimodal: the prompt's parts other than tokens, such as "image_data", by the engine's
-            names for them; or None.
+        multimodal: the parts of the prompt that are not tokens, keyed by the engine's names for
+            them, such as "image_data"; or None.
         text: the prompt's text, which the engine tokenizes; None if the prompt consists of tokens.
     """
 
@@ -116,7 +116,7 @@ class Sample:
     Attributes:
         token_ids: the generated tokens, without the prompt's tokens.
         logprobs: the log-probability of each sampled token; None if the engine does not report it.
-        finish_reason: either "stop", "length" or "abort", or the engine's own name for another
+        finish_reason: either "stop", "length" or "abort", or the engine's own name for any other
             reason.
         weight_version: the version of the weights when the sample ended; None if unknown.
     """
@@ -182,7 +182,7 @@ class WeightLoad:
 
 @dataclass(frozen=True)
 class JoinRequest:
-    """A request to join a process group, whose rank 0 sends the weights.
+    """A request to join a process group whose rank 0 sends the weights.
 
     Attributes:
         name: the group's name.
@@ -202,7 +202,7 @@ class JoinRequest:
 
 
 class Backend(Protocol):
-    """The calls that `RolloutEngine` makes to an engine, in the leader of a tensor-parallel group.
+    """The calls that `RolloutEngine` makes to an engine, on the leader of a tensor-parallel group.
 
     Any thread may make calls; calls may wait for each other. Every `timeout` is in seconds and
     limits the whole call.
@@ -215,7 +215,7 @@ class Backend(Protocol):
 
     @property
     def tp_size(self) -> int:
-        """The number of the engine's ranks, each of which has its own payload.
+        """The number of ranks in the engine, each of which has its own payload.
 
         Ranks are numbered by data-parallel replica, then by pipeline stage, then by rank in the
         tensor-parallel group.
@@ -248,19 +248,19 @@ class Backend(Protocol):
         """Return whether the engine's ranks can map tensors in this process's shareable regions."""
 
     def begin_update(self, timeout: float) -> None:
-        """Convert the weights to the format for loading, if the engine uses a separate format."""
+        """Convert the weights to the format for loading, if the engine has a separate one."""
 
     def load_weights(self, load: WeightLoad) -> list[RankCheck]:
         """Load a bucket of new weights.
 
         Returns:
-            The results of each rank's checks, even if a check found a defect. After a defect, the
+            The results of each rank's checks, even if a check found a defect, in which case the
             engine keeps the old version. The list is empty if there was no verification request, or
             if the engine cannot verify weights.
         """
 
     def end_update(self, timeout: float, complete: bool = True) -> None:
-        """Convert the weights to the format for generation, even after a failed load.
+        """Convert the weights back to the format for generation, even after a failed load.
 
         Args:
             timeout: the maximum duration of the call, in seconds.

@@ -17,9 +17,9 @@ class Knowledge:
 
     Any thread may make calls; no call queries the engine.
 
-    A late reply may belong to an earlier query, because some engines do not match replies to
-    queries: such an engine accepts replies until it has one reply from each scheduler. Therefore,
-    `fits` and `are_new` check replies before `learn` records them.
+    Some engines do not match replies to queries, but accept replies until they have one from each
+    scheduler, so a late reply may belong to an earlier query. Therefore, `fits` and `are_new` check
+    replies before `learn` records them.
 
     Attributes:
         anywhere: the tags that are released on at least one scheduler.
@@ -52,9 +52,9 @@ class Knowledge:
         """Record the states that the schedulers report; change nothing if `states` is empty.
 
         Raises:
-            EngineError: `states` is empty although earlier states were not, because an engine
-                without memsaver's plugin has replaced the earlier engine. The state is unknown
-                until an engine with the plugin reports its state.
+            EngineError: `states` is empty although earlier states were not, which means that an
+                engine without memsaver's plugin has replaced the earlier engine. The state is
+                unknown until an engine with the plugin reports its state.
         """
         if not states:
             if self.guarded:

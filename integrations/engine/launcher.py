@@ -1,4 +1,4 @@
-"""Protocols for the functions with which a package starts an engine or creates its backend.
+"""Protocols for a package's functions that start an engine or create its backend.
 
 mypy checks the packages' modules against these protocols.
 """

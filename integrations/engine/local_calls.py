@@ -60,7 +60,7 @@ def result_of(
         death: a function that describes an engine process that has ended, or returns "".
         wait: a function that waits for the call for a number of seconds; None waits for another
             thread.
-        kinds: memsaver's errors, by the class names of the engine's errors that they replace.
+        kinds: memsaver's errors, keyed by the class names of the engine's errors that they replace.
 
     Raises:
         EngineTimeoutError: the call did not return in time.

@@ -1,4 +1,4 @@
-"""Locks with a limited wait, which are released even after an interrupt."""
+"""Locks that are acquired within a time limit and released even after an interrupt."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .errors import EngineTimeoutError
 
 __all__ = ["late_generation", "locked"]
 
-_HANDLERS_SECONDS = 0.05  # the longest time for which a wait defers signal handlers
+_HANDLERS_SECONDS = 0.05  # the longest time that a wait defers signal handlers
 
 
 @contextlib.contextmanager
 def locked(
     lock: threading.Lock, seconds: float, late: Callable[[], Exception]
 ) -> Iterator[list[threading.Lock]]:
-    """Acquire a lock for the block, and pass it to the block in a list.
+    """Hold a lock during the block, and pass the lock to the block in a list.
 
-    If the block empties the list, another thread must release the lock instead.
+    If the block empties the list, another thread must release the lock.
 
     Args:
         lock: the lock. Unlike a `Gate`, the lock can be released by another thread.

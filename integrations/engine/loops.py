@@ -1,4 +1,4 @@
-"""Event loops of asyncio, for callers outside the loops."""
+"""asyncio event loops, for callers outside the loops."""
 
 from __future__ import annotations
 

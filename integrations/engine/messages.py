@@ -71,7 +71,7 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         """Return the parts of an exception that are sent to another process."""
-        # In exceptions other than memsaver's, attributes with these names may be anything.
+        # On exceptions other than memsaver's, attributes with these names may have any value.
         tag: Any = getattr(error, "tag", "")
         needed: Any = getattr(error, "needed", 0)
         free: Any = getattr(error, "free", 0)
@@ -154,11 +154,11 @@ class Answer:
     Attributes:
         scheduler: the scheduler's unique name.
         operation: either "release" or "resume".
-        tags: the operation's tags, even if it failed, without the tags that were already in the
+        tags: the operation's tags, even if it failed, except those that were already in the
             requested state.
         released: the tags whose memory is currently released.
-        held: the released tags with memory that a rank could not release after a failure; the next
-            release tries again to release this memory.
+        held: the released tags that still have memory, because a rank could not release it after a
+            failure; the next release tries again.
         ranks: the reports of the ranks that release and resume together: the ranks of the
             scheduler's tensor-parallel group or, in a pipeline, of all stages.
         failure: the operation's failure, or None.
@@ -212,7 +212,8 @@ class SchedulerState:
             unknown.
         domain: the name of the domain whose shareable regions the scheduler's ranks can map; "" if
             unknown.
-        lost: the tags whose contents are lost, or not completely loaded again. A tag can be mapped.
+        lost: the tags whose contents are lost or have not been completely reloaded, even if the
+            tags are mapped.
     """
 
     scheduler: str

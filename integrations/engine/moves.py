@@ -46,7 +46,7 @@ def resume(group: Group, tags: Sequence[str], unrestored: Collection[str] = ()) 
         group: the ranks.
         tags: the engine's tags.
         unrestored: the subset of `tags` whose contents are about to be overwritten. These tags are
-            resumed last, so that a failure leaves all of them paused, with their contents.
+            resumed last, so that a failure leaves all of them paused with their contents intact.
     """
 
     def work() -> Figures:
@@ -74,11 +74,10 @@ def pause(
         backups: the backup that this pause uses, by tag; other tags use their regions' policies.
 
     The pause has two steps: all ranks begin the pause, and run it only if no rank has rejected it.
-    A rejection therefore precedes any loss of contents without a backup. After a rejection, no rank
-    has changed. After a later failure, some ranks have paused some tags. On a rank that failed, the
-    tags whose pause failed or did not run are mapped with their contents, and the other tags are
-    paused. A KV cache that was discarded has lost its contents. The rank's report contains its
-    first error.
+    A rejected pause therefore changes nothing on any rank, and no contents without a backup are
+    lost. After a later failure, some ranks have paused some tags. On a rank that failed, the tags
+    whose pause failed or did not run are mapped with their contents, and the other tags are paused.
+    A KV cache that was discarded loses its contents. The rank's report contains its first error.
     """
 
     def both_steps() -> list[RankReport]:
@@ -87,8 +86,9 @@ def pause(
             ranks = group.attempt(begun.begin)
             return ranks if first_failure(ranks) else group.attempt(begun.run)
 
-    # Signal handlers run at the end, or while this rank waits for a tag. Their exceptions in such a
-    # wait are this rank's failure, so that it never leaves the other ranks waiting.
+    # Signal handlers run at the end, or while this rank waits for a tag. An exception from a
+    # handler during such a wait counts as this rank's failure, so that the other ranks never wait
+    # in vain.
     ranks = _C.uninterrupted(both_steps)
     emit_warnings(stacklevel=2)
     return ranks
@@ -161,10 +161,10 @@ class _Pause:
         the loss of the cache is harmless, because the engine has already flushed the cache. If the
         pause of the cache fails, the saved tags are still paused.
 
-        Otherwise, the pauses run one after the other, because a first save is the pause most likely
-        to fail, for lack of host memory. The order is: all pauses with the regions' own policies,
-        in one call; pauses with other backups; and pauses that discard contents that the policy
-        would save.
+        Otherwise, the pauses run one after the other, because a first save is the most likely to
+        fail, for lack of host memory. The order is: all pauses with the regions' own policies, in
+        one call; pauses with other backups; and pauses that discard contents that the policy would
+        save.
         """
         policies = {name: policy_of(name) for name in self._names}
         wanted = {

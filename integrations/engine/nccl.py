@@ -2,9 +2,9 @@
 
 NCCL has provided these functions since version 2.29.7. A suspended communicator keeps its
 connections and its addresses, so CUDA graphs that contain its kernels stay valid. Until the
-communicator is resumed, each use of the communicator is an illegal memory access. Both functions
-wait for the communicator's other ranks. The functions apply only to memory that NCCL allocates with
-the driver's virtual memory functions (NCCL_CUMEM_ENABLE=1).
+communicator is resumed, any use of it is an illegal memory access. Both functions wait for the
+communicator's other ranks. The functions apply only to memory that NCCL allocates with the driver's
+virtual memory functions (NCCL_CUMEM_ENABLE=1).
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ class Nccl:
         return self.version >= SINCE and hasattr(self._library, "ncclCommSuspend")
 
     def begin_suspend(self, handle: int) -> Call:
-        """Start to release a communicator's memory. The returned call waits for the other ranks."""
+        """Start releasing a communicator's memory. The returned call waits for the other ranks."""
         arguments = ctypes.c_void_p(handle), ctypes.c_int(_MEMORY)
         return Call("ncclCommSuspend", self._library.ncclCommSuspend, *arguments)
 
     def begin_resume(self, handle: int) -> Call:
-        """Start to allocate a suspended communicator's memory again. See `begin_suspend`."""
+        """Start allocating a suspended communicator's memory again. See `begin_suspend`."""
         return Call("ncclCommResume", self._library.ncclCommResume, ctypes.c_void_p(handle))
 
     def suspendable_bytes(self, handle: int) -> int:
-        """Return the bytes that a suspension releases, or has released. Raises `EngineError`."""
+        """Return the number of bytes that suspending releases or released. Raises `EngineError`."""
         return self._statistic(handle, _SUSPENDABLE)
 
     def held_bytes(self, handle: int) -> int:
@@ -117,7 +117,7 @@ class Call:
                 self._status.set_exception(error)
 
         try:
-            # NCCL cannot cancel the wait: after a timeout, the thread stays in it.
+            # NCCL cannot cancel the wait, so the thread keeps waiting after a timeout.
             start_daemon("nccl", work)
         except RuntimeError as error:  # `wait` raises it, like every other failure
             self._status.set_exception(error)

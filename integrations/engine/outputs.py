@@ -16,7 +16,7 @@ from .interface import Sample
 
 __all__ = ["INVALID", "excerpt", "format_error", "request_ids", "sample"]
 
-# The exceptions of code that reads an output whose format is invalid.
+# The exceptions that reading an output in an invalid format can raise.
 INVALID = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 
 
@@ -33,8 +33,8 @@ def sample(
 
     Args:
         token_ids: the generated tokens.
-        logprobs: the tokens' log-probabilities, or None; a value that is None becomes NaN. After an
-            abort, the engine may report log-probabilities of other tokens.
+        logprobs: the tokens' log-probabilities, or None; an individual None becomes NaN. After an
+            abort, the two lists may not cover the same tokens.
         finish: the reason why the generation ended.
         version: the version of the weights, or None.
 
@@ -48,7 +48,7 @@ def sample(
     if numbers is not None and len(numbers) != len(tokens):
         if finish != "abort":
             raise ValueError(f"{len(numbers)} log-probabilities for {len(tokens)} tokens")
-        both = min(len(numbers), len(tokens))  # the abort separated the two lists
+        both = min(len(numbers), len(tokens))  # the abort left the lists unequal
         tokens, numbers = tokens[:both], numbers[:both]
     shown = None if version is None else encodable(str(version))
     return Sample(tokens, numbers, encodable(str(finish)), shown)

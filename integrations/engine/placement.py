@@ -86,8 +86,8 @@ class Sizes:
 def gpu_of_this_process() -> Gpu | None:
     """Return torch's current GPU, or None if there is no GPU. Initializes CUDA in this process.
 
-    CUDA must be initialized before an engine starts; otherwise, the environment for the engine's
-    processes would also apply to this process.
+    CUDA must be initialized before an engine starts; otherwise, the environment set for the
+    engine's processes would also apply to this process.
     """
     try:
         import torch
@@ -129,7 +129,7 @@ def by_host(gpus: Sequence[Gpu | None]) -> list[list[Gpu]]:
 
 
 def free_port() -> int:
-    """Return a free port on this host that the system chooses."""
+    """Return a free port on this host, chosen by the system."""
     with socket.socket() as listener:
         listener.bind(("", 0))
         return int(listener.getsockname()[1])

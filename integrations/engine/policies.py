@@ -17,8 +17,8 @@ class Policy:
     Attributes:
         when_asleep: "refuse" raises an error, "wait" holds a request until another caller has
             resumed the memory, and "wake" resumes the memory for the request.
-        wait_seconds: the longest time for which a request is held, or for which a wake-up is
-            retried if memory is insufficient.
+        wait_seconds: the longest time that a request is held, or that a wake-up is retried if
+            memory is insufficient.
         sleep_after: the idle time in seconds after which the engine itself releases its memory; 0
             disables this release.
         most_held: the maximum number of requests that are held at the same time; a batch counts as

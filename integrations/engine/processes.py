@@ -51,7 +51,7 @@ class Parent:
     """A thread that starts processes, and runs until `end` is called.
 
     An engine's processes request that Linux kill them when their parent dies. Linux treats the
-    thread that started a process as the parent. The main thread runs as long as the process runs.
+    thread that started a process as the parent. The main thread lives as long as its process.
     """
 
     def __init__(self) -> None:
@@ -97,15 +97,15 @@ class Processes:
         self._before = self._children()
 
     def _children(self) -> list[Any]:
-        # Linux knows which thread started a process. Other threads may start processes at the same
-        # time.
+        # Other threads may start processes at the same time, but Linux knows which thread started
+        # each.
         pids = _children_of(f"/proc/self/task/{self._thread_id}/children")
         return [child for child in multiprocessing.active_children() if child.pid in pids]
 
     def record(self) -> None:
         """Record the processes and their descendants.
 
-        This record allows `end` to kill the descendants of processes that have exited.
+        This allows `end` to kill even the descendants of processes that have since exited.
         """
         self._found = [child for child in self._children() if child not in self._before]
         for child in self._found:

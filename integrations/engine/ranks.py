@@ -1,4 +1,4 @@
-"""The ranks of an engine that make calls together, and the exchange of their results."""
+"""The ranks of an engine that make collective calls and exchange their results."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Group:
             JSON, pack_error=lambda error: JSON.pack(failed(error)), unpack_error=JSON.unpack
         )
         # No local variable refers to the outcomes: the traceback of this rank's own exception keeps
-        # this frame, and their cycle would keep the work's tensors.
+        # this frame alive, and the reference cycle would keep the work's tensors alive.
         return _rows(
             self._ranks().attempt(
                 "the results of an engine's ranks",
@@ -132,7 +132,7 @@ class Group:
 
     @property
     def size(self) -> int:
-        """The number of the group's ranks."""
+        """The number of ranks in the group."""
         return len(self._ranks().ranks)
 
     def _ranks(self) -> Ranks:

@@ -1,7 +1,7 @@
 """The messages with which an engine refuses requests that need released memory.
 
-An engine's processes exchange errors as text in the engine's own messages. The text therefore
-contains the released tags, and `asleep_in` parses it.
+An engine's processes exchange errors as text in the engine's own messages, so the text contains the
+released tags, and `asleep_in` parses it.
 
 Inside a server, a `Refusal` passes a refused request's error to the middleware that writes the
 response (`http.asleep_answers`).
@@ -36,7 +36,7 @@ def asleep_text(released: Collection[str], what: str, more: str = "") -> str:
 
 
 def asleep_in(text: object) -> EngineAsleepError | None:
-    """Return the refusal in a text, such as an engine's error message; None without a refusal."""
+    """Return the refusal in a text, such as an engine's error message; None if there is none."""
     found = _TEXT.search(text) if isinstance(text, str) else None
     if found is None:
         return None

@@ -19,7 +19,7 @@ class Step:
     Attributes:
         name: "abort", "wait_idle", "flush", "release" or "resume".
         tags: the tags of a release or a resume.
-        seconds: the time from the request to the answer, as the caller measures it.
+        seconds: the time from the request to the answer, as measured by the caller.
         ranks: the ranks' reports of a release or a resume; () if the engine sends no reports, for
             example if it lacks memsaver's plugin.
     """

@@ -61,8 +61,8 @@ class Requests:
             left: a function that returns the remaining seconds of the wait.
 
         Raises:
-            EngineBusyError: requests are in flight; with `wait`, requests are still in flight after
-                the timeout.
+            EngineBusyError: requests are in flight or, with `wait`, are still in flight after the
+                timeout.
         """
         closed: list[bool] = []
         open_again = functools.partial(self._open, closed)

@@ -21,7 +21,8 @@ def retrieve(task: asyncio.Future[Any]) -> None:
 
 
 class SharedQuery(Generic[Result]):
-    """A query of an engine's memory, whose answer all waiting requests share. None cancels it.
+    """A query of an engine's memory, whose answer all waiting requests share. No request cancels
+    it.
 
     Args:
         send: a function that sends the query and returns the answer.

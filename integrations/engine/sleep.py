@@ -67,7 +67,7 @@ class EngineController:
 
     @property
     def status(self) -> Status:
-        """The last known status. `refresh` queries the engine."""
+        """The last known status. Call `refresh` to query the engine."""
         return status_of(self._knowledge.current())
 
     @property
@@ -103,7 +103,7 @@ class EngineController:
             return self.status
 
     def check(self, operation: str) -> None:
-        """Raise `InvalidStateError` if the engine cannot accept an operation now.
+        """Raise `InvalidStateError` if the engine cannot currently accept an operation.
 
         An engine that holds requests while asleep, or wakes up for requests, accepts every
         operation.
@@ -158,7 +158,7 @@ class EngineController:
     ) -> SleepReport:
         """Release the memory of `tags`; None means all tags.
 
-        Skips released tags. Releasing "kv_cache" flushes the prefix cache.
+        Skips tags that are already released. Releasing "kv_cache" flushes the prefix cache.
 
         Args:
             tags: a tag, or several.
@@ -175,15 +175,16 @@ class EngineController:
                 thread's call and the query of the state.
 
         Raises:
-            ConfigError: an argument is invalid; the engine has no saver or cannot refuse requests.
-            EngineBusyError: requests are in flight; if the call waits for requests, some are still
-                in flight after `timeout`. The engine is unchanged.
+            ConfigError: an argument is invalid, or the engine has no saver or cannot refuse
+                requests.
+            EngineBusyError: requests are in flight or, if the call waits for requests, are still in
+                flight after `timeout`. The engine is unchanged.
             EngineTimeoutError: the engine did not answer, and its status is unknown until it
-                answers. Also raised if another thread's call did not end in time; in that case,
+                answers. Also raised if another thread's call did not end in time, in which case
                 nothing was done.
             EngineError: the engine failed. With the plugin, an engine that answers is unchanged.
-            MemsaverError: with the plugin, memory could not be released, and all memory is mapped;
-                this error is the schedulers' own.
+            MemsaverError: with the plugin, memory could not be released, and all memory is mapped.
+                The error is the one that the schedulers reported.
         """
         wanted = selected(tags, RELEASE_ORDER)
         check_timeout(timeout)
@@ -218,9 +219,8 @@ class EngineController:
         Args:
             tags: a tag, or several.
             keep_weights: whether the weights' contents are still needed. If False, all weights will
-                be loaded again before they are used, and their contents are undefined until this
-                load. With the plugin, only the model's buffers are copied, unless there is a draft
-                model.
+                be loaded again before they are used, and their contents are undefined until then.
+                With the plugin, only the model's buffers are copied, unless there is a draft model.
             timeout: the limit on the whole call, in seconds; see `sleep`.
 
         Raises:
@@ -246,8 +246,7 @@ class EngineController:
     def asleep(self, tags: Tags = None, **options: Any) -> Iterator[SleepReport]:
         """Sleep during the block, and wake the same tags at its end, even after an exception.
 
-        The arguments and errors are the same as for `sleep` and `wake_up`. Yields the report of
-        `sleep`.
+        The arguments and errors are those of `sleep` and `wake_up`. Yields the report of `sleep`.
         """
         report = self.sleep(tags, **options)
         try:
@@ -260,9 +259,9 @@ class EngineController:
     def staged_wake(self, *, timeout: float = 60.0) -> Iterator[list[SleepReport]]:
         """Wake the weights before a block that updates them, and wake the other tags after it.
 
-        The memory of the KV cache and the graphs is therefore mapped only after the block has freed
-        its own copy of the weights. After an exception in the block, the other tags remain
-        released, and the weights are mapped: update the weights again and call `wake_up()`, or call
+        The memory of the KV cache and the graphs is thus mapped only after the block has freed its
+        own copy of the weights. After an exception in the block, the other tags remain released,
+        and the weights are mapped: update the weights again and call `wake_up()`, or call
         `sleep()`.
 
         Yields a list of the two wake-ups' reports; the second report is appended after the block.
@@ -279,7 +278,7 @@ class EngineController:
             yield from self._engine.generate(*args, **kwargs)
 
     def _drain(self, wait: bool, flush: bool, deadline: float, steps: list[Step]) -> None:
-        """Wait until no request of any client is in flight, or raise."""
+        """Wait until no client has a request in flight, or raise an error."""
 
         def until_idle() -> None:
             is_idle = self._is_idle(deadline)
@@ -389,7 +388,7 @@ class EngineController:
             raise reported from error
 
     def _settle(self, deadline: float) -> None:
-        """Query the engine's state, and raise if it is unknown."""
+        """Query the engine's state, and raise an error if it is unknown."""
         if self.guarded or self._knowledge.is_known:  # the engine may have been replaced
             self._knowledge.learn(self._states(deadline))
         if not self._knowledge.is_known:

@@ -69,8 +69,8 @@ def started(
 ) -> tuple[Result, Processes]:
     """Call `start`; return its result and the processes that it started.
 
-    Kills these processes if `start` fails. At the deadline, kills these processes to make `start`
-    fail, because an engine waits for its processes and detects their exit.
+    Kills these processes if `start` fails. At the deadline, kills them to make `start` fail,
+    because an engine waits for its processes and detects their exit.
 
     Args:
         start: a function that starts the engine.

@@ -1,7 +1,7 @@
 """The environment variables of an engine's plugin. Child processes inherit them.
 
-Flags are read at each use, so changes to `os.environ` take effect. A policy for requests is read
-once for each engine, when it starts.
+Flags are read at each use, so changes to `os.environ` take effect. An engine's policy for requests
+is read once, when the engine starts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ATTRIBUTE = "_memsaver_policy"  # an attribute of an engine, or of an object in
 
 
 def flag(name: str, default: bool) -> bool:
-    """Return the value of a flag. Raises `ConfigError` if the value is invalid for a flag."""
+    """Return the value of a flag. Raises `ConfigError` if the value is invalid."""
     text = os.environ.get(name, "").strip().lower()
     if text not in _VALUES:
         raise ConfigError(f"{name}={text!r} is not a flag: set it to 1 or 0")
@@ -68,7 +68,8 @@ class EnginePolicies:
     def of(self, owner: Any) -> Policy:
         """Return the policy of an engine, or of an object in one of its processes.
 
-        The first call for an object, at its creation, reads the variables.
+        The variables are read by the first call for an object, which is made when the object is
+        created.
 
         Raises:
             ConfigError: a variable is invalid, or `sleep_after` is set without "wake".
@@ -80,7 +81,7 @@ class EnginePolicies:
         return found  # type: ignore[no-any-return]
 
     def fix(self, original: Callable[..., None], owner: Any, *args: Any, **named: Any) -> None:
-        """Wrap a constructor: read the object's policy before the variables can change.
+        """Wrap a constructor so that it reads the object's policy before the variables can change.
 
         Raises:
             ConfigError: see `of`.
@@ -107,8 +108,8 @@ def _policy(prefix: str, arguments: Mapping[str, Any] = MappingProxyType({})) ->
 
     Args:
         prefix: see `EnginePolicies`.
-        arguments: the values, by the variable's name in lower case without the prefix. An argument
-            other than None overrides its variable.
+        arguments: the values, keyed by the variables' names in lower case without the prefix. An
+            argument other than None overrides its variable.
 
     Raises:
         ConfigError: a value is invalid, or `sleep_after` is set without "wake".

@@ -1,12 +1,12 @@
-"""Memory management for LightRFT, in which the engine sleeps in stages and the optimizer is paused.
+"""Memory management for LightRFT: the engine sleeps in stages, and the optimizer is paused.
 
     from memsaver.integrations.lightrft import adapt
 
     strategy = get_strategy(args)  # LightRFT's
     adapt(strategy)  # on every rank, before strategy.setup_inference_engine(...)
 
-After this call, memsaver implements the strategy's memory methods. Their names, arguments and order
-are LightRFT's, so LightRFT's trainers need no change:
+After this call, memsaver implements the strategy's memory methods. They keep LightRFT's names,
+arguments and order, so LightRFT's trainers need no change:
 
 | method | effect |
 |---|---|

@@ -15,7 +15,7 @@ from .optimizers import OptimizerMemory
 
 __all__ = ["Adapted", "adapt"]
 
-# The methods of a strategy that are replaced, and its other attributes in use.
+# The strategy's methods that are replaced, and its other attributes that are used.
 _METHODS = (
     "maybe_sleep_inference_engine",
     "wakeup_inference_engine",
@@ -29,7 +29,7 @@ _USED = ("args", "inference_engine", "inference_engine_status", "sync_and_clear_
 
 
 class Adapted:
-    """The memory methods of a strategy; the result of `adapt`.
+    """A strategy's memory methods, as returned by `adapt`.
 
     LightRFT calls these methods as methods of the strategy. Every rank makes the same calls, from
     one thread.
@@ -57,7 +57,7 @@ class Adapted:
         return controller.status if controller is not None else None
 
     def maybe_sleep_inference_engine(self) -> None:
-        """Wait until the engine is idle, and release its memory, if `args.enable_engine_sleep`.
+        """Wait until the engine is idle and release its memory, if `args.enable_engine_sleep`.
 
         Raises:
             RankError: the sleep failed on a rank; the message names the rank, and the call can be
@@ -92,7 +92,7 @@ class Adapted:
                 self._note("WAKEUP")
 
     def update_engine_weights(self, actor: Any) -> None:
-        """Call LightRFT's method without waking the KV cache and the graphs.
+        """Call LightRFT's method without waking the KV cache or the graphs.
 
         The KV cache and the graphs therefore use no memory while two copies of the weights exist.
         The next generation wakes the KV cache and the graphs. Raises LightRFT's errors, and the
@@ -121,7 +121,7 @@ class Adapted:
         return optimizer
 
     def maybe_load_optimizer(self, optimizer: Any, device: Any = None) -> Any:
-        """Map the optimizer's memory again, at its addresses and on its device.
+        """Map the optimizer's memory again, at the same addresses and on the same device.
 
         Raises:
             RankError: the call failed on a rank; the memory remains released on all ranks, with its
@@ -189,7 +189,7 @@ def adapt(
     the first training step. LightRFT still manages engines other than SGLang's.
 
     Args:
-        strategy: the result of LightRFT's `get_strategy`. The methods of this object are replaced.
+        strategy: the result of LightRFT's `get_strategy`, whose methods are replaced.
         weights: the policy for the engine's weights during a sleep. "keep", which is LightRFT's own
             policy: the sleep releases only the KV cache and the graphs. "backup": the sleep
             releases the weights too, and the wake-up restores them from the host; the engine must
@@ -199,7 +199,7 @@ def adapt(
         offload_optimizer: whether `maybe_offload_optimizer` has an effect. None follows LightRFT's
             `--adam_offload`. With DeepSpeed, `--adam_offload` keeps the optimizer's states on the
             host permanently, so omit this flag and pass True.
-        tag: the tag of the first optimizer; the tags of later optimizers append a number.
+        tag: the tag of the first optimizer; later optimizers use this tag with a number appended.
         timeout: the limit on an engine's sleep or wake-up, in seconds, including the wait for
             requests.
 

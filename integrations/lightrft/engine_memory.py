@@ -22,9 +22,9 @@ _AGAIN = "the other ranks' engines succeeded; the call may be repeated, and skip
 class EngineMemory:
     """The engines of all ranks. Every rank makes the same calls, from one thread.
 
-    In each tensor-parallel group, LightRFT creates an engine in the process of rank 0, as the
-    attribute `_engine` of an object that exists on every rank. The other ranks only participate in
-    the collectives.
+    In each tensor-parallel group, LightRFT creates an engine in rank 0's process, as the attribute
+    `_engine` of an object that exists on every rank. The other ranks only participate in the
+    collectives.
 
     Attributes:
         weights: the policy for the weights during a sleep, one of `WEIGHTS_POLICIES`.
@@ -88,7 +88,7 @@ class EngineMemory:
         """Map the memory again on every rank, or only the weights during an update of the weights.
 
         Returns:
-            Whether the engine is awake afterwards; False in an update.
+            Whether the engine is awake afterwards; False during an update.
 
         Raises:
             InvalidStateError: the weights were released without a backup, and LightRFT has no actor
@@ -109,7 +109,7 @@ class EngineMemory:
 
     @contextlib.contextmanager
     def update(self) -> Iterator[None]:
-        """During the block, which replaces the weights, limit wake-ups to the weights."""
+        """Limit wake-ups to the weights during the block, which replaces the weights."""
         self._updating = True
         try:
             yield

@@ -108,9 +108,9 @@ class OptimizerMemory:
 
 
 def _inner(optimizer: Any) -> tuple[Any, bool]:
-    """Return the optimizer that owns the states, and whether a wrapper contains it.
+    """Return the optimizer that owns the states, and whether it is wrapped.
 
-    LightRFT's mixed-precision wrapper contains the optimizer as the attribute `optim`, which
+    LightRFT's mixed-precision wrapper stores the optimizer in its attribute `optim`. This optimizer
     updates master weights instead of the model's parameters. The wrapper's own optimizer hooks are
     never called.
     """

@@ -15,7 +15,7 @@ Value = TypeVar("Value")
 
 
 def has_other_ranks() -> bool:
-    """Return whether there is a `torch.distributed` world of several ranks."""
+    """Return whether there is a `torch.distributed` world with several ranks."""
     import torch.distributed as dist
 
     return bool(dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
@@ -24,7 +24,7 @@ def has_other_ranks() -> bool:
 def on_every_rank(what: str, work: Callable[[], Value], after: str) -> list[Value]:
     """Run this rank's part, and return the results of all ranks.
 
-    This is a collective call of all ranks of the world.
+    Every rank of the world must make this collective call.
 
     An interrupt on one rank raises `RankError` on the other ranks, and is raised again on its own
     rank.

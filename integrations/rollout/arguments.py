@@ -1,4 +1,4 @@
-"""Comparison of the arguments that different ranks pass to a collective call."""
+"""Compares the arguments that different ranks pass to a collective call."""
 
 from __future__ import annotations
 

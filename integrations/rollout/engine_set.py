@@ -50,7 +50,7 @@ class EngineSet:
         layout: this rank's place in its mesh; the layout is the same for every engine.
         together: the connection through which the ranks update weights.
         backend: on the leader, the object that calls all engines; None on all other ranks.
-        timeout: the default timeout of calls in seconds, which is that of the first engine.
+        timeout: the default timeout of calls in seconds, taken from the first engine.
 
     Args:
         engines: the engines of the set; this rank must have the same place in all of them.
@@ -78,7 +78,7 @@ class EngineSet:
 
     @property
     def tp_size(self) -> int:
-        """The total number of ranks of all engines."""
+        """The total number of ranks in all engines."""
         return sum(one.tp_size for one in self.engines)
 
     @signals_deferred()  # no handler may run between the collectives
@@ -174,8 +174,8 @@ class _Backends:
             try:
                 return backend.load_weights(load)
             except BaseException:
-                # Other engines may wait for this engine's ranks, which forward the tensors that
-                # they receive.
+                # Other engines may be waiting for this engine's ranks, which forward the tensors
+                # that they receive.
                 self._withdraw(backend, first, load)
                 raise
 

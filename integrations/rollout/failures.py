@@ -1,4 +1,4 @@
-"""Serialized errors, with which one rank's error can be raised on all ranks."""
+"""Serialized errors, which allow one rank's error to be raised on all ranks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["SerializedError", "error_of", "noting"]
 
 @contextlib.contextmanager
 def noting(error: BaseException, what: str) -> Iterator[None]:
-    """Run a block after an error; an exception of the block becomes a note of the error.
+    """Run a block after an error; an exception in the block is added to the error as a note.
 
-    Only an interrupt or an exit leaves the block.
+    Only an interrupt or an exit propagates from the block.
 
     Args:
         error: the error, which the caller raises after the block.
@@ -63,7 +63,7 @@ class SerializedError:
 
     @staticmethod
     def parse(data: bytes) -> SerializedError:
-        """Return the error from the bytes that a rank's `pack` returned."""
+        """Return the error from the bytes that a rank's `packed` returned."""
         failure, packed = unpack(data)
         try:
             error = unpack(packed) if packed else None

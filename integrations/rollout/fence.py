@@ -17,10 +17,10 @@ Value = TypeVar("Value")
 class Fence:
     """A barrier between the ranks of different engines that also exchanges values and failures.
 
-    The constructor is a collective call over the mesh. All ranks must make the calls of a fence in
-    the same order; calls of different fences are independent of each other. Each `RolloutEngine`
-    has its own fence for its weight updates and for its sleeps and wake-ups with `fence=True`. An
-    `EngineSet` uses the fence of its first engine.
+    The constructor is a collective call over the mesh. All ranks must make a fence's calls in the
+    same order; the calls of different fences are independent. Each `RolloutEngine` has its own
+    fence for weight updates, and for sleeps and wake-ups with `fence=True`. An `EngineSet` uses the
+    fence of its first engine.
 
     Args:
         layout: this rank's place in the mesh.

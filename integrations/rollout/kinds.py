@@ -1,8 +1,8 @@
 """The kinds of engines, and the packages of `memsaver.integrations` that start and call them.
 
-The package of each kind has two modules. Its module `launch` implements `Launcher`, or
-`NodeLauncher` if an engine can span several hosts. Its module `backend` implements `Connector`. The
-package of a kind is imported only when an engine of that kind is used.
+Each kind's package has two modules: `launch` implements `Launcher`, or `NodeLauncher` if an engine
+can span several hosts, and `backend` implements `Connector`. A kind's package is imported only when
+an engine of that kind is used.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def connector_of(engine: Any, kind: str | None = None) -> Connector:
     """Return the module that calls an engine.
 
     Args:
-        engine: an engine object of this process, whose class determines the kind, or any other
+        engine: an engine object in this process, whose class determines the kind, or any other
             value.
-        kind: the kind that the caller passes; None selects the kind of the engine's class, or
+        kind: the kind passed by the caller; None selects the kind of the engine's class, or
             "sglang" if the class is unknown.
 
     Raises:

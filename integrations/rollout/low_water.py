@@ -16,7 +16,7 @@ from memsaver.errors import MemsaverError
 __all__ = ["LowWater"]
 
 _END_SECONDS = 1.0  # the longest wait for the sample in progress
-_SECONDS = 0.005  # the interval between two samples, each of which takes some microseconds
+_SECONDS = 0.005  # the interval between two samples, each of which takes a few microseconds
 
 
 class LowWater:
@@ -27,7 +27,7 @@ class LowWater:
     include the memory use of all processes.
 
     Attributes:
-        free: the minimum free memory of all samples, in bytes; 0 if there is no driver.
+        free: the minimum free memory over all samples, in bytes; 0 if there is no driver.
         total: the device's total memory, in bytes; 0 if there is no driver.
     """
 

@@ -41,7 +41,7 @@ def check_samples(samples: Any, count: int) -> list[Sample]:
 
 
 def _is_real(value: object) -> bool:
-    return isinstance(value, float) or is_whole(value)  # the engine reports unknown as NaN
+    return isinstance(value, float) or is_whole(value)  # the engine reports unknown values as NaN
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +61,7 @@ class RolloutOutput:
         finish_reasons: for each sample, "stop", "length", or "abort" if the sample was stopped
             early.
         weight_version: the version of the weights when the samples ended; None if the engine
-            reports no version, or if the versions of the samples differ.
+            reports no version, or if the samples' versions differ.
         pad_token_id: the token that is used for padding.
     """
 

@@ -17,7 +17,7 @@ from .trainer_memory import TrainerMemory
 
 __all__ = ["Overlap"]
 
-# Device memory that must stay free, because other processes' needs differ between steps.
+# Device memory that must stay free, because other processes' needs vary from step to step.
 _SPARE_BYTES = 1 << 30
 
 
@@ -25,8 +25,8 @@ class Overlap:
     """Background transitions of the trainer's memory during other stages of a session.
 
     Each rank runs its transitions independently; the session's stages compare the outcomes of all
-    ranks. Only one thread at a time may use an object. The interpreter's exit waits for transitions
-    in progress.
+    ranks. Only one thread at a time may use an object. Interpreter exit waits for transitions in
+    progress.
 
     Args:
         trainer: the trainer's memory.
@@ -48,7 +48,7 @@ class Overlap:
 
         A tag may be resumed in the background if its memory is used only by calls with hooks, and
         if all of the trainer's memory fits in the free memory. Otherwise, all tags must be resumed
-        before the training begins, because a failure must apply to all of them.
+        before training begins, because a failure must apply to all of them.
         """
         tags = self._trainer.awaited if self._wanted else ()
         if not tags:
@@ -61,7 +61,7 @@ class Overlap:
         return tags if needed + _SPARE_BYTES <= free else ()
 
     def resume(self, returning: Sequence[str]) -> Report | None:
-        """Resume all other tags, and begin to resume the tags in `returning` in order.
+        """Resume all other tags, and begin resuming the tags in `returning`, in order.
 
         This is a collective call.
 
@@ -98,7 +98,7 @@ class Overlap:
     # --- the pause, while the weights are sent ----------------------------------------------------
 
     def may_leave(self) -> bool:
-        """Return whether enough memory for an update is free while the states are mapped.
+        """Return whether enough memory is free for an update while the states are mapped.
 
         Never raises.
         """

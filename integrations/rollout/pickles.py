@@ -18,7 +18,7 @@ __all__ = ["PICKLES", "pack", "unpack"]
 
 
 def pack(value: Any) -> bytes:
-    """Pickle a value for `unpack` on another rank. Exceptions from pickling are not caught."""
+    """Pickle a value for `unpack` on another rank. Exceptions propagate."""
     return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
 
 

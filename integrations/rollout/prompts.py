@@ -1,4 +1,4 @@
-"""Conversion of the arguments of `RolloutEngine.generate` to requests, one for each sample."""
+"""Converts the arguments of `RolloutEngine.generate` to requests, one for each sample."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Computation of this rank's position in its tensor-parallel group from a `DeviceMesh`."""
+"""Computes this rank's position in its tensor-parallel group from a `DeviceMesh`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class NotInMeshError(ConfigError):
 class Layout:
     """The place of this rank in its mesh.
 
-    "Rank" without a prefix means the rank in the world, as opposed to `tp_rank` and `dp_rank`.
+    Without a prefix, "rank" means the rank in the world, as opposed to `tp_rank` and `dp_rank`.
 
     Attributes:
         rank: this process's rank.
@@ -33,8 +33,8 @@ class Layout:
         dp_size: the number of engines.
         mesh_groups: the ranks of all groups of the mesh, by dimension. The tensor-parallel
             dimension is first (without groups, if the mesh has none), followed by the dimensions of
-            `dp_groups`. Empty if the groups are unknown; a rank with an invalid mesh then cannot
-            notify the ranks that wait for it.
+            `dp_groups`. Empty if the groups are unknown, in which case a rank with an invalid mesh
+            cannot notify the ranks that wait for it.
     """
 
     rank: int = 0
@@ -119,7 +119,7 @@ def layout_of(mesh: Any, *, tp: str = "tp", dp: str | Sequence[str] = "dp") -> L
         rank=rank,
         tp_group=tp_group,
         tp_ranks=tp_ranks,
-        tp_rank=tp_ranks.index(rank),  # torch sorts a group's ranks: not the coordinate
+        tp_rank=tp_ranks.index(rank),  # not the coordinate: torch sorts a group's ranks
         dp_groups=tuple(mesh.get_group(name) for name in outer),
         dp_rank=dp_rank,
         dp_size=dp_size,
@@ -131,6 +131,6 @@ def layout_of(mesh: Any, *, tp: str = "tp", dp: str | Sequence[str] = "dp") -> L
 
 
 def _groups_along(ranks: Any, dimension: int) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each group along one dimension of a mesh with this tensor of ranks."""
+    """Return the ranks of each group along one dimension of the mesh that `ranks` describes."""
     rows = ranks.movedim(dimension, -1).reshape(-1, ranks.shape[dimension])
     return tuple(map(tuple, rows.tolist()))

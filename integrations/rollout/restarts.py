@@ -60,7 +60,7 @@ class Restarts:
 
 
 class Restarter:
-    """Restarts a mesh's engines. All calls are collective calls of all ranks of the mesh.
+    """Restarts a mesh's engines. Every call is a collective call of all ranks of the mesh.
 
     Args:
         engine: the engine of this rank's group.
@@ -108,7 +108,7 @@ class Restarter:
             try:
                 self._fence.wait(what, failure, limit)
             except EngineDiedError as died:
-                why = str(died)  # the error's frames may keep a bucket of weights
+                why = str(died)  # the error's frames may keep a bucket of weights alive
             else:
                 return results[0]
             failure = None
@@ -117,7 +117,8 @@ class Restarter:
     def restart(self, why: str = "") -> None:
         """Restart the engines of the mesh that died, and send the weights to all engines.
 
-        If a restart fails, or an engine dies again, the restart is repeated within the limit.
+        If a restart fails or an engine dies again, the restart is repeated until the limit is
+        reached.
 
         Args:
             why: the reason for the restart, for error messages.
@@ -175,7 +176,7 @@ class Restarter:
             try:
                 self._all(what, lambda: self._engine._generating.wait(what, failure))
             finally:
-                failure = None  # its frames may keep a bucket of weights
+                failure = None  # its frames may keep a bucket of weights alive
         self._lacks_weights = False
 
     def _all(self, what: str, action: Callable[[], Any]) -> None:

@@ -41,14 +41,14 @@ class RolloutEngine(EngineStart):
     raises an error of the same class. The error's message names the rank and the cause, and its
     attribute `failures` maps ranks to causes. If a rank dies or hangs, the other ranks raise
     `GroupError`. Every wait is bounded: a call's `timeout`, in seconds, limits the engine's work.
-    Before this work, the ranks wait for each other for at most the engine's own `timeout`.
+    Before that, the ranks wait for each other for at most the engine's own `timeout`.
 
     The constructor is a collective call of all ranks of the mesh, and an invalid argument on one
     rank raises an error on all ranks immediately. A rank with an invalid mesh searches for ranks
-    that wait for it, and raises `GroupError` if it finds none within `timeout`. If a rank's mesh is
-    valid but differs from the mesh of other ranks, these ranks raise `GroupError` after `timeout`.
-    A rank that is not in its own mesh raises `ConfigError` immediately, and ranks that wait for it
-    raise `GroupError` after `timeout`.
+    that are waiting for it, and raises `GroupError` if it finds none within `timeout`. If a rank's
+    mesh is valid but differs from the mesh of other ranks, these ranks raise `GroupError` after
+    `timeout`. A rank that is not in its own mesh raises `ConfigError` immediately, and ranks that
+    are waiting for it raise `GroupError` after `timeout`.
 
     Threads: one thread may call `generate` while a second thread makes all other calls, such as
     `pause_generation` to end a generation. All ranks must divide their calls between the two
@@ -59,8 +59,7 @@ class RolloutEngine(EngineStart):
         layout: the position of this rank.
         backend: the engine, on the leader; None on all other ranks.
         together: the connection between the ranks for all calls except `generate`.
-        tp_size: the engine's number of ranks, which for a server can differ from that of the
-            layout.
+        tp_size: the number of ranks in the engine, which for a server can differ from the layout's.
         timeout: the default timeout of calls, in seconds.
         pad_token_id: the token used for padding in the output of `generate`.
 
@@ -109,7 +108,7 @@ class RolloutEngine(EngineStart):
     ) -> RolloutEngine:
         """Start an engine for each tensor-parallel group, on the GPUs of its ranks.
 
-        Each rank must choose its GPU first (`torch.cuda.set_device`). Each engine is started with
+        Each rank must first select its GPU (`torch.cuda.set_device`). Each engine is started with
         the size and the GPUs of its group, with `skip_tokenizer_init=True`, and with
         `enable_memory_saver=True` for SGLang or `enable_sleep_mode=True` for vLLM.
 
@@ -122,9 +121,9 @@ class RolloutEngine(EngineStart):
                 default timeout of all calls. Download the model first, because downloads have no
                 timeout.
             pad_token_id: the token used for padding in the output of `generate`.
-            restarts: the limits for restarts of an engine whose processes die during `generate`. If
-                None, the call raises an error. With this option, `generate` is a collective call of
-                the whole mesh. The limits must be the same on all ranks.
+            restarts: the limits on restarting an engine whose processes die during `generate`. If
+                None, `generate` raises an error. With this option, `generate` is a collective call
+                of the whole mesh. The limits must be the same on all ranks.
             kind: "sglang" or "vllm".
             asleep: this engine's policy for requests that need released memory: "refuse" raises
                 `EngineAsleepError`; "wait" holds a request until another caller has resumed the
@@ -132,15 +131,15 @@ class RolloutEngine(EngineStart):
                 `asleep_requests` or `sleep_after` is None, the engine uses the value of the
                 matching environment variable, such as `MEMSAVER_SGLANG_ASLEEP` or
                 `MEMSAVER_VLLM_SLEEP_AFTER`, at its start.
-            asleep_wait: the maximum time in seconds for which a request is held, and for which a
-                wake-up is retried if too little memory is free.
+            asleep_wait: the maximum time in seconds that a request is held, and that a wake-up is
+                retried if too little memory is free.
             asleep_requests: the maximum number of requests that are held at the same time.
             sleep_after: with "wake", the idle time in seconds after which the engine releases its
                 memory automatically; 0 means never.
             server_args: arguments of `sglang.Engine`, such as `model_path`, or of vLLM's
                 `AsyncEngineArgs`, such as `model`. With a mesh, the engine can have fewer ranks
-                than the group, and uses the GPUs of the group's first ranks. The number of the
-                engine's ranks is the product of `tp_size`, `pp_size` and `dp_size`, or with vLLM
+                than the group, and uses the GPUs of the group's first ranks. The number of ranks in
+                the engine is the product of `tp_size`, `pp_size` and `dp_size`, or, with vLLM,
                 `tensor_parallel_size`. The engine's ranks are numbered by replica, then by pipeline
                 stage, then by rank in the tensor-parallel group. With SGLang on several hosts,
                 `dist_init_addr` is the address of the first host; the default is the host's name
@@ -266,9 +265,9 @@ class RolloutEngine(EngineStart):
             input_ids: a list of prompts, each a list of tokens or a 1-D tensor; or a 2-D tensor; or
                 a list of texts, for an engine with `skip_tokenizer_init=False`.
             sampling_params: the engine's sampling parameters, as one mapping for all prompts or a
-                list of one mapping per prompt. "n" is the number of samples for a prompt, which are
-                adjacent in the output. If there is a "sampling_seed" (for vLLM, "seed"), the k-th
-                sample uses that seed plus k.
+                list with one mapping per prompt. "n" is the number of samples for a prompt, which
+                are adjacent in the output. If the parameters contain a "sampling_seed" (for vLLM,
+                "seed"), the k-th sample uses that seed plus k.
             attention_mask: for a padded tensor, 1 for tokens and 0 for padding; the padding can be
                 on either side.
             multimodal: for each prompt, None or a mapping. With SGLang, the keys are "image_data",
@@ -337,7 +336,7 @@ class RolloutEngine(EngineStart):
                 generated so far and the finish reason "abort". "retract" discards the requests' KV
                 cache, and recomputes the cache with the engine's weights when generation continues.
                 "in_place" keeps the requests' KV cache, which cannot be flushed, so the requests
-                continue with values that the old weights computed. "wait" waits until the requests
+                continue with values computed by the old weights. "wait" waits until the requests
                 have finished (vLLM only).
             timeout: the time limit for the call, in seconds.
         """

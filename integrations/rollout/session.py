@@ -1,4 +1,4 @@
-"""`ColocatedSession`: a trainer and an engine that use the same GPUs alternately."""
+"""`ColocatedSession`: a trainer and an engine that alternate on the same GPUs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Phase(str, Enum):
 
 
 class ColocatedSession(StageOrder):
-    """Runs the steps of a trainer and an engine that use the same GPU memory alternately.
+    """Runs the steps of a trainer and an engine that alternately use the same GPU memory.
 
         session = ColocatedSession(engine, model, optimizer)
         for step in range(steps):
@@ -51,16 +51,16 @@ class ColocatedSession(StageOrder):
     session waits until the trainer's work is finished on all ranks, empties torch's cache, pauses
     the optimizer, wakes the engine's weights, updates them from the trainer's weights, pauses the
     trainer's weights, and wakes the KV cache and the graphs. At the end of the rollout's block, the
-    engine sleeps. Before a training block, the session resumes the trainer's memory. Unnecessary
-    stages are skipped. For example, the session does not resend weights that the engine already
-    has.
+    engine goes to sleep. Before a training block, the session resumes the trainer's memory.
+    Unnecessary stages are skipped. For example, the session does not resend weights that the engine
+    already has.
 
     **Overlap.** With `overlap=True`, the optimizer's states are resumed while the block of
     `training()` computes gradients. The optimizer's `step`, `state_dict` and `load_state_dict` wait
     for the states (see `Offloaded.resume`). The states are resumed before the block if their tag
     also contains parameters or gradients that were paused, or if too little memory is free for the
-    whole trainer. The states are paused while the weights are sent if an earlier update of the
-    session has shown that the memory suffices for both. If the model is an `Offloaded` from
+    whole trainer. The states are paused while weights are being sent if an earlier update in the
+    session showed that there is enough memory for both. If the model is an `Offloaded` from
     `offload(by_layer=True)`, the model is also resumed during the block, before the states, and
     each module's forward pass waits for the module's parameters. A tag is resumed during the block
     on all ranks or on none.
@@ -68,26 +68,26 @@ class ColocatedSession(StageOrder):
     **Ranks.** With several ranks, the constructor and all calls are collective calls of `group`,
     and every rank must enter and leave the same blocks. An invalid argument on one rank raises an
     error on all ranks immediately. Each stage ends at the same time on all ranks. If a stage fails
-    on a rank, every rank raises an error of the same class (a `RankError`, if ranks fail
-    differently), whose message contains the ranks and the reasons. If an exception leaves a block
-    on some ranks, these ranks raise the exception, and all other ranks raise an error of this kind
-    at the end of the block. An interrupt (Ctrl-C) counts as a failure, even between two stages, and
-    is raised again on the interrupted rank.
+    on a rank, every rank raises an error of the same class (a `RankError` if ranks fail
+    differently), whose message names the ranks and the reasons. If an exception leaves a block on
+    some ranks, these ranks raise that exception, and all other ranks raise such an error at the end
+    of the block. An interrupt (Ctrl-C) counts as a failure, even between two stages, and is raised
+    again on the interrupted rank.
 
-    **Errors.** A failure loses no data of the trainer. A failed stage ends the call, and the
-    session becomes idle. Either block can be entered again, which runs the remaining stages. After
-    a failed pause, the trainer's memory is mapped. After a failed resume, the trainer's memory is
-    paused and its backup is intact. The engine's own error describes the state of the engine. After
-    a failed update, the trainer's weights are intact, but the engine's weights are unknown, and no
-    block can use the engine until the next rollout has updated its weights. If the pause that ran
-    beside the update has also failed, the error has a note with the pause's error. After an
-    exception in a rollout's block, the engine stays awake until the next block. A call in the wrong
-    order raises `InvalidStateError` and changes nothing.
+    **Errors.** A failure loses none of the trainer's data. A failed stage ends the call, and the
+    session becomes idle. Entering either block again runs the remaining stages. After a failed
+    pause, the trainer's memory is mapped. After a failed resume, the trainer's memory is paused and
+    its backup is intact. The engine's own error describes the engine's state. After a failed
+    update, the trainer's weights are intact, but the engine's weights are unknown, and no block can
+    use the engine until the next rollout has updated its weights. If the pause that ran alongside
+    the update also failed, its error is added to the update's error as a note. After an exception
+    in a rollout's block, the engine stays awake until the next block. A call in the wrong order
+    raises `InvalidStateError` and changes nothing.
 
     During a training block, each rank resumes memory independently. If such a resume fails on a
     rank, this rank raises the error at the beginning of the block, in a forward pass, in the
     optimizer's step, or at the end of the block. The other ranks raise the error at the beginning
-    or at the end of the block. The session then pauses the tag again on all ranks, with its present
+    or at the end of the block. The session then pauses the tag again on all ranks, with its current
     contents. A step that has already run on another rank is not undone.
 
     Gradients that exist when a rollout begins are backed up with the optimizer's states, which
@@ -100,8 +100,8 @@ class ColocatedSession(StageOrder):
         stages: the reports of the latest rollout and of later stages, including failed ones.
 
     Args:
-        engine: a `RolloutEngine`, or an object with the same methods `sleep`, `wake_up` and
-            `update_weights`. The engine can be awake or asleep.
+        engine: a `RolloutEngine`, or an object with the same `sleep`, `wake_up` and
+            `update_weights` methods. The engine can be awake or asleep.
         model: the trainer's model, whose parameters and buffers are moved to the tag "model"; or
             the model's `Offloaded`.
         optimizer: the model's optimizer, or several optimizers, whose states and gradients are
@@ -235,12 +235,12 @@ class ColocatedSession(StageOrder):
 
     @property
     def engine_is_current(self) -> bool:
-        """Whether, to the session's knowledge, the engine has the trainer's current weights."""
+        """Whether the engine has the trainer's current weights, as far as the session knows."""
         return self._is_current
 
     @signals_deferred()  # no handler may run between the collectives
     def send_weights(self) -> None:
-        """Send the trainer's weights again to an engine that has lost its weights. A collective.
+        """Send the trainer's weights again to an engine that has lost them. A collective.
 
         For `Restarts.send`. The engine sleeps while the trainer's model is resumed. A call between
         blocks sends nothing immediately; the next rollout sends the weights.
@@ -260,7 +260,7 @@ class ColocatedSession(StageOrder):
         self._enter_rollout()
 
     def weights_changed(self) -> None:
-        """Report on all ranks that the trainer's weights were changed outside of `training()`."""
+        """Record that the weights changed outside `training()`. Call this on all ranks."""
         self._is_current = False
 
     @collective_block
@@ -312,7 +312,8 @@ class ColocatedSession(StageOrder):
         """Remove the hooks from the model and the optimizer; the engine is unchanged.
 
         The tensors stay in the tags, at the same addresses. The session's connections to other
-        ranks are closed, and the session cannot be used afterwards. Closing twice is allowed.
+        ranks are closed, and the session cannot be used afterwards. It is safe to call `close`
+        twice.
 
         Raises:
             InvalidStateError: a block of the session is open, or some of the trainer's memory is

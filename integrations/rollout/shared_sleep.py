@@ -71,7 +71,7 @@ class SharedSleep:
         return self.status
 
     def check(self, operation: str) -> None:
-        """Raise `InvalidStateError` if an operation would crash the engine in its present state.
+        """Raise `InvalidStateError` if an operation would crash the engine in its current state.
 
         This is not a collective call.
 
@@ -103,10 +103,9 @@ class SharedSleep:
             flush: whether to flush the prefix cache even if only other tags are released.
             keep_weights: False if all weights will be sent again before they are used, in which
                 case the engine need not save the weights.
-            fence: whether to also wait for the engines of all other groups of the mesh, and to
-                raise an error if one of these engines failed. After such an error, the engines that
-                did not fail are asleep, and the call can be repeated. All ranks of the mesh must
-                make the call.
+            fence: whether to also wait for the engines of the mesh's other groups, and raise an
+                error if any of them failed. After such an error, the engines that did not fail are
+                asleep, and the call can be repeated. All ranks of the mesh must make the call.
             timeout: the time limit for the whole call in seconds; None means the engine's timeout.
         """
         return self._sleep(
@@ -148,11 +147,11 @@ class SharedSleep:
     ) -> Iterator[SleepReport]:
         """Sleep during the block, and wake the same tags at its end, even after an exception.
 
-        The arguments and errors are the same as for `sleep` and `wake_up`. The context manager
-        yields the report of `sleep`. If the block fails on one rank, the engine is woken on all
-        ranks, and only the failed rank raises the exception. With `fence`, if the sleep of another
-        engine fails, this engine is woken within the timeout of `wake_up` before the error is
-        raised, and the error's message contains this engine's state.
+        The arguments and errors are those of `sleep` and `wake_up`. The context manager yields the
+        report of `sleep`. If the block fails on one rank, the engine is woken on all ranks, and
+        only the failed rank raises the exception. With `fence`, if the sleep of another engine
+        fails, this engine is woken within the timeout of `wake_up` before the error is raised, and
+        the error's message contains this engine's state.
         """
         timeout = options.pop("timeout", None)
 
@@ -163,7 +162,7 @@ class SharedSleep:
         try:
             yield report
         finally:
-            # Engines that were asleep before have fewer tags to wake, but join the barrier as well.
+            # Engines that were already asleep have fewer tags to wake, but still join the barrier.
             end = "the end of asleep" if fence else ""
             if report.changed:
                 what = f"wake_up({_words(report.changed)})"
@@ -244,8 +243,8 @@ class SharedSleep:
         fence: str,
         keep_weights: bool = True,
     ) -> SleepReport:
-        """Run `wake_up`, and name the call in errors: once for this engine's ranks and once for all
-        ranks.
+        """Run `wake_up`. In errors, `what` names the call for this engine's ranks, and `fence` for
+        all ranks.
         """
         options = {} if keep_weights else {"keep_weights": False}
         return self._change(
@@ -294,7 +293,7 @@ class SharedSleep:
         except BaseException as error:  # the other ranks wait even after an interrupt
             failure = error
             self._released = self._after(error)
-        if fence:  # the limit itself may be the call's invalid argument
+        if fence:  # the limit itself may be the invalid argument
             try:
                 self._fence.wait(fence, failure, limit if is_timeout(limit) else None)
             except BaseException as error:
@@ -316,7 +315,7 @@ class SharedSleep:
 
         Args:
             report: the report of the sleep; None if the sleep failed and no tag needs to be woken.
-            error: the error; its message receives the state if the error is a `MemsaverError`.
+            error: the error; if it is a `MemsaverError`, the state is added to its message.
             timeout: the time limit for the wake-up in seconds; None means the engine's timeout.
             keeps_weights: whether the sleep saved the weights.
         """

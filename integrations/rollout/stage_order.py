@@ -93,8 +93,9 @@ class StageOrder(StageRuns):
     def _undoing_resume(self, returning: Sequence[str]) -> Iterator[None]:
         """Run a block during which each rank resumes the tags in `returning` in the background.
 
-        After an error that all ranks know of, a tag whose resume failed on a rank is paused again
-        on all ranks, with its present contents. After another error, nothing waits for other ranks.
+        After an error that all ranks know of, a tag whose resume failed on any rank is paused again
+        on all ranks, with its current contents. After any other error, no rank waits for the
+        others.
         """
         try:
             yield
@@ -146,5 +147,5 @@ class StageOrder(StageRuns):
 
 
 def _options(keep_weights: bool) -> dict[str, Any]:
-    """Return `keep_weights` as an argument, but only if False: older engine classes lack it."""
+    """Return `keep_weights` as an argument only if False, because older engine classes lack it."""
     return {} if keep_weights else {"keep_weights": False}

@@ -39,7 +39,7 @@ class StageRuns:
     _block_timeout: float
     _on_stage: Callable[[StageReport], object] | None
     _rank: int
-    _all_know_failure: bool = False  # whether the latest exchange told all ranks of a failure
+    _all_know_failure: bool = False  # whether the latest exchange reported a failure to all ranks
 
     def _stage(
         self,

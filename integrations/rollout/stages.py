@@ -58,8 +58,8 @@ class StageReport:
 
     Attributes:
         stage: the stage.
-        began: the start of the stage, in seconds of the monotonic clock (`time.monotonic`). The
-            start minus the `Trace.clock` of a timeline is the stage's place in the timeline.
+        began: the start of the stage, in seconds of the monotonic clock (`time.monotonic`).
+            Subtract a timeline's `Trace.clock` to get the stage's place in that timeline.
         seconds: the stage's duration on this rank, including the wait for the other ranks.
         ranks: the reports of the ranks, in the group's order; () if the stage failed.
         result: the report of the pause, resume, sleep, wake-up or weight update on this rank. For
@@ -82,5 +82,5 @@ class StageReport:
 
     @property
     def slowest(self) -> RankStage | None:
-        """The slowest rank, for which the other ranks waited; None if the stage failed."""
+        """The slowest rank, which the other ranks waited for; None if the stage failed."""
         return max(self.ranks, key=lambda rank: rank.seconds, default=None)

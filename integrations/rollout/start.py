@@ -30,10 +30,10 @@ class Nodes:
     """The parts of an engine that spans several hosts; all parts have the same number of ranks.
 
     Attributes:
-        size: the number of the engine's ranks.
+        size: the number of ranks in the engine.
         first: a function that starts the first part on the leader while the other parts start, and
             returns the backend.
-        others: for each other host, the data from which the host's first rank starts the host's
+        others: for each other host, the data that the host's first rank uses to start the host's
             part.
     """
 
@@ -48,7 +48,7 @@ class EngineStart(SharedSleep):
     Attributes:
         layout: the place of this rank.
         backend: the engine, on the leader; None on all other ranks.
-        tp_size: the number of the engine's ranks.
+        tp_size: the number of ranks in the engine.
         pad_token_id: see `RolloutEngine`.
     """
 
@@ -160,7 +160,7 @@ class EngineStart(SharedSleep):
         return self.together.gather(what, work, self.timeout + GRACE_SECONDS)[0]
 
     def _adopt(self, made: object) -> tuple[int, frozenset[str] | None]:
-        """Set the backend; return the number of the engine's ranks and its released tags."""
+        """Set the backend; return the engine's number of ranks and its released tags."""
         if made is None:
             raise ConfigError("the leader of the group has no engine")
         if not all(hasattr(made, name) for name in ("tp_size", "control", "close")):

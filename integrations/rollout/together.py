@@ -21,8 +21,8 @@ from .pickles import PICKLES
 
 __all__ = ["GRACE_SECONDS", "Connection", "Together", "refuse"]
 
-# A connection that each rank of a mesh opens in a call, unless its group has only one rank: its
-# lane, and the ranks of each group along this dimension of the mesh.
+# A connection that each rank of a mesh opens in a call, unless its group has only one rank. The
+# tuple contains its lane, and the ranks of each group along this dimension of the mesh.
 Connection = tuple[str, Sequence[Sequence[int]]]
 Given = TypeVar("Given")
 Result = TypeVar("Result")
@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 # Additional time for a leader to detect that its engine does not answer.
 GRACE_SECONDS = 30.0
 
-_SECONDS = 600.0  # the default time for which ranks wait for each other
+_SECONDS = 600.0  # the default time that ranks wait for each other
 
 
 class Together:
@@ -73,10 +73,10 @@ class Together:
 
     Raises:
         GroupError: not all ranks made the call within `timeout`.
-        ConfigError: a rank passed an invalid group or timeout. A rank with an invalid group
-            searches for at most `timeout` for the group in which other ranks wait for it.
+        ConfigError: a rank passed an invalid group or timeout. A rank with an invalid group spends
+            at most `timeout` searching for the group in which other ranks are waiting for it.
         InvalidStateError, NotLoadedError: see `memsaver.distributed`. If a rank is not in the
-            group, only that rank raises the error; ranks that wait for that rank do so until
+            group, only that rank raises the error; ranks that are waiting for it do so until
             `timeout`.
     """
 
@@ -207,7 +207,7 @@ class Together:
 
     @contextlib.contextmanager
     def _one_at_a_time(self, what: str) -> Iterator[Ranks]:
-        """Exclude calls of other threads during the block; handle signals only in its attempts."""
+        """Exclude other threads' calls during the block; handle signals only in its attempts."""
         if self._channel is None:
             raise InvalidStateError(f"{what} needs other ranks, and this connection was closed")
         assert self._ranks is not None
@@ -242,8 +242,8 @@ def refuse(error: Exception, timeout: float, lanes: Sequence[str]) -> NoReturn:
     Call this function on a rank that does not know its groups. The function finds another rank that
     waits for this rank, reads the list of the call's connections from torch's store, and joins the
     connections of this rank's own groups. All of these connections must be joined, in the same
-    order as on the other ranks, because a slow rank might wait on an earlier connection than a fast
-    rank.
+    order as on the other ranks, because a slow rank might be waiting on an earlier connection than
+    a fast rank.
 
     Args:
         error: the error, which is raised only on this rank if torch.distributed is not initialized.
@@ -284,7 +284,7 @@ def refuse(error: Exception, timeout: float, lanes: Sequence[str]) -> NoReturn:
 def _own_connections(
     awaited: AwaitedChannels, first: Channel
 ) -> tuple[list[Channel], Sequence[Connection]]:
-    """Return this rank's channels in a call, given the call and a channel on which a rank waits."""
+    """Return this rank's channels in a call, and the call, given a channel that a rank waits on."""
     with contextlib.suppress(RuntimeError):  # the store does not answer: join only `first`
         if text := first.published():
             call: Sequence[Connection] = json.loads(text)

@@ -23,7 +23,7 @@ _CLOSED = "call offload again, and create a new session with the handle"
 
 
 class TrainerMemory:
-    """The tags of a model, its optimizer and further memory.
+    """The tags of a model, its optimizer and the trainer's other memory.
 
     All methods are collective calls of a group.
 

@@ -1,8 +1,8 @@
 """memsaver as SGLang's memory saver.
 
-With memsaver installed, an unmodified SGLang (0.5.11 or newer) uses it as its memory saver in every
-process of an engine that has `enable_memory_saver=True`; no import or configuration is necessary,
-and torch_memory_saver is not needed. `memsaver.integrations.sglang.plugin` describes the mechanism.
+If memsaver is installed, an unmodified SGLang (0.5.11 or newer) uses it as its memory saver in
+every process of an engine with `enable_memory_saver=True`. No import or configuration is needed,
+nor is torch_memory_saver. `memsaver.integrations.sglang.plugin` describes the mechanism.
 `memsaver.integrations.sglang.settings` describes the environment variables that configure memsaver
 or turn it off.
 
@@ -10,8 +10,8 @@ A program that controls an engine imports `SleepController` from this package. T
 exports the controller's status, its reports, and the errors that it raises in addition to
 memsaver's own errors. The other modules implement `memsaver.integrations.engine` for SGLang.
 
-Importing this package imports neither SGLang nor torch. The package does not replace the name
-`sglang`.
+Importing this package imports neither SGLang nor torch. The name `sglang` still refers to SGLang's
+own package.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = [
     "Step",
 ]
 
-# Imported at their first use: SGLang's processes import only the plugin from this package.
+# Imported on first use: SGLang's processes import only the plugin from this package.
 __getattr__, __dir__ = exports(
     __name__,
     {

@@ -42,20 +42,20 @@ class MemsaverAdapter:
 
         The process starts in preload mode if `settings` requests it.
 
-        In this case, `os.environ` changes during the block; see `memsaver.preload`.
+        Preload mode changes `os.environ` during the block; see `memsaver.preload`.
         """
         return memsaver.preload() if settings.is_preloading() else contextlib.nullcontext()
 
     def region(self, tag: str, enable_cpu_backup: bool = False) -> memsaver.region:
-        """Allocate tensors that are created in the block in `tag`, with a backup if requested.
+        """Allocate tensors created during the block in `tag`, with a backup if requested.
 
-        See `memsaver.region`. Regions of one tag may have different policies, each of which becomes
-        a part of the tag (`memsaver._transitions.parts`): a draft model's weights always have a
-        backup, but the main model's weights only on request (`draft_weights`).
+        See `memsaver.region`. Regions of one tag may have different policies, and each policy
+        becomes a part of the tag (`memsaver._transitions.parts`): a draft model's weights always
+        have a backup, but the main model's weights only on request (`draft_weights`).
 
         The region does not initialize cuBLAS, because SGLang derives the size of its KV cache from
         the memory that is free before its first matrix product, and runs no model while a tag is
-        paused. If a model runs computations while it is loaded, cuBLAS's workspace is in `tag`.
+        paused. If a model computes while it is being loaded, cuBLAS's workspace is in `tag`.
         """
         tag, keep = draft_weights.placed(tag, enable_cpu_backup)
         backup = _backup(keep)
@@ -83,7 +83,7 @@ class MemsaverAdapter:
         return _captured(capture)
 
     def disable(self) -> AbstractContextManager[object]:
-        """Allocate tensors that are created in the block outside all tags."""
+        """Allocate tensors created during the block outside all tags."""
         return memsaver.disabled()
 
     def pause(self, tag: str) -> Report | None:

@@ -10,9 +10,9 @@ because a release arrived first, the hooks send the request again, or raise the 
 | wait | is held, in order, until the memory is resumed; raises after a timeout |
 | wake | resumes the memory that it needs; if too little is free, retries for a time, then raises |
 
-A health check does not wait, and does not wake the engine. An abort ends a request that is held or
-that a scheduler has refused. The request raises `RequestAbortedError`, and the server answers with
-status 400. Without `enable_memory_saver`, the hooks do nothing.
+A health check neither waits nor wakes the engine. An abort ends a request that is held or that a
+scheduler has refused. The request raises `RequestAbortedError`, and the server answers with status
+400. Without `enable_memory_saver`, the hooks do nothing.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class _Schedulers:
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
-        # After a cancelled query, SGLang 0.5.12 waits indefinitely in all later ones.
+        # After a cancelled query, SGLang 0.5.12 waits indefinitely in all later queries.
         self._query = SharedQuery(self._states, _logger)
 
     async def _states(self) -> list[SchedulerState]:
@@ -286,7 +286,7 @@ class _Generation:
 
 
 class _RefusedPart(_Generation):
-    """A prompt of a streamed batch that is sent again separately.
+    """One prompt of a streamed batch, which is sent again separately.
 
     The outputs contain the prompt's index in the batch.
     """

@@ -28,8 +28,8 @@ class Answering:
         updater: the updater that handles the request.
         operation: either "release" or "resume".
         group: the ranks that handle the request together.
-        is_idle: whether memsaver itself made the request because the engine is idle. In this case,
-            no client waits for a reply, so a failure is logged instead.
+        is_idle: whether memsaver itself made the request because the engine is idle. No client then
+            waits for a reply, so a failure is logged.
 
     Attributes:
         group: the ranks that handle the request together.
@@ -105,8 +105,8 @@ class Answering:
 def run_unexpected(original: Callable[..., Any], updater: Any, request: Any, operation: str) -> Any:
     """Call handlers with an unexpected interface; see `scheduler`.
 
-    Answers a release that `unguarded.check_release` rejects, if the handlers have what the answer
-    needs. Otherwise, logs the rejection; the sender receives no reply.
+    Answers a release that `unguarded.check_release` rejects, if the handlers provide what the
+    answer needs. Otherwise, logs the rejection; the sender receives no reply.
     """
     try:
         if operation == "release":

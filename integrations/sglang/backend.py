@@ -34,7 +34,7 @@ def backend_of(engine: Any, *, api_key: str | None = None, timeout: float = 60.0
     Args:
         engine: an `sglang.Engine` in this process, or a server's URL.
         api_key: the server's API key, or its admin key if it has one.
-        timeout: the limit on the query of the engine's arguments and state, in seconds.
+        timeout: the limit on querying the engine's arguments and state, in seconds.
 
     Raises:
         ConfigError: `engine` is neither an `sglang.Engine` nor a URL, its version is not
@@ -52,7 +52,7 @@ class SGLangBackend(WeightCalls):
 
     Args:
         link: the connection to the engine.
-        timeout: the limit on the query of the engine's arguments and state, in seconds.
+        timeout: the limit on querying the engine's arguments and state, in seconds.
         end: a function that shuts the engine down, called once; None if the engine's owner shuts it
             down.
     """
@@ -93,7 +93,7 @@ class SGLangBackend(WeightCalls):
 
 
 def _outer_sizes(server_args: Mapping[str, Any]) -> dict[str, int]:
-    """Return the sizes of the parallel dimensions other than the tensor-parallel group."""
+    """Return the sizes of the parallel dimensions other than tensor parallelism."""
     replicas = ranks_in(server_args, "dp_size")
     if server_args.get("enable_dp_attention"):
         replicas = 1  # they use the ranks of the tensor-parallel group

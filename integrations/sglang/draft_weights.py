@@ -1,9 +1,9 @@
-"""Preserves the weights of a draft model, for speculative decoding, during a sleep.
+"""Preserves a draft model's weights (for speculative decoding) during a sleep.
 
 A trainer sends the main model's weights after each sleep, but usually not the draft model's. SGLang
 up to 0.5.23 loads both models into the same tag, and preserves the draft model's weights only if an
-option requests it. memsaver always backs up the draft model's weights, which are a part of the tag
-with their own policy.
+option requests it. memsaver always backs up the draft model's weights, which form a part of the tag
+with its own policy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..engine.tags import WEIGHTS
 
 __all__ = ["DRAFTER", "drop_copy", "is_loaded", "load", "placed"]
 
-# A tag for draft models in changed versions of SGLang. memsaver's tag WEIGHTS includes it.
+# A tag for draft models in modified versions of SGLang. memsaver's tag WEIGHTS includes it.
 DRAFTER = "weights_drafter"
 # In versions after 0.5.23, the updater's copy of the draft model's weights during a release.
 _COPY = "stashed_draft_model_state"
@@ -43,7 +43,7 @@ def is_loaded() -> bool:
 
 
 def placed(tag: str, keep: bool) -> tuple[str, bool]:
-    """Return a region's tag and backup, from the tag and backup that SGLang requests."""
+    """Return a region's tag and backup, given the tag and backup that SGLang requests."""
     if tag == DRAFTER:
         return WEIGHTS, True
     return tag, keep or (tag == WEIGHTS and _is_loading.get())

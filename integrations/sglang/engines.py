@@ -1,7 +1,7 @@
 """SGLang as an `Engine`: an `sglang.Engine` in this process, or a server at a URL.
 
-Every call has a timeout in seconds. When an engine in this process generates, the timeout limits
-only the wait for other threads' calls.
+Every call has a timeout in seconds. For generation in this process, the timeout limits only the
+wait for other threads' calls.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class LocalEngine:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        # Entered by the thread that drives the loop, or is about to. Reentrant for a finalizer or a
-        # signal handler of that thread: `_check_idle` detects a running loop.
+        # Entered by the thread that drives the loop or is about to drive it. Reentrant for a
+        # finalizer or a signal handler of that thread: `_check_idle` detects a running loop.
         self._driving = Gate(reentrant=True)
 
     @property
@@ -224,7 +224,7 @@ class LocalEngine:
 
     @contextlib.contextmanager
     def _idle(self, timeout: float) -> Iterator[None]:
-        """Exclude other threads that drive the event loop."""
+        """Exclude other threads from driving the event loop."""
         with self._driving.passed(timeout, lambda: late_generation(timeout)):
             self._check_idle()
             yield

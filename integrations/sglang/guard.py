@@ -2,10 +2,10 @@
 
 Without the guard, such a request causes an illegal memory access, which crashes the engine. The
 guard runs after SGLang has broadcast the received requests and before their handlers run. All ranks
-of a tensor-parallel group therefore handle the same requests in the same order, and decide from the
-same state, which is the set of tags that their release handlers have recorded. The guard uses no
-clock. While no memory is released, the guard adds one check to each request, and nothing to a
-decoding step.
+of a tensor-parallel group therefore handle the same requests in the same order, and base their
+decisions on the same state: the set of tags that their release handlers have recorded. The guard
+uses no clock. While no memory is released, the guard adds one check to each request and nothing to
+a decoding step.
 
 | request | while memory is released |
 |---|---|
@@ -184,7 +184,7 @@ def guard_of(scheduler: Any) -> Guard | None:
 
 
 def _check_server(scheduler: Any) -> None:
-    """Keep an idle engine awake if SGLang's Rust server is in use, which cannot wake an engine."""
+    """Keep an idle engine awake if SGLang's Rust server, which cannot wake it, is in use."""
     if when_asleep(scheduler) != settings.policy_of(scheduler).when_asleep:
         remove(scheduler)
         _logger.warning(
@@ -332,7 +332,7 @@ class Guard:
         if not is_rust_served(self._scheduler):
             self._tokenizer.send_output(message, request)
             return
-        # SGLang's Rust server does not read the socket, and needs the request's counts.
+        # SGLang's Rust server does not read the socket, and needs the request's token counts.
         tokens = getattr(request, "input_ids", None)
         begun = SimpleNamespace(
             origin_input_ids=() if tokens is None else tokens, cached_tokens=0, reasoning_tokens=0

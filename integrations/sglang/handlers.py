@@ -109,7 +109,7 @@ def output_of(operation: str, text: str, trouble: str = "") -> Any:
 def reports_states() -> bool:
     """Return whether SGLang reports redundant releases and redundant resumes as errors.
 
-    For this purpose, SGLang's pull request 24123 adds `success` and `message` to the replies, and
+    SGLang's pull request 24123 adds `success` and `message` to the replies for this purpose, and
     raises a `RuntimeError` with the message in the main process. SGLang 0.5.23 does not contain
     this change.
     """
@@ -219,7 +219,7 @@ def run(original: Callable[..., Any], updater: Any, request: Any, tags: Sequence
     """Run SGLang's part of a release or a resume, while all memory is mapped.
 
     The call is collective if the weights are among the tags, because the handlers wait at a
-    barrier. A rank joins this barrier even if its handler raises before the barrier. The handler's
+    barrier. A rank joins this barrier even if its handler raises before reaching it. The handler's
     exceptions propagate.
     """
     saver = _NoSaver()

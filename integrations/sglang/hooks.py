@@ -99,7 +99,7 @@ def modules() -> tuple[str, ...]:
 
 
 def left_out_by(name: str) -> tuple[str, ...]:
-    """Return the modules that SGLang lacks if its module `name` did not import them.
+    """Return the modules that SGLang lacks if importing its module `name` did not import them.
 
     The scheduler imports the module with its handlers.
     """

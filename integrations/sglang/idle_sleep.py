@@ -3,9 +3,9 @@
 Only the rank that receives requests from the tokenizer manager measures the time. This rank adds
 its own message to the received requests before SGLang broadcasts them, so all ranks release memory
 at the same position in their sequence of requests. SGLang's hook for this purpose is the input
-blocker, which it calls between the reception and the broadcast. With several data-parallel
-schedulers, each scheduler releases its memory independently. With data-parallel attention, the
-first scheduler decides for all of them.
+blocker, which it calls after receiving requests and before broadcasting them. With several
+data-parallel schedulers, each scheduler releases its memory independently. With data-parallel
+attention, the first scheduler decides for all schedulers.
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ class IdleSleep:
     """Adds an `IdleRelease` to the received requests after a period without requests.
 
     Attributes:
-        inner: the input blocker of SGLang itself, or None.
+        inner: SGLang's own input blocker, or None.
 
     Args:
         scheduler: the scheduler.
         seconds: the length of the period without requests.
-        inner: the input blocker of SGLang itself, or None.
+        inner: SGLang's own input blocker, or None.
         clock: a function that returns the time in seconds.
     """
 
@@ -121,13 +121,13 @@ class IdleSleep:
         elif now >= self._look_at:
             self._look_at = now + _LOOK_SECONDS
             if self._is_due():
-                self._timer.restart()  # a failed release is retried after the same time
+                self._timer.restart()  # a failed release is retried after the same period
                 return [*requests, IdleRelease(self._tags)]
         return requests
 
     def _is_due(self) -> bool:
         scheduler = self._scheduler
-        if self._is_working:  # The scheduler may have been busy until now, in a long call.
+        if self._is_working:  # The scheduler may have been in a long call until now.
             self._timer.restart()
         if getattr(scheduler, "_engine_paused", False) or not scheduler.is_fully_idle():
             return False
@@ -138,7 +138,7 @@ class IdleSleep:
 
 
 def with_handler(scheduler: Any, dispatcher: Any) -> Any:
-    """Return a scheduler's dispatcher after adding a handler for `IdleRelease` without a reply."""
+    """Return the dispatcher with an added handler for `IdleRelease` that sends no reply."""
     if not isinstance(getattr(scheduler, _BLOCKER, None), IdleSleep):
         return dispatcher
 

@@ -13,8 +13,8 @@ _MODULES = ("sglang.srt.managers.mm_schedule", "sglang.srt.managers.mm_utils")
 def clear() -> None:
     """Empty the cache, if the model has one.
 
-    A flush in SGLang does not remove the embeddings, although new weights make them invalid.
-    Requests in flight compute their embeddings again.
+    SGLang's flush does not remove the embeddings, although new weights make them invalid. Requests
+    in flight compute their embeddings again.
     """
     for name in _MODULES:
         cache = getattr(sys.modules.get(name), "embedding_cache", None)

@@ -30,13 +30,13 @@ __all__ = ["launch", "launch_node", "place", "policy_variables", "sizes_of"]
 _TAKEN = (signal.SIGQUIT, signal.SIGTERM)
 _TASK_SECONDS = 2.0  # seconds for cancelled tasks to end
 
-# GPUs that are shared with a trainer do not all have the same free memory.
+# GPUs shared with a trainer do not all have the same amount of free memory.
 _DEFAULT_ENVIRONMENT = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
-# SGLang reads these variables again later in this process, so they stay.
+# SGLang reads these variables again later in this process, so they stay set.
 _KEPT_PREFIXES = ("SGLANG_", "PROMETHEUS_")
 
-# With this variable, the start of a node returns when its schedulers are ready, instead of when
-# they end.
+# With this variable, starting a node returns when its schedulers are ready rather than when they
+# end.
 _NODE = {"SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0"}
 
 _LOG = ' (log_level="info")'
@@ -56,17 +56,17 @@ def launch(
     Afterwards, restores this process's environment, start method for processes and signal handlers.
     Variables that SGLang sets during its import, and SGLang's own variables (SGLANG_*,
     PROMETHEUS_*), are not restored, because SGLang reads them again. Removes SGLang's signal
-    handler, which would kill this process if one of the engine's processes dies. Instead, calls
-    raise an `EngineError`.
+    handler, which would kill this process if one of the engine's processes died. Calls raise an
+    `EngineError` instead.
 
     Args:
         placement: the engine's GPUs and ports.
         tp_size: the number of tensor-parallel ranks; None means the size that `arguments` sets.
         arguments: the arguments of `sglang.Engine`. The arguments override the placement and the
             defaults for rollouts.
-        timeout: the seconds until the engine must be ready; after the timeout, the engine's
-            processes are killed. The timeout does not limit SGLang's work in this process before
-            these processes start, such as a download of the model.
+        timeout: the seconds within which the engine must be ready; after that, its processes are
+            killed. The timeout does not limit SGLang's work in this process before these processes
+            start, such as a download of the model.
         variables: environment variables of the engine, such as the result of `policy_variables`.
 
     Raises:
@@ -100,17 +100,17 @@ def launch_node(
     timeout: float,
     variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[[], None]:
-    """Start the part of an engine on a host other than the first host, which receives all requests.
+    """Start an engine's part on a host other than the first, which receives all requests.
 
     Args:
         placement: the part's GPUs, and the address of the first host.
         tp_size: the number of the engine's ranks on all hosts.
         arguments: see `launch`.
-        timeout: the seconds until the whole engine must be ready.
+        timeout: the seconds within which the whole engine must be ready.
         variables: see `launch`.
 
     Returns:
-        A function that terminates the part's processes. The function must be called once.
+        A function that terminates the part's processes; it must be called once.
 
     Raises:
         NotLoadedError, ConfigError, EngineError, EngineTimeoutError: see `launch`.
@@ -206,8 +206,8 @@ def _end(engine: Any, signals: _Signals, parent: Parent, processes: Processes) -
 class _Signals:
     """This process's signal handlers.
 
-    SGLang's handlers would kill this process if an engine process dies. Only the main thread can
-    set handlers, so neither SGLang nor this class sets handlers in other threads.
+    SGLang's handlers would kill this process if an engine process died. Only the main thread can
+    set handlers, so neither SGLang nor this class sets them in other threads.
     """
 
     def __init__(self) -> None:

@@ -4,8 +4,7 @@ Torch's cache is always released to the driver; cuBLAS's workspaces are released
 captures no CUDA graphs. NCCL's communicators are suspended if MEMSAVER_SGLANG_SUSPEND_NCCL is set
 and no code uses them while memory is released. The guard must therefore refuse requests, and no
 rank may use a setting that makes even an idle engine communicate. The communicators are resumed
-together with the first memory: at the same time if enough memory is free for both, otherwise before
-that memory.
+with the first memory: at the same time if enough memory is free for both, otherwise before it.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from .updaters import scheduler_of
 __all__ = ["after_release", "communicators", "resume"]
 
 _ATTRIBUTE = "_memsaver_suspender"  # an attribute of a scheduler
-# Settings with which an idle engine communicates, or registers memory with its communicators,
-# unless they have these values. The expert recorder adds up its counts across ranks in a query.
+# Unless these settings have these values, an idle engine communicates, or registers memory with its
+# communicators. A query makes the expert recorder add up its counts across ranks.
 _SILENT = {
     "disaggregation_mode": "null",
     "elastic_ep_backend": None,
@@ -45,7 +44,7 @@ _logger = logging.getLogger("memsaver.sglang")
 def after_release(updater: Any, group: Group, ranks: Sequence[RankReport]) -> list[RankReport]:
     """If no tag has memory, release memory outside tags; return the reports of the ranks.
 
-    Adds the bytes that each rank still uses to the reports. A failure is logged, but the release
+    Adds to the reports the bytes that each rank still uses. A failure is logged, but the release
     still counts as successful. `Suspender.suspend` describes the state of the communicators after a
     failure. Collective.
     """

@@ -54,8 +54,8 @@ def resumed(updater: Any, without_contents: bool) -> None:
 def loaded(updater: Any, request: Any) -> None:
     """Record that a request loaded weights.
 
-    The last load of an update flushes the prefix cache, which the old weights computed. In an
-    update session (SGLang 0.5.21), the weights can be used only after the end of the session.
+    The last load of an update flushes the prefix cache, which was computed with the old weights. In
+    an update session (SGLang 0.5.21), the weights can be used only after the end of the session.
     """
     is_last = getattr(request, "flush_cache", False) or type(request).__name__ == _DISK
     if is_last and session_of(updater) is None and _includes_target(request):

@@ -2,9 +2,9 @@
 
 SGLang's stages handle a request one after the other: a stage handles the request and replies, and
 only then sends the request to the next stage. Therefore, a stage's handler must not wait for a
-later stage. In addition, the reply, which only the first stage sends, would not contain the results
-of later stages. With these hooks, a stage first forwards the request and then does the work. During
-the work, all stages exchange their results.
+later stage. Nor would the reply, which only the first stage sends, contain the later stages'
+results. With these hooks, a stage first forwards the request and then does the work. During the
+work, all stages exchange their results.
 
 The work must not begin while a batch is in the pipeline. Otherwise, a later stage might wait for
 the batch's data from an earlier stage that itself waits for the later stage. All stages decide in
@@ -47,7 +47,7 @@ class _Deferred:
 
 
 def defer(scheduler: Any, request: Any, work: Work, then: str) -> Any:
-    """Do the work after the request was sent to the next stage, and then send the reply.
+    """Do the work once the request has been sent to the next stage, and then send the reply.
 
     Args:
         scheduler: this stage's scheduler.

@@ -23,9 +23,8 @@ def sizes_of(arguments: Mapping[str, Any], ranks: int | None) -> Sizes:
 
     Args:
         arguments: arguments of `sglang.Engine`.
-        ranks: the number of the trainer's ranks, which is the maximum for the engine's ranks; None
-            for no limit. Without `tp_size`, the engine uses as many of the trainer's ranks as
-            possible.
+        ranks: the number of the trainer's ranks, which the engine cannot exceed; None for no limit.
+            Without `tp_size`, the engine uses as many of the trainer's ranks as possible.
 
     Raises:
         ConfigError: a size is not a positive integer, or the engine needs more than `ranks` ranks.
@@ -62,7 +61,7 @@ def place(gpus: Sequence[Gpu | None], dp_rank: int, sizes: Sizes | None = None) 
     placement = _placed(gpus, dp_rank, adjacent)
     if sizes is None or sizes.replicas == 1:
         return placement
-    # SGLang chooses a port for each replica: all of them would bind a given one.
+    # SGLang chooses a port for each replica, because all replicas would bind a given port.
     others = {name: one for name, one in placement.arguments.items() if name != "nccl_port"}
     return replace(placement, arguments=others)
 
@@ -114,9 +113,9 @@ def _on_one_host(known: Sequence[Gpu], dp_rank: int, adjacent: bool) -> Placemen
 def _ports(slot: int) -> dict[str, int]:
     """Return free ports for an engine; the engines of a mesh on one host have different slots.
 
-    An engine may start to listen on a port later. Engines of other meshes have the same slots and
-    may start at the same time, but receive a different `nccl_port`, because the system chooses this
-    port.
+    An engine might start to listen on its port only later. Engines of other meshes have the same
+    slots and may start at the same time, but receive a different `nccl_port`, because the system
+    chooses this port.
     """
     first = _FIRST_PORT + _PORTS_EACH * (slot % _SLOTS)
     free = [port for port in range(first, first + _PORTS_EACH) if _is_free(port)]

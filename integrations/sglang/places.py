@@ -159,7 +159,7 @@ def _is_set(scheduler: Any, option: str) -> bool:
 
 
 def ranks_in(arguments: Any, name: str) -> int:
-    """Return a number of ranks from SGLang's arguments; 1 if the argument is not set."""
+    """Return a rank count from SGLang's arguments; 1 if the argument is not set."""
     return int(getattr(arguments, name, 1) or 1)
 
 

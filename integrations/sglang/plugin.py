@@ -1,20 +1,20 @@
-"""The entry points through which SGLang finds memsaver, and the effects of the entry points.
+"""The entry points through which SGLang finds memsaver, and their effects.
 
 SGLang has two groups of entry points, neither of which is sufficient alone. `sglang.srt.plugins` is
-loaded in the main process and in spawned schedulers, but not in SGLang's Ray actors, and in 0.5.16
-not in the data-parallel controller; `sglang.srt.platforms` is loaded in every process, during
-SGLang's imports. memsaver is therefore registered in both groups, as `memsaver`, and has the same
-effects for every load order:
+loaded in the main process and in spawned schedulers, but not in SGLang's Ray actors nor, in 0.5.16,
+in the data-parallel controller; `sglang.srt.platforms` is loaded in every process, during SGLang's
+imports. memsaver is therefore registered in both groups, as `memsaver`, and has the same effects
+for every load order:
 
 - The factory of SGLang's memory savers, `TorchMemorySaverAdapter.create`, returns memsaver's saver
   if an enabled saver is requested.
-- SGLang's release, resume and weight updates have the hooks of
+- SGLang's release, resume and weight updates are wrapped by the hooks of
   `memsaver.integrations.sglang.hooks`. Failed updates do not crash the engine (`weight_loads`), and
   neither do requests that need released memory (`guard`).
 - SGLang receives tensors in shareable regions (`shared_tensors`).
 
 The effects begin when SGLang imports the affected modules. Until the first request for a saver,
-memsaver opens no driver and does not import torch. With `enable_memory_saver=False`, SGLang works
+memsaver neither opens the driver nor imports torch. With `enable_memory_saver=False`, SGLang works
 as it does without memsaver.
 """
 
@@ -88,7 +88,7 @@ def create(original: Callable[..., Any], enable: bool) -> Any:
 
     A pool that ignores the engine's option (`hybrid_pools`) receives an enabled saver if the
     process has already requested one, because a model runner requests its own saver before the pool
-    requests one.
+    does.
 
     Raises:
         NotLoadedError: an enabled saver is requested, but there is no CUDA driver.
@@ -174,7 +174,8 @@ def _hook(module: ModuleType) -> None:
     try:
         hooks.install_in(module)
     except Exception:
-        # The saver works without the hooks, but fatal calls of SGLang's own handlers stay fatal.
+        # The saver works without the hooks, but calls that are fatal in SGLang's handlers stay
+        # fatal.
         _logger.exception(
             "memsaver cannot protect release and resume in this version of SGLang: %s does not "
             "have the expected interface",
@@ -200,7 +201,7 @@ def _is_being_imported(module: ModuleType) -> bool:
 
 
 def _await_no_more(name: str) -> None:
-    """Stop waiting for modules that importing `name` would have imported if SGLang had them."""
+    """Stop waiting for modules that SGLang lacks: importing `name` would have imported them."""
     for other in hooks.left_out_by(name):
         no_longer(other)
 
@@ -208,9 +209,8 @@ def _await_no_more(name: str) -> None:
 def _keep_nccl_from_registering() -> None:
     """Prevent NCCL from registering a graph's pages, in this process and its children.
 
-    A resume maps new pages at a graph's addresses, but collectives with pages that NCCL registered
-    during the capture would still use the old pages. SGLang 0.5.23 sets the environment variable
-    itself.
+    A resume maps new pages at a graph's addresses, but collectives would still use the old pages,
+    which NCCL registered during the capture. SGLang 0.5.23 sets the environment variable itself.
     """
     if settings.graphs_are_pausable():
         os.environ.setdefault(_NCCL, "0")
@@ -220,8 +220,8 @@ def _let_nccl_suspend() -> None:
     """Make NCCL allocate memory that it can release, in this process and its children.
 
     This function must run before SGLang turns off NCCL's use of the virtual memory functions. NCCL
-    restores the memory of its channels in small pieces, one after the other, so fewer channels are
-    resumed faster.
+    restores the memory of its channels in small pieces, one after the other, so a resume is faster
+    with fewer channels.
     """
     if settings.suspends_nccl():
         os.environ.setdefault("NCCL_CUMEM_ENABLE", "1")

@@ -71,7 +71,7 @@ def _merged(results: Any) -> tuple[bool, str]:
 
 
 def _normalise(obj: Any) -> None:
-    """Convert payloads as SGLang's own method does, if this version converts payloads."""
+    """Convert payloads as SGLang's own method does, if this version converts them."""
     convert = getattr(
         sys.modules.get("sglang.srt.utils"), "normalize_serialized_named_tensor_payloads", None
     )

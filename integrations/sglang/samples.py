@@ -43,7 +43,7 @@ def payload_of(requests: Sequence[Request]) -> dict[str, Any]:
     for key in _MULTIMODAL:
         if key in named:
             values = [(request.multimodal or {}).get(key) for request in requests]
-            # For images, SGLang expects a list per prompt, and detects that from the first prompt.
+            # For images, SGLang expects a list per prompt, and detects lists from the first prompt.
             payload[key] = [_as_list(one) for one in values] if key == "image_data" else values
     return payload
 

@@ -10,7 +10,7 @@ queues and bookkeeping.
 
 | event | state afterwards, on every rank |
 |---|---|
-| a release of released tags, a resume of mapped tags | unchanged; an error only if SGLang has one |
+| a release of released tags, a resume of mapped tags | unchanged; SGLang's own error, if any |
 | the engine is busy, or a tag is unknown | unchanged |
 | a release without the guard against requests (`unguarded.check_release`) | unchanged |
 | the engine's replicas receive requests separately (`has_local_control`) | unchanged |
@@ -26,7 +26,8 @@ The result is part of the answer to the tokenizer manager, whose methods return 
 schedulers or raise an error. The server information also contains the result. If the stages of a
 pipeline cannot work at the same time (see `pipeline.can_defer`), each stage decides independently,
 and only the first stage's answer is sent. If an engine uses a different saver, the hooks only run
-the checks. If SGLang's handlers are unexpected, only releases without the guard are rejected.
+the checks. If SGLang's handlers lack the expected interface, only releases without the guard are
+rejected.
 """
 
 from __future__ import annotations
@@ -77,9 +78,9 @@ def _answered(
 ) -> Any:
     """Check a release or a resume, then call `work(original, updater, request, tags, answer)`.
 
-    The stages of a pipeline call `work` after the request was sent to the next stage. In this case,
-    the result is None, and the reply is sent later. A resume of mapped tags does not involve the
-    other stages, so its answer waits only for earlier requests, not for a batch.
+    A pipeline's stages call `work` after sending the request to the next stage. The result is then
+    None, and the reply is sent later. A resume of mapped tags does not involve the other stages, so
+    its answer waits only for earlier requests, not for a batch.
     """
     if handlers.is_running(updater):
         return original(updater, request)
@@ -103,7 +104,7 @@ def _answered(
     def answered(refusal: MemsaverError | None = None) -> Any:
         answer = answering()
         try:
-            # A release of tags that still have memory may be repeated, and so may a resume of them.
+            # Releases and resumes of tags that still have memory may be repeated.
             released = updater.offload_tags - (answer.held if operation == "release" else set())
             handlers.check_states(request, operation, asked, released)
             if refusal is not None and not is_resumed():
@@ -167,8 +168,8 @@ def _release(
             asked, ranks, "they count as released, but some ranks still have their memory"
         )
 
-    # Some ranks may have released memory, so all of them map it again. If a rank cannot, the tags
-    # count as released: on a rank that has them mapped, the next resume does nothing.
+    # Some ranks may have released memory, so all of them map it again. If a rank cannot do so, the
+    # tags count as released: on a rank that has them mapped, the next resume does nothing.
     undone = moves.resume(group, tags)
     updater.offload_tags.update(tags)  # even if the handler failed before it added them
     if first_failure(undone):
@@ -334,7 +335,7 @@ def _log_once(why: str) -> None:
 
 
 def _restore(updater: Any, request: Any, tags: Sequence[str]) -> None:
-    """Run SGLang's part of a resume, after a failed release. Called on every rank or on none.
+    """Run SGLang's part of a resume after a failed release. Called on every rank or on none.
 
     The function processes tags one by one, because a release may have failed before SGLang's part
     ran for some tags.

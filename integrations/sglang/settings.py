@@ -4,12 +4,12 @@ Flags are read at each use. The variables of the policy (`policy_of`) are read w
 starts.
 
 MEMSAVER_SGLANG: `0` turns the plugin off, so SGLang does not use memsaver. Default `1`.
-MEMSAVER_SGLANG_BACKUP: the backing store for saved contents, which is `host`, `pageable`, `disk`
-    or `peer`; see `memsaver.region`. Default `host`.
+MEMSAVER_SGLANG_BACKUP: the backing store for saved contents: `host`, `pageable`, `disk` or `peer`;
+    see `memsaver.region`. Default `host`.
 MEMSAVER_SGLANG_PRELOAD: `1` starts scheduler processes in preload mode, which a plain installation
     does not need; see `memsaver.preload`. Default `0`.
-MEMSAVER_SGLANG_ASLEEP: the policy for requests that need released memory, which is `refuse`, `wait`
-    or `wake`; see `memsaver.integrations.engine.policies.Policy`. Default `refuse`.
+MEMSAVER_SGLANG_ASLEEP: the policy for requests that need released memory: `refuse`, `wait` or
+    `wake`; see `memsaver.integrations.engine.policies.Policy`. Default `refuse`.
 MEMSAVER_SGLANG_ASLEEP_WAIT: the longest time in seconds for which a request is held. Default `60`.
 MEMSAVER_SGLANG_ASLEEP_REQUESTS: the maximum number of requests that are held at the same time.
     Default `65536`.

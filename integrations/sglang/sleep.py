@@ -27,18 +27,18 @@ class SleepController(EngineController):
 
     With memsaver's plugin in the engine, a call that fails, for example for lack of memory, leaves
     the engine running and unchanged on all ranks, and can be repeated. The engine itself reports
-    its state, even after errors and if other clients release or resume tags. Without the plugin, a
-    failure crashes the engine, and the controller knows only its own calls and `released`.
+    its state, even after errors and after other clients release or resume tags. Without the plugin,
+    a failure crashes the engine, and the controller knows only its own calls and `released`.
 
     `generate` accepts the arguments of `sglang.Engine.generate`. For a server at a URL, arguments
     and results are JSON, streams are not supported, and `timeout` limits the whole call, in seconds
     (by default an hour). For an engine in this process, `timeout` limits only the wait for other
-    threads' calls. In a callback of `on_pause` or `on_resume`, pass a short timeout, because the
+    threads' calls. In an `on_pause` or `on_resume` callback, pass a short timeout, because the
     other thread may be waiting for the callback's tag.
 
     Threads: any. Calls to `sleep` and `wake_up` are serialized; generations run concurrently. Do
-    not call these methods in an event loop: use `await asyncio.to_thread(controller.sleep)`. At its
-    beginning, `sleep` detects requests that bypassed the controller. Without the plugin, a request
+    not call these methods in an event loop: use `await asyncio.to_thread(controller.sleep)`.
+    `sleep` first checks for requests that bypassed the controller. Without the plugin, a request
     that arrives just after this check crashes the engine. Any request while the engine sleeps also
     crashes the engine, including the requests that SGLang's `/health` sends. With the plugin, such
     requests are refused, wait, or wake the engine; see `memsaver.integrations.sglang.settings`.

@@ -1,4 +1,4 @@
-"""Access to the object with SGLang's handlers for release and resume, and their state.
+"""Access to the object that has SGLang's release and resume handlers and their state.
 
 This object is the scheduler's weight updater or, in older versions such as 0.5.12, the scheduler
 itself, through a mixin. memsaver's hooks expect an updater, and wrap such a scheduler as an

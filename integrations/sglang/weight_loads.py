@@ -177,7 +177,7 @@ def _load_checked(
 
 
 def plain(kind: str, *, has_barrier: bool, ends_session: bool = False) -> Callable[..., Any]:
-    """Return a hook around an updater's handler that itself ignores verification requests.
+    """Return a hook around an updater's handler, which itself ignores verification requests.
 
     Args:
         kind, has_barrier: see `_load`.
@@ -330,7 +330,7 @@ def _load_plainly(
 
 
 def _pass_barrier(group: Group) -> None:
-    """Run the barrier of a handler that failed before reaching the barrier.
+    """Run the barrier of a handler that failed before reaching it.
 
     A failure of the barrier itself is only logged.
     """
@@ -360,9 +360,9 @@ def _known_to(updater: Any) -> Known:
 
 @contextlib.contextmanager
 def _flushing_past_waiting(updater: Any) -> Iterator[None]:
-    """Allow a paused scheduler to flush its cache while requests wait, during the block.
+    """During the block, allow a paused scheduler to flush its cache while requests wait.
 
-    Waiting requests have no data in the KV cache, because a pause dropped this data. SGLang 0.5.16
+    Waiting requests have no data in the KV cache, because the pause dropped it. SGLang 0.5.16
     rejects the flush, so these requests would continue with values computed by the old weights.
     Later versions flush the cache.
     """

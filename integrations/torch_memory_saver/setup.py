@@ -12,8 +12,8 @@ if int(setuptools_version.split(".")[0]) < 77:
     )
 
 # Frameworks look for one of these names next to the package. All are the same library, because
-# memsaver works with every CUDA version. "abi3" means that it works with every Python version: it
-# is not a Python module.
+# memsaver works with every CUDA version. "abi3" means that it works with every Python version; the
+# library is not a Python module.
 NAMES = [
     "torch_memory_saver_hook_mode_preload",
     "torch_memory_saver_hook_mode_preload_cu12",

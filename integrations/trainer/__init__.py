@@ -11,15 +11,15 @@ This package supports torch's optimizers and modules, including those of FSDP2. 
 
 - **Existing memory is moved into the tag once**, storage by storage. The storage itself is
   reallocated, so all tensors that share the storage also use the new memory: views, flat buffers,
-  tied parameters, and FSDP2's own references. At most one batch of storages exists twice at the
-  same time. In addition, torch keeps old segments in which other tensors remain.
+  tied parameters, and FSDP2's own references. At any time, at most one batch of storages exists
+  twice. Torch also keeps old segments in which other tensors remain.
 - **New memory is found by searching, not by interception**: after a step that created states, after
   `load_state_dict`, and before every pause of the tag by any caller. A region around each step
-  would also place the step's temporaries in the tag, and would need a new pool for each step. Such
-  a region would not contain gradients, which autograd's threads create, loaded states, or lists
-  that an optimizer replaces.
+  would also place the step's temporaries in the tag, and would need a new pool for each step. It
+  would still miss gradients (which autograd's threads create), loaded states, and lists that an
+  optimizer replaces.
 - **Gradients** that exist when the tag is paused must be restored by the resume, so the pause moves
-  these gradients into the tag. After `zero_grad()`, no gradients exist, and the pause is shorter.
+  them into the tag. After `zero_grad()`, no gradients exist, and the pause is shorter.
 - **A step while the tag is paused** raises an error before anything accesses the memory. The
   forward pass of a module or of one of its submodules also raises this error.
 

@@ -18,8 +18,8 @@ from .references import TEMPORARY, buffers_in_use, instances_of, references_to
 
 __all__ = ["Aliases"]
 
-# Before Python 3.11 the evaluation stack of the function that called `offload` has one reference to
-# the tensor that no function reports. One numpy array or similar object per tensor may therefore be
+# Before Python 3.11, the evaluation stack of `offload`'s caller has one reference to the tensor
+# that no function reports. One numpy array or similar object per tensor may therefore be
 # overlooked.
 _UNSEEN = 1 if sys.version_info < (3, 11) else 0
 
@@ -47,7 +47,7 @@ class Aliases:
             self._note(tensor, ids)
         self._views: Counter[int] = Counter()  # views' references, by their base's id
         for user in itertools.chain.from_iterable(self._users.values()):
-            if user._base is not None:  # conjugate and real views refer to it twice
+            if user._base is not None:  # conjugate and real views refer to the base twice
                 self._views[id(user._base)] += 1 + user._base.is_complex()
         self._references: Counter[int] | None = None
         self._buffers: list[tuple[range, str]] | None = None
@@ -103,8 +103,8 @@ class Aliases:
     def _is_exported(self, users: list[Any], at: int, is_shown: bool) -> bool:
         """Return whether a reference to a tensor belongs neither to Python nor to autograd.
 
-        A numpy array keeps the Python tensor alive from which the array was created. A DLPack
-        capsule keeps the underlying C++ tensor alive.
+        A numpy array keeps alive the Python tensor from which it was created. A DLPack capsule
+        keeps the underlying C++ tensor alive.
         """
         key = id(users[at])
         is_gradient = key in self._gradients

@@ -33,7 +33,8 @@ class Arrival(NamedTuple):
 
 
 # By tag, the last resume that `begin_arrival` began, until the tag is mapped or paused again. A
-# failed resume stays until a hook has raised its error. Changed only by single, atomic calls.
+# failed resume stays recorded until a hook has raised its error. Changed only by single, atomic
+# calls.
 _arrivals: dict[str, Arrival] = {}
 
 
@@ -49,7 +50,7 @@ _limit: ContextVar[Limit | None] = ContextVar("limit", default=None)
 
 @contextlib.contextmanager
 def limited_waits(seconds: float) -> Iterator[None]:
-    """Limit the time for which hooks wait for background resumes during the block.
+    """Limit how long hooks wait for background resumes during the block.
 
     During the block, hooks wait on the host until the resume ends. A hook that still waits
     `seconds` after the beginning of the block raises an `InvalidStateError` that names the tag. The
@@ -121,8 +122,8 @@ def order_after_arrival(tag: str, memory: list[Any] | None = None) -> bool:
 
     If `memory` is a list of tensors in the tag, the later work waits only for the contents of these
     tensors. On each of the tag's devices, work on torch's current stream waits on the device. The
-    host itself waits only in three cases: until the copies are queued, during a capture (for all
-    copies), and on the simulated driver, where the host uses the tensors.
+    host itself waits only until the copies are queued, except in two cases: during a capture, when
+    it waits for all copies, and on the simulated driver, where the host uses the tensors.
 
     Returns:
         False if the tag is mapped, or if no background resume is known.

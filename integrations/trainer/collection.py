@@ -46,7 +46,7 @@ from .simulated_storages import SimulatedStorages
 __all__ = ["Collection"]
 
 _STEP = "the optimizer's step"
-# Packages whose frames are between the program's step and a hook that runs after it.
+# Packages whose frames lie between the program's step and a hook that runs after it.
 _BETWEEN = {"memsaver", "torch", "contextlib"}
 # By id. `list` copies a dictionary's values in one step, even if other threads change it.
 _watching: dict[int, weakref.ref[Collection]] = {}
@@ -158,8 +158,8 @@ class Collection:
             gradients: whether to also move gradients; ignored if this object excludes gradients.
 
         Raises:
-            OutOfDeviceMemoryError: too little memory is free for a storage or a batch. Memory that
-                was moved stays in the tag, and a repeated call moves the rest.
+            OutOfDeviceMemoryError: too little memory is free for a storage or a batch. Memory
+                already moved stays in the tag, and a repeated call moves the rest.
             InvalidStateError: the tag is paused.
         """
         with self._lock.locked():
@@ -224,7 +224,7 @@ class Collection:
             _watching[key] = weakref.ref(self, lambda _: _watching.pop(key, None))
 
     def unwatch(self) -> None:
-        """End the effect of `watch`; moved memory stays in the tag. Idempotent."""
+        """Undo `watch`; memory already moved stays in the tag. Idempotent."""
         _watching.pop(id(self), None)
         self._hooks.close()
         self._leave_parts()
@@ -283,7 +283,7 @@ class Collection:
         if pools is not None and pools.is_capturing():
             return  # memory that is allocated during a capture belongs to the graph
         try:
-            # Without the lock, which callbacks at the end of the arrival acquire.
+            # Waits without the lock, because callbacks at the end of the arrival acquire it.
             await_arrival(self.tag)
             with self._lock.locked():
                 self._move([optimizer], gradients=False)
@@ -387,8 +387,7 @@ def _size(optimizer: Any) -> int:
 def _frames_of_others() -> int:
     """Return the `stacklevel` that attributes the caller's warning to a frame of the program.
 
-    The number of torch's frames between the two frames depends on the versions of torch and its
-    compiler.
+    The number of torch's frames between the two depends on the versions of torch and its compiler.
     """
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None:

@@ -16,7 +16,7 @@ from .places import tag_of
 
 __all__ = ["DeviceStorages"]
 
-# The size of a batch of storages, which share a region and so a pool. Many small pools waste
+# The size of a batch of storages, which share a region and therefore a pool. Many small pools waste
 # memory, but a batch exists twice while it is moved.
 _BATCH_BYTES = 512 << 20
 
@@ -32,12 +32,12 @@ class DeviceStorages:
         """Move the storage of each tensor, with its contents, into the tag's memory.
 
         Releases the old memory. Tensors that share a storage before the call still share a storage
-        afterwards. The function first waits for all work of the devices, and at the end for its own
-        copies. No other thread may use the storages during the call.
+        afterwards. The function first waits for all work on the devices and, at the end, for its
+        own copies. No other thread may use the storages during the call.
 
         Raises:
-            OutOfDeviceMemoryError: only the storages before the failing storage were moved. All
-                storages can be used, and repeating the call moves the remaining storages.
+            OutOfDeviceMemoryError: only the storages that precede the failing storage were moved.
+                All storages remain usable, and repeating the call moves the remaining ones.
             InvalidStateError: the thread is inside `use_mem_pool`, whose pool would receive the
                 memory.
         """
@@ -47,7 +47,8 @@ class DeviceStorages:
         devices = {storage.device for storage in waiting}
         for device in devices:
             torch.cuda.synchronize(device)
-        # Outside of all regions: inside one, empty_cache keeps memory that torch caches elsewhere.
+        # Runs outside all regions: inside a region, empty_cache keeps memory that torch caches
+        # elsewhere.
         with suspended():
             torch.cuda.empty_cache()
             try:
@@ -66,7 +67,7 @@ class DeviceStorages:
     def trim(self, tag: str) -> None:
         """Release the memory of the tag's deleted tensors from segments without live tensors.
 
-        For example, this memory can belong to gradients that the last pause moved into the tag.
+        For example, the memory may belong to gradients that the last pause moved into the tag.
         Torch does not reuse this memory, and releases it together with the rest of torch's cache.
         """
         import torch
@@ -120,7 +121,7 @@ def _move_batch(batch: list[Any], tag: str) -> None:
 def _check_pool(device: int, tag: str) -> None:
     """Check that torch allocates this thread's memory from the open region's pool.
 
-    If several pools are open, torch chooses one of these pools.
+    If several pools are open, torch chooses one of them.
     """
     import torch
 
@@ -139,7 +140,7 @@ def _move(storage: Any, tag: str) -> None:
 
     device = storage.device
     stream = torch.cuda.current_stream(device)
-    # The old memory's next user waits for the copy, whichever stream it belongs to.
+    # The old memory's next user waits for the copy, whatever stream it runs on.
     torch.empty(0, dtype=torch.uint8, device=device).set_(storage).record_stream(stream)
     storage.resize_(storage.nbytes())  # new memory from the region's pool, and a copy
     if tag_of(storage) != tag:

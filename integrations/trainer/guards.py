@@ -98,8 +98,8 @@ class Guard:
         """Run the check; torch calls this method with the arguments of a module hook."""
         import torch
 
-        # In compiled code the check would break the graph, which `fullgraph` forbids. The hooks of
-        # the module that `torch.compile` returns run outside of the compiled code.
+        # In compiled code, the check would break the graph, which `fullgraph` forbids. The hooks of
+        # the module that `torch.compile` returns run outside the compiled code.
         if not torch.compiler.is_compiling():
             self._check(owner)
 
@@ -213,9 +213,9 @@ def guard_parts(module: Any, checks: ModuleChecks) -> contextlib.ExitStack:
     """Guard the forward passes of a module's submodules, and its compiled calls.
 
     The hooks also call `checks.after_forward` after each forward pass of the module itself.
-    Scripted modules accept no hooks. Only the hooks of the containing modules guard scripted
-    modules. The caller should remove the hooks soon, because each hook costs a few microseconds per
-    forward pass and disables torch's fast paths for modules without hooks.
+    Scripted modules accept no hooks, so only the hooks of the containing modules guard them. The
+    caller should remove the hooks soon, because each hook costs a few microseconds per forward pass
+    and disables torch's fast paths for modules without hooks.
     """
     import torch
 
@@ -241,7 +241,7 @@ def _hooked(function: Hook) -> Callable[..., None]:
 
 
 def _guard_forward(module: Any, checks: ModuleChecks, hooks: contextlib.ExitStack) -> None:
-    # This must run before FSDP2's hooks, which gather parameters.
+    # This hook must run before FSDP2's hooks, which gather parameters.
     forward = Guard(checks.before_forward)
     hooks.callback(module.register_forward_pre_hook(forward, prepend=True).remove)
 
@@ -287,7 +287,7 @@ def _guard_compiled(module: Any, checks: ModuleChecks, hooks: contextlib.ExitSta
 def _registering(target: Any) -> Iterator[contextlib.ExitStack]:
     """Yield a stack of hooks that are removed if the registration of any hook fails.
 
-    Every exception is replaced by a ConfigError, because torch raises many kinds of errors.
+    Any exception is replaced by a ConfigError, because torch raises many kinds of errors.
     """
     with contextlib.ExitStack() as hooks:
         try:

@@ -95,8 +95,8 @@ def storages_of_live_parameters() -> set[int]:
     """Return the ids of the storages of all `torch.nn.Parameter`s in the process.
 
     `storages_of` uses the same ids. The function takes about 0.1 s in a process with a million
-    objects. The result excludes parameters that are hidden by `gc.freeze()` and parameters that
-    reject queries.
+    objects. The result excludes parameters hidden by `gc.freeze()` and parameters that reject
+    queries.
     """
     import torch
 
@@ -176,7 +176,7 @@ def _attributes(optimizer: Any) -> dict[str, Any]:
 
 
 def parts_of(tensor: Any, what: str, is_counter: bool = False) -> Iterator[Holding]:
-    """Yield a plain tensor itself, or the dense tensors inside a DTensor or another wrapper."""
+    """Yield a plain tensor itself, or the dense tensors inside a DTensor or other wrapper."""
     import torch
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 

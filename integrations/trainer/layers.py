@@ -29,11 +29,11 @@ def has_separate_layers(model: Any) -> bool:
 def read_by_forward(module: Any) -> Iterator[Holding]:
     """Yield the tensors that a module's forward pass reads outside its submodules' forward passes.
 
-    These tensors are the module's own parameters with their gradients and the module's own buffers.
-    The same tensors of submodules that cannot be called, such as a `ParameterList`, are included.
-    For compiled modules, and for modules whose class or `forward` is torch's own, the tensors of
-    all submodules are included. For example, a `MultiheadAttention` does not call its projection.
-    The exception is `Sequential`, because it only calls its submodules.
+    These tensors are the module's own parameters, with their gradients, and its own buffers. The
+    corresponding tensors of submodules that cannot be called, such as a `ParameterList`, are
+    included too. For compiled modules, and for modules whose class or `forward` is torch's own, the
+    tensors of all submodules are included; a `MultiheadAttention`, for example, does not call its
+    projection. The exception is `Sequential`, which only calls its submodules.
     """
     import torch
 

@@ -15,10 +15,10 @@ _SEQUENCES = (list, tuple, set, frozenset, deque, UserList)
 
 
 def leaves(value: Any, what: str = "") -> Iterator[tuple[Any, str]]:
-    """Yield the values inside containers at any depth; enter each container only once.
+    """Yield the values inside containers at any depth; search each container only once.
 
-    Containers are mappings, sequences, sets, deques, dataclasses and SimpleNamespaces. Any other
-    object is yielded without being entered. The keys of mappings are not yielded.
+    Containers are mappings, sequences, sets, deques, dataclasses and SimpleNamespaces. All other
+    objects are yielded without being searched. The keys of mappings are not yielded.
 
     Args:
         value: the outermost container, or a single value.

@@ -21,7 +21,7 @@ from .targets import targets_in
 
 __all__ = ["Offloaded", "close_all", "has_no_backup", "offload"]
 
-# Guards from calls that failed in part, kept until the calls are repeated.
+# Guards from calls that partly failed, kept until the calls are repeated.
 _unfinished: weakref.WeakSet[Collection] = weakref.WeakSet()
 
 
@@ -31,11 +31,12 @@ class Offloaded:
     Any thread may use a handle, but only one thread at a time.
 
     The hooks on optimizers and modules continue to work without this object. If some targets are
-    tensors, keep this object. Only during its lifetime are the gradients of these tensors moved
-    into the tag, and are steps rejected that use these tensors while the tag is paused.
+    tensors, keep this object: without it, gradients of these tensors are not moved into the tag,
+    and steps that use these tensors while the tag is paused are not rejected.
 
     Attributes:
-        tag: the tag, for memsaver's own functions: `memsaver.swap(out=offloaded.tag, ...)`.
+        tag: the tag, to be passed to memsaver's own functions: `memsaver.swap(out=offloaded.tag,
+            ...)`.
     """
 
     def __init__(self, collection: Collection) -> None:
@@ -59,11 +60,11 @@ class Offloaded:
 
     @property
     def bytes(self) -> int:
-        """The bytes of the targets' tensors in the tag, without other memory in the tag.
+        """The bytes of the targets' tensors in the tag, excluding other memory in the tag.
 
         Without `reshard_after_forward`, FSDP2 modules have gathered parameters between a forward
-        pass and the backward pass. During this time, the gathered parameters count as memory
-        outside the tag, and the shards are not counted.
+        pass and the backward pass. The gathered parameters then count as memory outside the tag,
+        and the shards are not counted.
         """
         return int(self._collection.bytes()[0])
 
@@ -71,9 +72,9 @@ class Offloaded:
     def bytes_elsewhere(self) -> int:
         """The bytes of the targets' tensors on the device outside the tag.
 
-        These bytes include gradients that no pause has moved yet, tensors that a step has replaced,
-        and gradients that must stay in the memory of a CUDA graph or in another tag. DDP's buckets,
-        and gradients that FSDP2 accumulates without sharding, are not counted.
+        They include gradients that no pause has moved yet, tensors that a step has replaced, and
+        gradients that must stay in the memory of a CUDA graph or in another tag. DDP's buckets, and
+        gradients that FSDP2 accumulates without sharding, are not counted.
         """
         return int(self._collection.bytes()[1])
 
@@ -116,7 +117,8 @@ class Offloaded:
         and before the forward pass, `load_state_dict` and `state_dict` of a module. If the resume
         has failed, the first of these calls raises the resume's error. The tag is then paused, and
         its backup is intact. All other users of the memory must wait for the returned transition.
-        Examples are a read of `optimizer.state` and a backward pass that adds to paused gradients.
+        Examples are code that reads `optimizer.state` and a backward pass that adds to paused
+        gradients.
 
         With `offload(by_layer=True)`, the forward pass of each module waits only for the module's
         own parameters, their gradients and the module's buffers, which are restored in address
@@ -126,7 +128,7 @@ class Offloaded:
         Args:
             wait: False returns a `memsaver.Transition` as soon as the resume has begun. With
                 `offload(by_layer=True)`, the call returns when all memory is mapped and all copies
-                are queued. By this time, all backups outside pinned memory and outside other GPUs
+                are queued. By then, all backups that are neither in pinned memory nor on other GPUs
                 have been read.
 
         Raises:
@@ -140,7 +142,7 @@ class Offloaded:
 
     @property
     def may_overlap(self) -> bool:
-        """Whether only calls with hooks use the memory, so other work can run during a resume.
+        """Whether only calls with hooks use the memory, so that other work can run during a resume.
 
         The value is True if every target is a module with `offload(by_layer=True)`, or an optimizer
         that has only states (no parameters and no gradients) in the tag. Regions with the tag's
@@ -221,10 +223,10 @@ def offload(
 ) -> Offloaded:
     """Move a trainer's memory into a tag, so that a pause releases it and a resume restores it.
 
-    A step after a resume has results that are bitwise identical to those without the pause. The
-    address of each tensor changes once. Existing tensors are moved in this call, later states after
-    the step that creates them, and gradients in the first pause that finds them. CPU tensors (such
-    as step counters) and sparse tensors are not moved.
+    A step after a resume produces results that are bitwise identical to those without the pause.
+    The address of each tensor changes once. Existing tensors are moved by this call, later states
+    after the step that creates them, and gradients by the first pause that finds them. CPU tensors
+    (such as step counters) and sparse tensors are not moved.
 
     Args:
         targets: optimizers (their states), modules (their parameters and buffers), tensors (such as
@@ -232,10 +234,10 @@ def offload(
             in the attributes of an optimizer or a wrapper, or in containers in these attributes,
             are also targets. FSDP2 modules are resharded.
         tag: the tag; None means "optimizer" if the first target is an optimizer, otherwise "model".
-            A tag can have several handles, and can also have regions.
+            A tag can have several handles, as well as regions.
         backup: see `memsaver.region`. With "none", a pause discards the contents. None means the
-            tag's present backup, or "host" for a tag without a backup.
-        parameters: whether an optimizer's parameters are also moved; meant for optimizers with
+            tag's current backup, or "host" for a tag without a backup.
+        parameters: whether an optimizer's parameters are also moved; intended for optimizers with
             their own master weights. In a plain trainer, the optimizer's parameters are the model's
             weights. With False, the parameters and any states that share the parameters' memory
             stay in place. To move the parameters, offload the model.
@@ -246,14 +248,14 @@ def offload(
             pass of a module that owns it, and every such forward pass is a call to the module. A
             model breaks the promise if a module reads a parameter of another module that has not
             been called yet; for example, a fused loss may read `lm_head.weight`. A model also
-            breaks the promise if a compiled function calls the model's modules. A compiled module,
-            or a module of one of torch's own classes such as `MultiheadAttention`, also owns the
+            breaks the promise if a compiled function calls its modules. A compiled module, or a
+            module of one of torch's own classes such as `MultiheadAttention`, also owns the
             parameters of all its submodules for this purpose. Models with FSDP2 modules or scripted
             modules always wait for all memory.
 
-    Existing memory is moved in this call. Later memory is moved after the step that created it,
+    Existing memory is moved by this call. Later memory is moved after the step that created it,
     after `load_state_dict`, and before each pause of the tag. The search for an optimizer's states
-    covers its `state`, its `param_groups` and its attributes. The search enters mappings,
+    covers its `state`, its `param_groups` and its attributes. The search looks inside mappings,
     sequences, sets, dataclasses and `SimpleNamespace`s, but no other objects. Single-element
     tensors in `param_groups` and attributes, such as learning rates, stay in place.
 
@@ -283,8 +285,8 @@ def offload(
             simulated driver, this error is also raised if an object other than a Python tensor uses
             the memory.
         OutOfDeviceMemoryError: too little memory is free for the move. Memory that was moved before
-            the failure is in the tag, and all other memory stays in place. All of the memory can be
-            used, and repeating the call moves the remaining memory. Until a repeated call succeeds,
+            the failure is in the tag, and all other memory stays in place. All of the memory
+            remains usable, and repeating the call moves the rest. Until a repeated call succeeds,
             operations on the targets already raise InvalidStateError while the tag is paused, as
             described above.
         NotLoadedError: torch is not installed, or there is no CUDA driver.

@@ -1,4 +1,4 @@
-"""Determine the locations of storages: movable memory, a tag, or a private pool."""
+"""Determine where storages are located: in movable memory, a tag, or a private pool."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ _BUFFERS = {
     "mmap": ("mmap",),
     "numpy": ("ndarray",),
 }
-# References from memoryviews do not count, because torch may be the view's only user. A view that
-# another object refers to is found through that object.
+# References from memoryviews do not count, because torch may be the view's only user. If another
+# object refers to a view, the view is found through that object.
 _VIEWS = {memoryview, type(gc.get_referents(memoryview(b""))[0])}
 
 
@@ -123,7 +123,7 @@ def _addresses_of_array(array: Any) -> range:
 
 def _instances_of_any(kinds: list[type], values: list[Any]) -> list[Any]:
     types = {derived for kind in kinds for derived in _kinds(kind)}
-    # There are hundreds of thousands of objects, so no Python code runs for each of them.
+    # There are hundreds of thousands of objects, so no Python code runs per object.
     return list(itertools.compress(values, map(types.__contains__, map(type, values))))
 
 

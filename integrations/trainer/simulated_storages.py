@@ -21,7 +21,7 @@ __all__ = ["SimulatedStorages"]
 
 
 class SimulatedStorages:
-    """The memory of CPU tensors except step counters, which stay on the host even with a GPU."""
+    """The memory of CPU tensors, except step counters, which stay on the host even with a GPU."""
 
     def takes(self, holding: Holding) -> bool:
         """Return whether a tensor would be in device memory on a GPU."""
@@ -35,9 +35,9 @@ class SimulatedStorages:
         Raises:
             InvalidStateError: an object other than a Python tensor uses a storage, or a tensor
                 rejects the new memory. In the first case, no storage was moved. In the second case,
-                only the storages before the tensor's storage were moved.
-            OutOfDeviceMemoryError: only the storages before the failing storage were moved, as on a
-                GPU.
+                only the storages that precede the tensor's storage were moved.
+            OutOfDeviceMemoryError: only the storages that precede the failing storage were moved,
+                as on a GPU.
         """
         import torch
 
@@ -62,7 +62,7 @@ class SimulatedStorages:
 
 
 def _move(tensor: Any, users: list[Any], tag: str) -> None:
-    """Move a tensor's storage either for all users of the storage or for none.
+    """Move a tensor's storage either for all of its users or for none.
 
     No variable may refer to the storage. An exception's traceback would keep the variable alive,
     and the reference would prevent a later move.

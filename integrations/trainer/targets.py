@@ -74,5 +74,5 @@ def _optimizers_in(target: Any) -> list[Any]:
     return found
 
 
-# An optimizer's attributes that are large, full of tensors, and contain no optimizers.
+# Attributes of an optimizer that are large, full of tensors, and contain no optimizers.
 _WITHOUT_OPTIMIZERS = {"state", "param_groups"}

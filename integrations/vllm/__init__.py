@@ -3,8 +3,7 @@
 If memsaver is installed, every worker of an unmodified vLLM with `enable_sleep_mode=True` uses
 memsaver to allocate weights and the KV cache, to sleep and to wake up. No import or configuration
 is needed. `memsaver.integrations.vllm.plugin` describes the mechanism.
-`memsaver.integrations.vllm.settings` describes the environment variables that configure the
-mechanism.
+`memsaver.integrations.vllm.settings` describes the environment variables that configure it.
 
 A program that controls an engine imports the following from this package: `SleepController`, its
 status and reports, and the errors that it raises in addition to memsaver's own errors. The other
@@ -49,7 +48,7 @@ __all__ = [
     "Step",
 ]
 
-# Imported at their first use: vLLM's processes import only the plugin from this package.
+# Imported on first use: vLLM's processes import only the plugin from this package.
 __getattr__, __dir__ = exports(
     __name__,
     {

@@ -370,7 +370,7 @@ class _AsyncHooks(ControlHooks):
     def collective_rpc(
         self, original: Callable[..., Any], engine: Any, method: Any, *args: Any, **named: Any
     ) -> Any:
-        if method in CORE_CALLS:  # vLLM returns the first engine core's answer only
+        if method in CORE_CALLS:  # vLLM returns only the first engine core's answer
             original = _rpc_on_all_cores
         return super().collective_rpc(original, engine, method, *args, **named)
 

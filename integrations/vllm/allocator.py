@@ -30,8 +30,8 @@ class MemsaverAllocator:
     """An implementation of vLLM's `CuMemAllocator` (versions 0.26 and 0.33) with memsaver.
 
     Each vLLM tag corresponds to a memsaver tag with the same name, except that CUDA graphs have the
-    memsaver tag `cuda_graph`. Each process has one allocator, and vLLM's worker uses the allocator
-    on one thread.
+    memsaver tag `cuda_graph`. Each process has one allocator, which vLLM's worker uses on one
+    thread.
 
     Inside a `steps.Step`, `sleep`, `discard` and `wake_up` are collective calls that change all
     ranks or none. A failed call leaves the tags unchanged, except that contents without a backup
@@ -52,7 +52,7 @@ class MemsaverAllocator:
 
     @contextlib.contextmanager
     def use_memory_pool(self, tag: str | None = None) -> Iterator[None]:
-        """Assign tensors that are created during the block to a tag. Blocks may be nested.
+        """Assign tensors created during the block to a tag. Blocks may be nested.
 
         Raises:
             InvalidStateError: the tag's memory is released.
@@ -72,7 +72,7 @@ class MemsaverAllocator:
         yield self.graph_pool()
 
     def graph_pool(self) -> tuple[int, int]:
-        """Return the id of the pool of CUDA graphs, which the first call creates."""
+        """Return the id of the CUDA graphs' pool, which the first call creates."""
         if self._graphs is None:
             self._tags.setdefault(GRAPH)
             with memsaver.disabled():
@@ -210,7 +210,7 @@ class MemsaverAllocator:
 
     def _pause_again(self, group: Any, tags: Sequence[str], rewritten: Collection[str]) -> Any:
         backups: dict[str, Backup] = {tag: self._saved.get(tag, "host") for tag in tags}
-        # What was mapped without its contents must not become a backup.
+        # Memory that was mapped without its contents must not be backed up.
         backups.update((tag, "none") for tag in tags if tag in rewritten)
         ranks = moves.pause(group, tags, backups)
         for tag in rewritten:
@@ -229,7 +229,7 @@ class MemsaverAllocator:
         return sum(int(row["allocated_bytes"]) for row in _C.stats() if row["tag"] in names)
 
     def _forget_freed(self, name: str) -> None:
-        """Map a tag that a deleted engine left released, if all memory of the tag was freed."""
+        """Map a tag that a deleted engine left released, if all of the tag's memory was freed."""
         for part in names_of(name):
             if memsaver.state(part) == "paused" and not memsaver.ranges(part):
                 memsaver.resume(part)

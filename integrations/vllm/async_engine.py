@@ -70,7 +70,7 @@ class AsyncEngine(Local):
         Args:
             args: the arguments.
             kwargs: the keyword arguments, and `timeout`, the time limit for the call in seconds
-                (one hour by default). `request_id` may be missing.
+                (one hour by default). `request_id` may be omitted.
         """
         timeout = kwargs.pop("timeout", GENERATION_SECONDS)
         if len(args) < 3:

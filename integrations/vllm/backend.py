@@ -51,7 +51,7 @@ class VLLMBackend(WeightCalls):
         link: the connection to the engine.
         timeout: the time limit in seconds for the query of the engine's arguments and state.
         end: a function that shuts the engine down and is called once; None if the engine's owner
-            shuts the engine down.
+            shuts it down.
         level: see `SleepController`.
     """
 

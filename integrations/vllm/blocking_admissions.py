@@ -40,7 +40,7 @@ def admission_of(engine: Any) -> VllmAdmission | None:
 
 
 class _Core(Cores):
-    """See `Sleeper`. The calls block the event loop, because this loop has no other tasks."""
+    """See `Sleeper`. The calls block the event loop, which has no other tasks."""
 
     async def released(self) -> frozenset[str] | None:
         setattr(self._engine, _TOUCHED, time.monotonic())
@@ -54,8 +54,8 @@ class _Core(Cores):
             ranks = engine.vllm_config.parallel_config
             if ranks.distributed_executor_backend != "external_launcher" or ranks.world_size == 1:
                 raise
-            # Each rank has an engine of its own, and a wake-up waits for all of them. No rank may
-            # repeat it, because their deadlines differ.
+            # Each rank has its own engine, and a wake-up waits for all of them. No rank may repeat
+            # the wake-up, because the ranks' deadlines differ.
             raise EngineError(str(error)) from error
 
 
@@ -88,8 +88,8 @@ def _admit(engine: Any, need: Need) -> None:
 
     async def work() -> None:
         if admission.policy.sleep_after:
-            # The engine core may have released memory by itself. After the query, it does not do so
-            # again before its idle time has passed.
+            # The engine core may have released memory on its own. After the query, it does not do
+            # so again until its idle time has passed.
             await admission.refresh()
         await admission.admit(need.tags, need.what, reads=need.reads)
 
@@ -124,9 +124,9 @@ def _changed(engine: Any, work: Callable[[], Any], **change: Any) -> Any:
 
     if not hasattr(engine.engine_core, "engine_core"):
         return whole()
-    # The engine core runs in this process. Its executor records a sleep after the memory was
-    # released. After an exception of a signal handler between the two, the executor would ignore
-    # the next wake-up, and a weight update would use released memory.
+    # The engine core runs in this process. Its executor records a sleep only after releasing the
+    # memory. If a signal handler raised an exception in between, the executor would ignore the next
+    # wake-up, and a weight update would use released memory.
     return _C.uninterrupted(whole, True)
 
 

@@ -84,7 +84,7 @@ _SAVE = Need(_WEIGHTS, "save its weights")
 _UPDATE = Need(_WEIGHTS, "update its weights", reads=False)
 
 # By method of the engine core or of its workers. Other methods may run while memory is released:
-# programs call methods of their own, and only these programs know which memory the methods use.
+# programs call their own methods, and only they know which memory those methods use.
 _NEEDS = {
     "add_lora": _LOAD,
     "compute_weight_checksums": _READ,
@@ -103,7 +103,7 @@ _NEEDS = {
     "update_weights": _UPDATE,
 }
 
-# vLLM's and memsaver's other methods of workers, which use no memory that a sleep releases.
+# Other worker methods of vLLM and memsaver, which use no memory that a sleep releases.
 _HARMLESS = frozenset(
     {
         *CHANGES,

@@ -1,4 +1,4 @@
-"""Hooks in the methods, except generation, that `AsyncLLM` and `LLMEngine` have in common."""
+"""Hooks in the methods, except generation, that `AsyncLLM` and `LLMEngine` share."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class ControlHooks:
     Args:
         change: the function that makes calls that release or resume memory; `level` and `woken`
             describe the call.
-        call: the function that makes calls that can need released memory, and queries, for which
-            the need is None.
+        call: the function that makes queries, for which the need is None, and calls that may need
+            released memory.
     """
 
     def __init__(self, change: Callable[..., Any], call: Callable[..., Any]) -> None:

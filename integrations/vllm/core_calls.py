@@ -5,11 +5,11 @@ AsyncLLM and a server's /collective_rpc) call methods by arbitrary names. This m
 queries of the state and of the engine's description, and releases and resumes tags; other calls are
 passed to the workers.
 
-This module uses vLLM's own sleep and wake-up to release and resume the weights and the KV cache.
-Therefore, vLLM's state and other clients' calls remain valid. vLLM's sleep always releases both
-tags, so a single tag is released by a call to the workers. CUDA graphs that cannot be released
-count as released while the weights and the KV cache are released. CUDA graphs that can be released
-are never released alone, because the scheduler would continue to run without the graphs.
+This module uses vLLM's own sleep and wake-up to release and resume the weights and the KV cache, so
+vLLM's state and other clients' calls remain valid. vLLM's sleep always releases both tags, so a
+single tag is released by a call to the workers. CUDA graphs that cannot be released count as
+released while the weights and the KV cache are released. CUDA graphs that can be released are never
+released alone, because the scheduler would continue to run without the graphs.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def install(core: Any) -> None:
         if answer is None:
             if isinstance(method, str) and method in WORKER_CALLS:
                 # The workers limit this wait themselves. An executor that did not wait for them
-                # would leave their responses in its queues, where its next call finds them.
+                # would leave their responses in its queues, where its next call would find them.
                 timeout = None
             call = functools.partial(original, self, method, timeout, args, kwargs)
             if not is_known(method):
@@ -108,8 +108,8 @@ def _state_of(core: Any, *, measures: bool = False) -> SchedulerState:
     """Return the state of all ranks.
 
     A tag counts as released if vLLM's executor counts it as asleep, or if a rank has released it.
-    The two conditions differ after a failed rollback. In this case, `held` in the last answer
-    contains the tags that a rank has not released.
+    The two conditions differ after a failed rollback; `held` in the last answer then contains the
+    tags that a rank has not released.
 
     Args:
         core: the engine core.
@@ -248,8 +248,8 @@ def _answered(
 ) -> Any:
     """Run a release or a resume, and return its `Answer`, which contains any failure.
 
-    If `work` returns a future, the result is also a future, because a pause of vLLM's scheduler
-    ends later. Errors of other classes than memsaver's propagate, unless the workers reported a
+    If `work` returns a future, the result is also a future, because pausing vLLM's scheduler
+    completes later. Errors that are not memsaver's own propagate, unless the workers reported a
     failure of this call.
 
     Args:
@@ -314,7 +314,7 @@ def _then(first: Any, work: Callable[[Any], Any]) -> Any:
 def _refused(
     core: Any, operation: str, tags: Sequence[str], error: MemsaverError, number: int
 ) -> Answer:
-    """Return the answer to a failed call: the workers' own answer if the workers sent an answer."""
+    """Return the answer to a failed call: the workers' own answer if they sent one."""
     state = _state_of(core)
     if state.last is not None and state.last.number > number and state.last.failure is not None:
         return state.last

@@ -1,4 +1,4 @@
-"""Make calls fail that wait for an engine core that has exited.
+"""Make calls that wait for an exited engine core fail.
 
 vLLM's blocking client waits indefinitely for the answer to a call, even after the engine core has
 exited. A core can exit in two ways. If its workers have exited, the core sends a message about this
@@ -42,7 +42,7 @@ def shut_down(result: Any, client: Any, *_: Any) -> Any:
 def _end(calls: dict[int, Any]) -> None:
     dead = importlib.import_module("vllm.v1.engine.exceptions").EngineDeadError
     for future in list(calls.values()):
-        # The calls of an `AsyncLLM` have futures of asyncio, and `cores.alive` fails them.
+        # An `AsyncLLM`'s calls have asyncio futures, which `cores.alive` fails.
         if isinstance(future, Future):
             with contextlib.suppress(InvalidStateError):  # another thread has completed it
                 future.set_exception(dead())

@@ -34,7 +34,7 @@ def run(
 ) -> Any:
     """Run a call to one of the methods in `calls.DIRECT`, and record which tags are then released.
 
-    An error of memsaver is also recorded: an engine core in its own process sends only the error's
+    memsaver's own errors are also recorded: an engine core in its own process sends only an error's
     text to its client, which then queries the error.
 
     Args:
@@ -158,7 +158,7 @@ def check_idle(core: Any, *, queued: bool = True) -> None:
 
     Args:
         core: the engine core.
-        queued: whether steps count that are still queued. They can belong to ended requests.
+        queued: whether steps that are still queued count; they may belong to ended requests.
     """
     if _has_requests(core) or (queued and getattr(core, "batch_queue", None)):
         raise EngineBusyError(
@@ -167,7 +167,7 @@ def check_idle(core: Any, *, queued: bool = True) -> None:
 
 
 def _has_requests(core: Any) -> bool:
-    """Return whether requests run or are about to run. Requests that a pause holds do not count."""
+    """Return whether requests run or are about to run. Requests held by a pause do not count."""
     if core.scheduler.running:
         return True
     return bool(not core.is_scheduler_paused() and core.scheduler.has_unfinished_requests())

@@ -75,7 +75,7 @@ class LocalEngine(Local):
     An LLM runs one call at a time, so a call waits until another thread's call ends. During a
     generation by `samples`, other calls can run between vLLM's steps and while a request waits for
     a wake-up. Only a pause must wait until the generation ends. If vLLM runs its engine core in
-    this process, calls cannot be interrupted, and their timeouts are checked only after the calls.
+    this process, calls cannot be interrupted, and their timeouts are checked only afterwards.
 
     Args:
         engine: the LLM.
@@ -119,8 +119,8 @@ class LocalEngine(Local):
 
         Args:
             args: the arguments.
-            kwargs: the keyword arguments, and `timeout`, the limit in seconds for the wait for
-                other threads' calls (one hour by default).
+            kwargs: the keyword arguments, and `timeout`, the limit in seconds on the wait for other
+                threads' calls (one hour by default).
 
         Raises:
             ConfigError: the timeout is not a positive number.
@@ -196,9 +196,8 @@ class LocalEngine(Local):
     ) -> None:
         """With the policy "wait", wait until another caller has woken the tags of a request.
 
-        This wait must precede vLLM's call, although vLLM's call applies the policy itself. vLLM's
-        call would wait while this thread holds the lock `_busy`, so no other thread could wake the
-        engine.
+        This wait must precede vLLM's call, although that call applies the policy itself: it would
+        wait while this thread holds the lock `_busy`, so no other thread could wake the engine.
         """
         if need is None or not has_plugin():
             return
@@ -241,7 +240,7 @@ class LocalEngine(Local):
 
     @contextlib.contextmanager
     def _calling(self) -> Iterator[None]:
-        """Record that this thread can own a lock, so nested calls do not wait for the lock."""
+        """Record that this thread can own a lock, so that nested calls do not wait for it."""
         recorded: list[int] = []
         forget = functools.partial(self._forget, recorded)
         try:
@@ -282,8 +281,8 @@ class LocalEngine(Local):
     def _start(self, owned: list[threading.Lock], work: Callable[[], None]) -> None:
         """Start a thread that runs a call and then releases the lock `_busy`.
 
-        A finalizer on the new thread could wait for `_busy`, so no finalizer may run on this thread
-        before the thread is recorded. No signal handler may run between these steps.
+        A finalizer on the new thread could wait for `_busy`, so none may run on that thread before
+        it is recorded. No signal handler may run between these steps.
         """
 
         def call() -> None:

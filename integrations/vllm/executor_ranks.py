@@ -17,8 +17,8 @@ def group_of(worker: Any) -> Group:
     """Return the ranks of the worker's executor. The first call is collective.
 
     If a model's experts are distributed over data-parallel engines, the world is larger than the
-    executor. In this case, vLLM has a process group for an executor only if the executor spans
-    several hosts.
+    executor. vLLM then has a process group for an executor only if the executor spans several
+    hosts.
     """
     size = worker.parallel_config.world_size
     if size == 1:
@@ -39,7 +39,7 @@ def _cpu_group(worker: Any, size: int) -> Any:
     import torch.distributed as dist
 
     first = dist.get_rank() - worker.rank
-    # Only the members make this call: other engines may be asleep, or may never sleep.
+    # Only the members make this call, because other engines may be asleep, or may never sleep.
     return dist.new_group(
         list(range(first, first + size)), backend="gloo", use_local_synchronization=True
     )

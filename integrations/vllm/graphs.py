@@ -2,7 +2,7 @@
 
 In each process, vLLM captures its graphs into one pool. vLLM's platform class returns the pool's
 id. With MEMSAVER_VLLM_GRAPHS=1, the class returns the id of a pool of memsaver's allocator if vLLM
-uses this allocator.
+uses that allocator.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ takes effect only while memsaver's memory is released. It adds no work to a deco
 
 Requests that were accepted before the sleep and were not aborted continue after the wake-up. A
 sleep with `mode="wait"` waits until the requests that the scheduler has begun are finished. vLLM
-would hold all other requests indefinitely, so the guard refuses these requests like new requests.
-With data parallelism, each engine core decides based on its own state.
+would hold all other requests indefinitely, so the guard refuses them, as it does new requests. With
+data parallelism, each engine core decides based on its own state.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _has_memsaver(_: Any) -> bool:
 
 
 class Guard:
-    """The guard of one engine core; see the description of this module.
+    """The guard of one engine core; see the module's docstring.
 
     Attributes:
         idle: the object that releases the memory of an idle engine; None if the settings do not
@@ -299,7 +299,7 @@ class Guard:
         dispatch(kind, request)
 
     def _is_new(self, request: Any) -> bool:
-        """Return whether a request is new, and not a part of a request that the scheduler has."""
+        """Return whether a request is new rather than part of one that the scheduler has."""
         known = getattr(self._core.scheduler, "requests", {})
         return request.request_id not in known and not getattr(request, "abort_immediately", False)
 
@@ -315,8 +315,7 @@ class Guard:
 
         Raises:
             EngineError: the call failed while memory was released. This error is raised only if the
-                engine core has its own process, because this process sends only the text of an
-                error.
+                engine core has its own process, because that process sends only an error's text.
         """
         released = self.released
         if not released:

@@ -32,7 +32,7 @@ class IdleRelease:
 
 
 class IdleSleep:
-    """An object that releases an engine core's memory after a period without requests.
+    """Releases an engine core's memory after a period without requests.
 
     Args:
         core: the engine core.
@@ -77,8 +77,8 @@ class IdleSleep:
     def received(self, kind: str, request: Any) -> None:
         """Record a client's request. Queries do not postpone a release.
 
-        The period restarts when the request arrives. The period restarts again when the engine core
-        has handled the request and waits for the next request.
+        The period restarts when the request arrives, and again when the engine core has handled it
+        and waits for the next one.
         """
         if kind == "ADD" or (kind == "UTILITY" and not is_query(request[2], request[3])):
             self._is_working = True
@@ -100,10 +100,10 @@ class IdleSleep:
         core = self._core
         if self.left is None or core.has_work():
             return
-        self._timer.restart()  # a failed release is retried after the same time
+        self._timer.restart()  # a failed release is retried after the same period
         try:
             # Not `core.sleep`, because it clears the caches of multi-modal inputs, and the clients
-            # have the corresponding caches.
+            # keep the corresponding caches.
             if core.pause_scheduler("abort", False) is None and core.reset_prefix_cache():
                 logger.info("the engine is idle: releasing its memory")
                 core.model_executor.sleep(_LEVEL)

@@ -1,10 +1,10 @@
-"""Preserve state other than weights during sleeps, in versions of vLLM that lose this state.
+"""Preserve state other than weights during sleeps, in versions of vLLM that lose it.
 
 vLLM 0.33 creates LoRA's stacks of adapters in the pool `runtime`, whose contents every sleep keeps.
-vLLM 0.33 also saves the buffers of a draft model, in the same way as the model's buffers. Older
-versions create the stacks in the pool of the weights, and save neither the stacks nor these
-buffers. Therefore, the adapters would be zero after a wake-up from level 2. Because their manager
-counts them as loaded, the engine would generate with the base model.
+vLLM 0.33 also saves a draft model's buffers, just as it saves the model's buffers. Older versions
+create the stacks in the pool of the weights, and save neither the stacks nor these buffers.
+The adapters would therefore be zero after a wake-up from level 2, and because their manager counts
+them as loaded, the engine would generate with the base model.
 
 Since vLLM 0.32, the block tables and the constants of the attention backends are also in the pool
 `runtime`. vLLM 0.26 to 0.28 create them in the pool of the KV cache, whose contents every sleep
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 LORA = "vllm.v1.worker.lora_model_runner_mixin"
-# The functions that allocate the KV cache until vLLM 0.28, with their classes, by module.
+# The functions that allocate the KV cache up to vLLM 0.28, with their classes, by module.
 _ALLOCATING = {
     "vllm.v1.worker.gpu_model_runner": ("GPUModelRunner", "_allocate_kv_cache_tensors"),
     "vllm.v1.worker.kv_connector_model_runner_mixin": (
@@ -73,7 +73,7 @@ def install_cache(module: ModuleType, allocator_of: AllocatorOf) -> None:
     """
     owner, name = _allocating(module)
     if hasattr(owner, name):
-        # A cache that is allocated outside of a region is only for profiling.
+        # A cache allocated outside a region is only for profiling.
         hooking.around(owner, name, _in_pool(KV_CACHE, allocator_of, _C.region_depth))
 
 
@@ -162,7 +162,7 @@ def restores_draft(wake_up: Callable[..., None]) -> Callable[..., None]:
 
 
 def _draft(worker: Any) -> Any:
-    """Return the worker's draft model; None without a draft model or if vLLM saves its buffers."""
+    """Return the worker's draft model; None if there is none, or if vLLM saves its buffers."""
     if hasattr(worker, _OWN) or not hasattr(worker, "get_draft_model"):
         return None
     return worker.get_draft_model()

@@ -31,7 +31,7 @@ _ENVIRONMENT = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 _DEFAULT_ARGUMENTS = {
     "skip_tokenizer_init": True,
     "enable_sleep_mode": True,
-    # The log-probabilities with which tokens were sampled, because a trainer needs these.
+    # A trainer needs the log-probabilities with which tokens were sampled.
     "logprobs_mode": "processed_logprobs",
 }
 
@@ -89,7 +89,7 @@ def launch(
 
     Args:
         placement: the engine's GPUs.
-        tp_size: the number of tensor-parallel ranks; if None, `arguments` determine the number.
+        tp_size: the number of tensor-parallel ranks; None means the number that `arguments` sets.
         arguments: the arguments of vLLM's `AsyncEngineArgs`, and `sleep_level`, the `level` of
             `SleepController`. These arguments override the placement and the defaults for rollouts.
         timeout: the time limit in seconds for the engine's start, after which its processes are
@@ -118,7 +118,7 @@ def launch(
             f"{tp_size} ranks"
         )
     deadline = time.monotonic() + timeout
-    # The thread of the loop also starts the engine's processes, which end with it.
+    # The loop's thread also starts the engine's processes, which end with it.
     loop = LoopThread()
 
     def start() -> Any:

@@ -50,8 +50,8 @@ class Link(abc.ABC):
             deadline = time.monotonic() + timeout
             arguments = [list(tags), self.level, *_kept(keep_weights)]
             answers = self._change(RELEASE, arguments, timeout)
-            # Like vLLM's own sleep, because the front end must drop the inputs that the engine core
-            # drops.
+            # As vLLM's own sleep does, because the front end must drop the inputs that the engine
+            # core drops.
             self.call("reset_mm_cache", {}, seconds_until(deadline, _LEAST_SECONDS))
             return answers
         if not {WEIGHTS, KV_CACHE} <= set(tags):
@@ -133,8 +133,8 @@ class Link(abc.ABC):
     def has_plugin(self, timeout: float) -> bool:
         """Return whether the engine has memsaver's plugin.
 
-        A test call cannot answer this question. A call to a method that the workers lack would
-        leave responses in vLLM's queues, and vLLM's next call would read these responses.
+        A test call cannot answer this question: a call to a method that the workers lack would
+        leave responses in vLLM's queues, and vLLM's next call would read them.
         """
 
     @abc.abstractmethod

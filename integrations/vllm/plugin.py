@@ -14,12 +14,12 @@ imports the affected modules:
 - LoRA adapters, the buffers of draft models, and state that is created with the KV cache survive
   sleeps (`kept`).
 - vLLM copies memsaver's environment variables to the workers of the Ray executor.
-- CUDA graphs are captured into pausable memory if `settings` request this (`graphs`).
+- CUDA graphs are captured into pausable memory if `settings` request it (`graphs`).
 - Requests to a sleeping engine are refused, wait, or wake it (`hooks`, `http_answers`).
 
 Until vLLM requests the allocator, the plugin neither opens the driver nor imports torch. Unless
 `enable_sleep_mode` or `enable_cumem_allocator` is set, vLLM behaves as it does without memsaver.
-Failures of this module do not terminate a vLLM process, with one exception: requesting the sleep
+Failures in this module do not terminate a vLLM process, with one exception: requesting the sleep
 mode without a CUDA driver is an error.
 """
 
@@ -81,8 +81,8 @@ def load_plugin() -> None:
         return
     graphs_too = settings.graphs_are_pausable()
     if graphs_too:
-        # A resume maps new pages at a graph's addresses, but collectives that NCCL registered
-        # during the capture would still use the old pages.
+        # A resume maps new pages at a graph's addresses, but collectives would still use the old
+        # pages, which NCCL registered during the capture.
         os.environ.setdefault(_NCCL, "0")
     for name, installs in _effects(graphs_too).items():
         when_imported(name, _guarded(installs))

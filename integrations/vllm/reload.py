@@ -11,7 +11,7 @@ from ..engine.weights.adapters import without_adapters
 
 __all__ = ["LayerwiseReload", "domain_of", "is_converted"]
 
-# The methods whose weights stay as the loader writes them, on CUDA devices.
+# The methods whose weights, on CUDA devices, stay as the loader writes them.
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 _PLAIN_LAYERS = ("Attention", "MMEncoderAttention")
 _HOOK = "process_weights_after_loading"
@@ -44,7 +44,7 @@ def _is_converted(layer: Any) -> bool:
         return False
     if type(layer).__name__ not in _PLAIN_LAYERS:
         return True
-    # A backend of attention may copy the sinks of its layer.
+    # An attention backend may copy its layer's sinks.
     implementation = getattr(layer, "impl", None)
     own = getattr(type(implementation), _HOOK, None)
     is_usual = own is None or own.__module__ == "vllm.v1.attention.backend"

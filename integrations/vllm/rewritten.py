@@ -1,10 +1,9 @@
 """Wake up weights that are about to be rewritten, and restore only the model's buffers.
 
-An update rewrites the parameters of the model. An update does not rewrite the model's buffers, a
-draft model, or the parameters in vLLM's `sleep_preserve_parameter_names`. Before such a wake-up,
-the buffers are read from the backup. vLLM's worker then restores the buffers in the same way as
-after a level 2 sleep. If there is a draft model or a preserved parameter, the wake-up restores all
-contents.
+An update rewrites the model's parameters, but not the model's buffers, a draft model, or the
+parameters in vLLM's `sleep_preserve_parameter_names`. Before such a wake-up, the buffers are read
+from the backup. vLLM's worker then restores the buffers, as it does after a level 2 sleep. If there
+is a draft model or a preserved parameter, the wake-up restores all contents.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _PRESERVED = "sleep_preserve_parameter_names"  # since vLLM 0.31
 
 
 def has_draft(worker: Any) -> bool:
-    """Return whether the worker might have a draft model; updates do not rewrite this model."""
+    """Return whether the worker might have a draft model; updates do not rewrite it."""
     if hasattr(worker, "get_draft_model"):
         return worker.get_draft_model() is not None
     return getattr(worker.vllm_config, "speculative_config", None) is not None
@@ -35,7 +34,7 @@ def has_draft(worker: Any) -> bool:
 def save_buffers(worker: Any, allocator: MemsaverAllocator) -> bool:
     """Save the model's buffers for a wake-up that does not restore the released weights.
 
-    The function never raises an exception, because the other ranks would wait for this rank.
+    The function never raises an exception, because the other ranks would then wait for this rank.
 
     Returns:
         Whether the next wake-up of the weights needs no other contents of the backup. False if an

@@ -1,7 +1,7 @@
 """A route of a vLLM server through which a client detects memsaver's plugin in the engine.
 
 The route exists only if the server has the route /collective_rpc, through which the client makes
-its calls. This is the case only with VLLM_SERVER_DEV_MODE=1.
+its calls. The server has that route only with VLLM_SERVER_DEV_MODE=1.
 """
 
 from __future__ import annotations

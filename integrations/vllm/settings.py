@@ -7,7 +7,7 @@ MEMSAVER_VLLM: `0` disables the plugin, so that vLLM does not use memsaver. Defa
 MEMSAVER_VLLM_BACKUP: the backing store for saved contents: `host`, `pageable`, `disk` or `peer`;
     see `memsaver.region`. Default `host`.
 MEMSAVER_VLLM_GRAPHS: `1` releases the memory of CUDA graphs together with all other memory, like
-    vLLM's own option `sleep_mode_offload_cudagraph` in versions with this option. Default `0`.
+    vLLM's own option `sleep_mode_offload_cudagraph` in versions that have it. Default `0`.
 MEMSAVER_VLLM_ASLEEP: the policy for requests that need released memory: `refuse`, `wait` or `wake`;
     see `memsaver.integrations.engine.policies.Policy`. Default `refuse`.
 MEMSAVER_VLLM_ASLEEP_WAIT: the maximum time in seconds for which a request is held. Default `60`.

@@ -1,4 +1,4 @@
-"""`SleepController`, which puts a vLLM engine to sleep and wakes the engine."""
+"""`SleepController`, which puts a vLLM engine to sleep and wakes it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SleepController(EngineController):
     """Puts a vLLM engine to sleep and wakes it, by tag: "kv_cache", "weights", "cuda_graph".
 
     Every call skips tags that are already in the requested state. While requests are in flight, a
-    sleep raises an error and does not abort the requests.
+    sleep raises an error instead of aborting them.
 
         engine = SleepController(vllm.LLM(model, enable_sleep_mode=True))
         engine.sleep(wait_idle=True)          # all tags; the trainer may use the memory
@@ -28,19 +28,18 @@ class SleepController(EngineController):
 
     If the engine has memsaver's plugin, tags sleep independently of each other. A failed call (for
     example because too little memory is free) leaves the engine alive and unchanged on all ranks,
-    and can be repeated. The controller reads this state from the engine, so the state is correct
-    even after errors and after calls by other clients. Without the plugin, the weights and the KV
-    cache sleep together, and the controller knows only its own calls and the argument `released`.
-    The tag "cuda_graph" is released together with all other tags, and is mapped by any wake-up.
-    Graphs that can be released are never released alone; an attempt raises `ConfigError`.
+    and can be repeated. The controller reads the state from the engine, so it is correct even after
+    errors and after calls by other clients. Without the plugin, the weights and the KV cache sleep
+    together, and the controller knows only its own calls and the argument `released`. The tag
+    "cuda_graph" is released together with all other tags, and is mapped by any wake-up. Graphs that
+    can be released are never released alone; an attempt raises `ConfigError`.
 
-    `generate` has the arguments of `vllm.LLM.generate`, or the arguments of `AsyncLLM.generate`, of
-    which it returns the last output. For a server at a URL, `generate` sends its arguments as the
-    fields of a request to /v1/completions, without streaming. For an AsyncLLM or a server,
-    `timeout` is the time limit for the whole call in seconds (one hour by default). For a
-    `vllm.LLM`, `timeout` limits the wait for other threads' calls. In an `on_pause` or `on_resume`
-    callback, pass a short timeout, because another thread's call might be waiting for the
-    callback's tag.
+    `generate` accepts the arguments of `vllm.LLM.generate`, or those of `AsyncLLM.generate`, whose
+    last output it returns. For a server at a URL, `generate` sends its arguments as the fields of a
+    request to /v1/completions, without streaming. For an AsyncLLM or a server, `timeout` is the
+    time limit for the whole call in seconds (one hour by default). For a `vllm.LLM`, `timeout`
+    limits the wait for other threads' calls. In an `on_pause` or `on_resume` callback, pass a short
+    timeout, because another thread's call might be waiting for the callback's tag.
 
     Threads: any thread may make calls, except the thread that runs an AsyncLLM's event loop. Calls
     to `sleep` and `wake_up` are serialized. Generations of a `vllm.LLM` are also serialized, but

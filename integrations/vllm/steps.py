@@ -1,9 +1,9 @@
 """Perform a release or a wake-up of vLLM's worker on all ranks of an executor or on none.
 
 vLLM's `Worker.sleep` and `Worker.wake_up` copy buffers before the allocator's transition, and
-restore buffers and run checks after the transition. Every rank makes such a call inside a `Step`.
-The transition and the end of the call are collective: if any part fails on a rank, all ranks undo
-the transition.
+restore buffers and run checks after it. Every rank makes such a call inside a `Step`. The
+transition and the end of the call are collective: if any part fails on a rank, all ranks undo the
+transition.
 """
 
 from __future__ import annotations

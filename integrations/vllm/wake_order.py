@@ -3,9 +3,9 @@
 After a sleep at level 2, the worker of vLLM 0.26 restores the model's buffers in the first wake-up,
 even if that wake-up does not include the weights. With a quantized KV cache, its V1 model runner
 resets the cache's scales to 1 after every wake-up of the KV cache. The buffers and the scales are
-in the memory of the weights. If this memory is still released, a write to the memory crashes the
-worker with an illegal access. The scales are also buffers, so their values are restored with the
-weights at every level, and a reset is not needed.
+in the memory of the weights. If this memory is still released, writing to it crashes the worker
+with an illegal access. The scales are also buffers, so their values are restored with the weights
+at every level, and a reset is not needed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _RESET = "init_fp8_kv_scales"  # a method of the V1 model runner, until 0.28
 def in_any_order(
     wake_up: Callable[..., None], allocator_of: Callable[[], MemsaverAllocator | None]
 ) -> Callable[..., None]:
-    """Return a worker's wake-up that postpones changes to the weights until their wake-up."""
+    """Return a worker's wake-up that postpones changes to the weights until the weights wake up."""
 
     @functools.wraps(wake_up)
     def call(worker: Any, tags: list[str] | None = None) -> None:

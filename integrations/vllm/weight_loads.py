@@ -1,10 +1,10 @@
 """Load weights from a trainer into the models of vLLM's workers.
 
-The plugin adds all functions to vLLM's worker as methods, and every rank of an executor calls these
-methods. The ranks exchange their results before any rank answers, and each answer contains the
-results of all ranks. A failure is never raised. After a rank's exception, the multiprocessing
-executor would leave the responses of the following ranks in its queues, and its next call would
-read these responses. An interrupt or an exit is raised on the interrupted rank after the exchange.
+The plugin adds all functions to vLLM's worker as methods, and every rank of an executor calls them.
+The ranks exchange their results before any rank answers, and each answer contains the results of
+all ranks. A failure is never raised: after a rank's exception, the multiprocessing executor would
+leave the responses of the following ranks in its queues, and its next call would read them. An
+interrupt or an exit is raised on the interrupted rank after the exchange.
 
 If a bucket arrives damaged on one rank, no rank loads the bucket. If a load fails on one rank, the
 load counts as failed on all ranks.
@@ -12,8 +12,8 @@ load counts as failed on all ranks.
 After loading, vLLM converts quantized weights and weights whose kernels use another layout. The
 buckets for these models are loaded through vLLM's layerwise reload, as in vLLM's own engines for
 weight transfers. The reload keeps tensors until a layer is complete, and then loads, converts and
-copies the tensors into the layer's memory. For all other models, each bucket is loaded directly
-into the model's memory, and the contents are compared with the received tensors.
+copies them into the layer's memory. For all other models, each bucket is loaded directly into the
+model's memory, and the contents are compared with the received tensors.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def install(worker: Any) -> None:
 
 
 def _begin(worker: Any) -> Rows:
-    """Begin an update; abandon an earlier update that was not ended."""
+    """Begin an update; abandon any earlier update that was not ended."""
 
     def work() -> None:
         _check_awake()
@@ -69,7 +69,7 @@ def _begin(worker: Any) -> Rows:
 
 
 def _end(worker: Any) -> Rows:
-    """End an update. Does nothing without one. A refused call can be repeated."""
+    """End an update, if there is one. A refused call can be repeated."""
 
     def work() -> None:
         update: _Update | None = getattr(worker, _UPDATE, None)
@@ -160,7 +160,7 @@ def _received(worker: Any, coming: Broadcast, timeout: float) -> Named:
 
 
 class _Update:
-    """An update on one rank, from the beginning to the end of the update.
+    """An update on one rank, from its beginning to its end.
 
     Attributes:
         failed: whether any rank failed to load a bucket.

@@ -1,11 +1,11 @@
 """Make sleep and wake-up in vLLM's worker processes take effect on all ranks or on none.
 
 vLLM's executor calls `Worker.sleep`, `Worker.wake_up` and `Worker.discard` on every rank, and each
-rank acts independently. If one rank fails, the other ranks are in a different state. The
+rank acts independently. If one rank fails, the other ranks end up in a different state. The
 multiprocessing executor also leaves the responses of the following ranks in its queues, and its
-next call would read these responses. The hooks of this module wrap these methods. The ranks
-exchange their results. If the call failed on any rank, all ranks undo the call. Only the rank whose
-response the executor reads last raises an error.
+next call would read them. This module's hooks wrap these methods: the ranks exchange their results,
+and if the call failed on any rank, all ranks undo it. Only the rank whose response the executor
+reads last raises an error.
 
 | event | state afterwards, on every rank |
 |---|---|
@@ -13,9 +13,10 @@ response the executor reads last raises an error.
 | a sleep fails later | mapped; contents without a backup may be lost |
 | a wake-up fails | still released, with backups; the call may be repeated |
 
-If the rollback of a sleep also fails, the sleep counts as successful, so the engine does not use
-memory that is released on a rank. The next wake-up maps this memory. The method `memsaver_state`,
-which collective_rpc calls by name, returns the last answer and the state of the memory.
+If the rollback of a sleep also fails, the sleep counts as successful, so that the engine does not
+use memory that is released on a rank. The next wake-up maps this memory. The method
+`memsaver_state`, which collective_rpc calls by name, returns the last answer and the state of the
+memory.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ def install(worker: Any) -> None:
 def _of_part(sleep: Callable[..., None]) -> Callable[..., None]:
     """Return a variant of a worker's sleep that can release a subset of the deferrable tags.
 
-    The sleep of the last mapped deferrable tag also releases all other memory, like a sleep of both
-    tags.
+    The sleep of the last mapped deferrable tag also releases all other memory, as a sleep of both
+    tags does.
     """
 
     def call(worker: Any, tags: Sequence[str], level: int) -> None:
@@ -106,7 +107,7 @@ def _wake_rewritten(worker: Any, tags: list[str]) -> None:
     """Wake tags that include the weights, which are about to be rewritten on all ranks."""
     allocator = installed_allocator()
     assert allocator is not None  # the core has checked this
-    # The ranks decide together, because the backup of only some of them may be on disk.
+    # The ranks decide together, because only some of them may have their backup on disk.
     votes = group_of(worker).gather({"saved": save_buffers(worker, allocator)})
     is_rewritten = all(vote["saved"] for vote in votes)
     with allocator.rewriting([WEIGHTS]) if is_rewritten else contextlib.nullcontext():
@@ -142,7 +143,7 @@ def installed_allocator() -> MemsaverAllocator | None:
 def memsaver_state(worker: Any, measures: bool = False) -> dict[str, Any]:
     """Return the `SchedulerState` of this rank's memory, as JSON values.
 
-    The value of `idle` is always True, because a worker does not know the waiting requests.
+    The value of `idle` is always True, because a worker does not know which requests are waiting.
 
     Args:
         worker: vLLM's worker.

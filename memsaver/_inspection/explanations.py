@@ -23,8 +23,8 @@ class Explanation:
 
     Attributes:
         address: the address.
-        tag: the tag of the memory, or None for memory that memsaver did not allocate. In this case,
-            the attributes that describe the tag are not set.
+        tag: the tag of the memory, or None for memory that memsaver did not allocate. If None, the
+            attributes that describe the tag are not set.
         device: the device's index.
         state: the tag's state.
         allocation: the live allocation that contains the address, or None.
@@ -32,13 +32,13 @@ class Explanation:
             tensors.
         tensor: the memory block of the live tensor that contains the address, or None if torch
             reports no such tensor.
-        since: the time when the tag entered its state (for example, when it was paused), in the
-            format of `time.time()`.
+        since: when the tag entered its state (for example, when it was paused), as a `time.time()`
+            value.
         seconds: the time from `since` to the creation of this object.
-        thread: the system's id (`threading.get_native_id()`) of the thread whose call changed the
+        thread: the native id (`threading.get_native_id()`) of the thread whose call changed the
             tag's state. If the tag was never paused, this is the id of the thread that created the
             tag.
-        caller: the place of this call in the program, and the thread's name; "" for a call from
+        caller: where in the program that call was made, and the thread's name; "" for a call from
             outside Python.
         in_host_memory: whether the argument was a CPU tensor whose memory memsaver did not
             allocate.
@@ -59,7 +59,7 @@ class Explanation:
 
     @property
     def offset(self) -> int:
-        """The offset, in bytes, in the tensor or, without a tensor, in the allocation."""
+        """The address's offset, in bytes, in the tensor or, if there is none, in the allocation."""
         around = self.tensor or self.allocation
         return self.address - around.address if around is not None else 0
 
@@ -119,7 +119,7 @@ _STANDING = {
 def explain(address_or_tensor: Any) -> Explanation:
     """Describe an address: its tag, its tensor, its state, and the call that paused the tag.
 
-    The function makes no driver call, so it also works after an illegal access, when the CUDA
+    This function makes no driver calls, so it still works after an illegal access, when the CUDA
     context is lost. `compute-sanitizer` and `cuda-gdb` report the address of an illegal access.
 
     Args:

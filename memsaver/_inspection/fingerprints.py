@@ -1,4 +1,4 @@
-"""Fingerprints, which compare contents between processes, or before and after a pause."""
+"""Fingerprints for comparing contents between processes, or before and after a pause."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def fingerprint(*tags_or_tensors: Any) -> str:
     Experimental: this API can change in any version.
 
     Equal bytes have equal digests in every process and at every address. Different contents have
-    different digests, except with a probability of 2^-128, or if they were constructed to collide.
+    different digests, except with probability 2^-128 or if they were constructed to collide.
 
     Args:
-        tags_or_tensors: tags or CUDA tensors, which are hashed in the order of the arguments. The
-            live tensors of a tag are hashed in address order. Any CUDA tensor is valid, even if
-            memsaver did not allocate it. On the simulated driver, pass tensors in simulated memory.
-            Non-contiguous tensors are copied first.
+        tags_or_tensors: tags or CUDA tensors, hashed in argument order. The live tensors of a tag
+            are hashed in address order. Any CUDA tensor is valid, even if memsaver did not allocate
+            it. On the simulated driver, pass tensors in simulated memory. Non-contiguous tensors
+            are copied first.
 
-    The call waits for work that was submitted to the device earlier. The fingerprint of a tag
-    equals the fingerprint of its tensors in address order.
+    The call waits for work already submitted to the device. The fingerprint of a tag equals the
+    fingerprint of its tensors in address order.
 
     Raises:
         UnknownTagError: no region has ever named one of the tags.

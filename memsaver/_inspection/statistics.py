@@ -67,9 +67,8 @@ class TagStats:
         unchanged_pieces: unchanged pieces of all pauses.
         unchanged_bytes: bytes of the unchanged pieces of all pauses.
 
-    Counters, durations and states are values of the whole tag, and are the same in the tag's rows
-    for all devices. Byte counts are values of one device. A failed transition changes only
-    `failures`.
+    Counters, durations and states are per tag, and are the same in all of the tag's rows. Byte
+    counts are per device. A failed transition changes only `failures`.
     """
 
     tag: str
@@ -164,7 +163,7 @@ class Deferred(NamedTuple):
     Attributes:
         objects: the number of driver objects. Every transition, allocation and `trim` retries their
             release.
-        device_bytes: an upper bound of the objects' device memory, which no tag's statistics
+        device_bytes: an upper bound on the objects' device memory, which no tag's statistics
             include.
         host_bytes: the objects' pinned host memory, which `Stats.host_bytes` includes.
     """
@@ -183,9 +182,9 @@ class Stats:
         host_bytes: the total host memory in use for backups, including temporary copy buffers.
         host_available_bytes: additional host memory that backups may use now, within the option
             `host_bytes` and the system's available memory. Comparisons ignore this value, because
-            it also changes without calls to memsaver.
+            it can change without any call to memsaver.
         deferred: the memory that the driver refused to release. The statistics of another process
-            do not contain this memory.
+            do not include this memory.
     """
 
     tags: tuple[TagStats, ...]
@@ -236,7 +235,8 @@ def _tag_stats(row: dict[str, Any]) -> TagStats:
     """Return a row of the native statistics as a `TagStats`."""
     row["state"] = STATES[row["state"]]
     row["backup"] = backup_of(row["backup"])
-    # The constructor of a frozen dataclass is 15 times slower: it sets each field with a call.
+    # A frozen dataclass's constructor is 15 times slower, because it sets each field through a
+    # call.
     made = object.__new__(TagStats)
     made.__dict__.update(row)
     return made
@@ -265,7 +265,7 @@ def ranges(tag: str, device: Device | None = None) -> tuple[Range, ...]:
 
 
 def device_memory(device: Device = 0) -> tuple[int, int]:
-    """Return the free bytes and the total bytes of a device, as reported by the driver.
+    """Return a device's free bytes and total bytes, as reported by the driver.
 
     Raises:
         ConfigError: the device does not exist.

@@ -30,8 +30,8 @@ _MOST_EVENTS = 1 << 24  # the core's limit
 class Timeline:
     """A recording of this process, which `timeline()` creates. A context manager. Thread-safe.
 
-    Experimental: this API can change in any version. The recording can be read and saved during its
-    run and afterwards.
+    Experimental: this API can change in any version. The recording can be read and saved while it
+    is running and afterwards.
     """
 
     def __init__(self, events: int, interval: float | None) -> None:
@@ -48,11 +48,12 @@ class Timeline:
         self._interval = interval
         # No lock, because a finalizer or a signal handler may run in the middle of any method.
         self._recording: _Recording | None = None  # the recording in progress
-        self._unstopped: list[_Recording] = []  # the same; the thread that removes it stops it
+        self._unstopped: list[_Recording] = []  # the same one; the thread that removes it stops it
         self._sampling: list[tuple[threading.Thread, Latch]] = []
         self._trace: Trace | None = None
 
-    # Native, so that no signal handler runs between starting or stopping a recording and noting it.
+    # Native, so that no signal handler runs between starting or stopping a recording and updating
+    # this object.
     __enter__ = _C.enter
     __exit__ = _C.exit
 
@@ -68,7 +69,7 @@ class Timeline:
         return f"<memsaver.Timeline: {state}>"
 
     def start(self) -> None:
-        """Start recording, like the start of a `with` block. Discards the result of an earlier
+        """Start recording, as on entry to a `with` block. Discards the result of an earlier
         recording.
 
         Raises:
@@ -101,7 +102,7 @@ class Timeline:
         atexit.register(self._end_sampling)  # makes no driver call during process exit
 
     def stop(self) -> None:
-        """Stop recording, like the end of a `with` block.
+        """Stop recording, as on exit from a `with` block.
 
         If the recording has already stopped, the call has no effect.
 
@@ -114,12 +115,12 @@ class Timeline:
     def _stop(self) -> None:
         try:
             recording = self._unstopped.pop()
-        except IndexError:  # the recording has ended, or another thread stops it
+        except IndexError:  # the recording has ended, or another thread is stopping it
             return
         if os.getpid() == recording.process:
             try:
                 _C.timeline_sample()
-                self._trace = _read(recording)  # set before the end: other threads may read it
+                self._trace = _read(recording)  # set before stopping: other threads may read it
                 _C.timeline_stop()
             except BaseException:
                 self._unstopped.append(recording)
@@ -138,7 +139,7 @@ class Timeline:
 
     @property
     def trace(self) -> Trace:
-        """The data recorded so far or, after the end, the whole recording.
+        """The data recorded so far or, after the recording has stopped, the whole recording.
 
         Raises:
             InvalidStateError: the recording has not begun.
@@ -157,7 +158,7 @@ class Timeline:
     @property
     def transitions(self) -> tuple[TagTransition, ...]:
         """The pauses, resumes and swaps, with one row for each tag and device, in order of their
-        start.
+        start times.
         """
         return self.trace.transitions
 
@@ -168,7 +169,7 @@ class Timeline:
 
     @property
     def memory(self) -> tuple[DeviceSample, ...]:
-        """The driver's free memory at each transition and at each interval."""
+        """The free memory that the driver reported at each transition and at each interval."""
         return self.trace.memory
 
     @property
@@ -177,7 +178,7 @@ class Timeline:
         return self.trace.dropped
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Save the recording to a file, in the format of the file's extension.
+        """Save the recording to a file, in the format that the file's extension selects.
 
         - `.json`: a trace for ui.perfetto.dev, chrome://tracing and `memsaver trace`.
         - `.html`: a self-contained page with an interactive chart.
@@ -200,7 +201,8 @@ class Timeline:
 
 
 def timeline(*, events: int = 1 << 16, interval: float | None = None) -> Timeline:
-    """Record this process's allocations and transitions, and the driver's free memory.
+    """Record this process's allocations and transitions, and the free memory that the driver
+    reports.
 
     Experimental: this API can change in any version.
 
@@ -209,21 +211,21 @@ def timeline(*, events: int = 1 << 16, interval: float | None = None) -> Timelin
         t.save("trace.json")   # Perfetto
         t.save("memory.html")  # an interactive chart
 
-    Recording an event takes less than a microsecond. Each transition also queries the driver's free
-    memory at its start and end. Without a recording, there is no cost. Events of a forked child are
-    not recorded, and the child cannot read the parent's recording.
+    Recording an event takes less than a microsecond. Each transition also queries the free device
+    memory at its start and end. There is no cost while nothing is being recorded. Events of a
+    forked child are not recorded, and the child cannot read the parent's recording.
 
     Args:
         events: the maximum number of events to keep. Each event needs about 140 bytes. Further
-            events replace the oldest events, and `Timeline.dropped` counts the replaced events. An
-            allocation or a free produces one event. A transition produces two events for each pair
-            of its tags and devices, and two events for each device.
-        interval: the time, in seconds, between additional queries of the driver's free memory,
-            which another thread makes. These queries show changes by other processes. If None, the
+            events replace the oldest ones, and `Timeline.dropped` counts those replaced. An
+            allocation or a free produces one event. A transition produces two events for each of
+            its tags on each device, plus two for each device.
+        interval: the time, in seconds, between additional queries of the free device memory, made
+            by a separate thread. These queries show changes made by other processes. If None, the
             memory is queried only at transitions.
 
     Raises:
-        ConfigError: `events` is not an integer from 1 to 2^24, or `interval` is not positive, or is
+        ConfigError: `events` is not an integer from 1 to 2^24, or `interval` is not positive or is
             longer than a thread can wait.
     """
     return Timeline(events, interval)
@@ -236,7 +238,7 @@ class _Recording:
     Attributes:
         clock: the start, in seconds of the monotonic clock.
         started: the start, in seconds since 1970.
-        process: the id of the process that records.
+        process: the id of the recording process.
     """
 
     clock: float

@@ -1,4 +1,4 @@
-"""Views of backups, and the release of backup memory that is not needed."""
+"""Views of backups, and the release of unneeded backup memory."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def backup_view(tensor: Any, writable: bool = False, retained: bool = False) -> 
     """Return the saved contents of a tensor of a paused tag, as a CPU tensor, without copying them.
 
     The view has the tensor's shape, strides and dtype. The view is valid until the tag is resumed
-    or paused, or its tensors are deleted. With `retained`, a trim also makes the view invalid.
+    or paused, or its tensors are deleted. With `retained`, a trim also invalidates the view.
 
     Args:
         tensor: a tensor of a paused tag, or a view of such a tensor.
         writable: whether the view can be written to. If False, in-place operations on the view and
             on its own views raise InvalidStateError, and results computed from the view are
             ordinary tensors. If True, the view is an ordinary tensor, and the resume restores the
-            contents that were written to it.
+            contents written to it.
         retained: if True, the tag must be mapped, and the view shows the copy that the tag's last
             pause saved, at the same host address. A resume never restores writes to this view.
 
@@ -71,7 +71,7 @@ def backup_view(tensor: Any, writable: bool = False, retained: bool = False) -> 
 
 
 class Trim(Job[int]):
-    """A release of host memory on a separate thread; `wait()` returns the number of released bytes.
+    """A release of host memory on a separate thread; `wait()` returns the number of bytes released.
 
     If the release fails and no `wait` call raises its error, a `MemsaverWarning` reports the error
     when this object is deleted.
@@ -94,11 +94,11 @@ def trim(*, wait: bool = False, tags: str | Sequence[str] = ()) -> Trim | int:
 
     Without this call, memsaver keeps the memory for the next pause. The release is slow, because
     unpinning waits for the devices' work, so it runs in the background by default. The release
-    reserves one tag at a time, and other calls that need this tag wait.
+    reserves one tag at a time, and other calls that need that tag wait.
 
     Args:
-        wait: if True, the call waits for the release and returns the number of released bytes. If
-            False, the call returns a handle whose `wait()` returns this number.
+        wait: if True, the call waits for the release and returns the number of bytes released. If
+            False, it returns a handle whose `wait()` returns that number.
         tags: the tag, or tags, whose backups are released. An empty sequence means the backups of
             all tags, and the memory that backups share.
 

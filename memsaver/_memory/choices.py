@@ -2,8 +2,8 @@
 contradictory choices of a backup, and tags without memory.
 
 A tag is undecided until one of its regions passes a backup. The variable MEMSAVER_BACKUP also
-decides the process-wide tag (MEMSAVER_TAG). If a call of `pause` passes no `backup` and would
-discard LARGE_BYTES or more of undecided tags, the call fails.
+decides the process-wide tag (MEMSAVER_TAG). A call to `pause` fails if it passes no `backup` and
+would discard LARGE_BYTES or more of undecided tags.
 
 All functions are safe on any thread and in finalizers, because they acquire no lock.
 """
@@ -78,8 +78,8 @@ def earlier_choice(tag: str, backup: Backup | None) -> Backup | None:
 def note_choice(tag: str, backup: Backup | None, earlier: Backup | None) -> None:
     """Record the backup that a region passed for its tag, after the region has been entered.
 
-    The function emits a warning if the region removes the backup that earlier regions chose and the
-    tag still has memory from those regions.
+    Emits a warning if the region removes the backup that earlier regions chose and the tag still
+    has memory from those regions.
     """
     if backup is None:
         return
@@ -97,7 +97,7 @@ def note_choice(tag: str, backup: Backup | None, earlier: Backup | None) -> None
 
 
 def check_chosen(tags: Iterable[str], backup: Backup | None) -> None:
-    """Check that a pause does not discard large contents of tags for which no backup was chosen.
+    """Check that a pause does not discard many bytes of tags for which no backup was chosen.
 
     Args:
         tags: the tags to pause.
@@ -128,7 +128,7 @@ def check_chosen(tags: Iterable[str], backup: Backup | None) -> None:
 
 
 def warn_of_empty(changes: Iterable[tuple[str, int, bool, int, int]]) -> None:
-    """Warn about tags without memory at their first pause, from the rows of the pause's report."""
+    """Warn about tags without memory at their first pause, based on the pause's report."""
     rows = [row for row in changes if row[0] not in _paused]
     _paused.update(row[0] for row in rows)
     for tag, device, *_ in rows:

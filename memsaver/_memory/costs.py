@@ -1,7 +1,7 @@
 """Warnings about hidden costs: one `PerformanceWarning` for each tag and cost.
 
 Costs below LARGE_BYTES are not reported. The checks are cheap, because they use statistics that a
-transition already has, and do not query torch. A check cannot make a transition fail. When the
+transition already has, and do not query torch. A check never makes a transition fail. When the
 transition has ended, the thread that waits for it emits the warnings.
 """
 
@@ -70,7 +70,7 @@ def check_unowned_blocks(tags: Iterable[str], unowned: list[tuple[int, int]]) ->
 def after_pause(
     tags: Iterable[str], backup: int, changes: Iterable[tuple[str, int, bool, int, int]]
 ) -> None:
-    """Check a pause, given the C ABI's value of its backup policy and the rows of its report."""
+    """Check a pause, given the C ABI value of its backup policy and the rows of its report."""
     given: dict[str, int] = {}
     for tag, _, _, device_bytes, _ in changes:
         given[tag] = given.get(tag, 0) + device_bytes

@@ -29,7 +29,7 @@ class DeviceProcess:
     bytes: int | None
 
     def __str__(self) -> str:
-        """Return a text such as "4711 python3 (1.25 GiB)"."""
+        """Return text such as "4711 python3 (1.25 GiB)"."""
         size = "" if self.bytes is None else f"({size_text(self.bytes)})"
         return " ".join(filter(None, (str(self.pid), self.name, size)))
 

@@ -35,18 +35,18 @@ def graph(
         backup: as in `region`. With "none", a pause discards the outputs of the last replay, and
             the next replay computes them again.
         pool: the result of an earlier graph's `pool()` or of `torch.cuda.graph_pool_handle()`. As
-            in torch, graphs that are captured with the same pool share memory. Graphs of another
-            tag, and graphs that `torch.cuda.graph` captured, share this memory only if `pool` comes
-            from a graph that this function captured.
+            in torch, graphs captured with the same pool share memory. Graphs of another tag, and
+            graphs that `torch.cuda.graph` captured, share this memory only if `pool` comes from a
+            graph that this function captured.
         stream: the stream to capture on; None means one of torch's side streams.
         capture_error_mode: as in `torch.cuda.graph`.
 
     Yields:
-        The id of the torch pool that contains the graph's memory. This id differs from `pool` if
-        memsaver replaced that pool with its own pool.
+        The id of the torch pool that contains the graph's memory. It differs from `pool` if
+        memsaver replaced that pool with its own.
 
-    All memory that is allocated in the block belongs to the tag, even if another thread allocates
-    it on the captured stream.
+    All memory allocated in the block belongs to the tag, even if another thread allocates it on the
+    captured stream.
 
     Raises:
         ConfigError: the tag is empty, the backup is unknown, or `pool` is invalid.

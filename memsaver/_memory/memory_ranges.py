@@ -38,11 +38,11 @@ def ranges_of(memory: Any) -> list[tuple[int, int]]:
 
 def _range_of_tensor(tensor: Any) -> tuple[int, int]:
     """Return the memory range from a tensor's first element to its last."""
-    with _C.SignalsDeferred():  # a handler's exception is not one of torch's
+    with _C.SignalsDeferred():  # so that a handler's exception is not taken for torch's
         try:
             address, shape = int(tensor.data_ptr()), tensor.shape
             last = sum((n - 1) * step for n, step in zip(shape, tensor.stride(), strict=True))
-        except Exception as error:  # of several kinds, for tensors without their own memory
+        except Exception as error:  # of several types, for tensors without their own memory
             raise ConfigError(f"a {type(tensor).__name__} has no address: {error}") from error
     return address, (last + 1) * int(tensor.element_size()) if 0 not in shape else 0
 

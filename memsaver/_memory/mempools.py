@@ -1,4 +1,4 @@
-"""Torch memory pools with a tag, for programs that manage their own pools."""
+"""Torch memory pools that belong to a tag, for programs that manage their own pools."""
 
 from __future__ import annotations
 
@@ -26,24 +26,23 @@ def torch_pool(tag: str, backup: Backup | None = None, device: Device = None) ->
 
     Pass the pool to `torch.cuda.use_mem_pool`, or pass its `id` to functions that capture graphs:
     `torch.cuda.graph(g, pool=pool.id)`, `torch.cuda.make_graphed_callables(..., pool=pool.id)`.
-    Use a region instead if a region suffices, because a region closes its pool when the region
-    ends. Do not nest a region and a `use_mem_pool` block, because torch decides whether the region
-    or the block serves an allocation.
+    Prefer a region if one suffices, because a region closes its pool when it ends. Do not nest a
+    region and a `use_mem_pool` block, because torch decides whether the region or the block serves
+    an allocation.
 
     Lifetime: the caller owns the pool. While a reference to the pool exists, torch reuses the
     memory of deleted tensors in the pool, `torch.cuda.empty_cache()` does not release that memory,
-    and a pause saves the memory. When the last reference is deleted, the pool is closed, like a
-    region's pool at the end of the region. After that, tensors and graphs keep their memory,
-    `empty_cache()` releases all other memory of the pool, and a pause does not save cached free
-    blocks.
+    and a pause saves it. When the last reference is deleted, the pool is closed, like a region's
+    pool at the end of the region. After that, tensors and graphs keep their memory, `empty_cache()`
+    releases all other memory of the pool, and a pause does not save cached free blocks.
 
     Pauses: a pause of the tag fails while a thread is inside `use_mem_pool` of the pool, or
     captures a graph into the pool. **Create no tensor in the pool while the tag is paused.** If
     torch requests new memory, the request fails: torch raises OutOfMemoryError, and a
-    `MemsaverWarning` reports the reason. However, torch might instead reuse the block of a deleted
-    tensor, which has no physical memory. Replay graphs only after the resume.
+    `MemsaverWarning` reports the reason. However, torch might instead reuse a deleted tensor's
+    block, which has no physical memory. Replay graphs only after the resume.
 
-    cuBLAS workspaces: at the first matrix product of each thread and stream, torch allocates a
+    cuBLAS workspaces: at the first matrix product on each thread and stream, torch allocates a
     workspace from the current pool and keeps it. For the calling thread, this function allocates
     the workspaces of the current stream and of torch's capture stream outside the pool. On other
     threads or streams, run a matrix product outside the pool first.

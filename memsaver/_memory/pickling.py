@@ -3,7 +3,7 @@
 memsaver registers functions in two of Python's registries: in `copyreg` for pickles and
 `torch.save`, and in `multiprocessing.reduction` for sending tensors to other processes. The keys of
 both registries are exact types. Other tensor types, such as DTensor, contain tensors of registered
-types. memsaver replaces no function of torch, except one function if a region is shareable (see
+types. memsaver replaces none of torch's functions, except one if a region is shareable (see
 `sending.cover`).
 
 - Pickling and saving read the contents, so they wait for a transition in progress, and fail if the
@@ -11,11 +11,11 @@ types. memsaver replaces no function of torch, except one function if a region i
 - Sending shares the memory without a copy. CUDA IPC has no handle for memory that can be paused.
   Therefore, memsaver itself sends the tensors of shareable regions (see
   `memsaver._memory.sharing`), and rejects tensors of other regions. Tensors on the simulated driver
-  behave in the same way; sending their storages fails, as in torch on a GPU.
+  behave the same way; sending their storages fails, as in torch on a GPU.
 
-If another library registers its own functions later, these functions replace memsaver's functions
-and might not call memsaver's functions. In this case, torch raises its own errors (`CUDA error:
-invalid argument`), and `memsaver.explain(tensor)` shows the cause.
+If another library registers its own functions later, they replace memsaver's and might not call
+them. If they do not, torch raises its own errors (`CUDA error: invalid argument`), and
+`memsaver.explain(tensor)` shows the cause.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from memsaver.errors import InvalidStateError, SharingError
 
 __all__ = ["register"]
 
-_PROTOCOL = 4  # torch's result does not depend on it; a registered function does not get it
+_PROTOCOL = 4  # torch's result does not depend on it; a registered function does not receive it
 
 _registered = False
-# By type. The first entry for a type stays; there is no lock, because a finalizer could need it
-# again.
+# By type. The first entry for a type stays; there is no lock, because a finalizer could need to
+# acquire it again.
 _sending: dict[type, _Sending] = {}
 _pickling: dict[type, _Pickling] = {}
 _storages: dict[type, _Storages] = {}
 
 
 def register(torch: Any) -> None:
-    """Register checks of tensors that are pickled or sent. Thread-safe.
+    """Register checks for tensors that are pickled or sent. Thread-safe.
 
     Only the first call in a process has an effect. This function acquires no lock, because a
     finalizer or a signal handler might call it during another call on this thread.
@@ -53,7 +53,7 @@ def register(torch: Any) -> None:
     if _registered:
         return
     importlib.import_module("torch.multiprocessing")  # registers torch's own functions for sending
-    # Not imported with memsaver, because it takes a tenth of a second.
+    # Not imported with memsaver, because the import takes a tenth of a second.
     from multiprocessing.reduction import ForkingPickler
 
     sent = ForkingPickler(io.BytesIO()).dispatch_table
@@ -112,7 +112,7 @@ class _Sending:
 
 
 class _Storages:
-    """A sending function that rejects storages of regions and storages that another process sent.
+    """A sending function that rejects storages in regions and storages that another process sent.
     On the simulated driver, torch would move such storages to its own shared memory.
     """
 

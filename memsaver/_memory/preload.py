@@ -48,16 +48,16 @@ def preload_env(
         backup: the tag's policy, "none", "host", "pageable", "disk" or "peer" (see
             `memsaver.region`). None keeps the value in `env`. If `env` has no value, each pause of
             256 MiB or more must pass a backup, and smaller pauses discard the contents by default.
-        env: the base of the child's environment, by default this process's environment. The mapping
-            is not changed.
+        env: the environment that the child's is based on, by default this process's. The mapping is
+            not changed.
 
     Returns:
         The variables to set, and no others. `LD_PRELOAD` keeps its libraries, and memsaver's
-        library is added in front unless it is present. The library of another memsaver installation
-        is removed, because a process can have only one. The result contains `MEMSAVER_TAG` and
-        `MEMSAVER_BACKUP` if `tag` and `backup` are passed. With a process-wide tag, torch must not
-        use expandable segments, because they allocate directly from the driver, without memsaver's
-        hooks. Therefore, `expandable_segments:True` in `PYTORCH_ALLOC_CONF` or
+        library is added at the front unless already present. The library of another memsaver
+        installation is removed, because a process can have only one. The result contains
+        `MEMSAVER_TAG` and `MEMSAVER_BACKUP` if `tag` and `backup` are passed. With a process-wide
+        tag, torch must not use expandable segments, because they allocate directly from the driver,
+        without memsaver's hooks. Therefore, `expandable_segments:True` in `PYTORCH_ALLOC_CONF` or
         `PYTORCH_CUDA_ALLOC_CONF` becomes `expandable_segments:False`. Settings in the child's own
         code are not changed. Without preload mode, torch may use expandable segments.
 
@@ -98,14 +98,14 @@ def preload_env(
 def preload(tag: str | None = None, backup: Backup | None = None) -> Iterator[None]:
     """Preload memsaver into child processes that are started inside the block.
 
-    The arguments are the same as for `preload_env`. Use this function if the function that starts a
-    process receives no environment, for example with multiprocessing's "spawn" method, subprocess
-    or os.posix_spawn. Forked children are not preloaded, because they share this process's
-    libraries. Children of a fork server that is already running are not preloaded either.
+    The arguments are the same as for `preload_env`. Use this function if the children inherit this
+    process's environment, for example with multiprocessing's "spawn" method or with subprocess.
+    Forked children are not preloaded, because they share this process's libraries. Children of a
+    fork server that is already running are not preloaded either.
 
     The block changes `os.environ` for the whole process, so children that other threads start
-    during the block are also preloaded. The end of the block restores the changed variables, even
-    after an exception. Blocks may be nested, but blocks in several threads must not overlap.
+    during the block are also preloaded. The changed variables are restored at the end of the block,
+    even after an exception. Blocks may be nested, but blocks in different threads must not overlap.
 
     Raises:
         ConfigError, NotLoadedError: see `preload_env`. After an error, all variables are unchanged.
@@ -134,8 +134,8 @@ def is_preloaded() -> bool:
 
 def _library_path() -> str:
     folder = Path(__file__).resolve().parent.parent  # memsaver's folder, with its libraries
-    # The dynamic linker ignores a preloaded library that it cannot find, but ends every process,
-    # the shell included, if a library that this library needs is missing.
+    # The dynamic linker ignores a preloaded library that it cannot find, but terminates every
+    # process, including the shell, if a library that the preloaded library needs is missing.
     missing = [name for name in (LIBRARY, CORE) if not (folder / name).is_file()]
     if missing:
         raise NotLoadedError(
@@ -152,7 +152,8 @@ def _library_path() -> str:
 
 
 def _with_library(preloaded: str, path: str) -> str:
-    """Return a value of `LD_PRELOAD` that contains the library, in front unless already present.
+    """Return a value for `LD_PRELOAD` that contains the library, at the front unless already
+    present.
 
     The library of another memsaver installation is removed, because only the first of two libraries
     would take effect.

@@ -1,9 +1,9 @@
 """Tensors that can be read but not written. Importing this module imports torch.
 
 The tensors reject writes by torch's own operations, by torch.distributed's collectives and by
-NumPy. A write through `data_ptr()` is not detected. Functions in C++ that receive a tensor in a
-nested list, such as `torch.distributed.scatter`, need a copy of the tensor.
-`torch.utils.dlpack.to_dlpack` also needs a copy.
+NumPy. A write through `data_ptr()` is not detected. C++ functions that receive a tensor in a nested
+list, such as `torch.distributed.scatter`, need a copy of the tensor. `torch.utils.dlpack.to_dlpack`
+also needs a copy.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ _ADVICE = (
 class ReadOnlyTensor(torch.Tensor):  # type: ignore[misc]  # torch is not followed by mypy
     """A view of a tensor whose in-place operations raise `InvalidStateError`.
 
-    Views of a read-only tensor are also read-only. Results that are computed from a read-only
-    tensor are ordinary tensors. Pickling and deep copies create ordinary tensors with their own
-    contents.
+    Views of a read-only tensor are also read-only. Results computed from a read-only tensor are
+    ordinary tensors. Pickling and deep copies create ordinary tensors with their own contents.
     """
 
     # The object has no memory of its own: only the methods below access the memory of `_tensor`.
@@ -58,7 +57,8 @@ class ReadOnlyTensor(torch.Tensor):  # type: ignore[misc]  # torch is not follow
         """
         kwargs = kwargs or {}
         arguments = func._schema.arguments
-        # The schemas of torch.distributed's collectives do not mark the arguments that they write.
+        # The schemas of torch.distributed's collectives do not mark the arguments that the
+        # collectives write.
         is_collective = func.namespace == "c10d" and func._schema.name.endswith("_")
         for index, argument in enumerate(arguments):
             value = args[index] if index < len(args) else kwargs.get(argument.name)

@@ -45,8 +45,8 @@ class _Section(contextlib.ContextDecorator):
         """
         raise NotImplementedError
 
-    # Native, so that no signal handler runs halfway: the section is entered, or left, both in the
-    # native library and in torch, or in neither. Leaving it raises InvalidStateError if it is not
+    # Native, so that no signal handler runs halfway through: a section is entered or left in both
+    # the native library and torch, or in neither. Leaving it raises InvalidStateError if it is not
     # the thread's innermost section.
     __enter__ = _C.enter
     __exit__ = _C.exit
@@ -85,29 +85,29 @@ class _Section(contextlib.ContextDecorator):
 class region(_Section):
     """Assign the tensors created in a block to `tag`, which can be paused and resumed.
 
-    A region is a context manager and a decorator, and can be used repeatedly. A region affects only
-    the allocations of the thread that enters the region. Regions can be nested, and the innermost
-    region applies.
+    A region is a context manager and a decorator, and can be used repeatedly. It affects only the
+    allocations of the thread that enters it. Regions can be nested, and the innermost region
+    applies.
 
     Args:
         tag: the name for pauses and resumes.
         backup: the tag's backup policy. With "none", a pause discards the contents, and the memory
             reads as zero after the resume, or as NaN with the option `poison`. The other values
-            name the place of the backup: "host" (pinned host memory, the fastest), "pageable"
+            select where the backup is kept: "host" (pinned host memory, the fastest), "pageable"
             (ordinary host memory), "disk" (a private file in the directory of the option
             `disk_dir`), or "peer" (the memory of another GPU, which the option `peer` selects;
             contents that do not fit are saved in pinned host memory). The default, None, keeps the
             policy of earlier regions of the tag. A new tag then gets "none", but a pause that would
-            discard 256 MiB or more fails until a call has chosen a backup. The policy applies to
-            the whole tag, and the last region that sets a policy takes effect.
+            discard 256 MiB or more fails until a call chooses a backup. The policy applies to the
+            whole tag, and the last region that sets a policy takes effect.
         device: the CUDA device, or devices, whose allocations the region affects: an index,
             "cuda:1", a `torch.device`, or a sequence of these. The default is the current device,
             or every device if torch has no pools (on the simulated driver, or in preload mode
             without torch).
         shareable: whether the tag's new memory is exportable. Tensors in exportable memory can be
             sent like any other CUDA tensor, without a copy, to other processes of the same user.
-            The value True applies to the whole tag from now on, and cannot be undone. While another
-            process uses such a tensor, the tag cannot be paused (see `TagSharedError`).
+            True applies to the whole tag from then on, and cannot be undone. While another process
+            uses such a tensor, the tag cannot be paused (see `TagSharedError`).
 
     The memory comes from a torch memory pool that uses memsaver's allocator. The pool is closed at
     the end of the region, so `torch.cuda.empty_cache()` can release the memory of deleted tensors.
@@ -197,7 +197,7 @@ def named_devices() -> Sequence[int]:
 
 
 class _Entered(threading.local):
-    """The open regions and disabled sections of this thread, with the innermost last.
+    """The open regions and disabled sections of this thread, innermost last.
 
     Each entry contains the objects to close, the native depth, and the devices of the section.
     """

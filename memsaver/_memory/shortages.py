@@ -24,9 +24,9 @@ class Holder:
         tag: the tag.
         bytes: device memory in use, as counted by the driver.
         state: the tag's state.
-        pausable: whether a pause of the tag would begin at once. This is the case if the tag is
-            mapped, its regions are closed, no transition and no callback of another thread uses the
-            tag, and no other process uses its tensors.
+        pausable: whether a pause of the tag would begin at once: the tag is mapped, its regions are
+            closed, no transition and no callback of another thread uses the tag, and no other
+            process uses its tensors.
     """
 
     tag: str
@@ -67,7 +67,7 @@ def _holders(device: int) -> tuple[Holder, ...]:
                 held.append(Holder(tag, nbytes, STATES[int(row["state"])], _C.tag_pausable(tag)))
         return tuple(sorted(held, key=lambda holder: -holder.bytes))
     except Exception:
-        return ()  # the error itself is more important
+        return ()  # the original error matters more
 
 
 def _advice(holders: tuple[Holder, ...], processes: tuple[DeviceProcess, ...]) -> str:

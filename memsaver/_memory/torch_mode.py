@@ -33,7 +33,7 @@ __all__ = ["Route", "TorchPools", "torch_pools"]
 def torch_pools(required: bool = True) -> TorchPools | None:
     """Return the process's torch pools, or None if torch cannot have pools (see `required`).
 
-    Like all functions of this module, this function acquires no lock, because a finalizer or a
+    Like all functions in this module, this function acquires no lock, because a finalizer or a
     signal handler might need the pools during another call on the same thread.
 
     Args:
@@ -109,9 +109,9 @@ class TorchPools:
 
         torch can empty a single pool only in the pool's destructor, which may abort the process
         (see `new_pool`). Therefore, this function calls `empty_cache()` while a spare pool is in
-        use. In this case, torch keeps the cached blocks of its default pool, which other code uses.
-        Torch versions that reject this call empty the default pool too. During a graph capture, all
-        memory stays cached.
+        use, so that torch keeps the cached blocks of its default pool, which other code uses. On
+        torch versions that reject this call, the default pool is emptied too. During a graph
+        capture, all memory stays cached.
         """
         torch = self.torch
         if self.is_capturing():
@@ -134,10 +134,10 @@ class TorchPools:
         """Yield the id of the pool for a graph capture. The pool exists during the block.
 
         If `pool` is None, a new pool is used. A memsaver pool of an earlier graph is used
-        unchanged. Any other pool is replaced by a memsaver pool, because torch would not allocate
-        the pool's memory with memsaver. Examples are `torch.cuda.graph_pool_handle()`, and a
-        memsaver pool whose graphs were deleted. For each pair of a device and a tag, the
-        replacement stays the same as long as a graph uses it.
+        unchanged. Any other pool, such as `torch.cuda.graph_pool_handle()` or a memsaver pool whose
+        graphs were deleted, is replaced by a memsaver pool, because torch would not allocate its
+        memory with memsaver. For each pair of a device and a tag, the replacement stays the same as
+        long as a graph uses it.
 
         Raises:
             ConfigError: `pool` is not a torch pool or the id of a pool.
@@ -156,7 +156,7 @@ class TorchPools:
             try:
                 yield _pool_id(fresh)
             finally:
-                self.close_pool(device, fresh)  # the graph itself keeps the pool
+                self.close_pool(device, fresh)  # the graph itself keeps the pool alive
 
     def prepare(self, devices: Devices, *, warm_up: bool = True) -> list[int]:
         """Prepare devices for a region, and return their indices. Call it outside regions.
@@ -200,7 +200,7 @@ class TorchPools:
 
         Otherwise, torch allocates the workspace from the active pool at the first matrix product,
         and keeps it permanently. If this happens inside a region, the workspace is paused with the
-        tag, although every later matrix product uses it.
+        tag, even though every later matrix product uses it.
         """
         torch = self.torch
         with torch.cuda.device(device), torch.cuda.stream(stream):
@@ -291,7 +291,7 @@ class TorchPools:
 
 
 class Route:
-    """One level of a thread's routing. Only the innermost level is active, and is closed first.
+    """One level of a thread's routing. Only the innermost level is active, and it is closed first.
 
     A level uses `pools`, which another level owns, and creates pools for the devices in `own`.
     """

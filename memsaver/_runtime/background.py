@@ -108,8 +108,8 @@ def _fill(places: list[Outcome[Result]], work: Callable[[], Result]) -> None:
         result = work()
     except BaseException as raised:
         error = raised
-    # An error keeps this frame and the frames below it. No frame may keep a reference to the
-    # outcome, which must be deleted with its last user.
+    # An error keeps this frame and the frames below it alive, so no frame may keep a reference to
+    # the outcome, which must be deleted with its last user.
     outcome = places.pop()
     outcome.result = result
     outcome.failure = Failure(outcome.what, error) if error is not None else None
@@ -118,7 +118,7 @@ def _fill(places: list[Outcome[Result]], work: Callable[[], Result]) -> None:
 
 
 class Job(Generic[Result]):
-    """Work on a separate thread. Interpreter exit waits for the work. Thread-safe.
+    """Work on a separate thread, for which interpreter exit waits. Thread-safe.
 
     If the work fails and no `wait` call raises its error, a `MemsaverWarning` reports the error
     when this object is deleted.
@@ -167,7 +167,7 @@ class Job(Generic[Result]):
         def start() -> None:
             _C.pause_collection()
             if can_start_threads():
-                # After these errors this thread runs the work below; `run` runs it only once.
+                # After these errors, this thread runs the work below; `run` runs it only once.
                 with contextlib.suppress(RuntimeError, MemoryError):
                     thread.start()
                     return
@@ -180,7 +180,7 @@ class Job(Generic[Result]):
         return self._outcome.over.is_open()
 
     def wait(self, timeout: float | None = None) -> Result:
-        """Wait for the end of the work, and return its result. Can be repeated.
+        """Wait for the work to end, and return its result. Can be repeated.
 
         Args:
             timeout: the maximum time to wait, in seconds; None means no limit.
@@ -205,7 +205,7 @@ class Job(Generic[Result]):
         return self._collected()
 
     def _wait(self, deadline: float | None, timeout: float | None) -> None:
-        """Wait for the end of the work. Raises TimeoutError, or an error of the wait itself."""
+        """Wait for the work to end. Raises TimeoutError, or an error of the wait itself."""
         if not self._over_within(None if deadline is None else deadline - time.monotonic()):
             raise self._too_late(timeout)
 

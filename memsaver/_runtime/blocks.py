@@ -1,4 +1,4 @@
-"""Context managers that are also decorators, and reject functions that they cannot decorate.
+"""Context managers that are also decorators and reject functions that they cannot decorate.
 
 The body of a coroutine function or a generator function runs after its call has returned. A
 decorator would silently apply to the call and not to the body, so decorating such a function is an
@@ -41,7 +41,8 @@ class Block(Generic[Value]):
         self._asynchronous = asynchronous
         self._open: list[contextlib.AbstractContextManager[Value]] = []
 
-    # Native, so that no signal handler runs between entering or leaving and recording it.
+    # Native, so that no signal handler runs between entering or leaving the block and recording
+    # that.
     __enter__ = _C.enter_interruptibly
     __exit__ = _C.exit
 
@@ -58,7 +59,7 @@ class Block(Generic[Value]):
         for manager in place:
             if manager in self._open:
                 self._open.remove(manager)
-            # A manager that was not entered only raises `error` again.
+            # A manager that was not entered merely raises `error` again.
             manager.__exit__(type(error), error, error.__traceback__)
 
     def _leave(self, *error: Any) -> None:

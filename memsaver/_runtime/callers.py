@@ -1,4 +1,4 @@
-"""Identify the caller of memsaver, as a place in the program and a thread."""
+"""Identify memsaver's caller, as a place in the program and a thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors about unknown names in `memsaver`, which state the correct location or name."""
+"""Errors for unknown names in `memsaver` that state the correct location or name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from memsaver._runtime.text import did_you_mean
 
 __all__ = ["missing"]
 
-# The keys of both tables are in lower case.
+# The keys of both tables are lowercase.
 _CALLED = {
     "release": "pause",
     "sleep": "pause",
@@ -49,7 +49,7 @@ def missing(name: str, public: list[str]) -> AttributeError | ImportError:
 
     If `from memsaver import name` needs the attribute, the error is an ImportError, because Python
     would replace an AttributeError with an ImportError without advice. If the name is a module of
-    the package, the error is an AttributeError, after which Python imports the module.
+    the package, the error is an AttributeError, which makes Python import the module.
     """
     importing = sys._getframe(2).f_code.co_name == "_handle_fromlist"
     if importing and importlib.util.find_spec(f"memsaver.{name}") is None:

@@ -1,7 +1,7 @@
 """Blocks that defer Python's signal handlers. The file csrc/python/signals.h states the rules.
 
 Signal handlers can raise exceptions (for example on Ctrl-C or an alarm) or pause tags. At an
-arbitrary place, such an exception would lose the state of a call in progress, or leave the other
+arbitrary point, such an exception would lose the state of a call in progress, or leave the other
 ranks of a collective waiting. A signal that arrives in a block is recorded, and its handler runs
 once, at the end of the outermost block.
 """

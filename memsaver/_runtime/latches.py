@@ -17,7 +17,7 @@ __all__ = ["Gate", "Latch", "Mutex"]
 class Latch:
     """A one-shot event. Thread-safe.
 
-    Unlike with `threading.Event`, an interrupt in `wait` cannot release a lock that another thread
+    Unlike with `threading.Event`, interrupting `wait` cannot release a lock that another thread
     owns, because waiting threads share no lock.
     """
 
@@ -26,7 +26,7 @@ class Latch:
         self._waiters: list[threading.Lock] = []  # each locked until the event is set
 
     def is_open(self) -> bool:
-        """Return whether the event was set."""
+        """Return whether the event is set."""
         return self._is_open
 
     def open(self) -> None:
@@ -57,8 +57,8 @@ class Mutex:
     During a block, no signal handler runs on the block's thread, and no automatic garbage
     collection starts in the process. Otherwise, a handler or a finalizer could wait for a tag whose
     owner waits for this lock in a callback. For the same reason, a block must not free objects
-    whose finalizers wait. If the program disables the garbage collector during a block, the end of
-    the block enables it again.
+    whose finalizers wait. If the program disables the garbage collector during a block, it is
+    enabled again at the end of the block.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Mutex:
 
 
 class _Entry:
-    """The record of the thread inside a gate, and of the thread's nested blocks."""
+    """The record of the thread inside a gate and its nested blocks."""
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
@@ -89,9 +89,9 @@ class _Entry:
 class Gate:
     """Mutual exclusion for blocks, in which a thread never waits for itself.
 
-    A gate is like `threading.Lock` with a timeout, but an interrupt cannot occur between the
-    acquisition of the gate and its recording. The gate's own state has no lock. While a thread
-    changes this state, a finalizer can run on the thread and wait for a tag whose owner enters the
+    A gate is like `threading.Lock` with a timeout, but an interrupt cannot occur between acquiring
+    the gate and recording the acquisition. The gate's own state has no lock. While a thread changes
+    this state, a finalizer can run on that thread and wait for a tag whose owner is entering the
     gate.
 
     Args:
@@ -107,8 +107,7 @@ class Gate:
         """Exclude other threads during the block.
 
         If the gate is not free within `seconds`, the call raises the result of `late`. If this
-        thread is already in a block and the gate is not reentrant, the call raises this result
-        immediately.
+        thread is already in a block and the gate is not reentrant, the call raises it immediately.
         """
         taken: list[_Entry] = []
         give = functools.partial(self._give, taken)
@@ -142,8 +141,8 @@ class Gate:
         entry.blocks.pop()
         if entry.blocks:
             return
-        # A finalizer may enter and leave the gate between any two of these lines, and be the last
-        # to leave.
+        # A finalizer may enter and leave the gate between any two of these lines, and thus be the
+        # last to leave.
         with contextlib.suppress(IndexError):
             entry.last.pop()
             self._inside.pop(0)

@@ -71,7 +71,7 @@ _DEFAULT = -1
 
 
 def backup_code(backup: str | None) -> int:
-    """Return the C ABI's number of a backup. None means the tag's policy.
+    """Return the C ABI's number for a backup. None means the tag's policy.
 
     Raises:
         ConfigError: the backup is unknown.
@@ -110,7 +110,7 @@ def tag_totals(tags: Iterable[str], figure: str) -> dict[str, int]:
     totals = dict.fromkeys(tags, 0)
     if not totals:
         return totals
-    # One query for all tags, because each query reads all tags; selecting the rows of one tag costs
+    # One query for all tags, because each query reads all tags; selecting one tag's rows costs
     # little.
     for row in _C.stats(*totals) if len(totals) == 1 else _C.stats():
         if row["tag"] in totals:
@@ -119,7 +119,7 @@ def tag_totals(tags: Iterable[str], figure: str) -> dict[str, int]:
 
 
 def check_tag(tag: object) -> str:
-    """Return the tag, if it is valid.
+    """Return the tag if it is valid.
 
     Raises:
         ConfigError: the tag is not a string, is empty, or contains a NUL character.
@@ -148,7 +148,7 @@ class PartName(str):
 
 
 def check_new_tag(tag: object) -> str:
-    """Return the tag, if a program may create a region with this tag.
+    """Return the tag if a program may create a region with it.
 
     Raises:
         ConfigError: the tag is invalid (see `check_tag`), or contains PART_MARK and is not a
@@ -169,7 +169,7 @@ def _add_similar_tag(error: MemsaverError) -> None:
             try:
                 known = dict.fromkeys(str(row["tag"]) for row in _C.stats())
             except Exception:
-                return  # the error itself is more important
+                return  # the original error matters more
         error.message += did_you_mean(error.tag, known)
 
 
@@ -189,7 +189,7 @@ def emit_warnings(stacklevel: int = 3) -> None:
 
 
 def note(text: str, category: type[MemsaverWarning]) -> None:
-    """Add a warning, which the next `emit_warnings` emits. Thread-safe."""
+    """Add a warning for the next `emit_warnings` to emit. Thread-safe."""
     _notes.append((text, category))
 
 

@@ -34,15 +34,14 @@ class Options:
             allocations share before the first pause. An allocation is small if it is smaller than a
             quarter of this value.
         margin_bytes: device memory that new allocations leave free.
-        host_bytes: the maximum host memory of all backups in total; 0 means all memory that the
-            system has available.
+        host_bytes: the maximum total host memory of all backups; 0 means all memory that the system
+            has available.
         fingerprints: whether a pause skips contents that equal their backup.
-        poison: whether contents without a backup read as bytes 0xFF instead of zeros after a
+        poison: whether contents without a backup read as 0xFF bytes instead of zeros after a
             resume.
-        disk_dir: the directory of backups on disk; "" means $TMPDIR, else /var/tmp, else /tmp.
-        peer: the ordinal of the device whose memory backup="peer" uses. The value "auto" selects,
-            at a device's first such backup, the device with peer access that has the most free
-            memory.
+        disk_dir: the directory for backups on disk; "" means $TMPDIR, else /var/tmp, else /tmp.
+        peer: the ordinal of the device whose memory backup="peer" uses. At a device's first such
+            backup, "auto" selects the device with peer access that has the most free memory.
         peer_margin_bytes: device memory that backup="peer" leaves free on the peer device.
         importer_seconds: the time, in seconds, that a pause waits for other processes that use
             tensors of its tags.
@@ -66,7 +65,7 @@ def options() -> Options:
     """Return the options in effect.
 
     Raises:
-        ConfigError: an environment variable of memsaver has an invalid value.
+        ConfigError: one of memsaver's environment variables has an invalid value.
     """
     peer = _C.option("peer")
     return Options(
@@ -101,7 +100,7 @@ def configure(
 ) -> None:
     """Set options by name. None leaves an option unchanged.
 
-    A size is a number of bytes, or a text such as "256MiB". A flag is a bool, or "on" or "off". A
+    A size is a number of bytes, or text such as "256MiB". A flag is a bool, or "on" or "off". A
     directory is a path, or "" for the default. A device is an ordinal or "auto". Each option has an
     environment variable (such as MEMSAVER_SHARE_BYTES), which applies until this function sets the
     option.
@@ -113,18 +112,18 @@ def configure(
             error. torch then releases its cached memory and retries.
         host_bytes: a pause that needs more host memory raises `OutOfHostMemoryError`.
         fingerprints: if False, each pause copies all contents.
-        poison: a debugging option: discarded contents read as bytes 0xFF after a resume. Code that
+        poison: a debugging option: discarded contents read as 0xFF bytes after a resume. Code that
             relies on zeros, such as SGLang's KV cache, then fails.
         disk_dir: an existing writable directory.
         peer: a pause fails with `ConfigError` if the tag's device cannot access the peer.
         peer_margin_bytes: contents that do not fit are saved in pinned host memory.
         importer_seconds: after this time, a waiting pause raises `TagSharedError`, and a sent
             tensor that was not received may be freed.
-        top: a change has an effect only before the process creates its first tag.
+        top: a change takes effect only before the process creates its first tag.
 
     Raises:
         ConfigError: a name is unknown, or a value is invalid. If a name is unknown, no option is
-            set. If a value is invalid, the options before it in the list above are set.
+            set. If a value is invalid, only the options before it in the list above are set.
     """
     for name in _unknown:
         known = [field.name for field in fields(Options)]

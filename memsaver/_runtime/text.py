@@ -29,7 +29,7 @@ def size_text(nbytes: int, *, down: bool = False) -> str:
 
     Args:
         nbytes: the size in bytes.
-        down: whether to round down instead of to the nearest number.
+        down: whether to round down rather than to the nearest number.
     """
     for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= size:

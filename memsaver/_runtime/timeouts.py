@@ -8,7 +8,7 @@ from memsaver.errors import ConfigError
 
 __all__ = ["LONGEST_SECONDS", "check_timeout", "is_timeout", "seconds_until"]
 
-LONGEST_SECONDS = 1e7  # the limit of the system's waits
+LONGEST_SECONDS = 1e7  # the system's limit for waits
 
 
 def check_timeout(timeout: object, name: str = "timeout", *, optional: bool = False) -> None:
@@ -36,7 +36,7 @@ def check_timeout(timeout: object, name: str = "timeout", *, optional: bool = Fa
 
 def is_timeout(timeout: object) -> bool:
     """Return whether the value is a positive number of seconds, at most 1e7. Never raises."""
-    # Checks the type, because an object may override `isinstance` checks and comparisons.
+    # Compares the type, because an object may override `isinstance` checks and comparisons.
     kind = type(timeout)
     if not issubclass(kind, int | float) or kind is bool:
         return False
@@ -47,5 +47,5 @@ def is_timeout(timeout: object) -> bool:
 
 
 def seconds_until(deadline: float, least: float = 0.001) -> float:
-    """Return the seconds until a deadline of `time.monotonic`, but at least `least`."""
+    """Return the seconds until a `time.monotonic` deadline, but at least `least`."""
     return max(least, deadline - time.monotonic())

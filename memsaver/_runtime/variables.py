@@ -58,7 +58,7 @@ KNOWN_VARIABLES = frozenset(
 
 
 def unknown_variables() -> dict[str, str | None]:
-    """Return the unknown variables with memsaver's prefix, in order of their names.
+    """Return the unknown variables with memsaver's prefix, sorted by name.
 
     Each value is the known name that is similar to the variable's name, or None.
     """
@@ -67,7 +67,7 @@ def unknown_variables() -> dict[str, str | None]:
 
 
 def _similar(name: str) -> str | None:
-    # Compared without the prefix, with which all names would resemble each other.
+    # Compared without the prefix, which would make all names resemble each other.
     ends = [known.removeprefix(_PREFIX) for known in KNOWN_VARIABLES]
     near = difflib.get_close_matches(name.removeprefix(_PREFIX)[:64], ends, n=1)
     return _PREFIX + near[0] if near else None

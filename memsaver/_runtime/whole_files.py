@@ -1,4 +1,4 @@
-"""Files that are written completely or not at all, even if the disk is full."""
+"""Write files completely or not at all, even if the disk is full."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["replace_file"]
 def replace_file(target: Path, content: bytes) -> None:
     """Write the content to a new file, or replace an existing file.
 
-    A replaced file keeps its mode and, if the system allows this, its owner and group. Otherwise,
-    the group has no access rights. During the write, no user has more access rights than the
-    finished file grants. If the target is a link, the function replaces the file that the link
-    points to. If the target is a device or a pipe, the function writes directly to the target.
+    A replaced file keeps its mode and, if the system allows it, its owner and group. Otherwise, the
+    group has no access rights. During the write, no user has more access rights than the finished
+    file grants. If the target is a link, the function replaces the file that the link points to. If
+    the target is a device or a pipe, the function writes directly to the target.
 
     Raises:
         OSError: the file cannot be written. The existing file is unchanged, and the error names the
@@ -32,7 +32,7 @@ def replace_file(target: Path, content: bytes) -> None:
 
 
 def _replace(target: Path, content: bytes) -> None:
-    # Short and independent of the target's name, which may have the longest allowed length.
+    # Short and independent of the target's name, which may be as long as the system allows.
     fresh = target.with_name(f".memsaver-{os.urandom(4).hex()}")
     before = target.stat() if target.exists() else None
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC

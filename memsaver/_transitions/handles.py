@@ -42,10 +42,10 @@ class Call:
 
     `finish` runs all steps. Code that calls `begin` and `run` separately must own a reservation of
     `names`, and must call `abandon` if `begin` or `run` raises. A call can run on a different
-    thread from the thread that began the call.
+    thread from the one that began it.
 
     Attributes:
-        who: the place in the program that made the call, and the name of its thread.
+        who: where in the program the call was made, and the name of the calling thread.
     """
 
     kind: str
@@ -139,7 +139,7 @@ class Call:
 class Transition(Job[Report]):
     """A pause, a resume or a swap in progress on a separate thread. Thread-safe.
 
-    Other calls that need one of the transition's tags wait for the transition to end, and so does
+    Other calls that need one of the transition's tags wait for the transition to end, as does
     interpreter exit. If the transition fails and no `wait` call raises its error, a
     `MemsaverWarning` reports the error when this object is deleted.
     """
@@ -170,12 +170,14 @@ class Transition(Job[Report]):
                 call.abandon(error)
                 raise
 
-        # Released after `done` is true, so that `done` is true for a thread that waited for a tag.
+        # Released only once `done` is true, so that a thread that waited for a tag sees `done` as
+        # true.
         super().__init__(
             call.kind, str(call), work, reservation.take_over, release=reservation.release
         )
-        # Called only after the thread has started: before that, a finalizer on this thread that
-        # needs the tags would wait for the new thread, while this thread waits for it to start.
+        # Called only after the thread has started: any earlier, a finalizer on this thread that
+        # needs the tags would wait for the new thread, while this thread waits for that thread to
+        # start.
         reservation.hand_over()
 
     def __repr__(self) -> str:
@@ -196,7 +198,7 @@ class Transition(Job[Report]):
 
         While `wait` waits, it calls the transition's progress callback on the calling thread. If
         the callback raises, `wait` raises the exception after the transition has ended. An
-        interrupt is raised at once, and the transition continues.
+        interrupt is raised at once, while the transition continues.
 
         Args:
             timeout: the maximum time to wait, in seconds; None means no limit.
@@ -218,7 +220,7 @@ class Transition(Job[Report]):
             stream: a `torch.cuda.Stream`, another object with a `cuda_stream`, or the address of a
                 CUDA stream; None means torch's current stream.
             memory: see `wait_memory`. During a resume, the work waits only until the contents of
-                this memory are restored; copies run in address order. If this transition does not
+                this memory are restored. Copies run in address order. If this transition does not
                 resume all of the memory, the work waits for all copies. The default is all memory.
 
         Raises:
@@ -265,7 +267,7 @@ class Transition(Job[Report]):
         self._follow(deadline, timeout)
 
     def _await(self, deadline: float | None, timeout: float | None) -> None:
-        """Wait for the end of the transition without calling the progress callback."""
+        """Wait for the transition to end, without calling the progress callback."""
         if not self._over_within(None if deadline is None else deadline - time.monotonic()):
             raise self._too_late(timeout)
 

@@ -21,7 +21,7 @@ Callback = Callable[[str], object]
 class Registration:
     """A registered callback.
 
-    A registration is callable and calls the function, so a decorated function still works.
+    Calling a registration calls the function, so a decorated function still works.
 
     Attributes:
         is_removed: whether `remove` was called.
@@ -51,7 +51,7 @@ class Registration:
         return f"{module}.{name}" if module else str(name)
 
     def concerns(self, tag: str) -> bool:
-        """Return whether transitions of this tag call the callback."""
+        """Return whether transitions of this tag invoke the callback."""
         return self._tag is None or self._tag == tag
 
     def remove(self) -> None:
@@ -70,10 +70,10 @@ def on_pause(function: Callback, tag: str | None = None) -> Registration:
     """Call `function(tag)` on the caller's thread before a tag is paused.
 
     Args:
-        function: the callback. Callbacks run in the order of registration. If a callback raises, no
-            tag is paused, and the exception propagates to the caller. A note in the exception names
-            the callback and the tag (Python 3.11 and newer show notes). The `on_resume` callbacks
-            are then called for the tags whose `on_pause` callbacks had run.
+        function: the callback. Callbacks run in registration order. If a callback raises, no tag is
+            paused, and the exception propagates to the caller. A note on the exception names the
+            callback and the tag (Python 3.11 and newer show notes). The `on_resume` callbacks are
+            then called for the tags whose `on_pause` callbacks had run.
         tag: the tag whose transitions call the callback; None means every tag.
 
     The tag is still mapped when the callbacks run. Callbacks are not called for tags that are
@@ -94,8 +94,8 @@ def on_resume(function: Callback, tag: str | None = None) -> Registration:
     transition's own thread.
 
     Args:
-        function: the callback. Callbacks run in the order of registration. If a callback raises,
-            the tags stay resumed, the other callbacks run, and the first error propagates to the
+        function: the callback. Callbacks run in registration order. If a callback raises, the tags
+            stay resumed, the other callbacks still run, and the first error propagates to the
             caller.
         tag: the tag whose transitions call the callback; None means every tag.
 
@@ -109,14 +109,14 @@ def on_resume(function: Callback, tag: str | None = None) -> Registration:
     return Registration(_after_resume, function, tag)
 
 
-# Tags in a block of `notifying`. Only the block's thread can have reserved them.
+# Tags in a `notifying` block. Only the block's thread can have reserved them.
 _being_notified: set[str] = set()
 # The last notification for each tag.
 _latest: dict[str, object] = {}
 
 
 class notifying:
-    """A block in which this thread cannot begin another transition of the tags.
+    """A block in which this thread cannot begin any other transition of the tags.
 
     The thread must have reserved the tags. In the block, the thread calls the callbacks and then
     begins the transition. If a callback, a signal handler or a finalizer paused or resumed one of

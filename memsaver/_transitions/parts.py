@@ -1,10 +1,10 @@
 """Parts of a tag, for regions of the same tag that request different backups.
 
-In memsaver a tag has one backup policy, but in other libraries each region of a tag chooses its own
-policy. Therefore, an adapter splits a tag into one part for each policy. The first part is the tag
+In memsaver, a tag has one backup policy, but in other libraries, each region of a tag chooses its
+own. Therefore, an adapter splits a tag into one part for each policy. The first part is the tag
 itself. The policy of the first part is the tag's own policy or, if the tag has none, the policy
 that was requested first. Each other part is a separate tag, whose name consists of the tag's name,
-U+001F and the backup's name. All parts are paused and resumed in one call. Regions of a program
+U+001F and the backup's name. All parts are paused and resumed in one call. A program's regions
 cannot use such names, so a part never collides with another tag.
 
 All functions are safe on any thread and in finalizers, because they acquire no lock and start no
@@ -55,7 +55,7 @@ def name_of(tag: str, backup: str) -> str:
 
 
 def names_of(tag: str) -> tuple[str, ...]:
-    """Return the names of a tag's parts, for one call of `pause` or `resume`.
+    """Return the names of a tag's parts, for one call to `pause` or `resume`.
 
     The result is empty if no region has ever named the tag. The result includes `tag` itself, even
     if the program created the tag through memsaver's own interface.

@@ -1,4 +1,4 @@
-"""Progress of long calls: a progress bar on the terminal, or a callback of the caller."""
+"""Progress of long calls: a progress bar on the terminal, or a callback from the caller."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ProgressBar:
         from rich.console import Console
         from rich.table import Column
 
-        figure = partial(Column, no_wrap=True)  # on a narrow terminal the title is wrapped
+        figure = partial(Column, no_wrap=True)  # on a narrow terminal, the title is wrapped
         console = console or Console(stderr=True)
         self._progress = progress.Progress(
             progress.TextColumn("{task.description}", markup=False, table_column=Column()),

@@ -59,5 +59,5 @@ class Report:
 
     @property
     def changed(self) -> tuple[str, ...]:
-        """The tags whose state changed, in the order of the call."""
+        """The tags whose state changed, in the order of `changes`."""
         return tuple(dict.fromkeys(change.tag for change in self.changes if change.changed))

@@ -45,40 +45,40 @@ def pause(
 ) -> Report | Transition:
     """Release the device memory of `tags`; their addresses stay reserved.
 
-    The call pauses all tags or none: after an error, every tag is mapped and has its contents. The
-    call first waits until the devices have completed all work that was submitted before it. Until
-    the resume, any access to the memory is an illegal access, but the tensors in it can be deleted.
-    Pausing a tag that is already paused has no effect, and the tag's `Change.changed` is False.
+    The call pauses all tags or none: after an error, every tag is mapped and has its contents. It
+    first waits until the devices have completed all previously submitted work. Until the resume,
+    any access to the memory is an illegal access, but the tensors in it can be deleted. Pausing a
+    tag that is already paused has no effect, and the tag's `Change.changed` is False.
 
     Args:
         tags: the tags; if empty, all tags.
-        backup: "none", "host", "pageable", "disk" or "peer" (see `region`). This value overrides
-            the regions' policy for this call only.
+        backup: "none", "host", "pageable", "disk" or "peer" (see `region`). This overrides the
+            regions' policy for this call only.
         wait: if False, the call returns a `Transition` as soon as the tags are reserved, and
             another thread completes the pause. If other processes use tensors of the tags, the call
             first waits for them, up to the option `importer_seconds`. The caller must not use the
             memory after the call.
         progress: a function that the waiting thread calls as `progress(done_bytes, total_bytes)`,
-            about every 50 ms and at the end, while another thread does the work. The function is
-            never called if there is nothing to copy. The value True shows a progress bar on stderr.
-            See `Transition.wait` for exceptions in the function.
+            about every 50 ms and at the end, while another thread does the work. It is never called
+            if there is nothing to copy. True shows a progress bar on stderr. For exceptions raised
+            by the function, see `Transition.wait`.
 
     A pause saves only blocks that a tensor owns. Memory whose contents were not saved reads as zero
     after the resume, or as NaN with the option `poison`.
 
     If another transition of one of the tags is in progress, the call waits for that transition to
-    end. A signal handler that raises (Ctrl-C) ends this wait. Signals that arrive after the wait do
-    not affect the pause: their handlers run after the pause and its callbacks. With `progress` or
-    `wait=False`, the handlers run at once while the pause continues. The same rules apply to
-    `resume` and `swap`.
+    end. A signal handler that raises (as on Ctrl-C) ends this wait. Signals that arrive after the
+    wait do not affect the pause: their handlers run after the pause and its callbacks. With
+    `progress` or `wait=False`, the handlers run at once while the pause continues. The same rules
+    apply to `resume` and `swap`.
 
     Raises:
         UnknownTagError: no region has ever named one of the tags.
         ConfigError: the backup is unknown.
-        InvalidStateError: a tag of 256 MiB or more would lose its contents, and neither its regions
-            nor this call chose a backup. The error is also raised if the call is made inside a
+        InvalidStateError: the call would discard 256 MiB or more in total of tags for which neither
+            a region nor the call chose a backup. It is also raised if the call is made inside a
             region of one of the tags, inside `use_mem_pool` of one of their `torch_pool`s, or
-            during a CUDA graph capture. It is also raised if waiting for a tag would deadlock,
+            during a CUDA graph capture. Finally, it is raised if waiting for a tag would deadlock,
             because a callback, a signal handler or a finalizer makes the call during a transition
             that must end first.
         TagSharedError: another process used a tensor of one of the tags for longer than the option
@@ -131,8 +131,8 @@ def resume(
 
     Raises:
         UnknownTagError: no region has ever named one of the tags.
-        OutOfDeviceMemoryError: the device has too little free memory; the error contains the needed
-            and the free bytes.
+        OutOfDeviceMemoryError: the device has too little free memory; the error states the bytes
+            needed and the bytes free.
         OutOfHostMemoryError: there is not enough host memory for the buffers of a copy.
         InvalidStateError: waiting for a tag would deadlock, as in `pause`.
         BackupError: the backup could not be read.
@@ -189,8 +189,8 @@ def swap(
     backup may be lost. A swap is faster than a separate pause and resume. If the physical pieces of
     both sides have equal sizes, a swap needs little more device memory than the larger side. The
     first swap between a few large pieces of different sizes can need memory for one additional
-    piece, and fails if this memory is missing. In this case, pause and resume separately. Tags of
-    `out` that are already paused and tags of `into` that are already mapped do not change, and
+    piece, and fails if this memory is not available. If it fails, pause and resume separately. Tags
+    of `out` that are already paused and tags of `into` that are already mapped do not change, and
     their `Change.changed` is False.
 
     Args:
@@ -215,11 +215,12 @@ def swap(
 
 @partial(block, asynchronous=True)
 def paused(*tags: str, backup: Backup | None = None) -> Iterator[Report]:
-    """Pause `tags` for a block, and then resume the newly paused tags, even after an exception.
+    """Pause `tags` for the duration of a block, then resume the newly paused tags, even after an
+    exception.
 
     Yields the pause's report. The errors are the same as for `pause` and `resume`. `paused` is also
-    a decorator, even for coroutine functions, but both transitions then block the event loop. If an
-    interrupt arrives, it is raised after the tags are resumed, even if the resume must wait for
+    a decorator, even for coroutine functions, for which both transitions block the event loop. If
+    an interrupt arrives, it is raised after the tags are resumed, even if the resume must wait for
     another thread's transition.
     """
     call = pause_call(tags, backup)
@@ -280,7 +281,7 @@ def swap_call(out: str | Sequence[str], into: str | Sequence[str], backup: Backu
 
 
 def _transition(call: Call, wait: bool, progress: Progress) -> Report | Transition:
-    """Begin the call on this thread, and finish the call on this thread or on a new thread."""
+    """Begin the call on this thread, and finish it on this thread or on a new one."""
     if not (progress is None or isinstance(progress, bool) or callable(progress)):
         raise ConfigError(
             f"progress must be a function of two numbers of bytes, True or None, not {progress!r}"

@@ -1,9 +1,9 @@
-"""The command line tool `memsaver`, with one module for each command.
+"""The command-line tool `memsaver`, with one module for each command.
 
 `app` combines the commands. The module `checks` contains the checks of `memsaver doctor`,
 `measurements` contains the measurements of `memsaver bench`, and `watched` finds the processes that
 `memsaver top` shows. Importing this package does not import typer. `main` imports typer, and
-reports an interrupt during this import like any other interrupt. rich is imported only for output.
+reports an interrupt during that import like any other interrupt. rich is imported only for output.
 """
 
 import sys

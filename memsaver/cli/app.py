@@ -1,4 +1,4 @@
-"""The command line application, with its commands and global options."""
+"""The command-line application, with its commands and global options."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from memsaver.errors import MemsaverError
 
 __all__ = ["app", "run_words"]
 
-# The base class of all errors in arguments. typer does not export it: click defines it, or typer
-# itself in later versions.
+# The base class of all argument errors. typer does not export it: click defines it, or typer itself
+# in later versions.
 _UsageError = cast(type[typer.BadParameter], typer.BadParameter.__base__)
 
 app = typer.Typer(
@@ -48,8 +48,8 @@ def _options(
     pass
 
 
-# Options end at the first word that is not an option, so that a command after `run` keeps its own.
-# The short help fits into the list of commands on a narrow terminal.
+# Option parsing stops at the first word that is not an option, so that a command after `run` keeps
+# its own options. The short help fits in the list of commands on a narrow terminal.
 app.command(
     "run",
     short_help="Run a command through memsaver.",
@@ -93,7 +93,7 @@ def run_words(words: list[str]) -> int:
 def _run(words: list[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # stderr does this by default
-    elif sys.stdout is None and words[:1] != ["run"]:  # `run`'s command may not need it
+    elif sys.stdout is None and words[:1] != ["run"]:  # the command to run may not need it
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
     try:
         # For an interrupt, typer returns status 130, and the demo raises SystemExit itself.

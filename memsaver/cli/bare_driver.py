@@ -1,4 +1,5 @@
-"""Direct calls to the CUDA driver, for device properties and for the cost of bare calls.
+"""Direct calls to the CUDA driver, for reading device properties and measuring the cost of bare
+calls.
 
 The benchmarks also use this module. The module calls the driver that the native library opened,
 which may be the simulated driver.

@@ -210,7 +210,7 @@ def _check_picture(picture: Path) -> None:
         _fail(f"--picture {picture}: the name must end in one of {', '.join(PICTURES)}", USAGE)
     try:
         folder = picture.resolve().parent
-    except (OSError, RuntimeError) as error:  # no current folder, or links in a circle
+    except (OSError, RuntimeError) as error:  # no current folder, or a cycle of links
         _fail(f"--picture {picture}: {error}", USAGE)
     if not folder.is_dir():
         _fail(f"--picture {picture}: the folder does not exist", USAGE)

@@ -47,7 +47,7 @@ TAGS = ("weights", "kv_cache", "cuda_graph")
 _NAMES = {"weights": "weights", "kv_cache": "kv_cache", "cuda_graph": "graph"}
 _WIDE: Groups = (("step",), ("ms",), *((name,) for name in _NAMES.values()), ("free",))
 _NARROW: Groups = (("step",), ("ms", "free"), tuple(_NAMES.values()))
-_WIDTH, _FIGURE = 80, 8  # columns: the maximum of the table, and of each figure
+_WIDTH, _FIGURE = 80, 8  # columns: the maximum for the table, and for each figure
 MIB = 1 << 20
 GIB = 1 << 30
 
@@ -72,7 +72,7 @@ class Workload(Protocol):
 
     title: str
     limits: str
-    unit: int  # in bytes: the trainer allocates a multiple of this
+    unit: int  # in bytes; the trainer allocates a multiple of this
 
     def build(self) -> None:
         """Allocate the weights, the KV cache and the graph in their regions."""
@@ -329,7 +329,7 @@ def run(console: Console) -> int:
     show = Show(console)
     show.step("build the engine", work.build, lambda: "three tags")
     where, reference = work.addresses(), work.output()
-    held = memsaver.stats().resident_bytes  # the engine's tags; the trainer's tag is created later
+    held = memsaver.stats().resident_bytes  # the engine's tags; the trainer's is created later
     free = memsaver.device_memory()[0]
     lent = held // work.unit * work.unit
 

@@ -120,4 +120,4 @@ def _table(console: Console, group: list[Finding]) -> Table:
 
 
 _NAMES = 22  # columns for the names of findings
-_NARROW = 64  # on a narrower terminal, the names have no column of their own
+_NARROW = 64  # on narrower terminals, the names have no column of their own

@@ -39,7 +39,7 @@ _STATES = {
     "saving": "cyan",
     "restoring": "cyan",
 }
-_WIDE, _WIDER = 104, 130  # terminal columns that one line per row needs, and that the callers need
+_WIDE, _WIDER = 104, 130  # terminal columns needed for one line per row, and for the callers
 
 # The figures of narrow tables.
 _TAGS: Groups = (("Tag", "GPU, state"), ("Resident", "Paused"), ("Backup", "Last transition"))

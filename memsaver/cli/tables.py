@@ -1,4 +1,4 @@
-"""Format tables for narrow terminals, with stacked columns, and without truncated figures."""
+"""Format tables for narrow terminals, stacking columns and never truncating figures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 Groups: TypeAlias = tuple[tuple[str, ...], ...]
 """The names of a table's figures. The figures of a group are in one column, one below the other."""
 
-LEAST_WIDTH = 50  # columns that a folded table needs; on fewer the terminal wraps the lines
+LEAST_WIDTH = 50  # columns that a folded table needs; with fewer, the terminal wraps the lines
 _WIDTH = 80  # columns that a table with one line per row needs
 
 

@@ -1,4 +1,4 @@
-"""A search for the processes of this user that use memsaver, through their sockets.
+"""Find this user's processes that use memsaver, through their sockets.
 
 Each process has a socket in the user's runtime folder, and sends its statistics to each client that
 connects. The socket has no cost until a client connects.
@@ -40,7 +40,7 @@ FALLBACK = "/tmp/memsaver"  # as in the core's runtime_folder.cpp; followed by t
 FORMAT = 1  # kStatsFormat of the core's stats_json.h
 
 _PATIENCE = 0.5  # seconds to wait for an answer, which takes milliseconds
-_MOST_BYTES = 64 << 20  # the limit on an answer: about 50,000 tags
+_MOST_BYTES = 64 << 20  # the limit on an answer's size: about 50,000 tags
 _AT_ONCE = 16  # processes that are queried at the same time
 _NAME = re.compile(r"(\d+)-[0-9a-f]+")
 Name = TypeVar("Name", bound=str)
@@ -200,7 +200,7 @@ def _ask(folder: int, name: str) -> Process | Silent | None:
         end = time.monotonic() + _PATIENCE
         client.settimeout(_PATIENCE)
         try:
-            # Connects through the descriptor, because the address has room for a short path only.
+            # Connects through the descriptor, because the address has room only for a short path.
             client.connect(f"/proc/self/fd/{folder}/{name}")
             peer, user = _peer_of(client)
             if peer:  # 0 if the process is in a namespace that is not visible here
@@ -208,7 +208,7 @@ def _ask(folder: int, name: str) -> Process | Silent | None:
             if user != os.geteuid():
                 return Silent(pid, command, f"it belongs to user {user}")
             return _process_of(pid, command, _read_all(client, end))
-        except ConnectionRefusedError:  # no process has it open: its process was killed
+        except ConnectionRefusedError:  # no process has it open, because its process was killed
             _remove(folder, name)
             return None
         except FileNotFoundError:

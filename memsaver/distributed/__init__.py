@@ -12,7 +12,7 @@ one thread at a time. The calls have these properties:
 - **All or none.** If a call fails on a rank, each rank undoes the changes that it made during the
   call. All ranks raise the same `RankError`, which names the failed ranks and the reasons. Tags
   that a rank had paused or resumed before the call keep their state. If the rollback on a rank also
-  fails (for example because another process has allocated the memory), the error lists this rank
+  fails (for example, because another process has allocated the memory), the error lists this rank
   and the state of its tags.
 - **Bounded waits.** If a call raises an exception on one rank (an unknown tag, a bad argument, a
   callback that raises), all other ranks receive the exception at their next step. If ranks make
@@ -20,24 +20,24 @@ one thread at a time. The calls have these properties:
   raise `GroupError`, at once or after `timeout`, and undo their changes. torch then closes the
   group's connections.
 - **An invalid `group` on one rank.** If `group` is not a process group, or was destroyed, the rank
-  searches torch's store for the group on which other ranks wait for it. The search takes at most
-  `timeout`. The rank then reports the failure to this group, and all ranks raise a `RankError` at
-  once. If `group` is a wrong but valid group of the rank, or is None while the other ranks pass a
-  subgroup, no rank can detect the mistake. In this case, each rank waits until `timeout` and raises
-  `GroupError`. A rank that is not in its `group` raises `InvalidStateError` at once, because all
-  ranks outside a group may make this call. Other ranks that expect this rank wait until `timeout`.
+  searches torch's store for the group on which other ranks are waiting for it. The search takes at
+  most `timeout`. The rank then reports the failure to that group, and all ranks raise a `RankError`
+  at once. If `group` is a valid group of the rank but the wrong one, or is None while the other
+  ranks pass a subgroup, no rank can detect the mistake: each rank waits until `timeout` and raises
+  `GroupError`. A rank that is not in its `group` raises `InvalidStateError` at once, because any
+  rank outside a group may make this call. Other ranks that expect this rank wait until `timeout`.
   If `timeout` is None, the group's own timeout applies, or 30 minutes for a rank that searches for
   a group.
 - **Contents.** Contents with a backup are never lost. A pause begins on all ranks before it runs on
   any rank, so a rejected pause fails before contents without a backup are lost. If a pause fails
   later, contents without a backup are zero on the ranks that had paused them.
-- **Callbacks.** The callbacks of `memsaver.on_pause` and `on_resume` run on each rank for its own
-  part of the call. Callbacks must not wait for callbacks of other ranks, because a rank that fails
-  does not call its callbacks. A rollback calls the callbacks of the opposite transition.
+- **Callbacks.** Callbacks registered with `memsaver.on_pause` and `on_resume` run on each rank for
+  its own part of the call. Callbacks must not wait for callbacks of other ranks, because a rank
+  that fails does not call its callbacks. A rollback calls the callbacks of the opposite transition.
 - **Signals.** An interrupt (Ctrl-C) during a call is raised after the call, and nothing is undone.
-  Other signal handlers in Python also run after the call. At that time, no tag is reserved, so a
-  handler can pause tags. If an interrupt prevents a rank from making its next call, the other ranks
-  wait in this call until `timeout`.
+  Other Python signal handlers also run after the call, when no tag is reserved, so a handler can
+  pause tags. If an interrupt prevents a rank from making its next call, the other ranks wait in
+  that call until `timeout`.
 
 The ranks communicate through a CPU backend, so the calls do not depend on device memory. If a group
 has no CPU backend (`init_process_group("nccl")`), memsaver adds a gloo backend at the first call,

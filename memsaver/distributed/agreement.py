@@ -1,4 +1,4 @@
-"""Run one call on all ranks, in the steps check, begin and run, and roll back if a rank fails.
+"""Run one call on all ranks in three steps (check, begin and run), and roll back if a rank fails.
 
 Each step is an attempt (see `attempts`), so every rank knows the outcomes on all ranks, and all
 ranks make the same decision.
@@ -56,8 +56,8 @@ def run_on_all_ranks(
         group: a `torch.distributed` group; None means the world.
         timeout: seconds to wait for the other ranks at each step; None means the group's own
             timeout.
-        done: a function that is called with this rank's report. The call precedes the warnings,
-            because a warning raises an exception if warnings are errors.
+        done: a function that is called with this rank's report. It is called before the warnings
+            are emitted, because a warning raises an exception if warnings are errors.
 
     Raises:
         RankError: the call failed on a rank.
@@ -78,7 +78,7 @@ def run_on_all_ranks(
             report, figures = attempt.make(prepare)
             done(report)
         except BaseException as error:
-            with contextlib.suppress(Warning):  # warnings that are errors do not replace this one
+            with contextlib.suppress(Warning):  # warnings raised as errors do not replace this one
                 warn()
             if attempt.leaving is not None and isinstance(error, MemsaverError):
                 raise attempt.leaving from error
@@ -128,7 +128,8 @@ class _Attempt:
         rollbacks: list[Rollback] = []
 
         def begin() -> None:
-            # Reserved until the end: other threads must not change the tags before a rollback.
+            # Reserved until the end, because other threads must not change the tags before a
+            # rollback.
             held.enter_context(_C.Reservation(call.names))
             rollbacks.append(Rollback(call))
             call.begin()

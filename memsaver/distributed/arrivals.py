@@ -15,20 +15,20 @@ from memsaver._runtime.latches import Latch
 
 __all__ = ["GONE", "arrivals", "missing_ranks"]
 
-# Marks a collective that a rank has abandoned: a suffix of the rank's number, and a key.
+# Marks a collective that a rank has abandoned. Used as a suffix of the rank's number and as a key.
 GONE = " gave up"
 
-_DIAGNOSIS_SECONDS = 5.0  # limit on the time to determine the missing ranks
+_DIAGNOSIS_SECONDS = 5.0  # time limit for determining the missing ranks
 _STRAGGLER_SECONDS = 0.5  # time without an arrival, after which absent ranks count as missing
 
 
 def arrivals(store: Any, ranks: list[int], gone: bool = False) -> dict[int, int]:
-    """Return each rank's number of collectives.
+    """Return the number of collectives that each rank has reached.
 
     Ranks that have stopped waiting are omitted, unless `gone` is true.
     """
     keys = [str(rank) for rank in ranks]
-    # Two requests suffice for all ranks, if each rank arrived at least once.
+    # Two requests suffice for all ranks if each rank has arrived at least once.
     known = keys if store.check(keys) else [key for key in keys if store.check([key])]
     many = store.has_extended_api()
     values = store.multi_get(known) if many else [store.get(key) for key in known]
@@ -41,7 +41,7 @@ def arrivals(store: Any, ranks: list[int], gone: bool = False) -> dict[int, int]
 
 
 def missing_ranks(store: Any, own: int, ranks: list[int], collectives: int) -> tuple[int, ...]:
-    """Record that this rank has abandoned a collective, and return the ranks that did not arrive.
+    """Record that this rank has abandoned a collective, and return the ranks that never arrived.
 
     Args:
         store: the channel's store.

@@ -1,4 +1,4 @@
-"""Attempts, in which every rank of a group does some work and receives the outcomes of all ranks.
+"""Attempts, in which every rank of a group does some work and receives all ranks' outcomes.
 
 Every rank does its part and then sends its outcome, even after an interrupt, so no rank waits for a
 rank that failed. All ranks receive the same outcomes, so they can make the same decision.
@@ -63,7 +63,7 @@ class Outcomes(Generic[Value]):
 
     @property
     def is_good(self) -> bool:
-        """Whether the ranks made the same call and the call failed on no rank."""
+        """Whether the ranks made the same call and it failed on none of them."""
         return not self.calls and not self.failures
 
     def error(self, after: str) -> RankError:
@@ -131,9 +131,9 @@ class Ranks:
     ) -> Outcomes[Value]:
         """Run the work on this rank, and return the outcomes on all ranks. A collective.
 
-        Every exception of the work becomes an outcome. If a signal arrives after the enclosing
-        block of `signals_deferred` was entered, the exception of its handler also becomes an
-        outcome. If a signal arrives during the exchange, its handler runs at the end of the
+        Any exception that the work raises becomes an outcome. If a signal arrives after the
+        enclosing `signals_deferred` block was entered, an exception from its handler also becomes
+        an outcome. If a signal arrives during the exchange, its handler runs at the end of the
         outermost such block.
 
         Args:
@@ -141,7 +141,7 @@ class Ranks:
             work: this rank's part.
             timeout: seconds to wait for the other ranks in an exchange; None means the group's own
                 timeout.
-            codec: the codec for the values of the work.
+            codec: the codec for the work's values.
             step: the name of the call's step. The ranks compare this name as well as `what`.
             uninterrupted: whether signal handlers are also deferred during the work.
 
@@ -231,7 +231,8 @@ class _Attempt:
         if len({header.protocol for header in headers}) > 1:
             return Outcomes(self._what, (), own, _versions(ranks, headers))
         has_failed = any(header.failed for header in headers)
-        # The steps may differ while the calls are equal, if several threads use the group at once.
+        # The steps may differ even though the calls are equal, if several threads use the group at
+        # once.
         what = self._what if has_failed or not self._step else f"{self._what}, {self._step}"
         extra = _packed_error(own, self._codec) if own is not None else body
         mine = FailureRecord.of(own, what).packed(extra)

@@ -60,8 +60,7 @@ def resume(*tags: str, group: Any = None, timeout: float | None = None) -> Group
     Raises:
         RankError: the call failed on a rank (for example, out of memory), or the ranks made
             different calls. Every rank raises the same error. The tags that this call resumed are
-            paused again with the same contents. Backup views that were created before the call are
-            invalid.
+            paused again with the same contents. Backup views created before the call are invalid.
         GroupError: a rank died, hung, or did not make the call in time. This rank has undone its
             changes.
         InvalidStateError, NotLoadedError: see `pause`.
@@ -113,7 +112,7 @@ def swap(
 def paused(
     *tags: str, group: Any = None, backup: Backup | None = None, timeout: float | None = None
 ) -> Iterator[GroupReport]:
-    """Pause `tags` on every rank for a block, and then resume the newly paused tags.
+    """Pause `tags` on every rank for the duration of a block, then resume the newly paused tags.
 
     The start and the end of the block are collectives. A rank that leaves the block early, for
     example after an exception, waits at the end of the block for the other ranks. Yields the

@@ -27,16 +27,16 @@ class Channel:
     """A connection between the ranks of a `torch.distributed` group, for use by one thread.
 
     All channels of a group without a lane share connections, which exist as long as the group.
-    Therefore, such a channel can be used for one call or for many calls. With a lane, the
-    connections and threads end with the channel, so use one channel for all calls.
+    Therefore, such a channel can be used for one call or for many. With a lane, the connections and
+    threads end with the channel, so use one channel for all calls.
 
     Args:
         group: the group; None means the world.
         lane: a name for calls that run concurrently with other calls, for example in another
-            thread. On each rank, the channels of a lane are numbered in the order of their
-            connection. The channel with number k connects only to the channels with number k on the
-            other ranks. Groups with the same ranks share a lane. If a rank stops waiting for
-            channel k, channels that are created later skip the number k.
+            thread. On each rank, the channels of a lane are numbered in the order in which they
+            connect. Channel k connects only to the channels numbered k on the other ranks. Groups
+            with the same ranks share a lane. If a rank stops waiting for channel k, channels
+            created later skip the number k.
 
     Attributes:
         lane: the lane's name.
@@ -73,7 +73,7 @@ class Channel:
         self.lane = lane
         if lane:
             self._link = _Link()
-            # torch sorts a group's ranks, so that equal sets of ranks have the same key.
+            # torch sorts a group's ranks, so equal sets of ranks have the same key.
             ranks = ",".join(map(str, self.ranks)).encode()
             self._key = (hashlib.blake2s(ranks, digest_size=8).hexdigest(), lane)
             self._number = _connected.get(self._dist.group.WORLD, Counter())[self._key]
@@ -85,7 +85,7 @@ class Channel:
             self._group_name = self._group.group_name
 
     def connect(self, timeout: float | None, what: str) -> None:
-        """Create the lane's connections now, instead of at the first call. A collective.
+        """Create the lane's connections now rather than at the first call. A collective.
 
         Call this method before two lanes are used concurrently, because connecting waits in torch's
         store and blocks other threads of the process that use the store.
@@ -111,9 +111,9 @@ class Channel:
         """Close the connections, and delete references to the group and torch's store. Idempotent.
 
         The method does not wait. If another thread's call is in progress, that call keeps the
-        connections until it ends. The references must be deleted. While an object of an old group
-        refers to torch's store, a later `init_process_group` in this process can use this store
-        again, with the old group's keys, and hang.
+        connections until it ends. The references must be deleted because, while an object of an old
+        group refers to torch's store, a later `init_process_group` in this process can reuse that
+        store, with the old group's keys, and hang.
         """
         self._link.close()
         self._group = None
@@ -132,7 +132,8 @@ class Channel:
         """
 
         def start(carrier: Any, wait: timedelta | None) -> tuple[Any, Any]:
-            # A sum of rows that are zero except this rank's: in place, and in every backend.
+            # A sum of rows that are zero except this rank's, which works in place and in every
+            # backend.
             rows = self._zeros(len(self.ranks), len(payload))
             if payload:
                 rows[self._place] = self._torch.frombuffer(
@@ -148,7 +149,7 @@ class Channel:
     def broadcast(
         self, payload: bytes, nbytes: int, timeout: float | None, what: str, root: int
     ) -> bytes:
-        """Send the bytes of one rank to all ranks, and return the bytes.
+        """Send the bytes of one rank to all ranks, and return them.
 
         Args:
             payload: the bytes, on the root. The value on other ranks is ignored.
@@ -263,7 +264,7 @@ class Channel:
         self._stored().set(str(self.rank), str(collectives))
 
     def _stored(self) -> Any:
-        """Return the store that contains the number of collectives that each rank reached."""
+        """Return the store with the number of collectives that each rank has reached."""
         store = self._link.store
         if store is None:
             self._link.store = store = self._prefixed("")
@@ -274,8 +275,7 @@ class Channel:
         return self._dist.PrefixStore(self._name + end, store)
 
     def _prepare(self, wait: timedelta | None) -> Any:
-        """Return the process group that transfers the bytes, and create its connections if
-        necessary.
+        """Return the process group that transfers the bytes, creating its connections if necessary.
 
         Raises:
             InvalidStateError: the channel is closed, or another call is creating the connections.
@@ -326,7 +326,7 @@ class _Link:
         self.closed = False
         self.collectives = 0  # collectives that this rank reached
         self.store: Any = None  # contains the number of collectives that each rank reached
-        # A process group of memsaver's, if the group carries no CPU tensors. It is closed while the
+        # memsaver's own process group, if the group carries no CPU tensors. It is closed while the
         # interpreter still runs, because its threads do not survive the interpreter's exit.
         self.gloo: list[Any] = []
         weakref.finalize(self, self.gloo.clear)
@@ -347,7 +347,7 @@ def _being_made() -> InvalidStateError:
 
 
 _links: weakref.WeakKeyDictionary[Any, _Link] = weakref.WeakKeyDictionary()  # by group
-# By world, the number of the next channel of each lane to the same ranks.
+# By world, the number of the next channel of each lane between the same ranks.
 _connected: weakref.WeakKeyDictionary[Any, Counter[tuple[str, str]]] = weakref.WeakKeyDictionary()
 
 

@@ -24,7 +24,7 @@ class RankFailure:
         tag: the error's `MemsaverError.tag`, or "".
         message: the exception's text, truncated to 8,192 characters. On the rank itself, the
             error's `__cause__` is the whole exception. If the ranks made different calls, the text
-            describes the call of this rank.
+            describes this rank's call.
     """
 
     rank: int
@@ -59,11 +59,11 @@ class GroupError(MemsaverError):
     """The ranks cannot reach each other, because a rank died, hung, or never made the call.
 
     Unless the message says otherwise, this rank has undone its changes. The other surviving ranks
-    have also undone their changes, except a rank that received all outcomes before the connection
-    was lost. The call on such a rank may have returned successfully. `__cause__` is torch's error.
+    have also undone their changes, except any rank that received all outcomes before the connection
+    was lost. On such a rank, the call may have returned successfully. `__cause__` is torch's error.
 
     Attributes:
-        missing: the ranks that are known to be missing from the call.
+        missing: the ranks known to be missing from the call.
     """
 
     _status = "GROUP_FAILED"

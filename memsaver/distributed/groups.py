@@ -31,7 +31,7 @@ def refusal_of(group: Any) -> MemsaverError | None:
 
     Raises:
         InvalidStateError: torch.distributed is not initialized, or this rank is not in the group.
-            In the second case, no rank of the group waits for this rank.
+            In the latter case, no rank of the group waits for this rank.
         NotLoadedError: torch is not installed, or has no torch.distributed.
     """
     _, dist = modules()
@@ -39,7 +39,7 @@ def refusal_of(group: Any) -> MemsaverError | None:
         raise InvalidStateError(
             "this rank is not in the group: only the group's ranks may make the call"
         )
-    # Checks the type, because an object may override `isinstance` checks and comparisons.
+    # Compares the type, because an object may override `isinstance` checks and comparisons.
     odd = group is not None and not issubclass(type(group), dist.ProcessGroup)
     refused: MemsaverError | None = None
     if odd:

@@ -1,8 +1,8 @@
-"""A search for the channels on which a rank with an invalid group reports its error to other ranks.
+"""Find the channels on which a rank with an invalid group reports its error to other ranks.
 
-Such a rank does not know on which of its groups the other ranks wait. All ranks record in torch's
-store how many collectives of each group they have reached. The rank compares these numbers for each
-of its groups, and thus finds the group on which other ranks wait.
+Such a rank does not know on which of its groups the other ranks are waiting. All ranks record in
+torch's store how many collectives of each group they have reached. The rank compares these numbers
+for each of its groups to find the one on which other ranks are waiting.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class AwaitedChannels:
     """The channels on which other ranks may wait for a rank that does not know which group to use.
 
     Create one object for each call. A call can use several channels, one after the other. The
-    numbers of the channels are fixed when the object is created. Therefore, a search does not find
-    ranks that stop waiting during the search and then call again.
+    channels' numbers are fixed when the object is created, so a search does not find ranks that
+    stop waiting during the search and then call again.
 
     Args:
         lanes: the lanes on which the other ranks may wait.
@@ -81,9 +81,9 @@ class AwaitedChannels:
         Raises:
             GroupError: no other rank waited on any of this rank's groups in time, or torch's store
                 does not respond.
-            KeyboardInterrupt: a signal handler raised this exception during the search. A handler's
-                other exceptions propagate in the same way. Ranks that wait for this rank continue
-                to wait until their own timeout.
+            KeyboardInterrupt: a signal handler raised this exception during the search. Other
+                exceptions from a handler propagate in the same way. Ranks that wait for this rank
+                continue to wait until their own timeout.
         """
         world = self._world
         if not self._others or len(world.ranks) == 1:
@@ -122,8 +122,8 @@ class AwaitedChannels:
         return world
 
     def for_ranks(self, ranks: Collection[int], lane: str) -> Channel | None:
-        """Return this rank's channel of a lane between these ranks, or None if no group has
-        them.
+        """Return this rank's channel of a lane between these ranks, or None if no group has exactly
+        those ranks.
         """
         for channel in (self._world, *self._others):
             if channel.lane == lane and set(channel.ranks) == set(ranks):
@@ -137,7 +137,7 @@ class AwaitedChannels:
 
 
 def _channels(lanes: Sequence[str]) -> list[Channel]:
-    """Return a channel for each lane of each group of this rank, with the world first.
+    """Return a channel for each lane of each of this rank's groups, the world first.
 
     Groups with the same ranks share named lanes, so only the first of these groups is included if
     the lanes have names.

@@ -24,12 +24,12 @@ _LENGTH = struct.Struct("<Q")
 
 @dataclass(frozen=True)
 class Codec:
-    """An encoder and decoder of an attempt's values and exceptions, which the ranks exchange.
+    """An encoder and decoder for an attempt's values and exceptions, for exchange between ranks.
 
     Attributes:
         pack: a function that encodes a value as bytes. The value None is always sent as b"".
         unpack: a function that decodes these bytes on every rank.
-        confirmed: whether the ranks inform each other whether `unpack` succeeded.
+        confirmed: whether each rank reports to the others if `unpack` succeeded.
         pack_error: a function that encodes an exception for `unpack_error`, or returns b"" if the
             exception cannot be sent.
         unpack_error: a function that decodes these bytes to `Outcome.error`.
@@ -53,8 +53,7 @@ class Header:
     Attributes:
         protocol: the rank's PROTOCOL.
         failed: 1 if the attempt failed on this rank, otherwise 0.
-        digest: the digest of the call and the step, which is the same on ranks that make the same
-            call.
+        digest: the digest of the call and the step, the same on all ranks that make the same call.
         body_bytes: the size of the packed value.
         inline: the packed value, if it has at most `INLINE_BYTES`.
     """

@@ -15,7 +15,7 @@ class RankFigures:
 
     Attributes:
         rank: the rank in the world, not in the group.
-        seconds: the duration of the rank's own work, without the wait for other ranks.
+        seconds: the duration of the rank's own work, excluding the wait for other ranks.
         bytes: device memory released or mapped; for a swap, the sum.
         copied_bytes: bytes copied to or from the backups.
     """

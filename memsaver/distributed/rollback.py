@@ -78,14 +78,14 @@ class Rollback:
 
 
 def _kept_in(rows: list[TagStats]) -> Backup:
-    """Return the backup with which to pause a tag again that was paused before the call."""
+    """Return the backup with which to re-pause a tag that was paused before the call."""
     # A paused tag has resident pages only if a failed pause retained them, with their contents.
     if not any(row.backup_bytes or row.resident_bytes for row in rows):
         return "none"
     policy = rows[0].backup
     if policy != "none":
         return policy
-    # The pause's own `backup` overrode the policy; the kind of memory in use shows which policy was
+    # The pause's own `backup` overrode the policy; the kind of memory in use shows which one was
     # used.
     if any(row.peer_bytes for row in rows):
         return "peer"

@@ -1,4 +1,6 @@
-"""Format the arguments of calls, to compare the calls of ranks. These functions never raise."""
+"""Format the arguments of calls, for comparing the calls of different ranks. These functions never
+raise.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ def listed(tags: Iterable[object]) -> str:
 
 def side(tags: object) -> str:
     """Format one tag or several tags, such as "'w'" or "['kv', 'w']"."""
-    # Checks the type, because an object may override `isinstance` checks.
+    # Compares the type, because an object may override `isinstance` checks.
     if issubclass(type(tags), str) or not issubclass(type(tags), Collection):
         return _quoted(tags)
     texts = _texts(tags)  # type: ignore[arg-type]

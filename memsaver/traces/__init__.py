@@ -1,1 +1,1 @@
-"""Recorded timelines, with their data, their series, and the files that store them."""
+"""Recorded timelines: their data, their series, and the files that store them."""

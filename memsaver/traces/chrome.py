@@ -1,9 +1,9 @@
 """Read and write traces in Chrome's trace format, for Perfetto (ui.perfetto.dev) and
 chrome://tracing.
 
-Each pair of a tag and a device has a track with its transitions, and counters of its memory. Each
-device has a counter for its free memory, as reported by the driver. Times are in microseconds since
-the start of the recording.
+Each tag on each device has a track with its transitions, and counters for its memory. Each device
+has a counter for its free memory, as reported by the driver. Times are in microseconds since the
+start of the recording.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def to_json(trace: Trace) -> str:
 
 
 def read_json(text: str | bytes) -> Trace:
-    """Return the trace from a text that `to_json` returned.
+    """Return the trace from text that `to_json` returned.
 
     Raises:
         ConfigError: the text is not a memsaver trace, or is damaged.

@@ -16,7 +16,8 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def save(trace: Trace, path: str | os.PathLike[str]) -> Path:
-    """Write a trace to a file, in the format of the file's extension. See `Timeline.save`.
+    """Write a trace to a file, in the format that the file's extension selects. See
+    `Timeline.save`.
 
     Raises:
         ConfigError: the extension is unknown, or the format needs matplotlib, which is not

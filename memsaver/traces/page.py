@@ -17,7 +17,7 @@ _ASSETS = Path(__file__).parent / "assets"
 
 def to_html(trace: Trace) -> str:
     """Return the text of the page."""
-    # In a script element "<" could begin the end tag or a comment.
+    # In a script element, "<" could begin the end tag or a comment.
     data = json.dumps(_data(trace), separators=(",", ":")).replace("<", "\\u003c")
     parts = {
         "LICENSE": html.escape(_asset("uPlot.LICENSE")),

@@ -70,7 +70,7 @@ def to_picture(trace: Trace, kind: str) -> bytes:
 
 
 def _step(top: float, marks: int) -> float:
-    """Return the interval between about `marks` ticks up to `top`, which is a power of two."""
+    """Return the interval, a power of two, between about `marks` ticks up to `top`."""
     return float(2 ** max(0, math.ceil(math.log2(max(top, 1) / marks))))
 
 
@@ -114,7 +114,7 @@ def _band(name: str) -> Any:
 
 
 def _label(tag: str) -> str:
-    """Return a tag's legend entry, shortened, and without matplotlib's special characters."""
+    """Return a tag's legend entry, shortened and without matplotlib's special characters."""
     half = _LONGEST_LABEL // 2
     short = tag if len(tag) <= _LONGEST_LABEL else f"{tag[: half - 1]}…{tag[-half:]}"
     escaped = short.replace("$", r"\$")

@@ -1,4 +1,4 @@
-"""The memory of a trace, as lines over common points in time, for charts."""
+"""A trace's memory, as lines over common points in time, for charts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from memsaver.traces.trace import TagSample, Trace
 
 __all__ = ["DeviceSeries", "device_series", "peaks"]
 
-_MOST_VALUES = 1 << 20  # limit on the values of all tags together, for the size of a page
+_MOST_VALUES = 1 << 20  # limit on the number of values for all tags, to bound a page's size
 _LEAST_POINTS = 1000  # minimum number of points for any number of tags
 
 _Value = TypeVar("_Value")
@@ -25,7 +25,8 @@ class DeviceSeries:
         seconds: the times in ascending order, from the trace's start to its end.
         resident: for each tag, its device memory at these times, in bytes.
         allocated: for each tag, the bytes of its live allocations.
-        free: the driver's free memory at the latest sample, or None before the first sample.
+        free: the free memory that the driver reported in the latest sample, or None before the
+            first sample.
         total_bytes: the device's total memory; 0 if there are no samples.
     """
 
@@ -40,7 +41,7 @@ class DeviceSeries:
 def device_series(trace: Trace, device: int, most: int = 20_000) -> DeviceSeries:
     """Return a device's memory over time, reduced to about `most` points, or fewer for many tags.
 
-    The reduction keeps the smallest and the largest total of each interval, so no peak is lost.
+    The reduction keeps the smallest and the largest total in each interval, so no peak is lost.
     """
     samples = [row for row in trace.samples if row.device == device]
     free_rows = [row for row in trace.memory if row.device == device]

@@ -67,13 +67,13 @@ class TagTransition:
         end_seconds: the end of the transition, in seconds since the recording began; None if the
             transition was in progress at the end of the recording.
         outcome: "done" if the transition succeeded; "failed" if the transition raised an error;
-            "given up" if the caller canceled the transition before the transition began; "under
-            way" if the transition was in progress at the end of the recording.
+            "given up" if the caller canceled the transition before it began; "under way" if the
+            transition was in progress at the end of the recording.
         device_bytes: device memory released or mapped; 0 unless the outcome is "done".
         copied_bytes: bytes copied to or from the backup; 0 unless the outcome is "done".
-        thread: the system's id of the thread that began the transition.
-        caller: the caller, such as "train.py:120 in sleep, thread 'MainThread'". A long text is
-            truncated to its end. The text is empty while the transition is in progress.
+        thread: the native id of the thread that began the transition.
+        caller: the caller, such as "train.py:120 in sleep, thread 'MainThread'". If the text is
+            long, only its end is kept. The text is empty while the transition is in progress.
     """
 
     number: int
@@ -107,12 +107,12 @@ class Trace:
         started: the start of the recording, in seconds since 1970.
         seconds: the length of the recording.
         process: the process's id.
-        dropped: the number of old events that newer events replaced.
+        dropped: the number of old events that newer ones replaced.
         begin: the time from which the recording is complete, in seconds since its start. The value
             is 0, or the time of the oldest remaining event.
         samples: the memory of tags, in chronological order.
-        memory: the driver's free memory, in chronological order.
-        transitions: the transitions in order of their start.
+        memory: the free device memory, in chronological order.
+        transitions: the transitions, in order of their start times.
         clock: the start of the recording, in seconds of the monotonic clock (`time.monotonic`); 0
             if the recording was read from a file that lacks this value.
     """
@@ -211,9 +211,7 @@ def trace_of(
 
 
 def _direction(act: int, state: State, kind: int, outcome: int) -> str:
-    """Derive the direction of a transition from the tag's state after the transition's start or
-    end.
-    """
+    """Derive a transition's direction from the tag's state after its start or end."""
     if _KINDS[act] != "swap":
         return "out" if _KINDS[act] == "pause" else "into"
     if kind == _BEGIN:

@@ -1,4 +1,4 @@
-// abi: memsaver.h's functions, except those for transitions. Only converts C types to the core's,
+// abi: memsaver.h's functions, except those for transitions. Only converts C types to core types
 // and exceptions to status codes.
 #include <cstdlib>
 

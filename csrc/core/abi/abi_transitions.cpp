@@ -31,7 +31,7 @@ ms_transition* wrap(std::unique_ptr<Transition> transition) {
   return reinterpret_cast<ms_transition*>(transition.release());
 }
 
-// Returns no deadline for seconds below zero or above 1e9, which the clock cannot represent.
+// Returns no deadline if `seconds` is negative or above 1e9, which the clock cannot represent.
 Deadline deadline_after(double seconds) {
   if (!(seconds >= 0) || seconds > 1e9) return std::nullopt;
   const std::chrono::duration<double> span(seconds);
@@ -179,7 +179,7 @@ ms_status ms_transition_run_all(ms_transition* const* transitions, size_t count,
       if (std::find(transitions, transitions + i, transitions[i]) == transitions + i) continue;
       throw Error(Status::kInvalidArgument, "a transition is in the list twice");
     }
-    // A drain after the first copies would wait for them. If the drain fails here,
+    // A drain after the first copies would also wait for those copies. If the drain fails here,
     // ms_transition_run repeats it.
     for (size_t i = 0; count > 1 && i < count; ++i) {
       guarded(nullptr, [&] { unwrap(transitions[i])->drain(); });

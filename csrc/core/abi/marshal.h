@@ -23,8 +23,8 @@ namespace memsaver {
 // Throws kInvalidState in a forked child.
 void require_tags();
 
-// --- Arguments. If a pointer to a text, an output place or a non-empty list is null, these
-// functions throw kInvalidArgument.
+// --- Arguments. These functions throw kInvalidArgument if a pointer to a text, an output or a
+// non-empty list is null.
 
 std::string_view view_of(const char* text, const char* what);
 std::string text_of(const char* text, const char* what);
@@ -36,8 +36,7 @@ std::optional<Backup> policy_of(int backup);
 std::vector<Range> ranges_of(const ms_range* ranges, size_t count);
 std::optional<uint64_t> value_of(const uint64_t* number);
 void require_place(const void* place);
-// Returns the core's object behind a handle of the ABI. Throws kInvalidArgument if the handle is
-// null.
+// Returns the core object behind an ABI handle. Throws kInvalidArgument if the handle is null.
 template <typename Object>
 Object* unwrapped(void* handle, const char* what) {
   if (!handle) throw Error(Status::kInvalidArgument, std::string(what) + " is null");

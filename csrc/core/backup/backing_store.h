@@ -2,9 +2,9 @@
 // not tags, states or fingerprints.
 //
 // A backing store mirrors a heap's spans: every device address has one place in the store, at the
-// same offset from the start of the address's span. Data can be stored at a place only after a
-// chunk that contains the place is attached. A chunk is a range of device addresses on boundaries
-// of chunk_unit() bytes.
+// same offset from the start of its span. Data can be stored at a place only once a chunk that
+// contains the place has been attached. A chunk is a range of device addresses on boundaries of
+// chunk_unit() bytes.
 #pragma once
 
 #include <cstdint>
@@ -49,8 +49,8 @@ class BackingStore {
   // undefined, and the chunk may be dropped again.
   virtual void drop(const Range& chunk) = 0;
 
-  // Returns the bytes of dropped chunks that stay allocated until the last chunk is dropped,
-  // because the file system cannot free a part of a file.
+  // Returns the number of bytes of dropped chunks that stay allocated until the last chunk is
+  // dropped, because the file system cannot free part of a file.
   virtual uint64_t unreturned_bytes() const { return 0; }
 
   // Returns the number of bytes that a chunk occupies in another device's memory, or 0 for a chunk

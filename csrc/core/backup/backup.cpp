@@ -22,8 +22,8 @@ namespace {
 constexpr uint64_t kLongBytes = 2 * kCopyChunkBytes;
 constexpr uint64_t kSmallBytes = 1ull << 20;
 
-// The longest chunk on another device: large enough to be allocated and released fast, small enough
-// that little of the free memory there stays unused.
+// The longest chunk on another device: large enough to be allocated and released quickly, small
+// enough that little of the free memory there stays unused.
 constexpr uint64_t kPeerChunkBytes = 256ull << 20;
 
 // Returns the chunks for some ranges (see backup.h), in address order.

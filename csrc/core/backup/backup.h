@@ -7,7 +7,7 @@
 // because a device copy must stay within one pinned region, and a tensor, which is in one range,
 // must be copied in one call. (A range of less than 1 MiB may be split between two chunks if many
 // such ranges share pages; torch's ranges are larger.) A store on another device copies pieces of a
-// tensor separately. In such a store, longer chunks are cut, so that a part of a tensor can fit on
+// tensor separately. In such a store, longer chunks are split so that part of a tensor can fit on
 // the other device. Chunks keep their contents until other ranges are prepared or release() is
 // called, so unchanged contents need not be saved again.
 //
@@ -64,10 +64,10 @@ class BackupStore {
     bool fresh;  // must be populated, then attached
   };
   // Prepares chunks for `ranges` (sorted, disjoint, inside `spans`) and returns the chunks in
-  // address order. Each range stays in one chunk, except on another device. Drops chunks of other
-  // ranges and claims missing chunks. Throws the same errors as BackingStore::claim, before any
-  // memory is touched. The backup of other ranges may be lost, so call this function only when no
-  // earlier backup is needed.
+  // address order. Each range stays in one chunk, unless the store is on another device. Drops
+  // chunks of other ranges and claims missing chunks. Throws the same errors as
+  // BackingStore::claim, before any memory is touched. The backup of other ranges may be lost, so
+  // call this function only when no earlier backup is needed.
   std::vector<Room> prepare(const std::vector<VaReservation>& spans,
                             const std::vector<Range>& ranges);
   // A new chunk needs two steps. First, populate() is called for each of its copy chunks, on any
@@ -78,8 +78,8 @@ class BackupStore {
   // Drops a chunk of a failed save, whether attached or not, and its claim.
   void abandon(const Range& chunk) noexcept;
 
-  // Returns the end of the chunk or of the copy chunk around `address`, whichever comes first; a
-  // copy must not cross this end. Throws kInternal if the address is in no attached chunk.
+  // Returns the end of the chunk or copy chunk that contains `address`, whichever comes first; a
+  // copy must not extend beyond this end. Throws kInternal if the address is in no attached chunk.
   uint64_t copy_end(uint64_t address) const;
   // The next functions return the places of saved bytes (see backing_store.h). The chunks must be
   // attached.

@@ -99,7 +99,7 @@ class SizeSignalHeld {
   bool was_pending_;
 };
 
-// Calls fallocate, repeated while signals interrupt it; returns the errno, or 0.
+// Calls fallocate, retrying while signals interrupt it. Returns the errno, or 0.
 int allocate(int file, int mode, uint64_t offset, uint64_t bytes) {
   const SizeSignalHeld held;
   while (fallocate(file, mode, static_cast<off_t>(offset), static_cast<off_t>(bytes)) != 0) {

@@ -39,8 +39,8 @@ class BackupFile {
 
   // Reserves disk space for a range, so that writes to it cannot fail for lack of space. The range
   // keeps its contents; unwritten bytes read as zero. If reserve() throws, parts of the range may
-  // have space, which punch() frees. If the file system cannot reserve space (for example, NFS
-  // before 4.2), reserve() only checks that enough space is currently free.
+  // already have space, which punch() frees. If the file system cannot reserve space (for example,
+  // NFS before 4.2), reserve() only checks that enough space is currently free.
   void reserve(uint64_t offset, uint64_t bytes);
 
   // Frees the disk space of a range; its bytes read as zero afterwards. Returns false if the file
@@ -50,7 +50,7 @@ class BackupFile {
   // Frees the disk space of the whole file. No other call may be in progress.
   void clear();
 
-  // These functions transfer all bytes. If they throw, an unknown part of the bytes has been
+  // These functions transfer all bytes. If they throw, any part of the bytes may have been
   // transferred. Reading beyond the written or reserved ranges is an error. Forked children must
   // not inherit read buffers (use MADV_DONTFORK), because a direct transfer into a page that is
   // shared with a child can lose data.

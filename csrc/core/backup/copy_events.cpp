@@ -6,9 +6,9 @@
 namespace memsaver {
 namespace {
 
-// The size of the largest copy (kCopyChunkBytes). It takes about 1 ms on the bus, which bounds the
-// time that a stream waits for bytes it does not need; creating and recording an event takes a few
-// microseconds.
+// The size of the largest copy (kCopyChunkBytes). Such a copy takes about 1 ms on the bus, which
+// bounds the time that a stream waits for bytes it does not need; creating and recording an event
+// takes a few microseconds.
 constexpr uint64_t kMarkBytes = 64ull << 20;
 
 // Returns the bytes that two lists of ranges have in common.

@@ -1,5 +1,5 @@
-// copy_events: events between the copies that a resume queues on one device. With these events, a
-// stream can wait for the contents of some addresses instead of all addresses.
+// copy_events: events recorded between the copies that a resume queues on one device. With these
+// events, a stream can wait for the contents of some addresses rather than all of them.
 #pragma once
 
 #include <cstdint>

@@ -20,7 +20,7 @@ using fingerprint::kThreads;
 static_assert(Fingerprinter::kBatchPieces % kPiecesPerBlock == 0);
 
 // The host memory of a job (48 bytes for each piece, 3 MiB for 64 GiB) is pinned in multiples of
-// this, so that it is large enough for the next job, if it has about as many pieces.
+// this size, so that it is large enough for the next job if that job has about as many pieces.
 constexpr uint64_t kExchangeUnit = 256 << 10;
 
 // Returns whether a failure means that this GPU or driver will never load the kernel.
@@ -43,8 +43,8 @@ bool is_final(int32_t result) {
 
 }  // namespace
 
-// The pieces of a job and their fingerprints, in host memory that the device can access: the kernel
-// must work while the device is full.
+// The pieces of a job and their fingerprints, in host memory that the device can access, because
+// the kernel must work while the device is full.
 class Fingerprinter::Exchange {
  public:
   // Allocates room for `pieces` pieces. Call inside a DeviceScope. Throws kOutOfHostMemory,

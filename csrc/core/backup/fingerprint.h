@@ -24,7 +24,7 @@ class Fingerprinter {
   // Returns false if the kernel cannot be loaded, either permanently (no image matches the GPU or
   // driver) or temporarily (for example, because memory is exhausted). The caller then works
   // without fingerprints. The first failure on each device adds a warning. The kernel is loaded
-  // once per device. Any thread, inside or outside a DeviceScope.
+  // once per device. Any thread may call this function, inside or outside a DeviceScope.
   static bool available(Device& device) noexcept;
 
   // If the kernel cannot be loaded, throws kDriverFailed or kOutOfDeviceMemory.

@@ -47,9 +47,8 @@ class HostBackingStore : public BackingStore {
     bool contains(uint64_t address) const { return address - device_address_ < bytes_; }
     char* at(uint64_t address) const { return base_ + (address - device_address_); }
     uint64_t device_address() const { return device_address_; }
-    // Transfers ownership of a range's pages to another owner, and unmaps the pages at lower
-    // addresses. Must be called with ranges in ascending order; afterwards, the mirror can only be
-    // destroyed.
+    // Transfers a range's pages to another owner and unmaps the pages at lower addresses. Must be
+    // called with ranges in ascending order; afterwards, the mirror can only be destroyed.
     void leave(char* start, uint64_t bytes) noexcept;
 
    private:

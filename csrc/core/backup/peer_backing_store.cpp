@@ -14,7 +14,7 @@ namespace {
   throw Error(Status::kInternal, "a backup on another device is not copied through a buffer");
 }
 
-// Appended to the message of a driver call that failed on the neighbour.
+// Appended to the message of a driver call that failed on the neighbor.
 constexpr const char* kAdvice =
     "; the call was for the backup on another device (backup='peer'): use backup='host' if it "
     "fails again";

@@ -10,10 +10,10 @@
 
 namespace memsaver {
 
-// Each chunk is entirely in memory of the neighbor (neighbour.h), at addresses that both devices
-// can access, or entirely in pinned host memory. A claim determines the place of a new chunk, which
-// does not change until the chunk is dropped. The device copies to and from both kinds of chunks
-// directly.
+// Each chunk is either entirely in the neighbor's memory (neighbour.h), at addresses that both
+// devices can access, or entirely in pinned host memory. A claim determines the place of a new
+// chunk, which does not change until the chunk is dropped. The device copies to and from both kinds
+// of chunks directly.
 class PeerBackingStore : public BackingStore {
  public:
   explicit PeerBackingStore(const Device& device)
@@ -39,7 +39,7 @@ class PeerBackingStore : public BackingStore {
   };
   using PeerChunks = std::map<uint64_t, PeerChunk>;  // by the chunk's address
 
-  // Allocates memory of the neighbor for the chunks that fit into it. Throws kDriverFailed.
+  // Allocates the neighbor's memory for the chunks that fit into it. Throws kDriverFailed.
   static PeerChunks allocate(Device& neighbour, const std::vector<Range>& chunks);
   const PeerChunk* around(uint64_t address) const;
 

@@ -14,8 +14,9 @@ namespace memsaver {
 
 namespace {
 
-// Requests in flight: 8 keep a disk of 3 GB/s busy, and copy ordinary memory at the rate of the
-// bus. Their size stays below the 256 MiB that a backup may use in addition to its bytes.
+// The number of requests in flight. 8 requests keep a 3 GB/s disk busy and copy ordinary memory at
+// the bus's rate. Their total size stays below the 256 MiB that a backup may use in addition to its
+// bytes.
 constexpr unsigned kBuffers = 8;
 
 // The buffers of one call, created on demand.

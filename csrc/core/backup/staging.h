@@ -14,8 +14,8 @@
 
 namespace memsaver {
 
-// The maximum size of a buffer, in bytes. This size is large enough for the bus and for a disk, and
-// small enough that a transfer of 100 MiB has several buffers in flight.
+// The maximum size of a buffer, in bytes. This size is large enough to use the bus and a disk
+// efficiently, and small enough that a transfer of 100 MiB has several buffers in flight.
 constexpr uint64_t kStagingBytes = 16ull << 20;
 
 // Pinned host memory with its own stream.

@@ -9,8 +9,8 @@
 namespace memsaver {
 namespace {
 
-// Bytes between two progress events. Small enough that progress advances smoothly and pages are
-// transferred early.
+// The number of bytes between two progress events, small enough that progress advances smoothly and
+// pages are transferred early.
 constexpr uint64_t kEventBytes = 256ull << 20;
 
 // The number of threads that populate new chunks. The other CPUs pin the chunks and run the copies
@@ -347,8 +347,8 @@ void Restore::run_staged() {
   if (staged_.empty()) return;
   const std::vector<Range> wanted = subtract(staged_, {});
   staged_.clear();
-  // Reads only the pieces that overlap the requested ranges, but each of them whole, so that its
-  // fingerprint can be checked: damage elsewhere must not fail the resume.
+  // Reads only the pieces that overlap the requested ranges, so that damage elsewhere does not fail
+  // the resume, but reads each of them whole, so that its fingerprint can be checked.
   const std::vector<Range> read = intersect(saved_, widened(wanted, kFingerprintBytes));
   const std::vector<Range> pieces = cut(widened(read, kBackingUnit), kStagingBytes);
   const auto copy_piece = [&](size_t i, StagingBuffer& buffer) {

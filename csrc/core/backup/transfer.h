@@ -35,7 +35,7 @@ void wait_for_copies(Device& device, Device::Direction direction) noexcept;
 uint64_t staged_bytes(const std::vector<Range>& ranges);
 
 // Restores `ranges` on the calling thread, inside a DeviceScope, without allocating host memory.
-// The ranges must be sorted, saved and mapped, and consist of whole pieces, as for
+// The ranges must be sorted, saved and mapped, and must consist of whole pieces, as for
 // BackupStore::read. When the function returns or throws, no copy is in progress. `buffer` has at
 // least staged_bytes(ranges) bytes and is used only if the device cannot access the store. Throws
 // the same errors as BackupStore::read and copy_end, and kDriverFailed.

@@ -6,7 +6,7 @@
 namespace memsaver {
 
 // A context that lives as long as the process (a device's primary context; see device.h). A program
-// may reset the context; entering the context then fails.
+// may reset the context, after which entering it fails.
 class Context {
  public:
   CUcontext context() const { return context_; }

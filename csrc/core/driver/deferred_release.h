@@ -4,8 +4,8 @@
 // A DriverObject destroys its object with the one driver call for the object's type. If the driver
 // refuses the call, the object moves to the process's list of deferred releases, with a warning
 // (log.h). Every transition, every allocation and trim() call retry_releases(), which makes the
-// same call again. In an allocation, only calls that do not wait are made again. Room in the list
-// is reserved before the object is created, so the destructor needs no host memory.
+// same call again. An allocation repeats only calls that do not wait. Room in the list is reserved
+// before the object is created, so the destructor needs no host memory.
 //
 // Streams, events and modules are not deferred. These objects belong to a context, which a program
 // may reset before a later attempt, and destroying an object of a reset context crashes the driver.
@@ -14,9 +14,9 @@
 //
 // When the driver shuts down with the process, every object counts as released.
 //
-// Any thread may use an object, but only one thread at a time. The list has its own mutex, which is
-// locked during retried calls that do not wait. Therefore, when retry_releases() returns, no other
-// thread is in the middle of such a call.
+// An object may be used on any thread, but by only one thread at a time. The list has its own
+// mutex, which is locked during retried calls that do not wait. Therefore, when retry_releases()
+// returns, no other thread is in the middle of such a call.
 #pragma once
 
 #include <cuda.h>
@@ -52,14 +52,14 @@ class DriverObject {
   DriverObject& operator=(DriverObject&& other) noexcept;
   ~DriverObject();
 
-  // Takes ownership of an object that was just created. `claim` is released after the object.
+  // Takes ownership of a newly created object. `claim` is released after the object.
   void own(uint64_t object, uint64_t bytes = 0, HostClaim claim = {}) noexcept;
   // Changes the kind of the object, which determines its destroy call, to another deferred kind.
   void change_kind(const ObjectKind& kind, HostClaim claim) noexcept;
 
   explicit operator bool() const { return parts_.object != 0; }
-  // Returns whether room in the list is reserved, which is false for a default-constructed object
-  // and after a deferred release.
+  // Returns whether room in the list is reserved. The result is false for a default-constructed
+  // object and after a deferred release.
   bool has_room() const { return parts_.kind != nullptr; }
   uint64_t get() const { return parts_.object; }
   uint64_t bytes() const { return parts_.bytes; }
@@ -74,8 +74,8 @@ class DriverObject {
   // kinds that are deferred.
   void defer() noexcept;
 
-  // Removes a deferred object of the given kind and of at least `bytes` bytes from the list, and
-  // returns the object for reuse. Returns an empty object if the list contains no such object.
+  // Removes a deferred object of the given kind and at least `bytes` bytes from the list and
+  // returns it for reuse. Returns an empty object if the list contains no such object.
   static DriverObject take_deferred(const ObjectKind& kind, uint64_t bytes) noexcept;
 
   // The arguments of a destroy call.

@@ -58,7 +58,7 @@ Device& Device::get(int ordinal) {
   static std::mutex* const mutex = new std::mutex;
   static auto* const devices = new std::map<int, std::unique_ptr<Device>>;
   std::lock_guard<std::mutex> lock(*mutex);
-  // Adds the entry before it creates the device, so that no device is lost.
+  // Adds the entry before creating the device, so that no device is lost.
   std::unique_ptr<Device>& device = (*devices)[ordinal];
   if (!device) device.reset(new Device(ordinal));
   return *device;

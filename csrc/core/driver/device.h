@@ -23,8 +23,8 @@ class Device : public Context {
   // memory management, and kDriverFailed.
   static Device& get(int ordinal);
 
-  // Returns the ordinal of the device of the calling thread's context, or 0 if the thread has no
-  // context, as the CUDA runtime does.
+  // Returns the ordinal of the device whose context is current on the calling thread, or 0 if the
+  // thread has no context, as the CUDA runtime does.
   static int current();
 
   static int count();
@@ -55,7 +55,7 @@ class Device : public Context {
   // an active context uses device memory. Throws kDriverFailed.
   static uint64_t probe_free_bytes(int ordinal);
 
-  // Excludes other threads that must leave a margin of free memory. A thread owns this lock from
+  // Excludes other threads that must leave a margin of free memory. A thread holds this lock from
   // its check to its last allocation, so that the next thread's check includes the allocated
   // memory.
   std::unique_lock<std::mutex> lock_room() { return std::unique_lock<std::mutex>(room_mutex_); }
@@ -81,9 +81,9 @@ class Device : public Context {
   // it.
   const std::string& bus_id() const { return bus_id_; }
 
-  // Waits until all work that was submitted to any stream of the device before the call is done.
-  // Callers must drain the device before cuMemUnmap, which does not wait. May be called inside a
-  // stream capture. Throws kDriverFailed if the device had an earlier error.
+  // Waits for all work that was submitted to any stream of the device before the call. Callers must
+  // drain the device before cuMemUnmap, which does not wait. May be called inside a stream capture.
+  // Throws kDriverFailed if the device had an earlier error.
   void drain();
 
   // Like drain(), but for every device in use, because kernels on one device may access memory of

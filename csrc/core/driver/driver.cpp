@@ -28,8 +28,8 @@ std::string directory_of_this_library() {
   return slash == std::string::npos ? "." : path.substr(0, slash);
 }
 
-// Returns the problem that prevents the simulated driver from starting, an invalid environment
-// variable (csrc/sim/sim.h), or "".
+// Returns the problem that prevents the simulated driver from starting, such as an invalid
+// environment variable (csrc/sim/sim.h), or "".
 std::string problem_of_simulator(void* library) {
   const auto query =
       reinterpret_cast<int (*)(char*, size_t)>(dlsym(library, "sim_settings_problem"));

@@ -2,8 +2,8 @@
 //
 // The environment variable MEMSAVER_DRIVER names another library: "sim" means the simulated driver
 // beside libmemsaver.so; any other value is a path. The names in the table are those of cuda.h,
-// whose macros select the versioned symbols (cuMemAlloc is cuMemAlloc_v2). A library that was built
-// with the headers of CUDA 12 or 13 therefore uses the same symbols.
+// whose macros select the versioned symbols (cuMemAlloc is cuMemAlloc_v2). Libraries built with the
+// headers of CUDA 12 and CUDA 13 therefore use the same symbols.
 #pragma once
 
 #include <cuda.h>
@@ -79,7 +79,7 @@ struct DriverTable {
 };
 
 // Returns the table. The first call opens and initializes the driver (cuInit). Creates no context.
-// Any thread. Throws kNotLoaded at every call until a usable driver is found.
+// Any thread. Throws kNotLoaded on every call until a usable driver is found.
 const DriverTable& driver();
 
 // Returns the table if it is open, otherwise null. Any thread.

@@ -2,10 +2,10 @@
 // once.
 //
 // All classes are move-only; a default-constructed or moved-from object owns nothing. Factories
-// make the driver call and throw if the call fails. Destructors destroy the driver object in the
-// same way as DriverObject (deferred_release.h). The driver's virtual-memory calls need no current
-// context, and are legal during stream capture. Any thread may use an object, but only one thread
-// at a time.
+// make the driver call and throw if the call fails. Destructors destroy the driver object as
+// DriverObject does (deferred_release.h). The driver's virtual-memory calls need no current
+// context, and are legal during stream capture. An object may be used on any thread, but by only
+// one thread at a time.
 #pragma once
 
 #include <cuda.h>
@@ -21,8 +21,9 @@
 
 namespace memsaver {
 
-// Device memory without an address. New memory reads as zero, because the driver clears it. Memory
-// that several processes share is released when the last of these processes releases it.
+// Physical device memory that is not mapped at any address. New memory reads as zero, because the
+// driver clears it. Memory that several processes share is released when the last of these
+// processes releases it.
 class PhysicalMemory {
  public:
   // `bytes` must be a multiple of the device's granularity. Other processes can import the memory
@@ -52,9 +53,9 @@ class PhysicalMemory {
       : object_(std::move(object)), mapped_(std::move(mapped)), export_id_(export_id) {}
 
   DriverObject object_;
-  // The range at which a Mapping maps the memory. The field is a member of this class so that
-  // mapping needs no host memory. The field follows `object_` so that the range is unmapped before
-  // the memory is released.
+  // The range at which a Mapping maps the memory. It is a member of this class so that mapping
+  // needs no host memory, and it follows `object_` so that the range is unmapped before the memory
+  // is released.
   DriverObject mapped_;
   uint64_t export_id_ = 0;
 };
@@ -80,8 +81,8 @@ class VaReservation {
   uint64_t address_ = 0, bytes_ = 0;
 };
 
-// Physical memory at an address, readable and writable for the devices that `access` names. The
-// caller must drain the device before it destroys a Mapping.
+// Physical memory mapped at an address, readable and writable by the devices that `access` names.
+// The caller must drain the device before it destroys a Mapping.
 class Mapping {
  public:
   // Takes ownership of the memory, unless the function throws. The range must be inside a live
@@ -119,7 +120,7 @@ class Mapping {
   PhysicalMemory memory_;  // and the range
 };
 
-// A stream of memsaver on a device, non-blocking and in order. Queued work completes even if the
+// A memsaver stream on a device, non-blocking and in order. Queued work completes even if the
 // Stream object is destroyed.
 class Stream {
  public:

@@ -15,8 +15,8 @@
 
 namespace memsaver {
 
-// Move-only; a default-constructed object owns nothing. One thread at a time may use an object.
-// Unpinning waits for the work of the device that pinned the pages.
+// Move-only; a default-constructed object owns nothing. Only one thread at a time may use an
+// object. Unpinning waits for work on the device that pinned the pages.
 class PinnedMemory {
  public:
   PinnedMemory() = default;
@@ -31,15 +31,15 @@ class PinnedMemory {
   static PinnedMemory allocate(const Context& context, HostClaim claim, const char* purpose,
                                unsigned int flags = CU_MEMHOSTREGISTER_PORTABLE);
 
-  // Pins whole pages that the caller owns; call unpin() or adopt() before you release the pages.
-  // Call inside a DeviceScope. Throws kOutOfHostMemory.
+  // Pins whole pages that the caller owns. The caller must call unpin() or adopt() before releasing
+  // the pages. Call inside a DeviceScope. Throws kOutOfHostMemory.
   void pin(void* start, uint64_t bytes, unsigned int flags = CU_MEMHOSTREGISTER_PORTABLE);
   // Unpins the caller's pages. If this function throws kDriverFailed, the pages stay pinned.
   void unpin() { object_.destroy(); }
   // Takes ownership of the caller's pages and their claim; the pages are unmapped after a retry
   // unpins them.
   void adopt(HostClaim claim) noexcept;
-  // Releases the memory like the destructor. Returns false if the release is deferred.
+  // Releases the memory as the destructor does. Returns false if the release is deferred.
   bool release() noexcept { return object_.release(); }
 
   char* data() const { return reinterpret_cast<char*>(object_.get()); }

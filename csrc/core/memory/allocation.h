@@ -10,15 +10,15 @@
 
 namespace memsaver {
 
-// The exclusive right to change the memory of some tags, combined with the registry's lock. The
+// The exclusive right to change the memory of a set of tags, combined with the registry's lock. The
 // constructor waits until the tags satisfy `need` (kMemory or kTransition), then acquires all of
 // the tags at once, so that two threads cannot deadlock. The creating thread owns the Hold until
 // set_owner() is called. The owner unlocks the registry during slow operations. The destructor
 // first releases the memory that was freed while the Hold existed, and then releases the tags.
 class Hold {
  public:
-  // `lock` must own the registry's lock. Throws kInvalidState like wait_for_tags(); `lock` is then
-  // unlocked.
+  // `lock` must own the registry's lock. Throws kInvalidState like wait_for_tags(), and then leaves
+  // `lock` unlocked.
   Hold(std::unique_lock<std::mutex> lock, std::vector<Tag*> tags, Need need = Need::kMemory);
   ~Hold();
   Hold(const Hold&) = delete;
@@ -29,10 +29,10 @@ class Hold {
   // Sets the owning thread: the calling thread, or 0 if another thread will become the owner. Needs
   // the registry's lock.
   void set_owner(uint64_t thread) { claim_.owner = thread; }
-  // Returns whether the calling thread owns the Hold. Needs the registry's lock.
+  // Returns whether the calling thread owns the Hold. Requires the registry's lock.
   bool is_mine() const { return claim_.owner == this_thread(); }
 
-  // Releases all tags except `tags`. Needs the registry's lock.
+  // Releases all tags except `tags`. Requires the registry's lock.
   void keep_only(const std::vector<Tag*>& tags);
 
   void unlock() { lock_.unlock(); }
@@ -46,9 +46,9 @@ class Hold {
   Claim claim_;
 };
 
-// Allocates device memory of a tag and returns its address. The address is aligned to kBlockBytes,
-// or to the granularity if `bytes` is at least the granularity. The contents are undefined. Waits
-// while a transition of the tag is in progress. May be called inside a stream capture.
+// Allocates device memory for a tag and returns its address. The address is aligned to kBlockBytes,
+// or to the granularity if `bytes` is at least that large. The contents are undefined. Waits while
+// a transition of the tag is in progress. May be called inside a stream capture.
 // Errors: kInvalidState if the tag is paused or the wait would deadlock; kOutOfDeviceMemory if the
 // device is full; kDriverFailed if a driver call fails. If this function fails, no memory is
 // allocated.

@@ -29,7 +29,7 @@ Range span_around(const Heap& heap, uint64_t address) {
   return {};
 }
 
-// Calls `visit(address, mapping)` for each extent under the range. Needs the registry's lock.
+// Calls `visit(address, mapping)` for each extent under the range. Requires the registry's lock.
 template <typename Visit>
 void visit_extents(const Pool& pool, const Range& range, Visit visit) {
   const Heap& heap = pool.heap;

@@ -1,8 +1,8 @@
-// foreign_span: memory of another process that is mapped into this process.
+// foreign_span: another process's memory, mapped into this process.
 //
 // A ForeignSpan mirrors a span of the other process: it is a reservation of the same size, in which
 // each imported extent has the same offset as in that span. Several tensors therefore share one
-// mapping, and addresses are converted by an addition.
+// mapping, and an address is converted by a single addition.
 #pragma once
 
 #include <cstdint>
@@ -20,11 +20,11 @@ struct ForeignExtent {
   int descriptor;
 };
 
-// Any thread may use an object, but only one thread at a time.
+// An object may be used on any thread, but by only one thread at a time.
 class ForeignSpan {
  public:
   // Reserves addresses on a device of this process; `bytes` is rounded up to the granularity.
-  // Throws kInvalidArgument for 0 bytes, kDriverFailed, kOutOfDeviceMemory.
+  // Throws kInvalidArgument for 0 bytes; also throws kDriverFailed and kOutOfDeviceMemory.
   static std::unique_ptr<ForeignSpan> reserve(Device& device, uint64_t bytes);
 
   // Waits for work on the devices, then unmaps and releases all extents and the addresses.

@@ -72,7 +72,7 @@ Heap::Placement Heap::plan_block(uint64_t bytes, uint64_t large_bytes, uint64_t 
       return start + need <= free.end() ? std::optional(start) : std::nullopt;
     });
   } else {
-    // Without this bound, a block would search every free range, and there may be thousands.
+    // Without this bound, the search would visit every free range, of which there may be thousands.
     if (extent_bytes_ >= allocated_bytes_ + need) {
       search([&](const Range& free) { return find_covered(free, need); });
     }

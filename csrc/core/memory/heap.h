@@ -1,8 +1,9 @@
-// heap: the memory of one tag on one device: its address ranges, and the physical memory in them.
+// heap: the memory of one tag on one device, that is, its address ranges and the physical memory in
+// them.
 //
 // A span is a large reserved range of addresses; a heap that outgrows its first span gets more
 // spans. A block is an allocation: a part of a span whose size is a multiple of 512 bytes. An
-// extent is a mapping: one piece of physical memory under some of the blocks.
+// extent is a mapping: one piece of physical memory under one or more blocks.
 //
 // Blocks are adjacent; extents cover the same addresses without gaps, but have different
 // boundaries. Therefore, 10,000 small tensors can be paused as a few dozen extents, and a resume
@@ -128,7 +129,7 @@ class Heap {
   std::vector<VaReservation> spans_;
   std::map<uint64_t, Block> blocks_;     // by address
   std::vector<uint64_t> pending_frees_;  // addresses; the capacity suffices for all blocks
-  std::map<uint64_t, uint64_t> free_;    // address -> bytes, neighbours joined
+  std::map<uint64_t, uint64_t> free_;    // address -> bytes, neighbors joined
   std::set<std::pair<uint64_t, uint64_t>> by_size_;  // the same ranges as (bytes, address)
   std::map<uint64_t, Mapping>
       extents_;  // by address; declared after spans_, so they are unmapped first

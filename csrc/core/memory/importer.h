@@ -1,6 +1,6 @@
 // importer: the record of another process that maps memory of this process's tags.
 //
-// A tag is not paused while another process has imported memory of the tag. The driver itself keeps
+// A tag is not paused while another process has imported any of its memory. The driver itself keeps
 // imported memory allocated until the last importer has released it.
 #pragma once
 
@@ -29,7 +29,7 @@ class Importer {
   // Records that the process has released these pieces. Ignores unknown ids.
   void released(const uint64_t* ids, size_t count) noexcept;
 
-  // The functions below need the registry's lock.
+  // The functions below require the registry's lock.
 
   bool has(uint64_t id) const { return pieces_.count(id) > 0; }
   // Records that the process has imported a piece of a tag's memory. If this function throws
@@ -52,7 +52,7 @@ class Importer {
   std::map<Tag*, uint64_t> bytes_;
 };
 
-// Returns whether another process has imported memory of one of the tags. Needs the lock.
+// Returns whether another process has imported memory of one of the tags. Requires the lock.
 bool is_imported(const std::vector<Tag*>& tags) noexcept;
 
 // Waits until a transition of `all` can begin (Need::kTransition) and no process has imported

@@ -43,7 +43,7 @@ void push(Tag* tag) {
   regions::open_anywhere.fetch_add(1);
 }
 
-std::map<void*, Tag*>& bound_streams() {  // needs the registry's lock
+std::map<void*, Tag*>& bound_streams() {  // requires the registry's lock
   static auto* const map = new std::map<void*, Tag*>;
   return *map;
 }
@@ -60,7 +60,7 @@ Stack::~Stack() {
   inside = false;
 }
 
-// Opens a region of the tag. Needs the registry's lock.
+// Opens a region of the tag. Requires the registry's lock.
 Tag& open(const std::string& name, std::optional<Backup> policy) {
   if (name.empty()) {
     throw Error(Status::kInvalidArgument,

@@ -48,7 +48,8 @@ std::atomic<Pool*> Registry::slots_[Registry::kSlots] = {};
 Registry& Registry::instance() {
   static Registry* const instance = [] {
     auto* const made = new Registry;
-    // A fork takes the lock, because the child lacks the other threads, which could own it.
+    // A fork acquires the lock, because one of the parent's other threads, which the child lacks,
+    // could otherwise own it.
     pthread_atfork([] { Registry::instance().mutex.lock(); },
                    [] { Registry::instance().mutex.unlock(); },
                    [] { Registry::instance().mutex.unlock(); });

@@ -1,10 +1,10 @@
 // registry: the tags, their memory, and the owner of each address.
 //
 // One lock guards the maps and the fields. No code makes driver calls, copies memory, accesses
-// files or logs under this lock. Slow operations run between two short sections under the lock, on
-// the one thread that owns the tag's Hold. Other threads wait on `changed` (reservation.h), except
-// for a free during a transition, which only marks its block. The owner of an address is looked up
-// without the lock, so calls with foreign pointers cost almost nothing.
+// files or logs while it holds this lock. Slow operations run between two short sections under the
+// lock, on the one thread that owns the tag's Hold. Other threads wait on `changed`
+// (reservation.h), except for a free during a transition, which only marks its block. The owner of
+// an address is looked up without the lock, so calls with foreign pointers cost almost nothing.
 #pragma once
 
 #include <atomic>
@@ -41,8 +41,7 @@ struct Claim;    // a thread's right to change tags; see reservation.h
 struct Waiting;  // a thread that waits for tags; see reservation.h
 class Importer;  // a process that maps memory of tags; see importer.h
 
-// The number of bytes that the pauses (or the resumes) of a pool have moved: the last number and
-// the total.
+// The number of bytes moved by a pool's pauses (or resumes): by the last one, and in total.
 struct TransitionCounters {
   void add(uint64_t device_bytes, uint64_t copied_bytes) noexcept;
 
@@ -110,14 +109,14 @@ class Registry {
 
   std::mutex mutex;
   std::condition_variable changed;   // a Hold or a reservation of a tag ended
-  Waiting* waiting = nullptr;        // the list of waiting threads; needs the lock
-  std::vector<Importer*> importers;  // needs the lock
+  Waiting* waiting = nullptr;        // the list of waiting threads; requires the lock
+  std::vector<Importer*> importers;  // requires the lock
 
-  // A counter that every allocation, free and opened region increments, because each of them
+  // A counter that is incremented by every allocation, free and opened region, because each of them
   // invalidates an earlier list of torch's free blocks. Any thread.
   std::atomic<uint64_t> changes{0};
 
-  // The caller of the functions below must have locked `mutex`, unless stated otherwise.
+  // Unless stated otherwise, callers of the functions below must have locked `mutex`.
 
   Tag& tag(const std::string& name);  // Returns the tag, and creates it if it is missing.
   // Returns the tag with this name. Allocates host memory only for the error. Throws kUnknownTag;

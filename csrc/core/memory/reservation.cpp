@@ -20,7 +20,7 @@ bool is_in_transition(const Tag& tag) {
   return tag.state == State::kSaving || tag.state == State::kRestoring;
 }
 
-// The functions below need the registry's lock.
+// The functions below require the registry's lock.
 
 // Calls `visit(claim)` for each claim that a waiting thread waits for, until one returns true.
 template <typename Visit>

@@ -7,7 +7,7 @@
 // transition and its callbacks, during which other threads may still allocate memory of the tag.
 //
 // Each right records its owner. A thread that starts to wait can therefore determine whether the
-// owners are waiting for this thread. If they are, the wait fails (kInvalidState), because it would
+// owners are waiting for it. If they are, the wait fails (kInvalidState), because it would
 // deadlock.
 #pragma once
 
@@ -25,8 +25,8 @@ namespace memsaver {
 
 using Deadline = std::optional<std::chrono::steady_clock::time_point>;
 
-// Returns the calling thread's number. The number is above 0 and, unlike the system's thread ids,
-// is never reused. Any thread.
+// Returns the calling thread's number, which is above 0 and, unlike the system's thread ids, is
+// never reused. Any thread.
 uint64_t this_thread() noexcept;
 
 // The condition that a thread waits for tags to satisfy.
@@ -37,7 +37,7 @@ enum class Need {
   kSettled,      // no transition is in progress
 };
 
-// The right to some tags, owned through a Hold or a Reservation. Needs the registry's lock.
+// A right to a set of tags, owned through a Hold or a Reservation. Requires the registry's lock.
 struct Claim {
   uint64_t owner = 0;  // the owning thread, or 0 between hand_over() and take_over()
   bool is_over = false;
@@ -60,13 +60,13 @@ struct Waiting {
 bool wait_for_tags(std::unique_lock<std::mutex>& lock, const std::vector<Tag*>& tags, Need need,
                    const Deadline& deadline = std::nullopt);
 
-// Waits until another thread changes a tag, a right or an importer, but at most until `deadline`.
-// May return early. `lock` is the registry's lock, which is locked on return.
+// Waits until another thread changes a tag, a right or an importer, or until `deadline`. May return
+// early. `lock` is the registry's lock, which is locked on return.
 // Errors: kInvalidState if the thread's callback ended the wait; the message names `tags`.
 void wait_for_a_change(std::unique_lock<std::mutex>& lock, const std::vector<Tag*>& tags,
                        std::chrono::steady_clock::time_point deadline);
 
-// Returns whether wait_for_tags would have to wait. Needs the registry's lock.
+// Returns whether wait_for_tags would have to wait. Requires the registry's lock.
 bool would_wait(const std::vector<Tag*>& tags, Need need) noexcept;
 
 // Returns whether wait_for_tags would throw because the wait would deadlock. Needs the registry's
@@ -88,16 +88,16 @@ class WaitsForTransition {
 };
 
 // A callback for waits: while a call on this thread waits for a tag, the call runs `look(data)`
-// about every 50 ms, without owning a lock. If the result is not 0, the wait ends. If `look` is
-// null, there is no callback.
+// about every 50 ms, with no lock held. If the result is not 0, the wait ends. If `look` is null,
+// there is no callback.
 struct Look {
   int (*look)(void*) = nullptr;
   void* data = nullptr;
 };
 void while_waiting(const Look& look) noexcept;
 
-// The right to begin transitions of some tags. The owning thread may make further reservations of
-// the same tags.
+// The right to begin transitions of a set of tags. The owning thread may make further reservations
+// of the same tags.
 class Reservation {
  public:
   // Waits until no other thread owns a reservation or a transition of any of the tags, then

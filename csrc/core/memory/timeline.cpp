@@ -24,7 +24,7 @@ int64_t now_ns() noexcept {
 
 using Place = std::pair<const Tag*, int32_t>;
 
-// Needs the registry's lock.
+// Requires the registry's lock.
 struct Ring {
   std::vector<Record> places;  // used and unused records
   size_t next = 0;             // the index for the next record

@@ -57,8 +57,8 @@ extern std::atomic<bool> on;
 
 inline bool recording() noexcept { return on.load(std::memory_order_relaxed); }
 
-// --- Writing. These functions need the registry's lock, except for note_memory(). They do nothing
-// if no timeline is being recorded.
+// --- Writing. These functions require the registry's lock, except for note_memory(). If no
+// timeline is being recorded, they do nothing.
 
 // Records a change of a pool; `kind` is kAllocate or kFree.
 void write(Record::Kind kind, const Pool& pool) noexcept;

@@ -40,7 +40,7 @@ int device_of_foreign(const Range& range) {
   return ordinal;
 }
 
-// Throws unless all ranges of a pool lie in live allocations of a mapped tag. Needs the lock.
+// Throws unless all ranges of a pool lie in live allocations of a mapped tag. Requires the lock.
 void require_live(const Pool& pool, const std::vector<Range>& ranges) {
   const std::string name = quoted(pool.tag.name);
   if (pool.tag.state != State::kMapped) {

@@ -9,7 +9,7 @@
 namespace memsaver {
 
 // Returns the fingerprints of device memory, in order. The memory need not belong to this library.
-// Each range is cut into pieces of kFingerprintBytes bytes from the range's start, so that equal
+// Each range is divided, from its start, into pieces of kFingerprintBytes bytes, so that equal
 // bytes have equal fingerprints at every address. Waits for work submitted earlier to the devices
 // and for transitions of the affected tags. While this function runs, it owns a Hold on these tags.
 // May be called inside a stream capture.

@@ -28,7 +28,8 @@ std::vector<const Device*> devices_of_tags();
 // Host memory of all backups.
 struct HostUsage {
   uint64_t held_bytes;  // in use for backups and for their temporary buffers
-  // The bytes that backups may still allocate, within option host_bytes and the system's memory.
+  // The bytes that backups may still allocate, as limited by option host_bytes and the system's
+  // memory.
   uint64_t available_bytes;
 };
 

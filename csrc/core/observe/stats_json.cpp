@@ -15,7 +15,8 @@
 namespace memsaver {
 namespace {
 
-// While it exists, this thread formats numbers with a decimal point in every locale.
+// While this object exists, the thread that created it formats numbers with a decimal point in
+// every locale.
 class PlainNumbers {
  public:
   PlainNumbers() : plain_(newlocale(LC_ALL_MASK, "C", nullptr)) {

@@ -8,7 +8,7 @@ namespace memsaver {
 // The version of the format, incremented when a key changes its meaning or is removed.
 constexpr int kStatsFormat = 1;
 
-// Returns a JSON object and a newline. The keys of the object are:
+// Returns a JSON object followed by a newline. The keys of the object are:
 //   - `format`, `memsaver` (the library's version), `pid` and `command` (the process's name)
 //   - `time_seconds` (the current time, since 1970)
 //   - `driver` (null, or an object with the keys `library`, `version` and `simulated`)
@@ -19,8 +19,8 @@ constexpr int kStatsFormat = 1;
 //     `backup` are names, and `caller` may be null)
 // Invalid UTF-8 in names is copied unchanged.
 //
-// Does not open the driver and makes no driver call. Reads system files. Acquires the registry's
-// lock twice for a short time. Any thread.
+// Does not open the driver and makes no driver call. Reads system files. Briefly acquires the
+// registry's lock twice. Any thread.
 // Errors: std::bad_alloc, kBadConfig.
 std::string stats_json();
 

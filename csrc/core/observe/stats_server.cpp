@@ -53,7 +53,7 @@ struct Server {
   char path[4096] = "";
 };
 
-Server server;  // constant-initialised and trivially destroyed
+Server server;  // constant-initialized and trivially destroyed
 
 // Returns whether the descriptor is still the server's socket: the program may have closed unknown
 // descriptors and reused the number.

@@ -8,7 +8,7 @@
 namespace memsaver {
 
 // The destructor closes the descriptor. Move-only; a default-constructed or moved-from object owns
-// nothing. Any thread may use an object, but only one thread at a time.
+// nothing. An object may be used on any thread, but by only one thread at a time.
 class Descriptor {
  public:
   Descriptor() = default;

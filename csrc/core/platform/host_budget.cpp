@@ -13,8 +13,8 @@
 namespace memsaver {
 namespace {
 
-// The mutex serialises claims, so that no two claims get the same memory. It is locked while files
-// are read, never while memory is touched.
+// The mutex serializes claims, so that no two claims get the same memory. It is locked while files
+// are read, but never while memory is touched.
 std::mutex mutex;
 std::atomic<uint64_t> claimed_bytes{0};    // changed under the mutex
 std::atomic<uint64_t> untouched_bytes{0};  // part of claimed_bytes; changed under the mutex

@@ -1,6 +1,6 @@
 // host_budget: limits the host memory that backups use.
 //
-// Memory is claimed before it is touched. A backup that does not fit therefore causes an error,
+// Memory is claimed before it is touched. A backup that does not fit therefore fails with an error
 // before the system's OOM killer would kill the process. The budget is per process: the memory of
 // other processes reduces the budget only after that memory has been allocated.
 //
@@ -17,16 +17,16 @@ namespace memsaver {
 // minimum of MemAvailable and, for each control group of the process, the remaining memory below
 // the group's limit (memory.max and memory.high, or memory.limit_in_bytes). The page cache counts
 // as free memory, because the system reclaims it first. Memory that is claimed but not yet touched
-// is subtracted. Another 2 % of the total or limit, but at least 256 MiB, is subtracted for
-// overhead (page tables 0.2 %, the driver's records of pinned pages about 1 %) and for other
-// processes' allocations. Returns UINT64_MAX if the system reports no values.
+// is subtracted. Another 2% of the total or limit, but at least 256 MiB, is subtracted for overhead
+// (page tables 0.2%, the driver's records of pinned pages about 1%) and for other processes'
+// allocations. Returns UINT64_MAX if the system reports no values.
 uint64_t host_available_bytes();
 
-// The use of claimed memory, for the message and the advice of errors.
+// The purpose of claimed memory, for error messages and their advice.
 enum class HostUse { kBackup, kStaging };
 
-// A claim on bytes of the budget; the destructor returns the bytes. Movable. One thread at a time
-// may use a claim, but several threads may call touched() at the same time.
+// A claim on bytes of the budget; the destructor returns the bytes. Movable. Only one thread at a
+// time may use a claim, except that several threads may call touched() at the same time.
 class HostClaim {
  public:
   // Claims nothing.
@@ -59,9 +59,8 @@ class HostClaim {
   // must already be released to the system. `bytes` must not exceed the claimed bytes.
   void shrink(uint64_t bytes) noexcept;
 
-  // Returns `bytes` bytes that were claimed but never touched to the budget. `bytes` must not
-  // exceed the
-  // untouched bytes.
+  // Returns to the budget `bytes` bytes that were claimed but never touched. `bytes` must not
+  // exceed the untouched bytes.
   void shrink_untouched(uint64_t bytes) noexcept;
 
   // Moves `bytes` bytes, starting with touched bytes, from this claim to the returned claim.

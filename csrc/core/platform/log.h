@@ -9,7 +9,7 @@
 
 namespace memsaver {
 
-// Stores the first 64 failures; one additional entry counts the failures after them.
+// Stores the first 64 failures; one additional entry counts any further failures.
 void warn(const std::string& text) noexcept;
 
 // Like warn(), but for destructors: calls `make_text` for the text, and drops the failure if there

@@ -191,10 +191,10 @@ Entry& find(const std::string& name) {
                                       format_names(option_names()));
 }
 
-// Returns the entry, after it has read the environment if necessary.
+// Returns the entry, first reading the environment if necessary.
 const Entry& read(Entry& entry) {
   if (!entry.known.load(std::memory_order_acquire)) {
-    // Contents are written to a path: see SECURITY.md.
+    // Paths use secure_getenv because contents are written to them (see SECURITY.md).
     const bool is_path = entry.kind == OptionKind::kPath;
     if (const char* text = is_path ? secure_getenv(entry.env) : std::getenv(entry.env)) {
       set(entry, text);

@@ -1,4 +1,5 @@
-// options: all settings in one table: name, kind, environment variable, default, bounds, meaning.
+// options: a table of all settings, with their names, kinds, environment variables, defaults,
+// bounds and meanings.
 //
 // To add an option, add a line to MS_OPTIONS. Values are read from the environment on first use;
 // configure() changes them. Any thread may call these functions at any time; no function acquires a

@@ -12,8 +12,8 @@ struct Range {
   uint64_t end() const { return address + bytes; }
 };
 
-// Arguments need not be sorted, unless stated otherwise. Results are sorted and adjacent ranges are
-// joined, unless stated otherwise.
+// Arguments need not be sorted, unless stated otherwise. Results are sorted, and adjacent ranges
+// are joined, unless stated otherwise.
 
 // Returns `ranges` without `holes`.
 std::vector<Range> subtract(std::vector<Range> ranges, std::vector<Range> holes);
@@ -24,7 +24,7 @@ std::vector<Range> within(const std::vector<Range>& ranges, const Range& window)
 // Appends the parts of `ranges` inside `window` to `parts`, a sorted list of ranges below `window`.
 void append_within(const std::vector<Range>& ranges, const Range& window,
                    std::vector<Range>& parts);
-// Returns `ranges` (sorted, disjoint) with every start and end moved outwards to a multiple of
+// Returns `ranges` (sorted, disjoint) with every start and end moved outward to a multiple of
 // `unit`.
 std::vector<Range> widened(const std::vector<Range>& ranges, uint64_t unit);
 // Returns `ranges` split at the multiples of `unit`; adjacent parts are not merged.

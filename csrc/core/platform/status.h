@@ -44,8 +44,8 @@ class Error : public std::exception {
 
   Status status;
   std::string message;
-  // A text that is appended to the message. The text has static storage, because there may be no
-  // host memory.
+  // Text that is appended to the message. It has static storage because there may be no host
+  // memory.
   const char* addition = "";
   std::string tag;
   const char* call = "";   // a driver call's name, with static storage

@@ -19,7 +19,7 @@ std::optional<std::string> read_system_file(const std::string& path);
 // Returns whether this process or the system has run out of file descriptors.
 bool is_out_of_descriptors();
 
-// Returns the number that follows `key` in `text`, which consists of lines "key number" or "key:
+// Returns the number that follows `key` in `text`, whose lines have the form "key number" or "key:
 // number".
 std::optional<uint64_t> number_after(const std::string& text, const std::string& key);
 

@@ -1,10 +1,10 @@
 // workers: threads for work on the host (touching pages, reading and writing files).
 //
 // There is no thread pool: threads exist only during the call that needs them, so fork and exit
-// need no special handling. The threads block all signals except those of their own faults, so that
-// no signal handler of the program runs on them. The threads themselves do not use CUDA: a job that
-// needs a device enters its own DeviceScope. If the system cannot start enough threads, fewer
-// threads or only the calling thread do the work.
+// need no special handling. The threads block all signals except those for their own faults, so
+// that none of the program's signal handlers run on them. The threads themselves do not use CUDA: a
+// job that needs a device enters its own DeviceScope. If the system cannot start enough threads,
+// fewer threads, or only the calling thread, do the work.
 #pragma once
 
 #include <condition_variable>
@@ -27,7 +27,7 @@ unsigned worker_count();
 // jobs start in order and finish in any order.
 //
 // The job and the objects that it refers to must outlive this object. A job must not wait for
-// another job. Any thread that does not run a job may call wait_for() and cancel().
+// another job. Any thread that is not running a job may call wait_for() and cancel().
 class Workers {
  public:
   // Starts at most `threads` threads, and at most one per job. Throws only std::bad_alloc.

@@ -15,7 +15,7 @@ namespace {
 // -1 in integers.
 constexpr unsigned char kPoison = 0xFF;
 
-// The number of pages to queue copies for ahead of the current transfer.
+// The number of pages ahead of the current transfer for which copies are queued.
 constexpr size_t kAhead = 2;
 
 // Removes the entries of mappings and pages that own nothing.
@@ -98,7 +98,7 @@ void DeviceTransition::exchange_pages(const Queued& queued) {
     from->copied_bytes = save->finish();
     from->unchanged = save->unchanged();
   }
-  // Contents without a backup are overwritten last: they cannot be restored.
+  // Contents without a backup are overwritten last, because they cannot be restored.
   for (const PageTransfer& transfer : plan_.transfers) {
     if (save_of(transfer.from)) continue;
     at_ = &transfer.to->pool->tag;
@@ -180,7 +180,7 @@ void DeviceTransition::start_saves() {
   }
 }
 
-// Transfers each page; a page of a tag with a backup as soon as its bytes are saved.
+// Transfers each page. A page of a tag with a backup is transferred as soon as its bytes are saved.
 void DeviceTransition::transfer_pages() {
   const std::vector<PageTransfer>& transfers = plan_.transfers;
   for (size_t i = 0; i < transfers.size(); ++i) {

@@ -41,17 +41,17 @@ class DeviceTransition {
   // Plans which pages are transferred (see plan_page_transfers), and reserves room in the undo
   // journal. Throws kDriverFailed.
   void plan(bool allow_larger);
-  // Removes the pages that exchange() will move from their pools. Needs the registry's lock.
+  // Removes the pages that exchange() will move from their pools. Requires the registry's lock.
   void take_pages() noexcept;
   // The type of the function that receives the events of a resume's copies.
   using Queued = std::function<void(CopyEvents)>;
   // Copies contents, transfers pages, and maps the remaining memory. Returns when all bytes have
   // arrived. In a resume, calls `queued` when all memory is mapped and all copies are queued,
-  // before it waits for the last copies. Throws the errors of Save and Restore, and
+  // before waiting for the last copies. Throws the errors of Save and Restore, and
   // kOutOfDeviceMemory. Called inside on_each_device.
   void exchange(const Queued& queued);
 
-  // Removes all other pages of `out` from their pools. Needs the registry's lock.
+  // Removes all other pages of `out` from their pools. Requires the registry's lock.
   void take_rest() noexcept;
   // Unmaps the pages that take_rest() removed. Throws kDriverFailed. Called inside on_each_device.
   void unmap();

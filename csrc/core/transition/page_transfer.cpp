@@ -54,15 +54,16 @@ PageTransferPlan plan_page_transfers(const std::vector<Leaving*>& out,
                                      const std::vector<Arriving*>& into, bool allow_larger) {
   PageTransferPlan plan;
   if (into.empty()) return plan;
-  // Pages by size. Pages of one size are used in the order of `out` and of the addresses, so that
-  // the copies in both directions keep their order.
+  // Pages by size. Pages of the same size are used in the order of `out` and of their addresses, so
+  // that the copies in both directions keep their order.
   struct Source {
     Leaving* leaving;
     uint64_t address;
   };
   std::vector<Source> sources;
   // A page of a shareable tag stays exportable, and other processes must not import another tag's
-  // page, so exportable pages, and no others, are transferred between shareable tags.
+  // page. Shareable tags therefore receive only exportable pages, and other tags receive none of
+  // them.
   std::map<uint64_t, std::set<size_t>> by_bytes_of[2];
   for (Leaving* from : out) {
     for (const auto& [address, extent] : from->pool->heap.extents()) {

@@ -24,7 +24,7 @@ struct TransitionLabel {
 // registry only for the functions that require its lock.
 class StateChange {
  public:
-  // Needs the registry's lock.
+  // Requires the registry's lock.
   StateChange(Hold& hold, std::vector<Tag*> tags, State during, const TransitionLabel& label);
   ~StateChange() { end(Outcome::kGivenUp); }
   StateChange(const StateChange&) = delete;
@@ -33,7 +33,7 @@ class StateChange {
   const std::vector<Tag*>& tags() const { return tags_; }
   bool is_committed() const { return committed_; }
 
-  // Needs the registry's lock.
+  // Requires the registry's lock.
   void commit() noexcept;
   // Counts a successful transition. Called under the lock, after commit(), when the pools' counters
   // are up to date.

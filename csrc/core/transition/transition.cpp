@@ -326,7 +326,7 @@ Error Transition::shortage(const Error& refusal) const {
 }
 
 // Adds the transition's tags and bytes to the message of an error, such as a driver call's. Needs
-// host memory; without it the message stays as it is.
+// host memory; without it, the message is left unchanged.
 void Transition::add_context(Error& error) const noexcept {
   if (error.message.empty()) return;  // if out of memory: marshal.cpp writes the message
   try {

@@ -1,9 +1,9 @@
 // transition: pauses the tags in `out` and resumes the tags in `into`, either all of them or none,
 // on all of their devices.
 //
-// Every transition has three parts. A transition begins under the registry's lock: it plans the
-// leaving and arriving pools (transition_plan.h), and then acquires the tags. It runs without the
-// lock, on any thread. It commits under the lock. In a pause no tag arrives, and in a resume no tag
+// Every transition has three parts. It begins under the registry's lock, where it plans the leaving
+// and arriving pools (transition_plan.h) and then acquires the tags. It runs without the lock, on
+// any thread. Finally, it commits under the lock. In a pause no tag arrives, and in a resume no tag
 // leaves.
 //
 // The work of all devices (device_transition.h) runs concurrently. First, contents are saved. Each
@@ -59,8 +59,8 @@ class Transition {
   // include the copies of other transitions. Throws kDriverFailed.
   void drain();
 
-  // Ends a transition that has not run. Calls that wait for the transition fail. The tags are
-  // unchanged.
+  // Ends a transition that has not run, leaving the tags unchanged. Calls that wait for the
+  // transition fail.
   void cancel() noexcept;
 
   // Sets the description of the caller, which errors report after an access to paused memory. Must
@@ -81,7 +81,8 @@ class Transition {
   // Makes work that is submitted to the stream after this call wait for the transition. Returns
   // when all copies of a resume are queued on the devices, or when the transition has ended. Any
   // thread. Throws kInvalidState if the transition failed, or if the wait would deadlock because
-  // this thread must run the transition or because the running thread waits for this thread.
+  // this thread must run the transition or because the thread that runs it is waiting for this
+  // thread.
   void wait_stream(CUstream stream);
   // Like wait_stream(), but the work waits only for the contents of some addresses of a resume,
   // that is, for the copies into these addresses and the copies queued before them. If an address

@@ -33,10 +33,10 @@ class TransitionCompletion {
                    const CUstream* stream);
 
  private:
-  // Waits until the copies are queued or the transition has ended. Returns the lock of `mutex_`.
+  // Waits until the copies are queued or the transition has ended. Returns the lock on `mutex_`.
   // Throws the same errors as wait_stream().
   std::unique_lock<std::mutex> await_copies(const std::vector<Tag*>& tags);
-  // The next three functions need the lock.
+  // The next three functions require the lock.
   void require_not_failed() const;
   std::vector<const Event*> last_events() const;
   void wait_for(const std::vector<const Event*>& events, const CUstream* stream,

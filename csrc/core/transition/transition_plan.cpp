@@ -8,8 +8,8 @@
 namespace memsaver {
 namespace {
 
-// Memory without a backup (a KV cache) is mapped in pieces this many times as large: it consists of
-// few large blocks.
+// Memory without a backup (a KV cache) is mapped in pieces this many times as large, because it
+// consists of a few large blocks.
 constexpr uint64_t kDiscardedShares = 6;
 
 std::vector<Tag*> select(const TagSelection& selection) {
@@ -25,7 +25,7 @@ std::vector<Tag*> not_yet(State wanted, const std::vector<Tag*>& among) {
   return tags;
 }
 
-// Returns `blocks` (sorted) without `holes`: block by block, not joined, as a backup expects.
+// Returns `blocks` (sorted) without `holes`, block by block and not joined, as a backup expects.
 std::vector<Range> less(const std::vector<Range>& blocks, const std::vector<Range>& holes) {
   const std::vector<Range> left = subtract(blocks, holes);
   std::vector<Range> parts;

@@ -39,8 +39,8 @@ class UndoJournal {
   // --- After a failure
 
   // Moves all pages back. Returns false if the driver refused to map a page at its previous
-  // address, or to unmap a transferred page. A page of an Arriving that the driver does not unmap
-  // stays mapped.
+  // address, or to unmap a transferred page. If the driver does not unmap a page of an Arriving,
+  // the page stays mapped.
   bool undo() noexcept;
   // Called after undo() returned false on any device. The pools of `out` then keep their contents
   // but stay unmapped. Releases the pages that were transferred, because other contents may have

@@ -56,8 +56,8 @@ def secret_of(api_key: object) -> Secret:
     """Return a valid API key as a `Secret`; an empty `Secret` for None.
 
     Raises:
-        ConfigError: the key is not a string, is empty, or contains characters that an HTTP header
-            cannot carry.
+        ConfigError: the key is not a string, is empty, or contains characters that are not allowed
+            in an HTTP header.
     """
     if api_key is None:
         return Secret()

@@ -2,14 +2,14 @@
 
 `AsleepAnswers` is a middleware of an engine's server. The endpoints report errors in several
 formats, some of them inside a stream that begins with status 200. The middleware therefore delays
-the start of each response until the first part of its body or the end of the application's call,
-and replaces the response if the request was refused. The delay also applies while all memory is
-known to be mapped, because a release can overtake a request and is recorded only after the release
-has ended. The parts of the body are never delayed.
+the start of each response until the first part of the body arrives or the application's call ends,
+and replaces the response if the request was refused. The delay applies even while all memory is
+known to be mapped, because a release can overtake a request and is not recorded until it has ended.
+The body itself is never delayed.
 
 While memory is released, a health request returns the released tags and causes no generation. The
-status of this response is suitable for load balancers: 503 if requests are refused, and 200 if
-requests wait or wake the engine.
+response's status suits load balancers: it is 503 if requests are refused, and 200 if they wait or
+wake the engine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..tags import RELEASE_ORDER
 
 __all__ = ["ERROR_TYPE", "AsleepAnswers", "add_innermost"]
 
-ERROR_TYPE = "engine_asleep"  # in the error of the response's body
+ERROR_TYPE = "engine_asleep"  # in the error in the response's body
 _HEALTH_STATUS: dict[WhenAsleep, HTTPStatus] = {
     "refuse": HTTPStatus.SERVICE_UNAVAILABLE,
     "wait": HTTPStatus.OK,
@@ -44,8 +44,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 def add_innermost(app: Any, **arguments: Any) -> None:
     """Add the middleware to a FastAPI application, before the server starts.
 
-    The middleware is the innermost: the server's other middlewares first reject requests without a
-    valid key, and add their own headers (CORS) to the responses.
+    The middleware becomes the innermost, so the server's other middlewares first reject requests
+    without a valid key, and still add their own headers (CORS) to the responses.
 
     Args:
         app: the application.
@@ -60,7 +60,7 @@ def add_innermost(app: Any, **arguments: Any) -> None:
 
 
 class AsleepAnswers:
-    """The middleware that this module describes.
+    """The middleware described in the module's docstring.
 
     Args:
         app: the application that serves the requests.
@@ -109,19 +109,19 @@ class AsleepAnswers:
         return None
 
     async def _is_asleep(self, admission: Admission) -> bool:
-        """Return whether memory is released. Queries the engine if the record might be old."""
+        """Return whether memory is released. Queries the engine if the record may be outdated."""
         if not (admission.released or admission.policy.sleep_after or self._is_shared()):
             return False
         try:
             return bool(await admission.refresh())
         except EngineTimeoutError:
             return bool(admission.released)
-        except Exception:  # the application's own answer reports the failure
+        except Exception:  # the application's own response reports the failure
             return False
 
 
 class _Response:
-    """A response whose start is delayed until the first part of its body, or until `begin`.
+    """A response whose start is delayed until its body begins or `begin` is called.
 
     If the request is refused before the body begins, this response is not sent.
 
@@ -147,7 +147,7 @@ class _Response:
         return await self._send(message)
 
     async def begin(self) -> None:
-        """Send the start of the response, unless there is none or it was already sent."""
+        """Send the start of the response, unless there is none or it has already been sent."""
         self.has_begun = True
         start, self._start = self._start, None
         if start is not None:

@@ -1,7 +1,7 @@
 """An HTTP client for one server, based on httpx, with limits on time and size.
 
 The client follows no redirects and uses no proxies, and its messages contain no secrets. Importing
-this module does not need httpx; creating an `HttpClient` does.
+this module does not require httpx; creating an `HttpClient` does.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["ANSWER_BYTES", "HttpClient"]
 
 ANSWER_BYTES = 64 << 20
 
-_SHOWN_CHARACTERS = 1000  # the maximum length of a quotation from an answer in a message
+_SHOWN_CHARACTERS = 1000  # the maximum length of an answer's excerpt in a message
 _AGENT = "memsaver"
 
 
@@ -147,8 +147,8 @@ class HttpClient:
     ) -> tuple[int, str]:
         check_timeout(timeout)
         got = self._exchange(method, path, body, timeout, max_bytes)
-        # Raised here, because the context of an exception raised below would be httpx's exception,
-        # which has the request and its key.
+        # Raised here because an exception raised below would have httpx's exception as its context,
+        # which contains the request and its key.
         if isinstance(got, EngineError):
             raise got
         status, target, text = got
@@ -164,7 +164,7 @@ class HttpClient:
     def _exchange(
         self, method: str, path: str, body: bytes, timeout: float, max_bytes: int
     ) -> tuple[int, str, str] | EngineError:
-        """Return the status, the host of a redirect's target and the text; or return an error."""
+        """Return the status, the host of a redirect's target, and the text; or return an error."""
         httpx, httpcore = _import("httpx"), _import("httpcore")
         from .sockets import DeadlineTransport
 
@@ -178,7 +178,7 @@ class HttpClient:
             request = httpx.Request(method, url, headers=headers, content=body)
         except httpx.InvalidURL:
             return EngineError(f"{self.address} is not an address that httpx accepts")
-        # `httpx.Client` would log each request, and waiting for a server makes many requests.
+        # `httpx.Client` would log each request, and waiting for a server takes many requests.
         deadline = time.monotonic() + timeout
         with DeadlineTransport(deadline, self._tls, self._sockets) as transport:
             try:

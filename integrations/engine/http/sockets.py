@@ -25,7 +25,7 @@ __all__ = ["DeadlineTransport"]
 class DeadlineTransport(httpx.BaseTransport):  # type: ignore[misc]  # its base is Any to mypy
     """A transport that sends one request on its own connection, without redirects or proxies.
 
-    Raises `httpcore`'s exceptions; `httpcore.TimeoutException` at the deadline.
+    Raises `httpcore`'s exceptions, including `httpcore.TimeoutException` at the deadline.
 
     Args:
         deadline: a time on the clock of `time.monotonic()`.
@@ -90,7 +90,7 @@ class _Sockets(httpcore.NetworkBackend):  # type: ignore[misc]  # its base is An
         for number, (family, kind, protocol, _, address) in enumerate(addresses):
             connection = socket.socket(family, kind, protocol)
             try:
-                # Divides the time, so that an unresponsive address does not use all of it.
+                # Divides the remaining time, so that one unresponsive address cannot use it up.
                 connection.settimeout(_left(self._deadline) / (len(addresses) - number))
                 connection.connect(address)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -168,7 +168,7 @@ class _Stream(httpcore.NetworkStream):  # type: ignore[misc]  # its base is Any 
 
 
 def _left(deadline: float) -> float:
-    """Return the seconds until the deadline. Raises `TimeoutError` after it."""
+    """Return the seconds until the deadline. Raises `TimeoutError` after the deadline."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError
@@ -176,9 +176,9 @@ def _left(deadline: float) -> float:
 
 
 def _addresses(host: str, port: int, deadline: float) -> list[Any]:
-    """Return the addresses of a host that is specified as a numeric address or a name.
+    """Return the addresses of a host given as a numeric address or a name.
 
-    The system's resolver accepts no timeout, so it runs in its own thread. If the deadline passes
+    The system's resolver has no timeout, so it runs in its own thread. If the deadline passes
     first, that thread outlives the call.
     """
     try:

@@ -1,8 +1,8 @@
 """Removes LoRA's wrappers from a model while the model's weight loader runs.
 
-An engine with LoRA replaces each layer that an adapter can change with a wrapper. The wrapper's
-attribute `base_layer` is the layer, so the parameters' names contain ".base_layer". Many models'
-loaders then reject a checkpoint's names or do not find the parameters.
+An engine with LoRA wraps each layer that an adapter can change. The wrapper's attribute
+`base_layer` is the original layer, so the parameters' names contain ".base_layer". As a result,
+many models' loaders reject a checkpoint's names or do not find the parameters.
 """
 
 from __future__ import annotations

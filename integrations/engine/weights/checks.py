@@ -29,13 +29,13 @@ _REQUEST = "a verification request"
 class VerificationRequest:
     """The checks that an engine's ranks run when they load a bucket.
 
-    Even an empty request detects tensors from which the model loads nothing. An empty request also
-    converts an exception in the load, which would otherwise crash the engine, into an answer.
+    Even an empty request detects tensors from which the model loads nothing. It also converts an
+    exception in the load, which would otherwise crash the engine, into an answer.
 
     Attributes:
         names: the names of the bucket's tensors, in order.
-        looked_at: the indices in `names` of the tensors to compare: on arrival with the sent
-            tensors, and after the load with the model's contents.
+        looked_at: the indices in `names` of the tensors to compare: with the sent tensors on
+            arrival, and with the model's contents after the load.
         sent: the digests of the compared tensors, one row per rank; a single row applies to all
             ranks.
     """

@@ -17,7 +17,7 @@ from ..errors import EngineError, EngineTimeoutError
 
 __all__ = ["Receiver", "create_group"]
 
-# NCCL's watchdog kills the process after this timeout, so callers limit their waits themselves.
+# NCCL's watchdog kills the process after this timeout, so callers limit their own waits.
 _NEVER = timedelta(days=365)
 _POLL_SECONDS = 0.001
 
@@ -61,7 +61,7 @@ def create_group(
         options._timeout = _NEVER
         options.global_ranks_in_group, options.group_name = [], name
         group = dist.ProcessGroupNCCL(store, rank, size, options)
-    if dist.get_debug_level() == dist.DebugLevel.DETAIL:  # torch does this in all ranks
+    if dist.get_debug_level() == dist.DebugLevel.DETAIL:  # torch does this on all ranks
         group = c10d._create_process_group_wrapper(
             wrapped_pg=group,
             store_prefix=name,

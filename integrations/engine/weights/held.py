@@ -1,13 +1,13 @@
 """Comparison of a model's contents with the tensors that it loaded, for any layout of the model.
 
 Each model fuses, shards, transposes and casts the tensors that it loads in its own way. To be
-independent of the layout, this module runs the model's own loader again on the same tensors. The
-module compares the data of each write, bit for bit, with the contents of the model's memory,
-instead of writing to this memory. A comparison needs only `_PIECE_BYTES` of memory at a time, plus
-the loader's own temporary tensors. If contents seem to differ, the loader runs one more time, on
-copies of the storages with a difference, to confirm the difference.
+independent of the layout, this module runs the model's own loader again on the same tensors.
+Instead of writing to the model's memory, it compares the data of each write, bit for bit, with the
+memory's contents. A comparison needs only `_PIECE_BYTES` of memory at a time, plus the loader's own
+temporary tensors. If contents seem to differ, the loader runs once more, on copies of the affected
+storages, to confirm the difference.
 
-Other writes of a loader, for example to attributes that are neither parameters nor buffers, are
+A loader's other writes, for example to attributes that are neither parameters nor buffers, are
 repeated but not compared.
 """
 
@@ -71,7 +71,8 @@ def differing(model: Any, named: Named, load: Load) -> tuple[str, ...]:
     if not found:
         return ()
     # Memory that is written twice differs from the first write, and casting in pieces may produce
-    # NaNs other than those of one operation: a real load, on copies of these storages, decides.
+    # different NaNs than a single operation would. A real load on copies of these storages
+    # therefore decides.
     suspects = {name for names, _ in found for name in names}
     try:
         replay = _Replay(model, Source(named), {storage for _, storage in found})
@@ -103,7 +104,7 @@ class _Comparison(Writes):
             held, source = operation.args[:2]
             self._compare(held, source.expand(held.shape), names)
             return held
-        # Runs on copies, because the result of any other operation is known only after it runs.
+        # Runs on copies, because any other operation must run before its result is known.
         copies = {id(tensor): tensor.clone() for tensor in written}
         result = operation.run(copies)
         for tensor in written:
@@ -127,7 +128,7 @@ class _Replay(Writes):
     Args:
         model: see `Writes`.
         source: see `Writes`.
-        storages: the storages to copy. Every write to another storage equals the storage's
+        storages: the storages to copy. Writes to all other storages are known to match their
             contents.
     """
 

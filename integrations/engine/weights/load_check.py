@@ -172,7 +172,7 @@ class LoadCheck:
     def synchronize(self) -> None:
         """Wait until the device has read the sender's memory. Records a failure; never raises.
 
-        Call this method after the load, but not in an `except` block, because the block keeps its
+        Call this method after the load, but not in an `except` block, which would keep its
         exception alive.
         """
         import torch

@@ -1,9 +1,9 @@
-"""Opens another process's tensors from a text.
+"""Opens another process's tensors from a serialized text.
 
 The tensors are in CUDA memory, in shared host memory, or in shareable regions of the other process.
 
 The text is a pickle. Unpickling calls only the functions that rebuild tensors, so a text can open
-memory, but cannot do anything else.
+memory but do nothing else.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ALLOWED = {
 
 
 def named_tensors(text: str) -> Named:
-    """Return a serialized payload's tensors, either named or as views of one piece of memory.
+    """Return a serialized payload's tensors, either named or as views of one block of memory.
 
     Tensors of a shareable region prevent its tag from being paused until they are deleted.
 

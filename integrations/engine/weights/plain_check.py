@@ -1,7 +1,7 @@
 """`PlainCheck`: checks of a weight load without a verification request.
 
 An engine's loader skips names that the model does not use, and may load only a part of a tensor
-that is too large. Detection of such tensors takes time, because each of the loader's operations is
+that is too large. Detecting such tensors takes time, because each of the loader's operations is
 observed. Each name and shape is therefore checked only once; later loads look up the result.
 """
 
@@ -107,13 +107,13 @@ class PlainCheck:
         self._known = known
         self._watches = watches
         self._seen: Known = set()
-        self._used: set[str] = set()  # loaded by any of several runners
+        self._used: set[str] = set()  # loaded by at least one runner
 
     @property
     def seen(self) -> Known:
         """The names and shapes that later loads need not check.
 
-        An unused name is missing if the source of a write was unknown.
+        An unused name is omitted if the source of a write was unknown.
         """
         return self._seen
 
@@ -174,13 +174,13 @@ class _Coverage(Writes):
         return operation.run()
 
     def is_copied(self, name: str) -> bool:
-        """Return whether all writes from this tensor, except padding, copied views of it."""
+        """Return whether every write from this tensor, except padding, copied a view of it."""
         return name in self._views and name not in self._converted
 
     def part(self, name: str, whole: int) -> Part:
         """Return the copied part of a tensor of `whole` bytes.
 
-        Different views that overlap count in full.
+        Views that overlap are each counted in full.
         """
         views = sorted(self._views[name])
         copied = sum(size * math.prod(sizes) for _, size, _, sizes in views)
@@ -238,8 +238,8 @@ def _partial_names(ranks: Sequence[Found]) -> set[str]:
 def _is_cut(name: str, ranks: Sequence[Found]) -> bool:
     """Return whether all ranks together loaded less than the whole tensor.
 
-    Ranks with replicas load the same part, which counts once. Different parts that overlap count in
-    full, so a tensor that is not completely loaded may be accepted.
+    Ranks with replicas load the same part, which counts once. Different parts that overlap each
+    count in full, so a tensor that was not completely loaded may be accepted.
     """
     if any(name not in found.partial and name not in found.unused for found in ranks):
         return False  # a rank loaded all of it, or converted it

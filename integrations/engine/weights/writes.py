@@ -1,8 +1,8 @@
 """Observation of a loader's writes into its model's memory.
 
-The loader runs unchanged, inside a torch dispatch mode that intercepts every operation and the
-tensors to which the operation writes. The model's tensors are identified by their storages, and the
-loader's input tensors by their addresses. The code is therefore independent of the model's layout.
+The loader runs unchanged inside a torch dispatch mode that intercepts every operation and the
+tensors that it writes to. The model's tensors are identified by their storages, and the loader's
+input tensors by their addresses, so this code is independent of the model's layout.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class Operation:
         """Run the operation and return its result.
 
         Args:
-            instead: replacements for arguments, by the arguments' ids. In the result, the
-                replacements are replaced with the original arguments.
+            instead: replacements for arguments, by the arguments' ids. In the result, the original
+                arguments take the place of their replacements.
         """
         if not instead:
             return self.function(*self.args, **self.kwargs)
@@ -141,16 +141,16 @@ class Writes:
         return self.write(operation, written, names)
 
     def _is_whole(self, tensor: Any) -> bool:
-        """Return whether a tensor has the memory of a whole parameter or buffer.
+        """Return whether a tensor covers the memory of a whole parameter or buffer.
 
-        A zero that is written to all of it may have been computed from an input tensor.
+        A zero written to a whole parameter or buffer may have been computed from an input tensor.
         """
         return (tensor.data_ptr(), tensor.numel()) in self._tensors
 
     def _refuse_repetition(self, held: Any, tensor: Any) -> None:
         """Raise `EngineError` if a copy would repeat a dimension of an input tensor.
 
-        Loaders repeat single elements intentionally, such as the scale of a fused weight, and
+        Loaders intentionally repeat single elements, such as the scale of a fused weight, and
         tensors that have fewer dimensions than the model's.
         """
         if not 1 < tensor.numel() < held.numel() or tensor.dim() != held.dim():

@@ -20,7 +20,7 @@ __all__ = ["BucketMemory"]
 
 
 class BucketMemory:
-    """Memory on this rank for one bucket at a time, as a context manager that releases the memory.
+    """A context manager that owns this rank's memory for one bucket at a time.
 
     The memory is outside all regions, because pausable memory cannot be shared with other processes
     through CUDA IPC.
@@ -72,7 +72,7 @@ class BucketMemory:
         if is_unreceived(error, self._is_sent):
             self._receivers.release()
         self._memory, self._others = None, []
-        # After an error the device may hang in a collective, and freeing would wait for it.
+        # After an error, the device may hang in a collective, and freeing would wait for it.
         if self._device.type == "cuda" and error is None:
             import torch
 
@@ -82,7 +82,7 @@ class BucketMemory:
     def write(self, bucket: Bucket, sources: Mapping[str, Source]) -> list[tuple[str, int, Any]]:
         """Queue the work that fills the memory.
 
-        This is a collective call of the ranks with parts of the tensors.
+        This is a collective call of the ranks that have parts of the tensors.
 
         Returns:
             For each tensor, its name, the offset of its first byte, and a view of the memory.
@@ -103,12 +103,12 @@ class BucketMemory:
         return views
 
     def shared(self, count: int) -> list[str]:
-        """Return `count` serialized handles of the memory.
+        """Return `count` serialized handles to the memory.
 
         Each handle is for one other rank, which passes it to `open`.
 
         Torch expects exactly one receiver for each handle. With a second receiver, torch could free
-        the memory while a receiver still uses it.
+        the memory while one of them is still using it.
         """
         with self._file_names():
             return [shared(self._memory) for _ in range(count)]
@@ -147,7 +147,7 @@ class BucketMemory:
     def sending(self) -> None:
         """Record that from now on the engine might receive the payload.
 
-        Before this call, a failure frees the memory without waiting until a receiver has closed it.
+        Before this call, a failure frees the memory without waiting for a receiver to close it.
         """
         self._is_sent = True
 

@@ -1,7 +1,7 @@
 """Weight updates for engines on other GPUs, in a process group of a leader and the engines' ranks.
 
 The leader is rank 0 of the group and broadcasts each tensor of a bucket. The engines' ranks receive
-the tensors in their own memory.
+the tensors into their own memory.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class WeightGroup:
         address: an address of this machine that the engine's ranks can reach. The group's store
             listens only on this address. Gloo also listens only on this address, unless
             GLOO_SOCKET_IFNAME names an interface. NCCL's sockets use the interfaces that
-            NCCL_SOCKET_IFNAME names. Only the address and the port that the leader passes are used.
+            NCCL_SOCKET_IFNAME names. Only the leader's address and port are used.
         port: a free port on this address; 0 selects any free port.
         backend: the torch.distributed backend; "gloo" if either side has no GPU. With "nccl" on one
             host, start the trainer with NCCL_CUMEM_ENABLE=0, because SGLang sets this value in its
@@ -150,7 +150,7 @@ class WeightGroup:
 
         Args:
             tensors: contiguous tensors on `device`. All writes to the tensors must be complete,
-                because the call does not wait for these writes.
+                because the call does not wait for them.
             load: a function that makes the engine load the tensors, and returns within `timeout`.
             timeout: the time limit for the call, in seconds.
 
@@ -191,8 +191,8 @@ class WeightGroup:
         """Remove this process and the engine from the group. Idempotent.
 
         The method closes this side's store, sockets, descriptors and threads; if a broadcast hangs,
-        they are closed when the broadcast ends. NCCL keeps one closed socket for each communicator,
-        and the resources that NCCL opens once per process, such as the listener of its RAS service.
+        they are closed when it ends. NCCL keeps one closed socket for each communicator, and the
+        resources that NCCL opens once per process, such as the listener of its RAS service.
 
         Raises:
             EngineError: the engine could not leave the group, but this process has left the group.
@@ -210,7 +210,7 @@ class WeightGroup:
 
     @contextlib.contextmanager
     def _step(self, what: str) -> Iterator[Together]:
-        """Run the block on the ranks that share the group; raise an error on all of these ranks."""
+        """Run the block on the ranks that share the group; raise any error on all of them."""
         if not self._whole_mesh:
             yield self._engine.together
             return
@@ -367,7 +367,7 @@ def _advice_for_nccl() -> str:
     """Return advice for an NCCL failure between this process and an engine's processes.
 
     Ranks on one host fail with "invalid argument" if only some ranks use virtual memory for NCCL's
-    buffers. SGLang and vLLM disable this use of virtual memory in their processes.
+    buffers. SGLang and vLLM disable this use in their processes.
     """
     here = os.environ.get("NCCL_CUMEM_ENABLE")
     if here == "0":

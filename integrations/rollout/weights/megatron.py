@@ -1,4 +1,4 @@
-"""The weights of a rank of a Megatron trainer, as parts of the tensors in a checkpoint."""
+"""A Megatron rank's weights, as parts of the tensors in a checkpoint."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def megatron_parts(
     query_groups: int,
     vocabulary: int,
 ) -> Iterator[tuple[str, Any]]:
-    """Yield a rank's weights for `update`, under the names of a checkpoint. Copies nothing.
+    """Yield a rank's weights for `update`, under their names in a checkpoint. Copies nothing.
 
-    The model must be a dense decoder with the names of Megatron Core. The yielded names are the
+    The model must be a dense decoder that uses Megatron Core's names. The yielded names are the
     Hugging Face names for Llama and Qwen. In `linear_qkv`, the query, key and value of each group
     must be adjacent. In `linear_fc1`, the gate and up projections of a rank must be adjacent. The
     vocabulary can be padded. With tied embeddings, the output layer is missing, or it shares the
@@ -53,8 +53,8 @@ def megatron_parts(
         state: a Megatron `GPTModel`, or a mapping from the model's names to this rank's tensors.
         tp_rank: this rank's number in the tensor-parallel group.
         tp_size: the number of ranks in that group.
-        heads: the number of the model's attention heads.
-        query_groups: the number of the model's key-value heads.
+        heads: the number of attention heads in the model.
+        query_groups: the number of key-value heads in the model.
         vocabulary: the size of the model's vocabulary, without padding.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Serialization of tensors as text from which another process can open the tensors' memory.
+"""Serializes tensors as text from which another process can open their memory.
 
 The memory is shared through CUDA IPC, as shared host memory, or as part of a shareable region.
 """
@@ -115,15 +115,14 @@ def shared(memory: Any) -> str:
 def opened(text: str, device: Any) -> Any:
     """Return a tensor that shares another rank's memory, for copies that run on `device`.
 
-    CUDA maps memory of another process for only one device of this process. Kernels on any other
-    device must not access this mapping, even with peer access between the devices. Memory of
-    another GPU is therefore mapped for `device`, and torch treats it as memory of `device`. Without
-    peer access, the memory is mapped for its own GPU, and torch copies whole blocks to it.
+    CUDA maps another process's memory for only one device of this process. Kernels on any other
+    device must not access this mapping, even with peer access between the devices. Another GPU's
+    memory is therefore mapped for `device`, and torch treats it as memory on `device`. Without peer
+    access, the memory is mapped for its own GPU, and torch copies whole blocks to it.
 
     Args:
         text: see `shared`.
-        device: the device of this rank's own memory. CPU memory is opened without a change of
-            device.
+        device: the device of this rank's own memory. CPU memory stays on the CPU.
 
     Raises:
         ConfigError: this process cannot access the tensor's GPU, which is not visible to it.

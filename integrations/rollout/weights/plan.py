@@ -55,7 +55,7 @@ class Plan:
 
     @property
     def has_parts(self) -> bool:
-        """Whether tensors are parts."""
+        """Whether any tensor is a part."""
         return any(source.part is not None for source in self.sources.values())
 
 
@@ -78,7 +78,7 @@ def agree(
     devices: list[Any] = []
 
     def offer() -> tuple[dict[str, str], list[Spec], frozenset[str], str]:
-        """Check the arguments; return this rank's values, for comparison between all ranks."""
+        """Check the arguments; return this rank's values for comparison across all ranks."""
         sources.update(_checked_sources(engine, state, options))
         devices.append(_device(sources.values(), options))
         specs = [source.spec for source in sources.values()]

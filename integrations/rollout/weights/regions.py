@@ -21,10 +21,10 @@ __all__ = ["RegionTensors"]
 
 
 class RegionTensors:
-    """The tensors of this rank in their own memory, as a context manager. See `BucketMemory`.
+    """A context manager for this rank's tensors in their own memory. See `BucketMemory`.
 
     memsaver keeps the memory of a payload for its receiver. If the update fails and no receiver
-    will open the payload, the memory is released at the exit of the context manager.
+    will open the payload, the memory is released when the context manager exits.
 
     Args:
         device: the tensors' device.

@@ -24,8 +24,8 @@ class WeightUpdate:
             needs in addition to the model; 0 if there are no buckets.
         verify: the requested verification: "off", "sampled" or "full".
         received: the number of tensors that arrived intact, as their digests show.
-        held: the number of tensors whose contents equal the contents of the engine's model, in the
-            model's own layout and type.
+        held: the number of tensors whose contents match the engine's model, in the model's own
+            layout and type.
         unverified: the reason why fewer tensors were verified than requested; "" if all requested
             tensors were verified.
         checksums: for an engine without memsaver's plugin, the checksum of each rank's weights;

@@ -1,7 +1,7 @@
 """`Sender`: the trainer's side of a process group with an engine's ranks.
 
 The group is not registered in torch's table of groups (`engine.weights.groups`), so no other code
-in the trainer can find the group, and `close` destroys it.
+in the trainer can find it, and `close` destroys it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ...engine.weights.groups import create_group
 __all__ = ["END_SECONDS", "Aside", "FailureNotice", "Sender"]
 
 _FAILED = "memsaver/failed"  # a key in the store
-END_SECONDS = 10.0  # the longest wait until an answered or abandoned call ends on this side
+END_SECONDS = 10.0  # the longest wait for an answered or abandoned call to end on this side
 
 
 class Sender:
@@ -102,7 +102,7 @@ class Sender:
             self._shut_down()
 
     def send(self, tensors: Sequence[Any], timeout: float) -> None:
-        """Broadcast tensors, and wait until all tensors are sent.
+        """Broadcast tensors, and wait until all of them are sent.
 
         Args:
             tensors: contiguous tensors on the backend's device. All writes to the tensors must be

@@ -104,8 +104,7 @@ class Source:
 
         The work is queued on the current stream of the bucket's device, but a copy to the host is
         complete on return. Shards of equal size along the first dimension are gathered in place;
-        other shards need additional memory of once or twice the size of the whole tensor during the
-        call.
+        other shards temporarily need additional memory of one or two times the whole tensor's size.
 
         Args:
             out: see `view_of`.

@@ -1,4 +1,4 @@
-"""`UpdateSteps`: an update's collective calls of one engine's ranks or of all engines' ranks."""
+"""`UpdateSteps`: an update's collective calls, made by one engine's or by all engines' ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class UpdateSteps:
     Each step is a collective call that fails on all ranks or on none.
 
     A trainer's shards are gathered from the ranks of several engines in one collective operation.
-    Therefore, no engine's ranks may leave a step before the ranks of the other engines.
+    Therefore, no engine's ranks may leave a step before those of the other engines.
 
     Args:
         engine: the engine whose connections the steps use.

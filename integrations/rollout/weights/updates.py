@@ -61,11 +61,11 @@ def update(
     """Send new weights to an engine. This is a collective call of all ranks of the engine's mesh.
 
     All ranks must pass the same options, except for `state`, `rename` and `timeout`, which can
-    differ if the resulting tensors are the same.
+    differ as long as the resulting tensors are the same.
 
     The engine's weights must be awake, but its KV cache can be asleep. Without `group`, the engine
-    must be on the same GPUs. Each of the engine's ranks shares a GPU with the trainer's rank of the
-    same index in the tensor-parallel group, which can have more ranks than the engine.
+    must be on the same GPUs. Each of the engine's ranks shares a GPU with the trainer rank that has
+    the same index in the tensor-parallel group; the group can have more ranks than the engine.
 
     Tensors in shareable regions are sent without a bucket if the engine can map them
     (`WeightUpdate.mapped`). The caller must not change these tensors during the call.
@@ -85,37 +85,37 @@ def update(
         rename: a function that returns the engine's name for a name in `state`, or None to omit the
             tensor.
         bucket_bytes: the maximum size of a bucket. A larger tensor gets its own bucket.
-        verify: the tensors to verify. "full": all tensors, for which the engine's weights are read
-            again. "sampled": one in eight tensors; each update samples different tensors. "off":
-            none. Verified contents must be the same on all ranks that send whole tensors, and in
-            all engines. If the engine has memsaver's plugin, a tensor from which the model loads
-            nothing is always an error. Without the plugin, nothing can be verified, and
+        verify: the tensors to verify. "full": all tensors, which requires reading the engine's
+            weights again. "sampled": one in eight tensors; each update samples different tensors.
+            "off": none. Verified contents must be the same on all ranks that send whole tensors,
+            and in all engines. If the engine has memsaver's plugin, a tensor from which the model
+            loads nothing is always an error. Without the plugin, nothing can be verified, and
             `WeightUpdate.unverified` reports the reason.
         group: the group of an engine on other GPUs.
         pause: the mode in which generation is paused during the update (see
             `Backend.pause_generation`). A mode is required if requests can be in flight. If the
             update fails, generation stays paused. If the pause fails on an engine, generation
             continues on all engines, even if generation was already paused earlier.
-        flush_cache: whether to flush the prefix cache, whose contents the old weights computed. The
+        flush_cache: whether to flush the prefix cache, which was computed with the old weights. The
             default is True, except with `pause="in_place"`, because the paused requests continue
             with their cache.
         timeout: the time limit in seconds for each of the engine's calls, and for another thread's
             transition of a tag with memory of `state`; None means the engine's timeout. This rank
             reports other ranks as missing if they take 30 seconds longer than this rank's own
             waits. All tensors that are sent without a bucket, usually the whole model, are sent in
-            one call. The same time limit, but at most the engine's own timeout, applies to the
-            total time for which a `state_dict` waits for background resumes.
+            one call. The same limit, capped at the engine's own timeout, applies to the total time
+            that a `state_dict` waits for background resumes.
         unknown: must be empty. Unknown arguments are accepted here because all ranks must raise the
             same error for them.
 
     Raises:
-        WeightMismatchError: the engine's contents differ from the contents that were sent, the
-            model does not have a sent tensor, or ranks have different contents of a tensor. The
-            error's attribute `tensors` contains the names of the tensors.
+        WeightMismatchError: the engine's contents differ from those that were sent, the model lacks
+            a tensor that was sent, or a tensor's contents differ between ranks. The error's
+            attribute `tensors` contains the names of the tensors.
         ConfigError: the ranks send different tensors or pass different options, or an argument is
             invalid or unknown.
-        InvalidStateError: the engine's weights are released, a tag with memory of `state` is
-            paused, or another thread's transition of such a tag did not end within `timeout`. In
+        InvalidStateError: the engine's weights are released, a tag that contains memory of `state`
+            is paused, or another thread's transition of such a tag did not end within `timeout`. In
             the last case, nothing was sent. Another thread's pause of such a tag waits until the
             update has finished.
         OutOfDeviceMemoryError: too little memory is free for the bucket; nothing was sent.
@@ -179,7 +179,7 @@ class _Update:
             ):
                 for load in loads:
                     self._send(*load, load is loads[-1])
-            if plan.has_parts:  # deleted before the free, which waits for its users
+            if plan.has_parts:  # deleted before the memory is freed, which waits for its users
                 self._steps.gather(f"{_WHAT}: its last step", memory[0].close_others, timeout)
         checksums = self._checksums()
         return {
@@ -207,7 +207,7 @@ class _Update:
 
     @contextlib.contextmanager
     def _session(self) -> Iterator[None]:
-        """Keep the engine's weights in the layout for weight loading during the block."""
+        """Keep the engine's weights in the loading format during the block."""
         backend, timeout = self._engine.backend, self._options.timeout
 
         def begin() -> None:
@@ -234,7 +234,8 @@ class _Update:
         """Send the tensors of one load from the trainer's memory to the engine's memory."""
         what = f"{_WHAT}: {which}"
         places = verified_places(bucket, self._options.verify, self._number)
-        # The first step does not wait for the device: the wait would not end without all ranks.
+        # The first step does not wait for the device, because the wait would not end without all
+        # ranks.
         views: list[tuple[str, int, Any]] = []
 
         def gather() -> None:

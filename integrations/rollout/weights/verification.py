@@ -108,7 +108,7 @@ class Tally:
 
     Attributes:
         received: the number of tensors that arrived intact on every rank.
-        held: the number of tensors whose contents equal the contents of every rank's model.
+        held: the number of tensors whose contents match those of every rank's model.
         ranks: the number of ranks that checked the last bucket; 0 if memsaver's plugin is missing.
         reasons: the reasons why contents could not be compared, without duplicates.
     """
@@ -123,8 +123,8 @@ class Tally:
         """Add the results of all ranks for a bucket whose tensors at `places` were compared.
 
         Raises:
-            WeightMismatchError: a rank's contents differ from the contents that were sent, or no
-                rank's model loads anything from a tensor.
+            WeightMismatchError: a rank's contents differ from those that were sent, or no rank's
+                model loads anything from a tensor.
         """
         self.ranks = len(checks)
         if not checks:
@@ -142,8 +142,8 @@ class Tally:
                 [],
             )
         self.received += min(check.received for check in checks)
-        # A rank that uses no part of a tensor, such as another pipeline stage's rank, counts as
-        # having its contents.
+        # A rank that uses no part of a tensor, such as a rank in another pipeline stage, counts as
+        # having the tensor's contents.
         compared = {bucket.names[at] for at in places}
         self.held += min(check.held + len(compared.intersection(check.unused)) for check in checks)
         reasons = [check.unverified for check in checks if check.unverified]

@@ -31,7 +31,8 @@ enum {
   kErrorUnknown = 999
 };
 
-// The parts of memsaver.h that are used here, because it is not installed. The values never change.
+// The parts of memsaver.h that this file uses, copied because the header is not installed. The
+// values never change.
 enum { kBackupNone, kBackupHost, kBackupPageable, kBackupDisk, kBackups };
 enum { kOk = 0, kInvalidState = 2, kOutOfDeviceMemory = 4, kOutOfHostMemory = 5, kNotLoaded = 8 };
 enum { kPaused = 2 };
@@ -139,8 +140,8 @@ static void release_names(const char* names[], size_t count) {
 enum { kUnset = -1 };
 
 // A thread's settings (kUnset or NULL if not set), and the section that it entered because of them.
-// They apply in the region in which they were made. The first setting in another region resets
-// them.
+// The settings apply in the region in which they were made. The first setting in another region
+// resets them.
 typedef struct Settings {
   int interesting, cpu, disk, pinned;
   char* tag;

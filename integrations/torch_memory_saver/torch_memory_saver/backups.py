@@ -60,7 +60,7 @@ class Backups:
         self._retained: set[str] = set()
 
     def resumed(self, names: Sequence[str]) -> None:
-        """Keep or release the backups of tags that were resumed."""
+        """Keep or release the backups of resumed tags."""
         if self.retain:
             self._retained.update(names)
             return

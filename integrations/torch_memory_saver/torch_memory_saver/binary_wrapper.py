@@ -19,7 +19,7 @@ __all__ = ["BinaryWrapper", "ThreadState"]
 
 
 class ThreadState:
-    """The calling thread's state; the methods have the names of the library's functions."""
+    """The calling thread's state; the methods are named after the library's functions."""
 
     def __init__(self, backend: str) -> None:
         self._backend = backend
@@ -27,7 +27,7 @@ class ThreadState:
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """Re-enable, at the end of the block, a region that the block has disabled."""
+        """At the end of the block, re-enable a region that the block has disabled."""
         around, self._local.off = self._local.off, None
         try:
             yield

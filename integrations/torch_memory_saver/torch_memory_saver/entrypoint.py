@@ -41,7 +41,7 @@ class TorchMemorySaver:
         enable_disk_backup: bool = False,
         cpu_backup_backend: CpuBackupBackend | None = None,
     ) -> Iterator[None]:
-        """Assign tensors that are created during the block to `tag`.
+        """Assign tensors created during the block to `tag`.
 
         Regions with the same tag can have different backups; each tensor has the backup of its
         region.
@@ -51,7 +51,7 @@ class TorchMemorySaver:
             enable_cpu_backup: whether a resume restores contents from host memory. Without a
                 backup, the memory is zero after a resume.
             enable_disk_backup: whether a resume restores contents from a file in the directory that
-                `set_disk_backup_dir` or TMS_DISK_BACKUP_DIR names.
+                `set_disk_backup_dir` or TMS_DISK_BACKUP_DIR specifies.
             cpu_backup_backend: "pinned" for pinned host memory, which is the fastest, or "mmap" for
                 pageable memory. None means the value of TMS_INIT_CPU_BACKUP_BACKEND, or "pinned" if
                 this variable is not set.
@@ -79,7 +79,9 @@ class TorchMemorySaver:
         enable_cpu_backup: bool = False,
         cpu_backup_backend: CpuBackupBackend | None = None,
     ) -> Iterator[None]:
-        """Capture a graph like `torch.cuda.graph`, with its memory in `tag`. Works in either mode.
+        """Capture a graph as `torch.cuda.graph` does, with its memory in `tag`.
+
+        Works in either mode.
 
         Args:
             cuda_graph: a `torch.cuda.CUDAGraph` to capture into.
@@ -109,7 +111,7 @@ class TorchMemorySaver:
 
     @contextlib.contextmanager
     def disable(self) -> Iterator[None]:
-        """Exclude tensors that are created during the block from all tags.
+        """Exclude tensors created during the block from all tags.
 
         Outside all regions, the block has no effect.
         """
@@ -196,10 +198,10 @@ class TorchMemorySaver:
     def retain_cpu_backup(self) -> bool:
         """Whether backups for `get_cpu_backup` stay in host memory after a resume.
 
-        A value that is set here or by TMS_RETAIN_CPU_BACKUP applies to later resumes. True keeps
-        the host memory of backups with its contents. False releases the host memory in each
-        `resume`. If no value has been set, this property is False. In this case, a resume releases
-        "mmap" memory, and keeps pinned memory without its contents to make the next pause fast.
+        A value set here or by TMS_RETAIN_CPU_BACKUP applies to later resumes. True keeps the host
+        memory of backups with its contents. False releases the host memory in each `resume`. If no
+        value has been set, this property is False, and a resume releases "mmap" memory but keeps
+        pinned memory without its contents to make the next pause fast.
         """
         return self._ensure_initialized().backups.retain or False
 
@@ -233,7 +235,7 @@ class TorchMemorySaver:
         return view if view is None or zero_copy else view.clone()
 
     def set_disk_backup_dir(self, path: str) -> None:
-        """Set the directory for backups on disk, and create the directory if needed.
+        """Set the directory for backups on disk, and create it if needed.
 
         Backups of paused tags stay in the earlier directory.
 
@@ -296,5 +298,5 @@ def _set_disk_dir(path: str) -> None:
 
 
 # The first element is the process's state. No lock, because a finalizer may call `_process` while
-# its own thread is inside.
+# its own thread is already in the function.
 _shared: list[_Process] = []

@@ -34,7 +34,7 @@ class Environment:
 
     Attributes:
         whole_process: whether all allocations of the process belong to a tag.
-        backend: the kind of host memory for regions that do not specify a kind.
+        backend: the kind of host memory for regions that do not specify one.
         retain: None if the variable is not set.
         disk_dir: None if the variable is not set.
     """

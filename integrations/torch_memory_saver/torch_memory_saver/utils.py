@@ -21,7 +21,7 @@ def preload_library() -> Path:
 
     Raises:
         NotLoadedError: the library is missing.
-        ConfigError: `LD_PRELOAD` cannot contain the path, because the path has a space or a colon.
+        ConfigError: `LD_PRELOAD` cannot contain the path, which has a space or a colon.
     """
     return _library(f"{_STEM}.abi3.so")
 

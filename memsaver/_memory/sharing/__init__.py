@@ -7,7 +7,7 @@ senders and maps their memory, `uses` describes this memory, and `importing` cre
 The module `wire` defines the messages between senders and receivers.
 
 A message refers to memory by its extents, which are pieces of physical memory. A process never
-reuses the number of an extent. A receiver maps each extent only once, and keeps it mapped for later
+reuses an extent's number. A receiver maps each extent only once, and keeps it mapped for later
 messages until the sender requests its release. The sender requests the release if a pause is
 waiting for the extent or if the memory was freed.
 """

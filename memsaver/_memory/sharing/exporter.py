@@ -1,9 +1,9 @@
 """The sender's server, which sends descriptors of shareable memory to processes of the same user.
 
 One thread accepts connections and forwards release requests. For each importer, another thread
-answers the importer's messages and detects that the importer has ended. An importer's record ends
-when the importer reports that it maps no memory, or when its process has exited. A closed
-connection alone does not prove that the memory is unmapped.
+answers its messages and detects when it has ended. An importer's record ends when the importer
+reports that it maps no memory, or when its process exits. A closed connection alone does not prove
+that the memory is unmapped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RETRY_MILLISECONDS = 100
 
 
 def endpoint() -> str:
-    """Return the name of this process's server, and start the server if necessary.
+    """Return the name of this process's server, starting the server if necessary.
 
     Raises:
         SharingError: the server cannot be started.
@@ -69,7 +69,7 @@ def held() -> int:
 
 class _Server:
     def __init__(self) -> None:
-        # Abstract: no file stays behind, and no folder is needed.
+        # Abstract: no file is left behind, and no folder is needed.
         self.name = f"memsaver-share-{os.getpid()}-{os.urandom(16).hex()}"
         self.requests = _C.release_requests()
         self.wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -100,7 +100,7 @@ class _Server:
         finally:
             _running.pop(id(self), None)
             self.listener.close()
-            if _servers.get(os.getpid()) is not self:  # otherwise any thread may write to it
+            if _servers.get(os.getpid()) is not self:  # otherwise, any thread may still write to it
                 os.close(self.wake)
 
     def _serve_all(self) -> None:
@@ -110,7 +110,7 @@ class _Server:
         poll.register(self.requests, select.POLLIN)
         poll.register(self.wake, select.POLLIN)
         while True:
-            self.has_no_deadline = True  # first: a deadline that is added now wakes this thread
+            self.has_no_deadline = True  # set first, so that a deadline added now wakes this thread
             left = sent_storages.forget_expired()
             self.has_no_deadline = left is None
             wait = None if left is None else int(left * 1000) + 1
@@ -182,7 +182,7 @@ class _Importer:
 
     def __init__(self, connection: socket.socket, pid: int) -> None:
         self.connection = connection
-        # Closed with this object, and not earlier: another thread may be sending a request.
+        # Closed with this object and no earlier, because another thread may be sending a request.
         weakref.finalize(self, connection.close).atexit = False
         self.record = _C.Importer(pid)
         self.end_of_process: int | None = None
@@ -210,7 +210,7 @@ class _Importer:
 
     def _wait_for_the_end(self) -> None:
         if self.end_of_process is not None:
-            poll = select.poll()  # unlike select.select, with any descriptor
+            poll = select.poll()  # accepts any descriptor, unlike select.select
             poll.register(self.end_of_process, select.POLLIN)
             poll.poll()
 

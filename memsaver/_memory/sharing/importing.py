@@ -58,7 +58,7 @@ def _ordinal(place: Place) -> int:
 
 
 def rebuild(*reduced: Any) -> Any:
-    """Return a tensor in the sent memory. Pickles of sent tensors call this function.
+    """Return a tensor in the sent memory. Unpickling a sent tensor calls this function.
 
     Args:
         reduced: see `sending.reduce`.
@@ -74,8 +74,7 @@ def rebuild(*reduced: Any) -> Any:
 def rebuild_named(named: Sequence[tuple[str, Sequence[Any]]]) -> list[tuple[str, Any]]:
     """Return named tensors in sent memory, all of them or none.
 
-    For each tag and device, the function needs one round trip of messages for up to
-    `wire.MOST_TOKENS` storages.
+    For each tag and device, one message round trip suffices for up to `wire.MOST_TOKENS` storages.
 
     Args:
         named: the tensors' names, and the arguments of `rebuild` for each.
@@ -116,10 +115,10 @@ def _tensor(
 
 
 class _UseEnd:
-    """An object that records the end of a use when the object is deleted.
+    """An object that records the end of a use when it is deleted.
 
-    There must be no weak reference to this object. While `__del__` runs, a weak reference still
-    returns the object, and another thread could use the memory after the use has ended.
+    There must be no weak reference to this object. While `__del__` runs, a weak reference would
+    still return the object, and another thread could use the memory after the use has ended.
     """
 
     _use: Use | None = None  # set last by __init__, which a signal can interrupt
@@ -138,7 +137,7 @@ class _Memory:
     object alive.
 
     torch creates a tensor from this object through the CUDA array interface. On the simulated
-    driver, a buffer over the memory replaces this interface.
+    driver, it creates the tensor from a buffer over the memory instead.
     """
 
     def __init__(self, use: Use, ordinal: int, peer: peers.Peer) -> None:
@@ -175,7 +174,7 @@ class _Memory:
 
 
 def _memories_at(places: Sequence[Place]) -> list[_Memory]:
-    """Return the memory of sent tensors. Tensors in the same memory share one use of this memory.
+    """Return the memory of sent tensors. Tensors in the same memory share one use of it.
 
     If two threads begin a use of the same memory, each thread ends its own use.
     """
@@ -201,7 +200,7 @@ def _begun(places: dict[_Key, Place]) -> dict[_Key, _Memory]:
     peer = peers.peer_at(first.endpoint, first.tag)
     ordinal = _ordinal(first)
     uses = {key: Use(place) for key, place in places.items()}
-    # The objects end their uses, even if the wait is interrupted.
+    # These objects end their uses, even if the wait is interrupted.
     begun = {key: _Memory(use, ordinal, peer) for key, use in uses.items()}
     peer.begin(list(uses.values()), ordinal)
     return begun

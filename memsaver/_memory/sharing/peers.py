@@ -1,8 +1,8 @@
 """The receiver's connections to the processes that sent it tensors, and the mapped memory.
 
 Each connection has one thread, which sends and receives all messages, maps and unmaps memory, and
-is the only thread that changes extents. Other threads add jobs to its queue. These threads acquire
-no lock, because a finalizer might run in the middle of another call on the same thread.
+is the only thread that changes extents. Other threads add jobs to its queue. They acquire no lock,
+because a finalizer might run in the middle of another call on the same thread.
 
 Each use of a sent tensor begins with an import request to the sender. The sender keeps the memory
 until the use has ended in this process and on this process's devices. One import request can begin
@@ -39,17 +39,17 @@ class Peer:
     def __init__(self, endpoint: str, tag: str) -> None:
         self.endpoint = endpoint
         self.extents: dict[int, Extent] = {}  # by id
-        self.spans: dict[tuple[int, int], Span] = {}  # by the address there and the device here
+        self.spans: dict[tuple[int, int], Span] = {}  # by the remote address and the local device
         # A `Use` in the queue is a use to end.
         self._jobs: queue.SimpleQueue[ImportRequest | Use] = queue.SimpleQueue()
-        self._is_woken = False  # whether the thread will look at the queue
-        self._is_urgent = False  # the thread will look without a delay
+        self._is_woken = False  # whether the thread will check the queue
+        self._is_urgent = False  # whether it will do so without delay
         self._is_connected = True
         self._has_ended = False  # whether the connection's thread has ended
         self._refusal = ""  # the other process's reason for closing the connection, if sent
         self._is_importing = False
         self._was_requested = False  # whether a release was requested during an import
-        # Closed with this object, and not earlier: any thread may write to it.
+        # Closed with this object and no earlier, because any thread may write to it.
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         weakref.finalize(self, os.close, self._wake).atexit = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -71,7 +71,7 @@ class Peer:
         _open.pop(id(self), None)
 
     def forget(self) -> None:
-        """Remove a closed connection from the connections that `peer_at` returns. Any thread."""
+        """Remove a closed connection from those that `peer_at` returns. Safe on any thread."""
         if _peers.get(self.endpoint) is self:
             _peers.pop(self.endpoint, None)
 
@@ -106,7 +106,8 @@ class Peer:
                     f"answer within {_ANSWER_SECONDS:.0f} s",
                     tag=request.tag,
                 )
-        # The error's traceback refers to the request and this frame, so neither may refer to it.
+        # The error's traceback refers to the request and this frame, so neither may refer to the
+        # error.
         error, request.error = request.error, None
         if error is not None:
             try:
@@ -157,7 +158,7 @@ class Peer:
             self.forget()
 
     def _is_refused(self) -> bool:
-        """Return whether some memory stays mapped only because the driver refused to unmap it.
+        """Return whether any memory stays mapped only because the driver refused to unmap it.
 
         While the other process exists, its next release request repeats the refused calls.
         """
@@ -281,7 +282,7 @@ class Peer:
         """Receive a message of an import, map its extents, and return whether another message
         follows.
 
-        If the extents cannot be mapped, the function reports them as released, and still receives
+        If the extents cannot be mapped, the function reports them as released, but still receives
         the remaining messages before it raises the error.
         """
         message, files = wire.receive(self._socket)
@@ -357,7 +358,7 @@ def _gone(tag: str) -> SharingError:
 
 
 def peer_at(endpoint: str, tag: str) -> Peer:
-    """Return the connection to the process at an endpoint, and create it if necessary.
+    """Return the connection to the process at an endpoint, creating it if necessary.
 
     Raises:
         SharingError: the process has exited, or belongs to another user.
@@ -369,7 +370,7 @@ def peer_at(endpoint: str, tag: str) -> Peer:
         if peer is not fresh:  # another thread connected first
             with contextlib.suppress(OSError):
                 wire.send(fresh._socket, {"bye": True})
-        if peer._has_ended:  # perhaps before it was recorded, so that its thread did not remove it
+        if peer._has_ended:  # perhaps before it was recorded, so its thread did not remove it
             peer.forget()
             raise peer.error(tag)
     return peer

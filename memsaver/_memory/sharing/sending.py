@@ -1,4 +1,4 @@
-"""The sender's side, which decides whether a tensor can be sent, and reduces it."""
+"""The sender's side, which decides whether a tensor can be sent, and reduces the tensor."""
 
 from __future__ import annotations
 
@@ -115,10 +115,11 @@ def _copy() -> str:
 
 
 def reduce(tensor: Any, tag: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return a function and its arguments, which create a tensor in the same memory in a receiver.
+    """Return a function and its arguments; in a receiver, the call creates a tensor in the same
+    memory.
 
-    The call waits for the work on the current stream, because the receiver may read the results at
-    once.
+    This function waits for the work on the current stream, because the receiver may read the
+    results at once.
 
     Raises:
         InvalidStateError: waiting for a transition of the tag would deadlock.
@@ -216,7 +217,7 @@ def settled(tensor: Any) -> tuple[str, State] | None:
 
 def _address(tensor: Any) -> int:
     """Return the address of a tensor's memory, or 0 if the tensor has no memory of its own."""
-    with _C.SignalsDeferred():  # a handler's exception is not one of torch's
+    with _C.SignalsDeferred():  # so that a handler's exception is not taken for torch's
         try:
             return int(tensor.untyped_storage().data_ptr())
         except Exception:
@@ -251,10 +252,11 @@ def can_send(tensor: Any) -> bool:
 def reduce_named(
     named: Sequence[tuple[str, Any]], tokens: list[int]
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return a function and its arguments, which create a list of named tensors in the receiver.
+    """Return a function and its arguments; in the receiver, the call creates a list of named
+    tensors.
 
-    For each tag and device, the receiver needs one round trip of messages for up to
-    `wire.MOST_TOKENS` storages.
+    For each tag and device, the receiver needs one message round trip for up to `wire.MOST_TOKENS`
+    storages.
 
     Args:
         named: names, and detached tensors for which `can_send` is true.
@@ -290,7 +292,7 @@ def _add_importers(error: MemsaverError) -> None:
             try:
                 rows = _C.importers()
             except Exception:
-                return  # the error itself is more important
+                return  # the original error matters more
         # The core truncates a long tag in an error to 127 bytes of whole characters.
         is_cut = len(error.tag.encode()) > 127 - 4
         error.importers = tuple(

@@ -5,10 +5,10 @@ for this receiver. A token is valid as long as its storage exists. A message in 
 or the program can keep the storage alive. If a message arrives after its storage was freed, the
 import fails, and never maps newer memory at the same address.
 
-This module has no locks, because a lock could deadlock. On the thread that owns the lock, the
+This module uses no locks, because a lock could deadlock. On the thread that owns the lock, the
 garbage collector could run a finalizer that waits for a tag. The tag's owner could in turn wait for
 the lock, to send a tensor in a callback. Therefore, each change of state is one method call on a
-dict whose keys are integers or tuples of integers. Such a call is atomic, with and without the GIL:
+dict whose keys are integers or tuples of integers. Such a call is atomic, with or without the GIL:
 other threads, finalizers and signal handlers can run between two calls, but not during a call.
 `list(x)` and `list(x.values())` are also atomic. `list(x.items())` is not atomic, because it
 allocates tuples, which can start a garbage collection.
@@ -52,8 +52,8 @@ class Sent:
     memory: _Memory
     pool: tuple[str, int]  # tag and device
     weak: Any  # torch's weak reference to the storage, whose address is therefore not reused
-    # The numbers of its messages that no receiver has claimed. A message that has expired stays
-    # here until the storage's last one expires: its receiver may be late, and must not take a later
+    # The numbers of its messages that no receiver has claimed. An expired message stays here until
+    # the storage's last message expires, because its receiver may be late and must not take a later
     # message.
     untaken: dict[int, bool] = field(default_factory=dict)
 
@@ -80,7 +80,7 @@ class _Message(NamedTuple):
 
     sent: Sent
     storage: Any  # keeps the memory
-    until: float  # the end of the transit, on time.monotonic()
+    until: float  # the transit's deadline, on the time.monotonic() clock
 
 
 _tokens = itertools.count(1)
@@ -154,10 +154,10 @@ def _prune() -> None:
 
 
 def forget_expired(now: float | None = None) -> float | None:
-    """Stop keeping memory whose message no receiver received before the deadline.
+    """Stop keeping memory whose message was not received before its deadline.
 
     Args:
-        now: a time of `time.monotonic`, by default the current time.
+        now: a `time.monotonic` time, by default the current time.
 
     Returns:
         The number of seconds until the next deadline, or None if no memory is kept.
@@ -188,7 +188,7 @@ def _forget_expired_of(sent: Sent, number: int) -> None:
 def _oldest() -> int | None:
     """Return the number of the message with the earliest deadline."""
     while True:
-        # `next` raises if a message was added or removed after the call of `iter`.
+        # `next` raises if a message was added or removed after the call to `iter`.
         with contextlib.suppress(RuntimeError):
             return next(iter(_in_flight), None)
 

@@ -46,7 +46,7 @@ class Span:
         self.at: dict[int, Extent] = {}  # by offset
 
     def unmap(self, extents: Sequence[Extent]) -> list[Extent]:
-        """Unmap extents, and return the unmapped extents, because the driver may refuse some or
+        """Unmap extents, and return those that were unmapped, because the driver may refuse some or
         all.
         """
         try:
@@ -64,7 +64,7 @@ class Span:
 
 
 class Use:
-    """A use of a sent tensor's memory, which the connection's thread begins and ends."""
+    """A use of a sent tensor's memory, begun and ended by the connection's thread."""
 
     __slots__ = ("extents", "place")
 

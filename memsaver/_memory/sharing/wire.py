@@ -34,18 +34,18 @@ __all__ = ["MOST_FILES", "MOST_TOKENS", "Message", "domain", "peer_of", "receive
 
 Message = dict[str, Any]
 
-MOST_FILES = 250  # Linux passes at most 253 descriptors with a message
+MOST_FILES = 250  # Linux passes at most 253 descriptors per message
 MOST_TOKENS = 2000  # in a message
 _MOST_BYTES = 128 << 10  # of a message
 
 
 def domain() -> str:
-    """Return the name of the domain of processes with which this process can share memory.
+    """Return the name of this process's domain: the processes with which it can share memory.
 
     The processes of a domain belong to the same user, machine and network namespace, and use the
     same version of memsaver, because messages and pickles may change with each version. The name is
-    a digest, because the clients of an engine may see it. Returns "" if the domain is unknown
-    because /proc is missing.
+    a digest, because an engine's clients may see it. Returns "" if the domain is unknown because
+    /proc is missing.
     """
     import hashlib
 

@@ -44,7 +44,7 @@ def check_all() -> dict[str, list[Finding]]:
     for subject, check in SUBJECTS.items():
         try:
             found[subject] = check()
-        except Exception as error:  # a failing check must not hide the other ones
+        except Exception as error:  # a failing check must not hide the others
             text = f"this could not be checked: {type(error).__name__}: {error}"
             found[subject] = [warned(subject, text, "please report it")]
     return found

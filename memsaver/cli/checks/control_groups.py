@@ -36,8 +36,8 @@ def _groups() -> list[tuple[str, tuple[str, ...]]]:
             continue
         files = ("memory.max", "memory.high") if unified else ("memory.limit_in_bytes",)
         seen = [(point, _below(root, group)) for root, point in mounts[unified]]
-        # A container may show a path of its host that does not exist inside the container. In this
-        # case, only the mounted groups can be read.
+        # A container may show a path on its host that does not exist inside the container. If so,
+        # only the mounted groups can be read.
         shown = [(point, inside) for point, inside in seen if inside is not None] or seen
         for point, inside in shown[:1]:
             found += [(point.rstrip("/") + level, files) for level in _levels(inside or "")]

@@ -15,7 +15,7 @@ from memsaver.errors import MemsaverError
 __all__ = ["check_torch"]
 
 OLDEST_TORCH = (2, 6)
-POOLS_BY_THREAD = (2, 8)  # since this version a torch pool applies only to its own thread
+POOLS_BY_THREAD = (2, 8)  # since this version, a torch pool applies only to its own thread
 
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _EXPANDABLE = re.compile(r"\bexpandable_segments\s*:\s*True\b", re.IGNORECASE)

@@ -14,11 +14,11 @@ from memsaver.errors import MemsaverError
 
 __all__ = ["BLOCKS", "GRAIN", "CycledTag", "measure_backed_up", "measure_discarded"]
 
-BLOCKS = 16  # allocations in the tag, of equal size
+BLOCKS = 16  # allocations of equal size in the tag
 GRAIN = BLOCKS * (2 << 20)  # the tag's bytes are a multiple of this
 
 _SAMPLE = 4096  # bytes that are compared at both ends of every block
-# The minimum share of the bytes that a pause must release, according to the driver's free memory.
+# The minimum share of the bytes that a pause must release, as measured by the driver's free memory.
 _GIVEN_BACK = 0.98
 _LIMITS = {  # the description of a limit, and the figures whose sum is the limit
     "unmap, release": (UNMAP, RELEASE),
@@ -104,7 +104,7 @@ class CycledTag:
         """Free all memory, including the retained backup. The tag can be used again."""
         while self._addresses:
             _C.free(self._addresses.pop())
-        memsaver.resume(self._tag)  # maps nothing; only if an error left the tag paused
+        memsaver.resume(self._tag)  # maps nothing; needed only if an error left the tag paused
         memsaver.trim(wait=True)
 
     def _byte(self, index: int) -> int:

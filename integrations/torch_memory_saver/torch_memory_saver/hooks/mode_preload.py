@@ -13,11 +13,11 @@ __all__ = ["configure_subprocess"]
 
 @contextmanager
 def configure_subprocess() -> Iterator[None]:
-    """Preload memsaver into all child processes that are started during the block.
+    """Preload memsaver into all child processes started during the block.
 
     If TMS_INIT_ENABLE=1 is set, the whole preloaded child process is one region with the tag
-    "default". During the block, `os.environ` is changed for all threads; the end of the block
-    restores it.
+    "default". During the block, `os.environ` is changed for all threads; it is restored when the
+    block ends.
 
     Raises:
         NotLoadedError: a library is missing.
